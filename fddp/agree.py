@@ -1,0 +1,145 @@
+"""Ranks compare what they are about to do before they do it.
+
+Backends answer mismatched sizes by hanging or by ending the process, so whatever must be alike is
+compared when a `GradSync` is built, as bytes of any length, and every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fddp.errors import InternalError, PlanMismatchError
+from fddp.plan import BucketPlan, plan_leaves
+from fddp.transports.base import Transport
+
+_WAY_OUT = {
+    "given": "pass a plan on every rank or on none",
+    "transport": "pass the same transport on every rank",
+    "reduce_dtype": "pass the same reduce_dtype on every rank",
+    "caps": "pass the same bucket_cap_mb and first_bucket_mb on every rank",
+}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What ranks must have in common.
+
+    Attributes:
+        plan: the bucket plan.
+        given: whether the caller passed the plan (it is then never rebuilt).
+        transport: the transport that the caller asked for.
+        reduce_dtype: dtype of reduction for 16-bit gradients.
+    """
+
+    plan: BucketPlan
+    given: bool
+    transport: str
+    reduce_dtype: str | None
+
+    def summary(self) -> dict[str, object]:
+        """Short values that decide whether ranks agree."""
+        leaves = json.dumps(self.leaves())
+        return {
+            "given": self.given,
+            "transport": self.transport,
+            "reduce_dtype": self.reduce_dtype,
+            "caps": list(self.plan.caps_bytes),
+            "leaves": hashlib.sha256(leaves.encode()).hexdigest(),
+            "plan": self.plan.shared_digest,
+        }
+
+    def leaves(self) -> list[list[object]]:
+        """The reduced leaves in full."""
+        leaves = [self.plan.leaves[i] for i in self.plan.reduced]
+        return [
+            [leaf.path, leaf.shape, leaf.dtype, leaf.strides, leaf.device, leaf.sparse]
+            for leaf in leaves
+        ]
+
+
+def agree(transport: Transport, terms: Terms | None, failure: Exception | None) -> Terms:
+    """Compares terms over ranks.
+
+    Leaves are registered in another order on another rank when its dicts were filled in another
+    order; of plans that differ in nothing else, all ranks take rank 0's.
+
+    Args:
+        transport: a fresh transport of the group.
+        terms: this rank's, or None where it could not make any.
+        failure: why it could not.
+
+    Returns:
+        The terms that hold on all ranks.
+
+    Raises:
+        PlanMismatchError: on every rank, if any two differ or a rank has none.
+        Exception: `failure`, on the rank that has it.
+    """
+    if terms is None:
+        summary: dict[str, object] = {"failure": f"{type(failure).__name__}: {failure}"}
+    else:
+        summary = terms.summary()
+    told = _exchange(transport, summary)
+    if failure is not None:
+        failure.args = (f"rank {transport.rank}: {failure}", *failure.args[1:])
+        raise failure
+    for rank, other in enumerate(told):
+        if "failure" in other:
+            raise PlanMismatchError(f"rank {rank} could not build its plan: {other['failure']}")
+    if terms is None:
+        raise InternalError("a rank has neither terms nor a failure")
+    differing = [rank for rank, other in enumerate(told) if other != told[0]]
+    if not differing:
+        return terms
+    plans_only = all({**other, "plan": None} == {**told[0], "plan": None} for other in told)
+    if plans_only and not terms.given:
+        slots = {leaf: slot for slot, leaf in enumerate(terms.plan.reduced)}
+        orders = _exchange(transport, [slots[leaf] for leaf in terms.plan.order])
+        return replace(terms, plan=_reordered(terms.plan, orders[0]))
+    details = _exchange(transport, terms.leaves())
+    raise PlanMismatchError(_difference(differing[0], told, details))
+
+
+def _exchange(transport: Transport, value: object) -> list[Any]:
+    return [json.loads(text) for text in transport.exchange(json.dumps(value).encode())]
+
+
+def _reordered(plan: BucketPlan, slots: list[int]) -> BucketPlan:
+    reduced = plan.reduced
+    return plan_leaves(plan.leaves, order=[reduced[s] for s in slots], caps_bytes=plan.caps_bytes)
+
+
+def _difference(rank: int, told: list[Any], details: list[Any]) -> str:
+    mine, theirs = told[0], told[rank]
+    for name, way_out in _WAY_OUT.items():
+        if mine[name] != theirs[name]:
+            return f"{name} is {mine[name]} on rank 0 and {theirs[name]} on rank {rank}; {way_out}"
+    return _leaf_difference(rank, details[0], details[rank])
+
+
+def _leaf_difference(rank: int, mine: list[Any], theirs: list[Any]) -> str:
+    advice = "build every rank's parameters alike, or decline the leaf with select="
+    for ours, others in zip(mine, theirs, strict=False):
+        if ours != others:
+            return f"rank 0 has {_leaf(ours)} where rank {rank} has {_leaf(others)}; {advice}"
+    if len(mine) != len(theirs):
+        longer, who = (mine, 0) if len(mine) > len(theirs) else (theirs, rank)
+        extra = longer[min(len(mine), len(theirs))]
+        return (
+            f"rank 0 has {len(mine)} leaves and rank {rank} has {len(theirs)}; "
+            f"only rank {who} has {_leaf(extra)}; {advice}"
+        )
+    return (
+        f"ranks 0 and {rank} have the same leaves but other buckets or order; pass the same plan "
+        f"on every rank (BucketPlan.to_json carries one over)"
+    )
+
+
+def _leaf(detail: list[Any]) -> str:
+    path, shape, dtype, strides, device, sparse = detail
+    text = f"leaf {path!r} of shape {tuple(shape)}, {dtype} on {device}"
+    text += f" with strides {tuple(strides)}" if strides else ""
+    return f"{text}, declared sparse" if sparse else text

@@ -1,0 +1,112 @@
+"""Backward passes that touch nothing but the leaves of the call.
+
+[Note: gradients of others]
+`Tensor.backward()` adds to `.grad` of every leaf in the graph. Where the graph shows all there is,
+the engine is told which leaves to serve. It can't be told where a node runs a backward pass of its
+own (re-entrant checkpointing refuses it), so there the leaves of others are relieved of their
+`.grad` before gradients can be added to it, and get it back afterwards: those that the graph shows
+at once, those hidden in a checkpoint when its recomputation first touches them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from fddp.leaves import GraphView
+
+
+def backward(loss: Tensor, view: GraphView, leaves: Sequence[Tensor]) -> None:
+    """Accumulates gradients of `loss` into `leaves`, and into nothing else.
+
+    Args:
+        loss: scalar tensor that requires grad.
+        view: what the graph behind it shows.
+        leaves: the call's leaves, in the order of `view.used`.
+    """
+    if view.opaque:
+        taken = _TakenGradients(view.foreign, leaves)
+        try:
+            with _Recomputation(taken):
+                _backward_from_edges(loss)
+        finally:
+            taken.give_back()
+    elif view.foreign:
+        inputs = [leaf for leaf, used in zip(leaves, view.used, strict=True) if used]
+        if inputs:
+            torch.autograd.backward(loss, inputs=inputs)
+    else:
+        torch.autograd.backward(loss)
+
+
+def _backward_from_edges(
+    tensors: Tensor | Sequence[Tensor],
+    grad_tensors: Tensor | Sequence[Tensor | None] | None = None,
+    **options: Any,
+) -> None:
+    """`torch.autograd.backward`, not overridable: a mode is off while a call to it is overridden,
+    and must be on in what the pass recomputes."""
+    roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    grads = (grad_tensors,) if isinstance(grad_tensors, Tensor) else grad_tensors
+    seeds = [
+        torch.ones_like(root) if grad is None else grad
+        for root, grad in zip(roots, grads or [None] * len(roots), strict=True)
+    ]
+    torch.autograd.backward([get_gradient_edge(root) for root in roots], seeds, **options)
+
+
+class _Recomputation(TorchFunctionMode):
+    """Takes `.grad` off leaves of others when a recomputation first touches them."""
+
+    def __init__(self, taken: _TakenGradients) -> None:
+        super().__init__()
+        self._taken = taken
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for value in (*args, *kwargs.values()):
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, Tensor):
+                    self._taken.take(item)
+        if func is torch.autograd.backward:
+            with self:
+                return _backward_from_edges(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+class _TakenGradients:
+    """Gradients of others, put aside."""
+
+    def __init__(self, foreign: Iterable[Tensor], own: Iterable[Tensor]) -> None:
+        self._known = {id(leaf) for leaf in own}
+        # Weak: a recomputation's own inputs are leaves too, and must not outlive it.
+        self._taken: list[tuple[weakref.ref[Tensor], Tensor | None]] = []
+        for tensor in foreign:
+            self.take(tensor)
+
+    def take(self, tensor: Tensor) -> None:
+        """Puts the gradient of a leaf of others aside, once."""
+        if id(tensor) in self._known or not (tensor.requires_grad and tensor.is_leaf):
+            return
+        self._known.add(id(tensor))
+        self._taken.append((weakref.ref(tensor), tensor.grad))
+        tensor.grad = None
+
+    def give_back(self) -> None:
+        """Restores every gradient that was put aside."""
+        for reference, grad in self._taken:
+            tensor = reference()
+            if tensor is not None:
+                tensor.grad = grad

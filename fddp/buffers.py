@@ -1,0 +1,44 @@
+"""Flat memory for buckets, used again once nothing outside holds a view of it.
+
+[Note: results are values]
+What a synchronisation returns are views of bucket memory, each with a storage of its own that keeps
+the bucket's alive. A buffer goes back into use only when its storage has no owner but the pool. In
+the usual loop two buffers alternate for each bucket: the gradients of one step are still held when
+the next begins.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fddp.pack import storage_use_count
+
+# What a loop holds in turn; more are freed when the caller lets go of them.
+_KEPT = 2
+
+
+class BufferPool:
+    """Buffers by bucket."""
+
+    def __init__(self) -> None:
+        self._lent: dict[int, list[Tensor]] = {}
+
+    def acquire(self, bucket: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer of shape `(numel,)` that nobody holds; its contents are undefined."""
+        lent = self._lent.get(bucket, [])
+        for position, buffer in enumerate(lent):
+            fits = buffer.dtype == dtype and buffer.device == device and buffer.numel() == numel
+            if fits and storage_use_count(buffer) == 1:
+                return lent.pop(position)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def lend(self, bucket: int, buffer: Tensor) -> None:
+        """Takes note of a buffer whose views have been handed out."""
+        lent = self._lent.setdefault(bucket, [])
+        lent.append(buffer)
+        del lent[:-_KEPT]
+
+    def clear(self) -> None:
+        """Lets go of all buffers."""
+        self._lent.clear()

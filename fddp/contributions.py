@@ -1,0 +1,185 @@
+"""What one rank brings to a step: its gradients, bucket by bucket, and the weights on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fddp.expect import Arrivals, expected_counts
+from fddp.leaves import GraphView, LeafSet
+from fddp.program import Program
+
+Leaves = Sequence[Tensor | None]
+
+
+class Part(NamedTuple):
+    """Gradients of one bucket's leaves, in bucket order, and the weight that they count with."""
+
+    sources: Leaves
+    weight: float
+
+
+class Accumulated(NamedTuple):
+    """Weighted sums of gradients over earlier micro-batches, by leaf, and their total weight."""
+
+    sums: Leaves
+    weight: float
+
+
+class Contributions:
+    """The base contributes nothing: a rank without input, or one that has failed.
+
+    Attributes:
+        weight: what this rank counts in the weighted mean.
+    """
+
+    weight: float = 0.0
+
+    def parts(self, bucket: int) -> list[Part]:
+        """All that there is for a bucket; the parts are summed."""
+        return []
+
+    def late_parts(self, bucket: int) -> list[Part]:
+        """What came for a bucket since `parts` was called for it."""
+        return []
+
+    def used(self, program: Program) -> list[bool]:
+        """For each reduced leaf, whether there is a gradient."""
+        return [False] * len(program.reduced)
+
+    def late(self, program: Program) -> list[bool]:
+        """For each bucket, whether a gradient came after `parts` was called for it."""
+        return [False] * len(program.plan.buckets)
+
+    def order(self, program: Program) -> Sequence[int]:
+        """Reduced leaves, as numbered in the control word, in the order of their gradients."""
+        return ()
+
+    def arrived(self) -> int:
+        """How many gradients have arrived during backward."""
+        return 0
+
+    def local(self, leaf: int) -> Tensor | None:
+        """The result for a leaf that is not reduced: this rank's own gradient, if it counts."""
+        return None
+
+
+class TreeContributions(Contributions):
+    """Gradients that are all there, by leaf."""
+
+    def __init__(self, program: Program, leaves: Leaves, weight: float) -> None:
+        self.weight = weight
+        self._program = program
+        self._leaves = leaves
+
+    def parts(self, bucket: int) -> list[Part]:
+        members = self._program.plan.buckets[bucket].leaves
+        return [Part([self._leaves[i] for i in members], self.weight)] if self.weight else []
+
+    def used(self, program: Program) -> list[bool]:
+        if not self.weight:
+            return super().used(program)
+        return [self._leaves[i] is not None for i in program.reduced]
+
+    def local(self, leaf: int) -> Tensor | None:
+        grad = self._leaves[leaf]
+        return grad.detach().clone() if grad is not None and self.weight else None
+
+
+class BackwardContributions(Contributions):
+    """Gradients that arrive while backward runs, added to what earlier micro-batches left.
+
+    Args:
+        program: the program of the step.
+        leaf_set: this call's leaves, one for each of `program.differentiated`; None for a rank
+            that has only accumulated gradients to give.
+        weight: what the gradients of this backward count.
+        accumulated: gradients of earlier micro-batches.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        leaf_set: LeafSet | None,
+        *,
+        weight: float,
+        accumulated: Accumulated | None,
+    ) -> None:
+        self.weight = weight + (accumulated.weight if accumulated else 0.0)
+        self.expected: tuple[int, ...] = ()
+        self._visible: Sequence[bool] = ()
+        self._own_weight = weight
+        self._program = program
+        self._leaf_set = leaf_set if weight else None
+        self._accumulated = accumulated
+
+    def arm(
+        self, view: GraphView, previous: Arrivals | None, on_bucket: Callable[[int], None]
+    ) -> None:
+        """Gets ready for backward; calls `on_bucket` for each bucket as it fills."""
+        assert self._leaf_set is not None
+        self._visible = view.used
+        expected = expected_counts(view.used, opaque=view.opaque, previous=previous)
+        self.expected = tuple(expected)
+        self._leaf_set.arm(self._program.members, expected, on_bucket)
+        for bucket, members in enumerate(self._program.member_numbers):
+            if not any(expected[k] for k in members):
+                on_bucket(bucket)
+
+    def arrivals(self) -> Arrivals:
+        """What this backward showed, for the next step's expectations."""
+        assert self._leaf_set is not None
+        return Arrivals(self._visible, self._leaf_set.counts())
+
+    def arrival_log(self) -> list[int]:
+        """Differentiated leaves in the order of their gradients, repeats included."""
+        return self._leaf_set.arrivals() if self._leaf_set else []
+
+    def parts(self, bucket: int) -> list[Part]:
+        parts = self._taken(bucket)
+        if self._accumulated:
+            sums = self._accumulated.sums
+            members = self._program.plan.buckets[bucket].leaves
+            # The sums are weighted already.
+            parts.append(Part([sums[i] for i in members], 1.0))
+        return parts
+
+    def late_parts(self, bucket: int) -> list[Part]:
+        return self._taken(bucket)
+
+    def _taken(self, bucket: int) -> list[Part]:
+        if self._leaf_set is None:
+            return []
+        keep = bucket in self._program.schedule.retained
+        return [Part(self._leaf_set.take(bucket, keep), self._own_weight)]
+
+    def used(self, program: Program) -> list[bool]:
+        used = [False] * len(program.plan.leaves)
+        if self._leaf_set:
+            for leaf, flag in zip(program.differentiated, self._leaf_set.used(), strict=True):
+                used[leaf] = flag
+        sums = self._accumulated.sums if self._accumulated else [None] * len(used)
+        return [used[i] or sums[i] is not None for i in program.reduced]
+
+    def late(self, program: Program) -> list[bool]:
+        return self._leaf_set.late() if self._leaf_set else super().late(program)
+
+    def order(self, program: Program) -> Sequence[int]:
+        arrived = dict.fromkeys(program.differentiated[k] for k in self.arrival_log())
+        return [program.slot[leaf] for leaf in arrived if leaf in program.slot]
+
+    def arrived(self) -> int:
+        return self._leaf_set.arrival_count() if self._leaf_set else 0
+
+    def local(self, leaf: int) -> Tensor | None:
+        own = self._leaf_set.grad(self._program.number[leaf]) if self._leaf_set else None
+        earlier = self._accumulated.sums[leaf] if self._accumulated else None
+        if earlier is None:
+            return own
+        total = earlier if own is None else own * self._own_weight + earlier
+        return total.detach() / self.weight
+
+
+NOTHING = Contributions()

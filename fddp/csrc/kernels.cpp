@@ -1,0 +1,258 @@
+#include "kernels.h"
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+// Loops below are written to be vectorised by the compiler. Each is compiled once per instruction
+// set and chosen at run time, so that a binary made on one machine serves the others.
+#define FDDP_INLINE inline __attribute__((always_inline))
+#if defined(__x86_64__)
+#define FDDP_AVX2 __attribute__((target("avx2")))
+#endif
+
+// Iterations do not depend on each other even where source and target are the same memory.
+#if defined(__clang__)
+#define FDDP_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define FDDP_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+namespace fddp {
+namespace {
+
+// The type in which a value on its way from Source to Target is scaled.
+template <class Source, class Target>
+using Arithmetic = std::
+    conditional_t<std::is_same_v<Source, double> || std::is_same_v<Target, double>, double, float>;
+
+// One where the exponent is all ones (NaN or infinity), else zero. On the bits, because gathering
+// the results with `|` vectorises where a floating-point test with an early exit does not.
+FDDP_INLINE uint32_t nonfinite(float value) {
+  constexpr uint32_t kExponent = 0x7f800000;
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return (bits & kExponent) == kExponent;
+}
+FDDP_INLINE uint64_t nonfinite(double value) {
+  constexpr uint64_t kExponent = 0x7ff0000000000000;
+  uint64_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return (bits & kExponent) == kExponent;
+}
+
+struct Write {
+  template <class Target, class Value>
+  static FDDP_INLINE void store(Target& target, Value value) {
+    target = static_cast<Target>(value);
+  }
+};
+
+struct Add {
+  template <class Target, class Value>
+  static FDDP_INLINE void store(Target& target, Value value) {
+    const auto rounded = static_cast<Target>(value);
+    target = static_cast<Target>(static_cast<Value>(target) + static_cast<Value>(rounded));
+  }
+};
+
+template <class Source, class Target, class Store>
+struct CopyLoop {
+  static FDDP_INLINE bool run(const void* from, void* to, int64_t count, double scale) {
+    using Value = Arithmetic<Source, Target>;
+    const auto* const source = static_cast<const Source*>(from);
+    auto* const target = static_cast<Target*>(to);
+    const auto factor = static_cast<Value>(scale);
+    decltype(nonfinite(factor)) bad = 0;
+    FDDP_INDEPENDENT
+    for (int64_t i = 0; i < count; ++i) {
+      const auto value = static_cast<Value>(source[i]);
+      bad |= nonfinite(value);
+      Store::store(target[i], value * factor);
+    }
+    return bad == 0;
+  }
+};
+
+template <class T>
+FDDP_INLINE bool all_finite(const T* values, int64_t count) {
+  using Value = Arithmetic<T, T>;
+  decltype(nonfinite(Value())) bad = 0;
+  for (int64_t i = 0; i < count; ++i) bad |= nonfinite(static_cast<Value>(values[i]));
+  return bad == 0;
+}
+
+// A sum of squares that is not finite tells of a bad value, or of squares that overflowed.
+template <class T>
+FDDP_INLINE Stats stats_of(double sq_norm, const T* values, int64_t count) {
+  return {sq_norm, std::isfinite(sq_norm) || all_finite(values, count)};
+}
+
+// Sums squares over stretches of values, in sixteen separate lanes that are added up at the end: a
+// fixed order of additions, whatever the width of the machine's vectors.
+template <class T>
+class SquareSum {
+ public:
+  static constexpr int64_t kLanes = 16;
+  static constexpr int64_t kBlock = 256;  // the longest stretch; a multiple of kLanes
+
+  // Every stretch but the last holds a multiple of kLanes values.
+  FDDP_INLINE void add(const T* values, int64_t count) {
+    const int64_t whole = count / kLanes * kLanes;
+    if constexpr (std::is_same_v<T, Value>) {
+      add_lanes(values, whole);
+    } else {
+      Value wide[kBlock];
+      for (int64_t i = 0; i < whole; ++i) wide[i] = static_cast<Value>(values[i]);
+      add_lanes(wide, whole);
+    }
+    if (whole == count) return;
+    Value rest[kLanes] = {};
+    std::copy(values + whole, values + count, rest);
+    add_lanes(rest, kLanes);
+  }
+
+  FDDP_INLINE double total() const {
+    const Doubles lanes = (sums_[0] + sums_[1]) + (sums_[2] + sums_[3]);
+    return (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+  }
+
+ private:
+  static constexpr int64_t kWidth = 4;
+  using Value = Arithmetic<T, T>;
+  using Values [[gnu::vector_size(kWidth * sizeof(Value))]] = Value;
+  using Doubles [[gnu::vector_size(kWidth * sizeof(double))]] = double;
+
+  FDDP_INLINE void add_lanes(const Value* values, int64_t count) {
+    for (int64_t i = 0; i < count; i += kLanes) {
+      for (int64_t v = 0; v < kLanes / kWidth; ++v) {
+        Values part;
+        std::memcpy(&part, values + i + v * kWidth, sizeof part);
+        const auto wide = __builtin_convertvector(part, Doubles);
+        sums_[v] += wide * wide;
+      }
+    }
+  }
+
+  Doubles sums_[kLanes / kWidth] = {};
+};
+
+template <class Source, class Target>
+struct StatsLoop {
+  static FDDP_INLINE Stats run(const void* from, void* to, int64_t count, double scale) {
+    constexpr int64_t kBlock = SquareSum<Target>::kBlock;
+    const auto* const source = static_cast<const Source*>(from);
+    auto* const target = static_cast<Target*>(to);
+    SquareSum<Target> sum;
+    for (int64_t begin = 0; begin < count; begin += kBlock) {
+      const int64_t size = std::min(kBlock, count - begin);
+      CopyLoop<Source, Target, Write>::run(source + begin, target + begin, size, scale);
+      sum.add(target + begin, size);
+    }
+    return stats_of(sum.total(), target, count);
+  }
+};
+
+template <class T>
+struct MeasureLoop {
+  static FDDP_INLINE Stats run(const void* from, void*, int64_t count, double) {
+    constexpr int64_t kBlock = SquareSum<T>::kBlock;
+    const auto* const values = static_cast<const T*>(from);
+    SquareSum<T> sum;
+    for (int64_t begin = 0; begin < count; begin += kBlock) {
+      sum.add(values + begin, std::min(kBlock, count - begin));
+    }
+    return stats_of(sum.total(), values, count);
+  }
+};
+
+template <class T>
+struct ZeroLoop {
+  static FDDP_INLINE bool run(const void*, void* to, int64_t count, double) {
+    std::memset(to, 0, static_cast<size_t>(count) * sizeof(T));
+    return true;
+  }
+};
+
+template <class Loop>
+using Kernel = decltype(&Loop::run);
+
+template <class Loop>
+auto run_baseline(const void* from, void* to, int64_t count, double scale) {
+  return Loop::run(from, to, count, scale);
+}
+
+#if defined(__x86_64__)
+template <class Loop>
+FDDP_AVX2 auto run_avx2(const void* from, void* to, int64_t count, double scale) {
+  return Loop::run(from, to, count, scale);
+}
+#endif
+
+template <class Loop>
+Kernel<Loop> kernel() {
+#if defined(__x86_64__)
+  static const bool has_avx2 = __builtin_cpu_supports("avx2");
+  if (has_avx2) return &run_avx2<Loop>;
+#endif
+  return &run_baseline<Loop>;
+}
+
+// Calls f with a zero of the C++ type behind `dtype`.
+template <class F>
+auto with_type(c10::ScalarType dtype, const F& f) {
+  switch (dtype) {
+    case c10::ScalarType::Half:
+      return f(c10::Half());
+    case c10::ScalarType::BFloat16:
+      return f(c10::BFloat16());
+    case c10::ScalarType::Float:
+      return f(0.0f);
+    case c10::ScalarType::Double:
+      return f(0.0);
+    default:
+      TORCH_INTERNAL_ASSERT(false, "no kernel for dtype ", dtype);
+  }
+}
+
+// The kernel of Loop<Source, Target>, for the C++ types behind the two dtypes.
+template <template <class, class> class Loop>
+auto kernel_between(c10::ScalarType source, c10::ScalarType target) {
+  return with_type(source, [&](auto s) {
+    return with_type(target, [](auto t) { return kernel<Loop<decltype(s), decltype(t)>>(); });
+  });
+}
+
+template <class Source, class Target>
+using WriteLoop = CopyLoop<Source, Target, Write>;
+template <class Source, class Target>
+using AddLoop = CopyLoop<Source, Target, Add>;
+
+}  // namespace
+
+CopyKernel copy_kernel(c10::ScalarType source, c10::ScalarType target) {
+  return kernel_between<WriteLoop>(source, target);
+}
+
+CopyKernel add_kernel(c10::ScalarType source, c10::ScalarType target) {
+  return kernel_between<AddLoop>(source, target);
+}
+
+CopyKernel zero_kernel(c10::ScalarType target) {
+  return with_type(target, [](auto t) { return kernel<ZeroLoop<decltype(t)>>(); });
+}
+
+StatsKernel stats_kernel(c10::ScalarType source, c10::ScalarType target) {
+  return kernel_between<StatsLoop>(source, target);
+}
+
+StatsKernel measure_kernel(c10::ScalarType dtype) {
+  return with_type(dtype, [](auto t) { return kernel<MeasureLoop<decltype(t)>>(); });
+}
+
+}  // namespace fddp

@@ -1,0 +1,347 @@
+// Autograd leaves of one differentiated call: they announce their gradients as these arrive.
+//
+// [Note: fresh leaves]
+// Each call differentiates with respect to leaves of its own, made here in one pass over the
+// parameters. Leaves kept across steps would save their construction (about half a microsecond
+// each), but data swapped under a graph that is still alive gives silently wrong gradients, and
+// every guard against that costs what the construction does.
+
+#include <Python.h>
+
+#include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <typeinfo>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+using torch::autograd::AccumulateGrad;
+using torch::autograd::Node;
+
+namespace fddp {
+namespace {
+
+constexpr int64_t kNoBucket = -1;
+
+// The leaves of each bucket; made once for a plan, shared by its steps.
+struct BucketMembers {
+  std::vector<std::vector<int64_t>> leaves;
+};
+
+// The shapes and dtypes that a tree's leaves must have.
+class LeafTypes {
+ public:
+  LeafTypes(std::vector<std::vector<int64_t>> shapes, std::vector<at::ScalarType> dtypes)
+      : shapes_(std::move(shapes)), dtypes_(std::move(dtypes)) {
+    TORCH_CHECK_VALUE(shapes_.size() == dtypes_.size(), shapes_.size(), " shapes for ", dtypes_.size(), " dtypes");
+  }
+
+  // The first tensor that differs, or -1; absent tensors fit.
+  int64_t first_mismatch(const std::vector<std::optional<at::Tensor>>& tensors) const {
+    TORCH_CHECK_VALUE(tensors.size() == shapes_.size(), "expected ", shapes_.size(), " tensors, got ", tensors.size());
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const auto& tensor = tensors[i];
+      if (!tensor.has_value()) continue;
+      if (tensor->is_nested() || tensor->scalar_type() != dtypes_[i] || tensor->sizes() != at::IntArrayRef(shapes_[i])) {
+        return static_cast<int64_t>(i);
+      }
+    }
+    return -1;
+  }
+
+ private:
+  std::vector<std::vector<int64_t>> shapes_;
+  std::vector<at::ScalarType> dtypes_;
+};
+
+// What a walk over the graph behind a loss can tell before backward runs.
+struct GraphView {
+  std::vector<bool> used;           // by leaf: an AccumulateGrad of it is reachable
+  std::vector<at::Tensor> foreign;  // reachable leaves that are not ours
+  bool opaque = false;              // a node written in Python: it may run graphs of its own
+};
+
+// Compared by name because the type is not exported from libtorch_python.
+bool is_python_node(const Node& node) {
+  return std::strcmp(typeid(node).name(), "N5torch8autograd6PyNodeE") == 0;
+}
+
+class LeafSet : public std::enable_shared_from_this<LeafSet> {
+ public:
+  explicit LeafSet(std::vector<at::Tensor> leaves) : leaves_(std::move(leaves)) {
+    counts_.resize(leaves_.size(), 0);
+    had_.resize(leaves_.size(), false);
+    bucket_of_.resize(leaves_.size(), kNoBucket);
+    for (size_t i = 0; i < leaves_.size(); ++i) index_.emplace(leaves_[i].unsafeGetTensorImpl(), i);
+  }
+
+  ~LeafSet() {
+    // The last owner may be an autograd thread that does not hold the GIL.
+    if (callback_) {
+      py::gil_scoped_acquire gil;
+      callback_.reset();
+    }
+  }
+  LeafSet(const LeafSet&) = delete;
+  LeafSet& operator=(const LeafSet&) = delete;
+
+  static std::shared_ptr<LeafSet> make(const std::vector<at::Tensor>& params);
+
+  const std::vector<at::Tensor>& leaves() const { return leaves_; }
+  size_t size() const { return leaves_.size(); }
+
+  // Starts counting. `expected[i]` is how many gradients of leaf i its bucket waits for.
+  // `on_bucket(b)` is called when the last of bucket b's has arrived.
+  void arm(std::shared_ptr<const BucketMembers> members, std::vector<int64_t> expected, py::object on_bucket) {
+    TORCH_CHECK_VALUE(expected.size() == size(), "expected ", size(), " counts, got ", expected.size());
+    const std::lock_guard<std::mutex> lock(mutex_);
+    members_ = std::move(members);
+    expected_ = std::move(expected);
+    const size_t buckets = members_->leaves.size();
+    pending_.assign(buckets, 0);
+    late_.assign(buckets, false);
+    packed_.assign(buckets, false);
+    streams_.assign(buckets, {});
+    for (size_t b = 0; b < buckets; ++b) {
+      for (const int64_t leaf : members_->leaves[b]) {
+        TORCH_CHECK_INDEX(leaf >= 0 && leaf < static_cast<int64_t>(size()), "leaf ", leaf, " of bucket ", b,
+                          " is not one of ", size());
+        bucket_of_[leaf] = static_cast<int64_t>(b);
+        pending_[b] += expected_[leaf];
+      }
+    }
+    for (auto& leaf : leaves_) leaf.mutable_grad().reset();
+    std::fill(counts_.begin(), counts_.end(), 0);
+    arrivals_.clear();
+    callback_ = std::make_unique<py::object>(std::move(on_bucket));
+    armed_ = true;
+  }
+
+  // Stops counting and lets go of the callback, which would otherwise close a reference cycle.
+  void disarm() {
+    std::unique_ptr<py::object> callback;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    armed_ = false;
+    callback.swap(callback_);
+  }
+
+  // Hands over the gradients of one bucket; with `keep` the leaves go on accumulating into them.
+  // What arrives from now on is late.
+  std::vector<std::optional<at::Tensor>> take(int64_t bucket, bool keep) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto& members = members_->leaves.at(bucket);
+    wait_for_streams(bucket);
+    std::vector<std::optional<at::Tensor>> grads;
+    grads.reserve(members.size());
+    for (const int64_t leaf : members) {
+      at::Tensor& grad = leaves_[leaf].mutable_grad();
+      had_[leaf] = had_[leaf] || grad.defined();
+      grads.emplace_back(grad.defined() ? std::optional<at::Tensor>(grad) : std::nullopt);
+      if (!keep) grad.reset();
+    }
+    packed_[bucket] = true;
+    return grads;
+  }
+
+  // Whether any gradient came for each leaf. Not read from the counts alone: a hook that the caller
+  // puts on a leaf replaces ours.
+  std::vector<bool> used() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<bool> used = had_;
+    for (size_t i = 0; i < size(); ++i) used[i] = used[i] || counts_[i] > 0;
+    return used;
+  }
+  std::optional<at::Tensor> grad(int64_t leaf) const {
+    const at::Tensor& grad = leaves_.at(leaf).grad();
+    return grad.defined() ? std::optional<at::Tensor>(grad) : std::nullopt;
+  }
+  size_t arrival_count() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return arrivals_.size();
+  }
+  std::vector<bool> late() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return late_;
+  }
+  std::vector<int64_t> counts() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return counts_;
+  }
+  std::vector<int64_t> arrivals() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return arrivals_;
+  }
+
+  GraphView inspect(const at::Tensor& loss) const {
+    GraphView view;
+    view.used.resize(size(), false);
+    std::vector<Node*> stack;
+    std::unordered_set<Node*> seen;
+    const auto push = [&](Node* node) {
+      if (node != nullptr && seen.insert(node).second) stack.push_back(node);
+    };
+    // A loss that is itself a leaf has no grad_fn; gradient_edge covers both cases.
+    const auto root = torch::autograd::impl::gradient_edge(loss);
+    push(root.function.get());
+    while (!stack.empty()) {
+      Node* node = stack.back();
+      stack.pop_back();
+      if (node->next_edges().empty()) {
+        if (auto* sink = dynamic_cast<AccumulateGrad*>(node)) note_sink(sink->variable, view);
+        // A custom function of no differentiable input can't be reached by backward.
+        continue;
+      }
+      view.opaque = view.opaque || is_python_node(*node);
+      for (const auto& edge : node->next_edges()) push(edge.function.get());
+    }
+    return view;
+  }
+
+  void arrived(size_t leaf) {
+    int64_t complete = kNoBucket;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (!armed_) return;
+      ++counts_[leaf];
+      arrivals_.push_back(static_cast<int64_t>(leaf));
+      const int64_t bucket = bucket_of_[leaf];
+      if (bucket == kNoBucket) return;
+      note_stream(bucket, leaves_[leaf].device());
+      if (packed_[bucket]) late_[bucket] = true;
+      if (counts_[leaf] <= expected_[leaf] && --pending_[bucket] == 0) complete = bucket;
+    }
+    // The mutex is free again: the callback needs the GIL, whose holder may want the mutex.
+    if (complete != kNoBucket) announce(complete);
+  }
+
+ private:
+  void note_sink(const at::Tensor& variable, GraphView& view) const {
+    const auto found = index_.find(variable.unsafeGetTensorImpl());
+    if (found == index_.end()) {
+      view.foreign.push_back(variable);
+    } else {
+      view.used[found->second] = true;
+    }
+  }
+
+  void announce(int64_t bucket) {
+    py::gil_scoped_acquire gil;
+    py::object callback;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (callback_) callback = *callback_;
+    }
+    if (callback) callback(bucket);
+  }
+
+  // Backward may run parts of a graph on several streams of an accelerator, while a bucket is packed
+  // on the stream of its last gradient.
+  void note_stream(int64_t bucket, at::Device device) {
+    if (device.is_cpu() || device.is_meta()) return;
+    const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+    auto& streams = streams_[bucket];
+    if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
+  }
+
+  void wait_for_streams(int64_t bucket) {
+    for (const c10::Stream& stream : streams_[bucket]) {
+      const c10::impl::VirtualGuardImpl guard(stream.device_type());
+      const c10::Stream current = guard.getStream(stream.device());
+      if (current == stream) continue;
+      c10::Event event(stream.device_type());
+      event.record(stream);
+      event.block(current);
+    }
+  }
+
+  mutable std::mutex mutex_;
+  std::vector<at::Tensor> leaves_;
+  std::unordered_map<c10::TensorImpl*, size_t> index_;
+  std::shared_ptr<const BucketMembers> members_;
+  std::vector<bool> had_;                         // by leaf: take() found a gradient
+  std::vector<int64_t> bucket_of_;                // by leaf
+  std::vector<int64_t> expected_;                 // by leaf: gradients its bucket waits for
+  std::vector<int64_t> counts_;                   // by leaf: gradients arrived
+  std::vector<int64_t> arrivals_;                 // leaves in order of arrival, repeats included
+  std::vector<int64_t> pending_;                  // by bucket: gradients still awaited
+  std::vector<bool> late_;                        // by bucket: a gradient came after take()
+  std::vector<bool> packed_;                      // by bucket: take() was called
+  std::vector<std::vector<c10::Stream>> streams_;  // by bucket: where its gradients were made
+  std::unique_ptr<py::object> callback_;
+  bool armed_ = false;
+};
+
+// Sits on a leaf and holds the set weakly: the set owns the leaves.
+class ArrivalHook : public torch::autograd::PostAccumulateGradHook {
+ public:
+  ArrivalHook(std::weak_ptr<LeafSet> set, size_t leaf) : set_(std::move(set)), leaf_(leaf) {}
+
+  void operator()(const at::Tensor& /*leaf*/) override {
+    if (const auto set = set_.lock()) set->arrived(leaf_);
+  }
+
+ private:
+  std::weak_ptr<LeafSet> set_;
+  size_t leaf_;
+};
+
+std::shared_ptr<LeafSet> LeafSet::make(const std::vector<at::Tensor>& params) {
+  std::vector<at::Tensor> leaves;
+  leaves.reserve(params.size());
+  for (const auto& param : params) leaves.push_back(param.detach().set_requires_grad(true));
+  auto set = std::make_shared<LeafSet>(std::move(leaves));
+  for (size_t i = 0; i < set->size(); ++i) {
+    torch::autograd::impl::set_post_acc_grad_hooks(set->leaves_[i], std::make_unique<ArrivalHook>(set, i));
+  }
+  return set;
+}
+
+}  // namespace
+
+}  // namespace fddp
+
+void bind_leaves(py::module_& m) {
+  using namespace fddp;
+  py::class_<GraphView>(m, "GraphView")
+      .def_readonly("used", &GraphView::used)
+      .def_readonly("foreign", &GraphView::foreign)
+      .def_readonly("opaque", &GraphView::opaque);
+  py::class_<LeafTypes>(m, "LeafTypes")
+      .def(py::init<std::vector<std::vector<int64_t>>, std::vector<at::ScalarType>>(), py::arg("shapes"),
+           py::arg("dtypes"))
+      .def("first_mismatch", &LeafTypes::first_mismatch, py::arg("tensors"));
+  py::class_<BucketMembers, std::shared_ptr<BucketMembers>>(m, "BucketMembers")
+      .def(py::init([](std::vector<std::vector<int64_t>> leaves) {
+             return std::make_shared<BucketMembers>(BucketMembers{std::move(leaves)});
+           }),
+           py::arg("leaves"));
+  py::class_<LeafSet, std::shared_ptr<LeafSet>>(m, "LeafSet")
+      .def(py::init(&LeafSet::make), py::arg("params"))
+      .def_property_readonly("leaves", &LeafSet::leaves)
+      .def("arm", &LeafSet::arm, py::arg("members"), py::arg("expected"), py::arg("on_bucket"))
+      .def("disarm", &LeafSet::disarm)
+      .def("take", &LeafSet::take, py::arg("bucket"), py::arg("keep"))
+      .def("used", &LeafSet::used)
+      .def("grad", &LeafSet::grad, py::arg("leaf"))
+      .def("arrival_count", &LeafSet::arrival_count)
+      .def("late", &LeafSet::late)
+      .def("counts", &LeafSet::counts)
+      .def("arrivals", &LeafSet::arrivals)
+      .def("inspect", &LeafSet::inspect, py::arg("loss"));
+}

@@ -1,0 +1,17 @@
+#include <pybind11/pybind11.h>
+
+namespace py = pybind11;
+
+void bind_layout(py::module_&);
+void bind_leaves(py::module_&);
+void bind_pack(py::module_&);
+void bind_storage(py::module_&);
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Compiled parts of fddp. Import them through fddp.ext, which checks the build first.";
+  m.attr("torch_version") = FDDP_TORCH_VERSION;
+  bind_layout(m);
+  bind_pack(m);
+  bind_storage(m);
+  bind_leaves(m);
+}

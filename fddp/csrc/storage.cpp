@@ -1,0 +1,68 @@
+#include "storage.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/TensorOptions.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <utility>
+
+namespace py = pybind11;
+
+namespace fddp {
+namespace {
+
+void release_owner(void* owner) {
+  c10::intrusive_ptr<c10::StorageImpl>::reclaim(static_cast<c10::StorageImpl*>(owner));
+}
+
+// A storage over `size_bytes` of `owner`'s memory. [Note: slices]
+c10::Storage stretch_of(c10::Storage owner, int64_t begin_bytes, int64_t size_bytes) {
+  void* const data =
+      size_bytes == 0 ? nullptr : static_cast<char*>(owner.mutable_data()) + begin_bytes;
+  const c10::Device device = owner.device();
+  c10::DataPtr memory(data, owner.unsafeReleaseStorageImpl(), &release_owner, device);
+  return c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), size_bytes, std::move(memory),
+      /*allocator=*/nullptr, /*resizable=*/false);
+}
+
+}  // namespace
+
+std::vector<at::Tensor> slices(const at::Tensor& buffer, const Layout& layout) {
+  check_buffer(buffer, layout.numel());
+  const auto item_bytes = static_cast<int64_t>(buffer.itemsize());
+  const c10::DispatchKeySet keys(
+      c10::computeDispatchKey(buffer.scalar_type(), buffer.layout(), buffer.device()));
+  std::vector<at::Tensor> results;
+  results.reserve(layout.slots().size());
+  for (const Slot& slot : layout.slots()) {
+    c10::Storage storage = stretch_of(
+        buffer.storage(), (buffer.storage_offset() + slot.offset) * item_bytes,
+        slot.numel * item_bytes);
+    at::Tensor result =
+        at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, buffer.dtype());
+    result.unsafeGetTensorImpl()->set_sizes_and_strides(slot.sizes, slot.strides);
+    results.push_back(std::move(result));
+  }
+  return results;
+}
+
+int64_t storage_use_count(const at::Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.has_storage(), "a tensor without a storage has no owners to count");
+  const c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  const auto owners = static_cast<int64_t>(tensor.storage().use_count());
+  // A Python storage object, once made, stays with its storage, each keeping the other alive. It is
+  // an owner only as long as Python refers to it.
+  return storage.pyobj_slot()->has_unique_reference() ? owners - 1 : owners;
+}
+
+}  // namespace fddp
+
+void bind_storage(py::module_& m) {
+  m.def("slices", torch::wrap_pybind_function(&fddp::slices), py::arg("buffer"), py::arg("layout"));
+  m.def(
+      "storage_use_count", torch::wrap_pybind_function(&fddp::storage_use_count), py::arg("tensor"));
+}

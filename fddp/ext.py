@@ -1,0 +1,64 @@
+"""The compiled extension `fddp._C`: found, checked, loaded. Nothing else imports it.
+
+Its machine code fits the torch that it was built for and no other. The build leaves that version in
+a file beside the extension, so that another torch is reported by name, before symbols fail.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from fddp.errors import ExtensionError
+
+_REBUILD = "run `pip install --no-build-isolation .` in fddp's source directory"
+
+
+@cache
+def load() -> ModuleType:
+    """The extension, loaded at the first call.
+
+    Returns:
+        The module `fddp._C`.
+
+    Raises:
+        ExtensionError: it is not built, was built for another torch, or cannot be loaded; the
+            message has both versions and the command that builds it. There is no fallback.
+
+    Example:
+        >>> load().torch_version == torch.__version__.split("+")[0]
+        True
+    """
+    spec = find_spec("fddp._C")
+    if spec is None or spec.origin is None:
+        raise ExtensionError(f"the compiled extension fddp._C is not built: {_REBUILD}")
+    built_for = _torch_built_for(Path(spec.origin))
+    # What follows "+" tells CPU from CUDA builds of one release, which agree in what we use.
+    installed = torch.__version__.split("+")[0]
+    if built_for != installed:
+        raise ExtensionError(
+            f"fddp._C was built for torch {built_for}, but torch {installed} is installed: "
+            f"{_REBUILD} to build it anew"
+        )
+    try:
+        return import_module("fddp._C")
+    except ImportError as error:
+        raise ExtensionError(
+            f"fddp._C, built for the installed torch {installed}, cannot be loaded ({error}): "
+            f"{_REBUILD} to build it anew"
+        ) from error
+
+
+def _torch_built_for(library: Path) -> str:
+    note = library.with_name("_C.torch_version")
+    try:
+        return note.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ExtensionError(
+            f"nothing tells which torch {library} was built for ({error}): {_REBUILD}"
+        ) from error

@@ -1,0 +1,154 @@
+"""What callers hand in, checked; every problem names the leaf and the way out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from typing import Any, SupportsFloat, SupportsIndex
+
+import torch
+from torch import Tensor
+
+from fddp.errors import TransformError, TreeMismatchError, WeightError
+from fddp.plan import LeafSpec
+from fddp.program import Program
+from fddp.tree import TreeDef, check_paths, flatten
+
+
+def matched_leaves(tree: Any, program: Program, what: str) -> tuple[list[Tensor | None], TreeDef]:
+    """The tree's leaves in canonical order, if they are those of the plan.
+
+    Args:
+        tree: what the caller passed.
+        program: knows the paths, shapes and dtypes.
+        what: the tree in words, for errors: "gradients".
+
+    Raises:
+        TreeMismatchError: other paths, shapes or dtypes, or a leaf that is no tensor.
+    """
+    leaves, treedef = flatten(tree)
+    check_paths(treedef, program.paths, what)
+    for leaf, path in zip(leaves, program.paths, strict=True):
+        if leaf is not None and not isinstance(leaf, Tensor):
+            raise TreeMismatchError(
+                f"leaf {path!r} of the {what} is a {type(leaf).__name__}; pass a tensor or None"
+            )
+    check_types([leaves[i] for i in program.differentiated], program, what)
+    return leaves, treedef
+
+
+def check_types(leaves: Sequence[Tensor | None], program: Program, what: str) -> None:
+    """Shapes and dtypes of the differentiated leaves.
+
+    Raises:
+        TreeMismatchError: the first leaf that differs from the plan.
+    """
+    position = program.leaf_types.first_mismatch(leaves)
+    if position < 0:
+        return
+    spec = program.plan.leaves[program.differentiated[position]]
+    leaf = leaves[position]
+    assert leaf is not None
+    shape = "a nested shape" if leaf.is_nested else f"shape {tuple(leaf.shape)}"
+    found = f"{str(leaf.dtype).removeprefix('torch.')} of {shape}"
+    raise TreeMismatchError(
+        f"leaf {spec.path!r} of the {what} is {found} where the plan has {spec.dtype} of shape "
+        f"{spec.shape}; build a new GradSync for changed parameters"
+    )
+
+
+def check_writable(leaves: Sequence[Tensor | None], program: Program) -> None:
+    """Whether results can be written into each tensor, and into no two at one place.
+
+    Raises:
+        TreeMismatchError: the first leaf that can't be written.
+    """
+    spans: list[tuple[int, int, str]] = []
+    for leaf, spec in zip(leaves, program.plan.leaves, strict=True):
+        if leaf is None:
+            continue
+        problem = _unwritable(leaf, spec)
+        if problem is not None:
+            raise TreeMismatchError(
+                f"leaf {spec.path!r} of shape {tuple(leaf.shape)} {problem}; pass another tensor "
+                f"to reduce_, or call sync(grads), which returns new ones"
+            )
+        if leaf.layout is torch.strided and leaf.numel():
+            spans.append((leaf.data_ptr(), leaf.data_ptr() + _extent_bytes(leaf), spec.path))
+    for (_, end, path), (start, _, other) in pairwise(sorted(spans)):
+        if start < end:
+            raise TreeMismatchError(
+                f"leaves {path!r} and {other!r} share memory, so both results can't be written; "
+                f"pass tensors of their own to reduce_, or call sync(grads), which returns new ones"
+            )
+
+
+def _unwritable(leaf: Tensor, spec: LeafSpec) -> str | None:
+    if leaf.is_inference() and not torch.is_inference_mode_enabled():
+        return "is an inference tensor"
+    if spec.reducible and (leaf.layout is torch.sparse_coo) != spec.sparse:
+        return f"has layout {leaf.layout}, and its gradients are declared " + (
+            "sparse" if spec.sparse else "dense"
+        )
+    if leaf.layout is torch.strided and _overlaps(leaf):
+        return f"has strides {leaf.stride()}: its elements share memory"
+    return None
+
+
+def _extent_bytes(leaf: Tensor) -> int:
+    last = sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True))
+    return (last + 1) * leaf.element_size()
+
+
+def checked_weight(weight: object) -> float:
+    """A weight as a float.
+
+    Raises:
+        WeightError: it is no number, negative, or not finite.
+    """
+    if not isinstance(weight, (SupportsFloat, SupportsIndex)):
+        raise WeightError(f"a weight must be a number, got {weight!r}")
+    try:
+        value = float(weight)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise WeightError(f"a weight must be a number, got {weight!r}") from error
+    if not math.isfinite(value) or value < 0.0:
+        raise WeightError(f"a weight must be finite and at least 0, got {value}")
+    return value
+
+
+def check_no_transform(what: str) -> None:
+    """Gradients made inside a transform are not values yet.
+
+    Raises:
+        TransformError: a `torch.func` transform is active.
+    """
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    if interpreter is not None:
+        kind = str(interpreter.key()).rpartition(".")[2].lower()
+        raise TransformError(
+            f"{what} was called inside torch.func.{kind}, where it can't communicate; transform "
+            f"the loss function instead and call it outside: sync(torch.func.grad(loss_fn)(params))"
+        )
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Lets collectives run although a transform is active, to report that one was."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether two indices lead to one element, by the strides in ascending order."""
+    end = 0
+    dims = [(s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+    for stride, size in sorted(dims):
+        if stride <= end:
+            return tensor.numel() > 0
+        end += stride * (size - 1)
+    return False

@@ -1,0 +1,90 @@
+"""The compiled leaves of a differentiated call, typed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from fddp import ext
+
+
+class GraphView(Protocol):
+    """What a walk over the graph behind a loss tells before backward runs.
+
+    Attributes:
+        used: for each leaf, whether the graph leads to it.
+        foreign: leaves in the graph that do not belong to the set.
+        opaque: whether a node is written in Python and may run backward passes of its own.
+    """
+
+    used: list[bool]
+    foreign: list[Tensor]
+    opaque: bool
+
+
+class Members(Protocol):
+    """For each bucket, its leaves; opaque to Python."""
+
+
+class LeafSet(Protocol):
+    """Fresh autograd leaves over parameters, which announce gradients (csrc/leaves.cpp)."""
+
+    leaves: list[Tensor]
+
+    def arm(
+        self, members: Members, expected: Sequence[int], on_bucket: Callable[[int], None]
+    ) -> None:
+        """Starts counting gradients; `on_bucket(b)` is called when bucket b has all it expects."""
+
+    def disarm(self) -> None:
+        """Stops counting and lets go of the callback."""
+
+    def take(self, bucket: int, keep: bool) -> list[Tensor | None]:
+        """Hands over a bucket's gradients; what arrives from now on is late."""
+
+    def used(self) -> list[bool]:
+        """For each leaf, whether a gradient came."""
+
+    def late(self) -> list[bool]:
+        """For each bucket, whether a gradient came after `take`."""
+
+    def counts(self) -> list[int]:
+        """For each leaf, how many gradients came."""
+
+    def arrivals(self) -> list[int]:
+        """Leaves in the order of their gradients, repeats included."""
+
+    def arrival_count(self) -> int:
+        """How many gradients came."""
+
+    def grad(self, leaf: int) -> Tensor | None:
+        """The gradient that a leaf holds now."""
+
+    def inspect(self, loss: Tensor) -> GraphView:
+        """Walks the graph behind a loss."""
+
+
+class LeafTypes(Protocol):
+    """Shapes and dtypes to hold tensors against."""
+
+    def first_mismatch(self, tensors: Sequence[Tensor | None]) -> int:
+        """Position of the first tensor of another shape or dtype, or -1; None fits."""
+
+
+def leaf_set(params: Sequence[Tensor]) -> LeafSet:
+    """Makes one leaf for each parameter; they share its memory."""
+    return cast(LeafSet, ext.load().LeafSet(params))
+
+
+def members(leaves: Sequence[Sequence[int]]) -> Members:
+    """Bucket members in compiled form."""
+    return cast(Members, ext.load().BucketMembers(leaves))
+
+
+def leaf_types(shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> LeafTypes:
+    """Shapes and dtypes (by name, "float32") in compiled form."""
+    torch_dtypes = [getattr(torch, name) for name in dtypes]
+    return cast(LeafTypes, ext.load().LeafTypes(shapes, torch_dtypes))

@@ -1,0 +1,87 @@
+"""How tensors travel between ranks: one contract (`base`), one file for each way."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fddp.errors import FddpError
+from fddp.transports.base import Transport as Transport
+from fddp.transports.base import Work as Work
+from fddp.transports.c10d import C10dTransport
+from fddp.transports.loopback import LoopbackGroup as LoopbackGroup
+from fddp.transports.loopback import LoopbackTransport
+from fddp.transports.loopback import loopback as loopback
+
+#: what an operation over ranks may be asked to run on; None stands for torch's default group
+Group: TypeAlias = dist.ProcessGroup | DeviceMesh | LoopbackGroup
+
+TransportName: TypeAlias = Literal["auto", "c10d", "loopback"]
+
+
+def open_transport(
+    group: Group | None = None, name: TransportName = "auto", timeout_s: float | None = None
+) -> Transport:
+    """Open an own communicator over `group`; every rank of the group must call this.
+
+    Args:
+        group: None for the default group of `torch.distributed`, one of its groups, a
+            one-dimensional `DeviceMesh`, or the `LoopbackGroup` that `fddp.loopback` hands out.
+        name: "auto" takes the one that fits the group.
+        timeout_s: the longest that opening, and later any operation, may take; None for the
+            group's own.
+
+    Raises:
+        ValueError: `name` does not fit `group`, or this process is no member of it.
+        FddpError: there is no default group.
+        SyncTimeoutError: some ranks did not open theirs within `timeout_s`; the text names them.
+
+    >>> def average(group, value):
+    ...     with open_transport(group) as transport:
+    ...         total = torch.tensor([value * (1.0 + transport.rank)])
+    ...         transport.all_reduce(total).wait("the sum")
+    ...         return total.item() / transport.world_size
+    >>> import torch
+    >>> loopback(3, average, 10.0)
+    [20.0, 20.0, 20.0]
+    """
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s} must be above 0")
+    resolved = _resolve(group)
+    fitting: TransportName = "loopback" if isinstance(resolved, LoopbackGroup) else "c10d"
+    if name not in ("auto", fitting):
+        raise ValueError(
+            f"transport={name!r} cannot run on a {type(resolved).__name__}; "
+            f'pass "auto" or {fitting!r}, or another group'
+        )
+    if isinstance(resolved, LoopbackGroup):
+        return LoopbackTransport(resolved, timeout_s)
+    return C10dTransport(resolved, timeout_s)
+
+
+def _resolve(group: Group | None) -> dist.ProcessGroup | LoopbackGroup:
+    """The group meant by what the caller passed, of which this rank is a member."""
+    if isinstance(group, LoopbackGroup):
+        return group
+    if not dist.is_initialized():
+        raise FddpError(
+            "no process group: start the program with torchrun and call "
+            "torch.distributed.init_process_group first, or run the ranks as threads of one "
+            "process with fddp.loopback"
+        )
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"the DeviceMesh has {group.ndim} dimensions {group.mesh_dim_names}; "
+                "pass one dimension of it (mesh[name])"
+            )
+        group = group.get_group()
+    resolved = dist.group.WORLD if group is None else group
+    if not isinstance(resolved, dist.ProcessGroup) or dist.get_rank(resolved) < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is no member of the group {group!r}; open a transport only on "
+            "the ranks that belong to it"
+        )
+    return resolved

@@ -1,0 +1,293 @@
+"""N ranks as threads of one process, with real numerics: for notebooks, tests and doctests.
+
+Semantics are those of a network: operations are asynchronous, meet by issue order, time out, and a
+rank that raises or returns early is lost to the others. On top of it, mismatched operations are
+told apart on every rank, and sums run in rank order, so that they have the same bits every time.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+
+from fddp.errors import ClosedError, DesyncError, FddpError, RankLostError, SyncTimeoutError
+from fddp.transports.base import Operation, Transport, Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+T = TypeVar("T")
+
+
+def loopback(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float = 60.0) -> list[T]:
+    """Run `fn(group, *args)` on `world_size` ranks, each a thread; return their results by rank.
+
+    Args:
+        world_size: number of ranks, 1 or more.
+        fn: called with this rank's `LoopbackGroup` (`group.rank`, `group.size`) and `args`.
+        timeout_s: the longest that a collective waits for a rank that does not come.
+
+    Raises:
+        The first exception that a rank raised, with a note that names the rank. The other ranks
+        see that rank as lost and end too. Threads of ranks that do not end are left behind.
+
+    >>> def mean_of_ranks(group):
+    ...     with LoopbackTransport(group) as transport:
+    ...         total = torch.tensor([float(group.rank)])
+    ...         transport.all_reduce(total).wait("the sum")
+    ...         return total.item() / group.size
+    >>> loopback(4, mean_of_ranks)
+    [1.5, 1.5, 1.5, 1.5]
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size}: a loopback group needs at least one rank")
+    world = _World(world_size, timeout_s)
+    results: dict[int, T] = {}
+    failures: list[tuple[int, BaseException]] = []  # in order of time
+
+    def run(rank: int) -> None:
+        reason = "returned"
+        try:
+            results[rank] = fn(LoopbackGroup(rank, world), *args)
+        except BaseException as error:
+            failures.append((rank, error))
+            reason = f"raised {error!r}"
+        finally:
+            world.leave(rank, reason)
+
+    threads = [
+        threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(run, rank),
+            name=f"fddp-loopback-{rank}",
+            daemon=True,
+        )
+        for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        rank, error = failures[0]
+        # `add_note` came with 3.11; the attribute is what it sets, and harmless before.
+        note = f"raised on rank {rank} of {world_size} of a loopback group"
+        error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
+        raise error
+    return [results[rank] for rank in range(world_size)]
+
+
+class LoopbackGroup:
+    """One rank's view of a loopback group; made by `loopback`, taken wherever a group is.
+
+    Attributes:
+        rank: this thread's rank.
+        size: ranks in the group.
+    """
+
+    def __init__(self, rank: int, world: _World) -> None:
+        self.rank = rank
+        self.size = world.size
+        self._world = world
+        self._opened = 0
+
+    def __repr__(self) -> str:
+        return f"LoopbackGroup(rank={self.rank}, size={self.size})"
+
+
+class LoopbackTransport(Transport):
+    """A tag space of its own within a loopback group."""
+
+    name = "loopback"
+
+    def __init__(self, group: LoopbackGroup, timeout_s: float | None = None) -> None:
+        self.rank = group.rank
+        self.world_size = group.size
+        self.timeout_s = group._world.timeout_s if timeout_s is None else timeout_s
+        self.control_device = torch.device("cpu")
+        self._world = group._world
+        self._position = 0
+        # The n-th transport that a rank opens meets the n-th of every other rank.
+        self._channel = group._opened
+        missing = self._world.open(self._channel, self.rank, self.timeout_s)
+        if missing:
+            raise self._explain("opening a loopback transport", missing)
+        group._opened += 1
+
+    def _start(self, operation: Operation) -> Work:
+        meeting = self._world.join(self._channel, self._position, self.rank, operation)
+        self._position += 1
+        return _LoopbackWork(self, meeting, operation)
+
+    def _release(self) -> None:
+        self._world.leave(self.rank, f"left its transport ({self._closed})", self._channel)
+
+    def _explain(self, what: str, missing: dict[int, str | None]) -> FddpError:
+        """The error that `what` ends with, given the ranks that `_World` found missing."""
+        where = f"{what} on rank {self.rank} of {self.world_size}"
+        gone = {rank: reason for rank, reason in missing.items() if reason is not None}
+        if gone:
+            reasons = ", ".join(f"rank {rank} {reason}" for rank, reason in gone.items())
+            return RankLostError(
+                f"{where}: lost {reasons}; mend that rank's own error first", tuple(gone)
+            )
+        absent = ", ".join(f"rank {rank}" for rank in missing)
+        return SyncTimeoutError(
+            f"{where}: not finished within timeout_s={self.timeout_s}; no word from {absent}. All "
+            "ranks must issue the same operations in the same order; where one is only slow, raise "
+            "timeout_s"
+        )
+
+
+class _LoopbackWork(Work):
+    def __init__(
+        self, transport: LoopbackTransport, meeting: _Meeting, operation: Operation
+    ) -> None:
+        super().__init__(operation.rows)
+        self._transport = transport
+        self._meeting = meeting
+        self._stamp = operation.stamp
+        self._error: FddpError | None = None
+
+    @property
+    def done_s(self) -> float | None:
+        return self._meeting.done_s if self._stamp else None
+
+    def wait(self, what: str) -> None:
+        if self._error is None:
+            self._error = self._outcome(what)
+        if self._error is not None:
+            raise self._error
+
+    def _outcome(self, what: str) -> FddpError | None:
+        transport, meeting = self._transport, self._meeting
+        if transport._closed is not None and meeting.done_s is None:
+            return ClosedError(
+                f"{what} on rank {transport.rank} of {transport.world_size}: the transport was "
+                f"closed ({transport._closed})"
+            )
+        missing = transport._world.wait(meeting, transport.timeout_s)
+        if meeting.mismatch is not None:
+            return DesyncError(
+                f"{what} on rank {transport.rank} of {transport.world_size}: ranks met in "
+                f"different operations: {meeting.mismatch}; all ranks must issue the same "
+                "operations in the same order"
+            )
+        if not missing:
+            return None
+        transport._closed = f"{what} failed"
+        transport._release()
+        return transport._explain(what, missing)
+
+
+class _Meeting:
+    """One operation of one transport: who has come with what. Guarded by the world's condition."""
+
+    def __init__(self, channel: int) -> None:
+        self.channel = channel
+        self.operations: dict[int, Operation] = {}
+        self.mismatch: str | None = None
+        self.done_s: float | None = None
+
+
+class _Departure(NamedTuple):
+    rank: int
+    channel: int | None  # None: all of them
+
+
+class _World:
+    """What the threads share."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.size = size
+        self.timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._openings: dict[int, set[int]] = {}
+        self._meetings: dict[tuple[int, int], _Meeting] = {}
+        self._departed: dict[_Departure, str] = {}
+
+    def open(self, channel: int, rank: int, timeout_s: float) -> dict[int, str | None]:
+        """Wait for all ranks to open `channel`; as `wait`. One that waits in vain withdraws."""
+        with self._changed:
+            present = self._openings.setdefault(channel, set())
+            present.add(rank)
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: self._is_settled(self._missing(present, channel)), timeout_s
+            )
+            missing = self._missing(present, channel)
+            if missing:
+                present.discard(rank)
+            return missing
+
+    def join(self, channel: int, position: int, rank: int, operation: Operation) -> _Meeting:
+        """Bring `operation` to its meeting; the last rank to come carries it out."""
+        with self._changed:
+            meeting = self._meetings.setdefault((channel, position), _Meeting(channel))
+            first_rank, first = next(iter(meeting.operations.items()), (rank, operation))
+            meeting.operations[rank] = operation
+            if meeting.mismatch is None and str(operation) != str(first):
+                meeting.mismatch = f"rank {first_rank} {first}, rank {rank} {operation}"
+            if len(meeting.operations) == self.size:
+                del self._meetings[channel, position]
+                if meeting.mismatch is None:
+                    _carry_out([meeting.operations[r] for r in range(self.size)])
+                meeting.done_s = time.perf_counter()
+            self._changed.notify_all()
+            return meeting
+
+    def wait(self, meeting: _Meeting, timeout_s: float) -> dict[int, str | None]:
+        """Wait for all ranks to come; those that did not, with why they left (None: late)."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    meeting.mismatch is not None
+                    or self._is_settled(self._missing(meeting.operations, meeting.channel))
+                ),
+                timeout_s,
+            )
+            return self._missing(meeting.operations, meeting.channel)
+
+    def leave(self, rank: int, reason: str, channel: int | None = None) -> None:
+        """Say that `rank` will bring no more operations (to `channel`)."""
+        with self._changed:
+            self._departed.setdefault(_Departure(rank, channel), reason)
+            self._changed.notify_all()
+
+    def _missing(self, present: Collection[int], channel: int) -> dict[int, str | None]:
+        """The ranks that are not `present`, with why they left, if they did."""
+        everywhere = {rank: self._departed.get(_Departure(rank, None)) for rank in range(self.size)}
+        return {
+            rank: reason or self._departed.get(_Departure(rank, channel))
+            for rank, reason in everywhere.items()
+            if rank not in present
+        }
+
+    @staticmethod
+    def _is_settled(missing: dict[int, str | None]) -> bool:
+        """Whether waiting longer changes nothing: none is missing, or one will never come."""
+        return not missing or any(missing.values())
+
+
+@torch.no_grad()
+def _carry_out(operations: list[Operation]) -> None:
+    """Do what the ranks' operations, which are of one kind and shape, ask for together."""
+    first = operations[0]
+    tensors = [operation.tensor for operation in operations]
+    if first.kind == "all_reduce":
+        total = tensors[0].clone()
+        for tensor in tensors[1:]:
+            total += tensor
+        for tensor in tensors:
+            tensor.copy_(total)
+    elif first.kind == "broadcast":
+        for tensor in tensors:
+            tensor.copy_(tensors[first.src])
+    else:
+        for operation in operations:
+            for row, tensor in zip(operation.rows, tensors, strict=True):
+                row.copy_(tensor)

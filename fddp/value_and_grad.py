@@ -1,0 +1,201 @@
+"""Differentiates a loss function and synchronises its gradients while backward runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fddp.backward import backward
+from fddp.contributions import Accumulated, BackwardContributions
+from fddp.errors import InternalError, LossError, TreeMismatchError
+from fddp.inputs import check_no_transform, checked_weight, matched_leaves
+from fddp.leaves import leaf_set
+from fddp.session import Session, make_info
+from fddp.tree import TreeDef, map_leaves
+from fddp.uneven import EXHAUSTED
+
+if TYPE_CHECKING:
+    from fddp.sync import GradSync
+
+
+class _Computed(NamedTuple):
+    """What a rank's own pass gave; detached."""
+
+    treedef: TreeDef
+    loss: Tensor | None
+    aux: Any
+    backward_s: tuple[float, float]
+
+
+class ValueAndGrad:
+    """A loss function that returns its value and synchronised gradients; a collective call.
+
+    Made by `GradSync.value_and_grad`. Calling it with `EXHAUSTED` among the arguments takes part
+    without contributing: the loss and aux are None.
+
+    Args of a call:
+        *args, **kwargs: the loss function's; the parameters are at `argnums`. None of them is
+            written.
+        accumulated: `(weighted_sum, weight)`: gradients that were summed over earlier
+            micro-batches, each times its weight, and the total of these weights. The result is
+            the weighted mean over all micro-batches of all ranks.
+
+    Returns of a call:
+        `(loss, grads)`, `((loss, aux), grads)` with `has_aux`, and a `SyncInfo` after them with
+        `with_info`. The loss is this rank's own. A gradient is None only where no rank used the
+        leaf, and for leaves of integer type. All are detached.
+
+    Raises of a call:
+        LossError: the loss is not a real scalar tensor.
+        TreeMismatchError: parameters or accumulated gradients differ from the plan.
+        WeightError: a weight is negative or not finite, or all weights are 0.
+        TransformError: a `torch.func` transform is active around the call.
+        Exception: whatever `fn` or `weight_fn` raised, on the rank where they did.
+        PeerError: another rank raised one of these.
+
+    Example:
+        >>> import fddp, torch
+        >>> def train(group):
+        ...     params = {"w": torch.ones(2)}
+        ...     with fddp.GradSync(params, group=group) as sync:
+        ...         step = sync.value_and_grad(lambda p, x: (p["w"] * x).sum())
+        ...         loss, grads = step(params, torch.tensor([1.0, 2.0]) + group.rank)
+        ...         return loss.item(), grads["w"].tolist()
+        >>> fddp.loopback(2, train)
+        [(3.0, [1.5, 2.5]), (5.0, [1.5, 2.5])]
+    """
+
+    def __init__(
+        self,
+        sync: GradSync,
+        fn: Callable[..., Any],
+        argnums: int | tuple[int, ...],
+        has_aux: bool,
+        with_info: bool,
+        weight_fn: Callable[..., float] | None,
+    ) -> None:
+        self._sync = sync
+        self._fn = fn
+        self._argnums = argnums
+        self._has_aux = has_aux
+        self._with_info = with_info
+        self._weight_fn = weight_fn
+
+    def __call__(
+        self, *args: Any, accumulated: tuple[Any, float] | None = None, **kwargs: Any
+    ) -> Any:
+        """See the class."""
+        session = self._sync._open(with_stats=self._with_info)
+        computed = None
+        try:
+            check_no_transform("value_and_grad")
+            computed = self._compute(session, args, kwargs, accumulated)
+        except BaseException as error:
+            session.fail(error)
+        outcome = self._sync._close(session)
+        if computed is None:
+            raise InternalError("a step went through without its own part")
+        grads = computed.treedef.unflatten(outcome.leaves)
+        value = (computed.loss, computed.aux) if self._has_aux else computed.loss
+        if not self._with_info:
+            return value, grads
+        return value, grads, make_info(session, outcome, computed.backward_s)
+
+    def _compute(
+        self,
+        session: Session,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        accumulated: tuple[Any, float] | None,
+    ) -> _Computed:
+        """This rank's own forward and backward pass."""
+        program = session.setting.program
+        params, treedef = matched_leaves(self._params(args), program, "parameters")
+        tensors = [_present(params[i], program.paths[i]) for i in program.differentiated]
+        earlier = None
+        if accumulated is not None:
+            sums, _ = matched_leaves(accumulated[0], program, "accumulated gradients")
+            earlier_weight = checked_weight(accumulated[1])
+            earlier = Accumulated(sums, earlier_weight) if earlier_weight > 0.0 else None
+        if any(argument is EXHAUSTED for argument in args):
+            contributions = BackwardContributions(program, None, weight=0.0, accumulated=earlier)
+            session.begin(contributions, params)
+            now = time.perf_counter()
+            return _Computed(treedef, None, None, (now, now))
+
+        weight = checked_weight(self._weight_fn(*args) if self._weight_fn else 1.0)
+        leaves = leaf_set(tensors)
+        contributions = BackwardContributions(program, leaves, weight=weight, accumulated=earlier)
+        session.begin(contributions, params)
+        own: list[Any] = list(params)
+        for position, leaf in zip(program.differentiated, leaves.leaves, strict=True):
+            own[position] = leaf
+        # As torch.func.grad does, whatever mode the caller is in.
+        with torch.inference_mode(False), torch.enable_grad():
+            result = self._fn(*self._replaced(args, treedef.unflatten(own)), **kwargs)
+        loss, aux = self._split(result)
+        start_s = time.perf_counter()
+        if weight > 0.0 and loss.requires_grad:
+            view = leaves.inspect(loss)
+            contributions.arm(view, self._sync._arrivals, session.bucket_ready)
+            try:
+                backward(loss, view, leaves.leaves)
+            finally:
+                leaves.disarm()
+            self._sync._arrivals = contributions.arrivals()
+        end_s = time.perf_counter()
+        return _Computed(treedef, loss.detach(), map_leaves(_detached, aux), (start_s, end_s))
+
+    def _params(self, args: tuple[Any, ...]) -> Any:
+        if isinstance(self._argnums, int):
+            return args[self._argnums]
+        return tuple(args[i] for i in self._argnums)
+
+    def _replaced(self, args: tuple[Any, ...], params: Any) -> list[Any]:
+        replaced = list(args)
+        if isinstance(self._argnums, int):
+            replaced[self._argnums] = params
+        else:
+            for position, part in zip(self._argnums, params, strict=True):
+                replaced[position] = part
+        return replaced
+
+    def _split(self, result: Any) -> tuple[Tensor, Any]:
+        loss, aux = result, None
+        if self._has_aux:
+            if not (isinstance(result, tuple) and len(result) == 2):
+                raise LossError(
+                    f"with has_aux=True the loss function must return (loss, aux), "
+                    f"got {type(result).__name__}"
+                )
+            loss, aux = result
+        if not isinstance(loss, Tensor):
+            raise LossError(f"the loss must be a tensor, got {type(loss).__name__}")
+        if loss.ndim != 0 or not loss.is_floating_point():
+            raise LossError(
+                f"the loss must be a real scalar, got {loss.dtype} of shape {tuple(loss.shape)}; "
+                f"reduce it first, for instance with .mean()"
+            )
+        return loss, aux
+
+
+def _present(leaf: Tensor | None, path: str) -> Tensor:
+    if leaf is None:
+        raise TreeMismatchError(
+            f"leaf {path!r} of the parameters is None where the plan has a tensor; "
+            f"build a new GradSync for changed parameters"
+        )
+    if leaf.is_inference():
+        raise TreeMismatchError(
+            f"leaf {path!r} of the parameters is an inference tensor, which has no gradient; "
+            f"clone it outside torch.inference_mode"
+        )
+    return leaf
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value

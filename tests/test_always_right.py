@@ -1,0 +1,246 @@
+"""Right without flags: whatever each rank's graph looks like, the result is the mean."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import fddp
+from fddp.reducer import Action, on_backward_end, on_control, on_ready, start
+from models import batch, largest_difference, mean_gradients, mlp, rand, same_bits
+from ranks import Launch, RankPool
+
+SMALL = {"bucket_cap_mb": 0.0002, "first_bucket_mb": 0.0001}  # one or two leaves a bucket
+LEAVES = 6
+WIDTH = 4
+
+
+class Branch(list[tuple[int, str]]):
+    """The layers that a loss function goes through, and how: one rank's graph of one step."""
+
+
+def params() -> dict[str, Tensor]:
+    return {f"w{i}": rand(WIDTH, WIDTH, seed=i) / 2 for i in range(LEAVES)}
+
+
+def branch_loss(p: dict[str, Tensor], x: Tensor, branch: Branch) -> Tensor:
+    x = x.clone().requires_grad_()
+    for leaf, how in branch:
+        x = _layer(p[f"w{leaf}"], x, how)
+    return x.square().mean()
+
+
+def plain_loss(p: dict[str, Tensor], x: Tensor, branch: Branch) -> Tensor:
+    return branch_loss(p, x, Branch((leaf, "plain") for leaf, _ in branch))
+
+
+def _layer(w: Tensor, x: Tensor, how: str) -> Tensor:
+    def layer(h: Tensor) -> Tensor:
+        return torch.tanh(h @ w) + h
+
+    if how == "reentrant":
+        return checkpoint(layer, x, use_reentrant=True)
+    if how == "checkpoint":
+        return checkpoint(layer, x, use_reentrant=False)
+    return layer(x)
+
+
+def train(group: Any, steps: list[list[Branch]]) -> list[tuple[Any, fddp.SyncInfo]]:
+    with fddp.GradSync(params(), group=group, **SMALL) as sync:
+        step = sync.value_and_grad(branch_loss, with_info=True)
+        results = []
+        for number, branches in enumerate(steps):
+            _, grads, info = step(
+                params(), batch(sync.rank, number, width=WIDTH), branches[sync.rank]
+            )
+            results.append((grads, info))
+        return results
+
+
+def check(launch: Launch, steps: list[list[Branch]]) -> list[list[tuple[Any, fddp.SyncInfo]]]:
+    """Runs the steps and holds every rank's gradients against one process's mean."""
+    world_size = len(steps[0])
+    runs = launch(world_size, train, steps)
+    for number, branches in enumerate(steps):
+        inputs = [(batch(r, number, width=WIDTH), branches[r]) for r in range(world_size)]
+        expected = mean_gradients(plain_loss, params(), inputs, [1.0] * world_size)
+        for run in runs:
+            assert largest_difference(run[number][0], expected) < 1e-12
+        assert same_bits([run[number][0] for run in runs])
+    return runs
+
+
+HOW = st.sampled_from(["plain", "plain", "reentrant", "checkpoint"])
+BRANCHES = st.lists(st.tuples(st.integers(0, LEAVES - 1), HOW), max_size=5).map(Branch)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[list[Branch]]:
+    world_size = draw(st.integers(1, 4))
+    step = st.lists(BRANCHES, min_size=world_size, max_size=world_size)
+    return draw(st.lists(step, min_size=1, max_size=4))
+
+
+class _Threads:
+    name = "loopback"
+
+    def __call__(self, world_size: int, fn: Any, *args: Any) -> list[Any]:
+        return fddp.loopback(world_size, fn, *args)
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs())
+def test_any_graphs_on_any_ranks(steps: list[list[Branch]]) -> None:
+    check(_Threads(), steps)
+
+
+def _generated(seed: int, world_size: int, steps: int) -> list[list[Branch]]:
+    rng = random.Random(seed)
+    hows = ["plain", "plain", "reentrant", "checkpoint"]
+    return [
+        [
+            Branch((rng.randrange(LEAVES), rng.choice(hows)) for _ in range(rng.randrange(6)))
+            for _ in range(world_size)
+        ]
+        for _ in range(steps)
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_any_graphs_on_real_processes(ranks: RankPool, world_size: int) -> None:
+    def launch(size: int, fn: Any, *args: Any) -> list[Any]:
+        return ranks.run(size, _on_process, fn, *args)
+
+    for seed in range(5):
+        check(launch, _generated(seed, world_size, steps=5))  # type: ignore[arg-type]
+
+
+def _on_process(rank: int, world_size: int, fn: Any, *args: Any) -> Any:
+    return fn(None, *args)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(programs())
+def test_the_trace_is_that_of_the_pure_reducer(steps: list[list[Branch]]) -> None:
+    world_size = len(steps[0])
+    runs = fddp.loopback(world_size, train, steps)
+    for number in range(len(steps)):
+        traces = [run[number][1].trace for run in runs]
+        repaired = runs[0][number][1].repaired
+        for trace in traces:
+            if not trace.bucket_of:
+                continue
+            state, acted = start(trace.sequence, trace.bucket_of, trace.expected)
+            events: list[int | Action] = list(acted)
+            for leaf in (event for event in trace.events if isinstance(event, int)):
+                state, acted = on_ready(state, leaf)
+                events += [leaf, *acted]
+            state, acted = on_backward_end(state)
+            events += acted
+            events += on_control(state, repaired).actions
+            assert list(trace.events) == events
+        collectives = [[e for e in trace.events if isinstance(e, Action)] for trace in traces]
+        assert all(actions == collectives[0] for actions in collectives)
+
+
+def test_a_late_gradient_is_repaired_then_expected() -> None:
+    # One leaf in two checkpoints gets two gradients, with another bucket's leaf between them.
+    branch = Branch([(5, "reentrant"), (0, "reentrant"), (5, "reentrant")])
+    runs = check(_Threads(), [[branch, branch]] * 3)
+    repairs = [info.repaired for _, info in runs[0]]
+    assert repairs[0], "the second gradient of w5 comes after its bucket has left"
+    assert not repairs[2], "from then on both are waited for"
+
+
+def test_an_unused_head_does_not_stop_the_overlap() -> None:
+    branch = Branch([(i, "plain") for i in range(5)])
+    runs = check(_Threads(), [[branch, branch]] * 3)
+    for _, info in runs[0]:
+        assert info.unused == ("w5",)
+        arrivals_before_first_launch = info.trace.events.index(
+            Action("launch", info.trace.sequence[0])
+        )
+        assert arrivals_before_first_launch < 5
+
+
+def test_first_bucket_leaves_before_the_last_gradient_exists() -> None:
+    branch = Branch([(i, "plain") for i in range(LEAVES)])
+    for _, info in check(_Threads(), [[branch, branch]] * 2)[0]:
+        events = info.trace.events
+        last_arrival = max(i for i, event in enumerate(events) if isinstance(event, int))
+        assert events.index(Action("launch", info.trace.sequence[0])) < last_arrival
+
+
+def foreign_grads(group: Any, checkpoints: int) -> tuple[Any, ...]:
+    """A loss that also uses a leaf which is no parameter, inside so many nested checkpoints."""
+    outside = rand(WIDTH, WIDTH, seed=50).requires_grad_()
+    outside.grad = torch.full_like(outside, 7.0)
+    before = outside.grad
+
+    def loss_fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+
+        def layer(h: Tensor) -> Tensor:
+            return torch.tanh(h @ p["w0"] @ outside)
+
+        hidden = layer
+        for _ in range(checkpoints):
+            hidden = functools.partial(checkpoint, hidden, use_reentrant=True)
+        x = hidden(x)
+        return (x @ p["w1"]).square().mean()
+
+    with fddp.GradSync(params(), group=group, **SMALL) as sync:
+        _, grads = sync.value_and_grad(loss_fn)(params(), batch(sync.rank, 0, width=WIDTH))
+    assert outside.grad is before
+    assert torch.equal(outside.grad, torch.full_like(outside, 7.0))
+    return grads["w0"], grads["w1"]
+
+
+@pytest.mark.parametrize("checkpoints", [0, 1, 2])
+def test_gradients_of_others_stay(checkpoints: int) -> None:
+    results = fddp.loopback(2, foreign_grads, checkpoints)
+    plain = fddp.loopback(2, foreign_grads, 0)
+    for (w0, w1), (v0, v1) in zip(results, plain, strict=True):
+        assert torch.allclose(w0, v0, rtol=1e-12)
+        assert torch.allclose(w1, v1, rtol=1e-12)
+
+
+def nested(group: Any) -> tuple[Any, Any]:
+    """A step inside the loss function of a step of the same GradSync."""
+    p = mlp()
+    with fddp.GradSync(p, group=group, **SMALL) as sync:
+        from models import mlp_loss
+
+        inner = sync.value_and_grad(mlp_loss)
+
+        def loss_fn(q: Any, x: Tensor) -> Tensor:
+            _, grads = inner(p, 2 * x)
+            moved = fddp.tree_map(lambda a, g: a - 0.1 * g, q, grads)
+            return mlp_loss(moved, x)
+
+        x = batch(sync.rank, 0)
+        return sync.value_and_grad(loss_fn)(p, x)[1], inner(p, 2 * x)[1]
+
+
+def test_nested_calls_are_right() -> None:
+    from models import mlp_loss
+
+    p = mlp()
+    inner = mean_gradients(mlp_loss, p, [(2 * batch(r, 0),) for r in range(2)], [1.0, 1.0])
+    outer = mean_gradients(
+        lambda q, x: mlp_loss(fddp.tree_map(lambda a, g: a - 0.1 * g, q, inner), x),
+        p,
+        [(batch(r, 0),) for r in range(2)],
+        [1.0, 1.0],
+    )
+    for outer_grads, inner_grads in fddp.loopback(2, nested):
+        assert largest_difference(outer_grads, outer) < 1e-12
+        assert largest_difference(inner_grads, inner) < 1e-12

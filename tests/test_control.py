@@ -1,0 +1,100 @@
+"""The control word: what is encoded on each rank is read from the sum."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fddp.control import ControlLayout, ControlWord, decode, encode
+from fddp.scaling import WeightScale
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[ControlLayout, list[ControlWord]]:
+    leaves, buckets = draw(st.integers(0, 8)), draw(st.integers(0, 4))
+    layout = ControlLayout(leaves, buckets, with_order=draw(st.booleans()))
+    words = [
+        ControlWord(
+            fingerprint=7,
+            weight=float(draw(st.integers(0, 2_000_000))),
+            used=draw(st.lists(st.booleans(), min_size=leaves, max_size=leaves)),
+            late=draw(st.lists(st.booleans(), min_size=buckets, max_size=buckets)),
+            has_next=draw(st.booleans()),
+            nonfinite=draw(st.booleans()),
+            failed=draw(st.booleans()),
+            order=draw(st.permutations(range(leaves)))[: draw(st.integers(0, leaves))]
+            if rank == 0
+            else (),
+        )
+        for rank in range(draw(st.integers(1, 5)))
+    ]
+    return layout, words
+
+
+@given(steps())
+def test_the_sum_tells_every_rank_the_same(step: tuple[ControlLayout, list[ControlWord]]) -> None:
+    layout, words = step
+    total = np.sum([encode(layout, word) for word in words], axis=0)
+    report = decode(layout, total, fingerprint=7, world_size=len(words))
+    assert report.agreed
+    assert report.active == sum(word.weight > 0 for word in words)
+    assert report.total_weight == sum(word.weight for word in words)
+    assert report.total_squared == sum(word.weight**2 for word in words)
+    assert report.has_next == sum(word.has_next for word in words)
+    assert report.nonfinite == sum(word.nonfinite for word in words)
+    assert report.failed == sum(word.failed for word in words)
+    assert report.used == tuple(any(flags) for flags in zip(*(w.used for w in words), strict=True))
+    late = [b for b in range(layout.buckets) if any(word.late[b] for word in words)]
+    assert report.late == tuple(late)
+    assert report.order == (tuple(words[0].order) if layout.with_order else ())
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=6))
+def test_a_differing_fingerprint_is_seen_on_every_rank(fingerprints: list[int]) -> None:
+    layout = ControlLayout(leaves=0, buckets=0)
+    words = [ControlWord(print_, 1.0, (), ()) for print_ in fingerprints]
+    total = np.sum([encode(layout, word) for word in words], axis=0)
+    agreed = [
+        decode(layout, total, fingerprint=print_, world_size=len(words)).agreed
+        for print_ in fingerprints
+    ]
+    if len(set(fingerprints)) == 1:
+        assert all(agreed)
+    else:
+        # A rank whose own number is the mean of all is the one that can't tell.
+        assert agreed.count(False) >= len(set(fingerprints)) - 1
+
+
+def test_equal_weights_need_no_correction() -> None:
+    scale = WeightScale(3)
+    assert scale.before(1.0) == 1.0 / 3.0
+    assert scale.after(3.0) == 1.0
+    tokens = scale.next(total_weight=96.0, total_squared=3 * 32.0**2, active=3)
+    assert tokens.before(32.0) == 1.0 / 3.0
+    assert tokens.after(96.0) == 1.0
+
+
+def test_an_exhausted_rank_does_not_change_the_unit() -> None:
+    assert WeightScale(3).next(total_weight=2.0, total_squared=2.0, active=2) == WeightScale(3)
+
+
+@given(st.lists(st.integers(1, 4_000_000), min_size=2, max_size=8))
+def test_the_agreed_unit_keeps_float16_in_range(weights: list[int]) -> None:
+    world_size, total = len(weights), float(sum(weights))
+    squared = float(sum(weight**2 for weight in weights))
+    scale = WeightScale(world_size).next(total, squared, world_size)
+    assert scale.keeps_range(total, world_size)
+    assert sum(scale.before(weight) for weight in weights) <= 1.0 + 1e-12
+    assert scale.reference * scale.after(total) == pytest.approx(scale.reference**2 / total)
+    if len(set(weights)) > 1:
+        mantissa, _ = np.frexp(scale.unit)
+        assert mantissa == 0.5, "a unit that is no power of two would cost bits"
+
+
+@pytest.mark.parametrize(
+    ("total", "kept"), [(2.0, True), (2.1, False), (2e6, False), (0.02, False)]
+)
+def test_a_jump_in_weight_is_noticed(total: float, kept: bool) -> None:
+    assert WeightScale(2).keeps_range(total, active=2) is kept
