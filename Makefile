@@ -34,7 +34,6 @@ clean:
 
 $(TOOLS): Makefile
 	$(PY) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)" $(BUILD_TOOLS)
 	touch $@
 

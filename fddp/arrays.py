@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from fddp.leafspec import LeafSpec, dense_strides
 
@@ -83,45 +83,39 @@ def _describe(
     if leaf is None:
         return LeafSpec(path, (), "none", None, "none", sparse), ("none", None)
     try:
-        shape = tuple(leaf.shape)
-        shape = shapes.setdefault(shape, shape)
-        dtype = _dtype_name(leaf.dtype)
+        shape, dtype = tuple(leaf.shape), leaf.dtype
     except (AttributeError, TypeError):
         raise TypeError(
             f"leaf {path!r} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which has no "
             "shape and dtype; leaves are arrays or None, and a container of your own must be "
             "registered with optree.register_pytree_node"
         ) from None
+    shape = shapes.setdefault(shape, shape)
     if not hasattr(leaf, "is_contiguous"):
         device = _array_device(leaf)
-        return LeafSpec(path, shape, dtype, None, device[0], sparse), device
-    device = _torch_device(leaf.device)
-    if leaf.is_sparse:
-        return LeafSpec(path, shape, dtype, None, device[0], True), device
-    if not _is_strided(leaf.layout):
+        return LeafSpec(path, shape, dtype.name, None, device[0], sparse), device
+    traits = _torch_traits(leaf.dtype, leaf.device, leaf.layout)
+    if traits.layout == "torch.sparse_coo":
+        return LeafSpec(path, shape, traits.dtype, None, traits.device[0], True), traits.device
+    if traits.layout != "torch.strided":
         raise TypeError(
-            f"leaf {path!r} has the layout {leaf.layout}; only strided and sparse COO tensors can "
-            "be reduced: make it one of these (see Tensor.to_dense)"
+            f"leaf {path!r} has the layout {traits.layout}; only strided and sparse COO tensors "
+            "can be reduced: make it one of these (see Tensor.to_dense)"
         )
     strides = None if leaf.is_contiguous() else dense_strides(shape, leaf.stride())
-    return LeafSpec(path, shape, dtype, strides, device[0], sparse), device
+    return LeafSpec(path, shape, traits.dtype, strides, traits.device[0], sparse), traits.device
+
+
+class _TorchTraits(NamedTuple):
+    dtype: str
+    device: tuple[str, Hashable]
+    layout: str
 
 
 @lru_cache(maxsize=64)
-def _dtype_name(dtype: Hashable) -> str:
-    # Dtypes of NumPy and JAX have a name, those of torch only a text with a prefix.
-    name: str = getattr(dtype, "name", None) or str(dtype).removeprefix("torch.")
-    return name
-
-
-@lru_cache(maxsize=8)
-def _is_strided(layout: Hashable) -> bool:
-    return str(layout) == "torch.strided"
-
-
-@lru_cache(maxsize=64)
-def _torch_device(device: Any) -> tuple[str, Hashable]:
-    return device.type, device.index
+def _torch_traits(dtype: Any, device: Any, layout: Any) -> _TorchTraits:
+    """Few combinations occur in a tree, and torch takes its time to name them."""
+    return _TorchTraits(str(dtype).removeprefix("torch."), (device.type, device.index), str(layout))
 
 
 def _array_device(leaf: Any) -> tuple[str, Hashable]:

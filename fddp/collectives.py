@@ -38,9 +38,14 @@ def broadcast(
         [{'w': tensor(1)}, {'w': tensor(1)}]
     """
     with open_transport(group, "auto", timeout_s) as transport:
-        leaves, treedef = flatten(tree)
-        specs = [_spec(path, leaf) for path, leaf in zip(treedef.paths, leaves, strict=True)]
-        _check_alike(transport, specs, src)
+        failure: Exception | None = None
+        specs: list[list[object]] = []
+        try:
+            leaves, treedef = flatten(tree)
+            specs = [_spec(path, leaf) for path, leaf in zip(treedef.paths, leaves, strict=True)]
+        except Exception as error:
+            failure = error
+        _check_alike(transport, specs, src, failure)
         results: list[Tensor | None] = [None] * len(leaves)
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, leaf in enumerate(leaves):
@@ -61,23 +66,32 @@ def _spec(path: str, leaf: Any) -> list[object]:
     return [path, str(leaf.dtype), list(leaf.shape)]
 
 
-def _check_alike(transport: Transport, specs: list[list[object]], src: int) -> None:
-    told = [json.loads(t) for t in transport.exchange(json.dumps([src, specs]).encode())]
-    for rank, (theirs_src, theirs) in enumerate(told):
+def _check_alike(
+    transport: Transport, specs: list[list[object]], src: int, failure: Exception | None
+) -> None:
+    problem = f"{type(failure).__name__}: {failure}" if failure else ""
+    own = json.dumps([problem, src, specs]).encode()
+    told = [json.loads(text) for text in transport.exchange(own)]
+    if failure is not None:
+        raise failure
+    for rank, (problem, _, _) in enumerate(told):
+        if problem:
+            raise PlanMismatchError(f"rank {rank} could not take its tree apart: {problem}")
+    for rank, (_, theirs_src, theirs) in enumerate(told):
         for path, kind, *rest in theirs:
             if kind == "not a dense tensor":
                 raise PlanMismatchError(
                     f"leaf {path!r} on rank {rank} is {rest[0]}; broadcast takes dense tensors"
                 )
-        if theirs_src != told[0][0]:
+        if theirs_src != told[0][1]:
             raise PlanMismatchError(
-                f"src is {told[0][0]} on rank 0 and {theirs_src} on rank {rank}; pass one src"
+                f"src is {told[0][1]} on rank 0 and {theirs_src} on rank {rank}; pass one src"
             )
         if not 0 <= theirs_src < transport.world_size:
             raise PlanMismatchError(
                 f"src={theirs_src} is no rank of a group of {transport.world_size}"
             )
-        mine = told[0][1]
+        mine = told[0][2]
         for ours, others in zip(mine, theirs, strict=False):
             if ours != others:
                 raise PlanMismatchError(

@@ -8,8 +8,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fddp.expect import Arrivals, expected_counts
-from fddp.leaves import GraphView, LeafSet
+from fddp.layout import Layout
+from fddp.leaves import GraphView, LeafSet, eager_slot
+from fddp.pack import pack_, pack_add_
 from fddp.program import Program
+from fddp.scaling import WeightScale
 
 Leaves = Sequence[Tensor | None]
 
@@ -41,9 +44,13 @@ class Contributions:
         """All that there is for a bucket; the parts are summed."""
         return []
 
-    def late_parts(self, bucket: int) -> list[Part]:
-        """What came for a bucket since `parts` was called for it."""
-        return []
+    def pack_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> bool:
+        """Writes the whole bucket, zeros where there is nothing; whether all of it is finite."""
+        return _pack_parts_(buffer, layout, self.parts(bucket), scale)
+
+    def pack_late_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> bool:
+        """Writes what came for the bucket since it was packed, and zeros elsewhere."""
+        return _pack_parts_(buffer, layout, [], scale)
 
     def used(self, program: Program) -> list[bool]:
         """For each reduced leaf, whether there is a gradient."""
@@ -114,16 +121,37 @@ class BackwardContributions(Contributions):
         self._program = program
         self._leaf_set = leaf_set if weight else None
         self._accumulated = accumulated
+        self._armed = False
 
     def arm(
-        self, view: GraphView, previous: Arrivals | None, on_bucket: Callable[[int], None]
+        self,
+        view: GraphView,
+        previous: Arrivals | None,
+        buffer_of: Callable[[int], Tensor],
+        scale: WeightScale,
+        on_bucket: Callable[[int], None],
     ) -> None:
-        """Gets ready for backward; calls `on_bucket` for each bucket as it fills."""
+        """Gets ready for backward.
+
+        Args:
+            view: what the graph behind the loss shows.
+            previous: what the step before showed.
+            buffer_of: the memory of a bucket; asked for those that are packed as leaves arrive.
+            scale: factor on all gradients.
+            on_bucket: called for each bucket as it fills.
+        """
         assert self._leaf_set is not None
         self._visible = view.used
         expected = expected_counts(view.used, opaque=view.opaque, previous=previous)
         self.expected = tuple(expected)
-        self._leaf_set.arm(self._program.members, expected, on_bucket)
+        factor = scale.before(self._own_weight)
+        eager = [
+            eager_slot(members[position], buffer_of(bucket), slot, factor)
+            for bucket, members in enumerate(self._program.member_numbers)
+            for position, slot in self._program.packing[bucket].early
+        ]
+        self._armed = True
+        self._leaf_set.arm(self._program.members, expected, eager, on_bucket)
         for bucket, members in enumerate(self._program.member_numbers):
             if not any(expected[k] for k in members):
                 on_bucket(bucket)
@@ -138,33 +166,52 @@ class BackwardContributions(Contributions):
         return self._leaf_set.arrivals() if self._leaf_set else []
 
     def parts(self, bucket: int) -> list[Part]:
-        parts = self._taken(bucket)
-        if self._accumulated:
-            sums = self._accumulated.sums
-            members = self._program.plan.buckets[bucket].leaves
-            # The sums are weighted already.
-            parts.append(Part([sums[i] for i in members], 1.0))
-        return parts
+        return [*self._taken(bucket), *self._earlier(bucket)]
 
-    def late_parts(self, bucket: int) -> list[Part]:
-        return self._taken(bucket)
+    def pack_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> bool:
+        packing = self._program.packing[bucket]
+        if not self._armed or not packing.early:
+            return super().pack_(bucket, buffer, layout, scale)
+        assert self._leaf_set is not None
+        finite = self._leaf_set.finite(bucket)
+        for grads, weight in self._taken(bucket):
+            together = [grads[p] for p in packing.together]
+            finite &= pack_(buffer, packing.layout, together, scale.before(weight))
+        for position, slot in packing.early:
+            if not self._leaf_set.written(self._program.member_numbers[bucket][position]):
+                pack_(buffer, slot, [None], 0.0)
+        for sums, weight in self._earlier(bucket):
+            finite &= pack_add_(buffer, layout, sums, scale.before(weight))
+        return finite
+
+    def pack_late_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> bool:
+        return _pack_parts_(buffer, layout, self._taken(bucket), scale)
 
     def _taken(self, bucket: int) -> list[Part]:
-        if self._leaf_set is None:
+        if self._leaf_set is None or not self._armed:
             return []
         keep = bucket in self._program.schedule.retained
         return [Part(self._leaf_set.take(bucket, keep), self._own_weight)]
 
+    def _earlier(self, bucket: int) -> list[Part]:
+        if self._accumulated is None:
+            return []
+        members = self._program.plan.buckets[bucket].leaves
+        # The sums are weighted already.
+        return [Part([self._accumulated.sums[i] for i in members], 1.0)]
+
     def used(self, program: Program) -> list[bool]:
         used = [False] * len(program.plan.leaves)
-        if self._leaf_set:
+        if self._leaf_set and self._armed:
             for leaf, flag in zip(program.differentiated, self._leaf_set.used(), strict=True):
                 used[leaf] = flag
         sums = self._accumulated.sums if self._accumulated else [None] * len(used)
         return [used[i] or sums[i] is not None for i in program.reduced]
 
     def late(self, program: Program) -> list[bool]:
-        return self._leaf_set.late() if self._leaf_set else super().late(program)
+        if self._leaf_set is None or not self._armed:
+            return super().late(program)
+        return self._leaf_set.late()
 
     def order(self, program: Program) -> Sequence[int]:
         arrived = dict.fromkeys(program.differentiated[k] for k in self.arrival_log())
@@ -180,6 +227,16 @@ class BackwardContributions(Contributions):
             return own
         total = earlier if own is None else own * self._own_weight + earlier
         return total.detach() / self.weight
+
+
+def _pack_parts_(buffer: Tensor, layout: Layout, parts: Sequence[Part], scale: WeightScale) -> bool:
+    if not parts:
+        return pack_(buffer, layout, [None] * len(layout.offsets), 0.0)
+    (sources, weight), *others = parts
+    finite = pack_(buffer, layout, sources, scale.before(weight))
+    for sources, weight in others:
+        finite &= pack_add_(buffer, layout, sources, scale.before(weight))
+    return finite
 
 
 NOTHING = Contributions()

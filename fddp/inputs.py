@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
 from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
@@ -15,6 +13,8 @@ from fddp.errors import TransformError, TreeMismatchError, WeightError
 from fddp.plan import LeafSpec
 from fddp.program import Program
 from fddp.tree import TreeDef, check_paths, flatten
+
+_LARGEST_WEIGHT = 2.0**512
 
 
 def matched_leaves(tree: Any, program: Program, what: str) -> tuple[list[Tensor | None], TreeDef]:
@@ -65,7 +65,7 @@ def check_writable(leaves: Sequence[Tensor | None], program: Program) -> None:
     Raises:
         TreeMismatchError: the first leaf that can't be written.
     """
-    spans: list[tuple[int, int, str]] = []
+    written: list[tuple[Tensor, str]] = []
     for leaf, spec in zip(leaves, program.plan.leaves, strict=True):
         if leaf is None:
             continue
@@ -76,13 +76,33 @@ def check_writable(leaves: Sequence[Tensor | None], program: Program) -> None:
                 f"to reduce_, or call sync(grads), which returns new ones"
             )
         if leaf.layout is torch.strided and leaf.numel():
-            spans.append((leaf.data_ptr(), leaf.data_ptr() + _extent_bytes(leaf), spec.path))
-    for (_, end, path), (start, _, other) in pairwise(sorted(spans)):
-        if start < end:
-            raise TreeMismatchError(
-                f"leaves {path!r} and {other!r} share memory, so both results can't be written; "
-                f"pass tensors of their own to reduce_, or call sync(grads), which returns new ones"
-            )
+            written.append((leaf, spec.path))
+    _check_apart(written)
+
+
+def _check_apart(tensors: Sequence[tuple[Tensor, str]]) -> None:
+    open_spans: list[tuple[int, Tensor, str]] = []
+    for leaf, path in sorted(tensors, key=lambda pair: pair[0].data_ptr()):
+        start = leaf.data_ptr()
+        open_spans = [span for span in open_spans if span[0] > start]
+        for _, other, other_path in open_spans:
+            if _share_elements(other, leaf):
+                raise TreeMismatchError(
+                    f"leaves {other_path!r} and {path!r} share memory, so both results can't be "
+                    f"written; pass tensors of their own to reduce_, or call sync(grads), which "
+                    f"returns new ones"
+                )
+        open_spans.append((start + _extent(leaf) * leaf.element_size(), leaf, path))
+
+
+def _share_elements(first: Tensor, second: Tensor) -> bool:
+    """Exactly, by marking the elements of the one: columns of one matrix only interleave."""
+    distance, rest = divmod(second.data_ptr() - first.data_ptr(), first.element_size())
+    if rest or first.element_size() != second.element_size():
+        return True
+    marks = torch.zeros(max(_extent(first), distance + _extent(second)), dtype=torch.bool)
+    marks.as_strided(first.shape, first.stride()).fill_(True)
+    return bool(marks.as_strided(second.shape, second.stride(), distance).any())
 
 
 def _unwritable(leaf: Tensor, spec: LeafSpec) -> str | None:
@@ -97,16 +117,16 @@ def _unwritable(leaf: Tensor, spec: LeafSpec) -> str | None:
     return None
 
 
-def _extent_bytes(leaf: Tensor) -> int:
-    last = sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True))
-    return (last + 1) * leaf.element_size()
+def _extent(leaf: Tensor) -> int:
+    """Elements from the first to the last in memory."""
+    return 1 + sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True))
 
 
 def checked_weight(weight: object) -> float:
     """A weight as a float.
 
     Raises:
-        WeightError: it is no number, negative, or not finite.
+        WeightError: it is no number, negative, not finite, or so large that sums are not.
     """
     if not isinstance(weight, (SupportsFloat, SupportsIndex)):
         raise WeightError(f"a weight must be a number, got {weight!r}")
@@ -114,8 +134,8 @@ def checked_weight(weight: object) -> float:
         value = float(weight)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise WeightError(f"a weight must be a number, got {weight!r}") from error
-    if not math.isfinite(value) or value < 0.0:
-        raise WeightError(f"a weight must be finite and at least 0, got {value}")
+    if not 0.0 <= value <= _LARGEST_WEIGHT:
+        raise WeightError(f"a weight must be at least 0 and at most 2**512, got {value}")
     return value
 
 

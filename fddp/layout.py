@@ -79,6 +79,21 @@ class Layout:
             numel=plan.buckets[bucket].numel,
         )
 
+    def part(self, positions: Sequence[int]) -> Layout:
+        """The slices at some positions, in the same buffer.
+
+        Example:
+            >>> layout = Layout(offsets=(0, 6), shapes=((6,), (1,)), strides=((1,), (1,)), numel=7)
+            >>> layout.part([1])
+            Layout(offsets=(6,), shapes=((1,),), strides=((1,),), numel=7)
+        """
+        return Layout(
+            offsets=tuple(self.offsets[p] for p in positions),
+            shapes=tuple(self.shapes[p] for p in positions),
+            strides=tuple(self.strides[p] for p in positions),
+            numel=self.numel,
+        )
+
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a contiguous tensor, in elements.

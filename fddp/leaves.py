@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fddp import ext
+from fddp.layout import Layout
 
 
 class GraphView(Protocol):
@@ -29,13 +30,21 @@ class Members(Protocol):
     """For each bucket, its leaves; opaque to Python."""
 
 
+class EagerSlot(Protocol):
+    """Where a large leaf's gradient is packed as soon as it arrives; opaque to Python."""
+
+
 class LeafSet(Protocol):
     """Fresh autograd leaves over parameters, which announce gradients (csrc/leaves.cpp)."""
 
     leaves: list[Tensor]
 
     def arm(
-        self, members: Members, expected: Sequence[int], on_bucket: Callable[[int], None]
+        self,
+        members: Members,
+        expected: Sequence[int],
+        eager: Sequence[EagerSlot],
+        on_bucket: Callable[[int], None],
     ) -> None:
         """Starts counting gradients; `on_bucket(b)` is called when bucket b has all it expects."""
 
@@ -44,6 +53,12 @@ class LeafSet(Protocol):
 
     def take(self, bucket: int, keep: bool) -> list[Tensor | None]:
         """Hands over a bucket's gradients; what arrives from now on is late."""
+
+    def written(self, leaf: int) -> bool:
+        """Whether the leaf's gradient was packed on arrival."""
+
+    def finite(self, bucket: int) -> bool:
+        """Whether all of the bucket's gradients that were packed on arrival are finite."""
 
     def used(self) -> list[bool]:
         """For each leaf, whether a gradient came."""
@@ -77,6 +92,11 @@ class LeafTypes(Protocol):
 def leaf_set(params: Sequence[Tensor]) -> LeafSet:
     """Makes one leaf for each parameter; they share its memory."""
     return cast(LeafSet, ext.load().LeafSet(params))
+
+
+def eager_slot(leaf: int, buffer: Tensor, layout: Layout, scale: float) -> EagerSlot:
+    """Has a leaf's gradient packed on arrival into the only slice of `layout`, times `scale`."""
+    return cast(EagerSlot, ext.load().EagerSlot(leaf, buffer, layout.native, scale))
 
 
 def members(leaves: Sequence[Sequence[int]]) -> Members:

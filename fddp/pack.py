@@ -4,8 +4,8 @@ In CPU memory the compiled kernels of `fddp._C` do it, in one pass and without t
 devices torch's multi-tensor operations do. `fddp.pack_reference` says the same in plain torch.
 
 What all of these share:
-    * A buffer is one-dimensional and contiguous; it may be longer than its layout. Leaves and buffer
-      have any of the reducible dtypes, but are all real or all complex.
+    * A buffer is one-dimensional and contiguous; it may be longer than its layout. Leaves and
+      buffer have any of the reducible dtypes, but are all real or all complex.
     * A value is scaled in float32, or in float64 if either side is of that precision, and then cast
       to the dtype it goes to, as torch casts. Complex values are scaled as pairs of real ones.
     * Nothing is recorded for autograd. Version counters of what is written go up.
@@ -157,8 +157,8 @@ def unpack_(
 def slices(buffer: Tensor, layout: Layout) -> list[Tensor]:
     """Results over a buffer's memory, one per leaf, without a copy, on any device.
 
-    Each has a storage of its own, exactly as long as the leaf (so that saving it saves no more), and
-    a version counter of its own. It keeps the buffer's memory alive, and cannot be resized.
+    Each has a storage of its own, exactly as long as the leaf (so that saving it saves no more),
+    and a version counter of its own. It keeps the buffer's memory alive, and cannot be resized.
 
     Args:
         buffer: shape `(n,)` with `n >= layout.numel`.

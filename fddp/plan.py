@@ -16,6 +16,7 @@ from functools import cached_property
 from itertools import accumulate
 from math import prod
 from operator import index
+from sys import intern
 from types import MappingProxyType
 
 from fddp import plan_text
@@ -93,10 +94,14 @@ class BucketPlan:
     def __hash__(self) -> int:
         return hash(self.digest)
 
+    def __reduce__(self) -> tuple[type[BucketPlan], tuple[object, ...]]:
+        # Pickles leave the cached properties behind, and are judged when they are read.
+        return type(self), (self.leaves, self.buckets, self.caps_bytes, self.order)
+
     @cached_property
     def paths(self) -> tuple[str, ...]:
-        """Paths of all leaves, in canonical order."""
-        return tuple(leaf.path for leaf in self.leaves)
+        """Paths of all leaves, in canonical order; interned, so that comparing them is cheap."""
+        return tuple(intern(leaf.path) for leaf in self.leaves)
 
     @cached_property
     def bucket_of(self) -> Mapping[int, int]:

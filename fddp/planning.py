@@ -66,6 +66,7 @@ def plan_buckets(
     leaves, treedef = flatten(tree)
     declared_sparse = _sparse_paths(sparse, treedef.paths)
     specs = leaf_specs(treedef.paths, leaves, declared_sparse)
+    _check_sparse(specs)
     selected = _selected(specs, select)
     if order is None:
         offered = [leaf for leaf in reversed(registration_order(tree, treedef)) if leaf in selected]
@@ -93,6 +94,15 @@ def _bytes(name: str, cap_mb: Any) -> int:
             f"byte, got {cap_mb!r}"
         )
     return int(cap_mb * MIB_BYTES)
+
+
+def _check_sparse(specs: Sequence[LeafSpec]) -> None:
+    for spec in specs:
+        if spec.sparse and not spec.reducible:
+            raise ValueError(
+                f"sparse holds {spec.path!r}, of dtype {spec.dtype}, which has no gradient; name "
+                "leaves of a floating or complex dtype"
+            )
 
 
 def _sparse_paths(sparse: Iterable[str], paths: Sequence[str]) -> frozenset[str]:

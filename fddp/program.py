@@ -7,10 +7,38 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fddp.control import ControlLayout
+from fddp.layout import Layout
 from fddp.leaves import LeafTypes, Members, leaf_types, members
-from fddp.pack import Layout
 from fddp.plan import BucketPlan
 from fddp.schedule import Schedule, Topology, make_schedule
+
+# From this size on, a gradient is packed when it arrives: it would leave the cache, and its memory
+# be asked of the system anew, if it waited for its bucket. Smaller ones are packed together.
+_EAGER_BYTES = 1 << 17
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a bucket's leaves get into its buffer during backward.
+
+    Attributes:
+        together: positions in the bucket of the leaves that are packed when it is full.
+        layout: where these lie.
+        early: positions of the leaves that are packed as they arrive, and where each lies.
+    """
+
+    together: tuple[int, ...]
+    layout: Layout
+    early: tuple[tuple[int, Layout], ...]
+
+    @classmethod
+    def of(cls, plan: BucketPlan, bucket: int, layout: Layout, *, eager: bool) -> Packing:
+        """Decides by size; `eager` is whether the bucket may be packed before it is full."""
+        leaves = [plan.leaves[i] for i in plan.buckets[bucket].leaves]
+        large = [eager and leaf.nbytes >= _EAGER_BYTES for leaf in leaves]
+        together = tuple(p for p, is_large in enumerate(large) if not is_large)
+        early = tuple((p, layout.part((p,))) for p, is_large in enumerate(large) if is_large)
+        return cls(together, layout.part(together), early)
 
 
 @dataclass(frozen=True)
@@ -25,6 +53,7 @@ class Program:
         differentiated: the leaves that have gradients, in canonical order; the reduced ones and
             those that stay local.
         control: layout of the control word.
+        packing: for each bucket, how its leaves are packed during backward.
     """
 
     plan: BucketPlan
@@ -33,11 +62,12 @@ class Program:
     reduced: tuple[int, ...]
     differentiated: tuple[int, ...]
     control: ControlLayout
+    packing: tuple[Packing, ...]
 
-    @cached_property
+    @property
     def paths(self) -> tuple[str, ...]:
         """The path of each leaf, in canonical order."""
-        return tuple(leaf.path for leaf in self.plan.leaves)
+        return self.plan.paths
 
     @cached_property
     def number(self) -> dict[int, int]:
@@ -93,11 +123,23 @@ def make_program(
         with_order: whether rank 0's ready order rides in the control word.
     """
     reduced = plan.reduced
+    schedule = make_schedule(plan, Topology(world=world_size), reduce_dtype=reduce_dtype)
+    layouts = tuple(Layout.of(plan, b) for b in range(len(plan.buckets)))
     return Program(
         plan=plan,
-        schedule=make_schedule(plan, Topology(world=world_size), reduce_dtype=reduce_dtype),
-        layouts=tuple(Layout.of(plan, b) for b in range(len(plan.buckets))),
+        schedule=schedule,
+        layouts=layouts,
         reduced=reduced,
         differentiated=tuple(i for i, leaf in enumerate(plan.leaves) if leaf.reducible),
         control=ControlLayout(len(reduced), len(plan.buckets), with_order),
+        packing=tuple(
+            Packing.of(plan, b, layout, eager=_may_be_eager(plan, schedule, b))
+            for b, layout in enumerate(layouts)
+        ),
     )
+
+
+def _may_be_eager(plan: BucketPlan, schedule: Schedule, bucket: int) -> bool:
+    """On accelerators many copies in one launch are faster; kept contributions can't be let go."""
+    spec = plan.buckets[bucket]
+    return spec.device in ("cpu", "meta") and not spec.sparse and bucket not in schedule.retained

@@ -19,13 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from fddp.buffers import BufferPool
-from fddp.contributions import NOTHING, BackwardContributions, Contributions, Part
+from fddp.contributions import NOTHING, Contributions
 from fddp.control import ControlReport, ControlWord, decode, encode
 from fddp.errors import (
     DesyncError,
@@ -35,14 +35,12 @@ from fddp.errors import (
     TreeMismatchError,
     WeightError,
 )
-from fddp.info import SyncInfo, Trace
-from fddp.pack import Stats, pack_, pack_add_, scale_, slices, unpack_
+from fddp.pack import Stats, scale_, slices, unpack_
 from fddp.program import Program
 from fddp.reducer import Action
 from fddp.scaling import WeightScale
 from fddp.schedule import Op
 from fddp.sparse import gather_sparse
-from fddp.timeline import BucketTimes, StepTimes
 from fddp.transports.base import Transport, Work
 
 _BACKWARD = frozenset({"pack", "all_reduce"})
@@ -104,7 +102,9 @@ class Session:
         has_next: whether this rank has input for another step.
         failure: what went wrong on this rank.
         orderly: whether the step ended, well or not, with all collectives done.
+        report: what the control word said, once it is in.
         log: what was done, each with the number of gradients that had arrived by then.
+        buckets: how far each bucket is.
     """
 
     setting: Setting
@@ -112,6 +112,7 @@ class Session:
     has_next: bool = True
     failure: BaseException | None = None
     orderly: bool = False
+    report: ControlReport | None = None
     log: list[tuple[int, Action]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -120,11 +121,10 @@ class Session:
         self._cursor = 0
         self._ended = False
         self._lock = threading.RLock()
-        self._buckets = [BucketState() for _ in self._program.plan.buckets]
+        self.buckets = [BucketState() for _ in self._program.plan.buckets]
         self._works: dict[int, Work] = {}
         self._broken: BaseException | None = None
         self._finite = True
-        self._report: ControlReport | None = None
         self._control: Tensor | None = None
         self._leaves: list[Tensor | None] = [None] * len(self._program.plan.leaves)
         self._stats = Stats(0.0, True)
@@ -142,9 +142,16 @@ class Session:
                 if leaf is not None:
                     self._devices[bucket.device] = leaf.device
 
+    def buffer_of(self, bucket: int) -> Tensor:
+        """The memory of a dense bucket, from the pool."""
+        state = self.buckets[bucket]
+        if state.buffer is None:
+            state.buffer = self._buffer(bucket)
+        return state.buffer
+
     def bucket_ready(self, bucket: int) -> None:
         """All gradients of a bucket are there. Never raises: backward must run to its end."""
-        self._buckets[bucket].ready_s = time.perf_counter()
+        self.buckets[bucket].ready_s = time.perf_counter()
         try:
             self._advance()
         except BaseException as error:
@@ -171,23 +178,19 @@ class Session:
             RankLostError, SyncTimeoutError: the transport failed.
         """
         now = time.perf_counter()
-        for state in self._buckets:
+        for state in self.buckets:
             state.ready_s = min(state.ready_s, now)
         self._ended = True
         if self._broken is not None:
-            raise self._broken
+            self._raise(self._broken)
         self._advance()
-        for bucket, state in enumerate(self._buckets):
+        for bucket, state in enumerate(self.buckets):
             if state.buffer is not None:
                 self.setting.pool.lend(bucket, state.buffer)
         self.orderly = True
         self.log.append((self.contributions.arrived(), Action("finish")))
         stats = self._stats if self.setting.with_stats else None
         return Outcome(self._leaves, self._known(), stats)
-
-    def bucket_times(self, end_s: float) -> tuple[BucketTimes, ...]:
-        """When each bucket was ready, launched and done; after `finish`, which was at `end_s`."""
-        return tuple(_bucket_times(b, state, end_s) for b, state in enumerate(self._buckets))
 
     # The interpreter
 
@@ -209,7 +212,7 @@ class Session:
         if op.kind not in _BACKWARD or op.when != "always":
             return False
         is_last = op.bucket == self._program.schedule.sequence[-1]
-        return not is_last and self._buckets[op.bucket].ready_s < math.inf
+        return not is_last and self.buckets[op.bucket].ready_s < math.inf
 
     def _applies(self, op: Op) -> bool:
         if op.when == "always":
@@ -241,33 +244,26 @@ class Session:
     # Operations
 
     def _pack(self, position: int, op: Op) -> None:
-        state = self._buckets[op.bucket]
+        state = self.buckets[op.bucket]
         if op.when == "late":
             state.repair = self._buffer(op.bucket)
-            self._fill(state.repair, op.bucket, self.contributions.late_parts)
+            self._fill(state.repair, op.bucket, self.contributions.pack_late_)
         else:
-            if state.buffer is None:
-                state.buffer = self._buffer(op.bucket)
-            self._fill(state.buffer, op.bucket, self.contributions.parts)
+            self._fill(self.buffer_of(op.bucket), op.bucket, self.contributions.pack_)
         if op.when != "always":
             self.log.append((self.contributions.arrived(), Action("repair", op.bucket)))
 
-    def _fill(self, buffer: Tensor, bucket: int, take: Callable[[int], list[Part]]) -> None:
-        layout = self._program.layouts[bucket]
-        nothing = [None] * len(layout.offsets)
-        scale = self._scale(bucket)
+    def _fill(self, buffer: Tensor, bucket: int, pack: Callable[..., bool]) -> None:
+        layout, scale = self._program.layouts[bucket], self._scale(bucket)
+        pack = NOTHING.pack_ if self.failure else pack
         try:
-            parts = [] if self.failure else take(bucket)
-            write = pack_
-            for sources, weight in parts:
-                finite = write(buffer, layout, sources, scale.before(weight))
-                self._finite = self._finite and finite
-                write = pack_add_
-            if not parts:
-                pack_(buffer, layout, nothing, 0.0)
+            finite = pack(bucket, buffer, layout, scale)
+            self._finite = self._finite and finite
         except Exception as error:
+            if self.report is not None:
+                raise  # too late to tell the others through the control word
             self.fail(self._blamed(bucket, buffer, error))
-            pack_(buffer, layout, nothing, 0.0)
+            NOTHING.pack_(bucket, buffer, layout, scale)
 
     def _blamed(self, bucket: int, buffer: Tensor, error: Exception) -> Exception:
         """What can't be packed, by path."""
@@ -285,7 +281,7 @@ class Session:
         return problem
 
     def _all_reduce(self, position: int, op: Op) -> None:
-        state = self._buckets[op.bucket]
+        state = self.buckets[op.bucket]
         buffer = state.repair if op.buffer == "repair" else state.buffer
         if buffer is None:
             raise InternalError(f"operation {position} reduces a buffer that was never packed")
@@ -297,7 +293,7 @@ class Session:
             self.log.append((self.contributions.arrived(), Action("launch", op.bucket)))
 
     def _add(self, position: int, op: Op) -> None:
-        state = self._buckets[op.bucket]
+        state = self.buckets[op.bucket]
         if state.buffer is None or state.repair is None:
             raise InternalError(f"operation {position} adds a repair that was never reduced")
         state.buffer.add_(state.repair)
@@ -360,7 +356,7 @@ class Session:
 
     def _results(self, bucket: int, after: float) -> tuple[Sequence[Tensor | None], Stats]:
         """Results of a dense bucket over its own memory, or in new memory where a cast is due."""
-        buffer = self._buckets[bucket].buffer
+        buffer = self.buckets[bucket].buffer
         assert buffer is not None
         layout = self._program.layouts[bucket]
         dtype = getattr(torch, self._program.plan.buckets[bucket].dtype)
@@ -375,9 +371,13 @@ class Session:
     # What the control word says
 
     def _known(self) -> ControlReport:
-        if self._report is None:
-            self._report = self._read_control()
-        return self._report
+        if self.report is None:
+            self.report = report = self._read_control()
+            if not report.agreed or report.failed or self._weight_problem(report):
+                self._give_up(report)
+            for leaf in self._program.plan.local:
+                self._leaves[leaf] = self.contributions.local(leaf)
+        return self.report
 
     def _read_control(self) -> ControlReport:
         position = next(i for i, op in enumerate(self._ops) if op.kind == "control")
@@ -385,17 +385,12 @@ class Session:
         if self._control is None:
             raise InternalError("the control word was read before it was sent")
         transport = self.setting.transport
-        report = decode(
+        return decode(
             self._program.control,
             self._control.cpu().numpy(),
             fingerprint=self._program.fingerprint(self.setting.step),
             world_size=transport.world_size,
         )
-        if not report.agreed or report.failed or self._weight_problem(report):
-            self._give_up(report)
-        for leaf in self._program.plan.local:
-            self._leaves[leaf] = self.contributions.local(leaf)
-        return report
 
     def _give_up(self, report: ControlReport) -> None:
         """Raises on every rank, after the collectives in flight."""
@@ -410,11 +405,20 @@ class Session:
             if not report.agreed:
                 raise DesyncError(_desync_message(transport.rank, told)) from self.failure
             if self.failure is not None:
-                raise self.failure
+                self._raise(self.failure)
             failures = {r: t.split("\n", 2)[2] for r, t in enumerate(told)}
             raise _peer_error(step, {r: text for r, text in failures.items() if text})
         self.orderly = True
         raise WeightError(f"step {step}: {self._weight_problem(report)}")
+
+    def _raise(self, error: BaseException) -> NoReturn:
+        """Lets go of an error while raising it: its traceback leads back here, and would keep the
+        step's tensors until the garbage collector runs."""
+        self.failure = self._broken = None
+        try:
+            raise error
+        finally:
+            del error
 
     def _weight_problem(self, report: ControlReport) -> str | None:
         """Why the weights of all ranks have no mean, or None."""
@@ -427,8 +431,8 @@ class Session:
         if not self.setting.scale.bears(total, report.active):
             return (
                 f"the mean weight is {total / report.active} where sums were scaled for "
-                f"{self.setting.scale.unit}; weights may not differ by more than 2**40 from 1, or "
-                f"from those of the step before"
+                f"{self.setting.scale.unit}, and a jump by more than 2**40 can't be corrected; the "
+                f"next step is scaled for the new weights: call it again"
             )
         return None
 
@@ -437,8 +441,8 @@ class Session:
     def _scale(self, bucket: int) -> WeightScale:
         """The agreed scale, or the exact one for a bucket that is reduced again."""
         scale = self.setting.scale
-        if self._report is not None and bucket in self._program.schedule.retained:
-            report = self._report
+        if self.report is not None and bucket in self._program.schedule.retained:
+            report = self.report
             if not scale.keeps_range(report.total_weight, report.active):
                 return scale.exact(report.total_weight)
         return scale
@@ -463,57 +467,6 @@ _HANDLERS: dict[str, Callable[[Session, int, Op], None]] = {
     "gather": Session._gather,
     "unpack": Session._unpack,
 }
-
-
-def _bucket_times(bucket: int, state: BucketState, end_s: float) -> BucketTimes:
-    """Sparse buckets travel after the end of backward and have no stamps of their own."""
-    done_s = state.work.done_s if state.work is not None else None
-    return BucketTimes(
-        bucket=bucket,
-        nbytes=0 if state.buffer is None else state.buffer.nbytes,
-        ready_s=state.ready_s,
-        launch_s=state.ready_s if math.isnan(state.launch_s) else state.launch_s,
-        done_s=end_s if done_s is None else done_s,
-    )
-
-
-def make_info(session: Session, outcome: Outcome, backward_s: tuple[float, float]) -> SyncInfo:
-    """What a session showed; `backward_s` is when backward began and ended."""
-    program, report, setting = session.setting.program, outcome.report, session.setting
-    end_s = time.perf_counter()
-    stats = outcome.stats or Stats(math.nan, False)
-    flags = list(zip(program.reduced, report.used, strict=True))
-    return SyncInfo(
-        step=setting.step,
-        world_size=setting.transport.world_size,
-        active=report.active,
-        total_weight=report.total_weight,
-        used=tuple(program.paths[leaf] for leaf, used in flags if used),
-        unused=tuple(program.paths[leaf] for leaf, used in flags if not used),
-        grad_norm=math.sqrt(stats.sq_norm),
-        all_finite=stats.finite and report.nonfinite == 0,
-        repaired=tuple(action.bucket for _, action in session.log if action.kind == "repair"),
-        transport=setting.transport.name,
-        timeline=StepTimes(session.bucket_times(end_s), *backward_s, end_s),
-        trace=_trace(session),
-    )
-
-
-def _trace(session: Session) -> Trace:
-    contributions, program = session.contributions, session.setting.program
-    if not isinstance(contributions, BackwardContributions) or not contributions.expected:
-        return Trace((), (), (), ())
-    events: list[int | Action] = []
-    arrivals, told = contributions.arrival_log(), 0
-    for count, action in session.log:
-        events += [*arrivals[told:count], action]
-        told = count
-    bucket_of = dict.fromkeys(range(len(program.differentiated)), -1)
-    for bucket, members in enumerate(program.member_numbers):
-        bucket_of.update(dict.fromkeys(members, bucket))
-    return Trace(
-        program.schedule.sequence, tuple(bucket_of.values()), contributions.expected, tuple(events)
-    )
 
 
 def _text(error: BaseException) -> str:

@@ -14,8 +14,10 @@ from torch import Tensor
 from fddp.plan import LeafSpec
 from fddp.transports.base import Transport
 
-# An embedding's gradient is sparse in its rows.
-_SPARSE_DIM = 1
+
+def _sparse_dims(shape: Sequence[int]) -> int:
+    """An embedding's gradient is sparse in its rows; a scalar has none."""
+    return min(1, len(shape))
 
 
 def gather_sparse(
@@ -41,10 +43,11 @@ def gather_sparse(
         ranks.
     """
     dtype = getattr(torch, wire_dtype)
+    dims = _sparse_dims(spec.shape)
     rows = [_rows(source, factor, dtype) for source, factor in sources]
     empty = torch.sparse_coo_tensor(
-        torch.empty(_SPARSE_DIM, 0, dtype=torch.int64, device=device),
-        torch.empty(0, *spec.shape[_SPARSE_DIM:], dtype=dtype, device=device),
+        torch.empty(dims, 0, dtype=torch.int64, device=device),
+        torch.empty(0, *spec.shape[dims:], dtype=dtype, device=device),
         spec.shape,
         check_invariants=False,
         is_coalesced=True,
@@ -68,9 +71,10 @@ def gather_sparse(
 
 def _rows(source: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
     source = source.detach()
-    if source.layout is not torch.sparse_coo or source.sparse_dim() != _SPARSE_DIM:
+    dims = _sparse_dims(source.shape)
+    if source.layout is not torch.sparse_coo or source.sparse_dim() != dims:
         source = source.to_dense() if source.layout is not torch.strided else source
-        source = source.resolve_conj().to_sparse(_SPARSE_DIM)
+        source = source.resolve_conj().to_sparse(dims)
     source = source.coalesce()
     values = source.values().to(dtype) * factor
     return torch.sparse_coo_tensor(

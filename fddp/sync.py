@@ -13,7 +13,8 @@ from torch import Tensor
 from fddp.agree import Terms, agree
 from fddp.buffers import BufferPool
 from fddp.contributions import NOTHING, Contributions, TreeContributions
-from fddp.errors import ClosedError, InternalError
+from fddp.control import ControlReport
+from fddp.errors import ClosedError, InternalError, UnevenError
 from fddp.expect import Arrivals
 from fddp.info import SyncInfo
 from fddp.inputs import (
@@ -23,11 +24,12 @@ from fddp.inputs import (
     matched_leaves,
     outside_transforms,
 )
+from fddp.observe import make_info
 from fddp.plan import BucketPlan, rebucket
 from fddp.planning import plan_buckets
 from fddp.program import Program, make_program
 from fddp.scaling import WeightScale
-from fddp.session import Outcome, Session, Setting, make_info
+from fddp.session import Outcome, Session, Setting
 from fddp.transports import Group, TransportName, open_transport
 from fddp.tree import TreeDef
 from fddp.uneven import Round
@@ -126,7 +128,7 @@ class GradSync:
         self._step = 0
         self._round: Round | None = None
         self._arrivals: Arrivals | None = None
-        self._broken: BaseException | None = None
+        self._closed_by = ""  # why no further step may start
 
     @property
     def plan(self) -> BucketPlan:
@@ -217,7 +219,7 @@ class GradSync:
         """Frees the communicator and all memory; a second call does nothing."""
         self._pool.clear()
         self._transport.close()
-        self._broken = self._broken or ClosedError("close() was called")
+        self._closed_by = self._closed_by or "close() was called"
 
     def __enter__(self) -> Self:
         return self
@@ -233,14 +235,14 @@ class GradSync:
     # Sessions; `value_and_grad` and `uneven` use these too.
 
     def _open(self, *, with_stats: bool) -> Session:
-        if self._broken is not None:
+        if self._closed_by:
             raise ClosedError(
-                f"this GradSync is closed ({self._broken}); build a new one on a working group"
+                f"this GradSync is closed ({self._closed_by}); build a new one on a working group"
             )
         if self._round is not None and self._round.over:
             # The other ranks have left the loop: nobody would meet this one.
             self._round.synced += 1
-            raise self._round.problem()
+            raise UnevenError(f"rank {self.rank} at step {self._step}: {self._round.problem()}")
         setting = Setting(
             self._program, self._transport, self._pool, self._scale, self._step, with_stats
         )
@@ -259,14 +261,12 @@ class GradSync:
             with outside_transforms(), torch.inference_mode(False):
                 outcome = session.finish()
         except BaseException as error:
-            if not session.orderly:
+            if session.orderly:
+                self._take_note(session)
+            else:
                 self._break(error)
             raise
-        report, setting = outcome.report, session.setting
-        self._scale = setting.scale.next(report.total_weight, report.total_squared, report.active)
-        if self._round is not None:
-            self._round.any_next = report.has_next > 0
-            self._round.over = report.has_next == 0
+        report = self._take_note(session)
         if report.order and self._program.control.with_order:
             reduced = self._program.reduced
             plan = rebucket(self.plan, [reduced[slot] for slot in report.order])
@@ -274,9 +274,23 @@ class GradSync:
             self._pool.clear()
         return outcome
 
+    def _take_note(self, session: Session) -> ControlReport:
+        """What the control word means for later steps; the same on all ranks, also of a failure."""
+        report = session.report
+        if report is None:
+            raise InternalError("a step ended in good order without a control word")
+        if self._round is not None:
+            self._round.any_next = report.has_next > 0
+            self._round.over = report.has_next == 0
+        if report.agreed and not report.failed and report.active:
+            self._scale = session.setting.scale.next(
+                report.total_weight, report.total_squared, report.active
+            )
+        return report
+
     def _break(self, error: BaseException) -> None:
         """A step was left half done: ranks no longer agree on what comes next."""
-        self._broken = error
+        self._closed_by = f"{type(error).__name__}: {error}"
         self._pool.clear()
         self._transport.close()
 
@@ -295,7 +309,7 @@ class GradSync:
         own: Sequence[Tensor | None] = ()
         contributions: Contributions = NOTHING
         try:
-            check_no_transform("sync(grads)")
+            check_no_transform("reduce_(grads)" if in_place else "sync(grads)")
             own, treedef = matched_leaves(grads, program, "gradients")
             if in_place:
                 check_writable(own, program)

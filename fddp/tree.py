@@ -116,7 +116,7 @@ def tree_map(fn: Callable[..., Any], tree: Tree, *rest: Any) -> Tree:
     """
     leaves, treedef = flatten(tree)
     others = [
-        _leaves_along(treedef.paths, other, f"tree_map: argument {number} of the function")
+        _leaves_along(treedef.paths, other, f"tree {number} of tree_map")
         for number, other in enumerate(rest, start=2)
     ]
     mapped: Tree = treedef.unflatten(
@@ -129,10 +129,12 @@ def tree_map(fn: Callable[..., Any], tree: Tree, *rest: Any) -> Tree:
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply `fn` to the leaves of a tree of any kind, in no particular order; None stays None.
+    """Apply `fn` to every leaf that is not `None`, in a tree whose leaves need no names.
 
-    >>> map_leaves(lambda x: 2 * x, {"a": [1, None]})
-    {'a': [2, None]}
+    Unlike in `tree_map`, any keys will do.
+
+    >>> map_leaves(str, {"loss": 0.5, "note": None})
+    {'loss': '0.5', 'note': None}
     """
     return optree.tree_map(fn, tree)
 
@@ -162,7 +164,8 @@ def registration_order(tree: Any, treedef: TreeDef) -> tuple[int, ...]:
 def check_paths(treedef: TreeDef, paths: tuple[str, ...], what: str) -> None:
     """Make sure that the leaves of a tree are those of a plan, one by one.
 
-    Paths are interned, so that this compares pointers when all is well.
+    It runs on every step, so paths are interned here and in plans: when all is well, this compares
+    pointers.
 
     Args:
         treedef: of the tree in question.
@@ -281,9 +284,9 @@ def _entries(treespec: PyTreeSpec) -> Sequence[Any]:
     """What leads to each child; optree has numbers where a named tuple has names."""
     container = treespec.type
     if container is not None and container is not tuple and issubclass(container, tuple):
-        if treespec.kind is PyTreeKind.NAMEDTUPLE:
+        if treespec.kind == PyTreeKind.NAMEDTUPLE:
             return optree.namedtuple_fields(container)
-        if treespec.kind is PyTreeKind.STRUCTSEQUENCE:
+        if treespec.kind == PyTreeKind.STRUCTSEQUENCE:
             return optree.structseq_fields(container)
     return treespec.entries()
 

@@ -14,7 +14,8 @@ from fddp.contributions import Accumulated, BackwardContributions
 from fddp.errors import InternalError, LossError, TreeMismatchError
 from fddp.inputs import check_no_transform, checked_weight, matched_leaves
 from fddp.leaves import leaf_set
-from fddp.session import Session, make_info
+from fddp.observe import make_info
+from fddp.session import Session
 from fddp.tree import TreeDef, map_leaves
 from fddp.uneven import EXHAUSTED
 
@@ -121,7 +122,7 @@ class ValueAndGrad:
             sums, _ = matched_leaves(accumulated[0], program, "accumulated gradients")
             earlier_weight = checked_weight(accumulated[1])
             earlier = Accumulated(sums, earlier_weight) if earlier_weight > 0.0 else None
-        if any(argument is EXHAUSTED for argument in args):
+        if any(argument is EXHAUSTED for argument in (*args, *kwargs.values())):
             contributions = BackwardContributions(program, None, weight=0.0, accumulated=earlier)
             session.begin(contributions, params)
             now = time.perf_counter()
@@ -141,7 +142,13 @@ class ValueAndGrad:
         start_s = time.perf_counter()
         if weight > 0.0 and loss.requires_grad:
             view = leaves.inspect(loss)
-            contributions.arm(view, self._sync._arrivals, session.bucket_ready)
+            contributions.arm(
+                view,
+                self._sync._arrivals,
+                session.buffer_of,
+                session.setting.scale,
+                session.bucket_ready,
+            )
             try:
                 backward(loss, view, leaves.leaves)
             finally:

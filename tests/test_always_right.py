@@ -96,7 +96,19 @@ class _Threads:
         return fddp.loopback(world_size, fn, *args)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.fixture(params=["packed together", "packed on arrival"])
+def _packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second way is for large leaves; here it is taken by all."""
+    if request.param == "packed on arrival":
+        monkeypatch.setattr("fddp.program._EAGER_BYTES", 1)
+
+
+@pytest.mark.usefixtures("_packing")
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(programs())
 def test_any_graphs_on_any_ranks(steps: list[list[Branch]]) -> None:
     check(_Threads(), steps)

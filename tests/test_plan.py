@@ -8,7 +8,6 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 from typing import Any
 
 import jax
@@ -83,6 +82,7 @@ def test_assignment_is_that_of_torch(offer: Any) -> None:
 def test_plans_survive_json_pickle_and_rebucketing(offer: Any) -> None:
     leaves, order, caps_bytes = offer
     plan = plan_leaves(leaves, order=order, caps_bytes=caps_bytes)
+    assert len(plan.bucket_of) == len(plan.reduced) == len(leaves)
     for copy in (BucketPlan.from_json(plan.to_json()), pickle.loads(pickle.dumps(plan))):
         assert copy == plan
         assert hash(copy) == hash(plan)
@@ -293,7 +293,7 @@ def test_a_value_error_names_the_field() -> None:
     with pytest.raises(ValueError, match=r"missing: \['buckets'\], unexpected: \[\]"):
         BucketPlan.from_json(json.dumps(document))
     document = {**json.loads(small_plan().to_json()), "format": "fddp.BucketPlan/2"}
-    with pytest.raises(ValueError, match="this version reads 'fddp.BucketPlan/1'"):
+    with pytest.raises(ValueError, match=r"this version reads 'fddp\.BucketPlan/1'"):
         BucketPlan.from_json(json.dumps(document))
 
 
@@ -396,7 +396,7 @@ def test_bad_arguments() -> None:
         plan_buckets(tree, order=[2, 0], select=lambda path: path != "bias")
     with pytest.raises(ValueError, match=r"leaf 1 \('n'\) of dtype 'int64'"):
         plan_buckets(tree, order=[2, 1, 0])
-    with pytest.raises(TypeError, match="leaf 'x' is a builtins.float, which has no shape"):
+    with pytest.raises(TypeError, match=r"leaf 'x' is a builtins\.float, which has no shape"):
         plan_buckets({"x": 1.0})
 
 
@@ -411,7 +411,7 @@ def test_nothing_to_reduce() -> None:
 
 def test_unsupported_floats_must_be_declined() -> None:
     tree = {"w": torch.zeros(3), "scale": torch.zeros(3, dtype=torch.float8_e4m3fn)}
-    with pytest.raises(TypeError, match="'scale' is of dtype float8_e4m3fn.*cast it, or keep it"):
+    with pytest.raises(TypeError, match=r"'scale' is of dtype float8_e4m3fn.*cast it, or keep it"):
         plan_buckets(tree)
     plan = plan_buckets(tree, select=lambda path: path != "scale")
     assert plan.reduced == (1,)
@@ -436,36 +436,6 @@ def test_ten_thousand_leaves_go_through_json() -> None:
     copy = BucketPlan.from_json(plan.to_json())
     assert copy == plan
     assert copy.digest == plan.digest
-
-
-@pytest.mark.slow
-def test_planning_keeps_up_with_torch() -> None:
-    count = 100_000
-    tensors = [torch.empty(3, 4, device="meta") for _ in range(count)]
-    tree = {f"layers.{index}.weight": tensor for index, tensor in enumerate(tensors)}
-    order = list(range(count))
-    caps_bytes = (MIB_BYTES, 25 * MIB_BYTES)
-    leaves = plan_buckets(tree).leaves
-
-    def torch_s() -> float:
-        start_s = time.perf_counter()
-        dist._compute_bucket_assignment_by_size(tensors, list(caps_bytes), [False] * count, order)
-        return time.perf_counter() - start_s
-
-    def assign_s() -> float:
-        start_s = time.perf_counter()
-        assign_buckets(leaves, order, caps_bytes)
-        return time.perf_counter() - start_s
-
-    def plan_s() -> float:
-        start_s = time.perf_counter()
-        plan_buckets(tree)
-        return time.perf_counter() - start_s
-
-    rounds = [(torch_s(), assign_s(), plan_s()) for _ in range(5)]
-    best_torch_s, best_assign_s, best_plan_s = map(min, zip(*rounds, strict=True))
-    assert best_assign_s <= 10 * best_torch_s
-    assert best_plan_s <= 40 * best_torch_s
 
 
 def test_buckets_are_values() -> None:

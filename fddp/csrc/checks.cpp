@@ -63,7 +63,8 @@ void check_count(const char* role, const Leaves& leaves, const Layout& layout) {
 }
 
 void check_leaf(
-    const char* role, size_t i, const at::Tensor& leaf, const Slot& slot, const at::Tensor& buffer) {
+    const char* role, size_t i, const at::Tensor& leaf, const Slot& slot,
+    const at::Tensor& buffer) {
   TORCH_CHECK_TYPE(
       !is_wrapper(leaf), role, " ", i,
       " is a tensor subclass or belongs to a torch.func transform; only plain tensors hold memory "

@@ -1,8 +1,8 @@
 // Loops over contiguous stretches of elements: the part of pack and unpack that costs time.
 //
 // Complex elements are two real ones here. Arithmetic is done in double if either side is double,
-// in float otherwise, and rounded once to the target's dtype, as torch.mul does. Results do not
-// depend on the instruction set: sums have a fixed order, and nothing is contracted.
+// in float otherwise, then cast to the target's dtype: what torch.mul does. Results do not depend
+// on the instruction set: sums have a fixed order, and products and sums round separately.
 
 #pragma once
 

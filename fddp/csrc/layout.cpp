@@ -22,7 +22,8 @@ int64_t checked_numel(at::IntArrayRef sizes, size_t leaf) {
     overflows |= c10::mul_overflows(numel, static_cast<uint64_t>(size), &numel);
   }
   TORCH_CHECK_VALUE(
-      !overflows && numel <= INT64_MAX, "leaf ", leaf, " of shape ", sizes, " has too many elements");
+      !overflows && numel <= INT64_MAX, "leaf ", leaf, " of shape ", sizes,
+      " has too many elements");
   return static_cast<int64_t>(numel);
 }
 
@@ -32,7 +33,8 @@ bool is_dense(at::IntArrayRef sizes, at::IntArrayRef strides) {
   for (const auto d : c10::irange(sizes.size())) {
     if (sizes[d] != 1) dims.push_back(static_cast<int64_t>(d));
   }
-  std::sort(dims.begin(), dims.end(), [&](int64_t a, int64_t b) { return strides[a] < strides[b]; });
+  const auto steps_less = [&](int64_t a, int64_t b) { return strides[a] < strides[b]; };
+  std::sort(dims.begin(), dims.end(), steps_less);
   int64_t expected = 1;
   for (const int64_t d : dims) {
     if (strides[d] != expected) return false;
@@ -79,8 +81,8 @@ Layout::Layout(
         offsets[i] <= numel && leaf_numel <= numel - offsets[i], "leaf ", i, " ends at element ",
         offsets[i], " + ", leaf_numel, ", past the layout's ", numel);
     free_from = offsets[i] + leaf_numel;
-    slots_.push_back(
-        {offsets[i], leaf_numel, c10::DimVector(sizes), c10::DimVector(at::IntArrayRef(strides[i]))});
+    const at::IntArrayRef steps(strides[i]);
+    slots_.push_back({offsets[i], leaf_numel, c10::DimVector(sizes), c10::DimVector(steps)});
   }
 }
 
@@ -103,11 +105,13 @@ void check_buffer(const at::Tensor& buffer, int64_t numel) {
       is_reducible(buffer.scalar_type()), "the buffer has dtype ", buffer.scalar_type(),
       ", expected a floating or complex dtype of at least 16 bits");
   TORCH_CHECK_TYPE(
-      buffer.layout() == at::kStrided && buffer.has_storage() && !buffer.is_conj() && !buffer.is_neg(),
+      buffer.layout() == at::kStrided && buffer.has_storage() && !buffer.is_conj() &&
+          !buffer.is_neg(),
       "the buffer must be a strided tensor, without conjugate or negative bit");
   TORCH_CHECK_VALUE(
-      buffer.dim() == 1 && buffer.is_contiguous(), "the buffer must be one-dimensional and contiguous, got shape ",
-      buffer.sizes(), " with strides ", buffer.strides());
+      buffer.dim() == 1 && buffer.is_contiguous(),
+      "the buffer must be one-dimensional and contiguous, got shape ", buffer.sizes(),
+      " with strides ", buffer.strides());
   TORCH_CHECK_VALUE(
       buffer.numel() >= numel, "the buffer has ", buffer.numel(), " elements, the layout needs ",
       numel);

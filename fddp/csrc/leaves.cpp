@@ -30,6 +30,9 @@
 #include <utility>
 #include <vector>
 
+#include "layout.h"
+#include "pack.h"
+
 namespace py = pybind11;
 using torch::autograd::AccumulateGrad;
 using torch::autograd::Node;
@@ -42,6 +45,14 @@ constexpr int64_t kNoBucket = -1;
 // The leaves of each bucket; made once for a plan, shared by its steps.
 struct BucketMembers {
   std::vector<std::vector<int64_t>> leaves;
+};
+
+// Where a large leaf's gradient goes as soon as it arrives: into `layout`'s only slot of `buffer`.
+struct EagerSlot {
+  int64_t leaf;
+  at::Tensor buffer;
+  const Layout* layout;  // kept alive by the caller while the set is armed
+  double scale;
 };
 
 // The shapes and dtypes that a tree's leaves must have.
@@ -107,8 +118,11 @@ class LeafSet : public std::enable_shared_from_this<LeafSet> {
   size_t size() const { return leaves_.size(); }
 
   // Starts counting. `expected[i]` is how many gradients of leaf i its bucket waits for.
-  // `on_bucket(b)` is called when the last of bucket b's has arrived.
-  void arm(std::shared_ptr<const BucketMembers> members, std::vector<int64_t> expected, py::object on_bucket) {
+  // `on_bucket(b)` is called when the last of bucket b's has arrived. Gradients of the leaves in
+  // `eager` are packed when they arrive, while they are in cache, and let go of, so that the
+  // allocator hands the same warm memory to the next.
+  void arm(std::shared_ptr<const BucketMembers> members, std::vector<int64_t> expected,
+           std::vector<EagerSlot> eager, py::object on_bucket) {
     TORCH_CHECK_VALUE(expected.size() == size(), "expected ", size(), " counts, got ", expected.size());
     const std::lock_guard<std::mutex> lock(mutex_);
     members_ = std::move(members);
@@ -118,6 +132,11 @@ class LeafSet : public std::enable_shared_from_this<LeafSet> {
     late_.assign(buckets, false);
     packed_.assign(buckets, false);
     streams_.assign(buckets, {});
+    finite_.assign(buckets, true);
+    eager_ = std::move(eager);
+    eager_of_.assign(size(), kNotEager);
+    for (size_t i = 0; i < eager_.size(); ++i) eager_of_.at(eager_[i].leaf) = static_cast<int64_t>(i);
+    written_.assign(size(), false);
     for (size_t b = 0; b < buckets; ++b) {
       for (const int64_t leaf : members_->leaves[b]) {
         TORCH_CHECK_INDEX(leaf >= 0 && leaf < static_cast<int64_t>(size()), "leaf ", leaf, " of bucket ", b,
@@ -138,6 +157,7 @@ class LeafSet : public std::enable_shared_from_this<LeafSet> {
     std::unique_ptr<py::object> callback;
     const std::lock_guard<std::mutex> lock(mutex_);
     armed_ = false;
+    eager_.clear();
     callback.swap(callback_);
   }
 
@@ -159,6 +179,16 @@ class LeafSet : public std::enable_shared_from_this<LeafSet> {
     return grads;
   }
 
+  // Whether the leaf's gradient is in its bucket already.
+  bool written(int64_t leaf) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return written_.at(leaf);
+  }
+  // Whether all gradients that were packed as they arrived are finite.
+  bool finite(int64_t bucket) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return finite_.at(bucket);
+  }
   // Whether any gradient came for each leaf. Not read from the counts alone: a hook that the caller
   // puts on a leaf replaces ours.
   std::vector<bool> used() const {
@@ -223,7 +253,11 @@ class LeafSet : public std::enable_shared_from_this<LeafSet> {
       const int64_t bucket = bucket_of_[leaf];
       if (bucket == kNoBucket) return;
       note_stream(bucket, leaves_[leaf].device());
-      if (packed_[bucket]) late_[bucket] = true;
+      if (packed_[bucket]) {
+        late_[bucket] = true;
+      } else if (eager_of_[leaf] != kNotEager) {
+        write(leaf, bucket);
+      }
       if (counts_[leaf] <= expected_[leaf] && --pending_[bucket] == 0) complete = bucket;
     }
     // The mutex is free again: the callback needs the GIL, whose holder may want the mutex.
@@ -231,6 +265,17 @@ class LeafSet : public std::enable_shared_from_this<LeafSet> {
   }
 
  private:
+  static constexpr int64_t kNotEager = -1;
+
+  void write(size_t leaf, int64_t bucket) {
+    const EagerSlot& slot = eager_[eager_of_[leaf]];
+    at::Tensor& grad = leaves_[leaf].mutable_grad();
+    const auto pack = written_[leaf] ? pack_add_ : pack_;
+    finite_[bucket] = pack(slot.buffer, *slot.layout, {grad}, slot.scale) && finite_[bucket];
+    written_[leaf] = true;
+    grad.reset();
+  }
+
   void note_sink(const at::Tensor& variable, GraphView& view) const {
     const auto found = index_.find(variable.unsafeGetTensorImpl());
     if (found == index_.end()) {
@@ -280,6 +325,10 @@ class LeafSet : public std::enable_shared_from_this<LeafSet> {
   std::vector<int64_t> counts_;                   // by leaf: gradients arrived
   std::vector<int64_t> arrivals_;                 // leaves in order of arrival, repeats included
   std::vector<int64_t> pending_;                  // by bucket: gradients still awaited
+  std::vector<EagerSlot> eager_;
+  std::vector<int64_t> eager_of_;                 // by leaf: position in eager_, or kNotEager
+  std::vector<bool> written_;                     // by leaf: packed on arrival
+  std::vector<bool> finite_;                      // by bucket: of what was packed on arrival
   std::vector<bool> late_;                        // by bucket: a gradient came after take()
   std::vector<bool> packed_;                      // by bucket: take() was called
   std::vector<std::vector<c10::Stream>> streams_;  // by bucket: where its gradients were made
@@ -331,12 +380,21 @@ void bind_leaves(py::module_& m) {
              return std::make_shared<BucketMembers>(BucketMembers{std::move(leaves)});
            }),
            py::arg("leaves"));
+  py::class_<EagerSlot>(m, "EagerSlot")
+      .def(py::init([](int64_t leaf, at::Tensor buffer, const Layout& layout, double scale) {
+             return EagerSlot{leaf, std::move(buffer), &layout, scale};
+           }),
+           py::arg("leaf"), py::arg("buffer"), py::arg("layout"), py::arg("scale"),
+           py::keep_alive<1, 4>());
   py::class_<LeafSet, std::shared_ptr<LeafSet>>(m, "LeafSet")
       .def(py::init(&LeafSet::make), py::arg("params"))
       .def_property_readonly("leaves", &LeafSet::leaves)
-      .def("arm", &LeafSet::arm, py::arg("members"), py::arg("expected"), py::arg("on_bucket"))
+      .def("arm", &LeafSet::arm, py::arg("members"), py::arg("expected"), py::arg("eager"),
+           py::arg("on_bucket"))
       .def("disarm", &LeafSet::disarm)
       .def("take", &LeafSet::take, py::arg("bucket"), py::arg("keep"))
+      .def("written", &LeafSet::written, py::arg("leaf"))
+      .def("finite", &LeafSet::finite, py::arg("bucket"))
       .def("used", &LeafSet::used)
       .def("grad", &LeafSet::grad, py::arg("leaf"))
       .def("arrival_count", &LeafSet::arrival_count)

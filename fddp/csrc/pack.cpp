@@ -121,7 +121,8 @@ bool pack_(const at::Tensor& buffer, const Layout& layout, const Leaves& sources
   return gather_(buffer, layout, sources, scale, copy_kernel, /*zero_missing=*/true);
 }
 
-bool pack_add_(const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale) {
+bool pack_add_(
+    const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale) {
   return gather_(buffer, layout, sources, scale, add_kernel, /*zero_missing=*/false);
 }
 

@@ -20,8 +20,8 @@ void release_owner(void* owner) {
 
 // A storage over `size_bytes` of `owner`'s memory. [Note: slices]
 c10::Storage stretch_of(c10::Storage owner, int64_t begin_bytes, int64_t size_bytes) {
-  void* const data =
-      size_bytes == 0 ? nullptr : static_cast<char*>(owner.mutable_data()) + begin_bytes;
+  auto* const base = static_cast<char*>(owner.mutable_data());  // none on the meta device
+  void* const data = base == nullptr ? nullptr : base + begin_bytes;
   const c10::Device device = owner.device();
   c10::DataPtr memory(data, owner.unsafeReleaseStorageImpl(), &release_owner, device);
   return c10::make_intrusive<c10::StorageImpl>(
@@ -62,7 +62,6 @@ int64_t storage_use_count(const at::Tensor& tensor) {
 }  // namespace fddp
 
 void bind_storage(py::module_& m) {
-  m.def("slices", torch::wrap_pybind_function(&fddp::slices), py::arg("buffer"), py::arg("layout"));
-  m.def(
-      "storage_use_count", torch::wrap_pybind_function(&fddp::storage_use_count), py::arg("tensor"));
+  m.def("slices", torch::wrap_pybind_function(&fddp::slices));
+  m.def("storage_use_count", torch::wrap_pybind_function(&fddp::storage_use_count));
 }

@@ -1,0 +1,10 @@
+"""`python -m fddp`."""
+
+from __future__ import annotations
+
+import sys
+
+from fddp.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

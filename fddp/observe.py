@@ -1,0 +1,68 @@
+"""What a finished session shows: the `SyncInfo` of its step."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from fddp.contributions import BackwardContributions
+from fddp.info import SyncInfo, Trace
+from fddp.pack import Stats
+from fddp.reducer import Action
+from fddp.session import BucketState, Outcome, Session
+from fddp.timeline import BucketTimes, StepTimes
+
+
+def make_info(session: Session, outcome: Outcome, backward_s: tuple[float, float]) -> SyncInfo:
+    """What a session showed; `backward_s` is when backward began and ended."""
+    program, report, setting = session.setting.program, outcome.report, session.setting
+    end_s = time.perf_counter()
+    stats = outcome.stats or Stats(math.nan, False)
+    flags = list(zip(program.reduced, report.used, strict=True))
+    return SyncInfo(
+        step=setting.step,
+        world_size=setting.transport.world_size,
+        active=report.active,
+        total_weight=report.total_weight,
+        used=tuple(program.paths[leaf] for leaf, used in flags if used),
+        unused=tuple(program.paths[leaf] for leaf, used in flags if not used),
+        grad_norm=math.sqrt(stats.sq_norm),
+        all_finite=stats.finite and report.nonfinite == 0,
+        repaired=tuple(action.bucket for _, action in session.log if action.kind == "repair"),
+        transport=setting.transport.name,
+        timeline=StepTimes(_bucket_times(session, end_s), *backward_s, end_s),
+        trace=_trace(session),
+    )
+
+
+def _trace(session: Session) -> Trace:
+    contributions, program = session.contributions, session.setting.program
+    if not isinstance(contributions, BackwardContributions) or not contributions.expected:
+        return Trace((), (), (), ())
+    events: list[int | Action] = []
+    arrivals, told = contributions.arrival_log(), 0
+    for count, action in session.log:
+        events += [*arrivals[told:count], action]
+        told = count
+    bucket_of = dict.fromkeys(range(len(program.differentiated)), -1)
+    for bucket, members in enumerate(program.member_numbers):
+        bucket_of.update(dict.fromkeys(members, bucket))
+    return Trace(
+        program.schedule.sequence, tuple(bucket_of.values()), contributions.expected, tuple(events)
+    )
+
+
+def _bucket_times(session: Session, end_s: float) -> tuple[BucketTimes, ...]:
+    return tuple(_times(b, state, end_s) for b, state in enumerate(session.buckets))
+
+
+def _times(bucket: int, state: BucketState, end_s: float) -> BucketTimes:
+    """Sparse buckets travel after the end of backward and have no stamps of their own."""
+    done_s = state.work.done_s if state.work is not None else None
+    return BucketTimes(
+        bucket=bucket,
+        nbytes=0 if state.buffer is None else state.buffer.nbytes,
+        ready_s=state.ready_s,
+        launch_s=state.ready_s if math.isnan(state.launch_s) else state.launch_s,
+        done_s=end_s if done_s is None else done_s,
+    )

@@ -1,0 +1,93 @@
+"""The documentation's examples run, and its lists name what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import fddp
+from fddp import errors
+from pages import PAGES, ROOT, alone, read, run_script, run_sessions
+
+ARCHITECTURE = read("docs/architecture.md")
+GUIDE = read("docs/guide.md")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if alone(page, "pycon")])
+def test_sessions(page: str) -> None:
+    failed, attempted = run_sessions(page)
+    assert attempted
+    assert not failed
+
+
+def test_guide_runs_on_two_ranks(tmp_path: Path) -> None:
+    run_script("docs/guide.md", tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", read(page)):
+        if "://" in target:
+            continue
+        file, _, heading = target.partition("#")
+        path = (ROOT / page).parent / file if file else ROOT / page
+        assert path.exists(), f"{page} links to {target}"
+        if heading:
+            assert heading in _anchors(path.read_text(encoding="utf-8")), f"{page}: {target}"
+
+
+def _anchors(text: str) -> set[str]:
+    """Of the headings, as code forges make them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_room_is_on_the_map() -> None:
+    rooms = set(re.findall(r"^\| `(\w+[./][\w./]*)`", ARCHITECTURE, re.MULTILINE))
+    assert rooms == _rooms()
+
+
+def _rooms() -> set[str]:
+    """Files of the library; a header goes with its source, a package of tools counts as one."""
+    package = ROOT / "fddp"
+    rooms = {path.name for path in package.glob("*.py")}
+    rooms |= {f"transports/{path.name}" for path in (package / "transports").glob("*.py")}
+    rooms |= {f"csrc/{path.name}" for path in (package / "csrc").glob("*.cpp")}
+    rooms |= {
+        f"csrc/{path.name}"
+        for path in (package / "csrc").glob("*.h")
+        if not path.with_suffix(".cpp").exists()
+    }
+    rooms |= {
+        f"{path.parent.name}/"
+        for path in package.glob("*/__init__.py")
+        if path.parent.name != "transports"
+    }
+    return rooms
+
+
+def test_every_note_is_listed() -> None:
+    pattern = r"\[Note: ([\w ]+)\]"
+    sources = [
+        path.read_text(encoding="utf-8")
+        for path in (ROOT / "fddp").rglob("*")
+        if path.suffix in (".py", ".h", ".cpp")
+    ]
+    written = {name for source in sources for name in re.findall(pattern, source)}
+    assert set(re.findall(pattern, ARCHITECTURE)) == written
+
+
+def test_every_error_is_in_the_table() -> None:
+    rows = set(re.findall(r"^\| `(\w+Error)`", GUIDE, re.MULTILINE))
+    kinds = {name for name in vars(errors) if name.endswith("Error")}
+    assert kinds - rows == {"FddpError"}
+    assert rows <= kinds
+    assert "`FddpError`" in GUIDE
+
+
+def test_every_public_name_is_in_the_guide() -> None:
+    public = {name for name, value in vars(fddp).items() if not name.startswith("_")}
+    public = {name for name in public if type(vars(fddp)[name]).__name__ != "module"}
+    assert not [name for name in public if name not in GUIDE]
