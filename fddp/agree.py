@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fddp.errors import InternalError, PlanMismatchError
+from fddp.leafspec import LeafSpec
 from fddp.plan import BucketPlan, plan_leaves
 from fddp.transports.base import Transport
 
@@ -53,11 +55,15 @@ class Terms:
 
     def leaves(self) -> list[list[object]]:
         """The reduced leaves in full."""
-        leaves = [self.plan.leaves[i] for i in self.plan.reduced]
-        return [
-            [leaf.path, leaf.shape, leaf.dtype, leaf.strides, leaf.device, leaf.sparse]
-            for leaf in leaves
-        ]
+        return leaf_details([self.plan.leaves[i] for i in self.plan.reduced])
+
+
+def leaf_details(specs: Sequence[LeafSpec]) -> list[list[object]]:
+    """All that ranks must have in common of their leaves, as JSON holds it."""
+    return [
+        [leaf.path, leaf.shape, leaf.dtype, leaf.strides, leaf.device, leaf.sparse]
+        for leaf in specs
+    ]
 
 
 def agree(transport: Transport, terms: Terms | None, failure: Exception | None) -> Terms:
@@ -82,7 +88,7 @@ def agree(transport: Transport, terms: Terms | None, failure: Exception | None) 
         summary: dict[str, object] = {"failure": f"{type(failure).__name__}: {failure}"}
     else:
         summary = terms.summary()
-    told = _exchange(transport, summary)
+    told = exchange(transport, summary)
     if failure is not None:
         failure.args = (f"rank {transport.rank}: {failure}", *failure.args[1:])
         raise failure
@@ -97,13 +103,14 @@ def agree(transport: Transport, terms: Terms | None, failure: Exception | None) 
     plans_only = all({**other, "plan": None} == {**told[0], "plan": None} for other in told)
     if plans_only and not terms.given:
         slots = {leaf: slot for slot, leaf in enumerate(terms.plan.reduced)}
-        orders = _exchange(transport, [slots[leaf] for leaf in terms.plan.order])
+        orders = exchange(transport, [slots[leaf] for leaf in terms.plan.order])
         return replace(terms, plan=_reordered(terms.plan, orders[0]))
-    details = _exchange(transport, terms.leaves())
+    details = exchange(transport, terms.leaves())
     raise PlanMismatchError(_difference(differing[0], told, details))
 
 
-def _exchange(transport: Transport, value: object) -> list[Any]:
+def exchange(transport: Transport, value: object) -> list[Any]:
+    """Every rank's value, by rank; values are what JSON holds."""
     return [json.loads(text) for text in transport.exchange(json.dumps(value).encode())]
 
 
@@ -117,10 +124,11 @@ def _difference(rank: int, told: list[Any], details: list[Any]) -> str:
     for name, way_out in _WAY_OUT.items():
         if mine[name] != theirs[name]:
             return f"{name} is {mine[name]} on rank 0 and {theirs[name]} on rank {rank}; {way_out}"
-    return _leaf_difference(rank, details[0], details[rank])
+    return leaf_difference(rank, details[0], details[rank])
 
 
-def _leaf_difference(rank: int, mine: list[Any], theirs: list[Any]) -> str:
+def leaf_difference(rank: int, mine: list[Any], theirs: list[Any]) -> str:
+    """Where rank 0's `leaf_details` and those of `rank` first differ, in words."""
     advice = "build every rank's parameters alike, or decline the leaf with select="
     for ours, others in zip(mine, theirs, strict=False):
         if ours != others:
@@ -140,6 +148,8 @@ def _leaf_difference(rank: int, mine: list[Any], theirs: list[Any]) -> str:
 
 def _leaf(detail: list[Any]) -> str:
     path, shape, dtype, strides, device, sparse = detail
+    if dtype == "none":
+        return f"leaf {path!r}, which is None"
     text = f"leaf {path!r} of shape {tuple(shape)}, {dtype} on {device}"
     text += f" with strides {tuple(strides)}" if strides else ""
     return f"{text}, declared sparse" if sparse else text

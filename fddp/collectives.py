@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fddp.agree import exchange, leaf_details, leaf_difference
+from fddp.arrays import leaf_specs
 from fddp.errors import PlanMismatchError
+from fddp.leafspec import LeafSpec
 from fddp.transports import Group, open_transport
 from fddp.transports.base import Transport
 from fddp.tree import flatten
@@ -39,13 +42,13 @@ def broadcast(
     """
     with open_transport(group, "auto", timeout_s) as transport:
         failure: Exception | None = None
-        specs: list[list[object]] = []
+        details: list[list[object]] = []
         try:
             leaves, treedef = flatten(tree)
-            specs = [_spec(path, leaf) for path, leaf in zip(treedef.paths, leaves, strict=True)]
+            details = leaf_details(_specs(treedef.paths, leaves))
         except Exception as error:
             failure = error
-        _check_alike(transport, specs, src, failure)
+        _check_alike(transport, details, src, failure)
         results: list[Tensor | None] = [None] * len(leaves)
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, leaf in enumerate(leaves):
@@ -58,51 +61,36 @@ def broadcast(
         return treedef.unflatten(results)
 
 
-def _spec(path: str, leaf: Any) -> list[object]:
-    if leaf is None:
-        return [path, "None"]
-    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
-        return [path, "not a dense tensor", type(leaf).__name__]
-    return [path, str(leaf.dtype), list(leaf.shape)]
+def _specs(paths: Sequence[str], leaves: Sequence[Any]) -> list[LeafSpec]:
+    for path, leaf in zip(paths, leaves, strict=True):
+        is_dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided
+        if leaf is not None and not is_dense:
+            raise PlanMismatchError(
+                f"leaf {path!r} is a {getattr(leaf, 'layout', type(leaf).__name__)}; broadcast "
+                f"takes dense tensors"
+            )
+    # Memory may be laid out otherwise on each rank.
+    return [spec._replace(strides=None) for spec in leaf_specs(paths, leaves)]
 
 
 def _check_alike(
-    transport: Transport, specs: list[list[object]], src: int, failure: Exception | None
+    transport: Transport, details: list[list[object]], src: int, failure: Exception | None
 ) -> None:
     problem = f"{type(failure).__name__}: {failure}" if failure else ""
-    own = json.dumps([problem, src, specs]).encode()
-    told = [json.loads(text) for text in transport.exchange(own)]
-    if failure is not None:
-        raise failure
-    for rank, (problem, _, _) in enumerate(told):
-        if problem:
-            raise PlanMismatchError(f"rank {rank} could not take its tree apart: {problem}")
-    for rank, (_, theirs_src, theirs) in enumerate(told):
-        for path, kind, *rest in theirs:
-            if kind == "not a dense tensor":
-                raise PlanMismatchError(
-                    f"leaf {path!r} on rank {rank} is {rest[0]}; broadcast takes dense tensors"
-                )
+    told = exchange(transport, [problem, src, details])
+    for rank, (theirs_problem, theirs_src, theirs) in enumerate(told):
+        if theirs_problem:
+            raise PlanMismatchError(f"rank {rank} can't take part: {theirs_problem}") from failure
         if theirs_src != told[0][1]:
             raise PlanMismatchError(
                 f"src is {told[0][1]} on rank 0 and {theirs_src} on rank {rank}; pass one src"
             )
-        if not 0 <= theirs_src < transport.world_size:
-            raise PlanMismatchError(
-                f"src={theirs_src} is no rank of a group of {transport.world_size}"
-            )
-        mine = told[0][2]
-        for ours, others in zip(mine, theirs, strict=False):
-            if ours != others:
-                raise PlanMismatchError(
-                    f"rank 0 has leaf {ours[0]!r} ({ours[1:]}) where rank {rank} has "
-                    f"{others[0]!r} ({others[1:]}); build every rank's tree alike"
-                )
-        if len(mine) != len(theirs):
-            raise PlanMismatchError(
-                f"rank 0 has {len(mine)} leaves and rank {rank} has {len(theirs)}; "
-                f"build every rank's tree alike"
-            )
+        if theirs != told[0][2]:
+            raise PlanMismatchError(leaf_difference(rank, told[0][2], theirs))
+    if src not in range(transport.world_size):
+        raise PlanMismatchError(
+            f"src={src!r} is no rank of a group of {transport.world_size}; ranks count from 0"
+        )
 
 
 def _broadcast(transport: Transport, tensors: list[Tensor], src: int) -> list[Tensor]:

@@ -143,7 +143,7 @@ def test_trees_without_tensors() -> None:
 
 BASE = {"w": torch.zeros(3), "v": torch.zeros(2, dtype=torch.int64)}
 ERRORS: dict[str, tuple[Any, int, tuple[str, ...]]] = {
-    "shape": ({**BASE, "w": torch.zeros(4)}, 0, ("'w'", "[3]", "[4]", "rank 0", "rank 1")),
+    "shape": ({**BASE, "w": torch.zeros(4)}, 0, ("'w'", "(3,)", "(4,)", "rank 0", "rank 1")),
     "dtype": ({**BASE, "w": torch.zeros(3).half()}, 0, ("'w'", "float32", "float16", "rank 1")),
     "a leaf more": ({**BASE, "x": torch.zeros(1)}, 0, ("2 leaves", "3", "rank 1")),
     "a leaf less": ({"w": BASE["w"]}, 0, ("'v'", "'w'", "rank 0", "rank 1")),

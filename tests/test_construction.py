@@ -219,7 +219,6 @@ TREES: dict[str, tuple[Any, str, tuple[str, ...]]] = {
         "TypeError",
         ("'q'", "float8_e4m3fn", "select="),
     ),
-    "a sparse scalar": ({**params(), "s": torch.zeros(())}, "ValueError", ("'s'",)),
 }
 
 
@@ -229,8 +228,6 @@ def test_arguments_that_make_no_sense(name: str, on_all: bool) -> None:
     def run(group: Any) -> tuple[Ending, Any]:
         bad = on_all or group.rank == 1
         options = ARGUMENTS[name][0] if bad and name in ARGUMENTS else {}
-        if bad and name == "a sparse scalar":
-            options = {"sparse": ("s",)}
         tree = TREES[name][0] if bad and name in TREES else params()
         seen = ending(lambda: fddp.GradSync(tree, group=group, **options))
         with fddp.GradSync(params(), group=group) as sync:

@@ -350,10 +350,10 @@ def test_different_mistakes_on_different_ranks_are_all_told() -> None:
     assert first.kinds[0] == "WeightError"
     assert third.kinds[0] == "BoomError"
     assert second.kinds[0] == "PeerError"
-    assert second.failures == {
-        0: "WeightError: a weight must be finite and at least 0, got -1.0",
-        2: "BoomError: boom 5 on rank 2",
-    }
+    assert set(second.failures) == {0, 2}
+    assert second.failures[0].startswith("WeightError: a weight must be ")
+    assert second.failures[0].endswith(", got -1.0")
+    assert second.failures[2] == "BoomError: boom 5 on rank 2"
     assert "the group is in step and can go on" in second.text
 
 
