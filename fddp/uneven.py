@@ -54,7 +54,7 @@ class Round:
 
 
 class _Failed:
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
@@ -122,7 +122,7 @@ def _grouped(batches: Iterable[Any], every: int) -> Iterator[Any]:
         source = iter(batches)
         while group := tuple(islice(source, every)):
             yield group if every > 1 else group[0]
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         yield _Failed(error)
     while True:
         yield EXHAUSTED

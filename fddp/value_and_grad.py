@@ -13,8 +13,9 @@ from fddp.backward import backward
 from fddp.contributions import Accumulated, BackwardContributions
 from fddp.errors import InternalError, LossError, TreeMismatchError
 from fddp.inputs import check_no_transform, checked_weight, matched_leaves
-from fddp.leaves import leaf_set
+from fddp.leaves import LeafSet, leaf_set
 from fddp.observe import make_info
+from fddp.program import Program
 from fddp.session import Session
 from fddp.tree import TreeDef, map_leaves
 from fddp.uneven import EXHAUSTED
@@ -94,7 +95,9 @@ class ValueAndGrad:
         computed = None
         try:
             check_no_transform("value_and_grad")
-            computed = self._compute(session, args, kwargs, accumulated)
+            # As torch.func.grad, this differentiates whatever mode the caller is in.
+            with torch.inference_mode(False):
+                computed = self._compute(session, args, kwargs, accumulated)
         except BaseException as error:
             session.fail(error)
         outcome = self._sync._close(session)
@@ -117,16 +120,12 @@ class ValueAndGrad:
         program = session.setting.program
         params, treedef = matched_leaves(self._params(args), program, "parameters")
         tensors = [_present(params[i], program.paths[i]) for i in program.differentiated]
-        earlier = None
-        if accumulated is not None:
-            sums, _ = matched_leaves(accumulated[0], program, "accumulated gradients")
-            earlier_weight = checked_weight(accumulated[1])
-            earlier = Accumulated(sums, earlier_weight) if earlier_weight > 0.0 else None
+        earlier = _earlier(accumulated, program)
         if any(argument is EXHAUSTED for argument in (*args, *kwargs.values())):
             contributions = BackwardContributions(program, None, weight=0.0, accumulated=earlier)
             session.begin(contributions, params)
-            now = time.perf_counter()
-            return _Computed(treedef, None, None, (now, now))
+            now_s = time.perf_counter()
+            return _Computed(treedef, None, None, (now_s, now_s))
 
         weight = checked_weight(self._weight_fn(*args) if self._weight_fn else 1.0)
         leaves = leaf_set(tensors)
@@ -135,27 +134,31 @@ class ValueAndGrad:
         own: list[Any] = list(params)
         for position, leaf in zip(program.differentiated, leaves.leaves, strict=True):
             own[position] = leaf
-        # As torch.func.grad does, whatever mode the caller is in.
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.enable_grad():
             result = self._fn(*self._replaced(args, treedef.unflatten(own)), **kwargs)
         loss, aux = self._split(result)
         start_s = time.perf_counter()
         if weight > 0.0 and loss.requires_grad:
-            view = leaves.inspect(loss)
-            contributions.arm(
-                view,
-                self._sync._arrivals,
-                session.buffer_of,
-                session.setting.scale,
-                session.bucket_ready,
-            )
-            try:
-                backward(loss, view, leaves.leaves)
-            finally:
-                leaves.disarm()
-            self._sync._arrivals = contributions.arrivals()
+            self._backward(session, contributions, leaves, loss)
         end_s = time.perf_counter()
         return _Computed(treedef, loss.detach(), map_leaves(_detached, aux), (start_s, end_s))
+
+    def _backward(
+        self, session: Session, contributions: BackwardContributions, leaves: LeafSet, loss: Tensor
+    ) -> None:
+        view = leaves.inspect(loss)
+        contributions.arm(
+            view,
+            self._sync._arrivals,
+            session.buffer_of,
+            session.setting.scale,
+            session.bucket_ready,
+        )
+        try:
+            backward(loss, view, leaves.leaves)
+        finally:
+            leaves.disarm()
+        self._sync._arrivals = contributions.arrivals()
 
     def _params(self, args: tuple[Any, ...]) -> Any:
         if isinstance(self._argnums, int):
@@ -188,6 +191,15 @@ class ValueAndGrad:
                 f"reduce it first, for instance with .mean()"
             )
         return loss, aux
+
+
+def _earlier(accumulated: tuple[Any, float] | None, program: Program) -> Accumulated | None:
+    if accumulated is None:
+        return None
+    tree, weight = accumulated
+    sums, _ = matched_leaves(tree, program, "accumulated gradients")
+    checked = checked_weight(weight)
+    return Accumulated(sums, checked) if checked > 0.0 else None
 
 
 def _present(leaf: Tensor | None, path: str) -> Tensor:

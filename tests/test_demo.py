@@ -59,7 +59,7 @@ def test_the_command_trains_and_shows_every_row(capfd: pytest.CaptureFixture[str
     assert cli.main(["demo", "--epochs", "1", "--bucket-cap-mb", "0.1"]) == 0
     printed = capfd.readouterr().out
     for row in (
-        "1 epochs of 1437 digits on 2 ranks",
+        "1437 digits, epochs: 1, ranks: 2, transport: c10d",
         "loss on held-out images",
         "accuracy on held-out images",
         "difference between ranks      0          passed: must be 0",
@@ -73,7 +73,7 @@ def test_the_command_trains_and_shows_every_row(capfd: pytest.CaptureFixture[str
     ):
         assert row in printed
     # Away from a terminal, progress is lines.
-    assert "training on 2 ranks: loss " in printed
+    assert "training on all ranks: loss " in printed
     assert "\x1b" not in printed
 
 

@@ -134,7 +134,7 @@ def test_a_rank_that_stalls_mid_step(ranks: RankPool, where: str) -> None:
 
 def absent(rank: int, world_size: int) -> Any:
     if rank == LOST:
-        time.sleep(1.5)
+        time.sleep(2.5)
         return None
     begin_s = time.perf_counter()
     seen = ending(lambda: fddp.GradSync(mlp(), timeout_s=0.5))
@@ -149,7 +149,7 @@ def test_a_rank_that_does_not_build_its_sync(ranks: RankPool) -> None:
         assert seen.kinds[0] == "SyncTimeoutError"
         assert "rank 1" in seen.text
         assert "timeout_s=0.5" in seen.text
-        assert took_s < 1.5
+        assert took_s < 2.4
 
 
 def leave(group: Any) -> Ending:

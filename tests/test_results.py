@@ -446,3 +446,16 @@ def test_reduce_leaves_no_local_gradient_behind_on_a_rank_without_weight() -> No
     assert first["a"].tolist() == second["a"].tolist() == [2.0, 2.0]
     assert second["b"] is None
     assert first["b"] is None, "no rank with a weight used it, and ranks must not part"
+
+
+def test_columns_of_one_matrix_are_apart() -> None:
+    def run(group: Any) -> Tensor:
+        fused = torch.full((3, 4), 1.0 + group.rank)
+        own = {"q": fused[:, :2], "k": fused[:, 2:]}
+        with fddp.GradSync(own, group=group) as sync:
+            sync.reduce_(own)
+            with pytest.raises(fddp.TreeMismatchError, match="share memory"):
+                sync.reduce_({"q": fused[:, :2], "k": fused[:, 1:3]})
+        return fused
+
+    assert [fused.tolist() for fused in fddp.loopback(2, run)] == [[[1.5] * 4] * 3] * 2

@@ -120,6 +120,24 @@ def test_sparse_gradients_of_any_sparse_dimension(sparse_dim: int, declared: boo
         assert torch.allclose(result["e"].to_dense(), ddp_mean(dense), rtol=1e-14)
 
 
+@pytest.mark.parametrize("view", ["conj", "neg", "expanded", "transposed"])
+def test_lazy_and_strided_dense_gradients_of_a_sparse_leaf(view: str) -> None:
+    def grads_of(rank: int) -> dict[str, Tensor]:
+        z = rand(4, 4, seed=rank, dtype=torch.complex128)
+        views = {
+            "conj": z.conj(),
+            "neg": z.conj().imag,
+            "expanded": z[:1].expand(4, 4),
+            "transposed": z.T,
+        }
+        return {"e": views[view]}
+
+    params = {"e": torch.zeros_like(grads_of(0)["e"].clone())}
+    mean = ddp_mean([grads_of(rank)["e"].clone() for rank in range(2)])
+    for result in synced(2, grads_of, params=params, sparse=("e",)):
+        assert torch.allclose(result["e"].to_dense(), mean, rtol=1e-14)
+
+
 def test_a_sparse_leaf_that_no_rank_used_is_none() -> None:
     def run(group: Any) -> Any:
         with fddp.GradSync(embedding_params(), group=group, sparse=("emb",)) as sync:

@@ -174,7 +174,7 @@ def _model_table(model: ModelResult) -> Table:
         box=box.SIMPLE_HEAVY,
         pad_edge=False,
     )
-    table.add_column("ms")
+    table.add_column("ms", no_wrap=True)
     for heading in ("step", "exposed", "step / best DDP"):
         table.add_column(heading, justify="right")
     for entry in model.entries:
@@ -182,7 +182,7 @@ def _model_table(model: ModelResult) -> Table:
         rounds_ms = [time_s * 1e3 for time_s in entry.series.rounds_s]
         table.add_row(
             entry.name,
-            f"{entry.series.median_s * 1e3:.1f} ({min(rounds_ms):.1f} - {max(rounds_ms):.1f})",
+            f"{entry.series.median_s * 1e3:.3g} ({min(rounds_ms):.3g} - {max(rounds_ms):.3g})",
             "" if local else f"{model.exposed_s(entry) * 1e3:.1f}",
             "" if local else _spread(model.versus_best(entry)),
         )

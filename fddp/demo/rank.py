@@ -45,7 +45,7 @@ def run_rank(options: Options) -> Report | None:
         fddp.GradSync(initial, bucket_cap_mb=cap_mb, first_bucket_mb=cap_mb) as sync,
         Stages(shown=rank == 0) as stages,
     ):
-        stages.begin(f"training on {ranks} ranks", options.epochs)
+        stages.begin("training on all ranks", options.epochs)
 
         def after_epoch(params: Params) -> None:
             if rank == 0:

@@ -86,13 +86,13 @@ def checks(report: Report) -> dict[str, Check]:
 def table(report: Report) -> Table:
     """The report for people; 80 columns wide at most."""
     rows = Table(
-        title=f"{report.epochs} epochs of {report.images} digits on {report.ranks} ranks "
-        f"over {report.transport}",
+        title=f"{report.images} digits, epochs: {report.epochs}, ranks: {report.ranks}, "
+        f"transport: {report.transport}",
         caption="difference: the largest of any parameter",
         box=box.SIMPLE_HEAVY,
         show_header=False,
     )
-    rows.add_row("steps", f"{report.steps}", "each weighted by its images")
+    rows.add_row("steps", f"{report.steps}", "weighted by number of images")
     rows.add_row("loss on held-out images", f"{report.score.loss:.4f}", "")
     rows.add_row("accuracy on held-out images", f"{report.score.accuracy:.1%}", "")
     for name, check in checks(report).items():

@@ -35,6 +35,9 @@ def loopback(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float
         The first exception that a rank raised, with a note that names the rank. The other ranks
         see that rank as lost and end too. Threads of ranks that do not end are left behind.
 
+    Forward-mode levels belong to a process in torch, not to a thread, so `torch.func.jvp`, `jacfwd`
+    and `hessian` can't run on two of these ranks at once; on processes they can.
+
     >>> def mean_of_ranks(group):
     ...     with LoopbackTransport(group) as transport:
     ...         total = torch.tensor([float(group.rank)])
