@@ -175,11 +175,12 @@ class BackwardContributions(Contributions):
         assert self._leaf_set is not None
         finite = self._leaf_set.finite(bucket)
         for grads, weight in self._taken(bucket):
+            factor = scale.before(weight)
             together = [grads[p] for p in packing.together]
-            finite &= pack_(buffer, packing.layout, together, scale.before(weight))
-        for position, slot in packing.early:
-            if not self._leaf_set.written(self._program.member_numbers[bucket][position]):
-                pack_(buffer, slot, [None], 0.0)
+            finite &= pack_(buffer, packing.layout, together, factor)
+            for position, slot in packing.early:
+                if not self._leaf_set.written(self._program.member_numbers[bucket][position]):
+                    finite &= pack_(buffer, slot, [grads[position]], factor)
         for sums, weight in self._earlier(bucket):
             finite &= pack_add_(buffer, layout, sums, scale.before(weight))
         return finite

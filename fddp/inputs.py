@@ -17,45 +17,48 @@ from fddp.tree import TreeDef, check_paths, flatten
 _LARGEST_WEIGHT = 2.0**512
 
 
-def matched_leaves(tree: Any, program: Program, what: str) -> tuple[list[Tensor | None], TreeDef]:
+def matched_leaves(
+    tree: Any, program: Program, what: str, *, differentiable: bool = False
+) -> tuple[list[Tensor | None], TreeDef]:
     """The tree's leaves in canonical order, if they are those of the plan.
 
     Args:
         tree: what the caller passed.
         program: knows the paths, shapes and dtypes.
         what: the tree in words, for errors: "gradients".
+        differentiable: whether the leaves are to be differentiated, so that none may be missing.
 
     Raises:
         TreeMismatchError: other paths, shapes or dtypes, or a leaf that is no tensor.
     """
     leaves, treedef = flatten(tree)
     check_paths(treedef, program.paths, what)
-    for leaf, path in zip(leaves, program.paths, strict=True):
-        if leaf is not None and not isinstance(leaf, Tensor):
-            raise TreeMismatchError(
-                f"leaf {path!r} of the {what} is a {type(leaf).__name__}; pass a tensor or None"
-            )
-    check_types([leaves[i] for i in program.differentiated], program, what)
+    position = program.leaf_types.first_misfit(leaves, differentiable)
+    if position >= 0:
+        raise TreeMismatchError(_misfit(leaves[position], program.plan.leaves[position], what))
     return leaves, treedef
 
 
-def check_types(leaves: Sequence[Tensor | None], program: Program, what: str) -> None:
-    """Shapes and dtypes of the differentiated leaves.
-
-    Raises:
-        TreeMismatchError: the first leaf that differs from the plan.
-    """
-    position = program.leaf_types.first_mismatch(leaves)
-    if position < 0:
-        return
-    spec = program.plan.leaves[program.differentiated[position]]
-    leaf = leaves[position]
-    assert leaf is not None
+def _misfit(leaf: object, spec: LeafSpec, what: str) -> str:
+    where = f"leaf {spec.path!r} of the {what}"
+    if leaf is None:
+        return (
+            f"{where} is None where the plan has a tensor; build a new GradSync for changed "
+            f"parameters"
+        )
+    if not isinstance(leaf, Tensor):
+        return f"{where} is a {type(leaf).__name__}; pass a tensor or None"
     shape = "a nested shape" if leaf.is_nested else f"shape {tuple(leaf.shape)}"
     found = f"{str(leaf.dtype).removeprefix('torch.')} of {shape}"
-    raise TreeMismatchError(
-        f"leaf {spec.path!r} of the {what} is {found} where the plan has {spec.dtype} of shape "
-        f"{spec.shape}; build a new GradSync for changed parameters"
+    wanted = "no gradient" if spec.dtype == "none" else f"{spec.dtype} of shape {spec.shape}"
+    if found == wanted:
+        return (
+            f"{where} is an inference tensor, which has no gradient; clone it outside "
+            f"torch.inference_mode"
+        )
+    return (
+        f"{where} is {found} where the plan has {wanted}; build a new GradSync for changed "
+        f"parameters"
     )
 
 

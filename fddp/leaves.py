@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from fddp import ext
 from fddp.layout import Layout
+from fddp.leafspec import LeafSpec
 
 
 class GraphView(Protocol):
@@ -83,14 +84,18 @@ class LeafSet(Protocol):
 
 
 class LeafTypes(Protocol):
-    """Shapes and dtypes to hold tensors against."""
+    """What the leaves of a tree must be."""
 
-    def first_mismatch(self, tensors: Sequence[Tensor | None]) -> int:
-        """Position of the first tensor of another shape or dtype, or -1; None fits."""
+    def first_misfit(self, leaves: list[Any], differentiable: bool) -> int:
+        """Position of the first leaf that is no tensor of its shape and dtype, or -1.
+
+        None fits, unless `differentiable`: then reduced leaves must be there, and not be inference
+        tensors. Of a leaf that is not reduced, only a floating dtype of another kind is a misfit.
+        """
 
 
-def leaf_set(params: Sequence[Tensor]) -> LeafSet:
-    """Makes one leaf for each parameter; they share its memory."""
+def leaf_set(params: Sequence[Tensor | None]) -> LeafSet:
+    """Makes one leaf for each parameter, none of which may be None; they share its memory."""
     return cast(LeafSet, ext.load().LeafSet(params))
 
 
@@ -104,7 +109,14 @@ def members(leaves: Sequence[Sequence[int]]) -> Members:
     return cast(Members, ext.load().BucketMembers(leaves))
 
 
-def leaf_types(shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> LeafTypes:
-    """Shapes and dtypes (by name, "float32") in compiled form."""
-    torch_dtypes = [getattr(torch, name) for name in dtypes]
-    return cast(LeafTypes, ext.load().LeafTypes(shapes, torch_dtypes))
+def leaf_types(specs: Sequence[LeafSpec]) -> LeafTypes:
+    """What the leaves of a plan must be, in compiled form."""
+    dtypes = [getattr(torch, spec.dtype, None) for spec in specs]
+    return cast(
+        LeafTypes,
+        ext.load().LeafTypes(
+            [spec.shape for spec in specs],
+            [dtype if isinstance(dtype, torch.dtype) else None for dtype in dtypes],
+            [spec.reducible for spec in specs],
+        ),
+    )

@@ -96,9 +96,8 @@ class Program:
 
     @cached_property
     def leaf_types(self) -> LeafTypes:
-        """Shape and dtype of each differentiated leaf, compiled."""
-        specs = [self.plan.leaves[i] for i in self.differentiated]
-        return leaf_types([spec.shape for spec in specs], [spec.dtype for spec in specs])
+        """What each leaf must be, compiled."""
+        return leaf_types(self.plan.leaves)
 
     def fingerprint(self, step: int) -> int:
         """Number below 2**32 on which ranks agree if they are at one step of one plan."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fddp.backward import backward
 from fddp.contributions import Accumulated, BackwardContributions
-from fddp.errors import InternalError, LossError, TreeMismatchError
+from fddp.errors import InternalError, LossError
 from fddp.inputs import check_no_transform, checked_weight, matched_leaves
 from fddp.leaves import LeafSet, leaf_set
 from fddp.observe import make_info
@@ -118,8 +118,9 @@ class ValueAndGrad:
     ) -> _Computed:
         """This rank's own forward and backward pass."""
         program = session.setting.program
-        params, treedef = matched_leaves(self._params(args), program, "parameters")
-        tensors = [_present(params[i], program.paths[i]) for i in program.differentiated]
+        params, treedef = matched_leaves(
+            self._params(args), program, "parameters", differentiable=True
+        )
         earlier = _earlier(accumulated, program)
         if any(argument is EXHAUSTED for argument in (*args, *kwargs.values())):
             contributions = BackwardContributions(program, None, weight=0.0, accumulated=earlier)
@@ -128,7 +129,7 @@ class ValueAndGrad:
             return _Computed(treedef, None, None, (now_s, now_s))
 
         weight = checked_weight(self._weight_fn(*args) if self._weight_fn else 1.0)
-        leaves = leaf_set(tensors)
+        leaves = leaf_set([params[i] for i in program.differentiated])
         contributions = BackwardContributions(program, leaves, weight=weight, accumulated=earlier)
         session.begin(contributions, params)
         own: list[Any] = list(params)
@@ -200,20 +201,6 @@ def _earlier(accumulated: tuple[Any, float] | None, program: Program) -> Accumul
     sums, _ = matched_leaves(tree, program, "accumulated gradients")
     checked = checked_weight(weight)
     return Accumulated(sums, checked) if checked > 0.0 else None
-
-
-def _present(leaf: Tensor | None, path: str) -> Tensor:
-    if leaf is None:
-        raise TreeMismatchError(
-            f"leaf {path!r} of the parameters is None where the plan has a tensor; "
-            f"build a new GradSync for changed parameters"
-        )
-    if leaf.is_inference():
-        raise TreeMismatchError(
-            f"leaf {path!r} of the parameters is an inference tensor, which has no gradient; "
-            f"clone it outside torch.inference_mode"
-        )
-    return leaf
 
 
 def _detached(value: Any) -> Any:

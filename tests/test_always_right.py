@@ -256,3 +256,31 @@ def test_nested_calls_are_right() -> None:
     for outer_grads, inner_grads in fddp.loopback(2, nested):
         assert largest_difference(outer_grads, outer) < 1e-12
         assert largest_difference(inner_grads, inner) < 1e-12
+
+
+@pytest.mark.usefixtures("_packing")
+def test_the_callers_own_hooks_on_leaves_run_and_hide_nothing() -> None:
+    def run(group: Any) -> tuple[list[Any], int]:
+        calls = 0
+
+        def count(leaf: Tensor) -> None:
+            nonlocal calls
+            calls += 1
+
+        def loss_fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
+            for leaf in p.values():
+                leaf.register_post_accumulate_grad_hook(count)
+            return branch_loss(p, x, Branch((i, "plain") for i in range(LEAVES)))
+
+        with fddp.GradSync(fddp.plan_buckets(params(), **SMALL), group=group) as sync:
+            step = sync.value_and_grad(loss_fn)
+            x = batch(sync.rank, 0, width=WIDTH)
+            return [step(params(), x)[1] for _ in range(3)], calls
+
+    inputs = [(batch(rank, 0, width=WIDTH),) for rank in range(2)]
+    every = Branch((i, "plain") for i in range(LEAVES))
+    expected = mean_gradients(lambda p, x: branch_loss(p, x, every), params(), inputs, [1.0, 1.0])
+    for results, calls in fddp.loopback(2, run):
+        assert calls == 3 * LEAVES
+        for grads in results:
+            assert largest_difference(grads, expected) < 1e-12

@@ -456,3 +456,21 @@ def test_an_error_in_the_body_closes_the_sync() -> None:
         return ending(lambda: sync(grads()))
 
     assert {seen.kinds[0] for seen in fddp.loopback(2, run)} == {"ClosedError"}
+
+
+@pytest.mark.parametrize("before", [None, torch.zeros(3, dtype=torch.int64)])
+def test_a_leaf_that_becomes_differentiable_is_noticed(before: Any) -> None:
+    tree = {"w": torch.zeros(2), "b": before}
+
+    def run(group: Any) -> None:
+        with fddp.GradSync(tree, group=group) as sync:
+            now = {"w": torch.ones(2), "b": torch.ones(3)}
+            with pytest.raises(
+                fddp.TreeMismatchError, match="leaf 'b' of the gradients is float32"
+            ):
+                sync(now)
+            with pytest.raises(fddp.TreeMismatchError, match="leaf 'b' of the parameters"):
+                sync.value_and_grad(lambda p: p["w"].sum() + p["b"].sum())(now)
+            assert sync({"w": torch.ones(2), "b": None})["w"].tolist() == [1.0, 1.0]
+
+    fddp.loopback(2, run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -60,9 +61,10 @@ class ModelResult:
         return ratio(entry.series, self.best_ddp.series)
 
     def exposed_s(self, entry: Entry) -> float:
-        """What a step costs beyond the local step of the same form; seconds, of medians."""
-        local = LOCAL_MODULE if entry.form == "module" else LOCAL_FUNCTION
-        return entry.series.median_s - self.entry(local).series.median_s
+        """Seconds a step beyond the same round's local step of the same form; the median."""
+        local = self.entry(LOCAL_MODULE if entry.form == "module" else LOCAL_FUNCTION)
+        pairs = zip(entry.series.rounds_s, local.series.rounds_s, strict=True)
+        return statistics.median(step_s - local_s for step_s, local_s in pairs)
 
     @property
     def exposed_ratio(self) -> float:
@@ -170,7 +172,7 @@ def _model_values(model: ModelResult) -> dict[str, Any]:
 def _model_table(model: ModelResult) -> Table:
     table = Table(
         title=f"{model.title} ({model.elements / 1e6:.1f} M parameters in {model.tensors} tensors)",
-        caption="median of rounds (lowest - highest); exposed: step less local step in its form",
+        caption="median of rounds (lowest-highest); exposed: step less local step in its form",
         box=box.SIMPLE_HEAVY,
         pad_edge=False,
     )
@@ -182,7 +184,7 @@ def _model_table(model: ModelResult) -> Table:
         rounds_ms = [time_s * 1e3 for time_s in entry.series.rounds_s]
         table.add_row(
             entry.name,
-            f"{entry.series.median_s * 1e3:.3g} ({min(rounds_ms):.3g} - {max(rounds_ms):.3g})",
+            f"{entry.series.median_s * 1e3:.3g} ({min(rounds_ms):.3g}-{max(rounds_ms):.3g})",
             "" if local else f"{model.exposed_s(entry) * 1e3:.1f}",
             "" if local else _spread(model.versus_best(entry)),
         )
@@ -224,4 +226,4 @@ def _small_table(results: Iterable[SmallResult]) -> Table:
 
 
 def _spread(value: Ratio) -> str:
-    return f"{value.median:.2f} ({value.low:.2f} - {value.high:.2f})"
+    return f"{value.median:.2f} ({value.low:.2f}-{value.high:.2f})"

@@ -14,6 +14,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -55,30 +56,42 @@ struct EagerSlot {
   double scale;
 };
 
-// The shapes and dtypes that a tree's leaves must have.
+// What the leaves of a tree must be. Leaves that are not reduced (integers, None) have no gradient,
+// so there only a floating type that the plan does not know of is wrong.
 class LeafTypes {
  public:
-  LeafTypes(std::vector<std::vector<int64_t>> shapes, std::vector<at::ScalarType> dtypes)
-      : shapes_(std::move(shapes)), dtypes_(std::move(dtypes)) {
-    TORCH_CHECK_VALUE(shapes_.size() == dtypes_.size(), shapes_.size(), " shapes for ", dtypes_.size(), " dtypes");
+  LeafTypes(std::vector<std::vector<int64_t>> shapes, std::vector<std::optional<at::ScalarType>> dtypes,
+            std::vector<bool> reduced)
+      : shapes_(std::move(shapes)), dtypes_(std::move(dtypes)), reduced_(std::move(reduced)) {
+    TORCH_CHECK_VALUE(shapes_.size() == dtypes_.size() && shapes_.size() == reduced_.size(), shapes_.size(),
+                      " shapes for ", dtypes_.size(), " dtypes and ", reduced_.size(), " flags");
   }
 
-  // The first tensor that differs, or -1; absent tensors fit.
-  int64_t first_mismatch(const std::vector<std::optional<at::Tensor>>& tensors) const {
-    TORCH_CHECK_VALUE(tensors.size() == shapes_.size(), "expected ", shapes_.size(), " tensors, got ", tensors.size());
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      const auto& tensor = tensors[i];
-      if (!tensor.has_value()) continue;
-      if (tensor->is_nested() || tensor->scalar_type() != dtypes_[i] || tensor->sizes() != at::IntArrayRef(shapes_[i])) {
-        return static_cast<int64_t>(i);
-      }
+  // The first leaf that does not fit, or -1. None fits, unless the leaves are to be differentiated.
+  int64_t first_misfit(const py::list& leaves, bool differentiable) const {
+    TORCH_CHECK_VALUE(leaves.size() == shapes_.size(), "expected ", shapes_.size(), " leaves, got ", leaves.size());
+    for (size_t i = 0; i < shapes_.size(); ++i) {
+      if (!fits(PyList_GET_ITEM(leaves.ptr(), i), i, differentiable)) return static_cast<int64_t>(i);
     }
     return -1;
   }
 
  private:
+  bool fits(PyObject* leaf, size_t i, bool differentiable) const {
+    if (leaf == Py_None) return !(differentiable && reduced_[i]);
+    if (!THPVariable_Check(leaf)) return false;
+    const at::Tensor& tensor = THPVariable_Unpack(leaf);
+    const bool has_dtype = dtypes_[i] == tensor.scalar_type();
+    if (!reduced_[i]) {
+      return has_dtype || !(at::isFloatingType(tensor.scalar_type()) || at::isComplexType(tensor.scalar_type()));
+    }
+    return has_dtype && !tensor.is_nested() && tensor.sizes() == at::IntArrayRef(shapes_[i]) &&
+        !(differentiable && tensor.is_inference());
+  }
+
   std::vector<std::vector<int64_t>> shapes_;
-  std::vector<at::ScalarType> dtypes_;
+  std::vector<std::optional<at::ScalarType>> dtypes_;
+  std::vector<bool> reduced_;
 };
 
 // What a walk over the graph behind a loss can tell before backward runs.
@@ -146,11 +159,16 @@ class LeafSet : public std::enable_shared_from_this<LeafSet> {
       }
     }
     for (auto& leaf : leaves_) leaf.mutable_grad().reset();
+    hook_leaves();
     std::fill(counts_.begin(), counts_.end(), 0);
     arrivals_.clear();
     callback_ = std::make_unique<py::object>(std::move(on_bucket));
     armed_ = true;
   }
+
+  // Sees to it that every leaf announces its gradients, also where the caller has put a hook of its
+  // own on it since, which takes the place of ours.
+  void hook_leaves();
 
   // Stops counting and lets go of the callback, which would otherwise close a reference cycle.
   void disarm() {
@@ -339,26 +357,34 @@ class LeafSet : public std::enable_shared_from_this<LeafSet> {
 // Sits on a leaf and holds the set weakly: the set owns the leaves.
 class ArrivalHook : public torch::autograd::PostAccumulateGradHook {
  public:
-  ArrivalHook(std::weak_ptr<LeafSet> set, size_t leaf) : set_(std::move(set)), leaf_(leaf) {}
+  ArrivalHook(std::weak_ptr<LeafSet> set, size_t leaf, std::unique_ptr<PostAccumulateGradHook> callers)
+      : set_(std::move(set)), leaf_(leaf), callers_(std::move(callers)) {}
 
-  void operator()(const at::Tensor& /*leaf*/) override {
+  void operator()(const at::Tensor& leaf) override {
+    if (callers_) (*callers_)(leaf);
     if (const auto set = set_.lock()) set->arrived(leaf_);
   }
 
  private:
   std::weak_ptr<LeafSet> set_;
   size_t leaf_;
+  std::unique_ptr<PostAccumulateGradHook> callers_;  // the caller's own hook, which runs first
 };
+
+void LeafSet::hook_leaves() {
+  for (size_t i = 0; i < size(); ++i) {
+    auto& hook = torch::autograd::impl::post_acc_grad_hooks(leaves_[i]);
+    if (dynamic_cast<ArrivalHook*>(hook.get()) != nullptr) continue;
+    auto ours = std::make_unique<ArrivalHook>(weak_from_this(), i, std::move(hook));
+    torch::autograd::impl::set_post_acc_grad_hooks(leaves_[i], std::move(ours));
+  }
+}
 
 std::shared_ptr<LeafSet> LeafSet::make(const std::vector<at::Tensor>& params) {
   std::vector<at::Tensor> leaves;
   leaves.reserve(params.size());
   for (const auto& param : params) leaves.push_back(param.detach().set_requires_grad(true));
-  auto set = std::make_shared<LeafSet>(std::move(leaves));
-  for (size_t i = 0; i < set->size(); ++i) {
-    torch::autograd::impl::set_post_acc_grad_hooks(set->leaves_[i], std::make_unique<ArrivalHook>(set, i));
-  }
-  return set;
+  return std::make_shared<LeafSet>(std::move(leaves));
 }
 
 }  // namespace
@@ -372,9 +398,9 @@ void bind_leaves(py::module_& m) {
       .def_readonly("foreign", &GraphView::foreign)
       .def_readonly("opaque", &GraphView::opaque);
   py::class_<LeafTypes>(m, "LeafTypes")
-      .def(py::init<std::vector<std::vector<int64_t>>, std::vector<at::ScalarType>>(), py::arg("shapes"),
-           py::arg("dtypes"))
-      .def("first_mismatch", &LeafTypes::first_mismatch, py::arg("tensors"));
+      .def(py::init<std::vector<std::vector<int64_t>>, std::vector<std::optional<at::ScalarType>>, std::vector<bool>>(),
+           py::arg("shapes"), py::arg("dtypes"), py::arg("reduced"))
+      .def("first_misfit", &LeafTypes::first_misfit, py::arg("leaves"), py::arg("differentiable"));
   py::class_<BucketMembers, std::shared_ptr<BucketMembers>>(m, "BucketMembers")
       .def(py::init([](std::vector<std::vector<int64_t>> leaves) {
              return std::make_shared<BucketMembers>(BucketMembers{std::move(leaves)});
