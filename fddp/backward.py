@@ -1,11 +1,11 @@
 """Backward passes that touch nothing but the leaves of the call.
 
 [Note: gradients of others]
-`Tensor.backward()` adds to `.grad` of every leaf in the graph. Where the graph shows all there is,
-the engine is told which leaves to serve. It can't be told where a node runs a backward pass of its
-own (re-entrant checkpointing refuses it), so there the leaves of others are relieved of their
-`.grad` before gradients can be added to it, and get it back afterwards: those that the graph shows
-at once, those hidden in a checkpoint when its recomputation first touches them.
+`Tensor.backward()` adds to `.grad` of every leaf in the graph. Where others have leaves there, the
+engine is told which to serve. It can't be told where a node runs a backward pass of its own and
+refuses it (re-entrant checkpointing), or hides our leaves. There the leaves of others are relieved
+of their `.grad` before gradients can be added to it, and get it back afterwards: those that the
+graph shows at once, those hidden in a checkpoint when its recomputation first touches them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def backward(loss: Tensor, view: GraphView, leaves: Sequence[Tensor]) -> None:
         view: what the graph behind it shows.
         leaves: the call's leaves, in the order of `view.used`.
     """
-    if view.opaque:
+    if view.whole:
         taken = _TakenGradients(view.foreign, leaves)
         try:
             with _Recomputation(taken):
@@ -54,10 +54,11 @@ def _backward_from_edges(
     and must be on in what the pass recomputes."""
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     grads = (grad_tensors,) if isinstance(grad_tensors, Tensor) else grad_tensors
-    seeds = [
-        torch.ones_like(root) if grad is None else grad
-        for root, grad in zip(roots, grads or [None] * len(roots), strict=True)
-    ]
+    seeds = []
+    for root, grad in zip(roots, grads or [None] * len(roots), strict=True):
+        if grad is None and root.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        seeds.append(torch.ones_like(root) if grad is None else grad)
     torch.autograd.backward([get_gradient_edge(root) for root in roots], seeds, **options)
 
 

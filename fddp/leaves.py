@@ -20,11 +20,14 @@ class GraphView(Protocol):
         used: for each leaf, whether the graph leads to it.
         foreign: leaves in the graph that do not belong to the set.
         opaque: whether a node is written in Python and may run backward passes of its own.
+        whole: whether the pass must run through the whole graph, because such a node refuses to be
+            told which leaves to serve, or leads to none of the set that the graph shows.
     """
 
     used: list[bool]
     foreign: list[Tensor]
     opaque: bool
+    whole: bool
 
 
 class Members(Protocol):

@@ -284,3 +284,87 @@ def test_the_callers_own_hooks_on_leaves_run_and_hide_nothing() -> None:
         assert calls == 3 * LEAVES
         for grads in results:
             assert largest_difference(grads, expected) < 1e-12
+
+
+class _Nothing(torch.autograd.Function):
+    """The identity, with no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:  # type: ignore[override]
+        return None
+
+
+class _Same(torch.autograd.Function):
+    """The identity, written in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+def test_a_custom_function_without_a_gradient_uses_nothing() -> None:
+    def run(group: Any) -> None:
+        p = {"a": torch.ones(2), "b": torch.ones(2)}
+        with fddp.GradSync(p, group=group) as sync:
+            step = sync.value_and_grad(
+                lambda q: (_Nothing.apply(q["a"]) * q["b"]).sum(), with_info=True
+            )
+            for _ in range(3):
+                _, grads, info = step(p)
+                assert grads["a"] is None
+                assert grads["b"].tolist() == [1.0, 1.0]
+                assert info.unused == ("a",)
+
+    fddp.loopback(2, run)
+
+
+def test_graphs_of_others_can_still_be_used() -> None:
+    def run(group: Any) -> None:
+        outside = torch.ones(2, requires_grad=True)
+        h = outside.exp()
+        h.retain_grad()
+        p = {"w": torch.ones(2)}
+        with fddp.GradSync(p, group=group) as sync:
+            sync.value_and_grad(lambda q: (_Same.apply(q["w"]) * h).sum())(p)
+        assert h.grad is None
+        assert outside.grad is None
+        h.sum().backward()
+
+    fddp.loopback(2, run)
+
+
+def test_compiled_functions_in_checkpoints_are_compiled_once() -> None:
+    compilations = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal compilations
+        compilations += 1
+        return graph.forward
+
+    p = {"w": rand(4, 4, seed=0)}
+    torch._dynamo.reset()
+    layer = torch.compile(lambda x, w: torch.tanh(x @ w), backend=backend)
+
+    def loss_fn(q: dict[str, Tensor], x: Tensor) -> Tensor:
+        return checkpoint(layer, x, q["w"], use_reentrant=False).square().mean()
+
+    def run(group: Any) -> list[Any]:
+        with fddp.GradSync(p, group=group) as sync:
+            step = sync.value_and_grad(loss_fn)
+            return [step(p, batch(0, n, width=4))[1] for n in range(4)]
+
+    (results,) = fddp.loopback(1, run)
+    for n, grads in enumerate(results):
+        expected = mean_gradients(
+            lambda q, x: torch.tanh(x @ q["w"]).square().mean(), p, [(batch(0, n, width=4),)], [1.0]
+        )
+        assert largest_difference(grads, expected) < 1e-12
+    assert compilations == 1

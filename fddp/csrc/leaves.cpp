@@ -99,12 +99,23 @@ struct GraphView {
   std::vector<bool> used;           // by leaf: an AccumulateGrad of it is reachable
   std::vector<at::Tensor> foreign;  // reachable leaves that are not ours
   bool opaque = false;              // a node written in Python: it may run graphs of its own
+  bool whole = false;               // such a node must run although it leads to no leaf of ours
 };
 
 // Compared by name because the type is not exported from libtorch_python.
 bool is_python_node(const Node& node) {
   return std::strcmp(typeid(node).name(), "N5torch8autograd6PyNodeE") == 0;
 }
+
+// Nodes written in Python that are known to run no graph of their own: compiled functions, custom
+// operators, and the bookkeeping of checkpoints that are not re-entrant.
+bool runs_no_graph(const std::string& name) {
+  return name == "CompiledFunctionBackward" || name == "_NoopSaveInputsBackward" ||
+      name.rfind("GeneratedBackwardFor_", 0) == 0;
+}
+
+// Re-entrant checkpoints, torch's and others', refuse to be told which leaves to serve.
+bool is_checkpoint(const std::string& name) { return name.find("Checkpoint") != std::string::npos; }
 
 class LeafSet : public std::enable_shared_from_this<LeafSet> {
  public:
@@ -247,6 +258,7 @@ class LeafSet : public std::enable_shared_from_this<LeafSet> {
     // A loss that is itself a leaf has no grad_fn; gradient_edge covers both cases.
     const auto root = torch::autograd::impl::gradient_edge(loss);
     push(root.function.get());
+    std::vector<const Node*> opaque;
     while (!stack.empty()) {
       Node* node = stack.back();
       stack.pop_back();
@@ -255,8 +267,16 @@ class LeafSet : public std::enable_shared_from_this<LeafSet> {
         // A custom function of no differentiable input can't be reached by backward.
         continue;
       }
-      view.opaque = view.opaque || is_python_node(*node);
+      if (is_python_node(*node)) {
+        const std::string name = node->name();
+        if (!runs_no_graph(name)) opaque.push_back(node);
+        view.whole = view.whole || is_checkpoint(name);
+      }
       for (const auto& edge : node->next_edges()) push(edge.function.get());
+    }
+    view.opaque = !opaque.empty();
+    if (!view.foreign.empty()) {
+      for (const Node* node : opaque) view.whole = view.whole || !leads_to_own(node);
     }
     return view;
   }
@@ -265,7 +285,7 @@ class LeafSet : public std::enable_shared_from_this<LeafSet> {
     int64_t complete = kNoBucket;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (!armed_) return;
+      if (!armed_ || !leaves_[leaf].grad().defined()) return;
       ++counts_[leaf];
       arrivals_.push_back(static_cast<int64_t>(leaf));
       const int64_t bucket = bucket_of_[leaf];
@@ -292,6 +312,23 @@ class LeafSet : public std::enable_shared_from_this<LeafSet> {
     finite_[bucket] = pack(slot.buffer, *slot.layout, {grad}, slot.scale) && finite_[bucket];
     written_[leaf] = true;
     grad.reset();
+  }
+
+  bool leads_to_own(const Node* start) const {
+    std::vector<const Node*> stack{start};
+    std::unordered_set<const Node*> seen{start};
+    while (!stack.empty()) {
+      const Node* node = stack.back();
+      stack.pop_back();
+      if (const auto* sink = dynamic_cast<const AccumulateGrad*>(node)) {
+        if (index_.count(sink->variable.unsafeGetTensorImpl()) != 0) return true;
+      }
+      for (const auto& edge : node->next_edges()) {
+        const Node* next = edge.function.get();
+        if (next != nullptr && seen.insert(next).second) stack.push_back(next);
+      }
+    }
+    return false;
   }
 
   void note_sink(const at::Tensor& variable, GraphView& view) const {
@@ -396,7 +433,8 @@ void bind_leaves(py::module_& m) {
   py::class_<GraphView>(m, "GraphView")
       .def_readonly("used", &GraphView::used)
       .def_readonly("foreign", &GraphView::foreign)
-      .def_readonly("opaque", &GraphView::opaque);
+      .def_readonly("opaque", &GraphView::opaque)
+      .def_readonly("whole", &GraphView::whole);
   py::class_<LeafTypes>(m, "LeafTypes")
       .def(py::init<std::vector<std::vector<int64_t>>, std::vector<std::optional<at::ScalarType>>, std::vector<bool>>(),
            py::arg("shapes"), py::arg("dtypes"), py::arg("reduced"))

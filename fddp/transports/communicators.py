@@ -6,7 +6,6 @@ groups that are registered there.
 
 from __future__ import annotations
 
-import os
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -87,18 +86,11 @@ class GlooCommunicator(Communicator):
     [Note: news of a failure] gloo tells only the neighbours of a dead rank, and its `abort` does
     nothing: the other ranks would wait for the whole timeout. So a rank that meets a failure
     reports it in the store, and `wait` looks there now and then.
-
-    [Note: one gloo thread] Operations run one after another, as on NCCL's stream. With torch's two
-    threads the operations of a step compete for the same cores and sockets: see
-    docs/performance.md.
     """
 
     def __init__(self, roll: RollCall, rank: int, world_size: int, timeout_s: float) -> None:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # stubs lack it
-        options._timeout = timedelta(seconds=timeout_s)
-        options._threads = 1
-        options._devices = _gloo_devices()
-        super().__init__(dist.ProcessGroupGloo(roll.store, rank, world_size, options))
+        timeout = timedelta(seconds=timeout_s)
+        super().__init__(dist.ProcessGroupGloo(roll.store, rank, world_size, timeout))
         self._roll = roll
         self._timeout_s = timeout_s
 
@@ -177,15 +169,6 @@ def connect(
     if "nccl" in names:
         by_name["nccl"] = NcclCommunicator(roll, rank, world_size, timeout_s)
     return {device: by_name[backend] for device, backend in backends.items()}
-
-
-def _gloo_devices() -> list[Any]:
-    """Where gloo listens: as torch's own groups, on the interfaces that the user names."""
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
-    if interfaces is None:
-        return [dist.ProcessGroupGloo.create_default_device()]
-    create = dist.ProcessGroupGloo.create_device
-    return [create(interface=interface) for interface in interfaces.split(",")]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
