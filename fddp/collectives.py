@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ def broadcast(
         failure: Exception | None = None
         details: list[list[object]] = []
         try:
+            src = index(src)
             leaves, treedef = flatten(tree)
             details = leaf_details(_specs(treedef.paths, leaves))
         except Exception as error:
@@ -77,7 +79,7 @@ def _check_alike(
     transport: Transport, details: list[list[object]], src: int, failure: Exception | None
 ) -> None:
     problem = f"{type(failure).__name__}: {failure}" if failure else ""
-    told = exchange(transport, [problem, src, details])
+    told = exchange(transport, [problem, None if failure else src, details])
     for rank, (theirs_problem, theirs_src, theirs) in enumerate(told):
         if theirs_problem:
             raise PlanMismatchError(f"rank {rank} can't take part: {theirs_problem}") from failure

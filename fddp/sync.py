@@ -14,7 +14,7 @@ from fddp.agree import Terms, agree
 from fddp.buffers import BufferPool
 from fddp.contributions import NOTHING, Contributions, TreeContributions
 from fddp.control import ControlReport
-from fddp.errors import ClosedError, InternalError, UnevenError
+from fddp.errors import ClosedError, InternalError, NoGradientError, UnevenError
 from fddp.expect import Arrivals
 from fddp.info import SyncInfo
 from fddp.inputs import (
@@ -359,6 +359,11 @@ def _plan(
             first_bucket_mb=first_bucket_mb,
             sparse=sparse,
             select=select,
+        )
+    if not params_or_plan.buckets:
+        raise NoGradientError(
+            f"the plan has {len(params_or_plan.leaves)} leaves and no bucket, so nothing would be "
+            f"averaged; pass a plan with buckets"
         )
     if (bucket_cap_mb, first_bucket_mb, len(sparse), select) != (_CAP_MB, _FIRST_MB, 0, None):
         raise ValueError(

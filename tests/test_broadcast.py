@@ -215,3 +215,15 @@ def test_a_tree_that_one_rank_cannot_take_apart() -> None:
     first, second = fddp.loopback(2, run, timeout_s=5.0)
     assert first.kinds[0] == "PlanMismatchError", "told, not left waiting"
     assert "no error" not in second.kinds
+
+
+@pytest.mark.parametrize("src", [1.0, "1", None, torch.tensor([0, 1])])
+def test_a_source_that_is_no_number_on_one_rank(src: Any) -> None:
+    def run(group: Any) -> str:
+        with pytest.raises(fddp.PlanMismatchError) as info:
+            fddp.broadcast({"w": torch.zeros(2)}, src if group.rank else 1, group=group)
+        return str(info.value)
+
+    first, second = fddp.loopback(2, run)
+    assert first == second
+    assert "rank 1 can't take part: TypeError" in first
