@@ -11,6 +11,7 @@ from fddp.errors import NoGradientError as NoGradientError
 from fddp.errors import PeerError as PeerError
 from fddp.errors import PlanMismatchError as PlanMismatchError
 from fddp.errors import RankLostError as RankLostError
+from fddp.errors import ReentryError as ReentryError
 from fddp.errors import SyncTimeoutError as SyncTimeoutError
 from fddp.errors import TransformError as TransformError
 from fddp.errors import TreeMismatchError as TreeMismatchError

@@ -3,23 +3,30 @@
 [Note: gradients of others]
 `Tensor.backward()` adds to `.grad` of every leaf in the graph. Where others have leaves there, the
 engine is told which to serve. It can't be told where a node runs a backward pass of its own and
-refuses it (re-entrant checkpointing), or hides our leaves. There the leaves of others are relieved
-of their `.grad` before gradients can be added to it, and get it back afterwards: those that the
-graph shows at once, those hidden in a checkpoint when its recomputation first touches them.
+refuses it (re-entrant checkpointing), or hides our leaves. There the leaves of others that the
+graph shows are relieved of their `.grad` before gradients can be added to it, and get it back
+afterwards. So are those that a node's own pass hides, when what it runs first touches them.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Union
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from fddp.leaves import GraphView
+
+_Root = Union[Tensor, GradientEdge]
+
+# Ranks that are threads of one process may share leaves of others; nothing in a backward pass waits
+# for another rank.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def backward(loss: Tensor, view: GraphView, leaves: Sequence[Tensor]) -> None:
@@ -30,36 +37,54 @@ def backward(loss: Tensor, view: GraphView, leaves: Sequence[Tensor]) -> None:
         view: what the graph behind it shows.
         leaves: the call's leaves, in the order of `view.used`.
     """
-    if view.whole:
-        taken = _TakenGradients(view.foreign, leaves)
+    served = [leaf for leaf, used in zip(leaves, view.used, strict=True) if used]
+    options: dict[str, Any] = {}
+    if view.foreign and not view.whole:
+        if not served:
+            return
+        options["inputs"] = served
+    if not view.opaque:
+        torch.autograd.backward(loss, **options)
+        return
+    with _ONE_AT_A_TIME:
+        taken = _TakenGradients(view.foreign if view.whole else (), leaves)
         try:
             with _Recomputation(taken):
-                _backward_from_edges(loss)
+                _backward_from_edges(loss, **options)
         finally:
             taken.give_back()
-    elif view.foreign:
-        inputs = [leaf for leaf, used in zip(leaves, view.used, strict=True) if used]
-        if inputs:
-            torch.autograd.backward(loss, inputs=inputs)
-    else:
-        torch.autograd.backward(loss)
 
 
 def _backward_from_edges(
-    tensors: Tensor | Sequence[Tensor],
+    tensors: _Root | Sequence[_Root],
     grad_tensors: Tensor | Sequence[Tensor | None] | None = None,
+    *,
+    inputs: Sequence[_Root] | None = None,
     **options: Any,
 ) -> None:
     """`torch.autograd.backward`, not overridable: a mode is off while a call to it is overridden,
     and must be on in what the pass recomputes."""
-    roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    roots = (tensors,) if isinstance(tensors, (Tensor, GradientEdge)) else tuple(tensors)
     grads = (grad_tensors,) if isinstance(grad_tensors, Tensor) else grad_tensors
-    seeds = []
-    for root, grad in zip(roots, grads or [None] * len(roots), strict=True):
-        if grad is None and root.numel() != 1:
-            raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        seeds.append(torch.ones_like(root) if grad is None else grad)
-    torch.autograd.backward([get_gradient_edge(root) for root in roots], seeds, **options)
+    seeds = [
+        _implicit_seed(root) if grad is None else grad
+        for root, grad in zip(roots, grads or [None] * len(roots), strict=True)
+    ]
+    if inputs is not None:
+        options["inputs"] = [_edge(leaf) for leaf in inputs]
+    torch.autograd.backward([_edge(root) for root in roots], seeds, **options)
+
+
+def _edge(root: _Root) -> GradientEdge:
+    return root if isinstance(root, GradientEdge) else get_gradient_edge(root)
+
+
+def _implicit_seed(root: _Root) -> Tensor | None:
+    if isinstance(root, GradientEdge):
+        return None
+    if root.numel() != 1:
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    return torch.ones_like(root)
 
 
 class _Recomputation(TorchFunctionMode):

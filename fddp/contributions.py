@@ -222,7 +222,7 @@ class BackwardContributions(Contributions):
         return self._leaf_set.arrival_count() if self._leaf_set else 0
 
     def local(self, leaf: int) -> Tensor | None:
-        own = self._leaf_set.grad(self._program.number[leaf]) if self._leaf_set else None
+        own = self._leaf_set.take_one(self._program.number[leaf]) if self._leaf_set else None
         earlier = self._accumulated.sums[leaf] if self._accumulated else None
         if earlier is None:
             return own

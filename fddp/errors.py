@@ -6,6 +6,9 @@ library itself (`InternalError`). The kinds that concern the whole group are rai
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 
 class FddpError(RuntimeError):
     """Base of the errors that a caller can act on."""
@@ -35,6 +38,10 @@ class TransformError(FddpError):
     """A call inside a `torch.func` transform that fddp cannot serve there."""
 
 
+class ReentryError(FddpError):
+    """A step was called while backward of another step of the same `GradSync` runs."""
+
+
 class UnevenError(FddpError):
     """A round of `fddp.uneven` synchronised more or less often than once."""
 
@@ -46,9 +53,9 @@ class PeerError(FddpError):
         failures: the message of each failing rank, by rank.
     """
 
-    def __init__(self, message: str, failures: dict[int, str]) -> None:
+    def __init__(self, message: str, failures: Mapping[int, str] = MappingProxyType({})) -> None:
         super().__init__(message)
-        self.failures = failures
+        self.failures = dict(failures)
 
 
 class DesyncError(FddpError):

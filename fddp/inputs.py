@@ -103,7 +103,9 @@ def _share_elements(first: Tensor, second: Tensor) -> bool:
     distance, rest = divmod(second.data_ptr() - first.data_ptr(), first.element_size())
     if rest or first.element_size() != second.element_size():
         return True
-    marks = torch.zeros(max(_extent(first), distance + _extent(second)), dtype=torch.bool)
+    marks = torch.zeros(
+        max(_extent(first), distance + _extent(second)), dtype=torch.bool, device="cpu"
+    )
     marks.as_strided(first.shape, first.stride()).fill_(True)
     return bool(marks.as_strided(second.shape, second.stride(), distance).any())
 

@@ -79,8 +79,8 @@ class LeafSet(Protocol):
     def arrival_count(self) -> int:
         """How many gradients came."""
 
-    def grad(self, leaf: int) -> Tensor | None:
-        """The gradient that a leaf holds now."""
+    def take_one(self, leaf: int) -> Tensor | None:
+        """Hands over one leaf's gradient."""
 
     def inspect(self, loss: Tensor) -> GraphView:
         """Walks the graph behind a loss."""

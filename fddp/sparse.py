@@ -53,7 +53,11 @@ def gather_sparse(
         is_coalesced=True,
     )
     own = sum(rows[1:], rows[0]).coalesce() if rows else empty
-    counts = _gather(transport, torch.tensor([own._nnz()]).to(transport.control_device), what)
+    counts = _gather(
+        transport,
+        torch.tensor([own._nnz()], dtype=torch.int64, device=transport.control_device),
+        what,
+    )
     numbers = [int(count.item()) for count in counts]
     most = max(numbers)
     if most == 0:

@@ -14,7 +14,7 @@ from fddp.agree import Terms, agree
 from fddp.buffers import BufferPool
 from fddp.contributions import NOTHING, Contributions, TreeContributions
 from fddp.control import ControlReport
-from fddp.errors import ClosedError, InternalError, NoGradientError, UnevenError
+from fddp.errors import ClosedError, InternalError, NoGradientError, ReentryError, UnevenError
 from fddp.expect import Arrivals
 from fddp.info import SyncInfo
 from fddp.inputs import (
@@ -128,6 +128,7 @@ class GradSync:
         self._step = 0
         self._round: Round | None = None
         self._arrivals: Arrivals | None = None
+        self._in_backward = False
         self._closed_by = ""  # why no further step may start
 
     @property
@@ -156,6 +157,7 @@ class GradSync:
             f"rank {self.rank} of {self.world_size} over {self.transport})"
         )
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def __call__(self, grads: Any, *, weight: float = 1.0, with_info: bool = False) -> Any:
         """The weighted mean over ranks of a tree of gradients; a collective call.
 
@@ -176,6 +178,7 @@ class GradSync:
         treedef, leaves, info = self._sync_tree(grads, weight, with_info, in_place=False)
         return (treedef.unflatten(leaves), info) if with_info else treedef.unflatten(leaves)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def reduce_(self, grads: Any, *, weight: float = 1.0, with_info: bool = False) -> Any:
         """Like calling, but writes the means into the tensors of `grads`.
 
@@ -238,6 +241,12 @@ class GradSync:
         if self._closed_by:
             raise ClosedError(
                 f"this GradSync is closed ({self._closed_by}); build a new one on a working group"
+            )
+        if self._in_backward:
+            raise ReentryError(
+                f"rank {self.rank}: a step was called while backward of another step of the same "
+                f"GradSync runs, where ranks reach it at different points; call it in the loss "
+                f"function itself, or use a GradSync of its own for it"
             )
         if self._round is not None and self._round.over:
             # The other ranks have left the loop: nobody would meet this one.
@@ -327,7 +336,8 @@ class GradSync:
     # Rounds of `fddp.uneven`
 
     def _any_has(self, mine: bool) -> bool:
-        votes = torch.tensor([float(mine)], device=self._transport.control_device)
+        device = self._transport.control_device
+        votes = torch.tensor([mine], dtype=torch.float64, device=device)
         self._transport.all_reduce(votes).wait("the vote before the first round")
         return bool(votes.item() > 0)
 

@@ -87,6 +87,8 @@ class ValueAndGrad:
         self._with_info = with_info
         self._weight_fn = weight_fn
 
+    # Dynamo would trace into the bookkeeping; a compiled loss function inside stays compiled.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def __call__(
         self, *args: Any, accumulated: tuple[Any, float] | None = None, **kwargs: Any
     ) -> Any:
@@ -155,9 +157,11 @@ class ValueAndGrad:
             session.setting.scale,
             session.bucket_ready,
         )
+        self._sync._in_backward = True
         try:
             backward(loss, view, leaves.leaves)
         finally:
+            self._sync._in_backward = False
             leaves.disarm()
         self._sync._arrivals = contributions.arrivals()
 

@@ -226,9 +226,10 @@ class LeafSet : public std::enable_shared_from_this<LeafSet> {
     for (size_t i = 0; i < size(); ++i) used[i] = used[i] || counts_[i] > 0;
     return used;
   }
-  std::optional<at::Tensor> grad(int64_t leaf) const {
-    const at::Tensor& grad = leaves_.at(leaf).grad();
-    return grad.defined() ? std::optional<at::Tensor>(grad) : std::nullopt;
+  // Hands over one leaf's gradient; the leaf forgets it, so that nothing is added to it later.
+  std::optional<at::Tensor> take_one(int64_t leaf) {
+    at::Tensor grad = std::exchange(leaves_.at(leaf).mutable_grad(), {});
+    return grad.defined() ? std::optional<at::Tensor>(std::move(grad)) : std::nullopt;
   }
   size_t arrival_count() const {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -460,7 +461,7 @@ void bind_leaves(py::module_& m) {
       .def("written", &LeafSet::written, py::arg("leaf"))
       .def("finite", &LeafSet::finite, py::arg("bucket"))
       .def("used", &LeafSet::used)
-      .def("grad", &LeafSet::grad, py::arg("leaf"))
+      .def("take_one", &LeafSet::take_one, py::arg("leaf"))
       .def("arrival_count", &LeafSet::arrival_count)
       .def("late", &LeafSet::late)
       .def("counts", &LeafSet::counts)

@@ -35,8 +35,10 @@ def loopback(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float
         The first exception that a rank raised, with a note that names the rank. The other ranks
         see that rank as lost and end too. Threads of ranks that do not end are left behind.
 
-    Forward-mode levels belong to a process in torch, not to a thread, so `torch.func.jvp`, `jacfwd`
-    and `hessian` can't run on two of these ranks at once; on processes they can.
+    Ranks share what `fn` closes over. A module whose parameters are swapped during a call, as
+    `torch.func.functional_call` does, must be one of each rank's own. Forward-mode levels belong to
+    a process in torch, not to a thread, so `torch.func.jvp`, `jacfwd` and `hessian` can't run on
+    two of these ranks at once; on processes they can.
 
     >>> def mean_of_ranks(group):
     ...     with LoopbackTransport(group) as transport:
