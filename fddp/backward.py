@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Union
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from fddp.leaves import GraphView
 
-_Root = Union[Tensor, GradientEdge]
+_Root: TypeAlias = Tensor | GradientEdge
 
 # Ranks that are threads of one process may share leaves of others; nothing in a backward pass waits
 # for another rank.
