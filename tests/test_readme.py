@@ -36,7 +36,7 @@ def test_shell_commands(command: str) -> None:
     match words:
         case ["make", target]:
             subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
-        case ["python", "-m", "fddp", *_]:
+        case ["python" | ".venv/bin/python", "-m", "fddp", *_]:
             _check_options(words)
         case ["pip", "install", *options, source]:
             _check_install(source, options)
