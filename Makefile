@@ -28,6 +28,7 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(RUN) -m fddp.bench
+	$(RUN) -m fddp.bench.alone
 
 clean:
 	rm -rf $(VENV) build dist
