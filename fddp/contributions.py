@@ -100,16 +100,14 @@ class BackwardContributions(Contributions):
 
     Args:
         program: the program of the step.
-        leaf_set: this call's leaves, one for each of `program.differentiated`; None for a rank
-            that has only accumulated gradients to give.
-        weight: what the gradients of this backward count.
+        weight: what the gradients of this backward count; without one (`arm` is not called then)
+            there is only what is accumulated.
         accumulated: gradients of earlier micro-batches.
     """
 
     def __init__(
         self,
         program: Program,
-        leaf_set: LeafSet | None,
         *,
         weight: float,
         accumulated: Accumulated | None,
@@ -119,12 +117,12 @@ class BackwardContributions(Contributions):
         self._visible: Sequence[bool] = ()
         self._own_weight = weight
         self._program = program
-        self._leaf_set = leaf_set if weight else None
+        self._leaf_set: LeafSet | None = None  # from `arm` on
         self._accumulated = accumulated
-        self._armed = False
 
     def arm(
         self,
+        leaf_set: LeafSet,
         view: GraphView,
         previous: Arrivals | None,
         buffer_of: Callable[[int], Tensor],
@@ -134,13 +132,14 @@ class BackwardContributions(Contributions):
         """Gets ready for backward.
 
         Args:
+            leaf_set: the call's leaves, one for each of `program.differentiated`.
             view: what the graph behind the loss shows.
             previous: what the step before showed.
             buffer_of: the memory of a bucket; asked for those that are packed as leaves arrive.
             scale: factor on all gradients.
             on_bucket: called for each bucket as it fills.
         """
-        assert self._leaf_set is not None
+        self._leaf_set = leaf_set
         self._visible = view.used
         expected = expected_counts(view.used, opaque=view.opaque, previous=previous)
         self.expected = tuple(expected)
@@ -150,8 +149,7 @@ class BackwardContributions(Contributions):
             for bucket, members in enumerate(self._program.member_numbers)
             for position, slot in self._program.packing[bucket].early
         ]
-        self._armed = True
-        self._leaf_set.arm(self._program.members, expected, eager, on_bucket)
+        leaf_set.arm(self._program.members, expected, eager, on_bucket)
         for bucket, members in enumerate(self._program.member_numbers):
             if not any(expected[k] for k in members):
                 on_bucket(bucket)
@@ -170,9 +168,8 @@ class BackwardContributions(Contributions):
 
     def pack_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> bool:
         packing = self._program.packing[bucket]
-        if not self._armed or not packing.early:
+        if self._leaf_set is None or not packing.early:
             return super().pack_(bucket, buffer, layout, scale)
-        assert self._leaf_set is not None
         finite = self._leaf_set.finite(bucket)
         for grads, weight in self._taken(bucket):
             factor = scale.before(weight)
@@ -189,7 +186,7 @@ class BackwardContributions(Contributions):
         return _pack_parts_(buffer, layout, self._taken(bucket), scale)
 
     def _taken(self, bucket: int) -> list[Part]:
-        if self._leaf_set is None or not self._armed:
+        if self._leaf_set is None:
             return []
         keep = bucket in self._program.schedule.retained
         return [Part(self._leaf_set.take(bucket, keep), self._own_weight)]
@@ -203,16 +200,14 @@ class BackwardContributions(Contributions):
 
     def used(self, program: Program) -> list[bool]:
         used = [False] * len(program.plan.leaves)
-        if self._leaf_set and self._armed:
+        if self._leaf_set:
             for leaf, flag in zip(program.differentiated, self._leaf_set.used(), strict=True):
                 used[leaf] = flag
         sums = self._accumulated.sums if self._accumulated else [None] * len(used)
         return [used[i] or sums[i] is not None for i in program.reduced]
 
     def late(self, program: Program) -> list[bool]:
-        if self._leaf_set is None or not self._armed:
-            return super().late(program)
-        return self._leaf_set.late()
+        return self._leaf_set.late() if self._leaf_set else super().late(program)
 
     def order(self, program: Program) -> Sequence[int]:
         arrived = dict.fromkeys(program.differentiated[k] for k in self.arrival_log())

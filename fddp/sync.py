@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from fddp.agree import Terms, agree
 from fddp.buffers import BufferPool
-from fddp.contributions import NOTHING, Contributions, TreeContributions
+from fddp.contributions import TreeContributions
 from fddp.control import ControlReport
 from fddp.errors import ClosedError, InternalError, NoGradientError, ReentryError, UnevenError
 from fddp.expect import Arrivals
@@ -227,12 +226,7 @@ class GradSync:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Sessions; `value_and_grad` and `uneven` use these too.
@@ -316,14 +310,12 @@ class GradSync:
         program = session.setting.program
         treedef: TreeDef | None = None
         own: Sequence[Tensor | None] = ()
-        contributions: Contributions = NOTHING
         try:
             check_no_transform("reduce_(grads)" if in_place else "sync(grads)")
             own, treedef = matched_leaves(grads, program, "gradients")
             if in_place:
                 check_writable(own, program)
-            contributions = TreeContributions(program, own, checked_weight(weight))
-            session.begin(contributions, own)
+            session.begin(TreeContributions(program, own, checked_weight(weight)), own)
         except BaseException as error:
             session.fail(error)
         outcome = self._close(session)

@@ -125,14 +125,14 @@ class ValueAndGrad:
         )
         earlier = _earlier(accumulated, program)
         if any(argument is EXHAUSTED for argument in (*args, *kwargs.values())):
-            contributions = BackwardContributions(program, None, weight=0.0, accumulated=earlier)
+            contributions = BackwardContributions(program, weight=0.0, accumulated=earlier)
             session.begin(contributions, params)
             now_s = time.perf_counter()
             return _Computed(treedef, None, None, (now_s, now_s))
 
         weight = checked_weight(self._weight_fn(*args) if self._weight_fn else 1.0)
         leaves = leaf_set([params[i] for i in program.differentiated])
-        contributions = BackwardContributions(program, leaves, weight=weight, accumulated=earlier)
+        contributions = BackwardContributions(program, weight=weight, accumulated=earlier)
         session.begin(contributions, params)
         own: list[Any] = list(params)
         for position, leaf in zip(program.differentiated, leaves.leaves, strict=True):
@@ -151,6 +151,7 @@ class ValueAndGrad:
     ) -> None:
         view = leaves.inspect(loss)
         contributions.arm(
+            leaves,
             view,
             self._sync._arrivals,
             session.buffer_of,

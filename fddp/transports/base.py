@@ -20,8 +20,6 @@ import torch
 from fddp.errors import ClosedError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from torch import Tensor
     from typing_extensions import Self
 
@@ -196,12 +194,7 @@ class Transport(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @abstractmethod
