@@ -12,15 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fddp.build import Algorithm, make_schedule
 from fddp.errors import InternalError, PlanMismatchError
 from fddp.leafspec import LeafSpec
 from fddp.plan import BucketPlan, plan_leaves
+from fddp.schedule import Schedule
+from fddp.topology import Topology
 from fddp.transports.base import Transport
 
 _WAY_OUT = {
     "given": "pass a plan on every rank or on none",
     "transport": "pass the same transport on every rank",
     "reduce_dtype": "pass the same reduce_dtype on every rank",
+    "algorithm": "pass the same algorithm on every rank",
+    "mesh": "pass the same mesh on every rank",
+    "schedule": "pass the same schedule on every rank, or none",
     "caps": "pass the same bucket_cap_mb and first_bucket_mb on every rank",
 }
 
@@ -34,12 +40,26 @@ class Terms:
         given: whether the caller passed the plan (it is then never rebuilt).
         transport: the transport that the caller asked for.
         reduce_dtype: dtype of reduction for 16-bit gradients.
+        algorithm: how buckets are reduced.
+        topology: the axes of the ranks.
+        schedule: the schedule that the caller passed, if any.
     """
 
     plan: BucketPlan
     given: bool
     transport: str
     reduce_dtype: str | None
+    algorithm: Algorithm
+    topology: Topology
+    schedule: Schedule | None
+
+    def schedule_of(self, plan: BucketPlan) -> Schedule:
+        """The schedule to carry out: the caller's, or one that is made for this plan."""
+        if self.schedule is not None:
+            return self.schedule
+        return make_schedule(
+            plan, self.topology, algorithm=self.algorithm, reduce_dtype=self.reduce_dtype
+        )
 
     def summary(self) -> dict[str, object]:
         """Short values that decide whether ranks agree."""
@@ -48,6 +68,9 @@ class Terms:
             "given": self.given,
             "transport": self.transport,
             "reduce_dtype": self.reduce_dtype,
+            "algorithm": self.algorithm,
+            "mesh": str(self.topology),
+            "schedule": None if self.schedule is None else self.schedule.shared_digest[:12],
             "caps": list(self.plan.caps_bytes),
             "leaves": hashlib.sha256(leaves.encode()).hexdigest(),
             "plan": self.plan.shared_digest,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from fddp.leaves import GraphView, LeafSet, eager_slot
 from fddp.pack import pack_, pack_add_
 from fddp.program import Program
 from fddp.scaling import WeightScale
+from fddp.shards import Chunk
 
 Leaves = Sequence[Tensor | None]
 
@@ -52,6 +54,10 @@ class Contributions:
         """Writes what came for the bucket since it was packed, and zeros elsewhere."""
         return _pack_parts_(buffer, layout, [], scale)
 
+    def pack_chunk_(self, chunk: Chunk, buffer: Tensor) -> bool:
+        """Writes this rank's own shards where they belong; as `pack_`."""
+        return pack_(buffer, chunk.layout, [None] * len(chunk.parts), 0.0)
+
     def used(self, program: Program) -> list[bool]:
         """For each reduced leaf, whether there is a gradient."""
         return [False] * len(program.reduced)
@@ -67,6 +73,11 @@ class Contributions:
     def arrived(self) -> int:
         """How many gradients have arrived during backward."""
         return 0
+
+    def ready_times_s(self) -> list[float]:
+        """For each differentiated leaf, when its last gradient came, on the clock of
+        `time.perf_counter`; NaN where none did. Empty where all were there from the beginning."""
+        return []
 
     def local(self, leaf: int) -> Tensor | None:
         """The result for a leaf that is not reduced: this rank's own gradient, if it counts."""
@@ -93,6 +104,21 @@ class TreeContributions(Contributions):
     def local(self, leaf: int) -> Tensor | None:
         grad = self._leaves[leaf]
         return grad.detach().clone() if grad is not None and self.weight else None
+
+
+class ShardContributions(Contributions):
+    """Shards of leaves, by leaf; see [Note: shards]."""
+
+    weight = 1.0
+
+    def __init__(self, shards: Leaves) -> None:
+        self.shards = shards
+
+    def pack_chunk_(self, chunk: Chunk, buffer: Tensor) -> bool:
+        return pack_(buffer, chunk.layout, chunk.sources(self.shards), 1.0)
+
+    def used(self, program: Program) -> list[bool]:
+        return [self.shards[i] is not None for i in program.reduced]
 
 
 class BackwardContributions(Contributions):
@@ -162,6 +188,15 @@ class BackwardContributions(Contributions):
     def arrival_log(self) -> list[int]:
         """Differentiated leaves in the order of their gradients, repeats included."""
         return self._leaf_set.arrivals() if self._leaf_set else []
+
+    def ready_times_s(self) -> list[float]:
+        ready_s = [math.nan] * len(self._program.differentiated)
+        if self._leaf_set:
+            for leaf, time_s in zip(
+                self._leaf_set.arrivals(), self._leaf_set.arrival_times(), strict=True
+            ):
+                ready_s[leaf] = time_s
+        return ready_s
 
     def parts(self, bucket: int) -> list[Part]:
         return [*self._taken(bucket), *self._earlier(bucket)]

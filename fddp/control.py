@@ -76,7 +76,7 @@ class ControlReport:
         has_next: number of ranks with input for another step.
         nonfinite: number of ranks with a gradient that is not finite.
         failed: number of ranks that failed.
-        used: for each reduced leaf, whether any rank used it.
+        users: for each reduced leaf, the number of ranks that used it.
         late: indices of the buckets that some rank has to repair.
         order: rank 0's ready order of the leaves that it saw; empty where it rode not along.
     """
@@ -88,9 +88,14 @@ class ControlReport:
     has_next: int
     nonfinite: int
     failed: int
-    used: tuple[bool, ...]
+    users: tuple[int, ...]
     late: tuple[int, ...]
     order: tuple[int, ...] = ()
+
+    @property
+    def used(self) -> tuple[bool, ...]:
+        """For each reduced leaf, whether any rank used it."""
+        return tuple(count > 0 for count in self.users)
 
 
 def encode(layout: ControlLayout, word: ControlWord) -> npt.NDArray[np.float64]:
@@ -150,7 +155,7 @@ def decode(
         has_next=int(scalars["has_next"]),
         nonfinite=int(scalars["nonfinite"]),
         failed=int(scalars["failed"]),
-        used=tuple((used > 0.0).tolist()),
+        users=tuple(used.astype(np.int64).tolist()),
         late=tuple(np.flatnonzero(late).tolist()),
         order=tuple(order.tolist()),
     )

@@ -18,6 +18,32 @@ class PlanMismatchError(FddpError):
     """Ranks disagree on what they are about to synchronise; found at construction."""
 
 
+class ScheduleError(FddpError, ValueError):
+    """A schedule does not give the result that it states; found by `check_schedule`.
+
+    Attributes:
+        op: position of the operation at fault in `schedule.ops`; -1 where one is missing.
+        bucket: its bucket; -1 for the control word.
+        paths: the bucket's leaves that are concerned.
+        ranks: ranks that are concerned, one for each kind of outcome, not all that there are.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        op: int = -1,
+        bucket: int = -1,
+        paths: tuple[str, ...] = (),
+        ranks: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.op = op
+        self.bucket = bucket
+        self.paths = paths
+        self.ranks = ranks
+
+
 class TreeMismatchError(FddpError, ValueError):
     """A tree does not have the leaves (paths, shapes, dtypes) that the plan was made for."""
 

@@ -39,6 +39,33 @@ def matched_leaves(
     return leaves, treedef
 
 
+def matched_shards(tree: Any, program: Program) -> tuple[list[Tensor | None], TreeDef]:
+    """The tree's leaves in canonical order, if they are shards that this rank owns.
+
+    Raises:
+        TreeMismatchError: other paths, sizes or dtypes, or a leaf that is no tensor.
+    """
+    leaves, treedef = flatten(tree)
+    check_paths(treedef, program.paths, "shards")
+    bucketed = program.plan.bucket_of
+    for leaf, spec in enumerate(program.plan.leaves):
+        if leaf not in bucketed and not isinstance(leaves[leaf], Tensor | None):
+            raise TreeMismatchError(_misfit(leaves[leaf], spec, "shards"))
+    for leaf in program.reduced:
+        shard, spec, numel = leaves[leaf], program.plan.leaves[leaf], program.shards.numels[leaf]
+        found = (
+            f"{str(shard.dtype).removeprefix('torch.')} of shape {tuple(shard.shape)}"
+            if isinstance(shard, Tensor)
+            else f"a {type(shard).__name__}"
+        )
+        if shard is not None and found != f"{spec.dtype} of shape {(numel,)}":
+            raise TreeMismatchError(
+                f"leaf {spec.path!r} of the shards is {found} where this rank owns {numel} "
+                f"elements of {spec.dtype}; pass what shard or reduce_scatter of this GradSync gave"
+            )
+    return leaves, treedef
+
+
 def _misfit(leaf: object, spec: LeafSpec, what: str) -> str:
     where = f"leaf {spec.path!r} of the {what}"
     if leaf is None:

@@ -76,6 +76,9 @@ class LeafSet(Protocol):
     def arrivals(self) -> list[int]:
         """Leaves in the order of their gradients, repeats included."""
 
+    def arrival_times(self) -> list[float]:
+        """When each of these gradients came, in seconds on the clock of `time.perf_counter`."""
+
     def arrival_count(self) -> int:
         """How many gradients came."""
 

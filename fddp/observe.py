@@ -30,7 +30,7 @@ def make_info(session: Session, outcome: Outcome, backward_s: tuple[float, float
         all_finite=stats.finite and report.nonfinite == 0,
         repaired=tuple(action.bucket for _, action in session.log if action.kind == "repair"),
         transport=setting.transport.name,
-        timeline=StepTimes(_bucket_times(session, end_s), *backward_s, end_s),
+        timeline=StepTimes(_bucket_times(session, end_s), *backward_s, end_s, _leaves_s(session)),
         trace=_trace(session),
     )
 
@@ -50,6 +50,13 @@ def _trace(session: Session) -> Trace:
     return Trace(
         program.schedule.sequence, tuple(bucket_of.values()), contributions.expected, tuple(events)
     )
+
+
+def _leaves_s(session: Session) -> tuple[float, ...]:
+    leaves_s = [math.nan] * len(session.setting.program.plan.leaves)
+    for leaf, time_s in session.ready_times_s().items():
+        leaves_s[leaf] = time_s
+    return tuple(leaves_s)
 
 
 def _bucket_times(session: Session, end_s: float) -> tuple[BucketTimes, ...]:

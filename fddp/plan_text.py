@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import json
 import reprlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fddp import tables
 
 if TYPE_CHECKING:
     from fddp.plan import Bucket, BucketPlan
@@ -152,30 +153,13 @@ def summary(plan: BucketPlan) -> str:
 
 def table(plan: BucketPlan) -> str:
     """The plan as a plain-text table under its totals; the middle of a long one is left out."""
-    rows = [_HEADER, *_rows(plan)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column in _NUMERIC_COLUMNS else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join([f"BucketPlan: {summary(plan)}", *lines])
+    rows = tables.plain_table(_HEADER, _rows(plan), _NUMERIC_COLUMNS)
+    return f"BucketPlan: {summary(plan)}\n{rows}"
 
 
 def html_table(plan: BucketPlan) -> str:
     """The same table for notebooks."""
-    head = _html_row("th", _HEADER)
-    body = "".join(_html_row("td", row) for row in _rows(plan))
-    return (
-        f"<table><caption>BucketPlan: {html.escape(summary(plan))}</caption>"
-        f"<thead>{head}</thead><tbody>{body}</tbody></table>"
-    )
-
-
-def _html_row(tag: str, cells: Sequence[str]) -> str:
-    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+    return tables.html_table(f"BucketPlan: {summary(plan)}", _HEADER, _rows(plan))
 
 
 def _rows(plan: BucketPlan) -> Iterator[tuple[str, ...]]:

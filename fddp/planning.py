@@ -9,15 +9,20 @@ from numbers import Real
 from typing import Any
 
 from fddp.arrays import leaf_specs
+from fddp.build import Algorithm
 from fddp.errors import NoGradientError
 from fddp.leafspec import ITEM_BYTES, MAX_COUNT, LeafSpec
+from fddp.optimal import Target, optimal_plan
 from fddp.plan import BucketPlan, plan_leaves
+from fddp.simulate import Cost, ReadyTimes
+from fddp.topology import Topology
 from fddp.tree import flatten, registration_order
 
 MIB_BYTES = 1024 * 1024
 """Bytes of what DDP, and so fddp, calls a MB."""
 
 _INEXACT_PREFIXES = ("float", "bfloat", "complex")
+_TWO_RANKS = Topology(world=2)
 
 
 def plan_buckets(
@@ -63,17 +68,74 @@ def plan_buckets(
     [(0,), (2,)]
     """
     caps_bytes = _caps_bytes(bucket_cap_mb, first_bucket_mb)
+    specs, offered = _described(tree, sparse, select)
+    if order is None:
+        return plan_leaves(specs, order=offered, caps_bytes=caps_bytes)
+    plan = plan_leaves(specs, order=list(order), caps_bytes=caps_bytes)
+    _check_complete(plan, set(offered))
+    return plan
+
+
+def plan_optimal(
+    tree: Any,
+    ready_times_s: ReadyTimes,
+    cost: Cost,
+    *,
+    topology: Topology = _TWO_RANKS,
+    algorithm: Algorithm = "all_reduce",
+    sparse: Iterable[str] = (),
+    select: Callable[[str], bool] | None = None,
+) -> BucketPlan:
+    """Plan the buckets whose step is the shortest in simulation.
+
+    For leaves of one dtype on one device and the algorithm "all_reduce", no other plan whose
+    buckets are contiguous in ready order simulates faster. Several dtypes or devices, which share
+    the links, and other algorithms get the best plan that is found. Never is it slower, in
+    simulation, than `plan_buckets` with its default caps, in registration or in ready order.
+
+    Args:
+        tree: as in `plan_buckets`.
+        ready_times_s: seconds from the start of a step until each gradient is there, by path or for
+            each leaf in the plan's order; NaN for a leaf that gets none. See `simulate`.
+        cost: the model of the links, or one for each axis of the topology.
+        topology: the ranks.
+        algorithm: how buckets are reduced; see `make_schedule`.
+        sparse: as in `plan_buckets`; these buckets come last.
+        select: as in `plan_buckets`.
+
+    Returns:
+        A plan whose order is that in which leaves are ready. The cap of each bucket is its size,
+        and the cap of the plan, for a later `rebucket`, that of its largest bucket; unless one of
+        `plan_buckets` is best.
+
+    Raises:
+        NoGradientError: there is no floating or complex leaf, or `select` declines all.
+        TypeError: a leaf is no array, or of a floating dtype that is not reduced (float8).
+        ValueError: as from `simulate`, `make_schedule`, or for a path in `sparse`.
+
+    >>> import numpy as np
+    >>> from fddp.cost import CostModel
+    >>> tree = {"a": np.zeros(1000), "b": np.zeros(1000), "c": np.zeros(1000)}
+    >>> ready_times_s = {"c": 0.001, "b": 0.002, "a": 0.010}
+    >>> plan = plan_optimal(tree, ready_times_s, CostModel(1e-3, 1e-9))
+    >>> [[plan.paths[leaf] for leaf in bucket.leaves] for bucket in plan.buckets]
+    [['c', 'b'], ['a']]
+    """
+    specs, offered = _described(tree, sparse, select)
+    return optimal_plan(specs, offered, ready_times_s, Target(cost, topology, algorithm))
+
+
+def _described(
+    tree: Any, sparse: Iterable[str], select: Callable[[str], bool] | None
+) -> tuple[Sequence[LeafSpec], list[int]]:
+    """Every leaf, and those to reduce in the reverse of the order of registration."""
     leaves, treedef = flatten(tree)
     declared_sparse = _sparse_paths(sparse, treedef.paths)
     specs = leaf_specs(treedef.paths, leaves, declared_sparse)
     _check_sparse(specs)
     selected = _selected(specs, select)
-    if order is None:
-        offered = [leaf for leaf in reversed(registration_order(tree, treedef)) if leaf in selected]
-        return plan_leaves(specs, order=offered, caps_bytes=caps_bytes)
-    plan = plan_leaves(specs, order=list(order), caps_bytes=caps_bytes)
-    _check_complete(plan, selected)
-    return plan
+    offered = [leaf for leaf in reversed(registration_order(tree, treedef)) if leaf in selected]
+    return specs, offered
 
 
 def _caps_bytes(bucket_cap_mb: float | Sequence[float], first_bucket_mb: float) -> tuple[int, ...]:

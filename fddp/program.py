@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +11,8 @@ from fddp.control import ControlLayout
 from fddp.layout import Layout
 from fddp.leaves import LeafTypes, Members, leaf_types, members
 from fddp.plan import BucketPlan
-from fddp.schedule import Schedule, Topology, make_schedule
+from fddp.schedule import Op, Region, Schedule, chunk
+from fddp.shards import ShardMap
 
 # From this size on, a gradient is packed when it arrives: it would leave the cache, and its memory
 # be asked of the system anew, if it waited for its bucket. Smaller ones are packed together.
@@ -54,15 +56,23 @@ class Program:
             those that stay local.
         control: layout of the control word.
         packing: for each bucket, how its leaves are packed during backward.
+        places: for each axis of the topology, the number of places and this rank's.
+        shards: which elements this rank owns, where the schedule divides them.
     """
 
-    plan: BucketPlan
     schedule: Schedule
     layouts: tuple[Layout, ...]
     reduced: tuple[int, ...]
     differentiated: tuple[int, ...]
     control: ControlLayout
     packing: tuple[Packing, ...]
+    places: Mapping[str, tuple[int, int]]
+    shards: ShardMap
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The bucket plan."""
+        return self.schedule.plan
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -80,9 +90,9 @@ class Program:
         return {leaf: k for k, leaf in enumerate(self.reduced)}
 
     @cached_property
-    def bucket_slots(self) -> tuple[tuple[int, ...], ...]:
-        """For each bucket, the positions of its leaves in the control word."""
-        return tuple(tuple(self.slot[i] for i in b.leaves) for b in self.plan.buckets)
+    def control_position(self) -> int:
+        """Where the control word is in the schedule."""
+        return next(i for i, op in enumerate(self.schedule.ops) if op.kind == "control")
 
     @cached_property
     def member_numbers(self) -> tuple[tuple[int, ...], ...]:
@@ -99,9 +109,17 @@ class Program:
         """What each leaf must be, compiled."""
         return leaf_types(self.plan.leaves)
 
+    def extent(self, op: Op) -> tuple[int, int]:
+        """The elements of the buffer that an operation works on, on this rank: of an all-gather,
+        what it fills, of which the rank's own part is there before."""
+        shard = op.region.shard
+        if op.kind == "all_gather":
+            shard = shard[: len(shard) - len(op.axes)]
+        return _own(op.region, shard, self.places)
+
     def fingerprint(self, step: int) -> int:
         """Number below 2**32 on which ranks agree if they are at one step of one plan."""
-        return zlib.crc32(f"{self.schedule.plan_digest}:{step}".encode())
+        return zlib.crc32(f"{self.schedule.shared_digest}:{step}".encode())
 
     def describe(self, bucket: int) -> str:
         """A bucket in words, for errors: its number and the leaves at its ends."""
@@ -110,22 +128,23 @@ class Program:
         return f"bucket {bucket} ({first if first == last else f'{first} .. {last}'})"
 
 
-def make_program(
-    plan: BucketPlan, world_size: int, *, reduce_dtype: str | None, with_order: bool
-) -> Program:
-    """Prepares a plan for a group of `world_size` ranks.
+def make_program(schedule: Schedule, rank: int, *, with_order: bool) -> Program:
+    """Prepares a schedule for one rank.
 
     Args:
-        plan: the bucket plan.
-        world_size: number of ranks.
-        reduce_dtype: as in `make_schedule`.
+        schedule: the operations.
+        rank: this rank's number.
         with_order: whether rank 0's ready order rides in the control word.
     """
+    plan = schedule.plan
     reduced = plan.reduced
-    schedule = make_schedule(plan, Topology(world=world_size), reduce_dtype=reduce_dtype)
     layouts = tuple(Layout.of(plan, b) for b in range(len(plan.buckets)))
+    coordinates = schedule.topology.coordinates(rank)
+    places = {
+        name: (size, place)
+        for (name, size), place in zip(schedule.topology.axes, coordinates, strict=True)
+    }
     return Program(
-        plan=plan,
         schedule=schedule,
         layouts=layouts,
         reduced=reduced,
@@ -135,7 +154,27 @@ def make_program(
             Packing.of(plan, b, layout, eager=_may_be_eager(plan, schedule, b))
             for b, layout in enumerate(layouts)
         ),
+        places=places,
+        shards=ShardMap.of(plan, _divided(schedule, places)),
     )
+
+
+def _divided(
+    schedule: Schedule, places: Mapping[str, tuple[int, int]]
+) -> list[tuple[int, Op, tuple[int, int]]]:
+    """The operations at which shards come in or go out, each with this rank's chunk."""
+    kind = {"sharded_mean": "unpack", "replicated": "pack"}.get(schedule.result)
+    return [
+        (position, op, _own(op.region, op.region.shard, places))
+        for position, op in enumerate(schedule.ops)
+        if op.kind == kind
+    ]
+
+
+def _own(
+    region: Region, shard: tuple[str, ...], places: Mapping[str, tuple[int, int]]
+) -> tuple[int, int]:
+    return chunk(region.start, region.stop, [places[axis] for axis in shard])
 
 
 def _may_be_eager(plan: BucketPlan, schedule: Schedule, bucket: int) -> bool:

@@ -8,12 +8,16 @@ While all ranks weigh the same, the reference is exactly `world_size * weight`: 
 in before is then `1 / world_size`, nothing is multiplied in after, and the arithmetic is that of
 DistributedDataParallel. Otherwise it is a power of two, so that no bits are lost by it and a result
 does not depend on earlier steps.
+
+A schedule may also leave the division by the number of ranks to the collective ("average"), or to
+the correction after it ("after").
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 # By how much the mean weight may fall below the agreed unit before a float16 sum loses range.
 _LOWEST_RATIO = 1.0 / 64.0
@@ -28,6 +32,7 @@ class WeightScale:
     Attributes:
         world_size: number of ranks in the group.
         unit: weight that counts as one rank's share (the caller's unit: samples, tokens, 1).
+        scaling: where the division by the number of ranks happens, as in `Schedule.scaling`.
 
     Example:
         >>> scale = WeightScale(world_size=2, unit=1.0)
@@ -37,6 +42,7 @@ class WeightScale:
 
     world_size: int
     unit: float = 1.0
+    scaling: Literal["before", "after", "average"] = "before"
 
     @property
     def reference(self) -> float:
@@ -45,11 +51,12 @@ class WeightScale:
 
     def before(self, weight: float) -> float:
         """Factor on a rank's gradients before the reduction."""
-        return weight / self.reference
+        return weight / (self.reference if self.scaling == "before" else self.unit)
 
     def after(self, total_weight: float) -> float:
-        """Factor on the reduced sum; exactly 1.0 where the total is as agreed."""
-        return self.reference / total_weight
+        """Factor on what the collective gave; exactly 1.0 where the total is as agreed, but for
+        the division that "after" leaves to it."""
+        return (self.unit if self.scaling == "after" else self.reference) / total_weight
 
     def keeps_range(self, total_weight: float, active: int) -> bool:
         """Whether a float16 sum scaled by this unit could neither overflow nor lose range."""
@@ -63,7 +70,7 @@ class WeightScale:
 
     def exact(self, total_weight: float) -> WeightScale:
         """The scale that needs no correction for this total."""
-        return WeightScale(self.world_size, total_weight / self.world_size)
+        return replace(self, unit=total_weight / self.world_size)
 
     def next(self, total_weight: float, total_squared: float, active: int) -> WeightScale:
         """The scale to use in the following step, from this step's totals over ranks.
@@ -81,7 +88,7 @@ class WeightScale:
         """
         mean = total_weight / active
         if total_squared * active == total_weight * total_weight:
-            return WeightScale(self.world_size, mean)
+            return replace(self, unit=mean)
         # One bit of headroom: weights vary from step to step, and a mean above the unit means
         # that float16 buckets are reduced twice.
-        return WeightScale(self.world_size, 2.0 ** (math.ceil(math.log2(mean)) + 1))
+        return replace(self, unit=2.0 ** (math.ceil(math.log2(mean)) + 1))

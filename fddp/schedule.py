@@ -2,23 +2,37 @@
 
 A schedule lists, in launch order, what every rank carries out in one step: packing, collectives,
 the control word, the conditional repairs that it decides on, and unpacking. The runtime executes
-these values and nothing else.
+these values and nothing else. `fddp.make_schedule` builds one; `fddp.check_schedule` judges any.
+
+[Note: regions]
+An operation works on elements [start, stop) of one of a bucket's buffers. Where axes *shard* these,
+each rank works on its own chunk: the region is cut into as many equal chunks as the first of these
+axes has places, a rank's is that of its place, and the next axis cuts that chunk again. A
+reduce-scatter leaves each rank its chunk; an all-gather along the last sharding axis joins them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
+from fddp import schedule_text
 from fddp.plan import BucketPlan
+from fddp.topology import Topology as Topology
 
-Kind = Literal["pack", "all_reduce", "add", "control", "gather", "unpack"]
+Kind = Literal[
+    "pack", "all_reduce", "reduce_scatter", "all_gather", "add", "control", "gather", "unpack"
+]
 When = Literal["always", "late", "again"]
 Buffer = Literal["bucket", "repair", "control"]
+Scaling = Literal["before", "after", "average"]
+Result = Literal["replicated_mean", "sharded_mean", "replicated"]
+
+#: kinds in which ranks meet
+COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "control", "gather"})
 
 # Formats whose sums are scaled so tightly that a surprise in the weights can't be corrected after
 # the reduction. Their contributions are kept until the control word is in, and such a bucket is
@@ -26,50 +40,35 @@ Buffer = Literal["bucket", "repair", "control"]
 RETAINED_DTYPES = frozenset({"float16"})
 
 
-@dataclass(frozen=True, init=False)
-class Topology:
-    """The ranks of a group as named axes, outermost first.
+class Region(NamedTuple):
+    """What memory an operation works on; see [Note: regions].
 
     Attributes:
-        axes: pairs of name and size; the world size is the product of the sizes.
-
-    Raises:
-        ValueError: no axis, or a size below 1.
-
-    Example:
-        >>> Topology(host=4, local=8).world_size
-        32
+        buffer: the "bucket" itself, the "repair" of what came late, or the "control" word.
+        start: first element.
+        stop: element after the last.
+        shard: axes that divide the region, outer cut first; () for all of it.
     """
 
-    axes: tuple[tuple[str, int], ...]
+    buffer: Buffer
+    start: int
+    stop: int
+    shard: tuple[str, ...] = ()
 
-    def __init__(self, **axes: int) -> None:
-        if not axes:
-            raise ValueError("a topology needs at least one axis, such as Topology(world=4)")
-        for name, size in axes.items():
-            if size < 1:
-                raise ValueError(f"axis {name!r} needs a size of at least 1, got {size}")
-        object.__setattr__(self, "axes", tuple(axes.items()))
 
-    def __repr__(self) -> str:
-        return f"Topology({', '.join(f'{name}={size}' for name, size in self.axes)})"
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return math.prod(size for _, size in self.axes)
+CONTROL_REGION = Region("control", 0, 0)
 
 
 class Op(NamedTuple):
     """One operation.
 
     Attributes:
-        kind: "pack" contributions into a buffer, "all_reduce" a buffer over `axis`, "add" the
-            repair buffer to the bucket, reduce the "control" word, "gather" a sparse bucket's
-            indices and values over `axis`, or "unpack" results from a bucket.
+        kind: "pack" contributions (or own shards) into a region; "all_reduce", "reduce_scatter" or
+            "all_gather" it along `axes`; "add" the repair's region to the bucket's; reduce the
+            "control" word; "gather" a sparse bucket's indices and values; "unpack" results.
         bucket: the bucket's index; -1 for the control word.
-        axis: name of the axis of a collective; "" for what a rank does alone.
-        buffer: what the operation works on.
+        axes: the axes of a collective, in the topology's order; () for what a rank does alone.
+        region: what it works on, before the operation.
         deps: positions of operations that must have finished.
         when: "always"; "late" if the control word says that the bucket needs a repair of what came
             after its launch; "again" if it says that a retained bucket must be reduced anew.
@@ -77,36 +76,84 @@ class Op(NamedTuple):
 
     kind: Kind
     bucket: int
-    axis: str
-    buffer: Buffer
+    axes: tuple[str, ...]
+    region: Region
     deps: tuple[int, ...]
     when: When = "always"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Schedule:
     """What every rank carries out in one step, in launch order.
 
+    Whatever builds one (`make_schedule`, `from_json`, `dataclasses.replace`, a hand), it is a list
+    of operations of the right types; whether they give the right result is for `check_schedule`.
+
     Attributes:
-        plan_digest: `shared_digest` of the plan that the bucket indices refer to.
+        plan: the buckets that operations name.
         topology: the axes that operations name.
-        ops: the operations.
-        wire_dtypes: for each bucket, the dtype in which it is reduced.
-        scaling: where the division happens; "before" the reduction, as DistributedDataParallel.
-        result: the postcondition; "replicated_mean" leaves the mean of all ranks on each.
+        ops: the operations, in launch order.
+        wire_dtypes: for each bucket, the dtype in which it travels.
+        scaling: where the division by the number of ranks happens: "before" the reduction, as in
+            DistributedDataParallel, "after" it, or in the collective's own "average".
+        result: the postcondition. "replicated_mean" leaves the mean of all ranks on each,
+            "sharded_mean" a shard of it, "replicated" everyone's shards.
+
+    Raises:
+        ValueError: a field is not of its type.
+
+    Example:
+        >>> from fddp.plan import LeafSpec, plan_leaves
+        >>> from fddp.build import make_schedule
+        >>> plan = plan_leaves([LeafSpec("w", (3,), "float32")], order=[0], caps_bytes=[1])
+        >>> schedule = make_schedule(plan, Topology(world=2))
+        >>> Schedule.from_json(schedule.to_json()) == schedule
+        True
     """
 
-    plan_digest: str
+    plan: BucketPlan
     topology: Topology
     ops: tuple[Op, ...]
     wire_dtypes: tuple[str, ...]
-    scaling: Literal["before"] = "before"
-    result: Literal["replicated_mean"] = "replicated_mean"
+    scaling: Scaling = "before"
+    result: Result = "replicated_mean"
+
+    def __post_init__(self) -> None:
+        for name, kind in (("plan", BucketPlan), ("topology", Topology), ("ops", tuple)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(
+                    f"{name} must be a {kind.__name__}, got {type(getattr(self, name)).__name__}"
+                )
+        for position, op in enumerate(self.ops):
+            problem = _op_problem(op)
+            if problem is not None:
+                raise ValueError(f"ops[{position}] {problem}")
+        buckets = len(self.plan.buckets)
+        if not _is_texts(self.wire_dtypes) or len(self.wire_dtypes) != buckets:
+            raise ValueError(
+                f"wire_dtypes must be a tuple of {buckets} dtype names, one for each bucket, "
+                f"got {self.wire_dtypes!r}"
+            )
+        for name, choice in (("scaling", Scaling), ("result", Result)):
+            if getattr(self, name) not in get_args(choice):
+                raise ValueError(
+                    f"{name} must be one of {', '.join(get_args(choice))}, "
+                    f"got {getattr(self, name)!r}"
+                )
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __reduce__(self) -> tuple[type[Schedule], tuple[object, ...]]:
+        # Pickles leave the cached properties behind, and are judged when they are read.
+        fields = (self.plan, self.topology, self.ops, self.wire_dtypes, self.scaling, self.result)
+        return type(self), fields
 
     @cached_property
     def sequence(self) -> tuple[int, ...]:
-        """The buckets that launch while backward runs, in launch order."""
-        return tuple(op.bucket for op in self.ops if op.kind == "pack" and op.when == "always")
+        """The buckets that are packed while backward runs, in launch order."""
+        packs = (op.bucket for op in self.ops if op.kind == "pack" and op.when == "always")
+        return tuple(dict.fromkeys(packs))
 
     @cached_property
     def retained(self) -> frozenset[int]:
@@ -114,109 +161,136 @@ class Schedule:
         return frozenset(op.bucket for op in self.ops if op.when == "again")
 
     @cached_property
+    def buffer_numels(self) -> tuple[int, ...]:
+        """Elements of each bucket's buffer: those of the bucket, padded to what is divided."""
+        numels = [bucket.numel for bucket in self.plan.buckets]
+        for op in self.ops:
+            if op.kind != "control":
+                numels[op.bucket] = max(numels[op.bucket], op.region.stop)
+        return tuple(numels)
+
+    @cached_property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The axes along which collectives run, each once, in order of first use."""
+        return tuple(dict.fromkeys(op.axes for op in self.ops if op.kind in COLLECTIVES))
+
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of the schedule's JSON, hexadecimal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
+    @cached_property
+    def shared_digest(self) -> str:
+        """SHA-256 of what ranks must agree on: they may differ in leaves that are in no bucket."""
+        document = schedule_text.to_json(self, plan=self.plan.shared_digest)
+        return hashlib.sha256(document.encode()).hexdigest()
+
     def to_json(self) -> str:
-        """The schedule as one line of JSON with sorted keys."""
-        document: dict[str, Any] = {
-            "plan_digest": self.plan_digest,
-            "axes": self.topology.axes,
-            "ops": self.ops,
-            "wire_dtypes": self.wire_dtypes,
-            "scaling": self.scaling,
-            "result": self.result,
-        }
-        return json.dumps(document, sort_keys=True, separators=(",", ":"))
+        """The schedule with its plan as one line of JSON, from which `from_json` makes an equal
+        one."""
+        return schedule_text.to_json(self, plan=self.plan.to_json())
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        """The schedule that `to_json` wrote; whether it is right is for `check_schedule`.
+
+        Raises:
+            ValueError: the text is no such document; the message names the field.
+        """
+        document = schedule_text.parse(text)
+        return cls(
+            plan=BucketPlan.from_json(document.plan),
+            topology=Topology(**document.axes),
+            ops=tuple(
+                Op(kind, bucket, axes, Region(*region), deps, when)
+                for kind, bucket, axes, region, deps, when in document.ops
+            ),
+            wire_dtypes=document.wire_dtypes,
+            scaling=document.scaling,
+            result=document.result,
+        )
+
+    def describe(self, position: int) -> str:
+        """An operation in words, for errors.
+
+        Example:
+            >>> from fddp.plan import LeafSpec, plan_leaves
+            >>> from fddp.build import make_schedule
+            >>> plan = plan_leaves([LeafSpec("w", (3,), "float32")], order=[0], caps_bytes=[1])
+            >>> make_schedule(plan, Topology(world=2)).describe(1)
+            "op 1 (all_reduce of bucket 0, leaf 'w', along world)"
+        """
+        op = self.ops[position]
+        along = f", along {' and '.join(op.axes)}" if op.axes else ""
+        if op.kind == "control":
+            return f"op {position} (the control word{along})"
+        repair = " (repair)" if op.region.buffer == "repair" else ""
+        return f"op {position} ({op.kind} of {self.describe_bucket(op.bucket)}{repair}{along})"
+
+    def describe_bucket(self, bucket: int) -> str:
+        """A bucket in words: its number and the leaves at its ends."""
+        if not 0 <= bucket < len(self.plan.buckets):
+            return f"bucket {bucket}, which the plan does not have"
+        leaves, paths = self.plan.buckets[bucket].leaves, self.plan.paths
+        if len(leaves) == 1:
+            return f"bucket {bucket}, leaf {paths[leaves[0]]!r}"
+        return f"bucket {bucket}, leaves {paths[leaves[0]]!r} to {paths[leaves[-1]]!r}"
+
+    def __repr__(self) -> str:
+        return (
+            f"Schedule({len(self.ops)} operations, {len(self.plan.buckets)} buckets, "
+            f"{self.topology}, scaling={self.scaling!r}, result={self.result!r})"
+        )
 
     def __str__(self) -> str:
         """A table of the operations."""
-        rows = [f"{'op':>4}  {'kind':<10} {'bucket':>6}  {'axis':<6} {'when':<7} after"]
-        for position, op in enumerate(self.ops):
-            bucket = op.bucket if op.bucket >= 0 else "-"
-            after = ", ".join(map(str, op.deps)) or "-"
-            axis = op.axis or "-"
-            rows.append(f"{position:>4}  {op.kind:<10} {bucket:>6}  {axis:<6} {op.when:<7} {after}")
-        return "\n".join(rows)
+        return schedule_text.table(self)
+
+    def _repr_html_(self) -> str:
+        return schedule_text.html_table(self)
 
 
-def make_schedule(
-    plan: BucketPlan,
-    topology: Topology,
-    *,
-    algorithm: Literal["all_reduce"] = "all_reduce",
-    reduce_dtype: str | None = None,
-) -> Schedule:
-    """The schedule that averages the plan's buckets over all ranks of the topology.
+def _op_problem(op: object) -> str | None:
+    """Why a value is no operation, or None."""
+    if not isinstance(op, Op) or not isinstance(op.region, Region):
+        return f"must be an Op on a Region, got {op!r}"
+    region = op.region
+    for name, value, choice in (
+        ("kind", op.kind, Kind),
+        ("when", op.when, When),
+        ("region.buffer", region.buffer, Buffer),
+    ):
+        if value not in get_args(choice):
+            return f"has the {name} {value!r}; it must be one of {', '.join(get_args(choice))}"
+    for name, number in (("bucket", op.bucket), ("start", region.start), ("stop", region.stop)):
+        if type(number) is not int or not -1 <= number < 2**63:
+            return f"has the {name} {number!r}; it must be a 64-bit int"
+    for name, texts in (("axes", op.axes), ("region.shard", region.shard)):
+        if not _is_texts(texts):
+            return f"has the {name} {texts!r}; it must be a tuple of axis names"
+    if not isinstance(op.deps, tuple) or any(type(dep) is not int for dep in op.deps):
+        return f"has the deps {op.deps!r}; they must be a tuple of ints"
+    return None
 
-    Dense buckets are packed and all-reduced in plan order; the control word follows the last of
-    them; then come the repairs, should the control word ask for any, and the sparse buckets, whose
-    gradients (embeddings, as a rule) arrive last anyway.
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+
+
+def chunk(start: int, stop: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The part of [start, stop) that a rank works on; see [Note: regions].
 
     Args:
-        plan: the bucket plan.
-        topology: the ranks.
-        algorithm: "all_reduce", the flat all-reduce.
-        reduce_dtype: dtype in which float16 and bfloat16 buckets are reduced ("float32" or
-            "float64"); None reduces each bucket in its own dtype.
-
-    Raises:
-        ValueError: an unknown algorithm or reduce_dtype, or a topology of several axes.
+        start: first element.
+        stop: element after the last.
+        cuts: for each sharding axis, the number of places on it and the rank's place.
 
     Example:
-        >>> from fddp.plan import LeafSpec, plan_leaves
-        >>> plan = plan_leaves([LeafSpec("w", (3,), "float32")], order=[0], caps_bytes=[1])
-        >>> schedule = make_schedule(plan, Topology(world=2))
-        >>> [op.kind for op in schedule.ops if op.when == "always"]
-        ['pack', 'all_reduce', 'control', 'unpack']
+        >>> chunk(0, 12, [(2, 1), (3, 0)])
+        (6, 8)
     """
-    if algorithm != "all_reduce":
-        raise ValueError(f"algorithm must be 'all_reduce', got {algorithm!r}")
-    if reduce_dtype not in (None, "float32", "float64"):
-        raise ValueError(f"reduce_dtype must be float32 or float64, got {reduce_dtype!r}")
-    wire_dtypes = tuple(_wire_dtype(bucket.dtype, reduce_dtype) for bucket in plan.buckets)
-    dense = [b for b, bucket in enumerate(plan.buckets) if not bucket.sparse]
-    sparse = [b for b, bucket in enumerate(plan.buckets) if bucket.sparse]
-    ops: list[Op] = []
-
-    def append(op: Op) -> int:
-        ops.append(op)
-        return len(ops) - 1
-
-    if len(topology.axes) != 1:
-        raise ValueError(f"a flat all-reduce needs a topology of one axis, got {topology}")
-    axis = topology.axes[0][0]
-    reduced: dict[int, int] = {}
-    for b in dense:
-        packed = append(Op("pack", b, "", "bucket", ()))
-        reduced[b] = append(Op("all_reduce", b, axis, "bucket", (packed,)))
-    last_pack = (reduced[dense[-1]] - 1,) if dense else ()
-    control = append(Op("control", -1, axis, "control", last_pack))
-    for b in dense:
-        whole = wire_dtypes[b] in RETAINED_DTYPES
-        reduced[b] = _append_repair(ops, b, axis, (reduced[b], control), whole=whole)
-    for b in sparse:
-        reduced[b] = append(Op("gather", b, axis, "bucket", (control,)))
-    for b in range(len(plan.buckets)):
-        append(Op("unpack", b, "", "bucket", (reduced[b],)))
-    return Schedule(plan.shared_digest, topology, tuple(ops), wire_dtypes)
-
-
-def _append_repair(
-    ops: list[Op], bucket: int, axis: str, deps: tuple[int, ...], *, whole: bool
-) -> int:
-    """Appends the conditional operations that mend a late bucket; returns the last position."""
-    first = len(ops)
-    if whole:
-        ops.append(Op("pack", bucket, "", "bucket", deps, "again"))
-        ops.append(Op("all_reduce", bucket, axis, "bucket", (first,), "again"))
-    else:
-        ops.append(Op("pack", bucket, "", "repair", deps, "late"))
-        ops.append(Op("all_reduce", bucket, axis, "repair", (first,), "late"))
-        ops.append(Op("add", bucket, "", "bucket", (first + 1,), "late"))
-    return len(ops) - 1
-
-
-def _wire_dtype(dtype: str, reduce_dtype: str | None) -> str:
-    return reduce_dtype if reduce_dtype and dtype in ("float16", "bfloat16") else dtype
+    for places, place in cuts:
+        length = (stop - start) // places
+        start += place * length
+        stop = start + length
+    return start, stop

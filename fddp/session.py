@@ -25,25 +25,20 @@ import torch
 from torch import Tensor
 
 from fddp.buffers import BufferPool
-from fddp.contributions import NOTHING, Contributions
+from fddp.contributions import NOTHING, Contributions, ShardContributions
 from fddp.control import ControlReport, ControlWord, decode, encode
-from fddp.errors import (
-    DesyncError,
-    FddpError,
-    InternalError,
-    PeerError,
-    TreeMismatchError,
-    WeightError,
-)
-from fddp.pack import Stats, scale_, slices, unpack_
+from fddp.errors import FddpError, InternalError, TreeMismatchError, WeightError
+from fddp.failures import desync_error, exchange, peer_error, text_of, weight_problem
+from fddp.layout import Stats
 from fddp.program import Program
 from fddp.reducer import Action
+from fddp.results import Devices, Results
 from fddp.scaling import WeightScale
 from fddp.schedule import Op
 from fddp.sparse import gather_sparse
 from fddp.transports.base import Transport, Work
 
-_BACKWARD = frozenset({"pack", "all_reduce"})
+_BACKWARD = frozenset({"pack", "all_reduce", "reduce_scatter", "all_gather"})
 
 
 class Outcome(NamedTuple):
@@ -118,6 +113,7 @@ class Session:
     def __post_init__(self) -> None:
         self._program = self.setting.program
         self._ops = self._program.schedule.ops
+        self._begun_s = math.nan
         self._cursor = 0
         self._ended = False
         self._lock = threading.RLock()
@@ -126,21 +122,28 @@ class Session:
         self._broken: BaseException | None = None
         self._finite = True
         self._control: Tensor | None = None
-        self._leaves: list[Tensor | None] = [None] * len(self._program.plan.leaves)
-        self._stats = Stats(0.0, True)
+        self._devices = Devices()
+        self._results = Results(self._program, self.setting.with_stats, self._devices)
         self._told = ""  # what the others are told of the failure
-        self._devices: dict[str, torch.device] = {}
 
     # Events
 
     def begin(self, contributions: Contributions, leaves: Sequence[Tensor | None]) -> None:
         """Sets what this rank brings; `leaves` show on which devices the buckets belong."""
+        self._begun_s = time.perf_counter()
         self.contributions = contributions
         for bucket in self._program.plan.buckets:
             if bucket.device not in self._devices:
                 leaf = leaves[bucket.leaves[0]]
                 if leaf is not None:
                     self._devices[bucket.device] = leaf.device
+
+    def ready_times_s(self) -> dict[int, float]:
+        """For each leaf with a gradient type, when its last gradient came, on the clock of
+        `time.perf_counter`; NaN where none did."""
+        leaves = self._program.differentiated
+        times_s = self.contributions.ready_times_s() or [self._begun_s] * len(leaves)
+        return dict(zip(leaves, times_s, strict=True))
 
     def buffer_of(self, bucket: int) -> Tensor:
         """The memory of a dense bucket, from the pool."""
@@ -162,7 +165,7 @@ class Session:
         if self.failure is not None:
             return
         self.failure = error
-        self._told = _text(error)
+        self._told = text_of(error)
         if isinstance(error, FddpError):
             rank, step = self.setting.transport.rank, self.setting.step
             error.args = (f"rank {rank} at step {step}: {error}", *error.args[1:])
@@ -184,13 +187,17 @@ class Session:
         if self._broken is not None:
             self._raise(self._broken)
         self._advance()
+        report = self._known()
+        if isinstance(self.contributions, ShardContributions):
+            self._results.finish_tree(report.used, self.contributions.shards)
+        else:
+            self._results.finish(report.used, self.contributions)
         for bucket, state in enumerate(self.buckets):
             if state.buffer is not None:
                 self.setting.pool.lend(bucket, state.buffer)
         self.orderly = True
         self.log.append((self.contributions.arrived(), Action("finish")))
-        stats = self._stats if self.setting.with_stats else None
-        return Outcome(self._leaves, self._known(), stats)
+        return Outcome(self._results.leaves, report, self._results.stats)
 
     # The interpreter
 
@@ -211,8 +218,11 @@ class Session:
             return True
         if op.kind not in _BACKWARD or op.when != "always":
             return False
-        is_last = op.bucket == self._program.schedule.sequence[-1]
-        return not is_last and self.buckets[op.bucket].ready_s < math.inf
+        if op.bucket == self._program.schedule.sequence[-1]:
+            return False
+        # Backward goes on rather than wait for a collective on which this one builds.
+        is_ready = self.buckets[op.bucket].ready_s < math.inf
+        return is_ready and all(dep not in self._works or self._works[dep].done for dep in op.deps)
 
     def _applies(self, op: Op) -> bool:
         if op.when == "always":
@@ -245,25 +255,36 @@ class Session:
 
     def _pack(self, position: int, op: Op) -> None:
         state = self.buckets[op.bucket]
-        if op.when == "late":
+        if op.region.buffer == "repair":
             state.repair = self._buffer(op.bucket)
-            self._fill(state.repair, op.bucket, self.contributions.pack_late_)
+            self._fill(state.repair, position, op)
         else:
-            self._fill(self.buffer_of(op.bucket), op.bucket, self.contributions.pack_)
+            self._fill(self.buffer_of(op.bucket), position, op)
         if op.when != "always":
             self.log.append((self.contributions.arrived(), Action("repair", op.bucket)))
+        elif op.region.start == 0:
+            self.log.append((self.contributions.arrived(), Action("launch", op.bucket)))
 
-    def _fill(self, buffer: Tensor, bucket: int, pack: Callable[..., bool]) -> None:
-        layout, scale = self._program.layouts[bucket], self._scale(bucket)
-        pack = NOTHING.pack_ if self.failure else pack
+    def _fill(self, buffer: Tensor, position: int, op: Op) -> None:
+        padding = buffer[self._program.layouts[op.bucket].numel :]
+        if len(padding):
+            padding.zero_()
         try:
-            finite = pack(bucket, buffer, layout, scale)
+            contributions = NOTHING if self.failure else self.contributions
+            finite = self._write(contributions, buffer, position, op)
             self._finite = self._finite and finite
         except Exception as error:
             if self.report is not None:
                 raise  # too late to tell the others through the control word
-            self.fail(self._blamed(bucket, buffer, error))
-            NOTHING.pack_(bucket, buffer, layout, scale)
+            self.fail(self._blamed(op.bucket, buffer, error))
+            self._write(NOTHING, buffer, position, op)
+
+    def _write(self, contributions: Contributions, buffer: Tensor, position: int, op: Op) -> bool:
+        chunk = self._program.shards.chunks.get(position)
+        if chunk is not None:
+            return contributions.pack_chunk_(chunk, buffer)
+        pack = contributions.pack_late_ if op.when == "late" else contributions.pack_
+        return pack(op.bucket, buffer, self._program.layouts[op.bucket], self._scale(op.bucket))
 
     def _blamed(self, bucket: int, buffer: Tensor, error: Exception) -> Exception:
         """What can't be packed, by path."""
@@ -280,23 +301,31 @@ class Session:
                     )
         return problem
 
-    def _all_reduce(self, position: int, op: Op) -> None:
-        state = self.buckets[op.bucket]
-        buffer = state.repair if op.buffer == "repair" else state.buffer
-        if buffer is None:
-            raise InternalError(f"operation {position} reduces a buffer that was never packed")
-        state.launch_s = time.perf_counter() if op.when == "always" else state.launch_s
-        state.work = self._works[position] = self.setting.transport.all_reduce(
-            buffer, stamp=self.setting.with_stats
-        )
-        if op.when == "always":
-            self.log.append((self.contributions.arrived(), Action("launch", op.bucket)))
+    def _communicate(self, position: int, op: Op) -> None:
+        state, transport = self.buckets[op.bucket], self.setting.transport
+        own, stamp = self._memory(op), self.setting.with_stats
+        average = self._program.schedule.scaling == "average"
+        if op.when == "always" and math.isnan(state.launch_s):
+            state.launch_s = time.perf_counter()
+        if op.kind == "all_reduce":
+            work = transport.all_reduce(own, axes=op.axes, average=average, stamp=stamp)
+        elif op.kind == "reduce_scatter":
+            work = transport.reduce_scatter(own, axes=op.axes, average=average, stamp=stamp)
+        else:
+            work = transport.all_gather_in_place(own, axes=op.axes, stamp=stamp)
+        state.work = self._works[position] = work
 
     def _add(self, position: int, op: Op) -> None:
+        self._memory(op).add_(self._memory(op._replace(region=op.region._replace(buffer="repair"))))
+
+    def _memory(self, op: Op) -> Tensor:
+        """What an operation works on, on this rank."""
         state = self.buckets[op.bucket]
-        if state.buffer is None or state.repair is None:
-            raise InternalError(f"operation {position} adds a repair that was never reduced")
-        state.buffer.add_(state.repair)
+        memory = state.repair if op.region.buffer == "repair" else state.buffer
+        if memory is None:
+            raise InternalError(f"{op.kind} of bucket {op.bucket} before it was packed")
+        start, stop = self._program.extent(op)
+        return memory[start:stop]
 
     def _send_control(self, position: int, op: Op) -> None:
         layout = self._program.control
@@ -325,63 +354,41 @@ class Session:
         report = self._known()
         (leaf,) = self._program.plan.buckets[op.bucket].leaves
         spec = self._program.plan.leaves[leaf]
-        scale = self.setting.scale.exact(report.total_weight)
         parts = [
-            (part.sources[0], scale.before(part.weight))
+            (part.sources[0], part.weight / report.total_weight)
             for part in self.contributions.parts(op.bucket)
         ]
-        self._leaves[leaf] = gather_sparse(
+        gathered = gather_sparse(
             spec,
             self._program.schedule.wire_dtypes[op.bucket],
-            self._device(spec.device),
+            self._devices[spec.device],
             [(source, factor) for source, factor in parts if source is not None],
             self.setting.transport,
             f"{self._what(op)} of step {self.setting.step}",
         )
+        self._results.put_sparse(leaf, gathered)
 
     def _unpack(self, position: int, op: Op) -> None:
         report = self._known()
-        bucket = self._program.plan.buckets[op.bucket]
-        used = [report.used[slot] for slot in self._program.bucket_slots[op.bucket]]
-        if bucket.sparse:
-            results: Sequence[Tensor | None] = [self._leaves[leaf] for leaf in bucket.leaves]
-            stats = _sparse_stats(results[0])
-        else:
+        if self._program.plan.buckets[op.bucket].sparse:
+            return  # gathered as it is wanted
+        after = 1.0
+        if self._program.schedule.result != "replicated":
             after = self._scale(op.bucket).after(report.total_weight)
-            results, stats = self._results(op.bucket, after)
-        for leaf, result, flag in zip(bucket.leaves, results, used, strict=True):
-            self._leaves[leaf] = result if flag else None
-        sq_norm, finite = self._stats
-        self._stats = Stats(sq_norm + stats.sq_norm, finite and stats.finite)
-
-    def _results(self, bucket: int, after: float) -> tuple[Sequence[Tensor | None], Stats]:
-        """Results of a dense bucket over its own memory, or in new memory where a cast is due."""
-        buffer = self.buckets[bucket].buffer
-        assert buffer is not None
-        layout = self._program.layouts[bucket]
-        dtype = getattr(torch, self._program.plan.buckets[bucket].dtype)
-        if buffer.dtype == dtype:
-            stats = Stats(0.0, True)
-            if after != 1.0 or self.setting.with_stats:
-                stats = scale_(buffer, after, stats=self.setting.with_stats)
-            return slices(buffer, layout), stats
-        results = slices(torch.empty(layout.numel, dtype=dtype, device=buffer.device), layout)
-        return results, unpack_(results, layout, buffer, after, stats=self.setting.with_stats)
+        self._results.unpack(position, op.bucket, self.buffer_of(op.bucket), after)
 
     # What the control word says
 
     def _known(self) -> ControlReport:
         if self.report is None:
             self.report = report = self._read_control()
-            if not report.agreed or report.failed or self._weight_problem(report):
+            unfit = weight_problem(report, self.setting.scale) or self._shard_problem(report)
+            if not report.agreed or report.failed or unfit:
                 self._give_up(report)
-            for leaf in self._program.plan.local:
-                self._leaves[leaf] = self.contributions.local(leaf)
         return self.report
 
     def _read_control(self) -> ControlReport:
-        position = next(i for i, op in enumerate(self._ops) if op.kind == "control")
-        self._wait(position)
+        self._wait(self._program.control_position)
         if self._control is None:
             raise InternalError("the control word was read before it was sent")
         transport = self.setting.transport
@@ -392,24 +399,36 @@ class Session:
             world_size=transport.world_size,
         )
 
+    def _shard_problem(self, report: ControlReport) -> str | None:
+        """Why shards make no whole leaves, or None."""
+        ranks = self.setting.transport.world_size
+        if self._program.schedule.result != "replicated":
+            return None
+        for leaf, users in zip(self._program.reduced, report.users, strict=True):
+            if 0 < users < ranks:
+                return (
+                    f"leaf {self._program.paths[leaf]!r} of the shards is None on {ranks - users} "
+                    f"of {ranks} ranks; pass its shard on every rank, or None on all"
+                )
+        return None
+
     def _give_up(self, report: ControlReport) -> None:
         """Raises on every rank, after the collectives in flight."""
         for position in list(self._works):
             self._wait(position)
         transport, step = self.setting.transport, self.setting.step
-        if not report.agreed or report.failed:
-            own = f"{step}\n{self._program.schedule.plan_digest}\n{self._told}"
-            payload = own.encode(errors="backslashreplace")
-            told = [text.decode() for text in transport.exchange(payload)]
+        if report.agreed and not report.failed:
             self.orderly = True
-            if not report.agreed:
-                raise DesyncError(_desync_message(transport.rank, told)) from self.failure
-            if self.failure is not None:
-                self._raise(self.failure)
-            failures = {r: t.split("\n", 2)[2] for r, t in enumerate(told)}
-            raise _peer_error(step, {r: text for r, text in failures.items() if text})
+            if unfit := weight_problem(report, self.setting.scale):
+                raise WeightError(f"step {step}: {unfit}")
+            raise TreeMismatchError(f"step {step}: {self._shard_problem(report)}")
+        told = exchange(transport, step, self._program.schedule.shared_digest, self._told)
         self.orderly = True
-        raise WeightError(f"step {step}: {self._weight_problem(report)}")
+        if not report.agreed:
+            raise desync_error(transport.rank, told) from self.failure
+        if self.failure is not None:
+            self._raise(self.failure)
+        raise peer_error(step, told)
 
     def _raise(self, error: BaseException) -> NoReturn:
         """Lets go of an error while raising it: its traceback leads back here, and would keep the
@@ -419,22 +438,6 @@ class Session:
             raise error
         finally:
             del error
-
-    def _weight_problem(self, report: ControlReport) -> str | None:
-        """Why the weights of all ranks have no mean, or None."""
-        ranks, total = self.setting.transport.world_size, report.total_weight
-        if total <= 0.0:
-            return (
-                f"the total weight over {ranks} ranks is {total}, so there is no mean; give at "
-                f"least one rank a weight above 0, or skip the step on all of them"
-            )
-        if not self.setting.scale.bears(total, report.active):
-            return (
-                f"the mean weight is {total / report.active} where sums were scaled for "
-                f"{self.setting.scale.unit}, and a jump by more than 2**40 can't be corrected; the "
-                f"next step is scaled for the new weights: call it again"
-            )
-        return None
 
     # Helpers
 
@@ -448,58 +451,19 @@ class Session:
         return scale
 
     def _buffer(self, bucket: int) -> Tensor:
-        spec = self._program.plan.buckets[bucket]
-        dtype = getattr(torch, self._program.schedule.wire_dtypes[bucket])
-        return self.setting.pool.acquire(bucket, spec.numel, dtype, self._device(spec.device))
-
-    def _device(self, label: str) -> torch.device:
-        # A rank that has no gradient at all learns from the plan; "meta" plans run on the CPU.
-        return self._devices.get(label) or torch.device(
-            "cpu" if label == "meta" else label.partition("#")[0]
-        )
+        schedule, device = self._program.schedule, self._program.plan.buckets[bucket].device
+        dtype = getattr(torch, schedule.wire_dtypes[bucket])
+        numel = schedule.buffer_numels[bucket]
+        return self.setting.pool.acquire(bucket, numel, dtype, self._devices[device])
 
 
 _HANDLERS: dict[str, Callable[[Session, int, Op], None]] = {
     "pack": Session._pack,
-    "all_reduce": Session._all_reduce,
+    "all_reduce": Session._communicate,
+    "reduce_scatter": Session._communicate,
+    "all_gather": Session._communicate,
     "add": Session._add,
     "control": Session._send_control,
     "gather": Session._gather,
     "unpack": Session._unpack,
 }
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # an error that can't be printed must not keep the others waiting
-        return type(error).__name__
-
-
-def _peer_error(step: int, failures: dict[int, str]) -> PeerError:
-    lines = [f"rank {rank} failed at step {step}: {text}" for rank, text in failures.items()]
-    advice = "no gradients were produced on any rank; the group is in step and can go on"
-    return PeerError("; ".join([*lines, advice]), failures)
-
-
-def _desync_message(rank: int, told: list[str]) -> str:
-    states = [text.split("\n", 2) for text in told]
-    other = next(r for r, state in enumerate(states) if state[:2] != states[rank][:2])
-    mine, theirs = states[rank], states[other]
-    return (
-        f"rank {rank} is at step {mine[0]} with plan {mine[1][:12]}, rank {other} at step "
-        f"{theirs[0]} with plan {theirs[1][:12]}; every rank must synchronise equally often with "
-        f"one GradSync (fddp.uneven does this for loops of unequal length)"
-    )
-
-
-def _sparse_stats(result: Tensor | None) -> Stats:
-    if result is None:
-        return Stats(0.0, True)
-    values = result._values()
-    norm = float(
-        torch.linalg.vector_norm(
-            values.to(torch.complex128 if values.is_complex() else torch.float64)
-        )
-    )
-    return Stats(norm * norm, bool(torch.isfinite(values).all()))

@@ -9,37 +9,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fddp.agree import Terms, agree
-from fddp.buffers import BufferPool
-from fddp.contributions import TreeContributions
-from fddp.control import ControlReport
-from fddp.errors import ClosedError, InternalError, NoGradientError, ReentryError, UnevenError
-from fddp.expect import Arrivals
+from fddp.contributions import ShardContributions, TreeContributions
+from fddp.engine import Engine
+from fddp.errors import InternalError
 from fddp.info import SyncInfo
 from fddp.inputs import (
     check_no_transform,
     check_writable,
     checked_weight,
     matched_leaves,
-    outside_transforms,
+    matched_shards,
 )
+from fddp.meshes import Mesh, span_of
 from fddp.observe import make_info
-from fddp.plan import BucketPlan, rebucket
-from fddp.planning import plan_buckets
-from fddp.program import Program, make_program
-from fddp.scaling import WeightScale
-from fddp.session import Outcome, Session, Setting
-from fddp.transports import Group, TransportName, open_transport
+from fddp.plan import BucketPlan
+from fddp.request import CAP_MB, FIRST_MB, Reduction, Request
+from fddp.results import shards_of
+from fddp.schedule import Result, Schedule
+from fddp.transports import Group, TransportName
 from fddp.tree import TreeDef
-from fddp.uneven import Round
+from fddp.tuning import TuneReport, tune
 from fddp.value_and_grad import ValueAndGrad
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-_CAP_MB = 25.0
-_FIRST_MB = 1.0
-_LONGEST_S = 10**7  # what the backends' clocks hold with room to spare
 
 
 class GradSync:
@@ -52,9 +45,15 @@ class GradSync:
 
     Args:
         params_or_plan: a tree of tensors (its shapes, dtypes and layouts matter, not its values),
-            or a `BucketPlan`, which is used as it is and never rebuilt.
+            a `BucketPlan`, which is used as it is and never rebuilt, or a `Schedule`, which is
+            checked and carried out as it is.
         group: a `torch.distributed` group or one-dimensional `DeviceMesh`, or the group that
             `fddp.loopback` hands out; None for the default group.
+        mesh: the axes of the ranks, for algorithms that go along them: a `Topology` laid over
+            `group`, or a torch `DeviceMesh`, which brings its own group.
+        algorithm: how buckets are reduced, as in `make_schedule`: "all_reduce", "hierarchical", or
+            "reduce_scatter", which leaves each rank its shard. Plans under the last are never
+            rebuilt by themselves, because shards would change.
         bucket_cap_mb: MiB at which a bucket is closed, or a list of them, whose last one repeats.
         first_bucket_mb: MiB at which the first bucket is closed.
         sparse: paths of leaves whose gradients are sparse (`Embedding(sparse=True)`).
@@ -66,6 +65,7 @@ class GradSync:
 
     Raises:
         PlanMismatchError: ranks differ in what must be alike; on every rank.
+        ScheduleError: a schedule that was passed in does not give the result that it states.
         NoGradientError: no leaf has a gradient, or none is selected.
         SyncTimeoutError: a rank did not come.
         ValueError, TypeError: an argument that makes no sense; `PlanMismatchError` elsewhere.
@@ -85,74 +85,58 @@ class GradSync:
         params_or_plan: Any,
         *,
         group: Group | None = None,
-        bucket_cap_mb: float | Sequence[float] = _CAP_MB,
-        first_bucket_mb: float = _FIRST_MB,
+        mesh: Mesh | None = None,
+        algorithm: Reduction = "all_reduce",
+        bucket_cap_mb: float | Sequence[float] = CAP_MB,
+        first_bucket_mb: float = FIRST_MB,
         sparse: Collection[str] = (),
         reduce_dtype: torch.dtype | None = None,
         select: Callable[[str], bool] | None = None,
         transport: TransportName = "auto",
         timeout_s: float | None = None,
     ) -> None:
-        # What is wrong on this rank alone is told to the others before it is raised.
-        usable = timeout_s is None or (
-            isinstance(timeout_s, (int, float)) and 0 < timeout_s <= _LONGEST_S
+        request = Request(
+            source=params_or_plan,
+            bucket_cap_mb=bucket_cap_mb,
+            first_bucket_mb=first_bucket_mb,
+            sparse=sparse,
+            select=select,
+            reduce_dtype=reduce_dtype,
+            algorithm=algorithm,
+            span=span_of(group, mesh),
+            transport=transport,
+            timeout_s=timeout_s,
         )
-        self._transport = open_transport(group, "auto", timeout_s if usable else None)
-        try:
-            terms, failure = None, None
-            try:
-                if not usable:
-                    raise ValueError(
-                        f"timeout_s must be above 0 and at most {_LONGEST_S} seconds, "
-                        f"got {timeout_s!r}"
-                    )
-                if transport not in ("auto", self._transport.name):
-                    raise ValueError(
-                        f"transport={transport!r} does not fit this group; "
-                        f"pass 'auto' or {self._transport.name!r}"
-                    )
-                plan = _plan(params_or_plan, bucket_cap_mb, first_bucket_mb, sparse, select)
-                given = isinstance(params_or_plan, BucketPlan)
-                terms = Terms(plan, given, transport, _dtype_name(reduce_dtype))
-            except Exception as error:
-                failure = error
-            agreed = agree(self._transport, terms, failure)
-        except BaseException:
-            self._transport.close()
-            raise
-        self._reduce_dtype = agreed.reduce_dtype
-        self._program = self._make_program(agreed.plan, with_order=not agreed.given)
-        self._pool = BufferPool()
-        self._scale = WeightScale(self.world_size)
-        self._step = 0
-        self._round: Round | None = None
-        self._arrivals: Arrivals | None = None
-        self._in_backward = False
-        self._closed_by = ""  # why no further step may start
+        self._engine = Engine(request)
 
     @property
     def plan(self) -> BucketPlan:
         """The bucket plan in force."""
-        return self._program.plan
+        return self._engine.program.plan
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule in force: what every step carries out."""
+        return self._engine.program.schedule
 
     @property
     def rank(self) -> int:
         """This rank's number in the group."""
-        return self._transport.rank
+        return self._engine.transport.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the group."""
-        return self._transport.world_size
+        return self._engine.transport.world_size
 
     @property
     def transport(self) -> str:
         """Name of the transport."""
-        return self._transport.name
+        return self._engine.transport.name
 
     def __repr__(self) -> str:
         return (
-            f"GradSync({len(self._program.reduced)} leaves in {len(self.plan.buckets)} buckets, "
+            f"GradSync({len(self.plan.reduced)} leaves in {len(self.plan.buckets)} buckets, "
             f"rank {self.rank} of {self.world_size} over {self.transport})"
         )
 
@@ -173,7 +157,9 @@ class GradSync:
             TreeMismatchError: the tree has other leaves than the plan.
             WeightError: a weight is negative or not finite, or all weights are 0.
             PeerError: another rank raised one of these.
+            ValueError: the algorithm leaves shards; see `reduce_scatter`.
         """
+        self._check_result("replicated_mean", "sync(grads)", "reduce_scatter(grads)")
         treedef, leaves, info = self._sync_tree(grads, weight, with_info, in_place=False)
         return (treedef.unflatten(leaves), info) if with_info else treedef.unflatten(leaves)
 
@@ -189,8 +175,88 @@ class GradSync:
             TreeMismatchError: as for a call, or a tensor whose elements share memory (an expanded
                 one) and so can't be written.
         """
+        self._check_result("replicated_mean", "reduce_(grads)", "reduce_scatter(grads)")
         treedef, leaves, info = self._sync_tree(grads, weight, with_info, in_place=True)
         return (treedef.unflatten(leaves), info) if with_info else treedef.unflatten(leaves)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    def reduce_scatter(self, grads: Any, *, weight: float = 1.0, with_info: bool = False) -> Any:
+        """This rank's shard of the weighted mean over ranks; a collective call.
+
+        Args:
+            grads: tree with the plan's leaves; None where there is no gradient. Not written.
+            weight: this rank's weight; 0 contributes nothing.
+            with_info: also return a `SyncInfo`, whose `grad_norm` is that of this rank's shard.
+
+        Returns:
+            A tree of the same structure, or `(tree, info)`. Each leaf is the flat run of its
+            elements that this rank owns, shape `(n,)` with n from 0 to the leaf's size, in the
+            order of memory; None where no rank has a gradient. Leaves that are not reduced are
+            whole. See [Note: shards].
+
+        Raises:
+            As a call of the `GradSync`; ValueError if its algorithm is not "reduce_scatter".
+
+        Example:
+            >>> import fddp, torch
+            >>> def halves(group):
+            ...     grads = {"w": torch.tensor([1.0, 2.0, 3.0]) * (1 + group.rank)}
+            ...     with fddp.GradSync(grads, group=group, algorithm="reduce_scatter") as sync:
+            ...         shards = sync.reduce_scatter(grads)
+            ...         return shards["w"].tolist(), sync.all_gather(shards)["w"].tolist()
+            >>> fddp.loopback(2, halves)
+            [([1.5, 3.0], [1.5, 3.0, 4.5]), ([4.5], [1.5, 3.0, 4.5])]
+        """
+        self._check_result("sharded_mean", "reduce_scatter(grads)", "sync(grads)")
+        treedef, leaves, info = self._sync_tree(grads, weight, with_info, in_place=False)
+        return (treedef.unflatten(leaves), info) if with_info else treedef.unflatten(leaves)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    def all_gather(self, shards: Any) -> Any:
+        """Whole leaves from every rank's shards, the same on all ranks; a collective call.
+
+        Args:
+            shards: tree of shards as `reduce_scatter` and `shard` return them, of parameters for
+                instance. Not written.
+
+        Returns:
+            A tree of the same structure with whole leaves, in the plan's shapes and dtypes.
+
+        Raises:
+            TreeMismatchError: a shard has another size or dtype than this rank owns.
+            PeerError: another rank raised one.
+            ValueError: the algorithm is not "reduce_scatter".
+        """
+        self._check_result("sharded_mean", "all_gather(shards)", "sync(grads)")
+        session = self._engine.open_gathering()
+        treedef: TreeDef | None = None
+        try:
+            check_no_transform("all_gather(shards)")
+            own, treedef = matched_shards(shards, session.setting.program)
+            session.begin(ShardContributions(own), own)
+        except BaseException as error:
+            session.fail(error)
+        outcome = self._engine.close(session)
+        if treedef is None:
+            raise InternalError("a step without a tree went through")
+        return treedef.unflatten(outcome.leaves)
+
+    def shard(self, tree: Any) -> Any:
+        """This rank's shards of a tree that all ranks have alike; no communication.
+
+        Args:
+            tree: tree with the plan's leaves, the parameters for instance. Not written.
+
+        Returns:
+            A tree of the same structure, as `reduce_scatter` returns; copies.
+
+        Raises:
+            TreeMismatchError: the tree has other leaves than the plan.
+            ValueError: the algorithm is not "reduce_scatter".
+        """
+        self._check_result("sharded_mean", "shard(tree)", "the tree itself")
+        leaves, treedef = matched_leaves(tree, self._engine.program, "tree")
+        return treedef.unflatten(shards_of(self._engine.program, leaves))
 
     def value_and_grad(
         self,
@@ -213,15 +279,41 @@ class GradSync:
                 number of samples or tokens; the gradients are then the weighted mean.
 
         Returns:
-            A callable; see `ValueAndGrad`.
+            A callable; see `ValueAndGrad`. With the algorithm "reduce_scatter" the gradients are
+            shards, as `reduce_scatter` returns them.
         """
-        return ValueAndGrad(self, fn, argnums, has_aux, with_info, weight_fn)
+        return ValueAndGrad(self._engine, fn, argnums, has_aux, with_info, weight_fn)
+
+    def tune(
+        self, step: Callable[..., object], *args: Any, rounds: int = 5, **kwargs: Any
+    ) -> TuneReport:
+        """Looks for a faster bucket plan, and goes on with it if it is one; a collective call.
+
+        Measures the links and, over a few real steps, when each leaf's gradient is ready; plans as
+        `fddp.plan_optimal` does; then takes steps with the old and the new plan in turn, and keeps
+        the one that was faster. Rank 0 plans for all.
+
+        Args:
+            step: takes one step of this `GradSync`, as `value_and_grad` makes them. It is called
+                about `7 * rounds` times; what it returns is dropped, so it should change nothing.
+            *args, **kwargs: its arguments.
+            rounds: how often each plan is tried; the same on all ranks.
+
+        Returns:
+            What was expected and what was measured; print it.
+
+        Raises:
+            ValueError: the step does not synchronise, or the plan must not change: a schedule was
+                passed in, or the algorithm leaves shards.
+            UnevenError: within a loop of `fddp.uneven`.
+            PlanMismatchError: ranks passed different rounds.
+            Exception: what the step raised; the old plan is then in force.
+        """
+        return tune(self._engine, lambda: step(*args, **kwargs), rounds)
 
     def close(self) -> None:
         """Frees the communicator and all memory; a second call does nothing."""
-        self._pool.clear()
-        self._transport.close()
-        self._closed_by = self._closed_by or "close() was called"
+        self._engine.shut("close() was called")
 
     def __enter__(self) -> Self:
         return self
@@ -229,84 +321,19 @@ class GradSync:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Sessions; `value_and_grad` and `uneven` use these too.
-
-    def _open(self, *, with_stats: bool) -> Session:
-        if self._closed_by:
-            raise ClosedError(
-                f"this GradSync is closed ({self._closed_by}); build a new one on a working group"
+    def _check_result(self, result: Result, call: str, instead: str) -> None:
+        found = self.schedule.result
+        if found != result:
+            raise ValueError(
+                f"{call} needs a GradSync whose schedule gives a {result}; this one's gives a "
+                f"{found}: use {instead}, or build it with another algorithm"
             )
-        if self._in_backward:
-            raise ReentryError(
-                f"rank {self.rank}: a step was called while backward of another step of the same "
-                f"GradSync runs, where ranks reach it at different points; call it in the loss "
-                f"function itself, or use a GradSync of its own for it"
-            )
-        if self._round is not None and self._round.over:
-            # The other ranks have left the loop: nobody would meet this one.
-            self._round.synced += 1
-            raise UnevenError(f"rank {self.rank} at step {self._step}: {self._round.problem()}")
-        setting = Setting(
-            self._program, self._transport, self._pool, self._scale, self._step, with_stats
-        )
-        self._step += 1
-        session = Session(setting)
-        if self._round is not None:
-            session.has_next = self._round.has_next
-            self._round.synced += 1
-            if self._round.synced > 1:
-                session.fail(self._round.problem())
-        return session
-
-    def _close(self, session: Session) -> Outcome:
-        try:
-            # Results outlive the caller's inference mode, and buffers are used again after it.
-            with outside_transforms(), torch.inference_mode(False):
-                outcome = session.finish()
-        except BaseException as error:
-            if session.orderly:
-                self._take_note(session)
-            else:
-                self._break(error)
-            raise
-        report = self._take_note(session)
-        if report.order and self._program.control.with_order:
-            reduced = self._program.reduced
-            plan = rebucket(self.plan, [reduced[slot] for slot in report.order])
-            self._program = self._make_program(plan, with_order=False)
-            self._pool.clear()
-        return outcome
-
-    def _take_note(self, session: Session) -> ControlReport:
-        """What the control word means for later steps; the same on all ranks, also of a failure."""
-        report = session.report
-        if report is None:
-            raise InternalError("a step ended in good order without a control word")
-        if self._round is not None:
-            self._round.any_next = report.has_next > 0
-            self._round.over = report.has_next == 0
-        if report.agreed and not report.failed and report.active:
-            self._scale = session.setting.scale.next(
-                report.total_weight, report.total_squared, report.active
-            )
-        return report
-
-    def _break(self, error: BaseException) -> None:
-        """A step was left half done: ranks no longer agree on what comes next."""
-        self._closed_by = f"{type(error).__name__}: {error}"
-        self._pool.clear()
-        self._transport.close()
-
-    def _make_program(self, plan: BucketPlan, *, with_order: bool) -> Program:
-        return make_program(
-            plan, self.world_size, reduce_dtype=self._reduce_dtype, with_order=with_order
-        )
 
     def _sync_tree(
         self, grads: Any, weight: float, with_info: bool, *, in_place: bool
     ) -> tuple[TreeDef, list[Tensor | None], SyncInfo | None]:
         start_s = time.perf_counter()
-        session = self._open(with_stats=with_info)
+        session = self._engine.open(with_stats=with_info)
         program = session.setting.program
         treedef: TreeDef | None = None
         own: Sequence[Tensor | None] = ()
@@ -318,67 +345,12 @@ class GradSync:
             session.begin(TreeContributions(program, own, checked_weight(weight)), own)
         except BaseException as error:
             session.fail(error)
-        outcome = self._close(session)
+        outcome = self._engine.close(session)
         if treedef is None:
             raise InternalError("a step without a tree went through")
         info = make_info(session, outcome, (start_s, start_s)) if with_info else None
         leaves = _written(own, outcome.leaves) if in_place else outcome.leaves
         return treedef, leaves, info
-
-    # Rounds of `fddp.uneven`
-
-    def _any_has(self, mine: bool) -> bool:
-        device = self._transport.control_device
-        votes = torch.tensor([mine], dtype=torch.float64, device=device)
-        self._transport.all_reduce(votes).wait("the vote before the first round")
-        return bool(votes.item() > 0)
-
-    def _begin_round(self, turn: Round) -> Round:
-        self._round = turn
-        return turn
-
-    def _fail_round(self, error: BaseException) -> None:
-        """Takes part in a round's synchronisation only to say what went wrong; raises it."""
-        session = self._open(with_stats=False)
-        session.fail(error)
-        self._close(session)
-
-    def _end_rounds(self) -> None:
-        self._round = None
-
-
-def _plan(
-    params_or_plan: Any,
-    bucket_cap_mb: float | Sequence[float],
-    first_bucket_mb: float,
-    sparse: Collection[str],
-    select: Callable[[str], bool] | None,
-) -> BucketPlan:
-    if not isinstance(params_or_plan, BucketPlan):
-        return plan_buckets(
-            params_or_plan,
-            bucket_cap_mb=bucket_cap_mb,
-            first_bucket_mb=first_bucket_mb,
-            sparse=sparse,
-            select=select,
-        )
-    if not params_or_plan.buckets:
-        raise NoGradientError(
-            f"the plan has {len(params_or_plan.leaves)} leaves and no bucket, so nothing would be "
-            f"averaged; pass a plan with buckets"
-        )
-    if (bucket_cap_mb, first_bucket_mb, len(sparse), select) != (_CAP_MB, _FIRST_MB, 0, None):
-        raise ValueError(
-            "a plan that is passed in is used as it is; give bucket_cap_mb, first_bucket_mb, "
-            "sparse and select to plan_buckets instead"
-        )
-    return params_or_plan
-
-
-def _dtype_name(dtype: torch.dtype | None) -> str | None:
-    if dtype not in (None, torch.float32, torch.float64):
-        raise ValueError(f"reduce_dtype must be torch.float32 or torch.float64, got {dtype}")
-    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _written(own: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -96,22 +96,22 @@ def uneven(batches: Iterable[Any], sync: GradSync, *, every: int = 1) -> Iterato
     """
     items = _grouped(batches, every)
     following = next(items)
-    more = sync._any_has(following is not EXHAUSTED)
+    more = sync._engine.any_has(following is not EXHAUSTED)
     number = 0
     try:
         while more:
             current = following
             following = EXHAUSTED if isinstance(current, _Failed) else next(items)
-            turn = sync._begin_round(Round(number, following is not EXHAUSTED))
+            turn = sync._engine.begin_round(Round(number, following is not EXHAUSTED))
             if isinstance(current, _Failed):
-                sync._fail_round(current.error)
+                sync._engine.fail_round(current.error)
             yield current
             if turn.synced == 0:
-                sync._fail_round(turn.problem())
+                sync._engine.fail_round(turn.problem())
             more = turn.any_next
             number += 1
     finally:
-        sync._end_rounds()
+        sync._engine.end_rounds()
 
 
 def _grouped(batches: Iterable[Any], every: int) -> Iterator[Any]:

@@ -21,7 +21,7 @@ from fddp.tree import TreeDef, map_leaves
 from fddp.uneven import EXHAUSTED
 
 if TYPE_CHECKING:
-    from fddp.sync import GradSync
+    from fddp.engine import Engine
 
 
 class _Computed(NamedTuple):
@@ -73,14 +73,14 @@ class ValueAndGrad:
 
     def __init__(
         self,
-        sync: GradSync,
+        engine: Engine,
         fn: Callable[..., Any],
         argnums: int | tuple[int, ...],
         has_aux: bool,
         with_info: bool,
         weight_fn: Callable[..., float] | None,
     ) -> None:
-        self._sync = sync
+        self._engine = engine
         self._fn = fn
         self._argnums = argnums
         self._has_aux = has_aux
@@ -93,7 +93,7 @@ class ValueAndGrad:
         self, *args: Any, accumulated: tuple[Any, float] | None = None, **kwargs: Any
     ) -> Any:
         """See the class."""
-        session = self._sync._open(with_stats=self._with_info)
+        session = self._engine.open(with_stats=self._with_info)
         computed = None
         try:
             check_no_transform("value_and_grad")
@@ -102,7 +102,7 @@ class ValueAndGrad:
                 computed = self._compute(session, args, kwargs, accumulated)
         except BaseException as error:
             session.fail(error)
-        outcome = self._sync._close(session)
+        outcome = self._engine.close(session)
         if computed is None:
             raise InternalError("a step went through without its own part")
         grads = computed.treedef.unflatten(outcome.leaves)
@@ -153,18 +153,18 @@ class ValueAndGrad:
         contributions.arm(
             leaves,
             view,
-            self._sync._arrivals,
+            self._engine.arrivals,
             session.buffer_of,
             session.setting.scale,
             session.bucket_ready,
         )
-        self._sync._in_backward = True
+        self._engine.in_backward = True
         try:
             backward(loss, view, leaves.leaves)
         finally:
-            self._sync._in_backward = False
+            self._engine.in_backward = False
             leaves.disarm()
-        self._sync._arrivals = contributions.arrivals()
+        self._engine.arrivals = contributions.arrivals()
 
     def _params(self, args: tuple[Any, ...]) -> Any:
         if isinstance(self._argnums, int):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fddp.errors import ClosedError, FddpError, RankLostError, SyncTimeoutError
+from fddp.topology import Topology
 from fddp.transports import open_transport
 from ranks import run_fresh
 
@@ -67,6 +68,39 @@ def test_a_killed_rank_is_named_within_seconds(world_size: int, dead: int, numel
         assert f" of step 17 on rank {rank} of {world_size}: lost rank {dead} (" in text
         assert "start the job again from a checkpoint" in text
         assert lost == (dead,)
+        assert elapsed_s < 6
+
+
+SQUARE = Topology(host=2, local=2)
+AXES = [("host",), ("local",)]
+
+
+def killed_in_a_group_on_rank(rank: int, world_size: int) -> tuple[str, tuple[int, ...], float]:
+    """Rank 3 dies. Ranks 1 and 2 wait for it along one axis each, rank 0 for rank 1 only."""
+    transport = open_transport(timeout_s=30)
+    transport.divide(SQUARE, AXES)
+    if rank == 3:
+        time.sleep(0.3)
+        os._exit(7)
+    axes = [("local",), ("host",), ("local",)][rank]
+    start_s = time.perf_counter()
+    with pytest.raises(RankLostError) as caught:
+        transport.reduce_scatter(torch.ones(4), axes=axes).wait("bucket 5 of step 2")
+    elapsed_s = time.perf_counter() - start_s
+    with pytest.raises(ClosedError):
+        transport.all_reduce(torch.ones(4), axes=("host",))
+    return str(caught.value), caught.value.ranks, elapsed_s
+
+
+def test_a_rank_killed_in_one_group_is_told_to_all() -> None:
+    *survivors, dead = run_fresh(4, killed_in_a_group_on_rank)
+    assert dead.exitcode == 7
+    for rank, outcome in enumerate(survivors):
+        assert outcome.error is None, outcome.error
+        text, lost, elapsed_s = outcome.result
+        print(f"killed in a group: rank {rank} noticed after {elapsed_s:.2f} s")
+        assert f"bucket 5 of step 2 on rank {rank} of 4: lost rank 3 (" in text
+        assert lost == (3,)
         assert elapsed_s < 6
 
 
@@ -175,6 +209,11 @@ def other_backend_on_rank(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:elsewhere")
     with open_transport(group, timeout_s=20) as transport:
         sum_and_exchange(transport)
+        transport.divide(SQUARE, AXES)
+        buffer = torch.arange(4.0) + rank
+        transport.reduce_scatter(buffer, axes=("local",), average=True).wait("the shards")
+        transport.all_gather_in_place(buffer, axes=("local",)).wait("the whole")
+        assert buffer.tolist() == [rank // 2 * 2 + i + 0.5 for i in range(4)]
     dist.barrier()
 
 
@@ -186,7 +225,7 @@ def sum_and_exchange(transport: Transport) -> None:
 
 
 def test_backends_that_fddp_does_not_know_go_through_new_group() -> None:
-    for outcome in run_fresh(2, other_backend_on_rank):
+    for outcome in run_fresh(4, other_backend_on_rank):
         assert outcome.error is None, outcome.error
 
 
@@ -209,16 +248,48 @@ def open_and_close_on_rank(rank: int, world_size: int) -> None:
     def cycle() -> tuple[int, int, int]:
         with open_transport(timeout_s=20) as transport:
             transport.all_reduce(torch.ones(3)).wait("the sum")
+            transport.divide(SQUARE, AXES)
+            transport.reduce_scatter(torch.ones(2), axes=("host",)).wait("the shards")
         dist.barrier()
-        threads, sockets = os.listdir("/proc/self/task"), os.listdir("/proc/self/fd")
-        return len(threads), len(sockets), threading.active_count()
+        return resources()
 
     before = cycle()
     for _ in range(20):
         after = cycle()
-    assert after == before
+    # Threads end a moment after they were told to, also those of earlier tests.
+    deadline_s = time.perf_counter() + 10
+    while grown(before, after) and time.perf_counter() < deadline_s:
+        time.sleep(0.05)
+        after = resources()
+    assert not grown(before, after), f"{before} before, {after} after"
+
+
+def grown(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    return any(b > a for a, b in zip(before, after, strict=True))
+
+
+def resources() -> tuple[int, int, int]:
+    """Threads of this process, its open files, and Python's threads."""
+    threads, sockets = os.listdir("/proc/self/task"), os.listdir("/proc/self/fd")
+    return len(threads), len(sockets), threading.active_count()
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts through Linux's /proc")
 def test_closing_frees_threads_and_sockets(ranks: RankPool) -> None:
-    ranks.run(2, open_and_close_on_rank)
+    ranks.run(4, open_and_close_on_rank)
+
+
+def divide_again_on_rank(rank: int, world_size: int) -> None:
+    with open_transport(timeout_s=20) as transport:
+        transport.divide(Topology(rack=1, world=4), [("rack",), ("world",)])
+        whole = resources()
+        transport.divide(SQUARE, AXES)
+        before = resources()
+        assert grown(whole, before)
+        transport.divide(Topology(node=2, device=2), [("device",), ("node",), ("node", "device")])
+        assert not grown(before, resources())
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts through Linux's /proc")
+def test_groups_that_are_open_are_used_again(ranks: RankPool) -> None:
+    ranks.run(4, divide_again_on_rank)

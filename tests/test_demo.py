@@ -11,6 +11,7 @@ import torch
 
 import fddp
 from fddp import cli
+from fddp.commands.demo import run_demo
 from fddp.demo.compare import StepTimes, difference, difference_between_ranks
 from fddp.demo.data import Batch, load, own_batches, whole_batches
 from fddp.demo.model import Params, Score, init_params, loss_fn
@@ -79,7 +80,7 @@ def test_the_command_trains_and_shows_every_row(capfd: pytest.CaptureFixture[str
 
 @pytest.mark.slow
 def test_wrong_gradients_end_with_a_failed_check(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.run_demo(Options(2, 1, 0.25, train_unweighted)) == 1
+    assert run_demo(Options(2, 1, 0.25, train_unweighted)) == 1
     printed = capfd.readouterr().out
     assert "passed: must be 0" in printed  # wrong, but the same on all ranks
     assert "FAILED: at most 1e-10" in printed
@@ -95,7 +96,7 @@ def train_dies(params: Params, data: Batch, sync: fddp.GradSync, *rest: object) 
 @pytest.mark.slow
 def test_a_rank_that_fails_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.run_demo(Options(2, 1, 0.25, train_dies))
+        run_demo(Options(2, 1, 0.25, train_dies))
     assert caught.value.code == 1
     printed = capfd.readouterr().err
     assert printed.index("rank 1 failed:\n") < printed.index("RuntimeError: out of luck")

@@ -404,7 +404,7 @@ def test_a_rank_that_has_skipped_a_step_is_told_apart() -> None:
     def run(group: Any) -> tuple[Ending, Any]:
         with fddp.GradSync(params(), group=group) as sync:
             if group.rank:
-                sync._step += 1  # as after a step of a GradSync restored from elsewhere
+                sync._engine.step += 1  # as after a step of a GradSync restored from elsewhere
             seen = ending(lambda: step(sync))
         with fddp.GradSync(params(), group=group) as sync:
             return seen, step(sync)[1]

@@ -13,15 +13,16 @@ PACKAGE = Path(__file__).parent.parent / "fddp"
 # A package stands for the modules in it.
 LAYERS = {
     "core": """
-        control errors expect leafspec plan plan_text reducer scaling schedule timeline
+        build check control cost errors expect leafspec optimal plan plan_text reducer scaling
+        schedule schedule_text simulate tables timeline topology
     """,
     "edge": """
-        arrays ext layout leaves pack pack_foreach pack_reference planning tree
+        arrays ext layout leaves pack pack_foreach pack_reference planning shards tree
     """,
     "shell": """
-        __init__ __main__ agree backward bench buffers cli collectives contributions demo info
-        inputs launch observe program progress session sparse sync transports uneven
-        value_and_grad
+        __init__ __main__ agree backward bench buffers cli collectives commands contributions demo
+        engine failures info inputs launch measuring meshes observe program progress request results
+        session sparse sync testing transports tuning uneven value_and_grad viz
     """,
 }
 LAYER_OF_LISTED = {module: layer for layer, names in LAYERS.items() for module in names.split()}

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fddp.errors import DesyncError, RankLostError
+from fddp.topology import Topology
 from fddp.transports import LoopbackGroup, loopback, open_transport
 
 
@@ -147,3 +148,41 @@ def test_an_operation_does_not_block_its_issuer() -> None:
         return issued_s
 
     assert loopback(2, asynchronous)[0] < 0.1
+
+
+SQUARE = Topology(host=2, local=2)
+AXES = [("host",), ("local",)]
+
+
+def test_mismatched_operations_of_a_group_are_told_on_its_ranks() -> None:
+    def mismatched(group: LoopbackGroup) -> None:
+        transport, rank = open_transport(group), group.rank
+        transport.divide(SQUARE, AXES)
+        buffer = torch.ones(4)
+        work = transport.reduce_scatter(buffer, axes=("local",), average=rank == 3)
+        if rank < 2:
+            work.wait("bucket 0")
+        else:
+            with pytest.raises(DesyncError, match=f"bucket 0 on rank {rank} of 4: ranks met"):
+                work.wait("bucket 0")
+            assert work.done
+            with pytest.raises(DesyncError, match=r"rank 3 averaging reduce_scatter of .* \(4,\)"):
+                work.wait("bucket 0")
+        assert transport.exchange(b"goes on") == [b"goes on"] * 4
+
+    loopback(4, mismatched)
+
+
+def test_a_rank_that_leaves_is_lost_to_those_who_wait_for_it() -> None:
+    def leaves(group: LoopbackGroup) -> None:
+        transport, rank = open_transport(group), group.rank
+        transport.divide(SQUARE, AXES)
+        if rank == 3:
+            transport.close()
+            return
+        axes = [("local",), ("host",), ("local",)][rank]
+        with pytest.raises(RankLostError, match="bucket 1") as caught:
+            transport.all_reduce(torch.ones(1), axes=axes).wait("bucket 1")
+        assert caught.value.ranks == (1 if rank == 0 else 3,)
+
+    loopback(4, leaves)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
 import pickle
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,10 +17,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fddp
+from fddp.build import make_schedule
+from fddp.check import check_schedule
+from fddp.errors import ScheduleError
 from fddp.plan import BucketPlan, LeafSpec, plan_leaves
-from fddp.schedule import Op, Schedule, Topology, make_schedule
+from fddp.schedule import CONTROL_REGION, Op, Region, Schedule, Topology, chunk
 from models import batch, mlp, mlp_loss
 from ranks import Launch
+from test_check import chains, right_chains
 
 WORLD = Topology(world=2)
 
@@ -31,129 +39,6 @@ def plan_of(*leaves: tuple[str, str], sparse: tuple[str, ...] = ()) -> BucketPla
 # The values
 
 
-def test_dense_buckets() -> None:
-    assert make_schedule(plan_of(("a", "float32"), ("b", "bfloat16")), WORLD).ops == (
-        Op("pack", 0, "", "bucket", ()),
-        Op("all_reduce", 0, "world", "bucket", (0,)),
-        Op("pack", 1, "", "bucket", ()),
-        Op("all_reduce", 1, "world", "bucket", (2,)),
-        Op("control", -1, "world", "control", (2,)),
-        Op("pack", 0, "", "repair", (1, 4), "late"),
-        Op("all_reduce", 0, "world", "repair", (5,), "late"),
-        Op("add", 0, "", "bucket", (6,), "late"),
-        Op("pack", 1, "", "repair", (3, 4), "late"),
-        Op("all_reduce", 1, "world", "repair", (8,), "late"),
-        Op("add", 1, "", "bucket", (9,), "late"),
-        Op("unpack", 0, "", "bucket", (7,)),
-        Op("unpack", 1, "", "bucket", (10,)),
-    )
-
-
-def test_a_float16_bucket_is_retained_and_reduced_again_as_a_whole() -> None:
-    schedule = make_schedule(plan_of(("a", "float16")), WORLD)
-    assert schedule.ops == (
-        Op("pack", 0, "", "bucket", ()),
-        Op("all_reduce", 0, "world", "bucket", (0,)),
-        Op("control", -1, "world", "control", (0,)),
-        Op("pack", 0, "", "bucket", (1, 2), "again"),
-        Op("all_reduce", 0, "world", "bucket", (3,), "again"),
-        Op("unpack", 0, "", "bucket", (4,)),
-    )
-    assert schedule.retained == {0}
-    assert schedule.wire_dtypes == ("float16",)
-
-
-def test_a_sparse_bucket_is_gathered_once_the_control_word_is_in() -> None:
-    plan = plan_of(("a", "float32"), ("e", "float32"), sparse=("e",))
-    schedule = make_schedule(plan, WORLD)
-    assert [op for op in schedule.ops if op.bucket == 1] == [
-        Op("gather", 1, "world", "bucket", (2,)),
-        Op("unpack", 1, "", "bucket", (6,)),
-    ]
-    assert schedule.ops[2].kind == "control"
-    assert schedule.sequence == (0,)
-
-
-def test_sparse_buckets_only() -> None:
-    schedule = make_schedule(plan_of(("e", "float32"), sparse=("e",)), WORLD)
-    assert schedule.ops == (
-        Op("control", -1, "world", "control", ()),
-        Op("gather", 0, "world", "bucket", (0,)),
-        Op("unpack", 0, "", "bucket", (1,)),
-    )
-    assert schedule.sequence == ()
-
-
-@pytest.mark.parametrize("reduce_dtype", [None, "float32", "float64"])
-def test_reduce_dtype_is_that_of_16_bit_buckets(reduce_dtype: str | None) -> None:
-    dtypes = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
-    plan = plan_of(*((f"p{i}", dtype) for i, dtype in enumerate(dtypes)))
-    schedule = make_schedule(plan, WORLD, reduce_dtype=reduce_dtype)
-    wide = reduce_dtype or "float16", reduce_dtype or "bfloat16"
-    assert schedule.wire_dtypes == (*wide, *dtypes[2:])
-    assert schedule.retained == (frozenset() if reduce_dtype else {0})
-
-
-LEAF = st.tuples(
-    st.sampled_from(["float16", "bfloat16", "float32", "complex64"]),
-    st.booleans(),
-    st.integers(0, 9),
-)
-
-
-@given(
-    st.lists(LEAF, min_size=1, max_size=12), st.integers(1, 64), st.integers(1, 5), st.booleans()
-)
-def test_what_holds_of_every_schedule(
-    leaves: list[tuple[str, bool, int]], cap_bytes: int, world_size: int, wide: bool
-) -> None:
-    specs = [
-        LeafSpec(f"p{i}", (size,), dtype, sparse=sparse)
-        for i, (dtype, sparse, size) in enumerate(leaves)
-    ]
-    plan = plan_leaves(specs, order=range(len(specs))[::-1], caps_bytes=[cap_bytes])
-    reduce_dtype = "float32" if wide else None
-    schedule = make_schedule(plan, Topology(world=world_size), reduce_dtype=reduce_dtype)
-    ops = schedule.ops
-    dense = [b for b, bucket in enumerate(plan.buckets) if not bucket.sparse]
-    for position, op in enumerate(ops):
-        assert all(0 <= dep < position for dep in op.deps), "dependencies point backwards"
-        assert (op.axis == "world") is (op.kind in ("all_reduce", "gather", "control"))
-        assert (op.bucket == -1) is (op.kind == "control")
-    # Each bucket is launched once, in plan order, before the one control word.
-    launches = [op.bucket for op in ops if op.kind == "all_reduce" and op.when == "always"]
-    assert launches == dense == list(schedule.sequence)
-    (control,) = (position for position, op in enumerate(ops) if op.kind == "control")
-    assert all(op.when == "always" for op in ops[:control])
-    assert sum(op.kind == "all_reduce" for op in ops[:control]) == len(dense)
-    # Whatever depends on a condition hangs on the control word, and unpacking on all of its bucket.
-    for position, op in enumerate(ops):
-        if op.when != "always" or op.kind == "gather":
-            assert control in ancestors(ops, position)
-    for b, bucket in enumerate(plan.buckets):
-        (unpack,) = (p for p, op in enumerate(ops) if op.kind == "unpack" and op.bucket == b)
-        own = {p for p, op in enumerate(ops) if op.bucket == b and p != unpack}
-        assert own <= ancestors(ops, unpack)
-        kinds = [op.kind for op in ops if op.bucket == b]
-        if bucket.sparse:
-            assert kinds == ["gather", "unpack"]
-        else:
-            again = schedule.wire_dtypes[b] == "float16"
-            assert (b in schedule.retained) is again
-            assert kinds.count("all_reduce") == 2
-
-
-def ancestors(ops: tuple[Op, ...], position: int) -> set[int]:
-    found: set[int] = set()
-    stack = [position]
-    while stack:
-        for dep in ops[stack.pop()].deps:
-            if dep not in found:
-                found.add(dep)
-                stack.append(dep)
-    return found
-
-
 def example() -> Schedule:
     plan = plan_of(("a", "float32"), ("e", "float32"), ("h", "float16"), sparse=("e",))
     return make_schedule(plan, Topology(host=4))
@@ -161,7 +46,21 @@ def example() -> Schedule:
 
 def test_the_digest_is_stable() -> None:
     # Ranks may run different builds: a digest that changes is a change of what they agree on.
-    assert example().digest == "51fb2d1b61230355fa2b18e38b04fb1a11799cad80d8435a01454f3b68a9de67"
+    assert example().digest == "3496a6b1addab736f97e074d208ce05065d76d2745bb10b923a0c8b9a1676cec"
+    assert (
+        example().shared_digest
+        == "f73371ea4ba412a12b28f6b16c7524d483d1fac9d0c8d65a80c19658e18407de"
+    )
+
+
+def test_what_ranks_share() -> None:
+    """Ranks may have different leaves that are not reduced."""
+    one, other = (
+        make_schedule(plan_of(("a", "float32"), ("steps", dtype)), WORLD)
+        for dtype in ("int64", "int32")
+    )
+    assert one.shared_digest == other.shared_digest
+    assert one.digest != other.digest
 
 
 def test_equality_and_hash() -> None:
@@ -171,6 +70,9 @@ def test_equality_and_hash() -> None:
     plan = plan_of(("a", "float32"))
     others = [
         make_schedule(plan, WORLD),
+        make_schedule(plan, WORLD, scaling="after"),
+        make_schedule(plan, WORLD, algorithm="reduce_scatter"),
+        make_schedule(plan, WORLD, split_mb=1e-6),
         make_schedule(plan, Topology(world=3)),
         make_schedule(plan, Topology(host=2)),
         make_schedule(plan_of(("b", "float32")), WORLD),
@@ -180,52 +82,237 @@ def test_equality_and_hash() -> None:
     assert len(set(others)) == len({schedule.digest for schedule in others}) == len(others)
 
 
-def test_a_schedule_is_printed_as_a_table() -> None:
-    lines = str(make_schedule(plan_of(("a", "float32")), WORLD)).splitlines()
-    assert [line.split() for line in lines] == [
-        ["op", "kind", "bucket", "axis", "when", "after"],
-        ["0", "pack", "0", "-", "always", "-"],
-        ["1", "all_reduce", "0", "world", "always", "0"],
-        ["2", "control", "-", "world", "always", "0"],
-        ["3", "pack", "0", "-", "late", "1,", "2"],
-        ["4", "all_reduce", "0", "world", "late", "3"],
-        ["5", "add", "0", "-", "late", "4"],
-        ["6", "unpack", "0", "-", "always", "5"],
-    ]
+def test_pickles_leave_what_was_worked_out_behind() -> None:
+    schedule = example()
+    before = len(pickle.dumps(schedule))
+    assert schedule.digest
+    assert schedule.sequence
+    assert len(pickle.dumps(schedule)) == before
 
 
-def test_a_topology_is_a_value() -> None:
-    grid = Topology(host=4, local=8)
-    assert grid.world_size == 32
-    assert grid.axes == (("host", 4), ("local", 8))
-    assert repr(grid) == "Topology(host=4, local=8)"
-    assert grid == Topology(host=4, local=8) != Topology(local=8, host=4)
-    assert hash(grid) == hash(Topology(host=4, local=8))
+def test_one_by_hand() -> None:
+    plan, region = plan_of(("a", "float32")), Region("bucket", 0, 3)
+    made = make_schedule(plan, WORLD)
+    ops = (
+        Op("pack", 0, (), region, ()),
+        Op("all_reduce", 0, ("world",), region, (0,)),
+        Op("control", -1, ("world",), CONTROL_REGION, (0,)),
+        Op("pack", 0, (), region, (1, 2), "again"),
+        Op("all_reduce", 0, ("world",), region, (3,), "again"),
+        Op("unpack", 0, (), region, (4, 2)),
+    )
+    other = dataclasses.replace(made, ops=ops)
+    assert other != made
+    assert other.retained == {0}
+    assert made.retained == frozenset()
+    check_schedule(other)
+
+
+def test_facts() -> None:
+    plan = plan_of(("a", "float32"), ("b", "float32"))
+    schedule = make_schedule(plan, Topology(host=2, local=2), algorithm="hierarchical")
+    assert schedule.sequence == (0, 1)
+    assert schedule.buffer_numels == (4, 4)
+    assert schedule.groups == (("local",), ("host", "local"), ("host",))
 
 
 @pytest.mark.parametrize(
-    ("call", "text"),
+    ("position", "text"),
     [
-        (lambda: Topology(), "at least one axis"),
-        (lambda: Topology(world=0), "'world' needs a size of at least 1, got 0"),
-        (lambda: Topology(world=-3), "at least 1, got -3"),
+        (0, "op 0 (pack of bucket 1, leaves 'a' to 'b')"),
+        (1, "op 1 (reduce_scatter of bucket 1, leaves 'a' to 'b', along local)"),
+        (2, "op 2 (the control word, along host and local)"),
+        (6, "op 6 (reduce_scatter of bucket 1, leaves 'a' to 'b' (repair), along local)"),
+        (10, "op 10 (gather of bucket 0, leaf 'e', along host and local)"),
+    ],
+)
+def test_operations_in_words(position: int, text: str) -> None:
+    leaves = [LeafSpec(path, (3,), "float32", sparse=path == "e") for path in "abe"]
+    plan = plan_leaves(leaves, order=[0, 1, 2], caps_bytes=[100])
+    schedule = make_schedule(plan, Topology(host=2, local=2), algorithm="hierarchical")
+    assert schedule.describe(position) == text
+
+
+def test_a_bucket_that_is_not_there_in_words() -> None:
+    assert example().describe_bucket(3) == "bucket 3, which the plan does not have"
+
+
+def test_a_schedule_is_printed_as_a_table() -> None:
+    schedule = make_schedule(
+        plan_of(("a", "float32")), Topology(host=2, local=2), algorithm="hierarchical"
+    )
+    first, *lines = str(schedule).splitlines()
+    assert first == (
+        "Schedule(11 operations, 1 buckets, Topology(host=2, local=2), scaling='before', "
+        "result='replicated_mean')"
+    )
+    assert first == repr(schedule)
+    assert [line.split() for line in lines[:8]] == [
+        ["op", "kind", "bucket", "along", "buffer", "elements", "shard", "when", "after"],
+        ["0", "pack", "0", "-", "bucket", "0:4", "-", "always", "-"],
+        ["1", "reduce_scatter", "0", "local", "bucket", "0:4", "-", "always", "0"],
+        ["2", "control", "-", "host", "x", "local", "control", "-", "-", "always", "0"],
+        ["3", "all_reduce", "0", "host", "bucket", "0:4", "local", "always", "1"],
+        ["4", "all_gather", "0", "local", "bucket", "0:4", "local", "always", "3"],
+        ["5", "pack", "0", "-", "repair", "0:4", "-", "late", "4,", "2"],
+        ["6", "reduce_scatter", "0", "local", "repair", "0:4", "-", "late", "5"],
+    ]
+    assert len(lines) == 1 + len(schedule.ops)
+
+
+def test_notebooks_show_the_ends_of_a_long_one() -> None:
+    short = example()._repr_html_()
+    assert short.startswith("<table><caption>Schedule(14 operations")
+    assert short.count("<tr>") == 1 + len(example().ops)
+    plan = plan_of(*((f"<{i}>", "float32") for i in range(50)))
+    long = make_schedule(plan, WORLD)
+    html = long._repr_html_()
+    assert html.count("<tr>") == 1 + 60 + 1
+    assert f"({len(long.ops) - 60} more operations)" in html
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=3), st.integers(0, 5))
+def test_chunks(cuts: list[tuple[int, int]], start: int) -> None:
+    """All chunks together are the whole, in order of their places."""
+    cuts = [(places, place % places) for places, place in cuts]
+    elements = [*range(start, start + 24**2 * 6)]
+    for places, place in cuts:
+        size = len(elements) // places
+        elements = elements[place * size : (place + 1) * size]
+    assert chunk(start, start + 24**2 * 6, cuts) == (elements[0], elements[-1] + 1)
+
+
+def bad(**fields: Any) -> Callable[[], Schedule]:
+    return lambda: dataclasses.replace(example(), **fields)
+
+
+def bad_op(**fields: Any) -> Callable[[], Schedule]:
+    op = example().ops[0]
+    return lambda: dataclasses.replace(example(), ops=(op, op._replace(**fields)))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (bad(plan=None), r"^plan must be a BucketPlan, got NoneType$"),
+        (bad(topology=4), r"^topology must be a Topology, got int$"),
+        (bad(ops=[]), r"^ops must be a tuple, got list$"),
+        (bad(ops=(1,)), r"^ops\[0\] must be an Op on a Region, got 1$"),
+        (bad_op(region=None), r"^ops\[1\] must be an Op on a Region, got Op\("),
+        (bad_op(kind="send"), r"^ops\[1\] has the kind 'send'; it must be one of pack, all_reduce"),
+        (bad_op(when="never"), r"^ops\[1\] has the when 'never'; it must be one of always, late"),
         (
-            lambda: make_schedule(plan_of(("a", "float32")), Topology(host=2, local=2)),
-            r"one axis, got Topology\(host=2, local=2\)",
+            bad_op(region=Region("swap", 0, 3)),  # type: ignore[arg-type]
+            r"^ops\[1\] has the region\.buffer 'swap'; it must be one of bucket, repair, control$",
+        ),
+        (bad_op(bucket=0.0), r"^ops\[1\] has the bucket 0\.0; it must be a 64-bit int$"),
+        (bad_op(bucket=True), r"^ops\[1\] has the bucket True; it must be a 64-bit int$"),
+        (
+            bad_op(region=Region("bucket", -2, 3)),
+            r"^ops\[1\] has the start -2; it must be a 64-bit int$",
         ),
         (
-            lambda: make_schedule(plan_of(("a", "float32")), WORLD, algorithm="ring"),  # type: ignore[arg-type]
-            "must be 'all_reduce', got 'ring'",
+            bad_op(region=Region("bucket", 0, 2**63)),
+            r"^ops\[1\] has the stop 9223372036854775808; it must be a 64-bit int$",
         ),
         (
-            lambda: make_schedule(plan_of(("a", "float32")), WORLD, reduce_dtype="float16"),
-            "must be float32 or float64, got 'float16'",
+            bad_op(axes="world"),
+            r"^ops\[1\] has the axes 'world'; it must be a tuple of axis names$",
+        ),
+        (
+            bad_op(region=Region("bucket", 0, 3, (1,))),  # type: ignore[arg-type]
+            r"^ops\[1\] has the region\.shard \(1,\); it must be a tuple of axis names$",
+        ),
+        (bad_op(deps=[0]), r"^ops\[1\] has the deps \[0\]; they must be a tuple of ints$"),
+        (bad_op(deps=(True,)), r"^ops\[1\] has the deps \(True,\); they must be a tuple of ints$"),
+        (
+            bad(wire_dtypes=("float32",)),
+            r"^wire_dtypes must be a tuple of 3 dtype names, one for each bucket, got "
+            r"\('float32',\)$",
+        ),
+        (bad(scaling="twice"), r"^scaling must be one of before, after, average, got 'twice'$"),
+        (
+            bad(result="sum"),
+            r"^result must be one of replicated_mean, sharded_mean, replicated, got",
         ),
     ],
 )
-def test_errors(call: Any, text: str) -> None:
+def test_errors(make: Callable[[], Schedule], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        call()
+        make()
+
+
+# JSON
+
+
+@given(chains())
+def test_json_both_ways(schedule: Schedule) -> None:
+    assert Schedule.from_json(schedule.to_json()) == schedule
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda d: [],
+            r"^schedule JSON: must be an object with the fields format, plan, axes, ops",
+        ),
+        (lambda d: {**d, "more": 1}, r"^schedule JSON: must be an object with the fields"),
+        (
+            lambda d: {**d, "format": 2},
+            r"^schedule JSON: format is 2, this version reads 'fddp\.Sch",
+        ),
+        (lambda d: {**d, "plan": {}}, r"^schedule JSON: plan must be text, got \{\}$"),
+        (lambda d: {**d, "axes": {}}, r"^schedule JSON: axes must be a list, got \{\}$"),
+        (lambda d: {**d, "axes": [["a"]]}, r"^schedule JSON: axes\[0\] must be a list of 2, got"),
+        (lambda d: {**d, "axes": [["a", 1], ["a", 2]]}, r"^schedule JSON: axes\[1\] needs a name"),
+        (lambda d: {**d, "ops": [[]]}, r"^schedule JSON: ops\[0\] must be a list of 6, got \[\]$"),
+        (
+            lambda d: {**d, "wire_dtypes": "x"},
+            r"^schedule JSON: wire_dtypes must be a list, got 'x'",
+        ),
+        (lambda d: {**d, "scaling": []}, r"^scaling must be one of"),
+        (lambda d: {**d, "axes": [["a", 0]]}, r"^axis 'a' needs an int of at least 1"),
+    ],
+)
+def test_errors_of_json(change: Callable[[dict[str, Any]], Any], text: str) -> None:
+    document = change(json.loads(example().to_json()))
+    with pytest.raises(ValueError, match=text):
+        Schedule.from_json(json.dumps(document))
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_fuzzed_json(data: st.DataObject) -> None:
+    """Whatever is put in whatever place: a schedule, or a ValueError."""
+    document = json.loads(example().to_json())
+    node, parent, key = document, None, None
+    while isinstance(node, (dict, list)) and node and (parent is None or data.draw(st.booleans())):
+        parent = node
+        key = data.draw(st.sampled_from([*node] if isinstance(node, dict) else range(len(node))))
+        node = node[key]
+    assert parent is not None
+    parent[key] = data.draw(JUNK)
+    schedule = None
+    with contextlib.suppress(ValueError):
+        schedule = Schedule.from_json(json.dumps(document))
+    if schedule is not None:
+        assert Schedule.from_json(schedule.to_json()) == schedule
+
+
+@given(st.text(max_size=20))
+def test_json_of_nothing(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^schedule JSON: "):
+        Schedule.from_json(text)
 
 
 # The runtime carries them out
@@ -235,33 +322,40 @@ class Issued(NamedTuple):
     kind: str
     dtype: str
     numel: int
+    ranks: tuple[int, ...]
 
 
 def record(sync: fddp.GradSync) -> list[Issued]:
     """Notes what the transport is asked for from now on."""
     issued: list[Issued] = []
-    start = sync._transport._start
+    start = sync._engine.transport._start
 
     def noting(operation: Any) -> Any:
         tensor = operation.tensor
         dtype = str(tensor.dtype).removeprefix("torch.")
-        issued.append(Issued(operation.kind, dtype, tensor.numel()))
+        issued.append(Issued(operation.kind, dtype, tensor.numel(), operation.ranks))
         return start(operation)
 
-    sync._transport._start = noting  # type: ignore[method-assign]
+    sync._engine.transport._start = noting  # type: ignore[method-assign]
     return issued
 
 
-def expected_of(sync: fddp.GradSync, *, late: set[int] = frozenset(), again: bool = False) -> Any:  # type: ignore[assignment]
-    """The collectives that the schedule lists, with its conditions decided."""
-    program, expected = sync._program, []
-    for op in program.schedule.ops:
+def expected_of(
+    sync: fddp.GradSync, *, late: frozenset[int] = frozenset(), again: bool = False
+) -> list[Issued]:
+    """The collectives that the schedule lists, with its conditions decided, as this rank sees
+    them; those with itself alone need no transport."""
+    program, schedule, expected = sync._engine.program, sync.schedule, []
+    for op in schedule.ops:
         happens = {"always": True, "late": op.bucket in late, "again": again}[op.when]
+        ranks = schedule.topology.group(op.axes, sync.rank)
         if op.kind == "control":
-            expected.append(Issued("all_reduce", "float64", program.control.size))
-        elif op.kind == "all_reduce" and happens:
-            numel = program.plan.buckets[op.bucket].numel
-            expected.append(Issued("all_reduce", program.schedule.wire_dtypes[op.bucket], numel))
+            expected.append(Issued("all_reduce", "float64", program.control.size, ranks))
+        elif op.axes and happens and len(ranks) > 1:
+            joined = len(op.axes) if op.kind == "all_gather" else 0
+            shard = op.region.shard[: len(op.region.shard) - joined]
+            numel = (op.region.stop - op.region.start) // schedule.topology.size(shard)
+            expected.append(Issued(op.kind, schedule.wire_dtypes[op.bucket], numel, ranks))
     return expected
 
 
@@ -270,23 +364,28 @@ CASES: dict[str, dict[str, Any]] = {
     "float16": {"dtype": torch.float16},
     "reduced in float32": {"dtype": torch.bfloat16, "reduce_dtype": torch.float32},
     "a plan": {"dtype": torch.float64, "given": True},
+    "hierarchical": {
+        "dtype": torch.float32,
+        "mesh": Topology(host=2, local=2),
+        "algorithm": "hierarchical",
+    },
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_runtime_issues_what_the_schedule_lists(launch: Launch, case: str) -> None:
-    runs = launch(2, issue, CASES[case])
-    assert runs[0] == runs[1], "the same on all ranks"
-    for issued, expected, buckets in runs[0]:
-        assert issued == expected
-        assert len(expected) == buckets + 1
-        assert buckets > 1
+    world_size = CASES[case].get("mesh", WORLD).world_size
+    for steps in launch(world_size, issue, CASES[case]):
+        assert len(steps) == 6
+        for issued, expected, buckets in steps:
+            assert issued == expected
+            assert len(expected) > buckets > 1
 
 
 def issue(group: Any, case: dict[str, Any]) -> Any:
     params = mlp(dtype=case["dtype"])
     caps = {"bucket_cap_mb": 0.0003, "first_bucket_mb": 0.0001}
-    options = {"reduce_dtype": case.get("reduce_dtype")}
+    options = {name: case[name] for name in ("reduce_dtype", "mesh", "algorithm") if name in case}
     source = fddp.plan_buckets(params, **caps) if case.get("given") else params
     with fddp.GradSync(
         source, group=group, **options, **({} if case.get("given") else caps)
@@ -304,6 +403,46 @@ def issue(group: Any, case: dict[str, Any]) -> Any:
             results.append((list(issued), expected, len(sync.plan.buckets)))
             issued.clear()
         return results
+
+
+@settings(max_examples=30)
+@given(right_chains())
+def test_what_was_checked_runs_and_gives_the_mean(schedule: Schedule) -> None:
+    check_schedule(schedule)
+    (leaf,), ranks = schedule.plan.leaves, schedule.topology.world_size
+    dtype = getattr(torch, leaf.dtype)
+    grads = [torch.arange(leaf.numel, dtype=dtype) * (r + 1) * ranks for r in range(ranks)]
+    mean = torch.stack(grads).double().mean(0)
+
+    def run(group: Any) -> Any:
+        with fddp.GradSync(schedule, group=group) as sync:
+            issued = record(sync)
+            average = sync if schedule.result == "replicated_mean" else sync.reduce_scatter
+            own = {"w": grads[group.rank]}
+            parts = [average(own)["w"], average(own, weight=1e6)["w"]]
+            again = schedule.wire_dtypes == ("float16",)
+            return parts, issued == expected_of(sync) + expected_of(sync, again=again)
+
+    results = fddp.loopback(ranks, run)
+    assert all(same for _, same in results)
+    for steps in zip(*(parts for parts, _ in results), strict=True):
+        if schedule.result == "replicated_mean":
+            for got in steps:
+                torch.testing.assert_close(got.double(), mean, rtol=2e-3, atol=0.0)
+        else:
+            got = torch.cat(steps).double().sort().values
+            torch.testing.assert_close(got, mean, rtol=2e-3, atol=0.0)
+
+
+def test_a_wrong_schedule_is_told_at_construction() -> None:
+    schedule = make_schedule(plan_of(("a", "float32")), WORLD)
+    wrong = dataclasses.replace(schedule, result="sharded_mean")
+
+    def run(group: Any) -> None:
+        with pytest.raises(ScheduleError, match="its elements are not divided"):
+            fddp.GradSync(wrong, group=group)
+
+    fddp.loopback(2, run)
 
 
 def test_a_retained_bucket_is_reduced_again_on_all_ranks_or_on_none() -> None:
@@ -344,7 +483,7 @@ def test_repairs_are_issued_on_all_ranks_where_one_was_late() -> None:
             for twice in (group.rank == 0, False):
                 _, _, info = step(params, twice)
                 results.append(
-                    (info.repaired, issued == expected_of(sync, late=set(info.repaired)))
+                    (info.repaired, issued == expected_of(sync, late=frozenset(info.repaired)))
                 )
                 issued.clear()
             return results

@@ -154,8 +154,8 @@ def test_reduce_dtype_travels_in_it() -> None:
         grads = {"a": torch.ones(5, dtype=torch.bfloat16), "b": torch.ones(5)}
         with fddp.GradSync(grads, group=group, reduce_dtype=torch.float64) as sync:
             sent = []
-            start = sync._transport._start
-            sync._transport._start = lambda op: (sent.append(op.tensor.dtype), start(op))[1]
+            start = sync._engine.transport._start
+            sync._engine.transport._start = lambda op: (sent.append(op.tensor.dtype), start(op))[1]
             sync(grads)
         return set(sent[:-1])
 

@@ -126,7 +126,6 @@ def gather_on_rank(group: Group, dtype: torch.dtype) -> None:
             assert len(work.results) == transport.world_size
             for rank, row in enumerate(work.results):
                 assert torch.equal(row, filled(shape, complex(rank, 2), dtype))
-                assert row.untyped_storage().nbytes() == tensor.nbytes
             assert torch.equal(tensor, filled(shape, complex(transport.rank, 2), dtype))
 
 

@@ -111,7 +111,16 @@ class _Block(nn.Module):
         return x + deeper
 
 
-def _stack(title: str, layers: int, width: int, rows: int) -> Workload:
+def stack(title: str, layers: int, width: int, rows: int) -> Workload:
+    """A `Stack` on random rows.
+
+    Args:
+        title: what it is, in words.
+        layers: number of layers.
+        width: of each layer.
+        rows: in a rank's batch.
+    """
+
     def build() -> nn.Module:
         torch.manual_seed(0)
         return Stack(layers, width)
@@ -158,7 +167,14 @@ def _module_function(module: nn.Module) -> Functional:
 
 #: by the name that the command line takes
 WORKLOADS = {
-    "mlp": _stack("MLP, 8 layers of 1024x1024", layers=8, width=1024, rows=32),
-    "small": _stack("small layers, 400 of 32x32", layers=400, width=32, rows=32),
+    "mlp": stack("MLP, 8 layers of 1024x1024", layers=8, width=1024, rows=32),
+    "small": stack("small layers, 400 of 32x32", layers=400, width=32, rows=32),
     "transformer": _transformer(),
 }
+
+
+def transformer_step() -> tuple[Callable[[Any, Tensor], Tensor], Any, Tensor]:
+    """Loss function, parameters and batch of the transformer, for `python -m fddp tune`."""
+    workload = WORKLOADS["transformer"]
+    params, loss_fn = workload.to_function(workload.build())
+    return loss_fn, params, workload.batch(0)

@@ -19,6 +19,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -102,6 +103,9 @@ struct GraphView {
   bool whole = false;               // such a node must run although it leads to no leaf of ours
 };
 
+// The clock of Python's time.perf_counter.
+double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
 // Compared by name because the type is not exported from libtorch_python.
 bool is_python_node(const Node& node) {
   return std::strcmp(typeid(node).name(), "N5torch8autograd6PyNodeE") == 0;
@@ -173,6 +177,7 @@ class LeafSet : public std::enable_shared_from_this<LeafSet> {
     hook_leaves();
     std::fill(counts_.begin(), counts_.end(), 0);
     arrivals_.clear();
+    arrival_times_.clear();
     callback_ = std::make_unique<py::object>(std::move(on_bucket));
     armed_ = true;
   }
@@ -247,6 +252,10 @@ class LeafSet : public std::enable_shared_from_this<LeafSet> {
     const std::lock_guard<std::mutex> lock(mutex_);
     return arrivals_;
   }
+  std::vector<double> arrival_times() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return arrival_times_;
+  }
 
   GraphView inspect(const at::Tensor& loss) const {
     GraphView view;
@@ -289,6 +298,7 @@ class LeafSet : public std::enable_shared_from_this<LeafSet> {
       if (!armed_ || !leaves_[leaf].grad().defined()) return;
       ++counts_[leaf];
       arrivals_.push_back(static_cast<int64_t>(leaf));
+      arrival_times_.push_back(now_s());
       const int64_t bucket = bucket_of_[leaf];
       if (bucket == kNoBucket) return;
       note_stream(bucket, leaves_[leaf].device());
@@ -380,6 +390,7 @@ class LeafSet : public std::enable_shared_from_this<LeafSet> {
   std::vector<int64_t> expected_;                 // by leaf: gradients its bucket waits for
   std::vector<int64_t> counts_;                   // by leaf: gradients arrived
   std::vector<int64_t> arrivals_;                 // leaves in order of arrival, repeats included
+  std::vector<double> arrival_times_;             // of arrivals_: seconds, as time.perf_counter
   std::vector<int64_t> pending_;                  // by bucket: gradients still awaited
   std::vector<EagerSlot> eager_;
   std::vector<int64_t> eager_of_;                 // by leaf: position in eager_, or kNotEager
@@ -466,5 +477,6 @@ void bind_leaves(py::module_& m) {
       .def("late", &LeafSet::late)
       .def("counts", &LeafSet::counts)
       .def("arrivals", &LeafSet::arrivals)
+      .def("arrival_times", &LeafSet::arrival_times)
       .def("inspect", &LeafSet::inspect, py::arg("loss"));
 }

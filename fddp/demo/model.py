@@ -37,7 +37,7 @@ class Score(NamedTuple):
     accuracy: float
 
 
-def init_params(seed: int) -> Params:
+def init_params(seed: int = 0) -> Params:
     """Random parameters, scaled to each layer's number of inputs (He et al. 2015)."""
     generator = torch.Generator().manual_seed(seed)
     params = {}

@@ -75,7 +75,12 @@ def _resolve(group: Group | None) -> dist.ProcessGroup | LoopbackGroup:
         if group.ndim != 1:
             raise ValueError(
                 f"the DeviceMesh has {group.ndim} dimensions {group.mesh_dim_names}; "
-                "pass one dimension of it (mesh[name])"
+                "pass one dimension of it (mesh[name]), or all of it as mesh="
+            )
+        if group.get_coordinate() is None:
+            raise ValueError(
+                f"rank {dist.get_rank()} is no member of the {group}; open a transport only on "
+                "the ranks that belong to it"
             )
         group = group.get_group()
     resolved = dist.group.WORLD if group is None else group

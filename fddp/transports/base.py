@@ -6,66 +6,41 @@ one group never mix, even where their operations interleave differently on diffe
 transport may be used from several threads, but issuing in the same order everywhere is the caller's
 duty.
 
+After `divide`, collectives can also run along some axes of a topology: in the group of ranks that
+differ from this one in these axes only. Then issue order counts for each group by itself, and
+groups do not wait for each other.
+
 What every transport checks, and how the caller's tensors become what travels, is decided here once.
-A backend implements `_start` and `_release`.
+A backend implements `_start`, `_connect` and `_release`.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 
-from fddp.errors import ClosedError
+from fddp.errors import ClosedError, PlanMismatchError
+from fddp.transports.operation import Operation, check_operation, check_tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
     from torch import Tensor
     from typing_extensions import Self
 
-OperationKind = Literal["all_reduce", "all_gather", "broadcast"]
-
-#: dtypes that `all_reduce` adds up; the other two operations move any dtype
-SUMMABLE_DTYPES = frozenset(
-    {
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-        torch.complex128,
-        torch.uint8,
-        torch.int8,
-        torch.int32,
-        torch.int64,
-    }
-)
-
-
-class Operation(NamedTuple):
-    """A collective as it is handed to a backend, its tensors checked."""
-
-    kind: OperationKind
-    tensor: Tensor  # the caller's: contiguous, any shape
-    rows: tuple[Tensor, ...] = ()  # all_gather only: one fresh tensor like `tensor` per rank
-    src: int = 0  # broadcast only: rank in the group
-    stamp: bool = False
-
-    def __str__(self) -> str:
-        """What must be equal on all ranks, for error texts.
-
-        >>> str(Operation("broadcast", torch.zeros(2, 3), src=1))
-        'broadcast from rank 1 of torch.float32 (2, 3)'
-        """
-        source = f" from rank {self.src}" if self.kind == "broadcast" else ""
-        return f"{self.kind}{source} of {self.tensor.dtype} {tuple(self.tensor.shape)}"
+    from fddp.topology import Topology
+    from fddp.transports.operation import OperationKind
 
 
 class Work(ABC):
     """A collective in flight."""
 
-    def __init__(self, results: tuple[Tensor, ...]) -> None:
-        self._results = results
+    _results: tuple[Tensor, ...] = ()
 
     @abstractmethod
     def wait(self, what: str) -> None:
@@ -87,15 +62,27 @@ class Work(ABC):
 
     @property
     @abstractmethod
+    def done(self) -> bool:
+        """Whether `wait` has nothing left to wait for; does not block, and never raises.
+
+        Either all that other ranks send has arrived (the tensor is to be read after `wait`), or
+        `wait` raises at once.
+        """
+
+    @property
+    @abstractmethod
     def done_s(self) -> float | None:
-        """When the operation finished, in `time.perf_counter()` seconds; read it after `wait`.
+        """When all had arrived, in `time.perf_counter()` seconds; read it after `wait`.
 
         None where no stamp was asked for.
         """
 
     @property
     def results(self) -> list[Tensor]:
-        """What an `all_gather` brought, by rank; empty for other operations. Read after `wait`."""
+        """What an `all_gather` brought, by rank, as views of one buffer; read after `wait`.
+
+        Empty for other operations.
+        """
         return list(self._results)
 
 
@@ -117,22 +104,101 @@ class Transport(ABC):
     control_device: torch.device
 
     _closed: str | None = None  # why no new operation may start
+    _topology: Topology | None = None
+    _groups: Mapping[tuple[str, ...], tuple[int, ...]] = MappingProxyType({})  # ranks by axes
 
-    def all_reduce(self, tensor: Tensor, *, stamp: bool = False) -> Work:
+    def divide(self, topology: Topology, groups: Collection[tuple[str, ...]]) -> None:
+        """Open the groups along each of `groups`, tuples of axes; every rank calls this; blocks.
+
+        For each tuple a rank belongs to one group, `topology.group(axes, rank)`. A later call with
+        the same topology adds groups; one with another replaces it, and its groups. Connections
+        that are open between the same ranks are used again.
+
+        Args:
+            topology: its world size is the transport's.
+            groups: tuples of names of axes; that of all axes need not be among them.
+
+        Raises:
+            PlanMismatchError: ranks passed different topologies or groups.
+            ValueError: the topology has another world size, or lacks one of the axes.
+            FddpError: as an operation that fails.
+        """
+        named = sorted(set(groups))
+        self._agree(f"{topology} divided along {named}")
+        if topology.world_size != self.world_size:
+            raise ValueError(
+                f"divide on rank {self.rank}: {topology} has {topology.world_size} ranks and the "
+                f"transport {self.world_size}; pass a topology of the transport's ranks"
+            )
+        for axes in named:
+            if len(set(axes) & set(topology.names)) != len(axes):
+                raise ValueError(
+                    f"divide on rank {self.rank}: {axes!r} are not distinct axes of {topology}; "
+                    f"choose among {topology.names!r}"
+                )
+        ranks = {axes: topology.group(axes, self.rank) for axes in (*named, topology.names)}
+        self._connect([group for group in ranks.values() if 1 < len(group) < self.world_size])
+        known = self._groups if topology == self._topology else {}
+        self._topology, self._groups = topology, {**known, **ranks}
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        *,
+        axes: tuple[str, ...] = (),
+        average: bool = False,
+        stamp: bool = False,
+    ) -> Work:
         """Start replacing `tensor` by its sum over ranks, in place.
 
         Args:
             tensor: contiguous, of one of `SUMMABLE_DTYPES`, the same shape and dtype on all ranks;
                 not to be touched until the work was waited for.
+            axes: the ranks: () for all, else the group along axes that `divide` was given.
+            average: divide the sum by the number of these ranks; for floating and complex dtypes.
             stamp: record when it finished, see `Work.done_s`.
         """
-        self._check("all_reduce", tensor)
-        if tensor.dtype not in SUMMABLE_DTYPES:
-            raise TypeError(
-                f"all_reduce on rank {self.rank} cannot sum {tensor.dtype}; convert the tensor to "
-                f"one of {', '.join(sorted(map(str, SUMMABLE_DTYPES)))}"
-            )
-        return self._start(Operation("all_reduce", tensor, stamp=stamp))
+        ranks = self._ranks("all_reduce", axes)
+        return self._launch(Operation("all_reduce", tensor, ranks, average=average, stamp=stamp))
+
+    def reduce_scatter(
+        self,
+        buffer: Tensor,
+        *,
+        axes: tuple[str, ...] = (),
+        average: bool = False,
+        stamp: bool = False,
+    ) -> Work:
+        """Start replacing this rank's own chunk of `buffer` by its sum over ranks, in place.
+
+        The buffer is cut into as many equal chunks as ranks take part; the i-th of these ranks in
+        ascending order owns chunk i. What the other chunks then hold is undefined.
+
+        Args:
+            buffer: as for `all_reduce`, and of one dimension, its length a multiple of the number
+                of ranks that take part.
+            axes: as for `all_reduce`.
+            average: as for `all_reduce`.
+            stamp: record when it finished, see `Work.done_s`.
+        """
+        ranks = self._ranks("reduce_scatter", axes)
+        return self._launch(
+            Operation("reduce_scatter", buffer, ranks, average=average, stamp=stamp)
+        )
+
+    def all_gather_in_place(
+        self, buffer: Tensor, *, axes: tuple[str, ...] = (), stamp: bool = False
+    ) -> Work:
+        """Start filling `buffer` with every rank's own chunk of it; see `reduce_scatter`.
+
+        Args:
+            buffer: as for `reduce_scatter`, of any dtype; this rank's own chunk is read, the
+                others are written.
+            axes: as for `all_reduce`.
+            stamp: record when it finished, see `Work.done_s`.
+        """
+        ranks = self._ranks("all_gather", axes)
+        return self._launch(Operation("all_gather", buffer, ranks, stamp=stamp))
 
     def all_gather(self, tensor: Tensor, *, stamp: bool = False) -> Work:
         """Start collecting every rank's `tensor`; `work.results[r]` is a copy of rank r's.
@@ -141,9 +207,13 @@ class Transport(ABC):
             tensor: contiguous, any dtype, the same shape and dtype on all ranks.
             stamp: record when it finished, see `Work.done_s`.
         """
-        self._check("all_gather", tensor)
-        rows = tuple(torch.empty_like(tensor) for _ in range(self.world_size))
-        return self._start(Operation("all_gather", tensor, rows=rows, stamp=stamp))
+        check_tensor("all_gather", tensor, self.rank)
+        rows = tensor.new_empty((self.world_size, *tensor.shape))
+        rows[self.rank].copy_(tensor)
+        buffer = rows.view(-1)
+        work = self._launch(Operation("all_gather", buffer, self._everyone, stamp=stamp))
+        work._results = rows.unbind(0)
+        return work
 
     def broadcast(self, tensor: Tensor, src: int, *, stamp: bool = False) -> Work:
         """Start replacing `tensor` by rank `src`'s, in place.
@@ -153,13 +223,12 @@ class Transport(ABC):
             src: rank within the group, the same on all ranks.
             stamp: record when it finished, see `Work.done_s`.
         """
-        self._check("broadcast", tensor)
         if not 0 <= src < self.world_size:
             raise ValueError(
                 f"broadcast on rank {self.rank}: src={src} is not a rank of the group; "
                 f"choose one from 0 to {self.world_size - 1}"
             )
-        return self._start(Operation("broadcast", tensor, src=src, stamp=stamp))
+        return self._launch(Operation("broadcast", tensor, self._everyone, src=src, stamp=stamp))
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Give `payload` to every rank and return every rank's, in rank order; blocks.
@@ -202,29 +271,63 @@ class Transport(ABC):
         """Hand a checked operation to the backend."""
 
     @abstractmethod
+    def _connect(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Make ready for operations in `groups`, each the ranks of one that this rank is in."""
+
+    @abstractmethod
     def _release(self) -> None:
         """Free what the backend holds; called once."""
 
-    def _check(self, kind: OperationKind, tensor: Tensor) -> None:
+    @cached_property
+    def _everyone(self) -> tuple[int, ...]:
+        return tuple(range(self.world_size))
+
+    def _launch(self, operation: Operation) -> Work:
         if self._closed is not None:
             raise ClosedError(
-                f"{kind} on rank {self.rank}: this {self.name} transport is closed "
+                f"{operation.kind} on rank {self.rank}: this {self.name} transport is closed "
                 f"({self._closed}); open a new one on a working group"
             )
-        problem = _problem(tensor)
-        if problem is not None:
-            raise ValueError(f"{kind} on rank {self.rank}: the tensor {problem}")
+        check_operation(operation, self.rank)
+        if len(operation.ranks) == 1 < self.world_size:
+            return _LoneWork(operation.stamp)
+        return self._start(operation)
+
+    def _agree(self, text: str) -> None:
+        """Raise on every rank where `text` is not the same on all."""
+        first, *others = [told.decode() for told in self.exchange(text.encode())]
+        for rank, other in enumerate(others, start=1):
+            if other != first:
+                raise PlanMismatchError(
+                    f"divide on rank {self.rank}: rank 0 has {first}, rank {rank} has {other}; "
+                    "pass the same topology and groups on every rank"
+                )
+
+    def _ranks(self, kind: OperationKind, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks that take part along `axes`."""
+        if not axes:
+            return self._everyone
+        ranks = self._groups.get(axes)
+        if ranks is None:
+            opened = ", ".join(map(repr, self._groups)) or "none"
+            raise ValueError(
+                f"{kind} on rank {self.rank}: no group along {axes!r} was opened; open: {opened}; "
+                "name these axes to divide"
+            )
+        return ranks
 
 
-def _problem(tensor: Tensor) -> str | None:
-    """What stops `tensor` from being read and written as one flat run of memory, and the cure."""
-    if tensor.layout is not torch.strided:
-        return f"has layout {tensor.layout}; pass a dense one (tensor.to_dense())"
-    if not tensor.is_contiguous():
-        shape, stride = tuple(tensor.shape), tensor.stride()
-        return f"of shape {shape} has strides {stride}; pass tensor.contiguous()"
-    if tensor.requires_grad:
-        return "requires grad and collectives are not differentiable; pass tensor.detach()"
-    if tensor.is_conj() or tensor.is_neg():
-        return "is a lazy conjugate or negative view; pass tensor.resolve_conj().resolve_neg()"
-    return None
+class _LoneWork(Work):
+    """An operation in a group of one rank: nothing to do."""
+
+    done = True
+
+    def __init__(self, stamp: bool) -> None:
+        self._done_s = time.perf_counter() if stamp else None
+
+    @property
+    def done_s(self) -> float | None:
+        return self._done_s
+
+    def wait(self, what: str) -> None:
+        return

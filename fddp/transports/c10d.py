@@ -1,9 +1,11 @@
 """Transport over any backend of `torch.distributed`.
 
-Each transport has its own communicator. For gloo and nccl it is built directly on a part of the
-group's store: `new_group` would need every process of the job, or, with local synchronisation,
-names that come apart between overlapping groups. Other backends go through `new_group`, which all
-members then call.
+Each transport has its own communicators: one over all ranks, and one for each group that it was
+divided into. A failure in one of them closes the transport, and is told to all ranks.
+
+For gloo and nccl they are built directly on a part of the group's store: `new_group` would need
+every process of the job, or, with local synchronisation, names that come apart between overlapping
+groups. Other backends go through `new_group`, which all members then call.
 
 On NCCL the host does not wait for buckets, so failures there surface through torch's watchdog, as
 `TORCH_NCCL_ASYNC_ERROR_HANDLING` directs.
@@ -20,11 +22,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fddp.errors import ClosedError, FddpError, RankLostError, SyncTimeoutError
-from fddp.transports.base import Operation, Transport, Work
-from fddp.transports.communicators import Communicator, LateError, ToldError, connect
-from fddp.transports.rollcall import RollCall
+from fddp.transports.base import Transport, Work
+from fddp.transports.communicators import Communicator, LateError, Seat, ToldError, connect
+from fddp.transports.rollcall import Report, RollCall
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fddp.transports.communicators import Flight
+    from fddp.transports.operation import Operation
     from fddp.transports.rollcall import Verdict
 
 _GRACE_S = 2.0  # how long a failing rank waits for the others to say that they live
@@ -32,13 +38,14 @@ _FREEING_S = 1.0  # how long `close` waits for the backend to end, which goes on
 
 
 class C10dTransport(Transport):
-    """A communicator of its own over a `torch.distributed` group."""
+    """Communicators of its own over a `torch.distributed` group."""
 
     name = "c10d"
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float | None = None) -> None:
-        backends = _backends(group)
-        devices = [torch.device(device) for device in backends]
+        self._group = group
+        self._backends = _backends(group)
+        devices = [torch.device(device) for device in self._backends]
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.control_device = next((d for d in devices if d.type == "cpu"), devices[0])
@@ -46,34 +53,44 @@ class C10dTransport(Transport):
         self._global_ranks = dist.get_process_group_ranks(group)
         self._lock = threading.Lock()
         self._failure: _Failure | None = None
-        self._communicators: dict[str, Communicator] = {}
+        self._communicators: dict[tuple[int, ...], dict[str, Communicator]] = {}
         self._roll = RollCall(group.get_group_store(), self.rank, self.world_size)
         what = "opening a c10d transport"
         try:
             absent = self._roll.open(self.timeout_s)
-            if not absent:
-                self._communicators = connect(group, backends, self._roll, self.timeout_s)
         except RuntimeError as error:
-            raise self._fail(what, error) from error
+            raise self._fail(what, error, self._everyone) from error
         if absent:
             raise SyncTimeoutError(
                 f"{what} on rank {self.rank} of {self.world_size}: {self._names(absent)} did not "
                 f"open theirs within timeout_s={self.timeout_s}; every rank of the group must, in "
                 "the same order"
             )
+        self._connect([self._everyone])
+
+    def _connect(self, groups: Sequence[tuple[int, ...]]) -> None:
+        for ranks in groups:
+            if ranks in self._communicators:
+                continue
+            seat = Seat(self._group, self.rank, ranks, self._roll, self.timeout_s)
+            try:
+                self._communicators[ranks] = connect(seat, self._backends)
+            except RuntimeError as error:
+                what = f"opening a communicator of {len(ranks)} ranks"
+                raise self._fail(what, error, ranks) from error
 
     def _start(self, operation: Operation) -> Work:
-        communicator = self._communicators.get(operation.tensor.device.type)
+        communicator = self._communicators[operation.ranks].get(operation.tensor.device.type)
         if communicator is None:
             raise ValueError(
                 f"{operation.kind} on rank {self.rank}: the tensor is on "
-                f"{operation.tensor.device} and the group serves {sorted(self._communicators)}; "
+                f"{operation.tensor.device} and the group serves {sorted(self._backends)}; "
                 "move the tensor, or initialise the group with a backend for that device"
             )
         try:
             return _C10dWork(self, communicator, operation)
         except RuntimeError as error:
-            raise self._fail(str(operation), error) from error
+            raise self._fail(str(operation), error, operation.ranks) from error
 
     def _release(self) -> None:
         # On a thread of its own, for [Note: freeing waits]; in order it does not, or not for long.
@@ -83,46 +100,53 @@ class C10dTransport(Transport):
             thread.join(_FREEING_S)
 
     def _free(self) -> None:
-        for communicator in set(self._communicators.values()):
-            communicator.free(failed=self._failure is not None)
+        for communicators in list(self._communicators.values()):
+            for communicator in set(communicators.values()):
+                communicator.free(failed=self._failure is not None)
 
     def _await(self, pending: _Pending) -> None:
-        if self._closed is not None and not pending.work.is_completed():
+        if self._closed is not None and not pending.flight.arrived:
             raise RuntimeError(f"the transport was closed ({self._closed})")
-        pending.communicator.wait(pending.work)
+        pending.communicator.wait(pending.flight)
 
-    def _fail(self, what: str, error: Exception) -> FddpError:
-        """Close after a failure that the backend raised; the error that `what` ends with."""
+    def _fail(self, what: str, error: Exception, ranks: tuple[int, ...]) -> FddpError:
+        """Close after a failure that the backend raised; the error that `what` ends with.
+
+        Args:
+            what: the operation in the caller's words.
+            error: what the backend raised.
+            ranks: who took part.
+        """
         with self._lock:
             if self._failure is None:
                 if self._closed is not None:
                     return ClosedError(f"{what} on rank {self.rank} of {self.world_size}: {error}")
-                self._failure = _diagnose(self._roll, error, min(_GRACE_S, self.timeout_s / 4))
+                grace_s = min(_GRACE_S, self.timeout_s / 4)
+                self._failure = _diagnose(self._roll, error, ranks, grace_s)
                 self._closed = f"{what} failed"
                 self._release()
             return self._explain(what, self._failure)
 
     def _explain(self, what: str, failure: _Failure) -> FddpError:
         where = f"{what} on rank {self.rank} of {self.world_size}"
-        if failure.reports is None:
+        if failure.silent is None:
             return RankLostError(
                 f"{where}: {failure.text}; the group's store does not answer either, so the rank "
                 "or agent that hosts it is gone: start the job again from a checkpoint"
             )
-        silent = tuple(r for r in range(self.world_size) if r not in failure.reports)
-        names = self._names(silent)
-        if "timeout" in failure.reports.values():
+        names = self._names(failure.silent)
+        if failure.late:
             return SyncTimeoutError(
                 f"{where}: not finished within timeout_s={self.timeout_s}; "
-                f"{f'no word from {names}' if silent else 'every rank is alive'}. All ranks must "
+                f"{f'no word from {names}' if names else 'every rank is alive'}. All ranks must "
                 "issue the same operations in the same order; where one is only slow, raise "
                 "timeout_s"
             )
         return RankLostError(
-            f"{where}: {f'lost {names}' if silent else 'a connection broke'} ({failure.text}); "
+            f"{where}: {f'lost {names}' if names else 'a connection broke'} ({failure.text}); "
             "start the job again from a checkpoint, or go on with a group of the ranks that are "
             "left",
-            silent,
+            failure.silent,
         )
 
     def _names(self, ranks: tuple[int, ...]) -> str:
@@ -138,13 +162,17 @@ class _C10dWork(Work):
     def __init__(
         self, transport: C10dTransport, communicator: Communicator, operation: Operation
     ) -> None:
-        super().__init__(operation.rows)
         self._transport = transport
         self._pending: _Pending | None = _Pending(
             communicator, communicator.issue(operation), operation
         )
         self._error: FddpError | None = None
-        self._watch = communicator.watch(self._pending.work) if operation.stamp else None
+        self._watch = communicator.watch(self._pending.flight) if operation.stamp else None
+
+    @property
+    def done(self) -> bool:
+        pending = self._pending
+        return pending is None or self._transport._closed is not None or pending.flight.arrived
 
     @property
     def done_s(self) -> float | None:
@@ -156,7 +184,7 @@ class _C10dWork(Work):
             try:
                 self._transport._await(pending)
             except RuntimeError as error:
-                self._error = self._transport._fail(what, error)
+                self._error = self._transport._fail(what, error, pending.operation.ranks)
                 self._error.__cause__ = error
         if self._error is not None:
             raise self._error
@@ -166,19 +194,23 @@ class _Pending(NamedTuple):
     """What must live for as long as an operation is in flight."""
 
     communicator: Communicator
-    work: dist.Work
-    operation: Operation  # holds the tensors
+    flight: Flight
+    operation: Operation  # holds the tensor
 
 
 class _Failure(NamedTuple):
     """What is known of the failure that closed a transport."""
 
     text: str  # the backend's, one line
-    reports: dict[int, str] | None  # verdicts by rank; None where the store is gone too
+    late: bool  # some rank waited for as long as it may
+    silent: tuple[int, ...] | None  # ranks waited for in vain; None where the store is gone too
 
 
-def _diagnose(roll: RollCall, error: Exception, grace_s: float) -> _Failure:
-    """Tell the others, and hear from them, how an operation that raised `error` ended."""
+def _diagnose(roll: RollCall, error: Exception, ranks: tuple[int, ...], grace_s: float) -> _Failure:
+    """Tell the others, and hear from them, how an operation of `ranks` that raised `error` ended.
+
+    Silent alone means little: a rank that takes no part in what failed may be busy elsewhere.
+    """
     # Without gloo's own source line in front and its general advice behind.
     text = re.sub(r"^\[[^\]]*\] |\. This is typically.*", "", str(error).split("\n", 1)[0])
     verdict: Verdict = "broken"
@@ -187,10 +219,16 @@ def _diagnose(roll: RollCall, error: Exception, grace_s: float) -> _Failure:
     elif isinstance(error, LateError) or re.search("timeout|timed out", text, re.IGNORECASE):
         verdict = "timeout"
     try:
-        roll.report(verdict)
-        return _Failure(text, roll.reports(grace_s))
+        roll.report(Report(verdict, ranks))
+        reports = roll.reports(grace_s)
     except RuntimeError:
-        return _Failure(text, None)
+        return _Failure(text, verdict == "timeout", None)
+    awaited = {r for told in reports.values() if told.verdict != "told" for r in told.ranks}
+    return _Failure(
+        text,
+        late=any(told.verdict == "timeout" for told in reports.values()),
+        silent=tuple(sorted(awaited - reports.keys())),
+    )
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

@@ -10,15 +10,20 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from fddp.errors import ClosedError, DesyncError, FddpError, RankLostError, SyncTimeoutError
-from fddp.transports.base import Operation, Transport, Work
+from fddp.transports.base import Transport, Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+    from torch import Tensor
+
+    from fddp.transports.operation import Operation
 
 T = TypeVar("T")
 
@@ -115,7 +120,7 @@ class LoopbackTransport(Transport):
         self.timeout_s = group._world.timeout_s if timeout_s is None else timeout_s
         self.control_device = torch.device("cpu")
         self._world = group._world
-        self._position = 0
+        self._issued: Counter[tuple[int, ...]] = Counter()  # operations by ranks that take part
         # The n-th transport that a rank opens meets the n-th of every other rank.
         self._channel = group._opened
         missing = self._world.open(self._channel, self.rank, self.timeout_s)
@@ -124,9 +129,14 @@ class LoopbackTransport(Transport):
         group._opened += 1
 
     def _start(self, operation: Operation) -> Work:
-        meeting = self._world.join(self._channel, self._position, self.rank, operation)
-        self._position += 1
-        return _LoopbackWork(self, meeting, operation)
+        position = self._issued[operation.ranks]
+        self._issued[operation.ranks] += 1
+        appointment = _Appointment(self._channel, operation.ranks, position)
+        meeting = self._world.join(appointment, self.rank, operation)
+        return _LoopbackWork(self, meeting, operation.stamp)
+
+    def _connect(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Nothing to do: any ranks can meet."""
 
     def _release(self) -> None:
         self._world.leave(self.rank, f"left its transport ({self._closed})", self._channel)
@@ -149,14 +159,15 @@ class LoopbackTransport(Transport):
 
 
 class _LoopbackWork(Work):
-    def __init__(
-        self, transport: LoopbackTransport, meeting: _Meeting, operation: Operation
-    ) -> None:
-        super().__init__(operation.rows)
+    def __init__(self, transport: LoopbackTransport, meeting: _Meeting, stamp: bool) -> None:
         self._transport = transport
         self._meeting = meeting
-        self._stamp = operation.stamp
+        self._stamp = stamp
         self._error: FddpError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._transport._closed is not None or self._transport._world.is_over(self._meeting)
 
     @property
     def done_s(self) -> float | None:
@@ -189,11 +200,19 @@ class _LoopbackWork(Work):
         return transport._explain(what, missing)
 
 
-class _Meeting:
-    """One operation of one transport: who has come with what. Guarded by the world's condition."""
+class _Appointment(NamedTuple):
+    """What ranks must have in common to meet."""
 
-    def __init__(self, channel: int) -> None:
-        self.channel = channel
+    channel: int  # the transport
+    ranks: tuple[int, ...]  # who takes part
+    position: int  # how many operations of these ranks on this transport came before
+
+
+class _Meeting:
+    """One operation: who has come with what. Guarded by the world's condition."""
+
+    def __init__(self, appointment: _Appointment) -> None:
+        self.appointment = appointment
         self.operations: dict[int, Operation] = {}
         self.mismatch: str | None = None
         self.done_s: float | None = None
@@ -212,7 +231,7 @@ class _World:
         self.timeout_s = timeout_s
         self._changed = threading.Condition()
         self._openings: dict[int, set[int]] = {}
-        self._meetings: dict[tuple[int, int], _Meeting] = {}
+        self._meetings: dict[_Appointment, _Meeting] = {}
         self._departed: dict[_Departure, str] = {}
 
     def open(self, channel: int, rank: int, timeout_s: float) -> dict[int, str | None]:
@@ -221,26 +240,27 @@ class _World:
             present = self._openings.setdefault(channel, set())
             present.add(rank)
             self._changed.notify_all()
+            everyone = range(self.size)
             self._changed.wait_for(
-                lambda: self._is_settled(self._missing(present, channel)), timeout_s
+                lambda: self._is_settled(self._missing(everyone, present, channel)), timeout_s
             )
-            missing = self._missing(present, channel)
+            missing = self._missing(everyone, present, channel)
             if missing:
                 present.discard(rank)
             return missing
 
-    def join(self, channel: int, position: int, rank: int, operation: Operation) -> _Meeting:
+    def join(self, appointment: _Appointment, rank: int, operation: Operation) -> _Meeting:
         """Bring `operation` to its meeting; the last rank to come carries it out."""
         with self._changed:
-            meeting = self._meetings.setdefault((channel, position), _Meeting(channel))
+            meeting = self._meetings.setdefault(appointment, _Meeting(appointment))
             first_rank, first = next(iter(meeting.operations.items()), (rank, operation))
             meeting.operations[rank] = operation
             if meeting.mismatch is None and str(operation) != str(first):
                 meeting.mismatch = f"rank {first_rank} {first}, rank {rank} {operation}"
-            if len(meeting.operations) == self.size:
-                del self._meetings[channel, position]
+            if len(meeting.operations) == len(appointment.ranks):
+                del self._meetings[appointment]
                 if meeting.mismatch is None:
-                    _carry_out([meeting.operations[r] for r in range(self.size)])
+                    _carry_out([meeting.operations[r] for r in appointment.ranks])
                 meeting.done_s = time.perf_counter()
             self._changed.notify_all()
             return meeting
@@ -248,14 +268,13 @@ class _World:
     def wait(self, meeting: _Meeting, timeout_s: float) -> dict[int, str | None]:
         """Wait for all ranks to come; those that did not, with why they left (None: late)."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    meeting.mismatch is not None
-                    or self._is_settled(self._missing(meeting.operations, meeting.channel))
-                ),
-                timeout_s,
-            )
-            return self._missing(meeting.operations, meeting.channel)
+            self._changed.wait_for(lambda: self._is_over(meeting), timeout_s)
+            return self._missing_at(meeting)
+
+    def is_over(self, meeting: _Meeting) -> bool:
+        """Whether `wait` would return at once."""
+        with self._changed:
+            return self._is_over(meeting)
 
     def leave(self, rank: int, reason: str, channel: int | None = None) -> None:
         """Say that `rank` will bring no more operations (to `channel`)."""
@@ -263,12 +282,21 @@ class _World:
             self._departed.setdefault(_Departure(rank, channel), reason)
             self._changed.notify_all()
 
-    def _missing(self, present: Collection[int], channel: int) -> dict[int, str | None]:
-        """The ranks that are not `present`, with why they left, if they did."""
-        everywhere = {rank: self._departed.get(_Departure(rank, None)) for rank in range(self.size)}
+    def _is_over(self, meeting: _Meeting) -> bool:
+        return meeting.mismatch is not None or self._is_settled(self._missing_at(meeting))
+
+    def _missing_at(self, meeting: _Meeting) -> dict[int, str | None]:
+        channel, ranks, _ = meeting.appointment
+        return self._missing(ranks, meeting.operations, channel)
+
+    def _missing(
+        self, ranks: Iterable[int], present: Collection[int], channel: int
+    ) -> dict[int, str | None]:
+        """Those of `ranks` that are not `present`, with why they left, if they did."""
         return {
-            rank: reason or self._departed.get(_Departure(rank, channel))
-            for rank, reason in everywhere.items()
+            rank: self._departed.get(_Departure(rank, None))
+            or self._departed.get(_Departure(rank, channel))
+            for rank in ranks
             if rank not in present
         }
 
@@ -284,15 +312,24 @@ def _carry_out(operations: list[Operation]) -> None:
     first = operations[0]
     tensors = [operation.tensor for operation in operations]
     if first.kind == "all_reduce":
-        total = tensors[0].clone()
-        for tensor in tensors[1:]:
-            total += tensor
+        total = _sum(tensors, first.average)
         for tensor in tensors:
             tensor.copy_(total)
     elif first.kind == "broadcast":
         for tensor in tensors:
             tensor.copy_(tensors[first.src])
     else:
-        for operation in operations:
-            for row, tensor in zip(operation.rows, tensors, strict=True):
-                row.copy_(tensor)
+        chunks = [operation.chunks for operation in operations]
+        for place, row in enumerate(chunks):
+            if first.kind == "reduce_scatter":
+                row[place].copy_(_sum([other[place] for other in chunks], first.average))
+            else:
+                for source, chunk in enumerate(row):
+                    chunk.copy_(chunks[source][source])
+
+
+def _sum(tensors: list[Tensor], average: bool) -> Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total.div_(len(tensors)) if average else total

@@ -6,8 +6,9 @@ its side of a transport, and, once an operation has failed, who is still alive.
 
 from __future__ import annotations
 
+import json
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import torch.distributed as dist
 
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
 #: how an operation ended on the rank that reports: no answer in time, a broken connection, or the
 #: news of either from another rank
 Verdict = Literal["timeout", "broken", "told"]
+
+
+class Report(NamedTuple):
+    """What a rank that met a failure tells the others."""
+
+    verdict: Verdict
+    ranks: tuple[int, ...]  # who took part in the operation that failed
 
 
 class RollCall:
@@ -67,19 +75,19 @@ class RollCall:
         except RuntimeError:
             return False
 
-    def report(self, verdict: Verdict) -> None:
+    def report(self, report: Report) -> None:
         """Tell the others that an operation failed here; that this rank lives."""
-        self.store.set(f"report/{self._rank}", verdict)
+        self.store.set(f"report/{self._rank}", json.dumps(report))
         self.store.set("failed", "")
 
-    def reports(self, grace_s: float) -> dict[int, str]:
-        """The verdicts of the ranks that reported, waiting at most `grace_s` for all of them."""
+    def reports(self, grace_s: float) -> dict[int, Report]:
+        """What the ranks that reported tell, waiting at most `grace_s` for all of them."""
         silent = self._absent("report", time.perf_counter() + grace_s)
-        return {
-            rank: self.store.get(f"report/{rank}").decode()
-            for rank in range(self._world_size)
-            if rank not in silent
-        }
+        return {rank: self._read(rank) for rank in range(self._world_size) if rank not in silent}
+
+    def _read(self, rank: int) -> Report:
+        verdict, ranks = json.loads(self.store.get(f"report/{rank}"))
+        return Report(cast("Verdict", verdict), tuple(ranks))
 
     def _absent(self, name: str, deadline_s: float) -> tuple[int, ...]:
         """The ranks that have not set their `name` key by `deadline_s`."""

@@ -1,0 +1,241 @@
+"""From step to step: what a `GradSync` carries on between its synchronisations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from fddp.agree import Terms, agree
+from fddp.buffers import BufferPool
+from fddp.build import make_gather
+from fddp.check import check_schedule
+from fddp.control import ControlReport
+from fddp.errors import ClosedError, InternalError, ReentryError, UnevenError
+from fddp.expect import Arrivals
+from fddp.inputs import outside_transforms
+from fddp.plan import BucketPlan, rebucket
+from fddp.program import Program, make_program
+from fddp.request import Request
+from fddp.scaling import WeightScale
+from fddp.schedule import Schedule
+from fddp.session import Outcome, Session, Setting
+from fddp.transports import Transport, open_transport
+from fddp.uneven import Round
+
+
+class Engine:
+    """Opens a session for each step, and takes note of how it ended. Making one is a collective
+    call.
+
+    Args:
+        request: what the caller asked for.
+
+    Attributes:
+        transport: carries the collectives.
+        terms: what ranks have agreed on.
+        program: what a step carries out.
+        gathering: what turns shards into whole leaves, where steps leave shards.
+        arrivals: what the last backward pass showed.
+        in_backward: whether one is running.
+        step: number of the next synchronisation.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._groups: list[tuple[str, ...]] = []  # those that the transport has opened
+        self.transport = open_transport(request.span.group, "auto", request.usable_timeout_s)
+        try:
+            self.terms = _agreed_terms(self.transport, request)
+            schedule = self.terms.schedule_of(self.terms.plan)
+            # Shards must stay what they are, so that plans of theirs are not rebuilt.
+            rebuilds = not self.terms.given and schedule.result != "sharded_mean"
+            self._install(schedule, with_order=rebuilds)
+        except BaseException:
+            self.transport.close()
+            raise
+        self.arrivals: Arrivals | None = None
+        self.in_backward = False
+        self.step = 0
+        self._pool = BufferPool()
+        self._scale = WeightScale(self.transport.world_size, scaling=schedule.scaling)
+        self._round: Round | None = None
+        self._closed_by = ""  # why no further step may start
+        self._watch: list[Session] | None = None
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether no further step may start."""
+        return bool(self._closed_by)
+
+    @property
+    def in_round(self) -> bool:
+        """Whether steps belong to a loop of `uneven`."""
+        return self._round is not None
+
+    # Steps
+
+    def open(self, *, with_stats: bool) -> Session:
+        """A session for the next step.
+
+        Raises:
+            ClosedError: there can be none.
+            ReentryError: backward of another step runs.
+            UnevenError: the other ranks have left the loop.
+        """
+        self._check_open()
+        turn = self._round
+        if turn is not None and turn.over:
+            # Nobody would meet this rank.
+            turn.synced += 1
+            raise UnevenError(f"rank {self.transport.rank} at step {self.step}: {turn.problem()}")
+        session = self._session(self.program, self._scale, with_stats=with_stats)
+        if turn is not None:
+            session.has_next = turn.has_next
+            turn.synced += 1
+            if turn.synced > 1:
+                session.fail(turn.problem())
+        return session
+
+    def open_gathering(self) -> Session:
+        """A session that turns shards into whole leaves; no step in the sense of `uneven`.
+
+        Raises:
+            ClosedError, ReentryError: as `open`.
+        """
+        self._check_open()
+        if self.gathering is None:
+            raise InternalError("shards are gathered only where steps leave some")
+        return self._session(
+            self.gathering, WeightScale(self.transport.world_size), with_stats=False
+        )
+
+    def close(self, session: Session) -> Outcome:
+        """Runs a session to its end, and takes note of it.
+
+        Raises:
+            Exception: what `Session.finish` raises.
+        """
+        try:
+            # Results outlive the caller's inference mode, and buffers are used again after it.
+            with outside_transforms(), torch.inference_mode(False):
+                outcome = session.finish()
+        except BaseException as error:
+            if session.orderly:
+                self._take_note(session)
+            else:
+                # A step was left half done: ranks no longer agree on what comes next.
+                self.shut(f"{type(error).__name__}: {error}")
+            raise
+        if self._watch is not None:
+            self._watch.append(session)
+        report = self._take_note(session)
+        if report.order and self.program.control.with_order:
+            reduced = self.program.reduced
+            self.adopt(rebucket(self.program.plan, [reduced[slot] for slot in report.order]))
+        return outcome
+
+    @contextmanager
+    def watched(self) -> Iterator[list[Session]]:
+        """Collects the sessions that are closed meanwhile."""
+        sessions: list[Session] = []
+        self._watch = sessions
+        try:
+            yield sessions
+        finally:
+            self._watch = None
+
+    def adopt(self, plan: BucketPlan) -> None:
+        """Goes on with another plan for the same leaves; all ranks must at the same step."""
+        self._install(self.terms.schedule_of(plan), with_order=False)
+        self._pool.clear()
+
+    def shut(self, reason: str) -> None:
+        """Frees the communicator and all memory; a second call does nothing."""
+        self._pool.clear()
+        self.transport.close()
+        self._closed_by = self._closed_by or reason
+
+    # Rounds of `fddp.uneven`
+
+    def any_has(self, mine: bool) -> bool:
+        """Whether any rank has input; a collective call."""
+        device = self.transport.control_device
+        votes = torch.tensor([mine], dtype=torch.float64, device=device)
+        self.transport.all_reduce(votes).wait("the vote before the first round")
+        return bool(votes.item() > 0)
+
+    def begin_round(self, turn: Round) -> Round:
+        """Steps belong to this round from now on."""
+        self._round = turn
+        return turn
+
+    def fail_round(self, error: BaseException) -> None:
+        """Takes part in a round's synchronisation only to say what went wrong; raises it."""
+        session = self.open(with_stats=False)
+        session.fail(error)
+        self.close(session)
+
+    def end_rounds(self) -> None:
+        """Steps belong to no round any more."""
+        self._round = None
+
+    # Parts
+
+    def _install(self, schedule: Schedule, *, with_order: bool) -> None:
+        """Proves what is about to be carried out, and opens the groups that it needs."""
+        check_schedule(schedule)
+        gather = make_gather(schedule) if schedule.result == "sharded_mean" else None
+        if gather is not None:
+            check_schedule(gather)
+        groups = sorted({*schedule.groups, *(gather.groups if gather else ())})
+        if groups != self._groups:
+            self.transport.divide(schedule.topology, groups)
+            self._groups = groups
+        rank = self.transport.rank
+        self.program = make_program(schedule, rank, with_order=with_order)
+        self.gathering: Program | None = None
+        if gather is not None:
+            self.gathering = make_program(gather, rank, with_order=False)
+
+    def _check_open(self) -> None:
+        if self._closed_by:
+            raise ClosedError(
+                f"this GradSync is closed ({self._closed_by}); build a new one on a working group"
+            )
+        if self.in_backward:
+            raise ReentryError(
+                f"rank {self.transport.rank}: a step was called while backward of another step of "
+                f"the same GradSync runs, where ranks reach it at different points; call it in the "
+                f"loss function itself, or use a GradSync of its own for it"
+            )
+
+    def _session(self, program: Program, scale: WeightScale, *, with_stats: bool) -> Session:
+        setting = Setting(program, self.transport, self._pool, scale, self.step, with_stats)
+        self.step += 1
+        return Session(setting)
+
+    def _take_note(self, session: Session) -> ControlReport:
+        """What the control word means for later steps; the same on all ranks, also of a failure."""
+        report = session.report
+        if report is None:
+            raise InternalError("a step ended in good order without a control word")
+        if session.setting.program.schedule.result == "replicated":
+            return report  # weights and rounds have no part in gathering shards
+        if self._round is not None:
+            self._round.any_next = report.has_next > 0
+            self._round.over = report.has_next == 0
+        if report.agreed and not report.failed and report.active:
+            self._scale = session.setting.scale.next(
+                report.total_weight, report.total_squared, report.active
+            )
+        return report
+
+
+def _agreed_terms(transport: Transport, request: Request) -> Terms:
+    """What is wrong on this rank alone is told to the others before it is raised."""
+    try:
+        terms = request.terms(transport)
+    except Exception as error:
+        return agree(transport, None, error)
+    return agree(transport, terms, None)

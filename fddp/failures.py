@@ -1,0 +1,79 @@
+"""What ranks tell each other when a step cannot be completed, and the errors that follow from it.
+
+Texts are exchanged only then: the control word says that something failed, not what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fddp.control import ControlReport
+from fddp.errors import DesyncError, PeerError
+from fddp.scaling import WeightScale
+from fddp.transports.base import Transport
+
+
+class Told(NamedTuple):
+    """What one rank says of its step.
+
+    Attributes:
+        step: its number, as text.
+        digest: `shared_digest` of its schedule.
+        failure: what went wrong there; empty if nothing did.
+    """
+
+    step: str
+    digest: str
+    failure: str
+
+
+def exchange(transport: Transport, step: int, digest: str, failure: str) -> list[Told]:
+    """Every rank's account, by rank; a collective call."""
+    payload = f"{step}\n{digest}\n{failure}".encode(errors="backslashreplace")
+    return [Told(*text.decode().split("\n", 2)) for text in transport.exchange(payload)]
+
+
+def text_of(error: BaseException) -> str:
+    """An error in words."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # an error that can't be printed must not keep the others waiting
+        return type(error).__name__
+
+
+def peer_error(step: int, told: Sequence[Told]) -> PeerError:
+    """The error of the ranks that did not fail."""
+    failures = {rank: account.failure for rank, account in enumerate(told) if account.failure}
+    lines = [f"rank {rank} failed at step {step}: {text}" for rank, text in failures.items()]
+    advice = "no gradients were produced on any rank; the group is in step and can go on"
+    return PeerError("; ".join([*lines, advice]), failures)
+
+
+def desync_error(rank: int, told: Sequence[Told]) -> DesyncError:
+    """The error of ranks that met in one control word while not in step."""
+    mine = told[rank]
+    other = next(r for r, account in enumerate(told) if account[:2] != mine[:2])
+    theirs = told[other]
+    return DesyncError(
+        f"rank {rank} is at step {mine.step} with plan {mine.digest[:12]}, rank {other} at step "
+        f"{theirs.step} with plan {theirs.digest[:12]}; every rank must synchronise equally often "
+        f"with one GradSync (fddp.uneven does this for loops of unequal length)"
+    )
+
+
+def weight_problem(report: ControlReport, scale: WeightScale) -> str | None:
+    """Why the weights of all ranks have no mean, or None."""
+    total = report.total_weight
+    if total <= 0.0:
+        return (
+            f"the total weight over {scale.world_size} ranks is {total}, so there is no mean; give "
+            f"at least one rank a weight above 0, or skip the step on all of them"
+        )
+    if not scale.bears(total, report.active):
+        return (
+            f"the mean weight is {total / report.active} where sums were scaled for {scale.unit}, "
+            f"and a jump by more than 2**40 can't be corrected; the next step is scaled for the "
+            f"new weights: call it again"
+        )
+    return None

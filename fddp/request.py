@@ -1,0 +1,157 @@
+"""What a caller asks of a `GradSync`, and the terms that follow from it on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from fddp.agree import Terms
+from fddp.errors import NoGradientError
+from fddp.meshes import Span
+from fddp.plan import BucketPlan
+from fddp.planning import plan_buckets
+from fddp.schedule import Schedule
+from fddp.topology import Topology
+from fddp.transports import Transport, TransportName
+
+Reduction = Literal["all_reduce", "hierarchical", "reduce_scatter"]
+
+CAP_MB = 25.0
+FIRST_MB = 1.0
+_LONGEST_S = 10**7  # what the backends' clocks hold with room to spare
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `GradSync`, as they were given.
+
+    Attributes:
+        source: a tree, a plan or a schedule.
+        bucket_cap_mb, first_bucket_mb, sparse, select: as for `plan_buckets`.
+        reduce_dtype: as for `GradSync`.
+        algorithm: how buckets are reduced.
+        span: the axes of the ranks.
+        transport: name of the transport.
+        timeout_s: seconds that any operation may take.
+    """
+
+    source: Any
+    bucket_cap_mb: float | Sequence[float]
+    first_bucket_mb: float
+    sparse: Collection[str]
+    select: Callable[[str], bool] | None
+    reduce_dtype: torch.dtype | None
+    algorithm: Reduction
+    span: Span
+    transport: TransportName
+    timeout_s: float | None
+
+    @property
+    def usable_timeout_s(self) -> float | None:
+        """The timeout, if a transport can be opened with it."""
+        given = self.timeout_s
+        usable = isinstance(given, (int, float)) and 0 < given <= _LONGEST_S
+        return given if usable else None
+
+    def terms(self, transport: Transport) -> Terms:
+        """What ranks must have in common.
+
+        Raises:
+            NoGradientError: there is nothing to reduce.
+            ValueError, TypeError: an argument that makes no sense.
+        """
+        if self.timeout_s is not None and self.usable_timeout_s is None:
+            raise ValueError(
+                f"timeout_s must be above 0 and at most {_LONGEST_S} seconds, "
+                f"got {self.timeout_s!r}"
+            )
+        if self.transport not in ("auto", transport.name):
+            raise ValueError(
+                f"transport={self.transport!r} does not fit this group; "
+                f"pass 'auto' or {transport.name!r}"
+            )
+        if self.algorithm not in get_args(Reduction):
+            raise ValueError(
+                f"algorithm must be one of {', '.join(get_args(Reduction))}, got {self.algorithm!r}"
+            )
+        if self.span.problem is not None:
+            raise self.span.problem
+        plan = self._plan()
+        topology = self._topology(transport.world_size)
+        return Terms(
+            plan=plan,
+            given=isinstance(self.source, (BucketPlan, Schedule)),
+            transport=self.transport,
+            reduce_dtype=_dtype_name(self.reduce_dtype),
+            algorithm=self.algorithm,
+            topology=topology,
+            schedule=self.source if isinstance(self.source, Schedule) else None,
+        )
+
+    def _plan(self) -> BucketPlan:
+        if not isinstance(self.source, (BucketPlan, Schedule)):
+            return plan_buckets(
+                self.source,
+                bucket_cap_mb=self.bucket_cap_mb,
+                first_bucket_mb=self.first_bucket_mb,
+                sparse=self.sparse,
+                select=self.select,
+            )
+        plan = self.source.plan if isinstance(self.source, Schedule) else self.source
+        if not plan.buckets:
+            raise NoGradientError(
+                f"the plan has {len(plan.leaves)} leaves and no bucket, so nothing would be "
+                f"averaged; pass a plan with buckets"
+            )
+        options = (self.bucket_cap_mb, self.first_bucket_mb, len(self.sparse), self.select)
+        if options != (CAP_MB, FIRST_MB, 0, None):
+            raise ValueError(
+                "a plan that is passed in is used as it is; give bucket_cap_mb, first_bucket_mb, "
+                "sparse and select to plan_buckets instead"
+            )
+        return plan
+
+    def _topology(self, world_size: int) -> Topology:
+        if isinstance(self.source, Schedule):
+            return self._schedule_topology(self.source, world_size)
+        topology = self.span.topology or Topology(world=world_size)
+        if topology.world_size != world_size:
+            raise ValueError(
+                f"the mesh {topology} has {topology.world_size} ranks, and the group {world_size}; "
+                f"lay a mesh over the group that has as many"
+            )
+        if self.algorithm == "hierarchical" and len(topology.axes) < 2:
+            raise ValueError(
+                f"algorithm='hierarchical' needs a mesh of at least two axes, such as "
+                f"mesh=fddp.Topology(host=4, local=8) for 32 ranks, got {topology}"
+            )
+        return topology
+
+    def _schedule_topology(self, schedule: Schedule, world_size: int) -> Topology:
+        if (self.algorithm, self.reduce_dtype) != ("all_reduce", None):
+            raise ValueError(
+                "a schedule that is passed in is carried out as it is; give algorithm and "
+                "reduce_dtype to make_schedule instead"
+            )
+        if schedule.result == "replicated":
+            raise ValueError(
+                "the schedule's result is 'replicated', which reduces nothing; pass one whose "
+                "result is 'replicated_mean' or 'sharded_mean'"
+            )
+        topology = schedule.topology
+        if topology != (self.span.topology or topology) or topology.world_size != world_size:
+            raise ValueError(
+                f"the schedule is for {topology}, and the group has {world_size} ranks"
+                + (f" in {self.span.topology}" if self.span.topology else "")
+                + "; make a schedule for the group's topology"
+            )
+        return topology
+
+
+def _dtype_name(dtype: torch.dtype | None) -> str | None:
+    if dtype not in (None, torch.float32, torch.float64):
+        raise ValueError(f"reduce_dtype must be torch.float32 or torch.float64, got {dtype}")
+    return None if dtype is None else str(dtype).removeprefix("torch.")

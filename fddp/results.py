@@ -1,0 +1,141 @@
+"""What a synchronisation gives back: leaves over bucket memory, or this rank's shards of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fddp.contributions import Contributions
+from fddp.layout import Stats
+from fddp.pack import pack_, scale_, slices, unpack_
+from fddp.program import Program
+from fddp.shards import Chunk
+
+
+class Devices(dict[str, torch.device]):
+    """From a device in the plan to the one where leaves live, as far as this rank has seen it."""
+
+    def __missing__(self, label: str) -> torch.device:
+        # A rank that has no gradient at all learns from the plan; "meta" plans run on the CPU.
+        return torch.device("cpu" if label == "meta" else label.partition("#")[0])
+
+
+class Results:
+    """Results by leaf, filled in bucket by bucket.
+
+    Args:
+        program: knows where each leaf lies.
+        with_stats: whether norm and finiteness are wanted.
+        devices: where leaves live.
+    """
+
+    def __init__(self, program: Program, with_stats: bool, devices: Devices) -> None:
+        self.leaves: list[Tensor | None] = [None] * len(program.plan.leaves)
+        self._program = program
+        self._with_stats = with_stats
+        self._devices = devices
+        self._parts: dict[int, list[Tensor]] = {}  # by operation: this rank's shards
+        self._stats = Stats(0.0, True)
+
+    @property
+    def stats(self) -> Stats | None:
+        """Squared norm and finiteness of what was unpacked here; None unless asked for."""
+        return self._stats if self._with_stats else None
+
+    def unpack(self, position: int, bucket: int, buffer: Tensor, after: float) -> None:
+        """Takes the results of one operation out of a dense bucket, times `after`."""
+        chunk = self._program.shards.chunks.get(position)
+        if chunk is None:
+            stats = self._take_whole(bucket, buffer, after)
+        else:
+            self._parts[position], stats = self._own_parts(chunk, buffer, after)
+        self._note(stats)
+
+    def put_sparse(self, leaf: int, gathered: Tensor) -> None:
+        """Sets the result of a sparse bucket."""
+        self.leaves[leaf] = gathered
+        if self._with_stats:
+            values = gathered._values()
+            wide = torch.complex128 if values.is_complex() else torch.float64
+            norm = float(torch.linalg.vector_norm(values.to(wide)))
+            self._note(Stats(norm * norm, bool(torch.isfinite(values).all())))
+
+    def finish(self, used: Sequence[bool], contributions: Contributions) -> None:
+        """Joins shards, drops what no rank used, and adds the leaves that stay local.
+
+        Args:
+            used: for each reduced leaf, whether any rank used it.
+            contributions: has the leaves that stay local.
+        """
+        self._join(used)
+        for leaf in self._program.plan.local:
+            self.leaves[leaf] = contributions.local(leaf)
+
+    def finish_tree(self, used: Sequence[bool], tree: Sequence[Tensor | None]) -> None:
+        """As `finish`, where the leaves are not gradients: all that are in no bucket are copied."""
+        self._join(used)
+        bucketed = self._program.plan.bucket_of
+        for leaf, own in enumerate(tree):
+            if leaf not in bucketed and own is not None:
+                self.leaves[leaf] = own.detach().clone()
+
+    def _join(self, used: Sequence[bool]) -> None:
+        program = self._program
+        if self._parts:
+            self.leaves = program.shards.joined(program.plan, self._parts, self._devices)
+        for leaf, flag in zip(program.reduced, used, strict=True):
+            if not flag:
+                self.leaves[leaf] = None
+
+    def _take_whole(self, bucket: int, buffer: Tensor, after: float) -> Stats:
+        """Over the bucket's own memory, or in new memory where a cast is due."""
+        layout = self._program.layouts[bucket]
+        dtype = getattr(torch, self._program.plan.buckets[bucket].dtype)
+        stats = Stats(0.0, True)
+        if buffer.dtype == dtype:
+            if after != 1.0 or self._with_stats:
+                stats = scale_(buffer[: layout.numel], after, stats=self._with_stats)
+            results = slices(buffer, layout)
+        else:
+            results = slices(torch.empty(layout.numel, dtype=dtype, device=buffer.device), layout)
+            stats = unpack_(results, layout, buffer, after, stats=self._with_stats)
+        leaves = self._program.plan.buckets[bucket].leaves
+        for leaf, result in zip(leaves, results, strict=True):
+            self.leaves[leaf] = result
+        return stats
+
+    def _own_parts(self, chunk: Chunk, buffer: Tensor, after: float) -> tuple[list[Tensor], Stats]:
+        """In memory of their own, so that the bucket is let go of."""
+        dtype = getattr(torch, self._program.plan.buckets[chunk.bucket].dtype)
+        memory = torch.empty(chunk.own_layout.numel, dtype=dtype, device=buffer.device)
+        parts = slices(memory, chunk.own_layout)
+        return parts, unpack_(parts, chunk.layout, buffer, after, stats=self._with_stats)
+
+    def _note(self, stats: Stats) -> None:
+        sq_norm, finite = self._stats
+        self._stats = Stats(sq_norm + stats.sq_norm, finite and stats.finite)
+
+
+def shards_of(program: Program, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """This rank's shards of leaves that are all there, as copies."""
+    devices = Devices()
+    results = Results(program, False, devices)
+    packed: dict[int, Tensor] = {}
+    for position, chunk in program.shards.chunks.items():
+        bucket = program.plan.buckets[chunk.bucket]
+        sources = [leaves[leaf] for leaf in bucket.leaves]
+        if chunk.bucket not in packed:
+            there = next((source for source in sources if source is not None), None)
+            if there is not None:
+                devices[bucket.device] = there.device
+            dtype = getattr(torch, program.schedule.wire_dtypes[chunk.bucket])
+            numel = program.schedule.buffer_numels[chunk.bucket]
+            buffer = torch.empty(numel, dtype=dtype, device=devices[bucket.device])
+            pack_(buffer, program.layouts[chunk.bucket], sources)
+            packed[chunk.bucket] = buffer
+        results.unpack(position, chunk.bucket, packed[chunk.bucket], 1.0)
+    used = [leaves[leaf] is not None for leaf in program.reduced]
+    results.finish_tree(used, leaves)
+    return results.leaves

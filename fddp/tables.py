@@ -1,0 +1,47 @@
+"""Tables of text cells, for terminals and for notebooks."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Collection, Iterable, Sequence
+
+
+def plain_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], numeric: Collection[int] = ()
+) -> str:
+    """Aligned columns; those in `numeric` to the right.
+
+    Example:
+        >>> print(plain_table(("bucket", "leaf"), [("0", "w"), ("12", "bias")], numeric=(0,)))
+        bucket  leaf
+             0  w
+            12  bias
+    """
+    cells = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column in numeric else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    )
+
+
+def html_table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The same for notebooks; cells are escaped.
+
+    Example:
+        >>> html_table("a", ["b"], [["<c>"]])  # doctest: +NORMALIZE_WHITESPACE
+        '<table><caption>a</caption><thead><tr><th>b</th></tr></thead><tbody><tr><td>&lt;c&gt;</td></tr></tbody></table>'
+    """
+    head = _html_row("th", header)
+    body = "".join(_html_row("td", row) for row in rows)
+    return (
+        f"<table><caption>{html.escape(caption)}</caption>"
+        f"<thead>{head}</thead><tbody>{body}</tbody></table>"
+    )
+
+
+def _html_row(tag: str, cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"

@@ -1,0 +1,41 @@
+"""Tools for property tests of code that synchronises gradients; needs `pip install fddp[testing]`.
+
+Strategies for Hypothesis draw what fddp works on: `param_trees`, `gradients`, `plans`,
+`topologies`, `schedules`, `arrivals`. Assertions hold fddp, and what is built on it, to its word:
+`assert_mean`, `assert_schedule_ok`, `assert_same_collectives`. `loopback` runs any number of ranks
+in one process.
+
+Example:
+    >>> import torch
+    >>> from hypothesis import given, settings, strategies as st
+    >>> from fddp import GradSync, tree_map
+    >>> from fddp.testing import assert_mean, gradients, loopback, param_trees
+    >>> @settings(max_examples=5, deadline=None)
+    ... @given(st.data())
+    ... def test_halving_before_and_doubling_after(data):
+    ...     params = data.draw(param_trees())
+    ...     trees = data.draw(gradients(params, ranks=3))
+    ...     def run(group):
+    ...         with GradSync(params, group=group) as sync:
+    ...             halved = lambda grads: tree_map(lambda g: g / 2, grads)
+    ...             doubled = lambda grads: tree_map(lambda g: g * 2, grads)
+    ...             assert_mean(sync, trees, through=lambda grads: doubled(sync(halved(grads))))
+    ...     loopback(3, run)
+    >>> test_halving_before_and_doubling_after()
+"""
+
+try:
+    import hypothesis as _hypothesis  # noqa: F401 - to say what is missing before anything else
+except ImportError as _error:
+    raise ImportError("fddp.testing needs hypothesis: pip install fddp[testing]") from _error
+
+from fddp.testing.laws import assert_same_collectives as assert_same_collectives
+from fddp.testing.laws import assert_schedule_ok as assert_schedule_ok
+from fddp.testing.means import assert_mean as assert_mean
+from fddp.testing.strategies import arrivals as arrivals
+from fddp.testing.strategies import gradients as gradients
+from fddp.testing.strategies import param_trees as param_trees
+from fddp.testing.strategies import plans as plans
+from fddp.testing.strategies import schedules as schedules
+from fddp.testing.strategies import topologies as topologies
+from fddp.transports import loopback as loopback

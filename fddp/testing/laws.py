@@ -1,0 +1,119 @@
+"""Assertions on schedules: that they are right, and that no arrivals make ranks part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fddp.check import check_schedule
+from fddp.errors import ScheduleError
+from fddp.reducer import on_backward_end, on_ready, start
+from fddp.schedule import COLLECTIVES, Op, Schedule
+
+
+def assert_schedule_ok(schedule: Schedule) -> None:
+    """Asserts that `fddp.check_schedule` proves a schedule.
+
+    Raises:
+        AssertionError: it does not; its cause is the `ScheduleError`.
+
+    Example:
+        >>> from fddp import Topology, make_schedule, plan_buckets
+        >>> import torch
+        >>> plan = plan_buckets({"w": torch.zeros(4)})
+        >>> assert_schedule_ok(make_schedule(plan, Topology(world=2)))
+    """
+    try:
+        check_schedule(schedule)
+    except ScheduleError as error:
+        raise AssertionError(str(error)) from error
+
+
+def assert_same_collectives(
+    schedule: Schedule,
+    arrivals: Sequence[Sequence[int]],
+    *,
+    expected: Sequence[Sequence[int]] | None = None,
+) -> tuple[Op, ...]:
+    """Asserts that ranks issue the same collectives in the same order, whatever arrives on each.
+
+    Each rank's step is carried out by the pure law (`fddp.reducer`): which buckets are late there
+    follows from what arrives. What a rank decides after the control word, it decides by what all
+    ranks have told; before it, by what it knows itself.
+
+    Args:
+        schedule: the operations.
+        arrivals: for each rank, indices of the plan's leaves in the order in which gradients
+            arrive; as the strategy `arrivals` draws them. Any number of ranks.
+        expected: for each rank, how many gradients of each of the plan's leaves are waited for;
+            one of each by default.
+
+    Returns:
+        The collectives that all ranks issue, in order.
+
+    Raises:
+        AssertionError: ranks part; the text names the ranks and their operations.
+        ValueError: `arrivals` is empty, or `expected` has another length.
+
+    Example:
+        >>> from fddp import Topology, make_schedule, plan_buckets
+        >>> import torch
+        >>> tree = {"a": torch.zeros(4), "b": torch.zeros(4)}
+        >>> plan = plan_buckets(tree, bucket_cap_mb=1e-5, first_bucket_mb=1e-5)
+        >>> schedule = make_schedule(plan, Topology(world=2))
+        >>> ops = assert_same_collectives(schedule, [[1, 0, 1], []])
+        >>> [(op.kind, op.bucket, op.when) for op in ops]  # bucket 0 has leaf 1
+        ... # doctest: +NORMALIZE_WHITESPACE
+        [('all_reduce', 0, 'always'), ('all_reduce', 1, 'always'), ('control', -1, 'always'),
+         ('all_reduce', 0, 'late')]
+    """
+    if not arrivals:
+        raise ValueError("arrivals must have a list for each rank, got none")
+    counts = expected or [[1] * len(schedule.plan.leaves)] * len(arrivals)
+    if len(counts) != len(arrivals):
+        raise ValueError(f"expected has {len(counts)} ranks, and arrivals has {len(arrivals)}")
+    late = [
+        _late_buckets(schedule, own, wanted) for own, wanted in zip(arrivals, counts, strict=True)
+    ]
+    everywhere = frozenset[int]().union(*late)
+    issued = [_issued(schedule, own, everywhere) for own in late]
+    for rank, positions in enumerate(issued):
+        if positions != issued[0]:
+            raise AssertionError(_parting(schedule, rank, issued[0], positions))
+    return tuple(schedule.ops[position] for position in issued[0])
+
+
+def _late_buckets(
+    schedule: Schedule, arrivals: Sequence[int], expected: Sequence[int]
+) -> frozenset[int]:
+    """Buckets that get a gradient after their launch on this rank, by the law."""
+    bucket_of = [schedule.plan.bucket_of.get(i, -1) for i in range(len(schedule.plan.leaves))]
+    state, _ = start(schedule.sequence, bucket_of, expected)
+    for leaf in arrivals:
+        state, _ = on_ready(state, leaf)
+    return on_backward_end(state).state.late
+
+
+def _issued(schedule: Schedule, own: frozenset[int], everywhere: frozenset[int]) -> list[int]:
+    """Positions of the collectives of a rank on which the buckets `own` are late."""
+    known, positions = own, []
+    for position, op in enumerate(schedule.ops):
+        if op.kind == "control":
+            known = everywhere
+        if op.kind in COLLECTIVES and (op.when == "always" or op.bucket in known):
+            positions.append(position)
+    return positions
+
+
+def _parting(schedule: Schedule, rank: int, first: list[int], other: list[int]) -> str:
+    step = next(
+        (i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b),
+        min(len(first), len(other)),
+    )
+    told = [
+        schedule.describe(positions[step]) if step < len(positions) else "nothing more"
+        for positions in (first, other)
+    ]
+    return (
+        f"ranks part at collective {step}: rank 0 issues {told[0]} where rank {rank} issues "
+        f"{told[1]}; let what may differ by rank depend on the control word"
+    )

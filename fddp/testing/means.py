@@ -1,0 +1,237 @@
+"""`assert_mean`: that what a `GradSync` gives is the weighted mean, and all that goes with it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fddp.agree import exchange
+from fddp.sync import GradSync
+from fddp.tree import flatten
+
+_Leaves = Sequence[Tensor | None]
+
+
+def assert_mean(
+    sync: GradSync,
+    trees: Sequence[Any],
+    weights: Sequence[float] | None = None,
+    *,
+    through: Callable[..., Any] | None = None,
+    rtol: float | None = None,
+) -> Any:
+    """Asserts that all ranks get the weighted mean of their gradients; a collective call.
+
+    What is compared with is computed here in float64 or complex128. Asserted are as well: the same
+    structure, shapes and dtypes; the same bits on every rank; None just where no rank that counts
+    has a gradient; a rank's own gradient for a leaf that stays local; and that nothing that went in
+    was written.
+
+    Args:
+        sync: synchronises this rank's tree. Where its algorithm leaves shards, they are gathered.
+        trees: for each rank its tree of gradients, the same list on all ranks.
+        weights: for each rank its weight; 1 by default.
+        through: what to call in place of `sync`, such as a function that compresses gradients on
+            the way: with this rank's tree, and with `weight=` if weights are given.
+        rtol: how far an element may be off, relative to the mean of the ranks' magnitudes; by
+            default what rounding in the leaf's dtype explains.
+
+    Returns:
+        What the synchronisation returned.
+
+    Raises:
+        AssertionError: something of it does not hold, on every rank; the text names rank and leaf.
+        ValueError: there are more or fewer trees or weights than ranks.
+
+    Example:
+        >>> import fddp, torch
+        >>> def run(group):
+        ...     params = {"w": torch.zeros(3)}
+        ...     trees = [{"w": torch.randn(3, generator=torch.Generator().manual_seed(rank))}
+        ...              for rank in range(2)]
+        ...     with fddp.GradSync(params, group=group) as sync:
+        ...         assert_mean(sync, trees)
+        ...         assert_mean(sync, trees, weights=[1.0, 7.0])
+        ...         rounded = lambda tree: fddp.tree_map(lambda g: g.bfloat16().float(), tree)
+        ...         assert_mean(sync, trees, through=lambda tree: sync(rounded(tree)), rtol=2**-8)
+        ...         assert_mean(sync, trees, through=lambda tree: sync(rounded(tree)))
+        >>> fddp.loopback(2, run)
+        Traceback (most recent call last):
+        ...
+        AssertionError: rank 0: leaf 'w' is off by ... times the mean of the ranks' magnitudes
+        where at most 4.768e-07 ...
+    """
+    for name, values in (("trees", trees), ("weights", weights)):
+        if values is not None and len(values) != sync.world_size:
+            raise ValueError(f"{name} must have one for each of {sync.world_size} ranks")
+    own = trees[sync.rank]
+    before = _Snapshot.of(own)
+    call = through or (_gathered(sync) if sync.schedule.result == "sharded_mean" else sync)
+    result = call(own) if weights is None else call(own, weight=weights[sync.rank])
+    counted = [1.0] * sync.world_size if weights is None else [float(w) for w in weights]
+    problem = before.problem() or _problem(sync, trees, counted, result, rtol)
+    told = exchange(sync._engine.transport, [problem, _bits(sync, result, problem)])
+    for rank, (text, _) in enumerate(told):
+        if text:
+            raise AssertionError(f"rank {rank}: {text}")
+    for rank, (_, bits) in enumerate(told):
+        differing = [path for path, digest in bits.items() if digest != told[0][1][path]]
+        if differing:
+            raise AssertionError(f"ranks 0 and {rank} got other bits for leaf {differing[0]!r}")
+    return result
+
+
+def _gathered(sync: GradSync) -> Callable[..., Any]:
+    def call(grads: Any, *, weight: float = 1.0) -> Any:
+        return sync.all_gather(sync.reduce_scatter(grads, weight=weight))
+
+    return call
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """A tree as it was before."""
+
+    paths: tuple[str, ...]
+    leaves: list[Tensor | None]
+    copies: list[Tensor | None]
+    versions: list[int | None]
+
+    @classmethod
+    def of(cls, tree: Any) -> _Snapshot:
+        leaves, treedef = flatten(tree)
+        copies = [None if leaf is None else leaf.detach().clone() for leaf in leaves]
+        return cls(treedef.paths, leaves, copies, [_version(leaf) for leaf in leaves])
+
+    def problem(self) -> str:
+        """Which leaf was written, or nothing."""
+        rows = zip(self.paths, self.leaves, self.copies, self.versions, strict=True)
+        for path, leaf, copy, version in rows:
+            if leaf is None or copy is None:
+                continue
+            if _version(leaf) != version or _digest(leaf) != _digest(copy):
+                return f"leaf {path!r} of the gradients that went in was written"
+        return ""
+
+
+def _version(leaf: Tensor | None) -> int | None:
+    return None if leaf is None or leaf.is_inference() else leaf._version
+
+
+def _problem(
+    sync: GradSync, trees: Sequence[Any], weights: list[float], result: Any, rtol: float | None
+) -> str:
+    """What is wrong with this rank's result, or nothing."""
+    own, treedef = flatten(trees[sync.rank])
+    found, found_def = flatten(result)
+    if found_def != treedef:
+        return f"the result has another structure: {found_def.paths} where {treedef.paths} went in"
+    every = [flatten(tree)[0] for tree in trees]
+    local = set(sync.plan.local)
+    for leaf, path in enumerate(treedef.paths):
+        if leaf in local:
+            parts, counted = [own[leaf]], [weights[sync.rank]]
+        else:
+            parts, counted = [leaves[leaf] for leaves in every], weights
+        shape = sync.plan.leaves[leaf].shape
+        problem = _leaf_problem(_Mean.of(parts, counted, shape), found[leaf], parts, rtol)
+        if problem and sync.plan.leaves[leaf].reducible:
+            return f"leaf {path!r} {problem}"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Mean:
+    """A weighted mean in the widest dtype, and the mean of magnitudes, by which rounding errors
+    are measured.
+
+    Attributes:
+        value: None if no part counts.
+        magnitude: real; of the same shape.
+        world_size: number of ranks that were asked.
+    """
+
+    value: Tensor | None
+    magnitude: Tensor | None
+    world_size: int
+
+    @classmethod
+    def of(cls, parts: _Leaves, weights: list[float], shape: tuple[int, ...]) -> _Mean:
+        pairs = [(p, w) for p, w in zip(parts, weights, strict=True) if p is not None and w > 0.0]
+        if not pairs:
+            return cls(None, None, len(parts))
+        total = sum(weights)
+        terms = [_dense(part).to(_widest(part)) * (weight / total) for part, weight in pairs]
+        value, magnitude = terms[0], terms[0].abs()
+        for term in terms[1:]:
+            value, magnitude = value + term, magnitude + term.abs()
+        return cls(value, magnitude, len(parts))
+
+
+def _leaf_problem(mean: _Mean, found: Any, parts: _Leaves, rtol: float | None) -> str:
+    if mean.value is None or mean.magnitude is None:
+        return "" if found is None else "is a tensor where no rank that counts has a gradient"
+    if not isinstance(found, Tensor):
+        return f"is {found} where some rank that counts has a gradient"
+    given = next(part for part in parts if part is not None)
+    if (found.dtype, found.shape) != (given.dtype, given.shape):
+        return (
+            f"is {found.dtype} of shape {tuple(found.shape)} where {given.dtype} of shape "
+            f"{tuple(given.shape)} went in"
+        )
+    return _distance_problem(mean, mean.value, mean.magnitude, _dense(found), rtol)
+
+
+def _distance_problem(
+    mean: _Mean, value: Tensor, magnitude: Tensor, found: Tensor, rtol: float | None
+) -> str:
+    finite = torch.isfinite(value)
+    if not torch.equal(finite, torch.isfinite(found)):
+        return "is finite where the mean is not, or the other way round"
+    if not finite.any():
+        return ""
+    info = torch.finfo(found.dtype)
+    # Each rank's share is rounded, and so is each sum, a correction, and the cast at the end.
+    roundings = mean.world_size + 2
+    limit = info.eps * roundings if rtol is None else rtol
+    distance = (found.to(value.dtype) - value).abs()[finite]
+    magnitude = magnitude[finite]
+    # The correction also raises what was lost below the smallest number: up to 64 times in float16.
+    smallest = info.smallest_normal * info.eps
+    beyond = distance > limit * magnitude + 64 * smallest * roundings
+    if not beyond.any():
+        return ""
+    worst = (distance / magnitude).nan_to_num()[beyond].max()
+    return (
+        f"is off by {float(worst):.4g} times the mean of the ranks' magnitudes where at most "
+        f"{limit:.4g} is right; for a lossy way of synchronising pass rtol"
+    )
+
+
+def _bits(sync: GradSync, result: Any, problem: str) -> dict[str, str]:
+    """By path, a digest of each leaf that all ranks must have alike."""
+    if problem:
+        return {}
+    leaves, treedef = flatten(result)
+    return {treedef.paths[leaf]: _digest(leaves[leaf]) for leaf in sync.plan.reduced}
+
+
+def _digest(leaf: Tensor | None) -> str:
+    if leaf is None:
+        return "none"
+    row = _dense(leaf).cpu().clone(memory_format=torch.contiguous_format).view(-1)
+    return hashlib.sha256(row.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _dense(leaf: Tensor) -> Tensor:
+    leaf = leaf.detach()
+    return (leaf.to_dense() if leaf.is_sparse else leaf).resolve_conj().resolve_neg()
+
+
+def _widest(leaf: Tensor) -> torch.dtype:
+    return torch.complex128 if leaf.is_complex() else torch.float64

@@ -1,0 +1,123 @@
+"""Topologies: the ranks of a group as a grid with named axes.
+
+Ranks are numbered row by row, outermost axis first, so that in `Topology(host=4, local=8)` rank 11
+is `local` 3 on `host` 1. A *group* along some axes is the set of ranks that differ in these axes
+only: along `local` the 8 ranks of one host, along `host` the 4 that have one place on each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_LARGEST = 2**31 - 1  # what rank numbers of every backend hold
+
+
+@dataclass(frozen=True, init=False)
+class Topology:
+    """The ranks of a group as named axes, outermost first.
+
+    Attributes:
+        axes: pairs of name and size; the world size is the product of the sizes.
+
+    Raises:
+        ValueError: no axis, a size that is no int of at least 1, or a world of over 2**31 ranks.
+
+    Example:
+        >>> topology = Topology(host=4, local=8)
+        >>> topology.world_size, topology.coordinates(11)
+        (32, (1, 3))
+        >>> topology.group(("host",), rank=11)
+        (3, 11, 19, 27)
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __init__(self, **axes: int) -> None:
+        if not axes:
+            raise ValueError("a topology needs at least one axis, such as Topology(world=4)")
+        for name, size in axes.items():
+            if type(size) is not int or size < 1:
+                raise ValueError(f"axis {name!r} needs an int of at least 1 as size, got {size!r}")
+        object.__setattr__(self, "axes", tuple(axes.items()))
+        if self.world_size > _LARGEST:
+            raise ValueError(f"{self} has {self.world_size} ranks; at most {_LARGEST} can be named")
+
+    @classmethod
+    def from_group(cls, group: Any) -> Self:
+        """The topology of a process group (one axis, "world") or of a torch `DeviceMesh`.
+
+        Args:
+            group: a `torch.distributed` group, the group that `fddp.loopback` hands out, or a
+                `DeviceMesh`, whose dimensions become the axes; they are called `dim0`, `dim1`, ...
+                where the mesh has no names.
+
+        Raises:
+            TypeError: something else.
+
+        Example:
+            >>> import fddp
+            >>> fddp.loopback(2, Topology.from_group)
+            [Topology(world=2), Topology(world=2)]
+        """
+        shape = getattr(group, "shape", None)
+        if hasattr(group, "mesh_dim_names") and shape is not None:
+            names = group.mesh_dim_names or [f"dim{i}" for i in range(len(shape))]
+            return cls(**{name: int(size) for name, size in zip(names, shape, strict=True)})
+        size = getattr(group, "size", None)
+        if callable(size):
+            size = size()
+        if type(size) is not int:
+            raise TypeError(
+                f"a topology is read from a process group or DeviceMesh, got "
+                f"{type(group).__name__}; for the default group pass torch.distributed.group.WORLD"
+            )
+        return cls(world=size)
+
+    def __repr__(self) -> str:
+        return f"Topology({', '.join(f'{name}={size}' for name, size in self.axes)})"
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the axes, outermost first."""
+        return tuple(name for name, _ in self.axes)
+
+    @cached_property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return math.prod(size for _, size in self.axes)
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(self.axes)
+
+    def size(self, axes: Collection[str]) -> int:
+        """Number of ranks in a group along `axes`; 1 for none.
+
+        Raises:
+            KeyError: an axis that the topology does not have.
+        """
+        return math.prod(self._sizes[name] for name in axes)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """The place of a rank on each axis."""
+        places = []
+        for _, size in reversed(self.axes):
+            rank, place = divmod(rank, size)
+            places.append(place)
+        return tuple(reversed(places))
+
+    def group(self, axes: Collection[str], rank: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` in `axes` only, in ascending order."""
+        ranks, stride = [rank], self.world_size
+        for (name, size), place in zip(self.axes, self.coordinates(rank), strict=True):
+            stride //= size
+            if name in axes:
+                ranks = [base + (i - place) * stride for base in ranks for i in range(size)]
+        return tuple(ranks)

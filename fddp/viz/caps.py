@@ -1,0 +1,79 @@
+"""Step time against bucket cap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from fddp.viz import canvas
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_HEIGHT_IN = 3.4
+_SPAN = 0.85  # of the axis: its start over its end, at most, so that small differences look small
+_NOTHING: Mapping[float, float] = MappingProxyType({})
+_LEVELS = ((canvas.GREEN, "--"), (canvas.BLACK, ":"), (canvas.PURPLE, "-."))
+
+
+def plot_caps(
+    simulated_s: Mapping[float, float],
+    measured_s: Mapping[float, float] = _NOTHING,
+    levels_s: Mapping[str, float] = MappingProxyType({}),
+    ax: Axes | None = None,
+) -> Figure:
+    """How long a step takes with buckets of different caps.
+
+    Args:
+        simulated_s: by cap in MiB, the seconds of a step in simulation.
+        measured_s: the same, measured.
+        levels_s: by name, seconds to draw a line at: backward alone, for instance, or the step of
+            a plan that has no single cap.
+        ax: axes to draw into; None makes a figure.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: there is no cap, or one that is not above 0.
+        ImportError: matplotlib is missing.
+
+    Example:
+        >>> figure = plot_caps({1.0: 0.030, 5.0: 0.020, 25.0: 0.025}, {5.0: 0.021})
+        >>> figure.axes[0].get_title()
+        'step time by bucket cap: least in simulation 20.00 ms at 5 MiB'
+    """
+    caps = sorted({*simulated_s, *measured_s})
+    if not simulated_s or not caps[0] > 0.0:
+        raise ValueError(f"simulated_s needs caps above 0 MiB as keys, got {caps}")
+    if ax is None:
+        (ax,) = canvas.new_figure(_HEIGHT_IN)
+    for values_s, name, colour, form in (
+        (simulated_s, "simulated", canvas.BLUE, "o-"),
+        (measured_s, "measured", canvas.ORANGE, "D"),
+    ):
+        if values_s:
+            known = sorted(values_s)
+            times_ms = [values_s[cap] * 1e3 for cap in known]
+            ax.plot(known, times_ms, form, color=colour, markersize=5.0, label=name)
+    for number, (name, level_s) in enumerate(levels_s.items()):
+        colour, dashes = _LEVELS[number % len(_LEVELS)]
+        ax.axhline(level_s * 1e3, color=colour, linestyle=dashes, linewidth=1.2, label=name)
+    ax.set_xscale("log")
+    ax.set_xticks(caps, [f"{cap:.4g}" for cap in caps])
+    ax.minorticks_off()
+    low_ms, high_ms = ax.get_ylim()
+    ax.set_ylim(min(low_ms, _SPAN * high_ms), high_ms)
+    canvas.tidy_(ax, grid="y")
+    ax.set_xlabel("bucket cap, MiB", fontsize=canvas.SMALL_PT)
+    ax.set_ylabel("step, ms", fontsize=canvas.SMALL_PT)
+    best = min(simulated_s, key=lambda cap: simulated_s[cap])
+    ax.set_title(
+        f"step time by bucket cap: least in simulation {simulated_s[best] * 1e3:.2f} ms "
+        f"at {best:.4g} MiB",
+        fontsize=canvas.TITLE_PT,
+    )
+    canvas.explain_(ax, ax.get_legend_handles_labels()[0])
+    return canvas.figure_of(ax)
