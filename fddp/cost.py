@@ -103,11 +103,7 @@ class CostModel:
                 raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
         if not _is_number(self.overlap) or not 0.0 < self.overlap <= 1.0:
             raise ValueError(f"overlap must be above 0 and at most 1, got {self.overlap!r}")
-        if self.algorithm not in get_args(LinkAlgorithm):
-            raise ValueError(
-                f"algorithm must be one of {', '.join(get_args(LinkAlgorithm))}, "
-                f"got {self.algorithm!r}"
-            )
+        _check_algorithm(self.algorithm)
 
     @overload
     def time_s(self, kind: CollectiveKind, nbytes: float, ranks: int) -> float: ...
@@ -175,6 +171,7 @@ class CostModel:
             >>> f"{found.alpha_s:.3g} {found.beta_s_per_byte:.3g}"
             '1e-05 1e-09'
         """
+        _check_algorithm(algorithm)
         idle_s, busy_s = _medians(samples)
         alpha_s, beta_s_per_byte = _least_relative(idle_s, algorithm)
         return cls(alpha_s, beta_s_per_byte, algorithm, _overlap(idle_s, busy_s))
@@ -279,6 +276,13 @@ def _overlap(idle_s: _Measured, busy_s: _Measured) -> float:
     if not busy_s:
         return 1.0
     return min(1.0, float(np.median([idle_s[key] / time_s for key, time_s in busy_s.items()])))
+
+
+def _check_algorithm(algorithm: str) -> None:
+    if algorithm not in get_args(LinkAlgorithm):
+        raise ValueError(
+            f"algorithm must be one of {', '.join(get_args(LinkAlgorithm))}, got {algorithm!r}"
+        )
 
 
 def _is_number(value: object) -> bool:

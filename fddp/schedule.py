@@ -165,7 +165,7 @@ class Schedule:
         """Elements of each bucket's buffer: those of the bucket, padded to what is divided."""
         numels = [bucket.numel for bucket in self.plan.buckets]
         for op in self.ops:
-            if op.kind != "control":
+            if op.kind != "control" and 0 <= op.bucket < len(numels):
                 numels[op.bucket] = max(numels[op.bucket], op.region.stop)
         return tuple(numels)
 

@@ -119,6 +119,7 @@ class Session:
         self._lock = threading.RLock()
         self.buckets = [BucketState() for _ in self._program.plan.buckets]
         self._works: dict[int, Work] = {}
+        self._awaited: set[int] = set()  # operations that need no more waiting for
         self._broken: BaseException | None = None
         self._finite = True
         self._control: Tensor | None = None
@@ -240,13 +241,17 @@ class Session:
 
     def _wait(self, position: int) -> None:
         """Waits for an operation; for one that was skipped, for what it would have waited for."""
-        work = self._works.get(position)
-        op = self._ops[position]
-        if work is not None:
-            work.wait(f"{self._what(op)} of step {self.setting.step}")
-        elif op.when != "always":
-            for dep in op.deps:
-                self._wait(dep)
+        pending = [position]
+        while pending:
+            position = pending.pop()
+            if position in self._awaited:
+                continue
+            self._awaited.add(position)
+            work, op = self._works.get(position), self._ops[position]
+            if work is not None:
+                work.wait(f"{self._what(op)} of step {self.setting.step}")
+            elif op.when != "always":
+                pending.extend(op.deps)
 
     def _what(self, op: Op) -> str:
         return "the control word" if op.kind == "control" else self._program.describe(op.bucket)

@@ -231,7 +231,9 @@ def collective_bytes(schedule: Schedule, op: Op) -> float:
         plan = schedule.plan
         return 8.0 * ControlLayout(len(plan.reduced), len(plan.buckets)).size
     # Before an all-gather, a rank has only its own part of what the group works on.
-    sharding = op.region.shard[:-1] if op.kind == "all_gather" else op.region.shard
+    sharding = op.region.shard
+    if op.kind == "all_gather":
+        sharding = sharding[: len(sharding) - len(op.axes)]
     elements = (op.region.stop - op.region.start) / schedule.topology.size(sharding)
     return elements * ITEM_BYTES[schedule.wire_dtypes[op.bucket]]
 

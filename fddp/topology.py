@@ -39,7 +39,7 @@ class Topology:
 
     axes: tuple[tuple[str, int], ...]
 
-    def __init__(self, **axes: int) -> None:
+    def __init__(self, /, **axes: int) -> None:
         if not axes:
             raise ValueError("a topology needs at least one axis, such as Topology(world=4)")
         for name, size in axes.items():

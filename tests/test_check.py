@@ -879,3 +879,18 @@ def test_hosts_first(dtype: str) -> None:
     schedule = replace(make_schedule(plan, SMALL), ops=other)
     check_schedule(schedule)
     assert find_fault(schedule) is None
+
+
+def test_padding_is_in_proportion() -> None:
+    schedule = flat()
+    with pytest.raises(ScheduleError, match="0:1099511627776 reach far past the 8 of its bucket"):
+        check_schedule(with_op(schedule, 0, stop=2**40))
+    with pytest.raises(ScheduleError, match="reach far past"):
+        check_schedule(with_op(schedule, 1, start=2**40, stop=2**40))
+
+
+def test_an_empty_bucket_is_packed_too() -> None:
+    schedule = make_schedule(plan_of(LeafSpec("none", (0,), "float32")), SMALL)
+    check_schedule(schedule)
+    with pytest.raises(ScheduleError, match=r"leaf 'none'.*no operation packs it"):
+        check_schedule(without(schedule, 0))

@@ -204,3 +204,9 @@ def test_presets_are_in_order() -> None:
     ]
     small_s = PRESETS["gloo-loopback"].time_s("all_reduce", 8, 2)
     assert 1.3e-3 <= small_s <= 2.6e-3  # as measured
+
+
+def test_a_fit_to_an_unknown_algorithm() -> None:
+    samples = [Sample("all_reduce", n, 2, 1e-3) for n in (1, 2)]
+    with pytest.raises(ValueError, match="algorithm must be one of ring, tree, direct, got 'zz'"):
+        CostModel.fit(samples, algorithm="zz")  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import pickle
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -528,3 +529,29 @@ def test_a_failing_rank_issues_what_the_others_issue(failing: str, rank: int) ->
 
     exchange = 0 if failing == "none" else 2
     assert fddp.loopback(3, run) == [(True, exchange)] * 3
+
+
+def test_a_long_chain_of_skipped_operations() -> None:
+    """What is skipped passes its dependencies on, thousands of times and each once."""
+    plan = plan_leaves([LeafSpec("w", (2000,), "float32")], order=[0], caps_bytes=[1])
+    split = make_schedule(plan, Topology(world=1), split_mb=4 / 2**20)
+    late = [position for position, op in enumerate(split.ops) if op.when == "late"]
+    ops = list(split.ops)
+    for before, position in pairwise(late):
+        deps = tuple(dict.fromkeys((*ops[position].deps, before)))
+        ops[position] = ops[position]._replace(deps=deps)
+    chained = dataclasses.replace(split, ops=tuple(ops))
+
+    def on_rank(group: Any) -> Tensor:
+        with fddp.GradSync(chained, group=group) as sync:
+            grads: dict[str, Tensor] = sync({"w": torch.ones(2000)})
+            return grads["w"]
+
+    (mean,) = fddp.loopback(1, on_rank)
+    assert torch.equal(mean, torch.ones(2000))
+
+
+def test_an_axis_may_have_any_name() -> None:
+    topology = Topology(**{"self": 2, "local axis": 2})
+    schedule = make_schedule(plan_of(("a", "float32")), topology)
+    assert Schedule.from_json(schedule.to_json()) == schedule

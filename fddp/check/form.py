@@ -50,6 +50,10 @@ _HOLDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 assert _HOLDERS.keys() == ITEM_BYTES.keys()
 
+# Elements that the padding of the smallest bucket may have, so that no document asks for memory
+# out of proportion; 2**16 is the coarsest alignment in use.
+_ALIGNMENT = 2**16
+
 
 def check_form(schedule: Schedule) -> dict[int, list[int]]:
     """Judges operations one by one; those of each bucket, by position.
@@ -175,6 +179,15 @@ def _check_region(schedule: Schedule, position: int, op: Op) -> None:
             position,
             f"its elements {start}:{stop} must start at 0 or above, and not stop before",
         )
+    numel = schedule.plan.buckets[op.bucket].numel
+    limit = 2 * numel + max(schedule.topology.world_size, _ALIGNMENT)
+    if stop > limit:
+        fail(
+            schedule,
+            position,
+            f"its elements {start}:{stop} reach far past the {numel} of its bucket; pad to "
+            f"{limit} at most",
+        )
     own = shard if op.kind != "reduce_scatter" else (*shard, *op.axes)
     parts = schedule.topology.size(own)
     if (stop - start) % parts:
@@ -191,15 +204,14 @@ def _check_region(schedule: Schedule, position: int, op: Op) -> None:
             f"it leaves everything on every rank, and its elements are divided along "
             f"{in_words(shard)}; leave the shard empty",
         )
-    if op.kind in ("pack", "unpack", "gather") and not wide(schedule, shard):
-        numel = schedule.plan.buckets[op.bucket].numel
-        if start > 0 or stop < numel:
-            fail(
-                schedule,
-                position,
-                f"it has the elements {start}:{stop} of {numel}; what is not divided is "
-                f"{op.kind}ed at once, as a whole",
-            )
+    is_whole = op.kind in ("pack", "unpack", "gather") and not wide(schedule, shard)
+    if is_whole and (start > 0 or stop < numel):
+        fail(
+            schedule,
+            position,
+            f"it has the elements {start}:{stop} of {numel}; what is not divided is "
+            f"{op.kind}ed at once, as a whole",
+        )
 
 
 def _check_bucket(schedule: Schedule, bucket: int, positions: list[int]) -> None:
@@ -225,5 +237,8 @@ def _check_bucket(schedule: Schedule, bucket: int, positions: list[int]) -> None
                     i,
                     f"op {first} has {op.kind}ed all of its bucket already; keep one of the two",
                 )
-    if not any(ops[i].kind == "unpack" for i in positions):
+    kinds = {ops[i].kind for i in positions if ops[i].when == "always"}
+    if not schedule.plan.buckets[bucket].sparse and "pack" not in kinds:
+        fail_bucket(schedule, bucket, "no operation packs it; put one in front of its others")
+    if "unpack" not in kinds:
         fail_bucket(schedule, bucket, "no operation unpacks it; append one")
