@@ -128,7 +128,8 @@ def make_gather(schedule: Schedule) -> Schedule:
         ['pack', 'all_gather', 'control', 'unpack']
     """
     ends = [op for op in schedule.ops if op.kind == "unpack"]
-    cuts = {op.region.shard for op in ends}
+    sizes = dict(schedule.topology.axes)
+    cuts = {tuple(a for a in op.region.shard if sizes.get(a, 0) != 1) for op in ends}
     if schedule.result != "sharded_mean" or len(cuts) > 1:
         raise ValueError(
             f"only a schedule whose result is 'sharded_mean', with shards cut along the same axes, "
@@ -138,8 +139,9 @@ def make_gather(schedule: Schedule) -> Schedule:
     stages = [_Stage("all_gather", (cut[i],), cut[: i + 1]) for i in reversed(range(len(cut)))]
     pieces: dict[int, list[_Piece]] = {}
     for op in ends:
-        piece = _Piece(op.bucket, op.region.start, op.region.stop)
-        pieces.setdefault(op.bucket, []).append(piece)
+        pieces.setdefault(op.bucket, []).append(_Piece(op.bucket, op.region.start, op.region.stop))
+    for own in pieces.values():
+        own.sort()
     builder = _Builder(schedule.plan, schedule.topology, _Chain(cut, tuple(stages), ()), pieces)
     builder.append_chains()
     builder.append_unpacks()

@@ -7,6 +7,8 @@ missing, 128 + n ended by signal n.
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -30,10 +32,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], int] = args.run
     try:
-        return run(args)
+        code = run(args)
+        sys.stdout.flush()
     except CallError as error:
         args.parser.exit(2, f"{args.parser.prog}: error: {error}\n")
-        raise  # never reached: exit raises
+    except OSError as error:  # of what is written; the reader of a pipe may have left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to flush
+        if not isinstance(error, BrokenPipeError):
+            args.parser.exit(1, f"{args.parser.prog}: error: {error}\n")
+        return 1
+    return code
 
 
 class _Parser(argparse.ArgumentParser):

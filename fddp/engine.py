@@ -40,6 +40,7 @@ class Engine:
         arrivals: what the last backward pass showed.
         in_backward: whether one is running.
         step: number of the next synchronisation.
+        last_failed: whether the last synchronisation ended with an error, on all ranks.
     """
 
     def __init__(self, request: Request) -> None:
@@ -57,6 +58,7 @@ class Engine:
         self.arrivals: Arrivals | None = None
         self.in_backward = False
         self.step = 0
+        self.last_failed = False
         self._pool = BufferPool()
         self._scale = WeightScale(self.transport.world_size, scaling=schedule.scaling)
         self._round: Round | None = None
@@ -116,6 +118,7 @@ class Engine:
         Raises:
             Exception: what `Session.finish` raises.
         """
+        self.last_failed = True  # until it has gone through
         try:
             # Results outlive the caller's inference mode, and buffers are used again after it.
             with outside_transforms(), torch.inference_mode(False):
@@ -127,6 +130,7 @@ class Engine:
                 # A step was left half done: ranks no longer agree on what comes next.
                 self.shut(f"{type(error).__name__}: {error}")
             raise
+        self.last_failed = False
         if self._watch is not None:
             self._watch.append(session)
         report = self._take_note(session)
@@ -156,25 +160,25 @@ class Engine:
         self.transport.close()
         self._closed_by = self._closed_by or reason
 
+    def fail_step(self, error: BaseException) -> None:
+        """Takes part in the next synchronisation only to say what went wrong; raises it."""
+        session = self.open(with_stats=False)
+        session.fail(error)
+        self.close(session)
+
     # Rounds of `fddp.uneven`
 
     def any_has(self, mine: bool) -> bool:
-        """Whether any rank has input; a collective call."""
+        """Whether any rank has input, or anything else to tell; a collective call."""
         device = self.transport.control_device
         votes = torch.tensor([mine], dtype=torch.float64, device=device)
-        self.transport.all_reduce(votes).wait("the vote before the first round")
+        self.transport.all_reduce(votes).wait("a vote")
         return bool(votes.item() > 0)
 
     def begin_round(self, turn: Round) -> Round:
         """Steps belong to this round from now on."""
         self._round = turn
         return turn
-
-    def fail_round(self, error: BaseException) -> None:
-        """Takes part in a round's synchronisation only to say what went wrong; raises it."""
-        session = self.open(with_stats=False)
-        session.fail(error)
-        self.close(session)
 
     def end_rounds(self) -> None:
         """Steps belong to no round any more."""

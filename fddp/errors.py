@@ -25,7 +25,7 @@ class ScheduleError(FddpError, ValueError):
         op: position of the operation at fault in `schedule.ops`; -1 where one is missing.
         bucket: its bucket; -1 for the control word.
         paths: the bucket's leaves that are concerned.
-        ranks: ranks that are concerned, one for each kind of outcome, not all that there are.
+        ranks: some that are concerned, where ranks differ; empty where it is the same on all.
     """
 
     def __init__(

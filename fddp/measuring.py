@@ -141,13 +141,16 @@ def measure_axes(
 def _check(
     transport: Transport, sizes_bytes: Sequence[int], repeats: int, device: torch.device
 ) -> None:
-    told = exchange(transport, [[*sizes_bytes], repeats, device.type])
+    sizes = [*sizes_bytes] if isinstance(sizes_bytes, Sequence) else sizes_bytes
+    told = exchange(transport, f"{sizes!r}, {repeats!r} and {device.type}")
     for rank, theirs in enumerate(told):
         if theirs != told[0]:
             raise PlanMismatchError(
                 f"measure_cost on rank {transport.rank}: sizes_bytes, repeats and device are "
                 f"{told[0]} on rank 0 and {theirs} on rank {rank}; pass the same on every rank"
             )
+    if not isinstance(sizes_bytes, Sequence) or isinstance(sizes_bytes, str):
+        raise ValueError(f"sizes_bytes must be a sequence of ints, got {sizes_bytes!r}")
     for name, number in [("repeats", repeats), *(("sizes_bytes", size) for size in sizes_bytes)]:
         if type(number) is not int or number < 1:
             raise ValueError(f"{name}: {number!r} is no int of at least 1")

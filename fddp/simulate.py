@@ -39,6 +39,7 @@ Cost = CostModel | Mapping[str, CostModel]
 ReadyTimes = Sequence[float] | npt.NDArray[np.floating] | Mapping[str, float]
 
 _DURING_BACKWARD = frozenset({"pack", "all_reduce", "reduce_scatter", "all_gather"})
+_MOST_RANKS = 2**22  # that are simulated one by one: some 100 bytes each, for each group of axes
 _AFTER_CONTROL = frozenset({"gather", "unpack"})
 _COUNTED_AS: dict[str, CollectiveKind] = {
     "all_reduce": "all_reduce",
@@ -117,7 +118,7 @@ def simulate(
 
     Raises:
         ValueError: times that are negative, infinite, missing or of another length; an axis without
-            a model; a late bucket that the plan does not have.
+            a model; a late bucket that the plan does not have; jitter on over 4 million ranks.
         ScheduleError: operations that wait for later ones, or name buckets, axes or shards that
             do not exist.
 
@@ -138,6 +139,11 @@ def simulate(
     if jitter is None:
         slowdown = np.ones([1] * len(shape))
     else:
+        if topology.world_size > _MOST_RANKS:
+            raise ValueError(
+                f"jitter simulates each of {topology.world_size} ranks, and at most {_MOST_RANKS} "
+                f"fit; leave it out, or take a smaller topology"
+            )
         slowdown = jitter.draw(topology.world_size, seed).reshape(shape)
     rank = 0
     if jitter is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -159,8 +159,8 @@ class GradSync:
             PeerError: another rank raised one of these.
             ValueError: the algorithm leaves shards; see `reduce_scatter`.
         """
-        self._check_result("replicated_mean", "sync(grads)", "reduce_scatter(grads)")
-        treedef, leaves, info = self._sync_tree(grads, weight, with_info, in_place=False)
+        form = _Form("replicated_mean", "sync(grads)", "reduce_scatter(grads)")
+        treedef, leaves, info = self._sync_tree(form, grads, weight, with_info)
         return (treedef.unflatten(leaves), info) if with_info else treedef.unflatten(leaves)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
@@ -175,8 +175,8 @@ class GradSync:
             TreeMismatchError: as for a call, or a tensor whose elements share memory (an expanded
                 one) and so can't be written.
         """
-        self._check_result("replicated_mean", "reduce_(grads)", "reduce_scatter(grads)")
-        treedef, leaves, info = self._sync_tree(grads, weight, with_info, in_place=True)
+        form = _Form("replicated_mean", "reduce_(grads)", "reduce_scatter(grads)", in_place=True)
+        treedef, leaves, info = self._sync_tree(form, grads, weight, with_info)
         return (treedef.unflatten(leaves), info) if with_info else treedef.unflatten(leaves)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
@@ -207,8 +207,8 @@ class GradSync:
             >>> fddp.loopback(2, halves)
             [([1.5, 3.0], [1.5, 3.0, 4.5]), ([4.5], [1.5, 3.0, 4.5])]
         """
-        self._check_result("sharded_mean", "reduce_scatter(grads)", "sync(grads)")
-        treedef, leaves, info = self._sync_tree(grads, weight, with_info, in_place=False)
+        form = _Form("sharded_mean", "reduce_scatter(grads)", "sync(grads)")
+        treedef, leaves, info = self._sync_tree(form, grads, weight, with_info)
         return (treedef.unflatten(leaves), info) if with_info else treedef.unflatten(leaves)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
@@ -227,11 +227,12 @@ class GradSync:
             PeerError: another rank raised one.
             ValueError: the algorithm is not "reduce_scatter".
         """
-        self._check_result("sharded_mean", "all_gather(shards)", "sync(grads)")
-        session = self._engine.open_gathering()
+        form = _Form("sharded_mean", "all_gather(shards)", "sync(grads)")
+        fits = form.result == self.schedule.result
+        session = self._engine.open_gathering() if fits else self._engine.open(with_stats=False)
         treedef: TreeDef | None = None
         try:
-            check_no_transform("all_gather(shards)")
+            form.check(self.schedule)
             own, treedef = matched_shards(shards, session.setting.program)
             session.begin(ShardContributions(own), own)
         except BaseException as error:
@@ -254,7 +255,7 @@ class GradSync:
             TreeMismatchError: the tree has other leaves than the plan.
             ValueError: the algorithm is not "reduce_scatter".
         """
-        self._check_result("sharded_mean", "shard(tree)", "the tree itself")
+        _Form("sharded_mean", "shard(tree)", "the tree itself").check(self.schedule)
         leaves, treedef = matched_leaves(tree, self._engine.program, "tree")
         return treedef.unflatten(shards_of(self._engine.program, leaves))
 
@@ -321,16 +322,8 @@ class GradSync:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_result(self, result: Result, call: str, instead: str) -> None:
-        found = self.schedule.result
-        if found != result:
-            raise ValueError(
-                f"{call} needs a GradSync whose schedule gives a {result}; this one's gives a "
-                f"{found}: use {instead}, or build it with another algorithm"
-            )
-
     def _sync_tree(
-        self, grads: Any, weight: float, with_info: bool, *, in_place: bool
+        self, form: _Form, grads: Any, weight: float, with_info: bool
     ) -> tuple[TreeDef, list[Tensor | None], SyncInfo | None]:
         start_s = time.perf_counter()
         session = self._engine.open(with_stats=with_info)
@@ -338,9 +331,9 @@ class GradSync:
         treedef: TreeDef | None = None
         own: Sequence[Tensor | None] = ()
         try:
-            check_no_transform("reduce_(grads)" if in_place else "sync(grads)")
+            form.check(self.schedule)
             own, treedef = matched_leaves(grads, program, "gradients")
-            if in_place:
+            if form.in_place:
                 check_writable(own, program)
             session.begin(TreeContributions(program, own, checked_weight(weight)), own)
         except BaseException as error:
@@ -349,8 +342,38 @@ class GradSync:
         if treedef is None:
             raise InternalError("a step without a tree went through")
         info = make_info(session, outcome, (start_s, start_s)) if with_info else None
-        leaves = _written(own, outcome.leaves) if in_place else outcome.leaves
+        leaves = _written(own, outcome.leaves) if form.in_place else outcome.leaves
         return treedef, leaves, info
+
+
+class _Form(NamedTuple):
+    """How gradients are synchronised without differentiating.
+
+    Attributes:
+        result: what the schedule must leave.
+        call: the call in words, for errors.
+        instead: what serves where it leaves something else.
+        in_place: whether results are written into the caller's tensors.
+    """
+
+    result: Result
+    call: str
+    instead: str
+    in_place: bool = False
+
+    def check(self, schedule: Schedule) -> None:
+        """Whether the call has a meaning here.
+
+        Raises:
+            ValueError: the schedule leaves something else.
+            TransformError: a `torch.func` transform is active.
+        """
+        check_no_transform(self.call)
+        if schedule.result != self.result:
+            raise ValueError(
+                f"{self.call} needs a GradSync whose schedule gives a {self.result}; this one's "
+                f"gives a {schedule.result}: use {self.instead}, or build it with another algorithm"
+            )
 
 
 def _written(own: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -19,7 +19,7 @@ import torch
 from fddp.agree import exchange
 from fddp.cost import CostModel
 from fddp.engine import Engine
-from fddp.errors import PlanMismatchError, UnevenError
+from fddp.errors import PeerError, PlanMismatchError, UnevenError
 from fddp.measuring import DEFAULT_SIZES_BYTES, measure_axes
 from fddp.optimal import Target, optimal_plan
 from fddp.plan import Bucket, BucketPlan, plan_leaves
@@ -125,17 +125,28 @@ def _check(engine: Engine, rounds: int) -> None:
 
 
 def _timed(engine: Engine, call: Callable[[], object]) -> tuple[float, float]:
-    """When a step began, and how long it took."""
-    steps = engine.step
+    """When a step began, and how long it took; what goes wrong in it is told to all ranks."""
+    steps, error = engine.step, None
     start_s = time.perf_counter()
-    call()
+    try:
+        call()
+    except BaseException as raised:
+        error = raised
     took_s = time.perf_counter() - start_s
-    if engine.step == steps:
-        raise ValueError(
-            f"rank {engine.transport.rank}: the step did not synchronise; pass one that was made "
-            f"by value_and_grad of the GradSync that is tuned"
-        )
+    if engine.step == steps:  # the others wait in the synchronisation that this rank left out
+        engine.fail_step(error or _no_step(engine))
+    if error is not None and (engine.is_shut or engine.last_failed):
+        raise error  # from the synchronisation itself: all ranks raise
+    if engine.any_has(error is not None):
+        raise error or PeerError("another rank failed after its step was synchronised")
     return start_s, took_s
+
+
+def _no_step(engine: Engine) -> ValueError:
+    return ValueError(
+        f"rank {engine.transport.rank}: the step did not synchronise; pass one that was made by "
+        f"value_and_grad of the GradSync that is tuned"
+    )
 
 
 def _costs(engine: Engine, plan: BucketPlan) -> dict[str, CostModel]:

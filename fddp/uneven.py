@@ -104,10 +104,10 @@ def uneven(batches: Iterable[Any], sync: GradSync, *, every: int = 1) -> Iterato
             following = EXHAUSTED if isinstance(current, _Failed) else next(items)
             turn = sync._engine.begin_round(Round(number, following is not EXHAUSTED))
             if isinstance(current, _Failed):
-                sync._engine.fail_round(current.error)
+                sync._engine.fail_step(current.error)
             yield current
             if turn.synced == 0:
-                sync._engine.fail_round(turn.problem())
+                sync._engine.fail_step(turn.problem())
             more = turn.any_next
             number += 1
     finally:

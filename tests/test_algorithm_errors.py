@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fddp
 from fddp import Topology
+from fddp.errors import PeerError
 from fddp.testing import assert_mean
 from models import rand
 from ranks import Launch
@@ -372,3 +373,33 @@ def test_ranks_that_call_different_things_are_told() -> None:
 
     for end in fddp.loopback(2, run):
         assert "DesyncError" in end.kinds
+
+
+def wrong_on_one_rank(group: Any, algorithm: Any, wrong: str) -> tuple[str, list[float]]:
+    grads = {"a": torch.arange(4.0)}
+    with fddp.GradSync(grads, group=group, algorithm=algorithm) as sync:
+        right = sync.reduce_scatter if algorithm == "reduce_scatter" else sync
+        told = ""
+        try:
+            (getattr(sync, wrong) if sync.rank == 1 else right)(grads)
+        except (ValueError, PeerError) as error:
+            told = f"{type(error).__name__}: {error}"
+        return told, right(grads)["a"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "wrong"),
+    [
+        ("reduce_scatter", "__call__"),
+        ("reduce_scatter", "reduce_"),
+        ("all_reduce", "reduce_scatter"),
+        ("all_reduce", "all_gather"),
+    ],
+)
+def test_a_call_of_another_form_on_one_rank(launch: Launch, algorithm: str, wrong: str) -> None:
+    (told, first), (own, second) = launch(2, wrong_on_one_rank, algorithm, wrong)
+    assert told.startswith("PeerError: rank 1 failed at step 0: ValueError:")
+    assert own.startswith("ValueError: ")
+    assert "needs a GradSync whose schedule gives a" in own
+    whole = [0.0, 1.0, 2.0, 3.0]
+    assert (first + second if algorithm == "reduce_scatter" else first) == whole

@@ -561,3 +561,11 @@ def test_a_real_step_is_seen_the_same_way(
             hidden_s += stop_s - start_s if stop_s <= step.backward_end_s else 0.0
     assert timeline.communication_s == pytest.approx(total_s)
     assert step.hidden_fraction == pytest.approx(hidden_s / total_s if total_s else 0.0, abs=1e-9)
+
+
+def test_ranks_that_do_not_fit() -> None:
+    plan = plan_leaves([LeafSpec("w", (4,), "float32")], order=[0], caps_bytes=[1])
+    schedule = make_schedule(plan, Topology(world=2_000_000_000))
+    simulate(schedule, CostModel(1e-6, 1e-9), [0.001])
+    with pytest.raises(ValueError, match="each of 2000000000 ranks, and at most"):
+        simulate(schedule, CostModel(1e-6, 1e-9), [0.001], jitter=Jitter(0.1))

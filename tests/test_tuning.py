@@ -200,6 +200,39 @@ def test_a_step_that_fails_leaves_the_old_plan(launch: Launch) -> None:
     assert same_bits([grads for _, grads in results])
 
 
+def failing_outside(group: Any, when: str) -> Any:
+    """A step that fails on rank 1 outside of its synchronisation."""
+    params = mlp(layers=2)
+    calls: Iterator[int] = iter(range(100))
+
+    def step(params: Any, x: Tensor) -> None:
+        is_due = sync.rank == 1 and next(calls) == 4
+        if is_due and when == "before":
+            raise ZeroDivisionError("on purpose")
+        if is_due and when == "instead":
+            return
+        synced(params, x)
+        if is_due and when == "after":
+            raise ZeroDivisionError("on purpose")
+
+    with fddp.GradSync(params, group=group) as sync:
+        synced = sync.value_and_grad(mlp_loss)
+        synced(params, batch(sync.rank, 0))
+        plan = sync.plan
+        with pytest.raises((ZeroDivisionError, ValueError, PeerError)) as caught:
+            sync.tune(step, params, batch(sync.rank, 0), rounds=2)
+        assert sync.plan == plan
+        return type(caught.value).__name__, synced(params, batch(sync.rank, 1))[1]
+
+
+@pytest.mark.parametrize("when", ["before", "instead", "after"])
+def test_what_fails_outside_of_a_synchronisation_is_told(launch: Launch, when: str) -> None:
+    results = launch(2, failing_outside, when)
+    own = "ValueError" if when == "instead" else "ZeroDivisionError"
+    assert [name for name, _ in results] == ["PeerError", own]
+    assert same_bits([grads for _, grads in results])
+
+
 def test_the_plan_that_is_sent_is_the_plan_that_arrives() -> None:
     params = mlp()
     plan = fddp.plan_buckets(params, bucket_cap_mb=1e-4, first_bucket_mb=1e-5)

@@ -17,10 +17,11 @@ def fail(
     paths: tuple[str, ...] | None = None,
     ranks: tuple[int, ...] = (),
 ) -> NoReturn:
-    """Raises what is wrong with an operation."""
+    """Raises what is wrong with an operation; without `ranks`, on all of them alike."""
     bucket = schedule.ops[position].bucket
+    where = "" if ranks else everywhere(schedule)
     raise ScheduleError(
-        f"{schedule.describe(position)}: {problem}",
+        f"{schedule.describe(position)}: {problem}{where}",
         op=position,
         bucket=bucket,
         paths=paths_of(schedule, bucket) if paths is None else paths,
@@ -30,8 +31,13 @@ def fail(
 
 def fail_bucket(schedule: Schedule, bucket: int, problem: str) -> NoReturn:
     """Raises what a bucket lacks."""
-    text = f"{schedule.describe_bucket(bucket)}: {problem}"
+    text = f"{schedule.describe_bucket(bucket)}: {problem}{everywhere(schedule)}"
     raise ScheduleError(text, bucket=bucket, paths=paths_of(schedule, bucket))
+
+
+def everywhere(schedule: Schedule) -> str:
+    """That ranks do not differ, in words."""
+    return f" (on all {schedule.topology.world_size} ranks)"
 
 
 def paths_of(schedule: Schedule, bucket: int) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fddp.check.errors import fail
+from fddp.check.errors import everywhere, fail
 from fddp.errors import ScheduleError
 from fddp.schedule import Op, Schedule
 
@@ -57,7 +57,7 @@ def check_order(schedule: Schedule) -> int:
     if not controls:
         raise ScheduleError(
             "no operation reduces the control word, from which ranks learn what came late and who "
-            "failed; put one after the last pack"
+            f"failed; put one after the last pack{everywhere(schedule)}"
         )
     if len(controls) > 1:
         fail(schedule, controls[1], f"op {controls[0]} reduces it already; keep one of the two")
