@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import pytest
@@ -309,3 +310,21 @@ def test_plans_of_shards_stay() -> None:
             assert sync.plan == plan
 
     fddp.loopback(2, run)
+
+
+def test_pieces_may_be_handed_out_in_any_order() -> None:
+    plan = fddp.plan_buckets({"a": torch.zeros(8)})
+    topology = fddp.Topology(world=2, one=1)
+    built = fddp.make_schedule(plan, topology, algorithm="reduce_scatter", split_mb=16 / 2**20)
+    *others, first, second = built.ops
+    assert (first.kind, second.kind) == ("unpack", "unpack")
+    # An axis of one place divides nothing, whether it is named or not.
+    named = second._replace(region=second.region._replace(shard=("one", "world")))
+    schedule = dataclasses.replace(built, ops=(*others, named, first))
+
+    def there_and_back(group: Any) -> Any:
+        with fddp.GradSync(schedule, group=group) as sync:
+            shards = sync.reduce_scatter({"a": torch.arange(8.0)})
+            return sync.all_gather(shards)["a"].tolist()
+
+    assert fddp.loopback(2, there_and_back) == [[*map(float, range(8))]] * 2
