@@ -29,6 +29,7 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(RUN) -m fddp.bench
 	$(RUN) -m fddp.bench.alone
+	$(RUN) -m fddp.bench.simulated
 
 clean:
 	rm -rf $(VENV) build dist

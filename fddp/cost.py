@@ -123,9 +123,11 @@ class CostModel:
             ranks: number of ranks in the group.
 
         Raises:
-            ValueError: an unknown kind, or less than one rank.
+            ValueError: an unknown kind, less than one rank, or bytes that are negative or NaN.
         """
         steps, share = factors(kind, ranks, self.algorithm)
+        if not np.all(np.asarray(nbytes) >= 0):
+            raise ValueError(f"nbytes must be at least 0, got {nbytes!r}")
         return steps * self.alpha_s + share * self.beta_s_per_byte * nbytes
 
     @classmethod
@@ -150,11 +152,12 @@ class CostModel:
     def fit(cls, samples: Iterable[Sample], *, algorithm: LinkAlgorithm = "ring") -> CostModel:
         """The model that comes nearest to measured times.
 
-        Of repeated samples of one kind, size and number of ranks the median counts, because small
-        collectives of some backends take one of two times. Then alpha and beta, neither below 0,
-        minimise the squared *relative* error, so that small sizes count as much as large ones.
-        `overlap` is the median of idle over busy time where both were measured; without busy
-        samples it is 1.
+        Of repeated samples of one kind, size and number of ranks the lower quartile counts: what
+        disturbs a collective only makes it longer, and small ones on a machine that has gone idle
+        in between, which it does not within a step, take up to five times as long on some backends.
+        Then alpha and beta, neither below 0, minimise the squared *relative* error, so that small
+        sizes count as much as large ones. `overlap` is the median over sizes of idle over busy time
+        where both were measured; without busy samples it is 1.
 
         Args:
             samples: measured collectives, of at least two sizes and on at least 2 ranks.
@@ -172,7 +175,7 @@ class CostModel:
             '1e-05 1e-09'
         """
         _check_algorithm(algorithm)
-        idle_s, busy_s = _medians(samples)
+        idle_s, busy_s = _quartiles(samples)
         alpha_s, beta_s_per_byte = _least_relative(idle_s, algorithm)
         return cls(alpha_s, beta_s_per_byte, algorithm, _overlap(idle_s, busy_s))
 
@@ -212,17 +215,19 @@ def factors(kind: CollectiveKind, ranks: int, algorithm: LinkAlgorithm) -> Facto
     """
     if kind not in get_args(CollectiveKind):
         raise ValueError(f"kind must be one of {', '.join(get_args(CollectiveKind))}, got {kind!r}")
-    if ranks < 1:
+    if not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"a collective needs at least 1 rank, got {ranks!r}")
     steps = {"ring": ranks - 1, "tree": (ranks - 1).bit_length(), "direct": min(ranks - 1, 1)}
     halves = 1 if kind in ("reduce_scatter", "all_gather") else 2
     return Factors(halves * steps[algorithm], halves * (ranks - 1) / ranks)
 
 
-_Measured = dict[tuple[CollectiveKind, int, int], float]  # median seconds by kind, bytes, ranks
+_QUANTILE = 0.25  # of repeated samples
+
+_Measured = dict[tuple[CollectiveKind, int, int], float]  # seconds by kind, bytes, ranks
 
 
-def _medians(samples: Iterable[Sample]) -> tuple[_Measured, _Measured]:
+def _quartiles(samples: Iterable[Sample]) -> tuple[_Measured, _Measured]:
     """Of the samples taken while idle, and of those taken during backward."""
     times: dict[bool, dict[tuple[CollectiveKind, int, int], list[float]]] = {False: {}, True: {}}
     for sample in samples:
@@ -234,7 +239,7 @@ def _medians(samples: Iterable[Sample]) -> tuple[_Measured, _Measured]:
             )
         times[bool(busy)].setdefault((kind, nbytes, ranks), []).append(time_s)
     idle_s, busy_s = (
-        {key: float(np.median(repeats)) for key, repeats in times[busy].items()}
+        {key: float(np.quantile(repeats, _QUANTILE)) for key, repeats in times[busy].items()}
         for busy in (False, True)
     )
     return idle_s, busy_s

@@ -23,9 +23,9 @@ from fddp.transports import Group, Transport, Work, open_transport
 
 DEFAULT_SIZES_BYTES = tuple(2**power for power in range(10, 26, 3))  # 1 KiB to 32 MiB
 
-_REPEATS = 5
+_REPEATS = 9
 _BURST_BYTES = 2**20  # small collectives are issued together, up to this much
-_BURST = 4  # and up to this many
+_BURST = 16  # and up to this many: by then a backend works on them at its own pace
 _ITEM_BYTES = 4  # of float32
 _SIDE = 256  # of the matrices that a busy rank multiplies; about a millisecond on one core
 
@@ -65,7 +65,7 @@ def measure_cost(
 ) -> tuple[Sample, ...] | dict[str, tuple[Sample, ...]]:
     """Time collectives over a group; every rank calls this, and gets the same samples.
 
-    A time is that of the slowest rank. By default this takes a second or two for each axis, and
+    A time is that of the slowest rank. By default this takes some three seconds for each axis, and
     more on slow links.
 
     Args:

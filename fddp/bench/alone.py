@@ -1,4 +1,4 @@
-"""What needs one process: planning 100,000 leaves, and packing. `python -m fddp.bench.alone`."""
+"""What needs one process: planning, proving, simulating, packing. `python -m fddp.bench.alone`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ from rich.table import Table
 from torch import Tensor
 
 from fddp.bench.measure import Series, ratio
+from fddp.build import make_schedule
+from fddp.check import check_schedule
+from fddp.cost import CostModel
 from fddp.layout import Layout
+from fddp.optimal import Target, optimal_plan
 from fddp.pack import pack_, unpack_
-from fddp.plan import BucketPlan, assign_buckets
+from fddp.plan import BucketPlan, LeafSpec, assign_buckets, plan_leaves
 from fddp.planning import plan_buckets
 from fddp.progress import Stages
+from fddp.simulate import Jitter, simulate
+from fddp.topology import Topology
 
 _LEAVES = 100_000
 _CAPS_BYTES = (1 << 20, 25 << 20)
@@ -31,6 +37,7 @@ def main() -> None:
     torch.set_num_threads(1)
     cases = {
         f"planning {_LEAVES} leaves": _planning(),
+        "1,000 buckets: proving, simulating, planning": _schedules(),
         "packing 10,000 leaves of 32 floats, scaled": _small(),
         "packing 64 MiB in 16 leaves, scaled": _large(),
     }
@@ -60,6 +67,30 @@ def _planning() -> Calls:
         "plan_buckets, flat dict": lambda: plan_buckets(flat),
         "plan_buckets, 50,000 dicts of 2": lambda: plan_buckets(nested),
         "JSON both ways, 10,000 leaves": lambda: BucketPlan.from_json(text).to_json(),
+    }
+
+
+def _schedules() -> Calls:
+    leaves = [LeafSpec(f"p{i:04}", (1000,), "float32") for i in range(2000)]
+    plan = plan_leaves(leaves, order=range(2000), caps_bytes=[5000])
+    near, far = Topology(host=2, local=4), Topology(host=12_500, local=8)
+    many = Topology(host=1250, local=8)
+    on_near, on_far, on_many = (
+        make_schedule(plan, topology, algorithm="hierarchical") for topology in (near, far, many)
+    )
+    flat = make_schedule(plan, Topology(world=10_000))
+    cost, jitter = CostModel(1e-6, 1e-10, "tree"), Jitter(spread=0.05)
+    ready_s = [1e-4 * (i + 1) for i in range(2000)]
+    return {
+        "check_schedule, 8 ranks": lambda: check_schedule(on_near),
+        "check_schedule, 100,000 ranks": lambda: check_schedule(on_far),
+        "simulate 10,000 ranks, jitter, flat": lambda: simulate(flat, cost, ready_s, jitter=jitter),
+        "simulate 10,000 ranks, jitter, two axes": lambda: simulate(
+            on_many, cost, ready_s, jitter=jitter
+        ),
+        "optimal plan, 2,000 leaves": lambda: optimal_plan(
+            tuple(leaves), range(2000), ready_s, Target(cost, many)
+        ),
     }
 
 

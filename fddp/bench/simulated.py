@@ -1,9 +1,10 @@
 """How far simulated step times are from measured ones: `python -m fddp.bench.simulated`.
 
 For each model, plans from one bucket for each tensor to one bucket for all are timed on two ranks
-over gloo, in turn, and simulated from measured costs and ready times. The order of the simulated
-times is held against the measured order, and that against itself: the first half of the rounds
-against the second.
+over gloo, in turn, and simulated from measured costs and ready times. What a rank does alone after
+its last gradient, which a simulation leaves out, is measured on one rank and added. The order of
+the simulated times is held against the measured order, and that against itself: the first half of
+the rounds against the second.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +27,7 @@ import fddp
 from fddp.bench.measure import Series, measure
 from fddp.bench.models import Workload, stack
 from fddp.launch import launch
-from fddp.plan import BucketPlan, plan_leaves
+from fddp.plan import plan_leaves
 from fddp.progress import Stages
 
 _ROUNDS = 10
@@ -46,7 +48,7 @@ class Case:
 
     Attributes:
         buckets: number of its buckets.
-        simulated_s: seconds of a step in simulation.
+        simulated_s: seconds of a step: simulated, and what a rank does alone afterwards.
         measured: steps of the slower rank.
     """
 
@@ -85,19 +87,23 @@ def _cases(workload: Workload, cost: fddp.CostModel, stages: Stages) -> list[Cas
         plan_leaves(base.leaves, order=base.order, caps_bytes=[max(1, layers * layer_bytes)])
         for layers in _LAYERS_IN_BUCKET
     ]
-    ready_s = _ready_times_s(plans[-1], params, loss_fn, batch)
+    ready_s, _ = _profile(fddp.GradSync(plans[-1]), params, loss_fn, batch)
+    (alone_s,) = fddp.loopback(
+        1, lambda group: _profile(fddp.GradSync(plans[-1], group=group), params, loss_fn, batch)[1]
+    )
     steps = {}
-    for plan in plans:
-        step = _step(plan, params, loss_fn, batch)
-        steps[str(len(plan.buckets))] = step
-        for _ in range(2):
-            step()
-    series = measure(steps, _ROUNDS, _STEPS, stages.advance)
+    with ExitStack() as open_syncs:
+        for plan in plans:
+            sync = open_syncs.enter_context(fddp.GradSync(plan))
+            steps[str(len(plan.buckets))] = step = _step(sync, params, loss_fn, batch)
+            for _ in range(2):
+                step()
+        series = measure(steps, _ROUNDS, _STEPS, stages.advance)
     topology = fddp.Topology(world=dist.get_world_size())
     return [
         Case(
             len(plan.buckets),
-            fddp.simulate(fddp.make_schedule(plan, topology), cost, ready_s).step_s,
+            fddp.simulate(fddp.make_schedule(plan, topology), cost, ready_s).step_s + alone_s,
             series[str(len(plan.buckets))],
         )
         for plan in plans
@@ -105,27 +111,33 @@ def _cases(workload: Workload, cost: fddp.CostModel, stages: Stages) -> list[Cas
 
 
 def _step(
-    plan: BucketPlan, params: Any, loss_fn: Callable[[Any, Tensor], Tensor], batch: Tensor
+    sync: fddp.GradSync, params: Any, loss_fn: Callable[[Any, Tensor], Tensor], batch: Tensor
 ) -> Callable[[], object]:
-    step = fddp.GradSync(plan).value_and_grad(loss_fn)
+    step = sync.value_and_grad(loss_fn)
     return lambda: step(params, batch)
 
 
-def _ready_times_s(
-    plan: BucketPlan, params: Any, loss_fn: Callable[[Any, Tensor], Tensor], batch: Tensor
-) -> list[float]:
-    """By leaf, from the start of a step, on the slower rank; undisturbed by communication, because
-    the plan's only bucket leaves after backward."""
-    seen = []
-    with fddp.GradSync(plan) as sync:
+def _profile(
+    sync: fddp.GradSync, params: Any, loss_fn: Callable[[Any, Tensor], Tensor], batch: Tensor
+) -> tuple[list[float], float]:
+    """Ready times by leaf, from the start of a step, and the time from the last one to its end.
+
+    Ready times are those of the slower rank, undisturbed by communication, because the plan's only
+    bucket leaves after backward.
+    """
+    ready_s, rest_s = [], []
+    with sync:
         step = sync.value_and_grad(loss_fn, with_info=True)
         for _ in range(_PROFILED):
             start_s = time.perf_counter()
             _, _, info = step(params, batch)
-            seen.append(torch.tensor(info.timeline.leaves_s, dtype=torch.float64) - start_s)
-    times_s = torch.stack(seen).median(dim=0).values
+            end_s = time.perf_counter()
+            leaves_s = torch.tensor(info.timeline.leaves_s, dtype=torch.float64)
+            ready_s.append(leaves_s - start_s)
+            rest_s.append(end_s - float(leaves_s.max()))
+    times_s = torch.stack(ready_s).median(dim=0).values
     dist.all_reduce(times_s, dist.ReduceOp.MAX)
-    return times_s.tolist()
+    return times_s.tolist(), statistics.median(rest_s)
 
 
 def _table(title: str, cases: Sequence[Case]) -> Table:
