@@ -79,6 +79,10 @@ class Contributions:
         `time.perf_counter`; NaN where none did. Empty where all were there from the beginning."""
         return []
 
+    def unreduced(self, program: Program) -> Sequence[int]:
+        """The leaves in no bucket that come back as `local` gives them."""
+        return program.plan.local
+
     def local(self, leaf: int) -> Tensor | None:
         """The result for a leaf that is not reduced: this rank's own gradient, if it counts."""
         return None
@@ -107,18 +111,27 @@ class TreeContributions(Contributions):
 
 
 class ShardContributions(Contributions):
-    """Shards of leaves, by leaf; see [Note: shards]."""
+    """Shards of leaves, by leaf; see [Note: shards]. They need not be gradients, so that leaves of
+    integers come back, too."""
 
     weight = 1.0
 
     def __init__(self, shards: Leaves) -> None:
-        self.shards = shards
+        self._shards = shards
 
     def pack_chunk_(self, chunk: Chunk, buffer: Tensor) -> bool:
-        return pack_(buffer, chunk.layout, chunk.sources(self.shards), 1.0)
+        return pack_(buffer, chunk.layout, chunk.sources(self._shards), 1.0)
 
     def used(self, program: Program) -> list[bool]:
-        return [self.shards[i] is not None for i in program.reduced]
+        return [self._shards[i] is not None for i in program.reduced]
+
+    def unreduced(self, program: Program) -> Sequence[int]:
+        bucketed = program.plan.bucket_of
+        return [leaf for leaf in range(len(self._shards)) if leaf not in bucketed]
+
+    def local(self, leaf: int) -> Tensor | None:
+        own = self._shards[leaf]
+        return None if own is None else own.detach().clone()
 
 
 class BackwardContributions(Contributions):

@@ -7,6 +7,7 @@ meanwhile, as backward does; on gloo, which computes on the same cores, both tak
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, overload
@@ -138,6 +139,16 @@ def measure_axes(
     return by_axis
 
 
+def largest(transport: Transport, values: Sequence[float]) -> list[float]:
+    """The largest of each value over ranks, NaN where it is NaN everywhere; a collective call."""
+    own = torch.tensor(values, dtype=torch.float64, device=transport.control_device)
+    work = transport.all_gather(own)
+    work.wait("the exchange of times")
+    rows = torch.stack([row.cpu() for row in work.results])
+    most = rows.nan_to_num(nan=-math.inf).amax(dim=0)
+    return torch.where(most.isinf(), math.nan, most).tolist()
+
+
 def _check(
     transport: Transport, sizes_bytes: Sequence[int], repeats: int, device: torch.device
 ) -> None:
@@ -185,10 +196,7 @@ def _measure(link: _Link, probes: Sequence[_Probe], repeats: int) -> tuple[Sampl
             _time_s(link, probe)
     for _ in range(repeats):
         own_s.extend(_time_s(link, probe) for probe in probes)
-    times = torch.tensor(own_s, dtype=torch.float64, device=link.transport.control_device)
-    work = link.transport.all_gather(times)
-    work.wait("the exchange of times")
-    slowest_s = torch.stack(work.results).amax(dim=0).tolist()
+    slowest_s = largest(link.transport, own_s)
     return tuple(
         Sample(probe.kind, probe.numel(link.ranks) * _ITEM_BYTES, link.ranks, time_s, probe.busy)
         for probe, time_s in zip([*probes] * repeats, slowest_s, strict=True)

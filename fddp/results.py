@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fddp.contributions import Contributions
+from fddp.contributions import Contributions, ShardContributions
 from fddp.layout import Stats
 from fddp.pack import pack_, scale_, slices, unpack_
 from fddp.program import Program
@@ -69,25 +69,14 @@ class Results:
             used: for each reduced leaf, whether any rank used it.
             contributions: has the leaves that stay local.
         """
-        self._join(used)
-        for leaf in self._program.plan.local:
-            self.leaves[leaf] = contributions.local(leaf)
-
-    def finish_tree(self, used: Sequence[bool], tree: Sequence[Tensor | None]) -> None:
-        """As `finish`, where the leaves are not gradients: all that are in no bucket are copied."""
-        self._join(used)
-        bucketed = self._program.plan.bucket_of
-        for leaf, own in enumerate(tree):
-            if leaf not in bucketed and own is not None:
-                self.leaves[leaf] = own.detach().clone()
-
-    def _join(self, used: Sequence[bool]) -> None:
         program = self._program
         if self._parts:
             self.leaves = program.shards.joined(program.plan, self._parts, self._devices)
         for leaf, flag in zip(program.reduced, used, strict=True):
             if not flag:
                 self.leaves[leaf] = None
+        for leaf in contributions.unreduced(program):
+            self.leaves[leaf] = contributions.local(leaf)
 
     def _take_whole(self, bucket: int, buffer: Tensor, after: float) -> Stats:
         """Over the bucket's own memory, or in new memory where a cast is due."""
@@ -136,6 +125,6 @@ def shards_of(program: Program, leaves: Sequence[Tensor | None]) -> list[Tensor 
             pack_(buffer, program.layouts[chunk.bucket], sources)
             packed[chunk.bucket] = buffer
         results.unpack(position, chunk.bucket, packed[chunk.bucket], 1.0)
-    used = [leaves[leaf] is not None for leaf in program.reduced]
-    results.finish_tree(used, leaves)
+    own = ShardContributions(leaves)
+    results.finish(own.used(program), own)
     return results.leaves

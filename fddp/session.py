@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fddp.buffers import BufferPool
-from fddp.contributions import NOTHING, Contributions, ShardContributions
+from fddp.contributions import NOTHING, Contributions
 from fddp.control import ControlReport, ControlWord, decode, encode
 from fddp.errors import FddpError, InternalError, TreeMismatchError, WeightError
 from fddp.failures import desync_error, exchange, peer_error, text_of, weight_problem
@@ -189,10 +189,7 @@ class Session:
             self._raise(self._broken)
         self._advance()
         report = self._known()
-        if isinstance(self.contributions, ShardContributions):
-            self._results.finish_tree(report.used, self.contributions.shards)
-        else:
-            self._results.finish(report.used, self.contributions)
+        self._results.finish(report.used, self.contributions)
         for bucket, state in enumerate(self.buckets):
             if state.buffer is not None:
                 self.setting.pool.lend(bucket, state.buffer)
@@ -387,9 +384,9 @@ class Session:
     def _known(self) -> ControlReport:
         if self.report is None:
             self.report = report = self._read_control()
-            unfit = weight_problem(report, self.setting.scale) or self._shard_problem(report)
-            if not report.agreed or report.failed or unfit:
-                self._give_up(report)
+            unfit = self._unfit(report)
+            if not report.agreed or report.failed or unfit is not None:
+                self._give_up(report, unfit)
         return self.report
 
     def _read_control(self) -> ControlReport:
@@ -404,29 +401,30 @@ class Session:
             world_size=transport.world_size,
         )
 
-    def _shard_problem(self, report: ControlReport) -> str | None:
-        """Why shards make no whole leaves, or None."""
-        ranks = self.setting.transport.world_size
+    def _unfit(self, report: ControlReport) -> FddpError | None:
+        """The error of contributions that make no result together, or None."""
+        step, ranks = self.setting.step, self.setting.transport.world_size
+        if problem := weight_problem(report, self.setting.scale):
+            return WeightError(f"step {step}: {problem}")
         if self._program.schedule.result != "replicated":
             return None
         for leaf, users in zip(self._program.reduced, report.users, strict=True):
             if 0 < users < ranks:
-                return (
-                    f"leaf {self._program.paths[leaf]!r} of the shards is None on {ranks - users} "
-                    f"of {ranks} ranks; pass its shard on every rank, or None on all"
+                return TreeMismatchError(
+                    f"step {step}: leaf {self._program.paths[leaf]!r} of the shards is None on "
+                    f"{ranks - users} of {ranks} ranks; pass its shard on every rank, or None on "
+                    f"all"
                 )
         return None
 
-    def _give_up(self, report: ControlReport) -> None:
+    def _give_up(self, report: ControlReport, unfit: FddpError | None) -> None:
         """Raises on every rank, after the collectives in flight."""
         for position in list(self._works):
             self._wait(position)
         transport, step = self.setting.transport, self.setting.step
-        if report.agreed and not report.failed:
+        if unfit is not None and report.agreed and not report.failed:
             self.orderly = True
-            if unfit := weight_problem(report, self.setting.scale):
-                raise WeightError(f"step {step}: {unfit}")
-            raise TreeMismatchError(f"step {step}: {self._shard_problem(report)}")
+            raise unfit
         told = exchange(transport, step, self._program.schedule.shared_digest, self._told)
         self.orderly = True
         if not report.agreed:

@@ -14,18 +14,15 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-import torch
-
 from fddp.agree import exchange
 from fddp.cost import CostModel
 from fddp.engine import Engine
 from fddp.errors import PeerError, PlanMismatchError, UnevenError
-from fddp.measuring import DEFAULT_SIZES_BYTES, measure_axes
+from fddp.measuring import DEFAULT_SIZES_BYTES, largest, measure_axes
 from fddp.optimal import Target, optimal_plan
 from fddp.plan import Bucket, BucketPlan, plan_leaves
 from fddp.results import Devices
 from fddp.simulate import simulate
-from fddp.transports import Transport
 
 _WARM_STEPS = 2  # until a plan has been rebuilt and memory is warm
 _TIMED_STEPS = 2  # of each plan in a round
@@ -173,7 +170,7 @@ def _ready_times_s(engine: Engine, call: Callable[[], object], steps: int) -> li
             start_s, _took_s = _timed(engine, call)
         ready_s = sessions[-1].ready_times_s()
         seen.append([ready_s[leaf] - start_s for leaf in plan.reduced])
-    slowest = _largest(
+    slowest = largest(
         engine.transport, [_median_of_present(column) for column in zip(*seen, strict=True)]
     )
     by_leaf = [math.nan] * len(plan.leaves)
@@ -185,16 +182,6 @@ def _ready_times_s(engine: Engine, call: Callable[[], object], steps: int) -> li
 def _median_of_present(values: Sequence[float]) -> float:
     present = [value for value in values if not math.isnan(value)]
     return median(present) if present else math.nan
-
-
-def _largest(transport: Transport, values: Sequence[float]) -> list[float]:
-    """The largest of each value over ranks, NaN where it is NaN everywhere; a collective call."""
-    own = torch.tensor(values, dtype=torch.float64, device=transport.control_device)
-    work = transport.all_gather(own)
-    work.wait("the exchange of times")
-    rows = torch.stack([row.cpu() for row in work.results])
-    largest = rows.nan_to_num(nan=-math.inf).amax(dim=0)
-    return torch.where(largest.isinf(), math.nan, largest).tolist()
 
 
 def _planned(
@@ -250,7 +237,7 @@ def _compared(
             _timed(engine, call)
             own_s.extend(_timed(engine, call)[1] for _ in range(_TIMED_STEPS))
     count = rounds * _TIMED_STEPS
-    slowest_s = _largest(engine.transport, [*times_s[0], *times_s[1]])
+    slowest_s = largest(engine.transport, [*times_s[0], *times_s[1]])
     return median(slowest_s[:count]), median(slowest_s[count:])
 
 

@@ -135,7 +135,7 @@ GOOD = Sample("all_reduce", 8, 2, 1.0)
         ([GOOD, GOOD._replace(time_s=math.inf)], "positive, finite time_s"),
         ([GOOD, GOOD._replace(ranks=1)], "at least 2 ranks"),
         ([GOOD, GOOD._replace(nbytes=-1)], "nbytes of at least 0"),
-        ([GOOD, GOOD._replace(kind="broadcast")], "kind must be one of all_reduce"),  # type: ignore
+        ([GOOD, GOOD._replace(kind="broadcast")], "kind must be one of all_reduce"),  # type: ignore[arg-type]
         (
             [GOOD, GOOD._replace(nbytes=16), GOOD._replace(nbytes=9, busy=True)],
             r"the busy sample of \('all_reduce', 9, 2\)",

@@ -101,7 +101,18 @@ class Printer:
         self.show(f"written to {path}")
 
 
-# Kinds of arguments
+# Arguments
+
+
+def add_ranks(parser: argparse.ArgumentParser, most: int) -> None:
+    """Declares `--ranks`, of a command that starts processes."""
+    parser.add_argument(
+        "--ranks",
+        type=whole(1, most),
+        default=2,
+        metavar="N",
+        help="processes, one thread each (default: %(default)s)",
+    )
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:

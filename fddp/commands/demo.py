@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from fddp.commands.common import Commands, Printer, launched, positive, require, whole
+from fddp.commands.common import Commands, Printer, add_ranks, launched, positive, require, whole
 
 if TYPE_CHECKING:
     from fddp.demo.rank import Options
@@ -21,13 +21,7 @@ def add(commands: Commands) -> None:
         description="Trains a small convolutional network on scikit-learn's digits, and checks it "
         "against one process. Exit code 1 if a check fails.",
     )
-    parser.add_argument(
-        "--ranks",
-        type=whole(1, _MAX_RANKS),
-        default=2,
-        metavar="N",
-        help="processes, one thread each (default: %(default)s)",
-    )
+    add_ranks(parser, _MAX_RANKS)
     parser.add_argument(
         "--epochs",
         type=whole(1),

@@ -10,6 +10,7 @@ from fddp.commands.common import (
     CallError,
     Commands,
     Printer,
+    add_ranks,
     launched,
     output,
     output_or_stdout,
@@ -64,13 +65,7 @@ def add(commands: Commands) -> None:
         "*args); a step is the gradient of loss_fn(params, *args) with respect to params. Every "
         "rank calls it, in its process group",
     )
-    parser.add_argument(
-        "--ranks",
-        type=whole(1, _MAX_RANKS),
-        default=2,
-        metavar="N",
-        help="processes, one thread each (default: %(default)s)",
-    )
+    add_ranks(parser, _MAX_RANKS)
     parser.add_argument(
         "--bucket-cap-mb",
         type=positive,
