@@ -15,7 +15,7 @@ from typing import Any
 from fddp.build import Algorithm, make_schedule
 from fddp.errors import InternalError, PlanMismatchError
 from fddp.leafspec import LeafSpec
-from fddp.plan import BucketPlan, plan_leaves
+from fddp.plan import BucketPlan, plan_leaves, rebucket
 from fddp.schedule import Schedule
 from fddp.topology import Topology
 from fddp.transports.base import Transport
@@ -28,7 +28,21 @@ _WAY_OUT = {
     "mesh": "pass the same mesh on every rank",
     "schedule": "pass the same schedule on every rank, or none",
     "caps": "pass the same bucket_cap_mb and first_bucket_mb on every rank",
+    "rebuild": "pass the same options of bucket caps on every rank",
 }
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """How a plan is rebuilt, once, in the order in which gradients arrived.
+
+    Attributes:
+        caps_bytes: caps of the rebuilt buckets.
+        from_back: as for `plan_leaves`.
+    """
+
+    caps_bytes: tuple[int, ...]
+    from_back: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,7 @@ class Terms:
         algorithm: how buckets are reduced.
         topology: the axes of the ranks.
         schedule: the schedule that the caller passed, if any.
+        rebuild: how the plan is rebuilt; None where it stays as it is.
     """
 
     plan: BucketPlan
@@ -52,6 +67,18 @@ class Terms:
     algorithm: Algorithm
     topology: Topology
     schedule: Schedule | None
+    rebuild: Rebuild | None
+
+    def rebuilt(self, plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
+        """The plan for a measured order of gradients."""
+        if self.rebuild is None:
+            raise InternalError("a plan was to be rebuilt that stays as it is")
+        return rebucket(
+            plan,
+            ready_order,
+            caps_bytes=self.rebuild.caps_bytes,
+            from_back=self.rebuild.from_back,
+        )
 
     def schedule_of(self, plan: BucketPlan) -> Schedule:
         """The schedule to carry out: the caller's, or one that is made for this plan."""
@@ -72,6 +99,7 @@ class Terms:
             "mesh": str(self.topology),
             "schedule": None if self.schedule is None else self.schedule.shared_digest[:12],
             "caps": list(self.plan.caps_bytes),
+            "rebuild": None if self.rebuild is None else str(self.rebuild),
             "leaves": hashlib.sha256(leaves.encode()).hexdigest(),
             "plan": self.plan.shared_digest,
         }

@@ -15,9 +15,9 @@ from fddp.control import ControlReport
 from fddp.errors import ClosedError, InternalError, ReentryError, UnevenError
 from fddp.expect import Arrivals
 from fddp.inputs import outside_transforms
-from fddp.plan import BucketPlan, rebucket
+from fddp.plan import BucketPlan
 from fddp.program import Program, make_program
-from fddp.request import Request
+from fddp.request import Asking
 from fddp.scaling import WeightScale
 from fddp.schedule import Schedule
 from fddp.session import Outcome, Session, Setting
@@ -43,15 +43,13 @@ class Engine:
         last_failed: whether the last synchronisation ended with an error, on all ranks.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Asking) -> None:
         self._groups: list[tuple[str, ...]] = []  # those that the transport has opened
         self.transport = open_transport(request.span.group, "auto", request.usable_timeout_s)
         try:
             self.terms = _agreed_terms(self.transport, request)
             schedule = self.terms.schedule_of(self.terms.plan)
-            # Shards must stay what they are, so that plans of theirs are not rebuilt.
-            rebuilds = not self.terms.given and schedule.result != "sharded_mean"
-            self._install(schedule, with_order=rebuilds)
+            self._install(schedule, with_order=self.terms.rebuild is not None)
         except BaseException:
             self.transport.close()
             raise
@@ -136,7 +134,8 @@ class Engine:
         report = self._take_note(session)
         if report.order and self.program.control.with_order:
             reduced = self.program.reduced
-            self.adopt(rebucket(self.program.plan, [reduced[slot] for slot in report.order]))
+            order = [reduced[slot] for slot in report.order]
+            self.adopt(self.terms.rebuilt(self.program.plan, order))
         return outcome
 
     @contextmanager
@@ -236,7 +235,7 @@ class Engine:
         return report
 
 
-def _agreed_terms(transport: Transport, request: Request) -> Terms:
+def _agreed_terms(transport: Transport, request: Asking) -> Terms:
     """What is wrong on this rank alone is told to the others before it is raised."""
     try:
         terms = request.terms(transport)

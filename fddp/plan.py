@@ -231,7 +231,11 @@ def assign_buckets(
 
 
 def plan_leaves(
-    leaves: Sequence[LeafSpec], *, order: Sequence[int], caps_bytes: Sequence[int]
+    leaves: Sequence[LeafSpec],
+    *,
+    order: Sequence[int],
+    caps_bytes: Sequence[int],
+    from_back: bool = False,
 ) -> BucketPlan:
     """The plan that offers the leaves of `order`, and no others, to buckets of these caps.
 
@@ -239,6 +243,8 @@ def plan_leaves(
         leaves: every leaf of a tree, in canonical order.
         order: indices of the leaves to reduce, in the order in which they are offered.
         caps_bytes: caps of the first, second, ... bucket of a dtype and device; the last repeats.
+        from_back: count caps, and fill buckets, from the last leaf of `order` on, so that a small
+            first cap is that of the bucket which leaves last.
 
     Raises:
         ValueError: `order` holds an index twice, out of range or of a leaf that is not reducible,
@@ -252,11 +258,20 @@ def plan_leaves(
     leaves, order, caps_bytes = tuple(leaves), tuple(map(index, order)), tuple(caps_bytes)
     _check_caps(caps_bytes)
     _check_indices(order, leaves, "order")
-    buckets = tuple(assign_buckets(leaves, order, caps_bytes))
+    if from_back:
+        buckets = tuple(reversed(assign_buckets(leaves, order[::-1], caps_bytes)))
+    else:
+        buckets = tuple(assign_buckets(leaves, order, caps_bytes))
     return BucketPlan(leaves, buckets, caps_bytes, order)
 
 
-def rebucket(plan: BucketPlan, ready_order: Iterable[int]) -> BucketPlan:
+def rebucket(
+    plan: BucketPlan,
+    ready_order: Iterable[int],
+    *,
+    caps_bytes: Sequence[int] | None = None,
+    from_back: bool = False,
+) -> BucketPlan:
     """The plan with the same leaves and caps for a measured order of gradients.
 
     Leaves then share a bucket with those that become ready about when they do, and the small
@@ -266,6 +281,8 @@ def rebucket(plan: BucketPlan, ready_order: Iterable[int]) -> BucketPlan:
         plan: the plan to start from; its bucket boundaries are not kept.
         ready_order: leaf indices in the order in which their gradients were ready. Bucketed
             leaves that are not in it follow, in the order in which `plan` had them.
+        caps_bytes: other caps; None for those of `plan`.
+        from_back: as for `plan_leaves`.
 
     Raises:
         ValueError: an index is repeated, or that of a leaf which is in no bucket of `plan`.
@@ -286,7 +303,8 @@ def rebucket(plan: BucketPlan, ready_order: Iterable[int]) -> BucketPlan:
             )
     seen = set(ready)
     order = ready + tuple(leaf for leaf in plan.order if leaf not in seen)
-    return plan_leaves(plan.leaves, order=order, caps_bytes=plan.caps_bytes)
+    caps_bytes = plan.caps_bytes if caps_bytes is None else caps_bytes
+    return plan_leaves(plan.leaves, order=order, caps_bytes=caps_bytes, from_back=from_back)
 
 
 def _name(leaf: int, leaves: Sequence[LeafSpec]) -> str:

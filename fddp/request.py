@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
-from fddp.agree import Terms
+from fddp.agree import Rebuild, Terms
 from fddp.errors import NoGradientError
 from fddp.meshes import Span
 from fddp.plan import BucketPlan
@@ -22,6 +22,21 @@ Reduction = Literal["all_reduce", "hierarchical", "reduce_scatter"]
 CAP_MB = 25.0
 FIRST_MB = 1.0
 _LONGEST_S = 10**7  # what the backends' clocks hold with room to spare
+
+
+class Asking(Protocol):
+    """What an engine is made from."""
+
+    @property
+    def span(self) -> Span:
+        """The axes of the ranks."""
+
+    @property
+    def usable_timeout_s(self) -> float | None:
+        """The timeout, if a transport can be opened with it."""
+
+    def terms(self, transport: Transport) -> Terms:
+        """What ranks must have in common; raises what is wrong with it on this rank."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +96,18 @@ class Request:
             raise self.span.problem
         plan = self._plan()
         topology = self._topology(transport.world_size)
+        given = isinstance(self.source, (BucketPlan, Schedule))
+        # Shards must stay what they are, so that plans of theirs are not rebuilt.
+        rebuilds = not given and self.algorithm != "reduce_scatter"
         return Terms(
             plan=plan,
-            given=isinstance(self.source, (BucketPlan, Schedule)),
+            given=given,
             transport=self.transport,
             reduce_dtype=_dtype_name(self.reduce_dtype),
             algorithm=self.algorithm,
             topology=topology,
             schedule=self.source if isinstance(self.source, Schedule) else None,
+            rebuild=Rebuild(plan.caps_bytes) if rebuilds else None,
         )
 
     def _plan(self) -> BucketPlan:
