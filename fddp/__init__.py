@@ -6,6 +6,7 @@ from fddp.collectives import broadcast as broadcast
 from fddp.cost import PRESETS as PRESETS
 from fddp.cost import CostModel as CostModel
 from fddp.cost import Sample as Sample
+from fddp.ddp import DistributedDataParallel as DistributedDataParallel
 from fddp.errors import ClosedError as ClosedError
 from fddp.errors import DesyncError as DesyncError
 from fddp.errors import ExtensionError as ExtensionError

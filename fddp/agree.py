@@ -14,6 +14,7 @@ from typing import Any
 
 from fddp.build import Algorithm, make_schedule
 from fddp.errors import InternalError, PlanMismatchError
+from fddp.hooks.hook import Hook
 from fddp.leafspec import LeafSpec
 from fddp.plan import BucketPlan, plan_leaves, rebucket
 from fddp.schedule import Schedule
@@ -28,6 +29,7 @@ _WAY_OUT = {
     "mesh": "pass the same mesh on every rank",
     "schedule": "pass the same schedule on every rank, or none",
     "caps": "pass the same bucket_cap_mb and first_bucket_mb on every rank",
+    "hook": "pass the same hook, with the same parameters, on every rank",
     "rebuild": "pass the same options of bucket caps on every rank",
 }
 
@@ -58,6 +60,7 @@ class Terms:
         topology: the axes of the ranks.
         schedule: the schedule that the caller passed, if any.
         rebuild: how the plan is rebuilt; None where it stays as it is.
+        hook: the communication hook, if any.
     """
 
     plan: BucketPlan
@@ -68,6 +71,7 @@ class Terms:
     topology: Topology
     schedule: Schedule | None
     rebuild: Rebuild | None
+    hook: Hook[Any] | None = None
 
     def rebuilt(self, plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
         """The plan for a measured order of gradients."""
@@ -99,6 +103,7 @@ class Terms:
             "mesh": str(self.topology),
             "schedule": None if self.schedule is None else self.schedule.shared_digest[:12],
             "caps": list(self.plan.caps_bytes),
+            "hook": _hook_name(self.hook),
             "rebuild": None if self.rebuild is None else str(self.rebuild),
             "leaves": hashlib.sha256(leaves.encode()).hexdigest(),
             "plan": self.plan.shared_digest,
@@ -158,6 +163,24 @@ def agree(transport: Transport, terms: Terms | None, failure: Exception | None) 
         return replace(terms, plan=_reordered(terms.plan, orders[0]))
     details = exchange(transport, terms.leaves())
     raise PlanMismatchError(_difference(differing[0], told, details))
+
+
+def agree_on_hook(transport: Transport, hook: Hook[Any] | None) -> None:
+    """Compares hooks over ranks.
+
+    Raises:
+        PlanMismatchError: on every rank, if any two differ.
+    """
+    names = exchange(transport, _hook_name(hook))
+    for rank, other in enumerate(names):
+        if other != names[0]:
+            raise PlanMismatchError(
+                f"the hook is {names[0]} on rank 0 and {other} on rank {rank}; {_WAY_OUT['hook']}"
+            )
+
+
+def _hook_name(hook: Hook[Any] | None) -> str | None:
+    return None if hook is None else hook.name
 
 
 def exchange(transport: Transport, value: object) -> list[Any]:

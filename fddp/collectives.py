@@ -58,7 +58,7 @@ def broadcast(
                 groups.setdefault((leaf.dtype, leaf.device), []).append(i)
         for members in groups.values():
             tensors = [leaves[i].detach().resolve_conj().resolve_neg() for i in members]
-            for i, copy in zip(members, _broadcast(transport, tensors, src), strict=True):
+            for i, copy in zip(members, broadcast_together(transport, tensors, src), strict=True):
                 results[i] = copy
         return treedef.unflatten(results)
 
@@ -95,8 +95,8 @@ def _check_alike(
         )
 
 
-def _broadcast(transport: Transport, tensors: list[Tensor], src: int) -> list[Tensor]:
-    """Copies of the source's tensors, through one flat buffer."""
+def broadcast_together(transport: Transport, tensors: list[Tensor], src: int) -> list[Tensor]:
+    """Copies of rank `src`'s tensors, of one dtype and device, through one flat buffer."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     transport.broadcast(flat, src).wait("the broadcast of a tree")
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])

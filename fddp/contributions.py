@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fddp.expect import Arrivals, expected_counts
 from fddp.layout import Layout
-from fddp.leaves import GraphView, LeafSet, eager_slot
+from fddp.leaves import Arriving, Visible, eager_slot
 from fddp.pack import pack_, pack_add_
 from fddp.program import Program
 from fddp.scaling import WeightScale
@@ -156,13 +156,13 @@ class BackwardContributions(Contributions):
         self._visible: Sequence[bool] = ()
         self._own_weight = weight
         self._program = program
-        self._leaf_set: LeafSet | None = None  # from `arm` on
+        self._leaf_set: Arriving | None = None  # from `arm` on
         self._accumulated = accumulated
 
     def arm(
         self,
-        leaf_set: LeafSet,
-        view: GraphView,
+        leaf_set: Arriving,
+        view: Visible,
         previous: Arrivals | None,
         buffer_of: Callable[[int], Tensor],
         scale: WeightScale,
@@ -172,7 +172,7 @@ class BackwardContributions(Contributions):
 
         Args:
             leaf_set: the call's leaves, one for each of `program.differentiated`.
-            view: what the graph behind the loss shows.
+            view: what is known of the backward pass.
             previous: what the step before showed.
             buffer_of: the memory of a bucket; asked for those that are packed as leaves arrive.
             scale: factor on all gradients.

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from fddp.agree import Terms, agree
+from fddp.agree import Terms, agree, agree_on_hook
 from fddp.buffers import BufferPool
 from fddp.build import make_gather
 from fddp.check import check_schedule
 from fddp.control import ControlReport
-from fddp.errors import ClosedError, InternalError, ReentryError, UnevenError
+from fddp.errors import (
+    ClosedError,
+    InternalError,
+    ReentryError,
+    TreeMismatchError,
+    UnevenError,
+)
 from fddp.expect import Arrivals
+from fddp.hooks.attaching import Attached
+from fddp.hooks.hook import Hook
 from fddp.inputs import outside_transforms
 from fddp.plan import BucketPlan
 from fddp.program import Program, make_program
@@ -40,14 +49,21 @@ class Engine:
         arrivals: what the last backward pass showed.
         in_backward: whether one is running.
         step: number of the next synchronisation.
+        hook: the communication hook in force, if there is one.
+        attached: the same with what it reduces.
+        hook_states: its state by bucket, carried on from step to step since `set_hook`; None where
+            callers hand it in.
         last_failed: whether the last synchronisation ended with an error, on all ranks.
     """
 
     def __init__(self, request: Asking) -> None:
         self._groups: list[tuple[str, ...]] = []  # those that the transport has opened
         self.transport = open_transport(request.span.group, "auto", request.usable_timeout_s)
+        self.attached: Attached | None = None
+        self.hook_states: tuple[Any, ...] | None = None
         try:
             self.terms = _agreed_terms(self.transport, request)
+            self.hook = self.terms.hook
             schedule = self.terms.schedule_of(self.terms.plan)
             self._install(schedule, with_order=self.terms.rebuild is not None)
         except BaseException:
@@ -89,7 +105,8 @@ class Engine:
             # Nobody would meet this rank.
             turn.synced += 1
             raise UnevenError(f"rank {self.transport.rank} at step {self.step}: {turn.problem()}")
-        session = self._session(self.program, self._scale, with_stats=with_stats)
+        session = self._session(self.program, self._scale, self.attached, with_stats=with_stats)
+        session.hook_states = self.hook_states or ()
         if turn is not None:
             session.has_next = turn.has_next
             turn.synced += 1
@@ -106,9 +123,8 @@ class Engine:
         self._check_open()
         if self.gathering is None:
             raise InternalError("shards are gathered only where steps leave some")
-        return self._session(
-            self.gathering, WeightScale(self.transport.world_size), with_stats=False
-        )
+        scale = WeightScale(self.transport.world_size)
+        return self._session(self.gathering, scale, None, with_stats=False)
 
     def close(self, session: Session) -> Outcome:
         """Runs a session to its end, and takes note of it.
@@ -129,6 +145,8 @@ class Engine:
                 self.shut(f"{type(error).__name__}: {error}")
             raise
         self.last_failed = False
+        if self.hook_states is not None:
+            self.hook_states = tuple(session.hook_states)
         if self._watch is not None:
             self._watch.append(session)
         report = self._take_note(session)
@@ -150,8 +168,27 @@ class Engine:
 
     def adopt(self, plan: BucketPlan) -> None:
         """Goes on with another plan for the same leaves; all ranks must at the same step."""
+        if self.attached is not None and self.attached.stateful:
+            raise ValueError(
+                f"the plan can't change under {self.attached.hook.name}, whose state is by bucket; "
+                f"tune without the hook, and pass on the plan"
+            )
         self._install(self.terms.schedule_of(plan), with_order=False)
         self._pool.clear()
+
+    def set_hook(self, hook: Hook[Any] | None) -> None:
+        """Reduces buckets by another hook from the next step on, and carries its state on from step
+        to step; a collective call.
+
+        Raises:
+            ValueError: the schedule has no place for it.
+            PlanMismatchError: ranks passed different hooks.
+        """
+        agree_on_hook(self.transport, hook)
+        attached = None if hook is None else Attached.of(hook, self.program)
+        self.hook = hook
+        self._install(self.program.schedule, with_order=self.program.control.with_order)
+        self.hook_states = None if attached is None else attached.init_states(self.program)
 
     def shut(self, reason: str) -> None:
         """Frees the communicator and all memory; a second call does nothing."""
@@ -164,6 +201,32 @@ class Engine:
         session = self.open(with_stats=False)
         session.fail(error)
         self.close(session)
+
+    def init_states(self) -> tuple[Any, ...]:
+        """The hook's state of each bucket before the first step; () where there is none to keep."""
+        return self.attached.init_states(self.program) if self.attached is not None else ()
+
+    def checked_states(self, states: Any, way: str) -> Sequence[Any]:
+        """The hook's states as a caller handed them in; `way` says how callers do.
+
+        Raises:
+            ValueError: there are none where the hook needs some.
+            TreeMismatchError: they are not like those of `init_states`.
+        """
+        attached = self.attached
+        if attached is not None and attached.stateful:
+            if states is None:
+                raise ValueError(
+                    f"{attached.hook.name} keeps state, which this call would lose; begin with "
+                    f"sync.init_state(), and pass the state on by {way}"
+                )
+            return attached.checked(states)
+        if states is not None and states != ():
+            raise TreeMismatchError(
+                f"there is no hook that keeps state, and the state is a {type(states).__name__}; "
+                f"pass what init_state gave, which is ()"
+            )
+        return ()
 
     # Rounds of `fddp.uneven`
 
@@ -197,6 +260,10 @@ class Engine:
             self._groups = groups
         rank = self.transport.rank
         self.program = make_program(schedule, rank, with_order=with_order)
+        self.attached = None if self.hook is None else Attached.of(self.hook, self.program)
+        if with_order and self.attached is not None and self.attached.stateful:
+            # State is by bucket, so that plans stay as they are.
+            self.program = make_program(schedule, rank, with_order=False)
         self.gathering: Program | None = None
         if gather is not None:
             self.gathering = make_program(gather, rank, with_order=False)
@@ -213,8 +280,17 @@ class Engine:
                 f"loss function itself, or use a GradSync of its own for it"
             )
 
-    def _session(self, program: Program, scale: WeightScale, *, with_stats: bool) -> Session:
-        setting = Setting(program, self.transport, self._pool, scale, self.step, with_stats)
+    def _session(
+        self,
+        program: Program,
+        scale: WeightScale,
+        attached: Attached | None,
+        *,
+        with_stats: bool,
+    ) -> Session:
+        setting = Setting(
+            program, self.transport, self._pool, scale, self.step, with_stats, attached
+        )
         self.step += 1
         return Session(setting)
 

@@ -38,8 +38,23 @@ class EagerSlot(Protocol):
     """Where a large leaf's gradient is packed as soon as it arrives; opaque to Python."""
 
 
-class LeafSet(Protocol):
-    """Fresh autograd leaves over parameters, which announce gradients (csrc/leaves.cpp)."""
+class Visible(Protocol):
+    """What is known of a backward pass before it runs.
+
+    Attributes:
+        used: for each leaf, whether a gradient may come.
+        opaque: whether gradients may come that nothing shows beforehand.
+    """
+
+    @property
+    def used(self) -> Sequence[bool]: ...
+
+    @property
+    def opaque(self) -> bool: ...
+
+
+class Arriving(Protocol):
+    """Leaves that announce their gradients (csrc/arrivals.h)."""
 
     leaves: list[Tensor]
 
@@ -85,8 +100,32 @@ class LeafSet(Protocol):
     def take_one(self, leaf: int) -> Tensor | None:
         """Hands over one leaf's gradient."""
 
+
+class LeafSet(Arriving, Protocol):
+    """Fresh autograd leaves over parameters (csrc/leaves.cpp)."""
+
     def inspect(self, loss: Tensor) -> GraphView:
         """Walks the graph behind a loss."""
+
+
+class ParamSet(Arriving, Protocol):
+    """Parameters that live across steps; see [Note: hooks of parameters] (csrc/params.cpp)."""
+
+    def watch(self, on: bool) -> None:
+        """Whether a backward pass opens a step, by calling `on_begin`."""
+
+    def intact(self) -> bool:
+        """Whether the hooks are where gradients will arrive."""
+
+    def forget_use(self) -> None:
+        """Makes `used` tell of gradients from now on."""
+
+    def put(self, results: Sequence[Tensor | None], replace: bool) -> None:
+        """Makes results the gradients: written into the tensors that were there before the step,
+        or in their place with `replace`. None leaves what was there."""
+
+    def put_back(self) -> None:
+        """Gives back, after a step that failed, the gradients that were there before it."""
 
 
 class LeafTypes(Protocol):
@@ -103,6 +142,17 @@ class LeafTypes(Protocol):
 def leaf_set(params: Sequence[Tensor | None]) -> LeafSet:
     """Makes one leaf for each parameter, none of which may be None; they share its memory."""
     return cast(LeafSet, ext.load().LeafSet(params))
+
+
+def param_set(params: Sequence[Tensor], on_begin: Callable[[], None]) -> ParamSet:
+    """Hooks parameters; `on_begin` is called before the first gradient of a step, and must not
+    raise, nor lead back to the set."""
+    return cast(ParamSet, ext.load().ParamSet(params, on_begin))
+
+
+def serves_some() -> bool:
+    """Whether the backward pass that runs was told which leaves to serve (`autograd.grad`)."""
+    return cast(bool, ext.load().serves_some())
 
 
 def eager_slot(leaf: int, buffer: Tensor, layout: Layout, scale: float) -> EagerSlot:

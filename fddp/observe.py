@@ -66,9 +66,10 @@ def _bucket_times(session: Session, end_s: float) -> tuple[BucketTimes, ...]:
 def _times(bucket: int, state: BucketState, end_s: float) -> BucketTimes:
     """Sparse buckets travel after the end of backward and have no stamps of their own."""
     done_s = state.work.done_s if state.work is not None else None
+    held = 0 if state.buffer is None else state.buffer.nbytes
     return BucketTimes(
         bucket=bucket,
-        nbytes=0 if state.buffer is None else state.buffer.nbytes,
+        nbytes=held if state.hooked is None else state.hooked.nbytes,
         ready_s=state.ready_s,
         launch_s=state.ready_s if math.isnan(state.launch_s) else state.launch_s,
         done_s=end_s if done_s is None else done_s,

@@ -10,6 +10,7 @@ import torch
 
 from fddp.agree import Rebuild, Terms
 from fddp.errors import NoGradientError
+from fddp.hooks.hook import Hook
 from fddp.meshes import Span
 from fddp.plan import BucketPlan
 from fddp.planning import plan_buckets
@@ -51,6 +52,7 @@ class Request:
         span: the axes of the ranks.
         transport: name of the transport.
         timeout_s: seconds that any operation may take.
+        hook: how buckets are reduced.
     """
 
     source: Any
@@ -63,6 +65,7 @@ class Request:
     span: Span
     transport: TransportName
     timeout_s: float | None
+    hook: Hook[Any] | None
 
     @property
     def usable_timeout_s(self) -> float | None:
@@ -92,6 +95,12 @@ class Request:
             raise ValueError(
                 f"algorithm must be one of {', '.join(get_args(Reduction))}, got {self.algorithm!r}"
             )
+        if self.hook is not None and not isinstance(self.hook, Hook):
+            raise TypeError(
+                f"hook must be a fddp.hooks.Hook, got a {type(self.hook).__name__}; "
+                f"fddp.hooks.TorchHook(state, hook) makes one of a hook for torch's "
+                f"DistributedDataParallel"
+            )
         if self.span.problem is not None:
             raise self.span.problem
         plan = self._plan()
@@ -108,6 +117,7 @@ class Request:
             topology=topology,
             schedule=self.source if isinstance(self.source, Schedule) else None,
             rebuild=Rebuild(plan.caps_bytes) if rebuilds else None,
+            hook=self.hook,
         )
 
     def _plan(self) -> BucketPlan:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fddp.contributions import ShardContributions, TreeContributions
 from fddp.engine import Engine
 from fddp.errors import InternalError
-from fddp.info import SyncInfo
+from fddp.hooks.hook import Hook
 from fddp.inputs import (
     check_no_transform,
     check_writable,
@@ -62,6 +62,9 @@ class GradSync:
         select: tells by path which leaves to average; the others keep this rank's own gradient.
         transport: "auto", "c10d" or "loopback".
         timeout_s: seconds that any operation may take; None for the group's own limit.
+        hook: how each bucket is summed over ranks, of `fddp.hooks`; None sums it as it is. It takes
+            the place of the all-reduces of the schedule: with "hierarchical" that is the one along
+            the outermost axis. Plans are not rebuilt by themselves where a hook keeps state.
 
     Raises:
         PlanMismatchError: ranks differ in what must be alike; on every rank.
@@ -94,6 +97,7 @@ class GradSync:
         select: Callable[[str], bool] | None = None,
         transport: TransportName = "auto",
         timeout_s: float | None = None,
+        hook: Hook[Any] | None = None,
     ) -> None:
         request = Request(
             source=params_or_plan,
@@ -106,6 +110,7 @@ class GradSync:
             span=span_of(group, mesh),
             transport=transport,
             timeout_s=timeout_s,
+            hook=hook,
         )
         self._engine = Engine(request)
 
@@ -157,11 +162,54 @@ class GradSync:
             TreeMismatchError: the tree has other leaves than the plan.
             WeightError: a weight is negative or not finite, or all weights are 0.
             PeerError: another rank raised one of these.
-            ValueError: the algorithm leaves shards; see `reduce_scatter`.
+            ValueError: the algorithm leaves shards, see `reduce_scatter`; or the hook keeps state,
+                see `update`.
         """
         form = _Form("replicated_mean", "sync(grads)", "reduce_scatter(grads)")
-        treedef, leaves, info = self._sync_tree(form, grads, weight, with_info)
-        return (treedef.unflatten(leaves), info) if with_info else treedef.unflatten(leaves)
+        mean, *rest = self._sync_tree(form, grads, weight, with_info)
+        return (mean, *rest) if with_info else mean
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    def update(
+        self, grads: Any, state: Any, *, weight: float = 1.0, with_info: bool = False
+    ) -> tuple[Any, ...]:
+        """Like calling, with the state of the communication hook; a collective call.
+
+        Args:
+            grads, weight, with_info: as for a call.
+            state: what `init_state` or the step before gave. Not written: after a step that failed
+                it is as good as before.
+
+        Returns:
+            `(tree, state)` or `(tree, state, info)`, with the state for the next step. A step with
+            a gradient that is not finite leaves the state as it was.
+
+        Raises:
+            TreeMismatchError: as for a call, or the state is not one of this hook for this plan.
+
+        Example:
+            >>> import fddp, torch
+            >>> def two_steps(group):
+            ...     grads = {"w": torch.tensor([4.0, 3.0])}
+            ...     with fddp.GradSync(grads, group=group, hook=fddp.hooks.top_k(0.5)) as sync:
+            ...         first, state = sync.update(grads, sync.init_state())
+            ...         second, state = sync.update(grads, state)
+            ...         return first["w"].tolist(), second["w"].tolist()
+            >>> fddp.loopback(2, two_steps)[0]
+            ([4.0, 0.0], [0.0, 6.0])
+        """
+        form = _Form("replicated_mean", "update(grads, state)", "reduce_scatter(grads)")
+        mean, new_state, *infos = self._sync_tree(form, grads, weight, with_info, state)
+        return mean, new_state, *infos
+
+    def init_state(self) -> tuple[Any, ...]:
+        """The communication hook's state before the first step.
+
+        Returns:
+            For each bucket of the plan a tree of tensors and numbers, which may differ from rank to
+            rank; () where there is no hook that keeps state. `torch.save` saves it.
+        """
+        return self._engine.init_states()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def reduce_(self, grads: Any, *, weight: float = 1.0, with_info: bool = False) -> Any:
@@ -176,8 +224,8 @@ class GradSync:
                 one) and so can't be written.
         """
         form = _Form("replicated_mean", "reduce_(grads)", "reduce_scatter(grads)", in_place=True)
-        treedef, leaves, info = self._sync_tree(form, grads, weight, with_info)
-        return (treedef.unflatten(leaves), info) if with_info else treedef.unflatten(leaves)
+        mean, *rest = self._sync_tree(form, grads, weight, with_info)
+        return (mean, *rest) if with_info else mean
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def reduce_scatter(self, grads: Any, *, weight: float = 1.0, with_info: bool = False) -> Any:
@@ -208,8 +256,8 @@ class GradSync:
             [([1.5, 3.0], [1.5, 3.0, 4.5]), ([4.5], [1.5, 3.0, 4.5])]
         """
         form = _Form("sharded_mean", "reduce_scatter(grads)", "sync(grads)")
-        treedef, leaves, info = self._sync_tree(form, grads, weight, with_info)
-        return (treedef.unflatten(leaves), info) if with_info else treedef.unflatten(leaves)
+        mean, *rest = self._sync_tree(form, grads, weight, with_info)
+        return (mean, *rest) if with_info else mean
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def all_gather(self, shards: Any) -> Any:
@@ -323,8 +371,9 @@ class GradSync:
         self.close()
 
     def _sync_tree(
-        self, form: _Form, grads: Any, weight: float, with_info: bool
-    ) -> tuple[TreeDef, list[Tensor | None], SyncInfo | None]:
+        self, form: _Form, grads: Any, weight: float, with_info: bool, state: Any = None
+    ) -> tuple[Any, ...]:
+        """The tree of results, the new state if one was given, and the info if it is wanted."""
         start_s = time.perf_counter()
         session = self._engine.open(with_stats=with_info)
         program = session.setting.program
@@ -332,6 +381,7 @@ class GradSync:
         own: Sequence[Tensor | None] = ()
         try:
             form.check(self.schedule)
+            session.hook_states = self._engine.checked_states(state, "update(grads, state)")
             own, treedef = matched_leaves(grads, program, "gradients")
             if form.in_place:
                 check_writable(own, program)
@@ -341,9 +391,10 @@ class GradSync:
         outcome = self._engine.close(session)
         if treedef is None:
             raise InternalError("a step without a tree went through")
-        info = make_info(session, outcome, (start_s, start_s)) if with_info else None
         leaves = _written(own, outcome.leaves) if form.in_place else outcome.leaves
-        return treedef, leaves, info
+        states = () if state is None else (session.hook_states,)
+        infos = (make_info(session, outcome, (start_s, start_s)),) if with_info else ()
+        return treedef.unflatten(leaves), *states, *infos
 
 
 class _Form(NamedTuple):

@@ -45,11 +45,13 @@ class ValueAndGrad:
         accumulated: `(weighted_sum, weight)`: gradients that were summed over earlier
             micro-batches, each times its weight, and the total of these weights. The result is
             the weighted mean over all micro-batches of all ranks.
+        hook_state: state of the communication hook, where it has any; see `GradSync.init_state`.
 
     Returns of a call:
-        `(loss, grads)`, `((loss, aux), grads)` with `has_aux`, and a `SyncInfo` after them with
-        `with_info`. The loss is this rank's own. A gradient is None only where no rank used the
-        leaf, and for leaves of integer type. All are detached.
+        `(loss, grads)`, `((loss, aux), grads)` with `has_aux`, after them the new state where
+        `hook_state` was given, and a `SyncInfo` with `with_info`. The loss is this rank's own. A
+        gradient is None only where no rank used the leaf, and for leaves of integer type. All are
+        detached.
 
     Raises of a call:
         LossError: the loss is not a real scalar tensor.
@@ -90,13 +92,18 @@ class ValueAndGrad:
     # Dynamo would trace into the bookkeeping; a compiled loss function inside stays compiled.
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def __call__(
-        self, *args: Any, accumulated: tuple[Any, float] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        accumulated: tuple[Any, float] | None = None,
+        hook_state: Any = None,
+        **kwargs: Any,
     ) -> Any:
         """See the class."""
         session = self._engine.open(with_stats=self._with_info)
         computed = None
         try:
             check_no_transform("value_and_grad")
+            session.hook_states = self._engine.checked_states(hook_state, "hook_state=")
             # As torch.func.grad, this differentiates whatever mode the caller is in.
             with torch.inference_mode(False):
                 computed = self._compute(session, args, kwargs, accumulated)
@@ -107,9 +114,9 @@ class ValueAndGrad:
             raise InternalError("a step went through without its own part")
         grads = computed.treedef.unflatten(outcome.leaves)
         value = (computed.loss, computed.aux) if self._has_aux else computed.loss
-        if not self._with_info:
-            return value, grads
-        return value, grads, make_info(session, outcome, computed.backward_s)
+        states = () if hook_state is None else (session.hook_states,)
+        infos = (make_info(session, outcome, computed.backward_s),) if self._with_info else ()
+        return value, grads, *states, *infos
 
     def _compute(
         self,
@@ -155,7 +162,7 @@ class ValueAndGrad:
             view,
             self._engine.arrivals,
             session.buffer_of,
-            session.setting.scale,
+            session.scale,
             session.bucket_ready,
         )
         self._engine.in_backward = True

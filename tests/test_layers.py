@@ -20,9 +20,10 @@ LAYERS = {
         arrays ext layout leaves pack pack_foreach pack_reference planning shards tree
     """,
     "shell": """
-        __init__ __main__ agree backward bench buffers cli collectives commands contributions demo
-        engine failures info inputs launch measuring meshes observe program progress request results
-        session sparse sync testing transports tuning uneven value_and_grad viz
+        __init__ __main__ agree averaging backward bench buffers cli collectives commands
+        contributions ddp demo engine failures hooks info inputs launch measuring meshes observe
+        program progress request results session sparse sync testing transports tuning uneven
+        value_and_grad viz
     """,
 }
 LAYER_OF_LISTED = {module: layer for layer, names in LAYERS.items() for module in names.split()}

@@ -2,9 +2,11 @@
 
 namespace py = pybind11;
 
+void bind_arrivals(py::module_&);
 void bind_layout(py::module_&);
 void bind_leaves(py::module_&);
 void bind_pack(py::module_&);
+void bind_params(py::module_&);
 void bind_storage(py::module_&);
 
 PYBIND11_MODULE(_C, m) {
@@ -13,5 +15,7 @@ PYBIND11_MODULE(_C, m) {
   bind_layout(m);
   bind_pack(m);
   bind_storage(m);
+  bind_arrivals(m);
   bind_leaves(m);
+  bind_params(m);
 }

@@ -1,0 +1,227 @@
+#include "arrivals.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "pack.h"
+
+namespace py = pybind11;
+
+namespace fddp {
+namespace {
+
+// The clock of Python's time.perf_counter.
+double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+}  // namespace
+
+Arrivals::Arrivals(std::vector<at::Tensor> leaves) : leaves_(std::move(leaves)) {
+  counts_.resize(leaves_.size(), 0);
+  had_.resize(leaves_.size(), false);
+}
+
+Arrivals::~Arrivals() {
+  // The last owner may be an autograd thread that does not hold the GIL.
+  if (callback_) {
+    py::gil_scoped_acquire gil;
+    callback_.reset();
+  }
+}
+
+void Arrivals::arm(std::shared_ptr<const BucketMembers> members, std::vector<int64_t> expected,
+                   std::vector<EagerSlot> eager, py::object on_bucket) {
+  TORCH_CHECK_VALUE(expected.size() == size(), "expected ", size(), " counts, got ", expected.size());
+  const std::lock_guard<std::mutex> lock(mutex_);
+  members_ = std::move(members);
+  expected_ = std::move(expected);
+  const size_t buckets = members_->leaves.size();
+  pending_.assign(buckets, 0);
+  late_.assign(buckets, false);
+  packed_.assign(buckets, false);
+  streams_.assign(buckets, {});
+  finite_.assign(buckets, true);
+  eager_ = std::move(eager);
+  eager_of_.assign(size(), kNotEager);
+  for (size_t i = 0; i < eager_.size(); ++i) eager_of_.at(eager_[i].leaf) = static_cast<int64_t>(i);
+  written_.assign(size(), false);
+  bucket_of_.assign(size(), kNoBucket);
+  for (size_t b = 0; b < buckets; ++b) {
+    for (const int64_t leaf : members_->leaves[b]) {
+      TORCH_CHECK_INDEX(leaf >= 0 && leaf < static_cast<int64_t>(size()), "leaf ", leaf, " of bucket ", b,
+                        " is not one of ", size());
+      bucket_of_[leaf] = static_cast<int64_t>(b);
+      pending_[b] += expected_[leaf];
+    }
+  }
+  std::fill(had_.begin(), had_.end(), false);
+  std::fill(counts_.begin(), counts_.end(), 0);
+  arrivals_.clear();
+  arrival_times_.clear();
+  callback_ = std::make_unique<py::object>(std::move(on_bucket));
+  armed_ = true;
+}
+
+void Arrivals::disarm() {
+  std::unique_ptr<py::object> callback;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  armed_ = false;
+  eager_.clear();
+  callback.swap(callback_);
+}
+
+std::vector<std::optional<at::Tensor>> Arrivals::take(int64_t bucket, bool keep) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto& members = members_->leaves.at(bucket);
+  wait_for_streams(bucket);
+  std::vector<std::optional<at::Tensor>> grads;
+  grads.reserve(members.size());
+  for (const int64_t leaf : members) {
+    const at::Tensor& grad = leaves_[leaf].mutable_grad();
+    had_[leaf] = had_[leaf] || grad.defined();
+    grads.emplace_back(grad.defined() ? std::optional<at::Tensor>(grad) : std::nullopt);
+    let_go(static_cast<size_t>(leaf), keep);
+  }
+  packed_[bucket] = true;
+  return grads;
+}
+
+void Arrivals::let_go(size_t leaf, bool keep) {
+  if (!keep) leaves_[leaf].mutable_grad().reset();
+}
+
+bool Arrivals::may_drop(size_t) const { return true; }
+
+bool Arrivals::written(int64_t leaf) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return written_.at(leaf);
+}
+
+bool Arrivals::finite(int64_t bucket) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return finite_.at(bucket);
+}
+
+std::optional<at::Tensor> Arrivals::take_one(int64_t leaf) {
+  at::Tensor grad = std::exchange(leaves_.at(leaf).mutable_grad(), {});
+  return grad.defined() ? std::optional<at::Tensor>(std::move(grad)) : std::nullopt;
+}
+
+size_t Arrivals::arrival_count() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return arrivals_.size();
+}
+
+std::vector<bool> Arrivals::late() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return late_;
+}
+
+std::vector<int64_t> Arrivals::counts() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return counts_;
+}
+
+std::vector<int64_t> Arrivals::arrivals() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return arrivals_;
+}
+
+std::vector<double> Arrivals::arrival_times() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return arrival_times_;
+}
+
+void Arrivals::arrived(size_t leaf) {
+  int64_t complete = kNoBucket;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!armed_ || !leaves_[leaf].grad().defined()) return;
+    ++counts_[leaf];
+    arrivals_.push_back(static_cast<int64_t>(leaf));
+    arrival_times_.push_back(now_s());
+    const int64_t bucket = bucket_of_[leaf];
+    if (bucket == kNoBucket) return;
+    note_stream(bucket, leaves_[leaf].device());
+    if (packed_[bucket]) {
+      late_[bucket] = true;
+    } else if (eager_of_[leaf] != kNotEager && may_drop(leaf)) {
+      write(leaf, bucket);
+    }
+    if (counts_[leaf] <= expected_[leaf] && --pending_[bucket] == 0) complete = bucket;
+  }
+  // The mutex is free again: the callback needs the GIL, whose holder may want the mutex.
+  if (complete != kNoBucket) announce(complete);
+}
+
+void Arrivals::write(size_t leaf, int64_t bucket) {
+  const EagerSlot& slot = eager_[eager_of_[leaf]];
+  at::Tensor& grad = leaves_[leaf].mutable_grad();
+  const auto pack = written_[leaf] ? pack_add_ : pack_;
+  finite_[bucket] = pack(slot.buffer, *slot.layout, {grad}, slot.scale) && finite_[bucket];
+  written_[leaf] = true;
+  grad.reset();
+}
+
+void Arrivals::announce(int64_t bucket) {
+  py::gil_scoped_acquire gil;
+  py::object callback;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (callback_) callback = *callback_;
+  }
+  if (callback) callback(bucket);
+}
+
+// Backward may run parts of a graph on several streams of an accelerator, while a bucket is packed
+// on the stream of its last gradient.
+void Arrivals::note_stream(int64_t bucket, at::Device device) {
+  if (device.is_cpu() || device.is_meta()) return;
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  auto& streams = streams_[bucket];
+  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
+}
+
+void Arrivals::wait_for_streams(int64_t bucket) {
+  for (const c10::Stream& stream : streams_[bucket]) {
+    const c10::impl::VirtualGuardImpl guard(stream.device_type());
+    const c10::Stream current = guard.getStream(stream.device());
+    if (current == stream) continue;
+    c10::Event event(stream.device_type());
+    event.record(stream);
+    event.block(current);
+  }
+}
+
+}  // namespace fddp
+
+void bind_arrivals(py::module_& m) {
+  using namespace fddp;
+  py::class_<BucketMembers, std::shared_ptr<BucketMembers>>(m, "BucketMembers")
+      .def(py::init([](std::vector<std::vector<int64_t>> leaves) {
+             return std::make_shared<BucketMembers>(BucketMembers{std::move(leaves)});
+           }),
+           py::arg("leaves"));
+  py::class_<EagerSlot>(m, "EagerSlot")
+      .def(py::init([](int64_t leaf, at::Tensor buffer, const Layout& layout, double scale) {
+             return EagerSlot{leaf, std::move(buffer), &layout, scale};
+           }),
+           py::arg("leaf"), py::arg("buffer"), py::arg("layout"), py::arg("scale"),
+           py::keep_alive<1, 4>());
+  py::class_<Arrivals, std::shared_ptr<Arrivals>>(m, "Arrivals")
+      .def_property_readonly("leaves", &Arrivals::leaves)
+      .def("disarm", &Arrivals::disarm)
+      .def("take", &Arrivals::take, py::arg("bucket"), py::arg("keep"))
+      .def("written", &Arrivals::written, py::arg("leaf"))
+      .def("finite", &Arrivals::finite, py::arg("bucket"))
+      .def("take_one", &Arrivals::take_one, py::arg("leaf"))
+      .def("arrival_count", &Arrivals::arrival_count)
+      .def("late", &Arrivals::late)
+      .def("counts", &Arrivals::counts)
+      .def("arrivals", &Arrivals::arrivals)
+      .def("arrival_times", &Arrivals::arrival_times);
+}

@@ -1,0 +1,374 @@
+"""The arguments of the constructor, checked, and what follows from them and the module.
+
+Every rank passes the same arguments for the same module, so what is wrong here is found on all
+ranks alike, before any of them communicates.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, device, nn
+from torch._utils import _get_device_index
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel.distributed import _MixedPrecision
+from torch.nn.parameter import UninitializedParameter
+
+from fddp.errors import NoGradientError
+from fddp.leafspec import MAX_COUNT
+from fddp.planning import MIB_BYTES
+from fddp.request import CAP_MB
+from fddp.transports import LoopbackGroup
+
+_TO_CALLER = 4  # frames from a warning to the call of the constructor
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The constructor's arguments but the module, in its order and with its defaults.
+
+    Attributes:
+        device_ids, output_device: the one device of a module on an accelerator.
+        dim: the dimension along which inputs are scattered; there is only one device.
+        broadcast_buffers: the deprecated name of `forward_sync_buffers`, which also governs
+            whether buffers are broadcast at the start.
+        init_sync: whether shapes are compared and parameters broadcast at the start.
+        process_group, device_mesh: whom to communicate with; see `group_of`.
+        bucket_cap_mb: a bucket is closed once it holds that many MB (of 1024 * 1024 bytes); None
+            for 25, and 1 for the first bucket.
+        find_unused_parameters: whether parameters may go unused.
+        check_reduction: deprecated, and without effect.
+        gradient_as_bucket_view: whether `.grad` may lie in a bucket's memory.
+        static_graph: whether every step uses the same parameters equally often.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: see `fddp.ddp.delayed`.
+        mixed_precision: see `fddp.ddp.mixed`.
+        skip_all_reduce_unused_params: whether buckets that no rank has used are left out.
+        bucket_cap_mb_list: caps of the first, second, ... bucket, instead of `bucket_cap_mb`.
+        batched_grad_copy: how gradients get into their buckets; without effect.
+        forward_sync_buffers: whether every forward starts with rank 0's buffers.
+    """
+
+    device_ids: Sequence[Any] | None = None
+    output_device: Any = None
+    dim: int = 0
+    broadcast_buffers: bool | None = None
+    init_sync: bool = True
+    process_group: dist.ProcessGroup | LoopbackGroup | None = None
+    bucket_cap_mb: float | None = None
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    delay_all_reduce_named_params: Iterable[tuple[str, Tensor]] | None = None
+    param_to_hook_all_reduce: Tensor | None = None
+    mixed_precision: _MixedPrecision | None = None
+    device_mesh: DeviceMesh | None = None
+    skip_all_reduce_unused_params: bool = False
+    bucket_cap_mb_list: Sequence[float] | None = None
+    batched_grad_copy: bool = False
+    forward_sync_buffers: bool | None = None
+
+    def __post_init__(self) -> None:
+        delayed = self.delay_all_reduce_named_params
+        if delayed is not None:  # an iterator could be read only once
+            object.__setattr__(self, "delay_all_reduce_named_params", tuple(delayed))
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the wrapper does, by its arguments and by its module; a plain value, which pickles.
+
+    Attributes:
+        device: that of the first parameter.
+        is_multi_device: whether parameters lie on several devices.
+        device_ids: the index of the one device, or None for CPU and multi-device modules.
+        output_device: that index, or another one.
+        ignored: names of parameters and buffers that are left alone, those with a delayed
+            all-reduce among them.
+        sparse: names of parameters whose gradients are sparse, ignored ones among them.
+        has_sync_batch_norm: whether the module has a `SyncBatchNorm`.
+        init_sync_buffers: whether buffers are broadcast at the start, if anything is.
+        cap_bytes: a bucket is closed once it holds that much.
+        first_cap_bytes: the same for the first bucket.
+        listed_caps_bytes: caps of the first, second, ... bucket; empty where none were listed.
+
+    The others are arguments; see `Arguments`.
+    """
+
+    device: device
+    is_multi_device: bool
+    device_ids: tuple[int, ...] | None
+    output_device: int | None
+    dim: int
+    ignored: frozenset[str]
+    sparse: frozenset[str]
+    has_sync_batch_norm: bool
+    init_sync: bool
+    forward_sync_buffers: bool
+    init_sync_buffers: bool
+    cap_bytes: int
+    first_cap_bytes: int
+    listed_caps_bytes: tuple[int, ...]
+    find_unused_parameters: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    mixed_precision: _MixedPrecision | None
+    skip_all_reduce_unused_params: bool
+    batched_grad_copy: bool
+
+    @property
+    def initial_caps_bytes(self) -> tuple[int, ...]:
+        """Caps of the plan of the first step.
+
+        A single bucket, unless caps were listed or parameters may go unused: the order in which
+        gradients arrive is not known yet, and the plan is about to be rebuilt from it.
+        """
+        if not self.listed_caps_bytes and (self.static_graph or not self.find_unused_parameters):
+            return (MAX_COUNT,)
+        return self.rebuilt_caps_bytes
+
+    @property
+    def rebuilt_caps_bytes(self) -> tuple[int, ...]:
+        """Caps of the plan of later steps."""
+        return self.listed_caps_bytes or (self.first_cap_bytes, self.cap_bytes)
+
+
+def group_of(arguments: Arguments) -> dist.ProcessGroup | LoopbackGroup:
+    """The group that the arguments name: `process_group`, that of `device_mesh`, or the default.
+
+    Raises:
+        RuntimeError: both are given, or the mesh has several dimensions.
+        ValueError: there is no default group, or this rank is no member of the group.
+    """
+    group, mesh = arguments.process_group, arguments.device_mesh
+    if mesh is not None:
+        if group is not None:
+            raise RuntimeError(
+                "Cannot specify both process_group and device_mesh arguments. Pass one of them: a "
+                "DeviceMesh brings its own group"
+            )
+        if mesh.ndim != 1:
+            raise RuntimeError(
+                f"Only 1D device mesh is supported, but got {mesh}. Pass the dimension to average "
+                f"over: mesh[name]"
+            )
+        return mesh.get_group(mesh_dim=0)
+    if group is None and dist.group.WORLD is None:
+        raise ValueError(
+            "Default process group has not been initialized, please make sure to call "
+            "init_process_group, or pass process_group"
+        )
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, (dist.ProcessGroup, LoopbackGroup)):
+        raise ValueError(
+            f"process_group is {group!r}: this rank is no member of it; wrap the module only on "
+            f"the ranks that belong to the group"
+        )
+    return group
+
+
+def make_local_(module: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Where the mesh is one axis of a larger one, turns the `DTensor` parameters into local ones.
+
+    They are `DTensor`s again during forward, so that tensor parallelism along the other axes goes
+    on; gradients arrive at the local ones.
+    """
+    if mesh is not None and mesh._get_root_mesh() != mesh:
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+
+
+def managed(module: nn.Module, ignored: frozenset[str]) -> dict[str, nn.Parameter]:
+    """The parameters that are not ignored, by name; a shared one once, by its first name."""
+    return {name: p for name, p in module.named_parameters() if name not in ignored}
+
+
+def checked(module: nn.Module, arguments: Arguments) -> Options:
+    """What follows from the arguments for this module.
+
+    Args:
+        module: what is to be wrapped, after `make_local_`.
+        arguments: as the constructor got them. Warnings of deprecated ones point at its caller.
+
+    Raises:
+        NoGradientError: no parameter requires a gradient. It is a RuntimeError, as torch raises.
+        RuntimeError: a parameter is not initialised.
+        ValueError: parameters on devices of several types, devices that don't fit them,
+            `SyncBatchNorm` on the CPU, a cap that is no size, or half of the pair of arguments
+            that delays an all-reduce.
+
+    Example:
+        >>> from torch import nn
+        >>> options = checked(nn.Linear(2, 2), Arguments(bucket_cap_mb=0.5))
+        >>> options.device, options.rebuilt_caps_bytes
+        (device(type='cpu'), (524288, 524288))
+    """
+    delayed = _delayed(arguments)
+    ignored = _ignored_names(module) | delayed.keys()
+    own = managed(module, ignored)
+    if not delayed:
+        _check_any_trains(own)
+    _check_initialised(own)
+    placed = [tensor.device for tensor in (own or delayed).values()]
+    device_ids, output_device = _device_indices(arguments, set(placed))
+    batch_norms = _synced_batch_norms(module)
+    if batch_norms and placed[0].type == "cpu":
+        raise ValueError(
+            f"SyncBatchNorm layers only work with GPU modules, and {batch_norms[0]!r} is on the "
+            f"CPU; use BatchNorm there"
+        )
+    _warn_of_deprecated(arguments)
+    forward_sync, init_sync = _buffer_syncs(arguments)
+    cap_bytes, first_cap_bytes, listed_caps_bytes = _caps(arguments)
+    return Options(
+        device=placed[0],
+        is_multi_device=len(set(placed)) > 1,
+        device_ids=device_ids,
+        output_device=output_device,
+        dim=arguments.dim,
+        ignored=ignored,
+        sparse=frozenset(n for n, _ in module.named_parameters() if _is_sparse(module, n)),
+        has_sync_batch_norm=bool(batch_norms),
+        init_sync=arguments.init_sync,
+        forward_sync_buffers=forward_sync,
+        init_sync_buffers=init_sync,
+        cap_bytes=cap_bytes,
+        first_cap_bytes=first_cap_bytes,
+        listed_caps_bytes=listed_caps_bytes,
+        find_unused_parameters=arguments.find_unused_parameters,
+        gradient_as_bucket_view=arguments.gradient_as_bucket_view,
+        static_graph=arguments.static_graph,
+        mixed_precision=arguments.mixed_precision,
+        skip_all_reduce_unused_params=arguments.skip_all_reduce_unused_params,
+        batched_grad_copy=arguments.batched_grad_copy,
+    )
+
+
+def _delayed(arguments: Arguments) -> dict[str, Tensor]:
+    named, trigger = arguments.delay_all_reduce_named_params, arguments.param_to_hook_all_reduce
+    if (named is None) != (trigger is None):
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same "
+            f"time. {'The first' if named is None else 'The second'} is None"
+        )
+    return dict(named or ())
+
+
+def _ignored_names(module: nn.Module) -> frozenset[str]:
+    """Names as `_set_params_and_buffers_to_ignore_for_model` has left them on the module."""
+    names: Iterable[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    # Torch's recipe for these names joins the root's empty name and a dot.
+    return frozenset(name.removeprefix(".") for name in names)
+
+
+def _check_any_trains(own: Mapping[str, nn.Parameter]) -> None:
+    if not any(p.requires_grad for p in own.values()):
+        raise NoGradientError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that "
+            f"requires a gradient. This one has {len(own)} parameters that are not ignored; call "
+            f"requires_grad_() on those to train, or use the module without the wrapper"
+        )
+
+
+def _check_initialised(own: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in own.items():
+        if isinstance(parameter, UninitializedParameter):
+            raise RuntimeError(
+                "Modules with uninitialized parameters can't be used with "
+                "`DistributedDataParallel`. Run a dummy forward pass to correctly initialize the "
+                f"modules; {name!r} is not initialised"
+            )
+
+
+def _device_indices(
+    arguments: Arguments, devices: set[device]
+) -> tuple[tuple[int, ...] | None, int | None]:
+    ids, output_device = arguments.device_ids, arguments.output_device
+    if ids is not None and len(ids) > 1:
+        raise ValueError(
+            "device_ids can only be None or contain a single element. Got "
+            f"{list(ids)}: start one process for each device"
+        )
+    types = sorted({device.type for device in devices})
+    if len(types) > 1:
+        raise ValueError(
+            "DistributedDataParallel's input module must be on the same type of devices, but "
+            f"input module parameters locate in {types}."
+        )
+    if ids and types != ["cpu"] and len(devices) == 1:
+        indices = tuple(_get_device_index(i, True) for i in ids)
+        return indices, indices[0] if output_device is None else _get_device_index(
+            output_device, True
+        )
+    if ids or output_device:
+        raise ValueError(
+            "DistributedDataParallel device_ids and output_device arguments only work with "
+            "single-device/multiple-device GPU modules or CPU modules, but got "
+            f"device_ids {ids}, output_device {output_device}, and module parameters "
+            f"{sorted(map(str, devices))}. Leave both out unless the module is on one GPU"
+        )
+    return None, None
+
+
+def _synced_batch_norms(module: nn.Module) -> list[str]:
+    return [name for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
+
+
+def _warn_of_deprecated(arguments: Arguments) -> None:
+    if arguments.broadcast_buffers is not None:
+        warnings.warn(
+            "`broadcast_buffers` is deprecated; its value is ignored, because "
+            "`forward_sync_buffers` was given, too."
+            if arguments.forward_sync_buffers is not None
+            else "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead; but with "
+            "`forward_sync_buffers=False` buffers are still broadcast once, at the start, and "
+            "with `broadcast_buffers=False` never.",
+            FutureWarning,
+            stacklevel=_TO_CALLER,
+        )
+    if arguments.check_reduction:
+        warnings.warn(
+            "The `check_reduction` argument in `DistributedDataParallel` is deprecated and has no "
+            "effect. Leave it out.",
+            FutureWarning,
+            stacklevel=_TO_CALLER,
+        )
+
+
+def _buffer_syncs(arguments: Arguments) -> tuple[bool, bool]:
+    """Whether buffers are broadcast at every forward, and whether at the start."""
+    if arguments.forward_sync_buffers is not None:
+        return arguments.forward_sync_buffers, True
+    both = arguments.broadcast_buffers is None or arguments.broadcast_buffers
+    return both, both
+
+
+def _caps(arguments: Arguments) -> tuple[int, int, tuple[int, ...]]:
+    """The cap, that of the first bucket, and those that were listed; in bytes."""
+    # As in torch, a list makes the single cap meaningless.
+    if arguments.bucket_cap_mb_list:
+        listed = tuple(_bytes("bucket_cap_mb_list", cap) for cap in arguments.bucket_cap_mb_list)
+        return max(listed), max(listed), listed
+    if arguments.bucket_cap_mb is None:
+        return int(CAP_MB * MIB_BYTES), dist._DEFAULT_FIRST_BUCKET_BYTES, ()
+    cap_bytes = _bytes("bucket_cap_mb", arguments.bucket_cap_mb)
+    return cap_bytes, cap_bytes, ()
+
+
+def _bytes(name: str, cap_mb: object) -> int:
+    if not isinstance(cap_mb, Real) or not 0 <= float(cap_mb) * MIB_BYTES <= MAX_COUNT:
+        raise ValueError(
+            f"{name} must hold MB (of {MIB_BYTES} bytes), at least 0 and finite, got {cap_mb!r}"
+        )
+    return max(1, int(float(cap_mb) * MIB_BYTES))  # with 0, every leaf has a bucket of its own
+
+
+def _is_sparse(module: nn.Module, name: str) -> bool:
+    layer = module.get_submodule(name.rpartition(".")[0])
+    return isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse

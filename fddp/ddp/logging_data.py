@@ -1,0 +1,235 @@
+"""What `_get_ddp_logging_data` tells: the keys and units of torch's, from plain values.
+
+A `Log` is a value. It starts with what is known at construction, and steps are recorded into it at
+the rate that torch records them: the first ten, then every so many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import isnan
+from types import MappingProxyType
+from typing import TypeAlias
+
+from fddp.ddp.arguments import Options
+from fddp.plan import BucketPlan
+from fddp.timeline import StepTimes
+
+SAMPLE_RATE = 100
+"""Every how many steps one is recorded, after the first ten; torch's default."""
+
+_FIRST_STEPS = 10
+_ABSENT = "N/A"
+
+# The names that torch's C++ has for dtypes.
+_DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "float16": "c10::Half",
+        "bfloat16": "c10::BFloat16",
+        "float32": "float",
+        "float64": "double",
+        "complex64": "c10::complex<float>",
+        "complex128": "c10::complex<double>",
+    }
+)
+
+# Environment variables that are logged in lower case: always, and with a backend.
+_VARIABLES = ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
+_BACKEND_VARIABLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
+        "nccl": (
+            *("NCCL_SOCKET_IFNAME", "NCCL_BLOCKING_WAIT", "NCCL_ASYNC_ERROR_HANDLING"),
+            *("NCCL_DEBUG", "NCCL_NTHREADS", "NCCL_IB_TIMEOUT"),
+        ),
+    }
+)
+
+Entry: TypeAlias = str | int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known at construction.
+
+    Attributes:
+        module_name: the class name of the wrapped module.
+        rank, world_size: of this rank's group.
+        backend_name: of the group: "gloo", "nccl".
+        backend_threads: the threads that gloo runs collectives on; None for other backends.
+        options: what the wrapper was asked for.
+        plan: that of the first step; its paths are parameter names.
+        names: names of the parameters in the plan, in the order of registration, which numbers
+            them in the log.
+        environment: environment variables.
+    """
+
+    module_name: str
+    rank: int
+    world_size: int
+    backend_name: str
+    backend_threads: int | None
+    options: Options
+    plan: BucketPlan
+    names: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step, to be recorded.
+
+    Attributes:
+        iteration: how many steps there were, this one among them.
+        plan: that the step ran with.
+        has_rebuilt: whether that plan follows the order of arrival.
+        times: when everything happened on this rank.
+        forward_start_s: when forward began, on the clock of `times`.
+        clock_ns: that clock's zero in nanoseconds since the Unix epoch:
+            `time.time_ns() - time.perf_counter_ns()`.
+        reduced: how many buckets were reduced.
+    """
+
+    iteration: int
+    plan: BucketPlan
+    has_rebuilt: bool
+    times: StepTimes
+    forward_start_s: float
+    clock_ns: int
+    reduced: int
+
+
+@dataclass(frozen=True)
+class Log:
+    """What has been logged.
+
+    Attributes:
+        data: the entries; sizes in bytes, durations and points in time in nanoseconds.
+        numbers: the number of each parameter, by name.
+        samples: how many steps have been recorded, over which averages run.
+    """
+
+    data: Mapping[str, Entry]
+    numbers: Mapping[str, int]
+    samples: int = 0
+
+    def noting(self, **entries: Entry) -> Log:
+        """With other entries: `comm_hook`, `join_uneven_inputs`, `static_graph`."""
+        return replace(self, data={**self.data, **entries})
+
+    def noting_error(self, error: str, iteration: int) -> Log:
+        """With an error, and how many steps there were."""
+        return self.noting(has_error=1, error=error, iteration=iteration)
+
+    def recorded(self, step: Step) -> Log:
+        """With what one step showed."""
+        samples = self.samples + 1
+        durations = _durations_ns(step)
+        averages = {
+            f"avg_{key}": (int(self.data.get(f"avg_{key}", 0)) * self.samples + duration) // samples
+            for key, duration in durations.items()
+        }
+        entries = {**_plan_entries(step, self.numbers), **durations, **_moments_ns(step)}
+        return replace(self, data={**self.data, **entries, **averages}, samples=samples)
+
+
+def is_sampled(iteration: int, sample_rate: int = SAMPLE_RATE) -> bool:
+    """Whether to record a step.
+
+    Args:
+        iteration: how many steps there were, this one among them.
+        sample_rate: record one in so many, after the first ten.
+
+    >>> [iteration for iteration in range(20) if is_sampled(iteration, 4)]
+    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16]
+    """
+    return 0 < iteration <= _FIRST_STEPS or (iteration > 0 and iteration % sample_rate == 0)
+
+
+def start_log(facts: Facts) -> Log:
+    """The log as it is before the first step."""
+    options, plan = facts.options, facts.plan
+    leaves = [plan.leaves[leaf] for leaf in plan.order]
+    variables = (*_VARIABLES, *_BACKEND_VARIABLES.get(facts.backend_name, ()))
+    data: dict[str, Entry] = {
+        "module_name": facts.module_name,
+        "rank": facts.rank,
+        "world_size": facts.world_size,
+        "iteration": 0,
+        "backend_name": facts.backend_name,
+        "is_multi_device_module": int(options.is_multi_device),
+        "num_parameter_tensors": len(leaves),
+        "total_parameter_size_bytes": sum(leaf.nbytes for leaf in leaves),
+        "dtypes": ", ".join(sorted({_DTYPE_NAMES[leaf.dtype] for leaf in leaves})),
+        "bucket_sizes": _bucket_sizes(plan),
+        "device_ids": ", ".join(map(str, options.device_ids or ())),
+        "output_device": -1 if options.output_device is None else options.output_device,
+        "broadcast_buffers": int(options.forward_sync_buffers),
+        "has_sync_bn": int(options.has_sync_batch_norm),
+        "bucket_cap_bytes": options.cap_bytes,
+        "find_unused_parameters": int(options.find_unused_parameters),
+        "gradient_as_bucket_view": int(options.gradient_as_bucket_view),
+    }
+    if options.static_graph:
+        data["static_graph"] = 1
+    if facts.backend_threads is not None:
+        data["gloo_num_threads"] = facts.backend_threads
+    for name in variables:
+        # Some of NCCL's have moved to names that begin with TORCH.
+        older = facts.environment.get(name, _ABSENT)
+        data[name.lower()] = facts.environment.get(f"TORCH_{name}", older)
+    return Log(data, {name: number for number, name in enumerate(facts.names)})
+
+
+def _plan_entries(step: Step, numbers: Mapping[str, int]) -> dict[str, Entry]:
+    plan = step.plan
+    arrivals_s = dict(enumerate(step.times.leaves_s))
+    arrived = sorted((s, leaf) for leaf, s in arrivals_s.items() if not isnan(s))
+    unused = [plan.leaves[leaf] for leaf in plan.order if isnan(arrivals_s.get(leaf, 0.0))]
+    entries: dict[str, Entry] = {
+        "iteration": step.iteration,
+        "unused_parameter_size": sum(leaf.nbytes for leaf in unused),
+        "has_rebuilt_buckets": int(step.has_rebuilt),
+        "num_buckets_reduced": step.reduced,
+    }
+    if arrived:
+        order = (str(numbers[plan.paths[leaf]]) for _, leaf in arrived)
+        entries["prev_iteration_grad_ready_order_indices"] = ", ".join(order)
+    if step.has_rebuilt:
+        entries["rebuilt_bucket_sizes"] = _bucket_sizes(plan)
+        entries["rebuilt_per_bucket_param_indices"] = ", ".join(
+            " ".join(str(numbers[plan.paths[leaf]]) for leaf in bucket.leaves)
+            for bucket in plan.buckets
+        )
+    return entries
+
+
+def _moments_ns(step: Step) -> dict[str, int]:
+    """Points in time; communication lasts from the first launch to the end of the last."""
+    times = step.times
+    moments_s = {
+        "forward_compute_time_start": step.forward_start_s,
+        "backward_compute_time_start": times.backward_start_s,
+        "backward_compute_time_end": times.backward_end_s,
+        "backward_comm_time_start": min(bucket.launch_s for bucket in times.buckets),
+        "backward_comm_time_end": max(bucket.done_s for bucket in times.buckets),
+    }
+    return {key: step.clock_ns + int(moment_s * 1e9) for key, moment_s in moments_s.items()}
+
+
+def _durations_ns(step: Step) -> dict[str, int]:
+    moments = _moments_ns(step)
+    forward = moments["forward_compute_time_start"]
+    start, end = moments["backward_compute_time_start"], moments["backward_compute_time_end"]
+    launch, done = moments["backward_comm_time_start"], moments["backward_comm_time_end"]
+    return {
+        "forward_compute_time": start - forward,
+        "backward_compute_time": end - start,
+        "backward_comm_time": done - launch,
+        "backward_compute_comm_overlap_time": max(0, min(end, done) - launch),
+    }
+
+
+def _bucket_sizes(plan: BucketPlan) -> str:
+    return ", ".join(str(bucket.nbytes) for bucket in plan.buckets)

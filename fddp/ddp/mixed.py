@@ -1,0 +1,138 @@
+"""Mixed precision: a module runs on parameters in another dtype, and owns them in their own.
+
+Forward runs on casts of the parameters that autograd knows of. So gradients arrive at the
+parameters themselves, in their dtype, and whatever waits for them there needs to know nothing of
+the casts. In which dtype they travel is a matter of a communication hook (`wire_dtype`).
+
+[Note: parts that run again]
+Activation checkpointing runs parts of a module a second time, during backward, when the module has
+its own parameters back. These parts get casts again for as long as they run; hence the hooks on
+every part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.utils import _cast_forward_inputs
+from torch.nn.parallel.distributed import _MixedPrecision
+
+
+class MixedPrecision:
+    """Casts for one module; making it puts hooks on the module and casts its buffers.
+
+    What has an attribute `_ddp_ignored` that is true is not cast, and neither is what is not of a
+    floating dtype.
+
+    Args:
+        module: what `run` is going to run.
+        config: `param_dtype`, in which forward and backward compute, also casts the inputs;
+            `buffer_dtype` casts buffers, once. None leaves either alone.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> module = nn.Linear(2, 1)
+        >>> mixed = MixedPrecision(module, _MixedPrecision(param_dtype=torch.bfloat16))
+        >>> output = mixed.run(module, (torch.ones(3, 2),), {})
+        >>> output.sum().backward()
+        >>> output.dtype, module.weight.grad
+        (torch.bfloat16, tensor([[3., 3.]]))
+    """
+
+    def __init__(self, module: nn.Module, config: _MixedPrecision) -> None:
+        self._dtype = config.param_dtype
+        self._stood_in = False  # whether casts are in the places of these:
+        self._originals: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        self._again: nn.Module | None = None  # the part that runs again, during backward
+        if config.buffer_dtype is not None:
+            _cast_buffers_(module, config.buffer_dtype)
+        if self._dtype is not None:
+            for part in module.modules():
+                part.register_forward_pre_hook(self._before_again)
+                part.register_forward_hook(self._after_again, always_call=True)
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The module's output for these inputs, computed on casts of both.
+
+        The module has its own parameters again when this returns or raises.
+        """
+        args, kwargs = _cast_forward_inputs(self._dtype, *args, **kwargs)
+        self._restore()  # an interrupt may have ended a part that ran again
+        self._cast(module)
+        try:
+            return module(*args, **kwargs)
+        finally:
+            self._restore()
+
+    def _before_again(self, part: nn.Module, args: object) -> None:
+        if not self._stood_in and torch._C._current_graph_task_id() >= 0:
+            self._again = part
+            self._cast(part)
+
+    def _after_again(self, part: nn.Module, args: object, output: object) -> None:
+        if part is self._again:
+            self._restore()
+
+    def _cast(self, module: nn.Module) -> None:
+        if self._dtype is None:
+            return
+        self._stood_in = True
+        casts: dict[nn.Parameter, Tensor] = {}  # a shared parameter is cast once
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and _is_castable(parameter, self._dtype):
+                    if parameter not in casts:
+                        casts[parameter] = _Cast.apply(parameter, self._dtype)  # type: ignore[no-untyped-call]
+                    self._originals.append((part._parameters, name, parameter))
+        # Assigning attributes would refuse what is no Parameter.
+        for parameters, name, parameter in self._originals:
+            parameters[name] = casts[parameter]
+
+    def _restore(self) -> None:
+        for parameters, name, parameter in self._originals:
+            parameters[name] = parameter
+        self._originals.clear()
+        self._stood_in = False
+        self._again = None
+
+
+def wire_dtype(config: _MixedPrecision) -> torch.dtype | None:
+    """The dtype in which gradients travel; None for their own."""
+    return config.reduce_dtype or config.param_dtype
+
+
+class _Cast(torch.autograd.Function):
+    """`Tensor.to`, whose own derivative takes no sparse gradients."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return tensor.to(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.own, ctx.other = inputs[0].dtype, inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.own), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent.to(ctx.other)
+
+
+def _cast_buffers_(module: nn.Module, dtype: torch.dtype) -> None:
+    for buffer in module.buffers():
+        if _is_castable(buffer, dtype):
+            buffer.data = buffer.to(dtype)  # the module keeps the very buffer
+
+
+def _is_castable(tensor: Tensor, dtype: torch.dtype) -> bool:
+    is_ignored = getattr(tensor, "_ddp_ignored", False)
+    return tensor.is_floating_point() and tensor.dtype is not dtype and not is_ignored

@@ -1,0 +1,59 @@
+"""Keeps the log of a wrapped module up to date."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fddp.ddp.logging_data import SAMPLE_RATE, Entry, Log, Step, is_sampled
+from fddp.info import SyncInfo
+from fddp.plan import BucketPlan
+
+
+class Recorder:
+    """Records steps, errors and settings.
+
+    Attributes:
+        log: what has been logged; None until a plan is known.
+        sample_rate: after the first ten steps, one in so many is recorded.
+        forward_start_s: when the last forward began.
+        info: the last step that was recorded.
+    """
+
+    def __init__(self, sample_rate: int = SAMPLE_RATE) -> None:
+        self.log: Log | None = None
+        self.sample_rate = sample_rate
+        self.forward_start_s = time.perf_counter()
+        self.info: SyncInfo | None = None
+
+    def wants(self, step: int) -> bool:
+        """Whether a step is to be recorded; they count from 0."""
+        return is_sampled(step + 1, self.sample_rate)
+
+    def record(self, info: SyncInfo, plan: BucketPlan, *, has_rebuilt: bool) -> None:
+        """Records a step that ran with this plan."""
+        self.info = info
+        if self.log is None:
+            return
+        self.log = self.log.recorded(
+            Step(
+                iteration=info.step + 1,
+                plan=plan,
+                has_rebuilt=has_rebuilt,
+                times=info.timeline,
+                forward_start_s=self.forward_start_s,
+                clock_ns=time.time_ns() - time.perf_counter_ns(),
+                reduced=len(plan.buckets),
+            )
+        )
+
+    def renumber(self, names: Sequence[str]) -> None:
+        """Parameters have other names, or another order, from now on."""
+        if self.log is not None:
+            self.log = replace(self.log, numbers={name: i for i, name in enumerate(names)})
+
+    def note(self, **entries: Entry) -> None:
+        """Logs settings."""
+        if self.log is not None:
+            self.log = self.log.noting(**entries)

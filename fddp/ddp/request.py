@@ -1,0 +1,60 @@
+"""What the wrapper asks of the engine: DDP's bucket plan for a module's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fddp.agree import Rebuild, Terms
+from fddp.ddp.arguments import Options
+from fddp.meshes import Span
+from fddp.plan import plan_leaves
+from fddp.planning import plan_buckets
+from fddp.topology import Topology
+from fddp.transports import Transport
+
+
+@dataclass(frozen=True)
+class ModuleRequest:
+    """A module's parameters, and how they are to be bucketed.
+
+    Attributes:
+        params: those to synchronise, by name, in the order of their registration.
+        options: has caps, and the names of parameters with sparse gradients.
+        span: whom to communicate with.
+        last_is_small: whether the first cap is that of the bucket which leaves last, also once the
+            plan has been rebuilt (`DDP_SET_LAST_BUCKET_CAP`).
+    """
+
+    params: Mapping[str, Tensor]
+    options: Options
+    span: Span
+    last_is_small: bool = False
+
+    usable_timeout_s = None  # the group's own
+
+    def terms(self, transport: Transport) -> Terms:
+        """What ranks must have in common.
+
+        Like DDP, the first plan counts caps from the parameters that were registered first, whose
+        gradients come last; the rebuilt one counts them in the order in which gradients come.
+        """
+        plan = plan_buckets(dict(self.params), sparse=self.options.sparse & self.params.keys())
+        first = plan_leaves(
+            plan.leaves,
+            order=plan.order,
+            caps_bytes=self.options.initial_caps_bytes,
+            from_back=True,
+        )
+        return Terms(
+            plan=first,
+            given=False,
+            transport="auto",
+            reduce_dtype=None,
+            algorithm="all_reduce",
+            topology=Topology(world=transport.world_size),
+            schedule=None,
+            rebuild=Rebuild(self.options.rebuilt_caps_bytes, self.last_is_small),
+        )

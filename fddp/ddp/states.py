@@ -1,0 +1,93 @@
+"""Parameters and buffers of a module, brought to one rank's values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn import Module
+
+from fddp.collectives import broadcast_together
+from fddp.pack import storage_use_count
+from fddp.transports import Transport
+
+# How much travels at once; as much memory is needed meanwhile.
+_AT_ONCE_BYTES = 250 * 1024 * 1024
+
+
+def broadcast_module(
+    transport: Transport, module: Module, ignored: Collection[str], src: int, *, buffers: bool
+) -> None:
+    """Writes rank `src`'s parameters, and buffers if wanted, into those of all ranks."""
+    own_params = (param for name, param in module.named_parameters() if name not in ignored)
+    own_buffers = buffers_of(module, ignored).values() if buffers else ()
+    tensors = [tensor.detach() for tensor in (*own_params, *own_buffers)]
+    for own, value in zip(tensors, _broadcast(transport, tensors, src), strict=True):
+        if own is not value:
+            own.copy_(value)
+
+
+def buffers_of(module: Module, ignored: Collection[str]) -> dict[str, Tensor]:
+    """The buffers as they are now, each once, by name; forward may put others in their places."""
+    return {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
+
+
+def broadcast_buffers(
+    transport: Transport, module: Module, ignored: Collection[str], src: int
+) -> None:
+    """Brings buffers to rank `src`'s values; a collective call.
+
+    They stay the same tensors, written without a new version, unless a graph still needs the values
+    of a step before: then new tensors take their places.
+    """
+    named = buffers_of(module, ignored)
+    own = [buffer.detach() for buffer in named.values()]
+    received = _broadcast(transport, own, src)
+    for buffer, mine, value in zip(named.values(), own, received, strict=True):
+        if value is mine:
+            continue
+        if _is_held(buffer, mine):
+            _replace(module, buffer, value)
+        else:
+            with _unsafe_preserve_version_counter(buffer):
+                mine.copy_(value)
+
+
+def _is_held(buffer: Tensor, own: Tensor) -> bool:
+    """Whether more than Python, and the alias that was made here, refers to the memory."""
+    in_graph = buffer._use_count() > 1  # type: ignore[attr-defined]
+    return bool(in_graph) or storage_use_count(own) > 2
+
+
+def _replace(module: Module, buffer: Tensor, value: Tensor) -> None:
+    for submodule in module.modules():
+        for name, other in submodule._buffers.items():
+            if other is buffer:
+                submodule._buffers[name] = value
+
+
+def _broadcast(transport: Transport, tensors: Sequence[Tensor], src: int) -> list[Tensor]:
+    """Rank `src`'s values; on that rank, the tensors themselves."""
+    values = list(tensors)
+    for members in _batches(tensors):
+        together = broadcast_together(transport, [tensors[i] for i in members], src)
+        if transport.rank != src:
+            for i, value in zip(members, together, strict=True):
+                values[i] = value
+    return values
+
+
+def _batches(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
+    """Positions of tensors that travel together: one dtype and device, and not too many bytes."""
+    batches: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for i, tensor in enumerate(tensors):
+        kind = (tensor.dtype, tensor.device)
+        if kind not in batches or sizes[kind] >= _AT_ONCE_BYTES:
+            batches.setdefault(kind, []).append([])
+            sizes[kind] = 0
+        batches[kind][-1].append(i)
+        sizes[kind] += tensor.nbytes
+    return [batch for group in batches.values() for batch in group]

@@ -1,0 +1,346 @@
+"""Steps of a wrapped module: opened by the first gradient of a backward pass, closed at its end.
+
+[Note: the end of backward]
+What is queued in the autograd engine runs at the end of the graph task that queued it, and
+re-entrant checkpointing runs tasks within tasks: its parameters' gradients come before the outer
+task has ended. So hooks on the module's outputs queue the end, in the task that reaches these: as
+far as the module goes, that is the outermost. Where an output hides its tensors, the first gradient
+queues it; within re-entrant checkpoints a backward then ends in several steps. That is right, too:
+averaging gradients that are averages already leaves them as they are.
+
+A rank whose backward reaches an output but no parameter takes part, with nothing. One whose
+backward reaches no output can't know of the others' step: they time out.
+
+[Note: changed parameters]
+What is wrapped may change between steps. Parameters that are frozen stay in the plan, unused. When
+one is unfrozen, replaced or added, the rank can't take part in a step of the old plan, nor in the
+making of a new one before all ranks are ready for it. So it fails its next step with
+`ParametersChangedError`, its gradients untouched. If all ranks have, they make a new plan and
+repeat the step; otherwise all of them raise.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from fddp.contributions import BackwardContributions, Contributions
+from fddp.ddp.recorder import Recorder
+from fddp.ddp.request import ModuleRequest
+from fddp.ddp.usage import Usage, Use
+from fddp.engine import Engine
+from fddp.errors import FddpError, InternalError, PlanMismatchError
+from fddp.leaves import param_set, serves_some
+from fddp.observe import make_info
+from fddp.session import Outcome, Session
+from fddp.tree import flatten
+
+
+class ParametersChangedError(FddpError):
+    """A rank's parameters are no longer those of the plan."""
+
+
+class _AllMayCome(NamedTuple):
+    """Backward passes of a module are not looked into beforehand."""
+
+    used: list[bool]
+    opaque: bool = True
+
+
+@dataclass
+class Switches:
+    """What a training loop turns on and off.
+
+    Attributes:
+        backward: whether backward passes synchronise gradients.
+        forward: whether forward passes synchronise buffers.
+    """
+
+    backward: bool = True
+    forward: bool = True
+
+
+class Steps:
+    """Carries gradients of parameters through the engine, backward by backward. Making one is a
+    collective call.
+
+    Args:
+        request: the parameters, and how they are bucketed.
+        switches: shared with the wrapper.
+        find_unused, static: as for `Usage`.
+        replace: whether results take the place of gradients that were there before.
+        recorder: is told of the steps that it wants.
+
+    Attributes:
+        engine: has the plan.
+        usage: which parameters steps used.
+        work: what else is to be waited for at the end of a step.
+    """
+
+    def __init__(
+        self,
+        request: ModuleRequest,
+        switches: Switches,
+        *,
+        find_unused: bool,
+        static: bool,
+        replace: bool,
+        recorder: Recorder,
+    ) -> None:
+        self.engine = Engine(request)
+        transport = self.engine.transport
+        self.usage = Usage(
+            request.params,
+            transport.rank,
+            transport.world_size,
+            find_unused=find_unused,
+            static=static,
+        )
+        self.work: list[Callable[[], object]] = []
+        self._switches = switches
+        self._replace = replace
+        self._recorder = recorder
+        self._lock = threading.RLock()
+        self._session: Session | None = None
+        self._end: weakref.ref[_End] | None = None
+        self._broken: BaseException | None = None
+        self._begun_s = 0.0
+        self._changed = False
+        self._stopped = False
+        self._handles: list[RemovableHandle] = []
+        self._hook(request)
+
+    def _hook(self, request: ModuleRequest) -> None:
+        self._request = request
+        self._params, treedef = flatten(dict(request.params))  # in the order of the plan's leaves
+        self._names = treedef.paths
+        begin = weakref.WeakMethod(self._begin)
+        self._set = param_set(self._params, lambda: _call(begin))
+
+    # Forward
+
+    def expect(self, on: bool) -> None:
+        """Whether the backward passes to come are steps."""
+        self._give_up_stale()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._set.watch(on and not self._stopped)
+
+    def intact(self) -> bool:
+        """Whether gradients of all parameters will be noticed."""
+        return self._set.intact()
+
+    def change(self, request: ModuleRequest) -> None:
+        """The parameters are others from now on; see [Note: changed parameters]."""
+        self._set.watch(False)
+        self._hook(request)
+        self.usage.params = request.params
+        self._changed = True
+
+    def anchor(self, output: Tensor) -> None:
+        """Has the end of backward be that of the task that reaches this output."""
+        touched = weakref.WeakMethod(self._touched)
+        handle: RemovableHandle = output.register_hook(  # type: ignore[no-untyped-call]  # torch's
+            lambda _: _call(touched)
+        )
+        if output.is_leaf:
+            self._handles.append(handle)  # it may well be the output of the next forward, too
+
+    def stop(self) -> None:
+        """Leaves all gradients alone from now on."""
+        self._stopped = True
+        self._set.watch(False)
+
+    # Backward
+
+    def _touched(self) -> None:
+        with self._lock:
+            if self._switches.backward and not self._stopped and not serves_some():
+                self._queue_end()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._switches.backward and self._queue_end():
+                self._open()
+
+    def _queue_end(self) -> bool:
+        """Whether no step is open; its end is queued then."""
+        if self._end is not None and self._end() is None:
+            self._give_up_stale()
+        if self._end is None:
+            end = _End(self)
+            self._end = weakref.ref(end)
+            Variable._execution_engine.queue_callback(end)
+        return self._session is None
+
+    def _open(self, *, again: bool = False) -> None:
+        """Never raises while backward runs: what is wrong is raised at its end."""
+        try:
+            self._begun_s = time.perf_counter()
+            step = self.engine.step
+            session = self._session = self.engine.open(with_stats=self._recorder.wants(step))
+            self.engine.in_backward = True
+            if self._changed and not again:
+                session.fail(ParametersChangedError("the parameters are others than in the plan"))
+                return
+            contributions = BackwardContributions(self.engine.program, weight=1.0, accumulated=None)
+            session.begin(contributions, self._params)
+            contributions.arm(
+                self._set,
+                _AllMayCome([True] * len(self._names)),
+                self.engine.arrivals,
+                session.buffer_of,
+                session.setting.scale,
+                session.bucket_ready,
+            )
+        except BaseException as error:
+            self._broken = error
+
+    def finish(self) -> None:
+        """Backward has ended: closes the step, and makes its results the gradients.
+
+        Raises:
+            As `Engine.close`; the gradients are then what they were, or this rank's own.
+        """
+        with self._lock, torch.profiler.record_function("fddp.finish"):
+            self._end = None
+            if self._session is None and self._broken is None:
+                self._open()
+            try:
+                self._finish()
+            finally:
+                self._let_go()
+
+    def _finish(self) -> None:
+        end_s = time.perf_counter()
+        if self._broken is not None or self._session is None:
+            raise self._broken or InternalError("a step was to end that was not open")
+        here = self._used()
+        problem = self.usage.problem(here)
+        if problem is not None:
+            self._session.fail(problem)
+        try:
+            outcome = self._close()
+        except ParametersChangedError:
+            outcome = self._repeat()
+        except BaseException:
+            self._set.put_back()
+            raise
+        session = self._session
+        self._set.put(outcome.leaves, self._replace)
+        self._set.forget_use()
+        for wait in self.work:
+            wait()
+        self.work.clear()
+        self.usage.note(Use(here, dict(zip(self._names, outcome.report.users, strict=True))))
+        if session.setting.with_stats:
+            program = session.setting.program
+            self._recorder.record(
+                make_info(session, outcome, (self._begun_s, end_s)),
+                program.plan,
+                has_rebuilt=not program.control.with_order,
+            )
+
+    def _close(self) -> Outcome:
+        if self._session is None:
+            raise InternalError("a step was to be closed that was not open")
+        self.engine.in_backward = False
+        outcome = self.engine.close(self._session)
+        contributions = self._session.contributions
+        if isinstance(contributions, BackwardContributions):
+            self.engine.arrivals = contributions.arrivals()
+        return outcome
+
+    def _repeat(self) -> Outcome:
+        """Makes a new plan with all ranks, and takes the step again."""
+        told = self._session.told if self._session else []
+        rank = self.engine.transport.rank
+        for other, text in enumerate(told):
+            if not text.startswith(ParametersChangedError.__name__):
+                raise PlanMismatchError(
+                    f"the wrapped module has other parameters than before on rank {rank}, and on "
+                    f"rank {other} it has not{f' ({text})' if text else ''}; freeze, unfreeze and "
+                    f"replace parameters on all ranks between the same two steps"
+                )
+        attached = self.engine.attached
+        self.engine.shut("the parameters changed")
+        self.engine = Engine(self._request)
+        if attached is not None:
+            self.engine.set_hook(attached.hook)
+        self._changed = False
+        self._open(again=True)
+        if self._broken is not None:
+            raise self._broken
+        return self._close()
+
+    def take_part(self, weight: float) -> None:
+        """A step without a backward pass on this rank, whose gradients stay as they are."""
+        session = self.engine.open(with_stats=False)
+        nothing = Contributions()
+        nothing.weight = weight
+        session.begin(nothing, self._params)
+        self.engine.close(session)
+
+    def close(self) -> None:
+        """Frees the communicator."""
+        self.stop()
+        self.engine.shut("the module was let go of")
+
+    # Parts
+
+    def _used(self) -> frozenset[str]:
+        flags = zip(self._names, self._set.used(), strict=True)
+        return frozenset(name for name, used in flags if used)
+
+    def _let_go(self) -> None:
+        self._set.disarm()
+        self.engine.in_backward = False
+        self._session = self._broken = None
+
+    def _give_up_stale(self) -> None:
+        """Completes the step of a backward pass that was broken off, so that no rank waits."""
+        with self._lock:
+            if self._end is not None and self._end() is not None:
+                return
+            self._end = None
+            if self._session is None:
+                return
+            self._session.fail(RuntimeError("backward was broken off on this rank"))
+            try:
+                self._close()
+            except Exception as error:
+                warnings.warn(
+                    f"the step of a backward pass that was broken off was given up on all ranks: "
+                    f"{error}",
+                    stacklevel=4,
+                )
+                self._set.put_back()
+            finally:
+                self._let_go()
+
+
+class _End:
+    """What is queued for the end of a backward pass; gone with it if that is broken off."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+
+    def __call__(self) -> None:
+        self._steps.finish()
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    bound = method()
+    if bound is not None:
+        bound()

@@ -1,0 +1,518 @@
+"""`DistributedDataParallel`: the interface of torch's, over fddp's engine.
+
+The class is torch's subclass, because checkpointing, pipelining and dynamo test for it, and takes
+from it what has nothing to do with gradients. Everything else it asks of the engine: plans,
+schedules, hooks and the control word are those of `GradSync`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.utils import _to_kwargs
+from torch.nn import Module
+
+from fddp.ddp.arguments import Arguments, Options, checked, group_of, make_local_, managed
+from fddp.ddp.joining import ModuleJoinHook, any_rank, last_rank
+from fddp.ddp.logging_data import Facts, start_log
+from fddp.ddp.mixed import MixedPrecision
+from fddp.ddp.outputs import find_tensors
+from fddp.ddp.recorder import Recorder
+from fddp.ddp.reducer import Logger, Reducer
+from fddp.ddp.request import ModuleRequest
+from fddp.ddp.states import broadcast_buffers, broadcast_module, buffers_of
+from fddp.ddp.steps import Steps, Switches
+from fddp.ddp.watch import Watch
+from fddp.errors import InternalError
+from fddp.hooks import Hook
+from fddp.hooks.torch_style import TorchHook, builtin
+from fddp.meshes import Span
+from fddp.plan import BucketPlan
+from fddp.timeline import Timeline
+from fddp.transports import Group
+
+# What is made anew where a wrapper is copied or unpickled.
+_NOT_STATE = ("process_group", "reducer", "logger", "_steps", "_watch", "_recorder")
+
+
+# Untyped, and so are its methods.
+_TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
+
+
+class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
+    """A module whose gradients are averaged over ranks while backward runs.
+
+    Takes the place of `torch.nn.parallel.DistributedDataParallel`: the same arguments, methods and
+    errors. Where it differs on purpose, see the table in `docs/ddp.md`. Making one is a collective
+    call, as are forward and backward.
+
+    Args:
+        module: what to wrap. Its parameters and buffers are broadcast from rank 0.
+        device_ids, output_device: the one device of a module on a GPU; None on the CPU.
+        dim: the dimension along which `scatter` and `gather` work.
+        broadcast_buffers: the deprecated name of `forward_sync_buffers`.
+        init_sync: False makes nothing of this call collective; the first forward is then.
+        process_group: a group of `torch.distributed`, or the group that `fddp.loopback` hands out;
+            None for the default group.
+        bucket_cap_mb: MiB at which a bucket is closed; 25, with a first one of 1, by default.
+        find_unused_parameters: parameters may go unused without complaint. They are always
+            synchronised, whatever this says.
+        check_reduction: deprecated, without effect.
+        gradient_as_bucket_view: every step puts new tensors, over its buckets' memory, in `.grad`;
+            otherwise tensors that were there before backward are written.
+        static_graph: all steps use the same parameters; an error says if not.
+        delay_all_reduce_named_params: `(name, parameter)` pairs to average together, when the
+            gradient of `param_to_hook_all_reduce` is there.
+        param_to_hook_all_reduce: see above.
+        mixed_precision: dtypes to compute, to reduce and to keep buffers in.
+        device_mesh: a one-dimensional `DeviceMesh` instead of `process_group`.
+        skip_all_reduce_unused_params: without effect: what is used is known after the reduction.
+        bucket_cap_mb_list: caps of the first, second, ... bucket, in MiB.
+        batched_grad_copy: without effect: small gradients are always packed together.
+        forward_sync_buffers: every forward starts with rank 0's buffers.
+
+    Raises:
+        PlanMismatchError: ranks' parameters differ; on every rank. A RuntimeError, as DDP's is.
+        RuntimeError, ValueError: as torch's, for arguments that make no sense.
+
+    Example:
+        >>> import torch
+        >>> from fddp import DistributedDataParallel as DDP, loopback
+        >>> def train(group):
+        ...     model = torch.nn.Linear(2, 1, bias=False)
+        ...     ddp = DDP(model, process_group=group)
+        ...     ddp(torch.full((1, 2), 1.0 + group.rank)).sum().backward()
+        ...     return model.weight.grad.tolist()
+        >>> loopback(2, train)
+        [[[1.5, 1.5]], [[1.5, 1.5]]]
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Tensor | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Any = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        Module.__init__(self)
+        Joinable.__init__(self)
+        arguments = Arguments(
+            device_ids,
+            output_device,
+            dim,
+            broadcast_buffers,
+            init_sync,
+            process_group,
+            bucket_cap_mb,
+            find_unused_parameters,
+            check_reduction,
+            gradient_as_bucket_view,
+            static_graph,
+            delay_all_reduce_named_params,
+            param_to_hook_all_reduce,
+            mixed_precision,
+            device_mesh,
+            skip_all_reduce_unused_params,
+            bucket_cap_mb_list,
+            batched_grad_copy,
+            forward_sync_buffers,
+        )
+        self.process_group = group_of(arguments)
+        make_local_(module, device_mesh)
+        self._options = checked(module, arguments)
+        self._expose(module, self._options)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self._attach()
+        if init_sync:
+            self._init_sync()
+        self._mixed: MixedPrecision | None = None
+        if mixed_precision is not None:
+            self._mixed = MixedPrecision(module, mixed_precision)
+
+    def _expose(self, module: Module, options: Options) -> None:
+        """Sets the attributes that torch's class has, and others rely on."""
+        self.module = module
+        self.device = options.device
+        self.device_type = options.device.type
+        self.device_ids = None if options.device_ids is None else list(options.device_ids)
+        self.output_device = options.output_device
+        self.is_multi_device_module = options.is_multi_device
+        self.dim = options.dim
+        self.forward_sync_buffers = options.forward_sync_buffers
+        self.find_unused_parameters = options.find_unused_parameters
+        self.gradient_as_bucket_view = options.gradient_as_bucket_view
+        self.static_graph = options.static_graph
+        self.mixed_precision = options.mixed_precision
+        self.batched_grad_copy = options.batched_grad_copy
+        self.skip_all_reduce_unused_params = options.skip_all_reduce_unused_params
+        self.parameters_to_ignore = set(options.ignored)
+        self.bucket_bytes_cap = options.cap_bytes
+        self.bucket_bytes_cap_list = list(options.listed_caps_bytes)
+        self.use_side_stream_for_tensor_copies = (
+            os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
+        )
+        self._module_parameters = list(managed(module, options.ignored).values())
+        self._use_python_reducer = False
+        self._delay_all_reduce_params: list[Tensor] = []
+        self._switches = Switches()
+        self._lazy_init_ran = False
+
+    def _attach(self) -> None:
+        """Sets what hangs on this process, and is made anew for a copy."""
+        self.logger = Logger()
+        self.reducer = Reducer(self)
+        self._watch = Watch(self.module, self._options.ignored)
+        self._steps: Steps | None = None
+        self._recorder = Recorder()
+
+    # The step machinery
+
+    @property
+    def steps(self) -> Steps:
+        """Carries gradients through the engine; made at the first use, by all ranks together."""
+        if self._steps is None:
+            self._steps = Steps(
+                self._request(),
+                self._switches,
+                find_unused=self.find_unused_parameters,
+                static=self.static_graph,
+                replace=self.gradient_as_bucket_view,
+                recorder=self._recorder,
+            )
+            self._recorder.log = start_log(self._facts())
+        return self._steps
+
+    def _request(self) -> ModuleRequest:
+        return ModuleRequest(
+            params=self._watch.look(),
+            options=self._options,
+            span=Span(cast(Group, self.process_group), None),
+            last_is_small=os.environ.get("DDP_SET_LAST_BUCKET_CAP", "0") == "1",
+        )
+
+    def _init_sync(self) -> None:
+        broadcast_module(
+            self.steps.engine.transport,
+            self.module,
+            self._options.ignored,
+            0,
+            buffers=self._options.init_sync_buffers,
+        )
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The bucket plan in force."""
+        return self.steps.engine.program.plan
+
+    def timeline(self) -> Timeline:
+        """When everything happened in the last step whose times were taken: the first ten, then
+        one in a hundred (`_set_ddp_runtime_logging_sample_rate`).
+
+        Raises:
+            ValueError: there was no such step yet.
+        """
+        if self._recorder.info is None:
+            raise ValueError("no step has been taken yet; call backward first")
+        return self._recorder.info.timeline.to_timeline()
+
+    # Forward
+
+    # A compiled module inside stays compiled.
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's output; gradients are synchronised by the backward passes through it.
+
+        Within a transform of `torch.func`, and under `functional_call` with other tensors, it is
+        the module's function alone: nothing is communicated, and gradients are this rank's own.
+        """
+        with torch.profiler.record_function("DistributedDataParallel.forward"):
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                return self.module(*inputs, **kwargs)
+            change = self._watch.change()
+            if change == "swapped":
+                return self._run_ddp_forward(*inputs, **kwargs)
+            self._prepare(change == "changed")
+            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+
+    def _prepare(self, changed: bool) -> None:
+        """What comes before the module's own forward."""
+        self._recorder.forward_start_s = time.perf_counter()
+        steps, syncs = self.steps, self._syncs
+        if not self._lazy_init_ran:
+            self._lazy_init()
+        if syncs:
+            self._raise_pending()
+            steps.usage.begin_forward()
+        steps.usage.joining = self._join_config.enable
+        work = Join.notify_join_context(self)
+        if work is not None:
+            steps.work.append(work.wait)
+        if changed or not steps.intact():
+            steps.change(self._request())
+            self._recorder.renumber(steps.usage.names)
+        if torch.is_grad_enabled():
+            steps.expect(syncs and not self._watch.all_frozen)
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        if self._join_config.enable:
+            any_rank(steps.engine.transport, mine=syncs)
+
+    @property
+    def _syncs(self) -> bool:
+        return torch.is_grad_enabled() and self._switches.backward
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.device_ids:
+            device = torch.device(self.device_type, self.device_ids[0])
+            moved, moved_kwargs = _to_kwargs(
+                inputs, kwargs, device, self.use_side_stream_for_tensor_copies
+            )
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        with self._inside_ddp_forward():
+            if self._mixed is not None:
+                return self._mixed.run(self.module, inputs, kwargs)
+            return self.module(*inputs, **kwargs)
+
+    def _post_forward(self, output: Any) -> Any:
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        self.require_forward_param_sync = self._syncs
+        if self._syncs:
+            for tensor in find_tensors(output):
+                if tensor.requires_grad:
+                    self.steps.anchor(tensor)
+        return output
+
+    def _raise_pending(self) -> None:
+        """Raises what is to be said of the last step."""
+        if self._steps is not None and self._steps.usage.pending:
+            self._log_and_throw(RuntimeError, self._steps.usage.pending)
+
+    # Switches
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backward passes synchronise gradients; `no_sync` turns it off. The forward and
+        the backward pass must both be outside of it."""
+        return self._switches.backward
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, on: bool) -> None:
+        self._switches.backward = on
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """Whether the next forward synchronises buffers."""
+        return self._switches.forward
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, on: bool) -> None:
+        self._switches.forward = on
+
+    # Buffers
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are synchronised, by name."""
+        return buffers_of(self.module, self._options.ignored)
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The same without names."""
+        return list(self.named_module_buffers.values())
+
+    def _sync_buffers(self, *, has_inputs: bool = True) -> None:
+        """Brings buffers to rank 0's values, or to those of a rank that still has inputs."""
+        if torch._C._current_graph_task_id() >= 0:
+            return  # a checkpoint runs forward again, and ranks may be at different points
+        transport = self.steps.engine.transport
+        src = 0
+        if self._join_config.enable:
+            src = last_rank(transport, mine=has_inputs) or 0
+        with torch.no_grad(), torch.inference_mode(False):
+            if not hasattr(self, "buffer_hook"):
+                broadcast_buffers(transport, self.module, self._options.ignored, src)
+                return
+            hook = self.buffer_hook
+            futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
+            self.steps.work += [future.wait for future in futures or ()]
+
+    # Uneven inputs
+
+    def join_hook(self, **kwargs: Any) -> ModuleJoinHook:
+        """What `torch.distributed.algorithms.join.Join` calls on ranks without further input.
+
+        Args:
+            divide_by_initial_world_size: whether ranks that have joined still count in the mean.
+        """
+        divide = kwargs.get("divide_by_initial_world_size", True)
+        hook = ModuleJoinHook(self, divide)
+        self._recorder.note(join_uneven_inputs=1)
+        return hook
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        transport = self.steps.engine.transport
+        src = last_rank(transport, mine=is_last_joiner)
+        if src is None:
+            raise InternalError("no rank was the last to join")
+        broadcast_module(
+            transport,
+            self.module,
+            self._options.ignored,
+            src,
+            buffers=self.forward_sync_buffers,
+        )
+
+    # Communication hooks
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Has a hook carry out the reduction of buckets; before the first backward, and once.
+
+        Args:
+            state: passed to a hook that was written for torch's DDP; None for one of `fddp.hooks`,
+                whose state is `comm_hook_state`.
+            hook: `hook(state, bucket) -> torch.futures.Future[Tensor]`, or a `fddp.hooks.Hook`.
+        """
+        if not isinstance(hook, Hook):
+            self._check_comm_hook(hook)
+            hook = TorchHook(state, hook, self._watch.params)
+        self._set_hook(hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """The same with one of torch's compiled hooks."""
+        self._set_hook(builtin(comm_hook_type))
+
+    def _set_hook(self, hook: Hook[Any]) -> None:
+        engine = self.steps.engine
+        if engine.attached is not None:
+            self._log_and_throw(
+                RuntimeError,
+                "register_comm_hook or register_builtin_comm_hook can only be called once. Make a "
+                "new wrapper for another hook",
+            )
+        if engine.step:
+            self._log_and_throw(
+                RuntimeError,
+                "Communication hook should be registered before the backward pass, and should be "
+                "called before training loop starts",
+            )
+        engine.set_hook(hook)
+        self._recorder.note(comm_hook=hook.name)
+
+    @property
+    def comm_hook_state(self) -> Any:
+        """State of a hook of `fddp.hooks`; a pytree to save, and to set again on resuming."""
+        return self.steps.engine.hook_states
+
+    @comm_hook_state.setter
+    def comm_hook_state(self, states: Any) -> None:
+        self.steps.engine.hook_states = states
+
+    # Life cycle
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_default_group()
+        return {key: value for key, value in self.__dict__.items() if key not in _NOT_STATE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Module.__setstate__(self, state)  # type: ignore[no-untyped-call]  # torch's
+        self.process_group = group_of(Arguments())
+        self._attach()
+
+    def _set_static_graph(self) -> None:
+        """Declares that all steps use the same parameters."""
+        if self.static_graph:
+            warnings.warn(
+                "You've set static_graph to be True, no need to set it again.", stacklevel=2
+            )
+            return
+        self.static_graph = True
+        self._options = replace(self._options, static_graph=True)
+        self.steps.usage.static = True
+        self._recorder.note(static_graph=1)
+        if self.find_unused_parameters:
+            warnings.warn(
+                "You passed find_unused_parameters=true to DistributedDataParallel, "
+                "`_set_static_graph` will detect unused parameters automatically, so you do not "
+                "need to set it",
+                stacklevel=2,
+            )
+
+    def _remove_autograd_hooks(self) -> None:
+        """Leaves gradients alone from now on."""
+        self.steps.stop()
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Goes on with another group; a collective call on its members."""
+        if new_process_group is dist.GroupMember.NON_GROUP_MEMBER:
+            return
+        self.process_group = new_process_group
+        if self._steps is not None:
+            self._steps.close()
+        self._steps = None
+
+    # Observing
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """What DDP logs, under DDP's keys; sizes in bytes, times in nanoseconds."""
+        steps = self.steps
+        log = self._recorder.log or start_log(self._facts())
+        if self.logger.error:
+            log = log.noting_error(self.logger.error, steps.engine.step)
+        return dict(log.data)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Records the times of every so many steps, after the first ten."""
+        if sample_rate < 1:
+            self._log_and_throw(
+                ValueError,
+                f"DDP runtime logging sample rate should be equal or greater than 1, "
+                f"got {sample_rate}",
+            )
+        self._recorder.sample_rate = sample_rate
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether the plan follows the order in which gradients arrived."""
+        return self._steps is not None and not self._steps.engine.program.control.with_order
+
+    def _facts(self) -> Facts:
+        steps = self.steps
+        group = self.process_group
+        backend = dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "loopback"
+        return Facts(
+            module_name=type(self.module).__name__,
+            rank=steps.engine.transport.rank,
+            world_size=steps.engine.transport.world_size,
+            backend_name=backend,
+            backend_threads=2 if backend == "gloo" else None,
+            options=self._options,
+            plan=steps.engine.program.plan,
+            names=tuple(steps.usage.names),
+            environment=os.environ,
+        )

@@ -1,0 +1,111 @@
+"""Hooks one behind the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from torch import Tensor
+
+from fddp.hooks.future import Future
+from fddp.hooks.hook import AllReduce, Bucket, BucketSpec, Hook, allreduce
+
+
+@dataclass(frozen=True)
+class Chain(Hook[tuple[Any, tuple[Any, ...]]]):
+    """The inner hook carries out the sums of the outer one.
+
+    State: the outer hook's, and the inner hook's for each of the outer one's sums.
+    """
+
+    outer: Hook[Any]
+    inner: Hook[Any]
+
+    @property
+    def name(self) -> str:
+        return f"chain({self.outer.name}, {self.inner.name})"
+
+    @property
+    def narrow(self) -> bool:
+        return self.outer.narrow or self.inner.narrow
+
+    def init(self, spec: BucketSpec) -> tuple[Any, tuple[Any, ...]]:
+        parts = self.outer.parts(spec)
+        if not parts:
+            raise ValueError(
+                f"{self.outer.name} leaves no sum to {self.inner.name} behind it: it gathers what "
+                f"ranks send; put it last in the chain"
+            )
+        return self.outer.init(spec), tuple(self.inner.init(part) for part in parts)
+
+    def apply(
+        self, state: tuple[Any, tuple[Any, ...]], bucket: Bucket, all_reduce: AllReduce
+    ) -> Future[tuple[Tensor, tuple[Any, tuple[Any, ...]]]]:
+        own, inner = state
+        through = _Through(self, inner, bucket, all_reduce)
+        ended = self.outer.apply(own, bucket, through)
+        return ended.map(lambda end: (end[0], (end[1], through.states())))
+
+    def parts(self, spec: BucketSpec) -> tuple[BucketSpec, ...]:
+        return tuple(inner for part in self.outer.parts(spec) for inner in self.inner.parts(part))
+
+
+class _Through(AllReduce):
+    """An all-reduce by a hook: the n-th call takes the n-th of its states."""
+
+    def __init__(
+        self, chain: Chain, states: Sequence[Any], bucket: Bucket, all_reduce: AllReduce
+    ) -> None:
+        self.rank, self.world_size = all_reduce.rank, all_reduce.world_size
+        self._chain = chain
+        self._states = states
+        self._reference = bucket.reference
+        self._parts = chain.outer.parts(bucket.spec)
+        self._all_reduce = all_reduce
+        self._ended: list[Future[tuple[Tensor, Any]]] = []
+
+    def __call__(self, tensor: Tensor) -> Future[Tensor]:
+        call = len(self._ended)
+        part = self._parts[call] if call < len(self._parts) else None
+        if part is None or (part.numel, part.dtype) != (tensor.numel(), tensor.dtype):
+            raise ValueError(
+                f"sum {call} of {self._chain.outer.name} is of {tensor.numel()} elements of "
+                f"{tensor.dtype} where its parts say {part and (part.numel, part.dtype)}; let "
+                f"parts name every tensor that apply gives to all_reduce, in order"
+            )
+        bucket = Bucket(part, tensor.view(-1), self._reference)
+        ended = self._chain.inner.apply(self._states[call], bucket, self._all_reduce)
+        self._ended.append(ended)
+        return ended.map(lambda end: end[0].view(tensor.shape).to(tensor.dtype))
+
+    def all_gather(self, tensor: Tensor) -> Future[Tensor]:
+        return self._all_reduce.all_gather(tensor)
+
+    def states(self) -> tuple[Any, ...]:
+        """For the next step; all sums are done."""
+        return tuple(ended.wait()[1] for ended in self._ended)
+
+
+def chain(*hooks: Hook[Any]) -> Hook[Any]:
+    """Hooks one behind the other: each sums by the one behind it, the last over ranks.
+
+    Grouping does not matter but for how states are nested, and `allreduce` changes nothing. What a
+    hook gathers instead of summing (`top_k`, `int8`) does not go through the hooks behind it: such
+    a hook comes last.
+
+    Raises:
+        ValueError: one of several hooks is for DistributedDataParallel; when states are made, if a
+            hook behind another would have nothing to sum.
+
+    Example:
+        >>> from fddp.hooks import allreduce, chain, fp16_compress, power_sgd
+        >>> chain(power_sgd(2), allreduce, fp16_compress).name
+        'chain(error_feedback(PowerSgd(rank=2)), fp16_compress)'
+    """
+    several = [hook for hook in hooks if hook != allreduce]
+    raw = [hook.name for hook in several if hook.raw]
+    if raw and len(several) > 1:
+        raise ValueError(f"{raw[0]} divides by the number of ranks itself; use it alone")
+    return reduce(Chain, several) if several else allreduce

@@ -1,0 +1,183 @@
+"""Hooks at work: between a step's operations and its transport.
+
+[Note: stages in one order]
+Collectives are matched by the order in which they are issued, and a hook's second collective can
+start only when its first is done, which ranks see at different times. So the order is fixed
+beforehand: after the first stage of a bucket comes one further stage of each bucket before it,
+latest first, where it has one; and before an operation that needs a bucket's result, rounds of one
+stage for each bucket that has any left. During backward nothing waits: where a stage builds on what
+is not there, the line stops, and goes on from there at the next full bucket. From the end of
+backward on it waits.
+
+What a hook of torch's kind issues can't be seen, and stages of it may be issued by a thread of the
+backend. So the next bucket leaves only when the one before is done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fddp.hooks.future import Future
+from fddp.hooks.hook import AllReduce
+from fddp.program import Program
+from fddp.transports.base import Transport, Work
+
+
+class Collectives(AllReduce):
+    """Issues a hook's collectives of one bucket.
+
+    Args:
+        transport: carries them.
+        program: knows this rank's place.
+        axes: along which ranks meet.
+        what: the bucket in words, for errors.
+        stamp: whether to record when they are done.
+
+    Attributes:
+        nbytes: bytes that this rank has given to them.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        program: Program,
+        axes: tuple[str, ...],
+        what: str,
+        *,
+        stamp: bool,
+    ) -> None:
+        self.rank, self.world_size = 0, 1
+        for axis in axes:
+            size, place = program.places[axis]
+            self.rank, self.world_size = self.rank * size + place, self.world_size * size
+        self.nbytes = 0
+        self._transport = transport
+        self._axes = axes
+        self._what = what
+        self._stamp = stamp
+        self._works: list[Work] = []
+
+    def __call__(self, tensor: Tensor) -> Future[Tensor]:
+        work = self._transport.all_reduce(tensor, axes=self._axes, stamp=self._stamp)
+        return self._started(work, tensor, tensor)
+
+    def all_gather(self, tensor: Tensor) -> Future[Tensor]:
+        everyones = tensor.new_empty((self.world_size, *tensor.shape))
+        everyones[self.rank].copy_(tensor)
+        work = self._transport.all_gather_in_place(
+            everyones.view(-1), axes=self._axes, stamp=self._stamp
+        )
+        return self._started(work, tensor, everyones)
+
+    @property
+    def done_s(self) -> float | None:
+        """When the last of them was done, as `Work.done_s`."""
+        return self._works[-1].done_s if self._works else None
+
+    def _started(self, work: Work, given: Tensor, result: Tensor) -> Future[Tensor]:
+        self._works.append(work)
+        self.nbytes += given.nbytes
+
+        def take() -> Tensor:
+            work.wait(self._what)
+            return result
+
+        return Future.started(lambda: work.done, take)
+
+
+class Line:
+    """Hooks' reductions of one step, in the order of their launch; see [Note: stages in one
+    order]."""
+
+    def __init__(self) -> None:
+        self._launched: list[HookedWork] = []
+        self._due: deque[HookedWork] = deque()
+
+    def join(self, work: HookedWork) -> None:
+        """Takes in a reduction whose first stage has just been started."""
+        self._due.extend(reversed(self._launched))
+        self._launched.append(work)
+
+    def go_on(self, *, block: bool, in_turn: bool = False) -> bool:
+        """Starts the stages that are due; False if one builds on what is not there.
+
+        Args:
+            block: whether to wait for it.
+            in_turn: whether the reductions that were launched must be done, too.
+        """
+        while self._due:
+            if not self._due[0].advance(block=block):
+                return False
+            self._due.popleft()
+        if in_turn and self._launched:
+            if not (block or self._launched[-1].done):
+                return False
+            self._launched[-1].wait("")
+        return True
+
+    def run_out(self, work: HookedWork, *, block: bool) -> bool:
+        """Starts all stages that a reduction has left; False as for `go_on`."""
+        while self.go_on(block=block):
+            if not work.pending:
+                return True
+            self._due.extend(self._launched)
+        return False
+
+
+class HookedWork(Work):
+    """A hook's reduction of one bucket, from its first collective to its result.
+
+    Args:
+        future: what the hook returned.
+        line: of its step.
+        collectives: those that the hook was given.
+        settle: called once with the future, when all stages are started: puts the result in place.
+    """
+
+    def __init__(
+        self,
+        future: Future[tuple[Tensor, Any]],
+        line: Line,
+        collectives: Collectives,
+        settle: Callable[[Future[tuple[Tensor, Any]]], None],
+    ) -> None:
+        self._future = future
+        self._line = line
+        self._collectives = collectives
+        self._settle: Callable[[Future[tuple[Tensor, Any]]], None] | None = settle
+        line.join(self)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a stage has not been started."""
+        return self._future.pending
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank has given to collectives."""
+        return self._collectives.nbytes
+
+    @property
+    def done(self) -> bool:
+        return not self.pending and self._future.done
+
+    @property
+    def done_s(self) -> float | None:
+        return self._collectives.done_s
+
+    def advance(self, *, block: bool) -> bool:
+        """Starts the next stage, if there is one; see `Future.advance`."""
+        with torch.no_grad():
+            return not self.pending or self._future.advance(block=block)
+
+    def wait(self, what: str) -> None:
+        self._line.run_out(self, block=True)
+        settle, self._settle = self._settle, None
+        if settle is not None:
+            with torch.no_grad():
+                settle(self._future)
