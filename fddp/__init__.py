@@ -1,5 +1,7 @@
 """Functional data-parallel gradient synchronisation for PyTorch."""
 
+from fddp import averaging as averaging
+from fddp import hooks as hooks
 from fddp.build import make_schedule as make_schedule
 from fddp.check import check_schedule as check_schedule
 from fddp.collectives import broadcast as broadcast

@@ -18,8 +18,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -31,9 +30,8 @@ from fddp.control import ControlReport, ControlWord, decode, encode
 from fddp.errors import FddpError, InternalError, TreeMismatchError, WeightError
 from fddp.failures import desync_error, exchange, peer_error, text_of, weight_problem
 from fddp.hooks.attaching import Attached
-from fddp.hooks.future import Future
-from fddp.hooks.hook import Bucket, HookError
-from fddp.hooks.running import Collectives, HookedWork, Line
+from fddp.hooks.running import HookedWork
+from fddp.hooks.stepping import HookedStep
 from fddp.layout import Stats
 from fddp.program import Program
 from fddp.reducer import Action
@@ -140,18 +138,22 @@ class Session:
         self._control: Tensor | None = None
         self._devices = Devices()
         self._results = Results(self._program, self.setting.with_stats, self._devices)
-        self._line = Line()
-        self._new_states: dict[int, Any] = {}  # by bucket, of hooks that have ended
-        self._hook_overflows = False  # weights did not fit what the hook sums in
+        self._hook = HookedStep(
+            self.setting.attached,
+            self._program,
+            self.setting.transport,
+            self.setting.scale,
+            stamp=self.setting.with_stats,
+            tell=self._tell,
+        )
         self._told = ""  # what the others are told of the failure
         self.told: list[str] = []
 
     @property
     def scale(self) -> WeightScale:
         """What gradients are multiplied by as they are packed, once contributions are set."""
-        if self._is_raw:
-            return WeightScale(1, unit=self.contributions.weight or 1.0)
-        return self.setting.scale
+        raw = self._hook.is_raw
+        return self._hook.scale_before(self.contributions.weight) if raw else self.setting.scale
 
     # Events
 
@@ -216,10 +218,7 @@ class Session:
         self._advance()
         report = self._known()
         self._results.finish(report.used, self.contributions)
-        if not report.nonfinite:  # what is not finite would stay in the state
-            self.hook_states = tuple(
-                self._new_states.get(bucket, state) for bucket, state in enumerate(self.hook_states)
-            )
+        self.hook_states = self._hook.new_states(self.hook_states, report)
         for bucket, state in enumerate(self.buckets):
             if state.buffer is not None:
                 self.setting.pool.lend(bucket, state.buffer)
@@ -243,7 +242,7 @@ class Session:
 
     def _may_run(self, op: Op) -> bool:
         # The control word does not wait for hooks, on any rank.
-        if op.kind != "control" and not self._line.go_on(block=self._ended, in_turn=self._is_raw):
+        if op.kind != "control" and not self._hook.go_on(block=self._ended):
             return False
         if self._ended:
             return True
@@ -253,13 +252,8 @@ class Session:
             return False
         # Backward goes on rather than wait for a collective on which this one builds.
         is_ready = self.buckets[op.bucket].ready_s < math.inf
-        return is_ready and all(map(self._is_done, op.deps))
-
-    def _is_done(self, position: int) -> bool:
-        work = self._works.get(position)
-        if isinstance(work, HookedWork):
-            self._line.run_out(work, block=False)
-        return work is None or work.done
+        works = [self._works[dep] for dep in op.deps if dep in self._works]
+        return is_ready and all(map(self._hook.is_done, works))
 
     def _applies(self, op: Op) -> bool:
         if op.when == "always":
@@ -267,7 +261,10 @@ class Session:
         late = op.bucket in self._known().late
         if op.when == "late":
             return late
-        return late or not (self._is_raw or self._keeps_range(self._known()))
+        if late or self._hook.is_raw:
+            return late
+        report = self._known()
+        return not self.setting.scale.keeps_range(report.total_weight, report.active)
 
     def _run(self, position: int, op: Op) -> None:
         for dep in op.deps:
@@ -344,78 +341,21 @@ class Session:
     def _communicate(self, position: int, op: Op) -> None:
         state, transport = self.buckets[op.bucket], self.setting.transport
         own, stamp = self._memory(op), self.setting.with_stats
-        average = self._averages and not self._is_raw
+        average = self._program.schedule.scaling == "average" and not self._hook.is_raw
         if op.when == "always" and math.isnan(state.launch_s):
             state.launch_s = time.perf_counter()
-        if self._is_hooked(position, op):
-            work: Work = self._start_hook(op)
+        if self._hook.takes(position, op):
+            what = f"{self._what(op)} of step {self.setting.step}"
+            state.hooked = work = self._hook.start(op, own, self.hook_states, what)
         elif op.kind == "all_reduce":
             if op.when == "again":
-                self._new_states.pop(op.bucket, None)  # the hook's sum was not used
+                self._hook.discard(op.bucket)
             work = transport.all_reduce(own, axes=op.axes, average=average, stamp=stamp)
         elif op.kind == "reduce_scatter":
             work = transport.reduce_scatter(own, axes=op.axes, average=average, stamp=stamp)
         else:
             work = transport.all_gather_in_place(own, axes=op.axes, stamp=stamp)
         state.work = self._works[position] = work
-
-    def _is_hooked(self, position: int, op: Op) -> bool:
-        attached = self.setting.attached
-        return attached is not None and attached.positions.get(op.bucket) == position
-
-    def _start_hook(self, op: Op) -> HookedWork:
-        attached, own = self.setting.attached, self._memory(op)
-        assert attached is not None
-        hook, spec, scale = attached.hook, attached.specs[op.bucket], self.setting.scale
-        reference = scale.reference if scale.scaling == "before" else scale.unit
-        collectives = Collectives(
-            self.setting.transport,
-            self._program,
-            op.axes,
-            f"{self._what(op)} of step {self.setting.step}",
-            stamp=self.setting.with_stats,
-        )
-        state = self.hook_states[op.bucket] if self.hook_states else hook.init(spec)
-        try:
-            with torch.no_grad():
-                future = hook.apply(state, Bucket(spec, own, reference), collectives)
-        except Exception as error:
-            future = self._without_hook(error, own)
-        work = HookedWork(future, self._line, collectives, partial(self._settle, op))
-        self.buckets[op.bucket].hooked = work
-        return work
-
-    def _settle(self, op: Op, future: Future[tuple[Tensor, Any]]) -> None:
-        """Puts a hook's result in place, and keeps its state."""
-        own = self._memory(op)
-        if self._hook_overflows:
-            work = self.setting.transport.all_reduce(own, axes=op.axes, average=self._averages)
-            work.wait(f"{self._what(op)} of step {self.setting.step}")
-            return
-        try:
-            result, state = future.wait()
-        except Exception as error:
-            result, state = self._without_hook(error, own).wait()
-        if not isinstance(result, Tensor) or result.numel() != own.numel():
-            found = result.numel() if isinstance(result, Tensor) else type(result).__name__
-            raise HookError(
-                f"{self._what(op)}: a hook must return as many elements as the buffer has, "
-                f"{own.numel()}, got {found}"
-            )
-        own.copy_(result.view(own.shape))
-        if self._averages and not self._is_raw:
-            own /= self._program.schedule.topology.size(op.axes)
-        self._new_states[op.bucket] = state
-
-    def _without_hook(self, error: Exception, own: Tensor) -> Future[tuple[Tensor, Any]]:
-        """What stands for the result of a hook that raised: zeros, if all ranks will be told.
-
-        One that communicates by itself leaves this session's collectives as they are.
-        """
-        if not self._is_raw or self._control is not None:
-            raise error
-        self.fail(error)
-        return Future.of((torch.zeros_like(own), ()))
 
     def _add(self, position: int, op: Op) -> None:
         self._memory(op).add_(self._memory(op._replace(region=op.region._replace(buffer="repair"))))
@@ -475,7 +415,7 @@ class Session:
         if self._program.plan.buckets[op.bucket].sparse:
             return  # gathered as it is wanted
         after = 1.0
-        if self._program.schedule.result != "replicated" and not self._is_raw:
+        if self._program.schedule.result != "replicated" and not self._hook.is_raw:
             after = self._scale(op.bucket).after(report.total_weight)
         self._results.unpack(position, op.bucket, self.buffer_of(op.bucket), after)
 
@@ -487,7 +427,7 @@ class Session:
             unfit = self._unfit(report)
             if not report.agreed or report.failed or unfit is not None:
                 self._give_up(report, unfit)
-            self._hook_overflows = self._is_narrow and not self._keeps_range(report)
+            self._hook.know(report)
         return self.report
 
     def _read_control(self) -> ControlReport:
@@ -507,7 +447,7 @@ class Session:
         step, ranks = self.setting.step, self.setting.transport.world_size
         if problem := weight_problem(report, self.setting.scale):
             return WeightError(f"step {step}: {problem}")
-        if problem := self._hook_problem(report):
+        if problem := self._hook.problem(report, lets_rest=self.lets_rest):
             return WeightError(f"step {step}: {problem}")
         if self._program.schedule.result != "replicated":
             return None
@@ -548,59 +488,27 @@ class Session:
 
     # Helpers
 
-    @property
-    def _averages(self) -> bool:
-        return self._program.schedule.scaling == "average"
-
-    @property
-    def _is_raw(self) -> bool:
-        return self.setting.attached is not None and self.setting.attached.hook.raw
-
-    @property
-    def _is_narrow(self) -> bool:
-        return self.setting.attached is not None and self.setting.attached.hook.narrow
-
-    def _keeps_range(self, report: ControlReport) -> bool:
-        return self.setting.scale.keeps_range(report.total_weight, report.active)
-
-    def _hook_problem(self, report: ControlReport) -> str | None:
-        """Why the hook and the weights of all ranks do not fit together, or None."""
-        attached = self.setting.attached
-        if attached is None:
-            return None
-        total, ranks = report.total_weight, self.setting.transport.world_size
-        are_equal = report.total_squared * report.active == total * total
-        if attached.hook.raw and not (are_equal and (self.lets_rest or report.active == ranks)):
-            return (
-                f"{attached.hook.name} divides by the number of ranks itself, so that all must "
-                f"weigh the same, and {report.active} of {ranks} ranks have a weight above 0, "
-                f"{'the same' if are_equal else 'not the same'}; use a hook of fddp.hooks, or "
-                f"equal weights"
-            )
-        if attached.hook.narrow and not attached.whole and not self._keeps_range(report):
-            return (
-                f"the mean weight is {total / report.active} where {attached.hook.name} was scaled "
-                f"for {self.setting.scale.unit}; the next step is scaled for the new weights: call "
-                f"it again"
-            )
-        return None
+    def _tell(self, error: Exception) -> bool:
+        """Tells all ranks of a failure on this one, if the control word has not gone yet."""
+        if self._control is None:
+            self.fail(error)
+        return self._control is None
 
     def _scale_before(self, op: Op) -> WeightScale:
         """The scale that an operation packs with."""
-        if not self._is_raw:
-            return self._scale(op.bucket)
-        if op.when == "always":
-            return self.scale
-        # Added to what the hook has divided by the number of ranks.
-        return replace(self.scale, world_size=self.setting.transport.world_size)
+        if self._hook.is_raw:
+            repairs = op.when != "always"
+            return self._hook.scale_before(self.contributions.weight, repairs=repairs)
+        return self._scale(op.bucket)
 
     def _scale(self, bucket: int) -> WeightScale:
         """The agreed scale, or the exact one for a bucket that is reduced again."""
         scale = self.setting.scale
-        report = self.report
-        if report is None or bucket not in self._program.schedule.retained:
-            return scale
-        return scale if self._keeps_range(report) else scale.exact(report.total_weight)
+        if self.report is not None and bucket in self._program.schedule.retained:
+            report = self.report
+            if not scale.keeps_range(report.total_weight, report.active):
+                return scale.exact(report.total_weight)
+        return scale
 
     def _buffer(self, bucket: int) -> Tensor:
         schedule, device = self._program.schedule, self._program.plan.buckets[bucket].device

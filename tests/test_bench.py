@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 
 from fddp import cli
-from fddp.bench.contestants import FDDP, FLAT, LOCAL_FUNCTION, LOCAL_MODULE, contestants
+from fddp.bench.contestants import (
+    FDDP,
+    FLAT,
+    LOCAL_FUNCTION,
+    LOCAL_MODULE,
+    WRAPPERS,
+    contestants,
+)
 from fddp.bench.measure import Series, measure
 from fddp.bench.models import WORKLOADS
 from fddp.bench.rank import check_gradients
@@ -20,7 +27,7 @@ from fddp.bench.report import Entry, ModelResult
 if TYPE_CHECKING:
     from ranks import RankPool
 
-SYNCHRONISED = {FDDP, FLAT, "DDP default", "DDP gradient_as_bucket_view", "DDP static_graph"}
+SYNCHRONISED = {FDDP, FLAT, *WRAPPERS, *WRAPPERS.values(), "DDP static_graph"}
 
 
 @pytest.mark.slow
@@ -40,6 +47,7 @@ def test_the_command_measures_and_writes(capfd: pytest.CaptureFixture[str], tmp_
         assert model["best_ddp"].startswith("DDP ")
         assert set(model["step_ratio"]) == {"median", "low", "high"}
         assert isinstance(model["exposed_ratio"], float)
+        assert set(model["wrapper_ratios"]) == set(WRAPPERS)
         assert {LOCAL_MODULE, LOCAL_FUNCTION, *SYNCHRONISED} <= set(model["contestants"])
         for name, contestant in model["contestants"].items():
             assert name in printed

@@ -362,9 +362,9 @@ def test_create_graph_gives_synchronised_gradients_with_this_ranks_graph(launch:
 # What does not synchronise
 
 
-def local_calls(group: Any) -> list[Any]:
-    ddp = DDP(net(), process_group=group)
-    x = batch(rank_of(group)).requires_grad_()
+def local_calls(rank: int, world_size: int) -> list[Any]:
+    ddp = DDP(net())
+    x = batch(rank).requires_grad_()
     torch.autograd.grad(ddp(x).sum(), x)
     step_after_grad = ddp.steps.engine.step
     with torch.no_grad():
@@ -385,10 +385,10 @@ def local_calls(group: Any) -> list[Any]:
     return [step_after_grad, ddp.steps.engine.step, grads(ddp.module)]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's decompositions
-def test_transforms_and_gradients_of_inputs_take_no_step(launch: Launch) -> None:
+def test_transforms_and_gradients_of_inputs_take_no_step(ranks: RankPool) -> None:
+    # Not on threads: levels of torch's forward mode are global to a process.
     wanted = mean_of(2, lambda model, rank: model(batch(rank)).square().mean())
-    for before, after, found in launch(2, local_calls):
+    for before, after, found in ranks.run(2, local_calls):
         assert (before, after) == (0, 1)
         assert_close(found, wanted)
 
@@ -586,6 +586,29 @@ def test_a_module_can_be_wrapped_again(launch: Launch) -> None:
         assert_close(found, wanted)
 
 
+def bypassed(group: Any) -> list[Any]:
+    ddp = DDP(net(), process_group=group)
+    x = batch(rank_of(group))
+    ddp(x).square().mean().backward()
+    ddp.zero_grad()
+    loss = ddp(x).square().mean()
+    if rank_of(group) == 0:  # a probe on one rank, before the step and after it
+        ddp.module(x).sum().backward()
+        ddp.zero_grad()
+    loss.backward()
+    synced = grads(ddp.module)
+    if rank_of(group) == 0:
+        ddp.module(x).sum().backward()
+    return [ddp.steps.engine.step, synced]
+
+
+def test_the_module_alone_takes_no_step(launch: Launch) -> None:
+    wanted = mean_of(2, lambda model, rank: model(batch(rank)).square().mean())
+    for steps, found in launch(2, bypassed):
+        assert steps == 2
+        assert_close(found, wanted)
+
+
 def no_hooks(group: Any) -> bool:
     ddp = DDP(net(), process_group=group)
     ddp._remove_autograd_hooks()
@@ -613,7 +636,7 @@ def test_plan_and_timeline_can_be_looked_at(launch: Launch) -> None:
     found = launch(2, observed)
     assert found[0] == found[1]
     assert found[0][0] > 1
-    assert found[0][1:] == ["Timeline", 2, 2]
+    assert found[0][1:] == ["Timeline", 1, 2]
 
 
 def is_torchs(rank: int, world_size: int) -> list[Any]:

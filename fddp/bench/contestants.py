@@ -23,6 +23,12 @@ from fddp.bench.models import Workload
 #: options of DDP, one mode each; those that this torch lacks are left out
 _DDP_MODES = ("gradient_as_bucket_view", "static_graph", "batched_grad_copy")
 
+#: fddp's wrapper, and the mode of DDP in which it leaves gradients in the same tensors
+WRAPPERS = {
+    "fddp.DDP default": "DDP default",
+    "fddp.DDP gradient_as_bucket_view": "DDP gradient_as_bucket_view",
+}
+
 LOCAL_MODULE = "local only, as module"
 LOCAL_FUNCTION = "local only, as function"
 FDDP = "fddp"
@@ -55,8 +61,10 @@ def contestants(workload: Workload, batch: Tensor) -> list[Contestant]:
         _local_module(workload, batch),
         _local_function(workload, batch),
         _fddp(workload, batch),
-        _ddp(workload, batch),
-        *(_ddp(workload, batch, mode) for mode in modes),
+        _wrapped(workload, batch, fddp.DistributedDataParallel),
+        _wrapped(workload, batch, fddp.DistributedDataParallel, "gradient_as_bucket_view"),
+        _wrapped(workload, batch, DistributedDataParallel),
+        *(_wrapped(workload, batch, DistributedDataParallel, mode) for mode in modes),
         _flat(workload, batch),
     ]
 
@@ -97,17 +105,24 @@ def _fddp(workload: Workload, batch: Tensor) -> Contestant:
     return Contestant(FDDP, "function", False, step, lambda: _leaves(grads))
 
 
-def _ddp(workload: Workload, batch: Tensor, mode: str | None = None) -> Contestant:
+def _wrapped(
+    workload: Workload,
+    batch: Tensor,
+    wrapper: type[DistributedDataParallel],
+    mode: str | None = None,
+) -> Contestant:
+    """torch's DDP or fddp's, with one option set."""
     module = workload.build()
     options: dict[str, Any] = {} if mode is None else {mode: True}
-    wrapped = DistributedDataParallel(module, **options)
+    wrapped = wrapper(module, **options)
 
     def step() -> None:
         module.zero_grad()
         wrapped(batch).backward()
 
-    name = f"DDP {mode or 'default'}"
-    return Contestant(name, "module", True, step, lambda: _grads(module))
+    is_ddp = wrapper is DistributedDataParallel
+    name = f"{'DDP' if is_ddp else 'fddp.DDP'} {mode or 'default'}"
+    return Contestant(name, "module", is_ddp, step, lambda: _grads(module))
 
 
 def _flat(workload: Workload, batch: Tensor) -> Contestant:

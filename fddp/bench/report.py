@@ -14,7 +14,7 @@ import torch
 from rich import box
 from rich.table import Table
 
-from fddp.bench.contestants import FDDP, LOCAL_FUNCTION, LOCAL_MODULE
+from fddp.bench.contestants import FDDP, LOCAL_FUNCTION, LOCAL_MODULE, WRAPPERS
 from fddp.bench.measure import Ratio, Series, ratio
 
 
@@ -59,6 +59,10 @@ class ModelResult:
     def versus_best(self, entry: Entry) -> Ratio:
         """An entry's step against the best DDP mode's, round by round."""
         return ratio(entry.series, self.best_ddp.series)
+
+    def versus_twin(self, wrapper: str) -> Ratio:
+        """fddp's wrapper against DDP in the same mode, round by round."""
+        return ratio(self.entry(wrapper).series, self.entry(WRAPPERS[wrapper]).series)
 
     def exposed_s(self, entry: Entry) -> float:
         """Seconds a step beyond the same round's local step of the same form; the median."""
@@ -115,7 +119,12 @@ class Report:
 def tables(report: Report) -> list[Table]:
     """For people; 80 columns wide at most."""
     models = report.models.values()
-    return [*map(_model_table, models), _summary_table(models), _small_table(report.small)]
+    return [
+        *map(_model_table, models),
+        _summary_table(models),
+        _wrapper_table(models),
+        _small_table(report.small),
+    ]
 
 
 def to_json(report: Report) -> str:
@@ -157,6 +166,7 @@ def _model_values(model: ModelResult) -> dict[str, Any]:
         "best_ddp": model.best_ddp.name,
         "step_ratio": model.versus_best(fddp)._asdict(),
         "exposed_ratio": model.exposed_ratio,
+        "wrapper_ratios": {name: model.versus_twin(name)._asdict() for name in WRAPPERS},
         "contestants": {
             entry.name: {
                 "form": entry.form,
@@ -203,6 +213,20 @@ def _summary_table(models: Iterable[ModelResult]) -> Table:
             model.best_ddp.name,
             _spread(model.versus_best(model.entry(FDDP))),
             f"{model.exposed_ratio:.2f}",
+        )
+    return table
+
+
+def _wrapper_table(models: Iterable[ModelResult]) -> Table:
+    table = Table(title="fddp.DistributedDataParallel / torch's, step", box=box.SIMPLE_HEAVY)
+    table.add_column("model")
+    for heading in ("default", "bucket view", "default / best"):
+        table.add_column(heading, justify="right")
+    for model in models:
+        table.add_row(
+            model.title.partition(",")[0],
+            *(_spread(model.versus_twin(name)) for name in WRAPPERS),
+            _spread(model.versus_best(model.entry(next(iter(WRAPPERS))))),
         )
     return table
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.nn.parameter import UninitializedParameter
 
+from fddp.ddp.tensor_parallel import make_local_ as make_local_
 from fddp.errors import NoGradientError
 from fddp.leafspec import MAX_COUNT
 from fddp.planning import MIB_BYTES
@@ -170,18 +171,6 @@ def group_of(arguments: Arguments) -> dist.ProcessGroup | LoopbackGroup:
             f"the ranks that belong to the group"
         )
     return group
-
-
-def make_local_(module: nn.Module, mesh: DeviceMesh | None) -> None:
-    """Where the mesh is one axis of a larger one, turns the `DTensor` parameters into local ones.
-
-    They are `DTensor`s again during forward, so that tensor parallelism along the other axes goes
-    on; gradients arrive at the local ones.
-    """
-    if mesh is not None and mesh._get_root_mesh() != mesh:
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-        _pre_dp_module_transform(module)
 
 
 def managed(module: nn.Module, ignored: frozenset[str]) -> dict[str, nn.Parameter]:

@@ -3,11 +3,6 @@
 Forward runs on casts of the parameters that autograd knows of. So gradients arrive at the
 parameters themselves, in their dtype, and whatever waits for them there needs to know nothing of
 the casts. In which dtype they travel is a matter of a communication hook (`wire_dtype`).
-
-[Note: parts that run again]
-Activation checkpointing runs parts of a module a second time, during backward, when the module has
-its own parameters back. These parts get casts again for as long as they run; hence the hooks on
-every part.
 """
 
 from __future__ import annotations
@@ -19,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.utils import _cast_forward_inputs
 from torch.nn.parallel.distributed import _MixedPrecision
+
+from fddp.ddp.stand_ins import StandIns
 
 
 class MixedPrecision:
@@ -45,59 +42,28 @@ class MixedPrecision:
 
     def __init__(self, module: nn.Module, config: _MixedPrecision) -> None:
         self._dtype = config.param_dtype
-        self._stood_in = False  # whether casts are in the places of these:
-        self._originals: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        self._again: nn.Module | None = None  # the part that runs again, during backward
+        self._casts: StandIns | None = None
         if config.buffer_dtype is not None:
             _cast_buffers_(module, config.buffer_dtype)
         if self._dtype is not None:
-            for part in module.modules():
-                part.register_forward_pre_hook(self._before_again)
-                part.register_forward_hook(self._after_again, always_call=True)
+            self._casts = StandIns(module, self._cast, _in_backward)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The module's output for these inputs, computed on casts of both.
 
         The module has its own parameters again when this returns or raises.
         """
-        args, kwargs = _cast_forward_inputs(self._dtype, *args, **kwargs)
-        self._restore()  # an interrupt may have ended a part that ran again
-        self._cast(module)
-        try:
+        if self._casts is None:
             return module(*args, **kwargs)
-        finally:
-            self._restore()
+        args, kwargs = _cast_forward_inputs(self._dtype, *args, **kwargs)
+        with self._casts.over(module):
+            return module(*args, **kwargs)
 
-    def _before_again(self, part: nn.Module, args: object) -> None:
-        if not self._stood_in and torch._C._current_graph_task_id() >= 0:
-            self._again = part
-            self._cast(part)
-
-    def _after_again(self, part: nn.Module, args: object, output: object) -> None:
-        if part is self._again:
-            self._restore()
-
-    def _cast(self, module: nn.Module) -> None:
-        if self._dtype is None:
-            return
-        self._stood_in = True
-        casts: dict[nn.Parameter, Tensor] = {}  # a shared parameter is cast once
-        for part in module.modules():
-            for name, parameter in part._parameters.items():
-                if parameter is not None and _is_castable(parameter, self._dtype):
-                    if parameter not in casts:
-                        casts[parameter] = _Cast.apply(parameter, self._dtype)  # type: ignore[no-untyped-call]
-                    self._originals.append((part._parameters, name, parameter))
-        # Assigning attributes would refuse what is no Parameter.
-        for parameters, name, parameter in self._originals:
-            parameters[name] = casts[parameter]
-
-    def _restore(self) -> None:
-        for parameters, name, parameter in self._originals:
-            parameters[name] = parameter
-        self._originals.clear()
-        self._stood_in = False
-        self._again = None
+    def _cast(self, part: nn.Module, name: str, own: Tensor) -> Tensor | None:
+        if self._dtype is None or not _is_castable(own, self._dtype):
+            return None
+        cast: Tensor = _Cast.apply(own, self._dtype)  # type: ignore[no-untyped-call]  # torch's
+        return cast
 
 
 def wire_dtype(config: _MixedPrecision) -> torch.dtype | None:
@@ -125,6 +91,10 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         return tangent.to(ctx.other)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() >= 0
 
 
 def _cast_buffers_(module: nn.Module, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Keeps the log of a wrapped module up to date."""
+"""Keeps the log of a wrapped module up to date; stands as `ddp.logger`, too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Recorder:
 
     def wants(self, step: int) -> bool:
         """Whether a step is to be recorded; they count from 0."""
-        return is_sampled(step + 1, self.sample_rate)
+        return step == 0 or is_sampled(step, self.sample_rate)
 
     def record(self, info: SyncInfo, plan: BucketPlan, *, has_rebuilt: bool) -> None:
         """Records a step that ran with this plan."""
@@ -38,7 +38,7 @@ class Recorder:
             return
         self.log = self.log.recorded(
             Step(
-                iteration=info.step + 1,
+                iteration=info.step,
                 plan=plan,
                 has_rebuilt=has_rebuilt,
                 times=info.timeline,
@@ -47,6 +47,11 @@ class Recorder:
                 reduced=len(plan.buckets),
             )
         )
+
+    def set_error_and_log(self, text: str) -> None:
+        """Logs an error; the name is that of DDP's logger, in whose place this stands."""
+        if self.log is not None:
+            self.log = self.log.noting_error(text, int(self.log.data["iteration"]))
 
     def renumber(self, names: Sequence[str]) -> None:
         """Parameters have other names, or another order, from now on."""

@@ -1,6 +1,6 @@
-"""`ddp.reducer` and `ddp.logger`: what DDP's tests, hooks and popular trainers touch of the two.
+"""`ddp.reducer`: what DDP's tests, hooks and popular trainers touch of it.
 
-There is no reducer behind them: each method asks, or tells, the wrapper.
+There is no reducer behind it: each method asks, or tells, the wrapper.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Reducer:
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """Has the next backward synchronise, also where forward was not to. The outputs are of no
         interest: unused parameters are found without them."""
-        self._wrapper.steps.expect(True)
+        self._wrapper.steps.expect(())
 
     def _get_local_used_map(self) -> Tensor:
         """For each parameter, in the order of registration, how many ranks used it last."""
@@ -71,14 +71,3 @@ class Reducer:
             raise RuntimeError("this rank is not in the group of the wrapped module")
         future: torch.futures.Future[Any] = work.get_future()
         return future
-
-
-class Logger:
-    """Stands where DDP has its C++ logger."""
-
-    def __init__(self) -> None:
-        self.error = ""
-
-    def set_error_and_log(self, text: str) -> None:
-        """Keeps an error for `_get_ddp_logging_data`."""
-        self.error = text

@@ -13,8 +13,8 @@ from fddp.collectives import broadcast_together
 from fddp.pack import storage_use_count
 from fddp.transports import Transport
 
-# How much travels at once; as much memory is needed meanwhile.
-_AT_ONCE_BYTES = 250 * 1024 * 1024
+AT_ONCE_BYTES = 250 * 1024 * 1024
+"""How much travels at once; as much memory is needed meanwhile."""
 
 
 def broadcast_module(
@@ -85,7 +85,7 @@ def _batches(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for i, tensor in enumerate(tensors):
         kind = (tensor.dtype, tensor.device)
-        if kind not in batches or sizes[kind] >= _AT_ONCE_BYTES:
+        if kind not in batches or sizes[kind] >= AT_ONCE_BYTES:
             batches.setdefault(kind, []).append([])
             sizes[kind] = 0
         batches[kind][-1].append(i)

@@ -9,7 +9,8 @@ queues it; within re-entrant checkpoints a backward then ends in several steps. 
 averaging gradients that are averages already leaves them as they are.
 
 A rank whose backward reaches an output but no parameter takes part, with nothing. One whose
-backward reaches no output can't know of the others' step: they time out.
+backward reaches no output can't know of the others' step: they time out. Gradients that come
+without any output being reached, of the module called without its wrapper, are no step's.
 
 [Note: changed parameters]
 What is wrapped may change between steps. Parameters that are frozen stay in the plan, unused. When
@@ -25,7 +26,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -117,6 +118,7 @@ class Steps:
         self._begun_s = 0.0
         self._changed = False
         self._stopped = False
+        self._is_hidden = False  # no output of the last forward can be reached
         self._handles: list[RemovableHandle] = []
         self._hook(request)
 
@@ -129,13 +131,23 @@ class Steps:
 
     # Forward
 
-    def expect(self, on: bool) -> None:
-        """Whether the backward passes to come are steps."""
+    def begin_forward(self) -> None:
+        """A forward pass begins."""
         self._give_up_stale()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._set.watch(on and not self._stopped)
+        self._is_hidden = False
+        self._set.watch(False)
+
+    def expect(self, outputs: Sequence[Tensor]) -> None:
+        """A forward pass gave these outputs, whose backward passes are steps; where there are none
+        that require a gradient, any gradient of a parameter belongs to a step."""
+        anchored = [output for output in outputs if output.requires_grad]
+        for output in anchored:
+            self._anchor(output)
+        self._is_hidden = not anchored and not self._stopped
+        self._set.watch(self._is_hidden)
 
     def intact(self) -> bool:
         """Whether gradients of all parameters will be noticed."""
@@ -148,7 +160,7 @@ class Steps:
         self.usage.params = request.params
         self._changed = True
 
-    def anchor(self, output: Tensor) -> None:
+    def _anchor(self, output: Tensor) -> None:
         """Has the end of backward be that of the task that reaches this output."""
         touched = weakref.WeakMethod(self._touched)
         handle: RemovableHandle = output.register_hook(  # type: ignore[no-untyped-call]  # torch's
@@ -166,20 +178,22 @@ class Steps:
 
     def _touched(self) -> None:
         with self._lock:
-            if self._switches.backward and not self._stopped and not serves_some():
-                self._queue_end()
+            if self._switches.backward and not self._stopped:
+                self._set.watch(True)
+                self._queue_end(required=not serves_some())
 
     def _begin(self) -> None:
         with self._lock:
             if self._switches.backward and self._queue_end():
                 self._open()
 
-    def _queue_end(self) -> bool:
-        """Whether no step is open; its end is queued then."""
+    def _queue_end(self, *, required: bool = True) -> bool:
+        """Whether no step is open; its end is queued then. Unless it is `required`, there will be
+        a step only if gradients come."""
         if self._end is not None and self._end() is None:
             self._give_up_stale()
         if self._end is None:
-            end = _End(self)
+            end = _End(self, required)
             self._end = weakref.ref(end)
             Variable._execution_engine.queue_callback(end)
         return self._session is None
@@ -191,6 +205,7 @@ class Steps:
             step = self.engine.step
             session = self._session = self.engine.open(with_stats=self._recorder.wants(step))
             self.engine.in_backward = True
+            session.lets_rest = self.usage.joining
             if self._changed and not again:
                 session.fail(ParametersChangedError("the parameters are others than in the plan"))
                 return
@@ -201,25 +216,34 @@ class Steps:
                 _AllMayCome([True] * len(self._names)),
                 self.engine.arrivals,
                 session.buffer_of,
-                session.setting.scale,
+                session.scale,
                 session.bucket_ready,
             )
         except BaseException as error:
             self._broken = error
 
-    def finish(self) -> None:
+    def finish(self, *, required: bool) -> None:
         """Backward has ended: closes the step, and makes its results the gradients.
+
+        Args:
+            required: whether there is to be a step even if no gradient came.
 
         Raises:
             As `Engine.close`; the gradients are then what they were, or this rank's own.
         """
         with self._lock, torch.profiler.record_function("fddp.finish"):
             self._end = None
-            if self._session is None and self._broken is None:
+            is_open = self._session is not None or self._broken is not None
+            if required and not is_open:
                 self._open()
             try:
-                self._finish()
+                if required or is_open:
+                    self._finish()
+            except BaseException as error:
+                self._recorder.set_error_and_log(f"{type(error).__name__}: {error}")
+                raise
             finally:
+                self._set.watch(self._is_hidden)
                 self._let_go()
 
     def _finish(self) -> None:
@@ -242,7 +266,6 @@ class Steps:
         self._set.forget_use()
         for wait in self.work:
             wait()
-        self.work.clear()
         self.usage.note(Use(here, dict(zip(self._names, outcome.report.users, strict=True))))
         if session.setting.with_stats:
             program = session.setting.program
@@ -273,11 +296,11 @@ class Steps:
                     f"rank {other} it has not{f' ({text})' if text else ''}; freeze, unfreeze and "
                     f"replace parameters on all ranks between the same two steps"
                 )
-        attached = self.engine.attached
+        hook = self.engine.hook
         self.engine.shut("the parameters changed")
         self.engine = Engine(self._request)
-        if attached is not None:
-            self.engine.set_hook(attached.hook)
+        if hook is not None:
+            self.engine.set_hook(hook)
         self._changed = False
         self._open(again=True)
         if self._broken is not None:
@@ -287,6 +310,7 @@ class Steps:
     def take_part(self, weight: float) -> None:
         """A step without a backward pass on this rank, whose gradients stay as they are."""
         session = self.engine.open(with_stats=False)
+        session.lets_rest = True
         nothing = Contributions()
         nothing.weight = weight
         session.begin(nothing, self._params)
@@ -306,6 +330,7 @@ class Steps:
     def _let_go(self) -> None:
         self._set.disarm()
         self.engine.in_backward = False
+        self.work.clear()
         self._session = self._broken = None
 
     def _give_up_stale(self) -> None:
@@ -333,11 +358,12 @@ class Steps:
 class _End:
     """What is queued for the end of a backward pass; gone with it if that is broken off."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Steps, required: bool) -> None:
         self._steps = steps
+        self._required = required
 
     def __call__(self) -> None:
-        self._steps.finish()
+        self._steps.finish(required=self._required)
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -10,37 +10,50 @@ from __future__ import annotations
 import os
 import time
 import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 
 from fddp.ddp.arguments import Arguments, Options, checked, group_of, make_local_, managed
+from fddp.ddp.delayed import Delayed
 from fddp.ddp.joining import ModuleJoinHook, any_rank, last_rank
 from fddp.ddp.logging_data import Facts, start_log
-from fddp.ddp.mixed import MixedPrecision
+from fddp.ddp.mixed import MixedPrecision, wire_dtype
 from fddp.ddp.outputs import find_tensors
 from fddp.ddp.recorder import Recorder
-from fddp.ddp.reducer import Logger, Reducer
+from fddp.ddp.reducer import Reducer
 from fddp.ddp.request import ModuleRequest
-from fddp.ddp.states import broadcast_buffers, broadcast_module, buffers_of
+from fddp.ddp.states import AT_ONCE_BYTES, broadcast_buffers, broadcast_module, buffers_of
 from fddp.ddp.steps import Steps, Switches
 from fddp.ddp.watch import Watch
 from fddp.errors import InternalError
-from fddp.hooks import Hook
-from fddp.hooks.torch_style import TorchHook, builtin
+from fddp.hooks import Hook, TorchHook, builtin
+from fddp.hooks import cast as cast_hook
 from fddp.meshes import Span
 from fddp.plan import BucketPlan
 from fddp.timeline import Timeline
 from fddp.transports import Group
 
 # What is made anew where a wrapper is copied or unpickled.
-_NOT_STATE = ("process_group", "reducer", "logger", "_steps", "_watch", "_recorder")
+_NOT_STATE = (
+    "process_group",
+    "reducer",
+    "logger",
+    "_steps",
+    "_watch",
+    "_recorder",
+    "_delayed",
+)
 
 
 # Untyped, and so are its methods.
@@ -147,10 +160,11 @@ class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
         self._expose(module, self._options)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        self._attach()
-        if init_sync:
-            self._init_sync()
         self._mixed: MixedPrecision | None = None
+        self._delays = (arguments.delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self._attach()
+        if init_sync and not self._all_delayed:
+            self._init_sync()
         if mixed_precision is not None:
             self._mixed = MixedPrecision(module, mixed_precision)
 
@@ -178,17 +192,37 @@ class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
         )
         self._module_parameters = list(managed(module, options.ignored).values())
         self._use_python_reducer = False
+        self.broadcast_bucket_size = AT_ONCE_BYTES
         self._delay_all_reduce_params: list[Tensor] = []
         self._switches = Switches()
         self._lazy_init_ran = False
 
     def _attach(self) -> None:
         """Sets what hangs on this process, and is made anew for a copy."""
-        self.logger = Logger()
         self.reducer = Reducer(self)
+        self.logger = self._recorder = Recorder()
         self._watch = Watch(self.module, self._options.ignored)
         self._steps: Steps | None = None
-        self._recorder = Recorder()
+        self._all_delayed = not self._watch.params
+        self._delayed = self._delay(*self._delays)
+
+    def _delay(self, named: Any, trigger: Tensor | None) -> Delayed | None:
+        """Has some parameters averaged by themselves; see `fddp.ddp.delayed`."""
+        if named is None or trigger is None:
+            return None
+        owner = weakref.ref(self)
+
+        def at_end(average: Callable[[], None]) -> None:
+            ddp = owner()
+            if ddp is None or not ddp.require_backward_grad_sync:
+                return
+            if ddp._all_delayed:
+                Variable._execution_engine.queue_callback(average)
+            else:
+                ddp.steps.work.append(average)
+
+        group = cast(Group, self.process_group)
+        return Delayed(named, trigger, group, sparse=self._options.sparse, at_end=at_end)
 
     # The step machinery
 
@@ -205,6 +239,9 @@ class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
                 recorder=self._recorder,
             )
             self._recorder.log = start_log(self._facts())
+            wire = wire_dtype(self.mixed_precision) if self.mixed_precision else None
+            if wire is not None:
+                self._set_hook(cast_hook(wire), f"{wire} gradients")
         return self._steps
 
     def _request(self) -> ModuleRequest:
@@ -253,6 +290,8 @@ class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
         with torch.profiler.record_function("DistributedDataParallel.forward"):
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 return self.module(*inputs, **kwargs)
+            if self._all_delayed:
+                return self._run_ddp_forward(*inputs, **kwargs)
             change = self._watch.change()
             if change == "swapped":
                 return self._run_ddp_forward(*inputs, **kwargs)
@@ -276,7 +315,7 @@ class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
             steps.change(self._request())
             self._recorder.renumber(steps.usage.names)
         if torch.is_grad_enabled():
-            steps.expect(syncs and not self._watch.all_frozen)
+            steps.begin_forward()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
@@ -293,7 +332,9 @@ class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
                 inputs, kwargs, device, self.use_side_stream_for_tensor_copies
             )
             inputs, kwargs = moved[0], moved_kwargs[0]
-        with self._inside_ddp_forward():
+        # Dynamo learns from a global of torch's that this is DDP; ranks that are threads share it.
+        is_process = isinstance(self.process_group, dist.ProcessGroup)
+        with self._inside_ddp_forward() if is_process else nullcontext():
             if self._mixed is not None:
                 return self._mixed.run(self.module, inputs, kwargs)
             return self.module(*inputs, **kwargs)
@@ -302,10 +343,8 @@ class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         self.require_forward_param_sync = self._syncs
-        if self._syncs:
-            for tensor in find_tensors(output):
-                if tensor.requires_grad:
-                    self.steps.anchor(tensor)
+        if self._syncs and not self._watch.all_frozen:
+            self.steps.expect(find_tensors(output))
         return output
 
     def _raise_pending(self) -> None:
@@ -346,6 +385,9 @@ class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
         """The same without names."""
         return list(self.named_module_buffers.values())
 
+    def _assign_modules_buffers(self) -> None:
+        """Nothing to do: buffers are looked up when they are wanted."""
+
     def _sync_buffers(self, *, has_inputs: bool = True) -> None:
         """Brings buffers to rank 0's values, or to those of a rank that still has inputs."""
         if torch._C._current_graph_task_id() >= 0:
@@ -380,6 +422,7 @@ class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
         src = last_rank(transport, mine=is_last_joiner)
         if src is None:
             raise InternalError("no rank was the last to join")
+        self._authoritative_rank = src
         broadcast_module(
             transport,
             self.module,
@@ -398,31 +441,26 @@ class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
                 whose state is `comm_hook_state`.
             hook: `hook(state, bucket) -> torch.futures.Future[Tensor]`, or a `fddp.hooks.Hook`.
         """
-        if not isinstance(hook, Hook):
-            self._check_comm_hook(hook)
-            hook = TorchHook(state, hook, self._watch.params)
-        self._set_hook(hook)
+        if isinstance(hook, Hook):
+            self._set_hook(hook, hook.name)
+            return
+        self._check_comm_hook(hook)
+        self._set_hook(TorchHook(state, hook, self._watch.params), hook.__qualname__)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """The same with one of torch's compiled hooks."""
-        self._set_hook(builtin(comm_hook_type))
+        self._set_hook(builtin(comm_hook_type), str(comm_hook_type))
 
-    def _set_hook(self, hook: Hook[Any]) -> None:
+    def _set_hook(self, hook: Hook[Any], name: str) -> None:
         engine = self.steps.engine
-        if engine.attached is not None:
+        if engine.hook is not None:
             self._log_and_throw(
                 RuntimeError,
                 "register_comm_hook or register_builtin_comm_hook can only be called once. Make a "
                 "new wrapper for another hook",
             )
-        if engine.step:
-            self._log_and_throw(
-                RuntimeError,
-                "Communication hook should be registered before the backward pass, and should be "
-                "called before training loop starts",
-            )
         engine.set_hook(hook)
-        self._recorder.note(comm_hook=hook.name)
+        self._recorder.note(comm_hook=name)
 
     @property
     def comm_hook_state(self) -> Any:
@@ -431,7 +469,8 @@ class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
 
     @comm_hook_state.setter
     def comm_hook_state(self, states: Any) -> None:
-        self.steps.engine.hook_states = states
+        engine = self.steps.engine
+        engine.hook_states = tuple(engine.checked_states(states, "comm_hook_state"))
 
     # Life cycle
 
@@ -451,6 +490,12 @@ class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
                 "You've set static_graph to be True, no need to set it again.", stacklevel=2
             )
             return
+        if self._steps is not None and self._steps.engine.step:
+            self._log_and_throw(
+                RuntimeError,
+                f"_set_static_graph() should be called before training loop starts, and this "
+                f"wrapper has taken {self._steps.engine.step} steps",
+            )
         self.static_graph = True
         self._options = replace(self._options, static_graph=True)
         self.steps.usage.static = True
@@ -480,11 +525,8 @@ class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What DDP logs, under DDP's keys; sizes in bytes, times in nanoseconds."""
-        steps = self.steps
-        log = self._recorder.log or start_log(self._facts())
-        if self.logger.error:
-            log = log.noting_error(self.logger.error, steps.engine.step)
-        return dict(log.data)
+        log = self._recorder.log if self.steps else None
+        return {} if log is None else dict(log.data)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Records the times of every so many steps, after the first ten."""

@@ -60,8 +60,7 @@ class PowerSgd(Compressor[list[Tensor]]):
 
     def parts(self, spec: BucketSpec) -> tuple[BucketSpec, ...]:
         matrices, dtype = self._matrices(spec), wide(spec.dtype)
-        whole = sum(math.prod(shape) for shape in spec.shapes)
-        whole -= sum(m.rows * m.columns for m in matrices)
+        whole = sum(math.prod(spec.shapes[leaf]) for leaf in _others(spec, matrices))
         first = spec.flat(whole + sum(m.rows * m.rank for m in matrices), dtype)
         second = spec.flat(sum(m.columns * m.rank for m in matrices), dtype)
         return (first, second) if matrices else (first,)
@@ -70,29 +69,28 @@ class PowerSgd(Compressor[list[Tensor]]):
         self, state: list[Tensor], bucket: Bucket, all_reduce: AllReduce
     ) -> Future[Compressed[list[Tensor]]]:
         matrices, dtype = self._matrices(bucket.spec), wide(bucket.spec.dtype)
-        compressed = {m.leaf for m in matrices}
         grads = bucket.gradients()
-        whole = [grad.to(dtype) for i, grad in enumerate(grads) if i not in compressed]
+        whole = [grads[i].to(dtype) for i in _others(bucket.spec, matrices)]
         own = [grads[m.leaf].reshape(m.rows, m.columns).to(dtype) for m in matrices]
         # Orthonormal also at first use: that keeps P in range whatever the gradients' size, and
         # gets out of a step in which they were all zero.
         ps = [matrix @ _orthonormal(q) for matrix, q in zip(own, state, strict=True)]
 
         def project(total: Tensor) -> Future[Compressed[list[Tensor]]]:
-            rest = _parted(total, [*whole, *ps])
-            bases = [_orthonormal(p) for p in rest[len(whole) :]]
-            qs = [matrix.mH @ p for matrix, p in zip(own, bases, strict=True)]
+            summed = _parted(total, [*whole, *ps])
+            sums, bases = summed[: len(whole)], [_orthonormal(p) for p in summed[len(whole) :]]
+            qs = [matrix.mH @ basis for matrix, basis in zip(own, bases, strict=True)]
 
             def finish(total: Tensor) -> Compressed[list[Tensor]]:
-                sums = _parted(total, qs)
+                q_sums = _parted(total, qs)
                 return Compressed(
-                    self._assembled(bucket, rest[: len(whole)], bases, sums),
-                    lambda: self._assembled(bucket, whole, bases, qs),
-                    [q.clone() for q in sums],
+                    _assembled(bucket, matrices, sums, bases, q_sums),
+                    lambda: _assembled(bucket, matrices, whole, bases, qs),
+                    [q.clone() for q in q_sums],
                 )
 
             if not matrices:
-                return Future.of(finish(total.new_empty(0)))
+                return Future.of(finish(total[:0]))
             return all_reduce(_joined(qs)).map(finish)
 
         return all_reduce(_joined([*whole, *ps])).then(project)
@@ -108,21 +106,29 @@ class PowerSgd(Compressor[list[Tensor]]):
                     found.append(_Matrix(leaf, rows, columns, rank))
         return found
 
-    def _assembled(
-        self, bucket: Bucket, whole: Sequence[Tensor], ps: Sequence[Tensor], qs: Sequence[Tensor]
-    ) -> Tensor:
-        """A buffer with the leaves that were sent whole, and the products."""
-        spec = bucket.spec
-        buffer = bucket.buffer.new_zeros(spec.numel, dtype=wide(spec.dtype))
-        views = replace(bucket, buffer=buffer).gradients()
-        matrices = self._matrices(spec)
-        for m, p, q in zip(matrices, ps, qs, strict=True):
-            views[m.leaf].copy_((p @ q.mH).view(spec.shapes[m.leaf]))
-        compressed = {m.leaf for m in matrices}
-        others = [view for i, view in enumerate(views) if i not in compressed]
-        for view, value in zip(others, whole, strict=True):
-            view.copy_(value)
-        return buffer
+
+def _others(spec: BucketSpec, matrices: Sequence[_Matrix]) -> list[int]:
+    """Positions of the leaves that are sent whole."""
+    compressed = {m.leaf for m in matrices}
+    return [leaf for leaf in range(len(spec.shapes)) if leaf not in compressed]
+
+
+def _assembled(
+    bucket: Bucket,
+    matrices: Sequence[_Matrix],
+    whole: Sequence[Tensor],
+    ps: Sequence[Tensor],
+    qs: Sequence[Tensor],
+) -> Tensor:
+    """A buffer with the leaves that were sent whole, and the products P Q^T."""
+    spec = bucket.spec
+    buffer = bucket.buffer.new_zeros(spec.numel, dtype=wide(spec.dtype))
+    views = replace(bucket, buffer=buffer).gradients()
+    for leaf, value in zip(_others(spec, matrices), whole, strict=True):
+        views[leaf].copy_(value)
+    for m, p, q in zip(matrices, ps, qs, strict=True):
+        views[m.leaf].copy_((p @ q.mH).view(spec.shapes[m.leaf]))
+    return buffer
 
 
 def _orthonormal(matrix: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ class Line:
         if in_turn and self._launched:
             if not (block or self._launched[-1].done):
                 return False
-            self._launched[-1].wait("")
+            self._launched[-1].finish()
         return True
 
     def run_out(self, work: HookedWork, *, block: bool) -> bool:
@@ -176,6 +176,10 @@ class HookedWork(Work):
             return not self.pending or self._future.advance(block=block)
 
     def wait(self, what: str) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        """Waits for the end, and puts the result in place; once."""
         self._line.run_out(self, block=True)
         settle, self._settle = self._settle, None
         if settle is not None:

@@ -14,12 +14,14 @@ from torch import Tensor
 from fddp.hooks.casting import fp16_compress
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce, Bucket, BucketSpec, Hook, HookError, allreduce
+from fddp.hooks.numbers import real, restored
 
 
 class GradBucket:
     """What a hook gets of a bucket; stands in for `torch.distributed.GradBucket`.
 
-    The buffer holds each gradient in the order of its shape, one after the other.
+    The buffer holds each gradient in the order of its shape, one after the other; complex numbers
+    as pairs of real ones, as torch's does.
     """
 
     def __init__(self, spec: BucketSpec, buffer: Tensor, parameters: Mapping[str, Tensor]) -> None:
@@ -32,14 +34,15 @@ class GradBucket:
         return self._spec.index
 
     def buffer(self) -> Tensor:
-        """The gradients of all its parameters, shape `(n,)`."""
+        """The gradients of all its parameters, shape `(n,)`, of a real dtype."""
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
         """Each parameter's gradient, as a view of the buffer."""
-        sizes = [math.prod(shape) for shape in self._spec.shapes]
-        parts = torch.split_with_sizes(self._buffer, sizes)
-        return [part.view(shape) for part, shape in zip(parts, self._spec.shapes, strict=True)]
+        flat = self._buffer
+        if self._spec.dtype.is_complex:
+            flat = torch.view_as_complex(flat.view(-1, 2))
+        return _parts(flat, self._spec)
 
     def parameters(self) -> list[Tensor]:
         """The parameters, in the order of `gradients`."""
@@ -99,8 +102,10 @@ class TorchHook(Hook[tuple[()]]):
     ) -> Future[tuple[Tensor, tuple[()]]]:
         spec, grads = bucket.spec, bucket.gradients()
         as_it_is = all(grad.is_contiguous() for grad in grads)
-        buffer = bucket.buffer if as_it_is else torch.cat([grad.reshape(-1) for grad in grads])
-        future = self.hook(self.state, GradBucket(spec, buffer, self.params))
+        flat = bucket.buffer if as_it_is else torch.cat([grad.reshape(-1) for grad in grads])
+        given = GradBucket(spec, real(flat), self.params)
+        numel = len(given.buffer())
+        future = self.hook(self.state, given)
         if not isinstance(future, torch._C.Future):  # the base; futures of process groups are bare
             raise HookError(
                 f"{self.name}: callback must return a torch.futures.Future object, but got "
@@ -108,17 +113,17 @@ class TorchHook(Hook[tuple[()]]):
             )
 
         def take() -> tuple[Tensor, tuple[()]]:
-            result = self._single(future.wait(), spec)
-            if not as_it_is:
-                flat = GradBucket(spec, result.view(-1), {})
-                for grad, value in zip(grads, flat.gradients(), strict=True):
-                    grad.copy_(value)
-                result = bucket.buffer
-            return result, state
+            result = restored(self._single(future.wait(), spec, numel), spec.dtype)
+            if as_it_is:
+                return result, state
+            for grad, value in zip(grads, _parts(result, spec), strict=True):
+                grad.copy_(value)
+            return bucket.buffer, state
 
         return Future.started(future.done, take)
 
-    def _single(self, value: object, spec: BucketSpec) -> Tensor:
+    def _single(self, value: object, spec: BucketSpec, numel: int) -> Tensor:
+        """The one tensor that a future holds, shape `(numel,)`."""
         # The futures of torch's process groups hold lists.
         if isinstance(value, (list, tuple)) and len(value) == 1:
             (value,) = value
@@ -127,12 +132,18 @@ class TorchHook(Hook[tuple[()]]):
                 f"{self.name}: the future of bucket {spec.index} must hold a tensor, got "
                 f"{type(value).__name__}; return the reduced bucket.buffer()"
             )
-        if value.numel() != spec.numel:
+        if value.numel() != numel:
             raise HookError(
                 f"{self.name}: the future of bucket {spec.index} holds {value.numel()} elements "
-                f"where the bucket has {spec.numel}; return all of bucket.buffer()"
+                f"where the bucket has {numel}; return all of bucket.buffer()"
             )
-        return value
+        return value.reshape(-1)
+
+
+def _parts(flat: Tensor, spec: BucketSpec) -> list[Tensor]:
+    """The leaves, one after the other, as views."""
+    parts = torch.split_with_sizes(flat, [math.prod(shape) for shape in spec.shapes])
+    return [part.view(shape) for part, shape in zip(parts, spec.shapes, strict=True)]
 
 
 def builtin(kind: dist.BuiltinCommHookType) -> Hook[tuple[()]]:

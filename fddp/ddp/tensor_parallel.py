@@ -1,0 +1,75 @@
+"""Data parallelism along one axis of a mesh, over a module that is split along others.
+
+The parameters of a tensor-parallel module are `DTensor`s. What data parallelism averages are their
+local parts, so those become the module's parameters. While it runs, `DTensor`s made from them stand
+in.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Size, Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fddp.ddp.stand_ins import StandIns
+
+if TYPE_CHECKING:  # `torch.distributed.tensor` takes a second to import
+    from torch.distributed.tensor.placement_types import Placement
+
+
+class _Split(NamedTuple):
+    """How a whole parameter is made of its local parts."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: Size
+    strides: tuple[int, ...]
+
+
+class _Splits:
+    """How each parameter of each part of a module is split, by name."""
+
+    def __init__(self) -> None:
+        self.of: dict[nn.Module, dict[str, _Split]] = {}
+
+    def whole(self, part: nn.Module, name: str, own: Tensor) -> Tensor | None:
+        split = self.of.get(part, {}).get(name)
+        if split is None:
+            return None
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            own,
+            split.mesh,
+            split.placements,
+            run_check=False,
+            shape=split.shape,
+            stride=split.strides,
+        )
+
+
+def make_local_(module: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Makes the local parts of `DTensor` parameters the module's parameters, if `mesh` is an axis
+    of a larger one, along whose other axes they may be split."""
+    if mesh is None or mesh._get_root_mesh() == mesh:
+        return
+    from torch.distributed.tensor import DTensor
+
+    splits = _Splits()
+    local: dict[Tensor, nn.Parameter] = {}  # a shared one stays shared
+    for part in module.modules():
+        for name, whole in part._parameters.items():
+            if isinstance(whole, DTensor):
+                if whole not in local:
+                    own = whole.to_local().detach()
+                    local[whole] = nn.Parameter(own, requires_grad=whole.requires_grad)
+                split = _Split(whole.device_mesh, whole.placements, whole.shape, whole.stride())
+                splits.of.setdefault(part, {})[name] = split
+                part._parameters[name] = local[whole]
+    if splits.of:
+        StandIns(module, splits.whole, _always)
+
+
+def _always() -> bool:
+    return True

@@ -1,0 +1,46 @@
+"""torch's own tests of DistributedDataParallel, run on fddp's class.
+
+`TORCH_SUITE_WRAPPER=torch.nn.parallel.distributed.DistributedDataParallel` runs them on torch's.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ranks import RankPool
+from torch_suite import on_rank
+from torch_suite.catalogue import TorchTest, torch_tests
+from torch_suite.left_out import LEFT_OUT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_WRAPPER = os.environ.get("TORCH_SUITE_WRAPPER", "fddp.DistributedDataParallel")
+_ALL = torch_tests()
+_LEFT_OUT = {name for names in LEFT_OUT.values() for name in names}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Processes of this module alone, because torch's tests leave traces in them."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    "test",
+    # Sorted by the number of ranks, so that few processes serve the most.
+    sorted((t for t in _ALL if t.name not in _LEFT_OUT), key=lambda t: t.world_size),
+    ids=lambda test: test.name,
+)
+def test_torch_suite(test: TorchTest, pool: RankPool, tmp_path: Path) -> None:
+    pool.run(test.world_size, on_rank.run, test, _WRAPPER, str(tmp_path / "store"))
+
+
+def test_every_left_out_test_is_one_of_torchs() -> None:
+    assert not _LEFT_OUT - {test.name for test in _ALL}
