@@ -237,9 +237,7 @@ def _spans(when: Periodic, mesh: DeviceMesh | None) -> dict[tuple[str, ...], Dev
             f"there are periods for the axes {names}, and the mesh has {mesh.mesh_dim_names}; "
             f"give each axis a period, or slice the mesh: mesh[{names}]"
         )
-    periods = (0, *(period for _, period in when.periods))  # the whole mesh first
-    firsts = [i for i, (outer, inner) in enumerate(pairwise(periods)) if outer != inner]
-    return {names[i:]: mesh[names[i:]] if i else mesh for i in firsts}
+    return {names[i:]: mesh[names[i:]] if i else mesh for i in range(len(names))}
 
 
 def _check_periods(periods: tuple[tuple[str, int], ...], warmup_steps: int) -> None:

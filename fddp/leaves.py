@@ -155,6 +155,11 @@ def serves_some() -> bool:
     return cast(bool, ext.load().serves_some())
 
 
+def distributed_context() -> int | None:
+    """The context of distributed autograd that the backward pass which runs belongs to."""
+    return cast("int | None", ext.load().distributed_context())
+
+
 def eager_slot(leaf: int, buffer: Tensor, layout: Layout, scale: float) -> EagerSlot:
     """Has a leaf's gradient packed on arrival into the only slice of `layout`, times `scale`."""
     return cast(EagerSlot, ext.load().EagerSlot(leaf, buffer, layout.native, scale))

@@ -65,7 +65,8 @@ def _bucket_times(session: Session, end_s: float) -> tuple[BucketTimes, ...]:
 
 def _times(bucket: int, state: BucketState, end_s: float) -> BucketTimes:
     """Sparse buckets travel after the end of backward and have no stamps of their own."""
-    done_s = state.work.done_s if state.work is not None else None
+    last = state.work or state.hooked
+    done_s = last.done_s if last is not None else None
     held = 0 if state.buffer is None else state.buffer.nbytes
     return BucketTimes(
         bucket=bucket,

@@ -66,7 +66,7 @@ class BucketState:
     repair: Tensor | None = None
     ready_s: float = math.inf  # infinite until its gradients are there
     launch_s: float = math.nan
-    work: Work | None = None
+    work: Work | None = None  # the last collective that is not a hook's
     hooked: HookedWork | None = None
 
 
@@ -131,7 +131,7 @@ class Session:
         self._ended = False
         self._lock = threading.RLock()
         self.buckets = [BucketState() for _ in self._program.plan.buckets]
-        self._works: dict[int, Work] = {}
+        self._works: dict[int, Work | HookedWork] = {}
         self._awaited: set[int] = set()  # operations that need no more waiting for
         self._broken: BaseException | None = None
         self._finite = True
@@ -144,7 +144,6 @@ class Session:
             self.setting.transport,
             self.setting.scale,
             stamp=self.setting.with_stats,
-            tell=self._tell,
         )
         self._told = ""  # what the others are told of the failure
         self.told: list[str] = []
@@ -280,7 +279,9 @@ class Session:
                 continue
             self._awaited.add(position)
             work, op = self._works.get(position), self._ops[position]
-            if work is not None:
+            if isinstance(work, HookedWork):
+                self._hook.finish(work)
+            elif work is not None:
                 work.wait(f"{self._what(op)} of step {self.setting.step}")
             elif op.when != "always":
                 pending.extend(op.deps)
@@ -346,8 +347,10 @@ class Session:
             state.launch_s = time.perf_counter()
         if self._hook.takes(position, op):
             what = f"{self._what(op)} of step {self.setting.step}"
-            state.hooked = work = self._hook.start(op, own, self.hook_states, what)
-        elif op.kind == "all_reduce":
+            state.hooked = self._hook.start(op, own, self.hook_states, what)
+            self._works[position] = state.hooked
+            return
+        if op.kind == "all_reduce":
             if op.when == "again":
                 self._hook.discard(op.bucket)
             work = transport.all_reduce(own, axes=op.axes, average=average, stamp=stamp)
@@ -371,6 +374,8 @@ class Session:
 
     def _send_control(self, position: int, op: Op) -> None:
         layout = self._program.control
+        if failure := self._hook.failure():
+            self.fail(failure)
         contributions = NOTHING if self.failure else self.contributions
         word = ControlWord(
             fingerprint=self._program.fingerprint(self.setting.step),
@@ -487,12 +492,6 @@ class Session:
             del error
 
     # Helpers
-
-    def _tell(self, error: Exception) -> bool:
-        """Tells all ranks of a failure on this one, if the control word has not gone yet."""
-        if self._control is None:
-            self.fail(error)
-        return self._control is None
 
     def _scale_before(self, op: Op) -> WeightScale:
         """The scale that an operation packs with."""

@@ -200,7 +200,6 @@ def let_go(group: Any) -> None:
     try:
         delayed = delayed_of(module, group)
         reference = weakref.ref(delayed)
-        delayed.close()
         del delayed
         assert reference() is None
     finally:

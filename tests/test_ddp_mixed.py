@@ -252,16 +252,37 @@ def test_sparse_gradients() -> None:
     assert module.weight.grad.to_dense().sum(1).tolist() == [0.0, 2.0, 0.0, 2.0]
 
 
+class Runs(nn.Module):
+    """A module that runs another one, as the wrapper does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 1, bias=False)
+        self.mixed = mixed_of(self.module, param_dtype=LOW)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mixed.run(self.module, (x,), {})
+        assert isinstance(y, Tensor)
+        return y
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use of it
-def test_forward_mode() -> None:
-    module = nn.Linear(2, 1)
-    mixed = mixed_of(module, param_dtype=LOW)
-    with torch.autograd.forward_ad.dual_level():
-        x = torch.autograd.forward_ad.make_dual(torch.ones(1, 2), torch.ones(1, 2))
-        output = mixed.run(module, (x,), {})
-        tangent = torch.autograd.forward_ad.unpack_dual(output).tangent
-    assert tangent is not None
-    torch.testing.assert_close(tangent, module.weight.to(LOW).sum(1, keepdim=True))
+def test_transforms() -> None:
+    module = Runs()
+    parameters = dict(module.named_parameters())
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(module, parameters, (x,)).sum()
+
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    (grad,) = torch.func.grad(loss)(parameters, x).values()
+    assert grad.tolist() == [[4.0, 6.0]]
+    (grads,) = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x).values()
+    assert grads.tolist() == [[[1.0, 2.0]], [[3.0, 4.0]]]
+    ones = {name: torch.ones(1, 2) for name in parameters}
+    _, tangent = torch.func.jvp(lambda p: loss(p, x), (parameters,), (ones,))
+    assert tangent.item() == 10.0
+    assert tangent.dtype is LOW
 
 
 def test_second_derivatives() -> None:

@@ -464,7 +464,7 @@ def test_hooks_that_return_no_result() -> None:
         with fddp.GradSync(own, group=group, hook=Wrong(what)) as sync:
             sync(own)
 
-    with pytest.raises(HookError, match=r"bucket 0 \(w\): .* as the buffer has, 4, got 3"):
+    with pytest.raises(HookError, match=r"bucket 0 \(w\) of step 0: .* buffer has, 4, got 3"):
         fddp.loopback(2, run, "short")
     with pytest.raises(HookError, match="4, got int"):
         fddp.loopback(2, run, "number")

@@ -26,17 +26,24 @@ _LEFT_OUT = {name for names in LEFT_OUT.values() for name in names}
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    """Processes of this module alone, because torch's tests leave traces in them."""
+    """Processes of this module alone: torch's tests leave traces.
+
+    With another parameter come other processes.
+    """
     pool = RankPool()
     yield pool
     pool.close()
 
 
 @pytest.mark.parametrize(
-    "test",
-    # Sorted by the number of ranks, so that few processes serve the most.
-    sorted((t for t in _ALL if t.name not in _LEFT_OUT), key=lambda t: t.world_size),
-    ids=lambda test: test.name,
+    ("test", "pool"),
+    [
+        pytest.param(test, test.rpc_ranks, id=test.name)
+        # Few ranks first, so that no more processes wait than needed.
+        for test in sorted(_ALL, key=lambda test: (test.rpc_ranks, test.world_size))
+        if test.name not in _LEFT_OUT
+    ],
+    indirect=["pool"],
 )
 def test_torch_suite(test: TorchTest, pool: RankPool, tmp_path: Path) -> None:
     pool.run(test.world_size, on_rank.run, test, _WRAPPER, str(tmp_path / "store"))

@@ -15,6 +15,9 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
+#if FDDP_HAS_RPC
+#include <torch/csrc/distributed/autograd/context/context.h>
+#endif
 
 #include <algorithm>
 #include <cstdint>
@@ -221,12 +224,23 @@ bool serves_some() {
   return info != nullptr && !info->empty();
 }
 
+// The context of distributed autograd that the backward pass belongs to, if any: gradients then go
+// there instead of into their parameters.
+std::optional<int64_t> distributed_context() {
+#if FDDP_HAS_RPC
+  const auto context = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
+  if (context) return context->contextId();
+#endif
+  return std::nullopt;
+}
+
 }  // namespace
 }  // namespace fddp
 
 void bind_params(py::module_& m) {
   using namespace fddp;
   m.def("serves_some", &serves_some);
+  m.def("distributed_context", &distributed_context);
   py::class_<ParamSet, Arrivals, std::shared_ptr<ParamSet>>(m, "ParamSet")
       .def(py::init(&ParamSet::make), py::arg("params"), py::arg("on_begin"))
       .def("watch", &ParamSet::watch, py::arg("on"))

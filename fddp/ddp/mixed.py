@@ -72,7 +72,7 @@ def wire_dtype(config: _MixedPrecision) -> torch.dtype | None:
 
 
 class _Cast(torch.autograd.Function):
-    """`Tensor.to`, whose own derivative takes no sparse gradients."""
+    """`Tensor.to`, whose own derivative takes no sparse gradients; autograd casts any back."""
 
     generate_vmap_rule = True
 
@@ -82,15 +82,15 @@ class _Cast(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.own, ctx.other = inputs[0].dtype, inputs[1]
+        ctx.dtype = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.own), None
+        return grad, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return tangent.to(ctx.other)
+        return tangent.to(ctx.dtype)
 
 
 def _in_backward() -> bool:

@@ -28,6 +28,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -35,13 +36,13 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from fddp.contributions import BackwardContributions, Contributions
+from fddp.contributions import BackwardContributions, Contributions, TreeContributions
 from fddp.ddp.recorder import Recorder
 from fddp.ddp.request import ModuleRequest
 from fddp.ddp.usage import Usage, Use
 from fddp.engine import Engine
 from fddp.errors import FddpError, InternalError, PlanMismatchError
-from fddp.leaves import param_set, serves_some
+from fddp.leaves import distributed_context, param_set, serves_some
 from fddp.observe import make_info
 from fddp.session import Outcome, Session
 from fddp.tree import flatten
@@ -118,6 +119,8 @@ class Steps:
         self._begun_s = 0.0
         self._changed = False
         self._stopped = False
+        self._put: Callable[[Sequence[Tensor | None]], None] = partial(_write, ())
+        self._context: int | None = None  # of distributed autograd
         self._is_hidden = False  # no output of the last forward can be reached
         self._handles: list[RemovableHandle] = []
         self._hook(request)
@@ -185,7 +188,9 @@ class Steps:
     def _begin(self) -> None:
         with self._lock:
             if self._switches.backward and self._queue_end():
-                self._open()
+                self._context = distributed_context()
+                if self._context is None:
+                    self._open()
 
     def _queue_end(self, *, required: bool = True) -> bool:
         """Whether no step is open; its end is queued then. Unless it is `required`, there will be
@@ -211,6 +216,7 @@ class Steps:
                 return
             contributions = BackwardContributions(self.engine.program, weight=1.0, accumulated=None)
             session.begin(contributions, self._params)
+            self._put = partial(self._set.put, replace=self._replace)
             contributions.arm(
                 self._set,
                 _AllMayCome([True] * len(self._names)),
@@ -233,11 +239,12 @@ class Steps:
         """
         with self._lock, torch.profiler.record_function("fddp.finish"):
             self._end = None
-            is_open = self._session is not None or self._broken is not None
-            if required and not is_open:
-                self._open()
             try:
-                if required or is_open:
+                if self._context is not None:
+                    self._open_distributed(self._context)
+                elif required and self._session is None and self._broken is None:
+                    self._open()
+                if self._session is not None or self._broken is not None:
                     self._finish()
             except BaseException as error:
                 self._recorder.set_error_and_log(f"{type(error).__name__}: {error}")
@@ -262,7 +269,7 @@ class Steps:
             self._set.put_back()
             raise
         session = self._session
-        self._set.put(outcome.leaves, self._replace)
+        self._put(outcome.leaves)
         self._set.forget_use()
         for wait in self.work:
             wait()
@@ -307,6 +314,17 @@ class Steps:
             raise self._broken
         return self._close()
 
+    def _open_distributed(self, context: int) -> None:
+        """A step whose gradients are in a context of distributed autograd when backward has ended,
+        and whose results are written there, over this rank's own."""
+        from torch.distributed.autograd import get_gradients
+
+        grads = get_gradients(context)
+        own = [grads.get(param) for param in self._params]
+        self._session = self.engine.open(with_stats=False)
+        self._session.begin(TreeContributions(self.engine.program, own, 1.0), self._params)
+        self._put = partial(_write, own)
+
     def take_part(self, weight: float) -> None:
         """A step without a backward pass on this rank, whose gradients stay as they are."""
         session = self.engine.open(with_stats=False)
@@ -331,7 +349,8 @@ class Steps:
         self._set.disarm()
         self.engine.in_backward = False
         self.work.clear()
-        self._session = self._broken = None
+        self._session = self._broken = self._context = None
+        self._put = partial(_write, ())
 
     def _give_up_stale(self) -> None:
         """Completes the step of a backward pass that was broken off, so that no rank waits."""
@@ -364,6 +383,12 @@ class _End:
 
     def __call__(self) -> None:
         self._steps.finish(required=self._required)
+
+
+def _write(targets: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> None:
+    for target, result in zip(targets, results, strict=True):
+        if target is not None and result is not None:
+            target.copy_(result)
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -16,7 +16,6 @@ backend. So the next bucket leaves only when the one before is done.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce
 from fddp.program import Program
+from fddp.schedule import Op
 from fddp.transports.base import Transport, Work
 
 
@@ -99,25 +99,22 @@ class Line:
         self._due: deque[HookedWork] = deque()
 
     def join(self, work: HookedWork) -> None:
-        """Takes in a reduction whose first stage has just been started."""
+        """Takes in a reduction whose first stage has just been started; the others are due a
+        further one."""
         self._due.extend(reversed(self._launched))
         self._launched.append(work)
 
-    def go_on(self, *, block: bool, in_turn: bool = False) -> bool:
-        """Starts the stages that are due; False if one builds on what is not there.
+    @property
+    def last(self) -> HookedWork | None:
+        """What was launched last."""
+        return self._launched[-1] if self._launched else None
 
-        Args:
-            block: whether to wait for it.
-            in_turn: whether the reductions that were launched must be done, too.
-        """
+    def go_on(self, *, block: bool) -> bool:
+        """Starts the stages that are due; False if one builds on what is not there."""
         while self._due:
             if not self._due[0].advance(block=block):
                 return False
             self._due.popleft()
-        if in_turn and self._launched:
-            if not (block or self._launched[-1].done):
-                return False
-            self._launched[-1].finish()
         return True
 
     def run_out(self, work: HookedWork, *, block: bool) -> bool:
@@ -129,28 +126,34 @@ class Line:
         return False
 
 
-class HookedWork(Work):
-    """A hook's reduction of one bucket, from its first collective to its result.
+class HookedWork:
+    """A hook's reduction of one bucket in flight.
 
     Args:
         future: what the hook returned.
-        line: of its step.
-        collectives: those that the hook was given.
-        settle: called once with the future, when all stages are started: puts the result in place.
+        collectives: what the hook was given.
+        op: the operation that it takes the place of.
+        own: the operation's memory, shape `(n,)`.
+        what: the bucket in words, for errors.
+
+    Attributes:
+        settled: whether the result was taken.
     """
 
     def __init__(
         self,
-        future: Future[tuple[Tensor, Any]],
-        line: Line,
+        future: Future[Any],
         collectives: Collectives,
-        settle: Callable[[Future[tuple[Tensor, Any]]], None],
+        op: Op,
+        own: Tensor,
+        what: str,
     ) -> None:
+        self.settled = False
         self._future = future
-        self._line = line
+        self.op = op
+        self.own = own
+        self.what = what
         self._collectives = collectives
-        self._settle: Callable[[Future[tuple[Tensor, Any]]], None] | None = settle
-        line.join(self)
 
     @property
     def pending(self) -> bool:
@@ -158,16 +161,18 @@ class HookedWork(Work):
         return self._future.pending
 
     @property
+    def done(self) -> bool:
+        """Whether nothing is left to start, and nothing to wait for."""
+        return not self.pending and self._future.done
+
+    @property
     def nbytes(self) -> int:
         """Bytes that this rank has given to collectives."""
         return self._collectives.nbytes
 
     @property
-    def done(self) -> bool:
-        return not self.pending and self._future.done
-
-    @property
     def done_s(self) -> float | None:
+        """When the last collective was done, as `Work.done_s`."""
         return self._collectives.done_s
 
     def advance(self, *, block: bool) -> bool:
@@ -175,13 +180,8 @@ class HookedWork(Work):
         with torch.no_grad():
             return not self.pending or self._future.advance(block=block)
 
-    def wait(self, what: str) -> None:
-        self.finish()
-
-    def finish(self) -> None:
-        """Waits for the end, and puts the result in place; once."""
-        self._line.run_out(self, block=True)
-        settle, self._settle = self._settle, None
-        if settle is not None:
-            with torch.no_grad():
-                settle(self._future)
+    def take(self) -> Any:
+        """The result, once, which is not kept."""
+        self.settled = True
+        future, self._future = self._future, Future.of(None)
+        return future.wait()

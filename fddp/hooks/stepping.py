@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +28,6 @@ class HookedStep:
         transport: carries the collectives.
         scale: the agreed unit of weight.
         stamp: whether to record when collectives are done.
-        tell: tells all ranks of a failure on this one; False where it is too late for that.
     """
 
     def __init__(
@@ -41,16 +38,16 @@ class HookedStep:
         scale: WeightScale,
         *,
         stamp: bool,
-        tell: Callable[[Exception], bool],
     ) -> None:
         self._attached = attached
         self._program = program
         self._transport = transport
         self._scale = scale
         self._stamp = stamp
-        self._tell = tell
         self._line = Line()
         self._new_states: dict[int, Any] = {}  # by bucket, of reductions that have ended
+        self._failure: Exception | None = None
+        self._is_late = False  # to tell of a failure
         self._overflows = False  # weights did not fit what the hook sums in
 
     @property
@@ -83,17 +80,42 @@ class HookedStep:
                 future = hook.apply(state, Bucket(spec, own, reference), collectives)
         except Exception as error:
             future = self._instead(error, own)
-        return HookedWork(future, self._line, collectives, partial(self._settle, op, own, what))
+        work = HookedWork(future, collectives, op, own, what)
+        self._line.join(work)
+        return work
 
     def go_on(self, *, block: bool) -> bool:
-        """Starts the stages that are due; as `Line.go_on`."""
-        return self._line.go_on(block=block, in_turn=self.is_raw)
+        """Does what must come before the next operation; False if it would have to wait.
 
-    def is_done(self, work: Work) -> bool:
-        """Whether a reduction has nothing left to wait for, after its stages that can start."""
+        Args:
+            block: whether to wait.
+        """
+        if not self._line.go_on(block=block):
+            return False
+        last = self._line.last
+        if not self.is_raw or last is None:
+            return True
+        if block or last.done:
+            self.finish(last)
+        return last.settled
+
+    def is_done(self, work: Work | HookedWork) -> bool:
+        """Whether there is nothing to wait for, after starting what stages can start."""
         if isinstance(work, HookedWork):
             self._line.run_out(work, block=False)
         return work.done
+
+    def finish(self, work: HookedWork) -> None:
+        """Waits for a reduction, and puts its result in place; once."""
+        self._line.run_out(work, block=True)
+        if not work.settled:
+            with torch.no_grad():
+                self._settle(work)
+
+    def failure(self) -> Exception | None:
+        """What went wrong so far, to be told to all ranks; asked for once, when that is due."""
+        self._is_late = True
+        return self._failure
 
     def know(self, report: ControlReport) -> None:
         """Takes note of the control word of a step that goes well."""
@@ -152,21 +174,22 @@ class HookedStep:
     def _keeps_range(self, report: ControlReport) -> bool:
         return self._scale.keeps_range(report.total_weight, report.active)
 
-    def _settle(self, op: Op, own: Tensor, what: str, future: Future[tuple[Tensor, Any]]) -> None:
+    def _settle(self, work: HookedWork) -> None:
         """Puts a result in place, and keeps its state."""
-        if self._overflows:
-            work = self._transport.all_reduce(own, axes=op.axes, average=self._averages)
-            work.wait(what)
-            return
+        op, own = work.op, work.own
         try:
-            result, state = future.wait()
+            result, state = work.take()
         except Exception as error:
             result, state = self._instead(error, own).wait()
+        if self._overflows:
+            again = self._transport.all_reduce(own, axes=op.axes, average=self._averages)
+            again.wait(work.what)
+            return
         if not isinstance(result, Tensor) or result.numel() != len(own):
             found = result.numel() if isinstance(result, Tensor) else type(result).__name__
             raise HookError(
-                f"{what}: a hook must return as many elements as the buffer has, {len(own)}, got "
-                f"{found}"
+                f"{work.what}: a hook must return as many elements as the buffer has, {len(own)}, "
+                f"got {found}"
             )
         own.copy_(result.view(own.shape))
         if self._averages and not self.is_raw:
@@ -179,6 +202,7 @@ class HookedStep:
         A hook that communicates by itself leaves the collectives of the step as they are. Of
         another it can't be known what the other ranks wait for: the error ends the session.
         """
-        if not self.is_raw or not self._tell(error):
+        if not self.is_raw or self._is_late:
             raise error
+        self._failure = self._failure or error
         return Future.of((torch.zeros_like(own), ()))

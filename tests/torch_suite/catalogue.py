@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PACKAGE = "torch.testing._internal.distributed"
+_WITH_RPC = f"{_PACKAGE}.ddp_under_dist_autograd_test"
 _WRAPPER = "DistributedDataParallel"
 _RANKS = 2
 # Where the class says it, and no decorator.
@@ -35,7 +36,12 @@ class TorchTest(NamedTuple):
     owner: str  # the class, dotted where it is nested
     name: str
     world_size: int
-    commented_out: str | None = None  # source; torch keeps some tests in a string literal
+    commented_out: str | None  # source; torch keeps some tests in a string literal
+
+    @property
+    def rpc_ranks(self) -> int:
+        """How many ranks use RPC."""
+        return self.world_size if self.module == _WITH_RPC else 0
 
 
 def torch_tests() -> list[TorchTest]:

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import rpc
 from torch.testing._internal import common_distributed, common_utils
 
 from torch_suite.edits import EDITS
@@ -51,12 +52,14 @@ def run(rank: int, world_size: int, test: TorchTest, wrapper: str, shared_file: 
         cases = _case_class(test, module)
         if test.module != _WITH_GROUP:
             dist.destroy_process_group()  # these make their own
+            _keep_rpc()
         try:
             for name in _variants(cases, test.name):
                 case = cases(name)
                 case.rank = rank
                 case.file_name = shared_file
                 case.meeting = dist.FileStore(f"{shared_file} of {name}", world_size)
+                case.barriers = 0
                 common_utils.set_rng_seed()
                 with cuda_is_cpu(world_size):
                     getattr(case, name)()
@@ -112,6 +115,19 @@ def _use(wrapper: str, module: ModuleType) -> None:
 _once_without_devices = functools.cache(without_devices)
 
 
+@functools.cache
+def _keep_rpc() -> None:
+    """Let the process's first RPC agent serve all tests: references do not outlive a second one."""
+    init = rpc.init_rpc
+
+    def init_once(*args: Any, **options: Any) -> None:
+        if not rpc._is_current_rpc_agent_set():
+            init(*args, **options)
+
+    rpc.init_rpc = init_once
+    rpc.shutdown = lambda *args, **options: None
+
+
 def _case_class(test: TorchTest, module: ModuleType) -> type:
     """The class of `test`, made whole as torch's test scripts do."""
     owner = attrgetter(test.owner)(module)
@@ -127,6 +143,8 @@ def _case_class(test: TorchTest, module: ModuleType) -> type:
             common_distributed.MultiProcessTestCase,
         )
     members: dict[str, Any] = {"_barrier": _barrier}
+    if test.module == _WITH_GROUP:
+        members["init_method"] = property(_new_group_file)
     for source in _changed_sources(test, owner):
         members |= _functions(source, module)
     return common_utils.instantiate_parametrized_tests(type(owner.__name__, bases, members))
@@ -134,12 +152,16 @@ def _case_class(test: TorchTest, module: ModuleType) -> type:
 
 def _barrier(case: Any, **options: Any) -> None:
     """Of all ranks, also while there is no process group; torch's own polls every 0.1 s."""
-    world_size = int(case.world_size)
-    arrived = case.meeting.add("arrived", 1)
-    key = f"all arrived, time {(arrived - 1) // world_size}"
-    if arrived % world_size == 0:
-        case.meeting.set(key, "")
-    case.meeting.wait([key])
+    case.barriers += 1
+    key = f"barrier {case.barriers}"
+    if case.meeting.add(key, 1) == int(case.world_size):
+        case.meeting.set(f"end of {key}", "")
+    case.meeting.wait([f"end of {key}"])
+
+
+def _new_group_file(case: Any) -> str:
+    """Where groups that tests make meet; a second group cannot use the first one's file."""
+    return f"file://{case.file_name} {case.barriers}"
 
 
 def _variants(cases: type, name: str) -> list[str]:
