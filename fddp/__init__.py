@@ -13,6 +13,7 @@ from fddp.errors import ClosedError as ClosedError
 from fddp.errors import DesyncError as DesyncError
 from fddp.errors import ExtensionError as ExtensionError
 from fddp.errors import FddpError as FddpError
+from fddp.errors import HookError as HookError
 from fddp.errors import InternalError as InternalError
 from fddp.errors import LossError as LossError
 from fddp.errors import NoGradientError as NoGradientError

@@ -72,6 +72,10 @@ class UnevenError(FddpError):
     """A round of `fddp.uneven` synchronised more or less often than once."""
 
 
+class HookError(FddpError, TypeError):
+    """A communication hook returned something that is no result."""
+
+
 class PeerError(FddpError):
     """Another rank failed in this step; the group stays usable.
 

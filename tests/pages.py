@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
     "README.md",
     "docs/guide.md",
+    "docs/ddp.md",
     "docs/architecture.md",
     "docs/performance.md",
     "CONTRIBUTING.md",

@@ -352,6 +352,39 @@ def reading(read: Callable[[Any], Tensor]) -> Any:
     return loop
 
 
+class OnTheSide(nn.Module):
+    """Returns a tensor, and leaves another one in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(*double_layers(WIDTH, 8, 8))
+        self.out = nn.Linear(8, 3, dtype=torch.float64)
+        self.extra = nn.Sequential(*double_layers(WIDTH, 8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.out(torch.tanh(self.trunk(x)))
+        self.aside = self.extra(x)
+        return result
+
+
+def with_aside(run: runs.Run, steps: Steps) -> Iterator[None]:
+    """The loss is of what was returned and of what was left."""
+    for batches in steps:
+        losses = [loss_of(run.model(batch)) + loss_of(run.model.module.aside) for batch in batches]
+        torch.stack(losses).mean().backward()
+        yield
+        update(run)
+
+
+def aside_only(run: runs.Run, steps: Steps) -> Iterator[None]:
+    """The loss is of what was left alone."""
+    for batches in steps:
+        asides = [(run.model(batch), run.model.module.aside)[1] for batch in batches]
+        mean_loss(asides).backward()
+        yield
+        update(run)
+
+
 class Gate(nn.Module):
     """Uses its layers for every second batch only; the others go through as they are."""
 
@@ -456,6 +489,8 @@ CASES = {
     "object returned": Case(
         functools.partial(Opaque, as_object), reading(lambda output: output.inner.result)
     ),
+    "loss on the side, too": Case(OnTheSide, with_aside),
+    "loss on the side only": Case(OnTheSide, aside_only, FIND),
     "layers skipped": Case(Gate, plain, FIND, sometimes),
     "order by batch": Case(OrderByBatch, plain, {"bucket_cap_mb": 1e-3}, sometimes),
     "heads by batch": Case(functools.partial(UnusedLayers, by_batch=True), plain, FIND, sometimes),

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ranks import RankPool
-from torch_suite import on_rank
-from torch_suite.catalogue import TorchTest, torch_tests
+from torch_suite.catalogue import TorchTest, torch_tests, wrapper_test_names
 from torch_suite.left_out import LEFT_OUT
 
 if TYPE_CHECKING:
@@ -46,8 +45,19 @@ def pool() -> Iterator[RankPool]:
     indirect=["pool"],
 )
 def test_torch_suite(test: TorchTest, pool: RankPool, tmp_path: Path) -> None:
-    pool.run(test.world_size, on_rank.run, test, _WRAPPER, str(tmp_path / "store"))
+    pool.run(test.world_size, _run, test, _WRAPPER, str(tmp_path / "store"))
 
 
-def test_every_left_out_test_is_one_of_torchs() -> None:
-    assert not _LEFT_OUT - {test.name for test in _ALL}
+def _run(rank: int, world_size: int, test: TorchTest, wrapper: str, shared_file: str) -> None:
+    # Not on top: importing torch's test modules changes flags of torch.
+    from torch_suite import on_rank
+
+    on_rank.run(rank, world_size, test, wrapper, shared_file)
+
+
+def test_what_is_left_out_is_there() -> None:
+    assert not _LEFT_OUT - {test.name for test in _ALL} - wrapper_test_names()
+
+
+def test_no_test_is_missed() -> None:
+    assert not wrapper_test_names() - {test.name for test in _ALL} - _LEFT_OUT

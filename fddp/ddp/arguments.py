@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.nn.parameter import UninitializedParameter
 
-from fddp.ddp.tensor_parallel import make_local_ as make_local_
 from fddp.errors import NoGradientError
 from fddp.leafspec import MAX_COUNT
 from fddp.planning import MIB_BYTES

@@ -7,42 +7,28 @@ schedules, hooks and the control word are those of `GradSync`.
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
-import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 
-from fddp.ddp.arguments import Arguments, Options, checked, group_of, make_local_, managed
-from fddp.ddp.delayed import Delayed
+from fddp.ddp.arguments import Arguments, checked, group_of
+from fddp.ddp.hooking import Hooked
 from fddp.ddp.joining import ModuleJoinHook, any_rank, last_rank
-from fddp.ddp.logging_data import Facts, start_log
-from fddp.ddp.mixed import MixedPrecision, wire_dtype
+from fddp.ddp.mixed import MixedPrecision
+from fddp.ddp.observing import Observed
 from fddp.ddp.outputs import find_tensors
-from fddp.ddp.recorder import Recorder
-from fddp.ddp.reducer import Reducer
-from fddp.ddp.request import ModuleRequest
-from fddp.ddp.states import AT_ONCE_BYTES, broadcast_buffers, broadcast_module, buffers_of
-from fddp.ddp.steps import Steps, Switches
-from fddp.ddp.watch import Watch
+from fddp.ddp.states import broadcast_buffers, broadcast_module, buffers_of
+from fddp.ddp.tensor_parallel import make_local_
 from fddp.errors import InternalError
-from fddp.hooks import Hook, TorchHook, builtin
-from fddp.hooks import cast as cast_hook
-from fddp.meshes import Span
-from fddp.plan import BucketPlan
-from fddp.timeline import Timeline
-from fddp.transports import Group
 
 # What is made anew where a wrapper is copied or unpickled.
 _NOT_STATE = (
@@ -56,11 +42,7 @@ _NOT_STATE = (
 )
 
 
-# Untyped, and so are its methods.
-_TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
-
-
-class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
+class DistributedDataParallel(Observed, Hooked):
     """A module whose gradients are averaged over ranks while backward runs.
 
     Takes the place of `torch.nn.parallel.DistributedDataParallel`: the same arguments, methods and
@@ -168,90 +150,6 @@ class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
         if mixed_precision is not None:
             self._mixed = MixedPrecision(module, mixed_precision)
 
-    def _expose(self, module: Module, options: Options) -> None:
-        """Sets the attributes that torch's class has, and others rely on."""
-        self.module = module
-        self.device = options.device
-        self.device_type = options.device.type
-        self.device_ids = None if options.device_ids is None else list(options.device_ids)
-        self.output_device = options.output_device
-        self.is_multi_device_module = options.is_multi_device
-        self.dim = options.dim
-        self.forward_sync_buffers = options.forward_sync_buffers
-        self.find_unused_parameters = options.find_unused_parameters
-        self.gradient_as_bucket_view = options.gradient_as_bucket_view
-        self.static_graph = options.static_graph
-        self.mixed_precision = options.mixed_precision
-        self.batched_grad_copy = options.batched_grad_copy
-        self.skip_all_reduce_unused_params = options.skip_all_reduce_unused_params
-        self.parameters_to_ignore = set(options.ignored)
-        self.bucket_bytes_cap = options.cap_bytes
-        self.bucket_bytes_cap_list = list(options.listed_caps_bytes)
-        self.use_side_stream_for_tensor_copies = (
-            os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
-        )
-        self._module_parameters = list(managed(module, options.ignored).values())
-        self._use_python_reducer = False
-        self.broadcast_bucket_size = AT_ONCE_BYTES
-        self._delay_all_reduce_params: list[Tensor] = []
-        self._switches = Switches()
-        self._lazy_init_ran = False
-
-    def _attach(self) -> None:
-        """Sets what hangs on this process, and is made anew for a copy."""
-        self.reducer = Reducer(self)
-        self.logger = self._recorder = Recorder()
-        self._watch = Watch(self.module, self._options.ignored)
-        self._steps: Steps | None = None
-        self._all_delayed = not self._watch.params
-        self._delayed = self._delay(*self._delays)
-
-    def _delay(self, named: Any, trigger: Tensor | None) -> Delayed | None:
-        """Has some parameters averaged by themselves; see `fddp.ddp.delayed`."""
-        if named is None or trigger is None:
-            return None
-        owner = weakref.ref(self)
-
-        def at_end(average: Callable[[], None]) -> None:
-            ddp = owner()
-            if ddp is None or not ddp.require_backward_grad_sync:
-                return
-            if ddp._all_delayed:
-                Variable._execution_engine.queue_callback(average)
-            else:
-                ddp.steps.work.append(average)
-
-        group = cast(Group, self.process_group)
-        return Delayed(named, trigger, group, sparse=self._options.sparse, at_end=at_end)
-
-    # The step machinery
-
-    @property
-    def steps(self) -> Steps:
-        """Carries gradients through the engine; made at the first use, by all ranks together."""
-        if self._steps is None:
-            self._steps = Steps(
-                self._request(),
-                self._switches,
-                find_unused=self.find_unused_parameters,
-                static=self.static_graph,
-                replace=self.gradient_as_bucket_view,
-                recorder=self._recorder,
-            )
-            self._recorder.log = start_log(self._facts())
-            wire = wire_dtype(self.mixed_precision) if self.mixed_precision else None
-            if wire is not None:
-                self._set_hook(cast_hook(wire), f"{wire} gradients")
-        return self._steps
-
-    def _request(self) -> ModuleRequest:
-        return ModuleRequest(
-            params=self._watch.look(),
-            options=self._options,
-            span=Span(cast(Group, self.process_group), None),
-            last_is_small=os.environ.get("DDP_SET_LAST_BUCKET_CAP", "0") == "1",
-        )
-
     def _init_sync(self) -> None:
         broadcast_module(
             self.steps.engine.transport,
@@ -260,22 +158,6 @@ class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
             0,
             buffers=self._options.init_sync_buffers,
         )
-
-    @property
-    def plan(self) -> BucketPlan:
-        """The bucket plan in force."""
-        return self.steps.engine.program.plan
-
-    def timeline(self) -> Timeline:
-        """When everything happened in the last step whose times were taken: the first ten, then
-        one in a hundred (`_set_ddp_runtime_logging_sample_rate`).
-
-        Raises:
-            ValueError: there was no such step yet.
-        """
-        if self._recorder.info is None:
-            raise ValueError("no step has been taken yet; call backward first")
-        return self._recorder.info.timeline.to_timeline()
 
     # Forward
 
@@ -431,47 +313,6 @@ class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
             buffers=self.forward_sync_buffers,
         )
 
-    # Communication hooks
-
-    def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Has a hook carry out the reduction of buckets; before the first backward, and once.
-
-        Args:
-            state: passed to a hook that was written for torch's DDP; None for one of `fddp.hooks`,
-                whose state is `comm_hook_state`.
-            hook: `hook(state, bucket) -> torch.futures.Future[Tensor]`, or a `fddp.hooks.Hook`.
-        """
-        if isinstance(hook, Hook):
-            self._set_hook(hook, hook.name)
-            return
-        self._check_comm_hook(hook)
-        self._set_hook(TorchHook(state, hook, self._watch.params), hook.__qualname__)
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """The same with one of torch's compiled hooks."""
-        self._set_hook(builtin(comm_hook_type), str(comm_hook_type))
-
-    def _set_hook(self, hook: Hook[Any], name: str) -> None:
-        engine = self.steps.engine
-        if engine.hook is not None:
-            self._log_and_throw(
-                RuntimeError,
-                "register_comm_hook or register_builtin_comm_hook can only be called once. Make a "
-                "new wrapper for another hook",
-            )
-        engine.set_hook(hook)
-        self._recorder.note(comm_hook=name)
-
-    @property
-    def comm_hook_state(self) -> Any:
-        """State of a hook of `fddp.hooks`; a pytree to save, and to set again on resuming."""
-        return self.steps.engine.hook_states
-
-    @comm_hook_state.setter
-    def comm_hook_state(self, states: Any) -> None:
-        engine = self.steps.engine
-        engine.hook_states = tuple(engine.checked_states(states, "comm_hook_state"))
-
     # Life cycle
 
     def __getstate__(self) -> dict[str, Any]:
@@ -520,41 +361,3 @@ class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
         if self._steps is not None:
             self._steps.close()
         self._steps = None
-
-    # Observing
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """What DDP logs, under DDP's keys; sizes in bytes, times in nanoseconds."""
-        log = self._recorder.log if self.steps else None
-        return {} if log is None else dict(log.data)
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Records the times of every so many steps, after the first ten."""
-        if sample_rate < 1:
-            self._log_and_throw(
-                ValueError,
-                f"DDP runtime logging sample rate should be equal or greater than 1, "
-                f"got {sample_rate}",
-            )
-        self._recorder.sample_rate = sample_rate
-
-    @property
-    def _has_rebuilt_buckets(self) -> bool:
-        """Whether the plan follows the order in which gradients arrived."""
-        return self._steps is not None and not self._steps.engine.program.control.with_order
-
-    def _facts(self) -> Facts:
-        steps = self.steps
-        group = self.process_group
-        backend = dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "loopback"
-        return Facts(
-            module_name=type(self.module).__name__,
-            rank=steps.engine.transport.rank,
-            world_size=steps.engine.transport.world_size,
-            backend_name=backend,
-            backend_threads=2 if backend == "gloo" else None,
-            options=self._options,
-            plan=steps.engine.program.plan,
-            names=tuple(steps.usage.names),
-            environment=os.environ,
-        )

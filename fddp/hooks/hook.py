@@ -9,14 +9,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fddp.errors import FddpError
+from fddp.errors import HookError as HookError
 from fddp.hooks.future import Future
 
 S = TypeVar("S")
-
-
-class HookError(FddpError, TypeError):
-    """A communication hook returned something that is no result."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ The source is read, not imported: importing takes seconds, and happens on ranks 
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
@@ -15,6 +16,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_ROOT = Path(torch.__path__[0]) / "testing" / "_internal" / "distributed"
 _PACKAGE = "torch.testing._internal.distributed"
 _WITH_RPC = f"{_PACKAGE}.ddp_under_dist_autograd_test"
 _WRAPPER = "DistributedDataParallel"
@@ -46,17 +48,26 @@ class TorchTest(NamedTuple):
 
 def torch_tests() -> list[TorchTest]:
     """Every test that makes a DistributedDataParallel, itself or through what it calls."""
-    root = Path(torch.__path__[0]) / "testing" / "_internal" / "distributed"
     return [
         test
-        for path in sorted(root.rglob("*.py"))
+        for path in _paths()
         if _WRAPPER in (source := path.read_text())
-        for test in _tests_of(_module_name(root, path), source)
+        for test in _tests_of(_module_name(path), source)
     ]
 
 
-def _module_name(root: Path, path: Path) -> str:
-    return ".".join([_PACKAGE, *path.relative_to(root).with_suffix("").parts])
+def wrapper_test_names() -> set[str]:
+    """The names of tests that have the wrapper in them."""
+    pattern = re.compile(r"def (test_\w*(?:ddp|DDP|DistributedDataParallel)\w*)\(")
+    return {name for path in _paths() for name in pattern.findall(path.read_text())}
+
+
+def _paths() -> list[Path]:
+    return sorted(_ROOT.rglob("*.py"))
+
+
+def _module_name(path: Path) -> str:
+    return ".".join([_PACKAGE, *path.relative_to(_ROOT).with_suffix("").parts])
 
 
 def _tests_of(module: str, source: str) -> Iterator[TorchTest]:

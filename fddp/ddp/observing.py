@@ -1,0 +1,49 @@
+"""What can be looked at in a wrapped module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fddp.ddp.holder import Holder
+from fddp.plan import BucketPlan
+from fddp.timeline import Timeline
+
+
+class Observed(Holder):
+    """A wrapped module that shows its plan, its steps' times and DDP's log."""
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The bucket plan in force."""
+        return self.steps.engine.program.plan
+
+    def timeline(self) -> Timeline:
+        """When everything happened in the last step whose times were taken: the first ten, then
+        one in a hundred (`_set_ddp_runtime_logging_sample_rate`).
+
+        Raises:
+            ValueError: there was no such step yet.
+        """
+        if self._recorder.info is None:
+            raise ValueError("no step has been taken yet; call backward first")
+        return self._recorder.info.timeline.to_timeline()
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """What DDP logs, under DDP's keys; sizes in bytes, times in nanoseconds."""
+        log = self._recorder.log if self.steps else None
+        return {} if log is None else dict(log.data)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Records the times of every so many steps, after the first ten."""
+        if sample_rate < 1:
+            self._log_and_throw(
+                ValueError,
+                f"DDP runtime logging sample rate should be equal or greater than 1, "
+                f"got {sample_rate}",
+            )
+        self._recorder.sample_rate = sample_rate
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether the plan follows the order in which gradients arrived."""
+        return self._steps is not None and not self._steps.engine.program.control.with_order
