@@ -9,7 +9,8 @@ What one rank alone can see (an exception in its loss function, a bad weight, a 
 leave the others waiting. The session notes the failure, contributes zeros from then on, finishes
 the collectives that are the same on all ranks whatever happened, and tells through the control
 word. Then all ranks exchange what went wrong and raise; no collective is left half done, so the
-group stays usable. Only an error of the transport itself ends a session at once.
+group stays usable. Only an error of the transport itself ends a session at once, or one of a hook,
+whose collectives nobody else knows.
 """
 
 from __future__ import annotations

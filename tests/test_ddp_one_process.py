@@ -493,6 +493,12 @@ CASES = {
     "loss on the side only": Case(OnTheSide, aside_only, FIND),
     "layers skipped": Case(Gate, plain, FIND, sometimes),
     "order by batch": Case(OrderByBatch, plain, {"bucket_cap_mb": 1e-3}, sometimes),
+    "heads by batch, small caps": Case(
+        functools.partial(UnusedLayers, by_batch=True),
+        plain,
+        {**FIND, "bucket_cap_mb": 1e-4},
+        sometimes,
+    ),
     "heads by batch": Case(functools.partial(UnusedLayers, by_batch=True), plain, FIND, sometimes),
     "layer used one or three times": Case(RankDependentReuse, plain, NO_ARGUMENTS, sometimes),
 }

@@ -295,24 +295,26 @@ def test_a_hook_may_stretch_the_buffer_for_a_while() -> None:
 def test_one_bucket_after_the_other() -> None:
     """A hook's later stages may be issued by other threads; nothing else is issued meanwhile."""
     running: list[int] = []
-    pending: list[Any] = []
+    started: list[int] = []
 
-    def hook(rank: int, bucket: Any) -> Any:
+    def hook(_: Any, bucket: Any) -> Any:
         assert not running, "the bucket before is not done"
         running.append(bucket.index())
+        started.append(bucket.index())
         future: Any = Future()
-        pending.append(future)
-
-        def end(done: Any) -> Tensor:
-            running.clear()
-            return done.value()
-
         threading.Timer(0.02, future.set_result, [bucket.buffer()]).start()
-        return future.then(end)
+        return future.then(lambda done: (running.clear(), done.value())[1])
 
-    own = {f"w{i}": torch.ones(300) for i in range(4)}
-    with_hook(hook, own, ranks=1)
-    assert len(pending) == 4
+    def run(group: Any) -> None:
+        own = {f"w{i}": torch.ones(300) for i in range(4)}
+        with fddp.GradSync(own, group=group, hook=TorchHook(None, hook), **SMALL) as sync:
+            step = sync.value_and_grad(
+                lambda p: torch.stack([leaf.sum() for leaf in p.values()]).sum()
+            )
+            step(own)
+
+    fddp.loopback(1, run)
+    assert started == [0, 1, 2, 3]
 
 
 # Weights
