@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
+import io
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -653,3 +655,103 @@ def is_torchs(rank: int, world_size: int) -> list[Any]:
 
 def test_it_is_torchs_class_and_can_be_copied(ranks: RankPool) -> None:
     assert ranks.run(2, is_torchs) == [[True] * 3] * 2
+
+
+# Hooks
+
+
+def resumed(group: Any, interrupted: bool) -> list[Any]:
+    """Steps under a hook with state; `interrupted` saves all after three, and goes on from that."""
+
+    def wrapped(model: Net) -> Any:
+        ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
+        ddp.register_comm_hook(None, fddp.hooks.power_sgd(2))
+        return ddp
+
+    ddp = wrapped(net())
+    for number in range(6):
+        if interrupted and number == 3:
+            file = io.BytesIO()
+            torch.save([ddp.module.state_dict(), ddp.comm_hook_state], file)
+            file.seek(0)
+            weights, states = torch.load(file, weights_only=True)
+            model = Net()
+            model.load_state_dict(weights)
+            ddp = wrapped(model)
+            ddp.comm_hook_state = states
+        ddp.zero_grad()
+        ddp(batch(rank_of(group), number)).square().mean().backward()
+        with torch.no_grad():
+            for param in ddp.module.parameters():
+                param -= 0.1 * param.grad
+    return [p.tolist() for p in ddp.module.parameters()]
+
+
+def test_state_of_a_hook_is_saved_and_resumed_to_the_same_bits(launch: Launch) -> None:
+    straight = launch(2, resumed, False)
+    assert straight[0] == straight[1]
+    assert launch(2, resumed, True) == straight
+
+
+def _annotated_bucket(state: Any, bucket: int) -> Any: ...
+
+
+def _annotated_result(state: Any, bucket: Any) -> Tensor: ...
+
+
+def hooks_once(group: Any) -> list[str]:
+    ddp = DDP(net(), process_group=group)
+    ddp.register_comm_hook(None, fddp.hooks.fp16_compress)
+    said = []
+    for hook in (fddp.hooks.allreduce, len, 5, _annotated_bucket, _annotated_result):
+        with pytest.raises((RuntimeError, TypeError, ValueError)) as caught:
+            ddp.register_comm_hook(None, hook)
+        said.append(str(caught.value))
+    with pytest.raises(fddp.TreeMismatchError):
+        ddp.comm_hook_state = (torch.zeros(3),)
+    return said
+
+
+def test_one_hook_and_only_callables(launch: Launch) -> None:
+    for once, no_bucket, uncallable, bucket, result in launch(2, hooks_once):
+        assert "can only be called once" in once
+        assert "must take a state and a bucket" in no_bucket
+        assert "must be callable" in uncallable
+        assert "bucket annotation should be dist.GradBucket" in bucket
+        assert "return annotation should be" in result
+
+
+# Forward
+
+
+@dataclasses.dataclass
+class Wrapped:
+    value: Any
+
+
+class Holds:
+    def __init__(self, value: Any) -> None:
+        self.inner = {"deep": [value]}
+
+
+@pytest.mark.parametrize(
+    "wrap", [Wrapped, Holds, lambda t: {"a": (t,)}, lambda t: [t, t.detach()]], ids=range(4)
+)
+def test_outputs_of_any_type_anchor_the_end(wrap: Callable[[Tensor], Any]) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.through = Through(net())
+
+        def forward(self, x: Tensor) -> Any:
+            self.out = self.through(x)
+            return wrap(self.out)
+
+    def steps(group: Any) -> int:
+        outer = Outer()
+        ddp = DDP(outer, process_group=group)
+        ddp(batch(group.rank).requires_grad_())
+        outer.out.square().mean().backward()
+        return int(ddp.steps.engine.step)
+
+    assert fddp.loopback(2, steps) == [1, 1]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import Any, get_type_hints
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from fddp.ddp.holder import Holder
 from fddp.hooks import Hook, TorchHook, builtin
@@ -23,7 +28,34 @@ class Hooked(Holder):
             self._set_hook(hook, hook.name)
             return
         self._check_comm_hook(hook)
-        self._set_hook(TorchHook(state, hook, self._watch.params), hook.__qualname__)
+        name = getattr(hook, "__qualname__", type(hook).__name__)
+        self._set_hook(TorchHook(state, hook, self._watch.params), name)
+
+    def _check_comm_hook(self, hook: Any) -> None:
+        """Raises what DDP raises of a hook whose signature says that it is none."""
+        if not callable(hook):
+            self._log_and_throw(
+                TypeError, f"Communication hook must be callable, got {type(hook).__name__}."
+            )
+        try:
+            signature = inspect.signature(hook)
+            names = list(signature.bind(None, None).arguments)
+        except (TypeError, ValueError) as error:
+            self._log_and_throw(
+                TypeError, f"Communication hook must take a state and a bucket: {error}"
+            )
+        bucket, result = _annotation(hook, names[-1]), _annotation(hook, "return")
+        if bucket not in (Any, dist.GradBucket):
+            self._log_and_throw(
+                ValueError,
+                f"Communication hook: bucket annotation should be dist.GradBucket, got {bucket}.",
+            )
+        if result not in (Any, torch.futures.Future, torch.futures.Future[Tensor]):
+            self._log_and_throw(
+                ValueError,
+                f"Communication hook: return annotation should be "
+                f"torch.futures.Future[torch.Tensor], got {result}.",
+            )
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """The same with one of torch's compiled hooks."""
@@ -59,3 +91,11 @@ class Hooked(Holder):
     def comm_hook_state(self, states: Any) -> None:
         engine = self.steps.engine
         engine.hook_states = tuple(engine.checked_states(states, "comm_hook_state"))
+
+
+def _annotation(hook: Any, name: str) -> Any:
+    """What a hook says of a parameter, or of what it returns; Any where it says nothing."""
+    try:
+        return get_type_hints(hook).get(name, Any)
+    except Exception:  # annotations in quotes may name what is not there
+        return Any
