@@ -31,6 +31,7 @@ _WAY_OUT = {
     "caps": "pass the same bucket_cap_mb and first_bucket_mb on every rank",
     "hook": "pass the same hook, with the same parameters, on every rank",
     "rebuild": "pass the same options of bucket caps on every rank",
+    "skips_unused": "pass the same skip_all_reduce_unused_params on every rank",
 }
 
 
@@ -61,6 +62,8 @@ class Terms:
         schedule: the schedule that the caller passed, if any.
         rebuild: how the plan is rebuilt; None where it stays as it is.
         hook: the communication hook, if any.
+        skips_unused: whether buckets that no rank used in one step are left out of the next, until
+            a rank uses them.
     """
 
     plan: BucketPlan
@@ -72,6 +75,7 @@ class Terms:
     schedule: Schedule | None
     rebuild: Rebuild | None
     hook: Hook[Any] | None = None
+    skips_unused: bool = False
 
     def rebuilt(self, plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
         """The plan for a measured order of gradients."""
@@ -105,6 +109,7 @@ class Terms:
             "caps": list(self.plan.caps_bytes),
             "hook": _hook_name(self.hook),
             "rebuild": None if self.rebuild is None else str(self.rebuild),
+            "skips_unused": self.skips_unused,
             "leaves": hashlib.sha256(leaves.encode()).hexdigest(),
             "plan": self.plan.shared_digest,
         }

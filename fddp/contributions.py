@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -142,6 +142,7 @@ class BackwardContributions(Contributions):
         weight: what the gradients of this backward count; without one (`arm` is not called then)
             there is only what is accumulated.
         accumulated: gradients of earlier micro-batches.
+        idle: buckets that are left out; any gradient for one is late.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class BackwardContributions(Contributions):
         *,
         weight: float,
         accumulated: Accumulated | None,
+        idle: Collection[int] = (),
     ) -> None:
         self.weight = weight + (accumulated.weight if accumulated else 0.0)
         self.expected: tuple[int, ...] = ()
@@ -158,6 +160,7 @@ class BackwardContributions(Contributions):
         self._program = program
         self._leaf_set: Arriving | None = None  # from `arm` on
         self._accumulated = accumulated
+        self._idle = idle
 
     def arm(
         self,
@@ -187,6 +190,7 @@ class BackwardContributions(Contributions):
             eager_slot(members[position], buffer_of(bucket), slot, factor)
             for bucket, members in enumerate(self._program.member_numbers)
             for position, slot in self._program.packing[bucket].early
+            if bucket not in self._idle
         ]
         leaf_set.arm(self._program.members, expected, eager, on_bucket)
         for bucket, members in enumerate(self._program.member_numbers):
@@ -255,7 +259,12 @@ class BackwardContributions(Contributions):
         return [used[i] or sums[i] is not None for i in program.reduced]
 
     def late(self, program: Program) -> list[bool]:
-        return self._leaf_set.late() if self._leaf_set else super().late(program)
+        if self._leaf_set is None:
+            return super().late(program)
+        late, used = self._leaf_set.late(), self._leaf_set.used()
+        for bucket in self._idle:
+            late[bucket] = any(used[k] for k in program.member_numbers[bucket])
+        return late
 
     def order(self, program: Program) -> Sequence[int]:
         arrived = dict.fromkeys(program.differentiated[k] for k in self.arrival_log())

@@ -73,6 +73,7 @@ class Engine:
         self.in_backward = False
         self.step = 0
         self.last_failed = False
+        self._idle: frozenset[int] = frozenset()
         self._pool = BufferPool()
         self._scale = WeightScale(self.transport.world_size, scaling=schedule.scaling)
         self._round: Round | None = None
@@ -154,7 +155,20 @@ class Engine:
             reduced = self.program.reduced
             order = [reduced[slot] for slot in report.order]
             self.adopt(self.terms.rebuilt(self.program.plan, order))
+        self._idle = self._unused_buckets(report) if self.terms.skips_unused else frozenset()
         return outcome
+
+    def _unused_buckets(self, report: ControlReport) -> frozenset[int]:
+        """Those that may be left out of the next step."""
+        program = self.program
+        users = dict(zip(program.reduced, report.users, strict=True))
+        return frozenset(
+            number
+            for number, bucket in enumerate(program.plan.buckets)
+            if not bucket.sparse
+            and number not in program.schedule.retained
+            and not any(users[leaf] for leaf in bucket.leaves)
+        )
 
     @contextmanager
     def watched(self) -> Iterator[list[Session]]:
@@ -288,8 +302,9 @@ class Engine:
         *,
         with_stats: bool,
     ) -> Session:
+        idle = self._idle if program is self.program else frozenset()
         setting = Setting(
-            program, self.transport, self._pool, scale, self.step, with_stats, attached
+            program, self.transport, self._pool, scale, self.step, with_stats, attached, idle
         )
         self.step += 1
         return Session(setting)

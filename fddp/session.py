@@ -83,6 +83,8 @@ class Setting:
         step: number of this synchronisation.
         with_stats: whether times, norm and finiteness are wanted.
         attached: the communication hook, if there is one.
+        idle: buckets that are left out, because no rank used them in the step before; a gradient
+            for one makes it late. The same on all ranks.
     """
 
     program: Program
@@ -92,6 +94,7 @@ class Setting:
     step: int
     with_stats: bool
     attached: Attached | None = None
+    idle: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -257,7 +260,9 @@ class Session:
 
     def _applies(self, op: Op) -> bool:
         if op.when == "always":
-            return True
+            if op.bucket not in self.setting.idle:
+                return True
+            return op.kind not in _BACKWARD and op.bucket in self._known().late
         late = op.bucket in self._known().late
         if op.when == "late":
             return late
@@ -362,6 +367,8 @@ class Session:
         state.work = self._works[position] = work
 
     def _add(self, position: int, op: Op) -> None:
+        if self.buckets[op.bucket].buffer is None:
+            self.buffer_of(op.bucket).zero_()  # it was idle
         self._memory(op).add_(self._memory(op._replace(region=op.region._replace(buffer="repair"))))
 
     def _memory(self, op: Op) -> Tensor:

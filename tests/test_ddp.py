@@ -201,6 +201,45 @@ def test_use_without_sync_counts_as_use(launch: Launch) -> None:
         assert_close(found, mean_of(2, loss))
 
 
+def skipping(group: Any, steps: list[list[tuple[int, ...]]], skip: bool) -> list[Any]:
+    """Gradients of each step, and how many buckets were reduced."""
+    ddp = DDP(
+        net(),
+        process_group=group,
+        bucket_cap_mb=TINY_CAP_MB,
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=skip,
+    )
+    found = []
+    for number, through in enumerate(steps):
+        if number != 4:  # what is there from before counts, too
+            ddp.zero_grad()
+        out = ddp(batch(rank_of(group), number).requires_grad_(), through=through[rank_of(group)])
+        out.square().mean().backward()
+        reduced = ddp._get_ddp_logging_data()["num_buckets_reduced"]
+        found.append((reduced, {n: g if g is None else g.tolist() for n, g in grads(ddp).items()}))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
+def test_unused_buckets_are_left_out_until_a_rank_uses_them(launch: Launch) -> None:
+    steps = [
+        [(0, 1), (0, 1)],
+        [(0, 1), (0, 1)],
+        [(0, 1), (0, 1, 2)],  # a surprise on one rank
+        [(0,), (0,)],
+        [(2,), (0,)],
+        [(1, 2), (0, 1)],
+        [(0, 1, 2), (0, 1, 2)],
+    ]
+    plain = launch(2, skipping, steps, False)
+    for left_out, whole in zip(launch(2, skipping, steps, True), plain, strict=True):
+        counts, alone = [n for n, _ in left_out], [n for n, _ in whole]
+        assert [grads for _, grads in left_out] == [grads for _, grads in whole]
+        assert counts[1] < alone[1]
+        assert counts[2] == alone[2]
+
+
 # Where a backward pass ends
 
 

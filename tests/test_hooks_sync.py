@@ -113,6 +113,16 @@ def hierarchical(group: Any, hook: Hook[Any]) -> Any:
         return means
 
 
+@pytest.mark.parametrize("hook", [top_k(1.0), power_sgd(100)], ids=name_of)
+def test_flat_over_several_axes(hook: Hook[Any]) -> None:
+    def run(group: Any) -> Any:
+        with fddp.GradSync(params(), group=group, mesh=MESH, hook=hook, **SMALL) as sync:
+            return sync.update(grads(sync.rank, 0), sync.init_state())[0]
+
+    wanted = weighted_sum([grads(r, 0) for r in range(4)], [0.25] * 4)
+    assert all(largest_difference(mean, wanted) < 1e-12 for mean in fddp.loopback(4, run))
+
+
 def test_hierarchical_hooks_see_this_ranks_shard_in_the_group_along_the_outer_axis() -> None:
     seen: dict[int, Any] = {}
 

@@ -348,6 +348,22 @@ def test_equal_weights_do_not_show(weight: float, dtype: torch.dtype) -> None:
     fddp.loopback(2, run)
 
 
+@pytest.mark.parametrize("eager_bytes", [1, 2**20])
+def test_gradients_are_as_they_are_however_they_are_packed(
+    monkeypatch: pytest.MonkeyPatch, eager_bytes: int
+) -> None:
+    monkeypatch.setattr("fddp.program._EAGER_BYTES", eager_bytes)
+
+    def run(group: Any) -> None:
+        own = {"w": torch.tensor([1.0 + group.rank, 1000.0])}
+        hook = TorchHook(None, debugging_hooks.noop_hook)
+        with fddp.GradSync(own, group=group, hook=hook) as sync:
+            step = sync.value_and_grad(lambda p: p["w"].square().sum() / 2, weight_fn=lambda p: 3.0)
+            assert torch.equal(step(own)[1]["w"], own["w"])
+
+    fddp.loopback(2, run)
+
+
 def test_ranks_at_rest_count_as_zeros_where_they_may() -> None:
     from fddp.contributions import TreeContributions
 

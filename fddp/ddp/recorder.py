@@ -31,8 +31,8 @@ class Recorder:
         """Whether a step is to be recorded; they count from 0."""
         return step == 0 or is_sampled(step, self.sample_rate)
 
-    def record(self, info: SyncInfo, plan: BucketPlan, *, has_rebuilt: bool) -> None:
-        """Records a step that ran with this plan."""
+    def record(self, info: SyncInfo, plan: BucketPlan, *, has_rebuilt: bool, reduced: int) -> None:
+        """Records a step that ran with this plan, and reduced so many of its buckets."""
         self.info = info
         if self.log is None:
             return
@@ -44,7 +44,7 @@ class Recorder:
                 times=info.timeline,
                 forward_start_s=self.forward_start_s,
                 clock_ns=time.time_ns() - time.perf_counter_ns(),
-                reduced=len(plan.buckets),
+                reduced=reduced,
             )
         )
 

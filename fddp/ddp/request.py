@@ -57,4 +57,5 @@ class ModuleRequest:
             topology=Topology(world=transport.world_size),
             schedule=None,
             rebuild=Rebuild(self.options.rebuilt_caps_bytes, self.last_is_small),
+            skips_unused=self.options.skip_all_reduce_unused_params,
         )

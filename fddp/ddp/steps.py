@@ -214,7 +214,9 @@ class Steps:
             if self._changed and not again:
                 session.fail(ParametersChangedError("the parameters are others than in the plan"))
                 return
-            contributions = BackwardContributions(self.engine.program, weight=1.0, accumulated=None)
+            contributions = BackwardContributions(
+                self.engine.program, weight=1.0, accumulated=None, idle=session.setting.idle
+            )
             session.begin(contributions, self._params)
             self._put = partial(self._set.put, replace=self._replace)
             contributions.arm(
@@ -276,10 +278,12 @@ class Steps:
         self.usage.note(Use(here, dict(zip(self._names, outcome.report.users, strict=True))))
         if session.setting.with_stats:
             program = session.setting.program
+            idle = session.setting.idle - set(outcome.report.late)
             self._recorder.record(
                 make_info(session, outcome, (self._begun_s, end_s)),
                 program.plan,
                 has_rebuilt=not program.control.with_order,
+                reduced=len(program.plan.buckets) - len(idle),
             )
 
     def _close(self) -> Outcome:

@@ -69,7 +69,8 @@ class DistributedDataParallel(Observed, Hooked):
         param_to_hook_all_reduce: see above.
         mixed_precision: dtypes to compute, to reduce and to keep buffers in.
         device_mesh: a one-dimensional `DeviceMesh` instead of `process_group`.
-        skip_all_reduce_unused_params: without effect: what is used is known after the reduction.
+        skip_all_reduce_unused_params: buckets that no rank used in one step are left out of the
+            next; if a rank does use one then, all reduce it once they know.
         bucket_cap_mb_list: caps of the first, second, ... bucket, in MiB.
         batched_grad_copy: without effect: small gradients are always packed together.
         forward_sync_buffers: every forward starts with rank 0's buffers.
