@@ -9,8 +9,10 @@ queues it; within re-entrant checkpoints a backward then ends in several steps. 
 averaging gradients that are averages already leaves them as they are.
 
 A rank whose backward reaches an output but no parameter takes part, with nothing. One whose
-backward reaches no output can't know of the others' step: they time out. Gradients that come
-without any output being reached, of the module called without its wrapper, are no step's.
+backward reaches no output can't know of the others' step: they time out. From a forward until the
+end of a step through its outputs, gradients belong to a step wherever they come from, since a loss
+may be kept aside. After it they do only if an output is reached again: the module that is called
+without its wrapper takes no step.
 
 [Note: changed parameters]
 What is wrapped may change between steps. Parameters that are frozen stay in the plan, unused. When
@@ -121,7 +123,8 @@ class Steps:
         self._stopped = False
         self._put: Callable[[Sequence[Tensor | None]], None] = partial(_write, ())
         self._context: int | None = None  # of distributed autograd
-        self._is_hidden = False  # no output of the last forward can be reached
+        self._expects = False  # gradients, whether or not they come by an output
+        self._is_touched = False  # an output was reached by the backward pass that runs
         self._handles: list[RemovableHandle] = []
         self._hook(request)
 
@@ -140,17 +143,17 @@ class Steps:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._is_hidden = False
+        self._expects = False
         self._set.watch(False)
 
     def expect(self, outputs: Sequence[Tensor]) -> None:
-        """A forward pass gave these outputs, whose backward passes are steps; where there are none
-        that require a gradient, any gradient of a parameter belongs to a step."""
-        anchored = [output for output in outputs if output.requires_grad]
-        for output in anchored:
-            self._anchor(output)
-        self._is_hidden = not anchored and not self._stopped
-        self._set.watch(self._is_hidden)
+        """A forward pass gave these outputs, whose backward passes are steps. Until one of them has
+        ended, any gradient of a parameter belongs to a step."""
+        for output in outputs:
+            if output.requires_grad:
+                self._anchor(output)
+        self._expects = not self._stopped
+        self._set.watch(self._expects)
 
     def intact(self) -> bool:
         """Whether gradients of all parameters will be noticed."""
@@ -182,6 +185,7 @@ class Steps:
     def _touched(self) -> None:
         with self._lock:
             if self._switches.backward and not self._stopped:
+                self._is_touched = True
                 self._set.watch(True)
                 self._queue_end(required=not serves_some())
 
@@ -247,12 +251,13 @@ class Steps:
                 elif required and self._session is None and self._broken is None:
                     self._open()
                 if self._session is not None or self._broken is not None:
+                    self._expects = self._expects and not self._is_touched
                     self._finish()
             except BaseException as error:
                 self._recorder.set_error_and_log(f"{type(error).__name__}: {error}")
                 raise
             finally:
-                self._set.watch(self._is_hidden)
+                self._set.watch(self._expects)
                 self._let_go()
 
     def _finish(self) -> None:
@@ -354,6 +359,7 @@ class Steps:
         self.engine.in_backward = False
         self.work.clear()
         self._session = self._broken = self._context = None
+        self._is_touched = False
         self._put = partial(_write, ())
 
     def _give_up_stale(self) -> None:

@@ -114,14 +114,19 @@ class Usage:
         if self.static:
             gone = unused & (self._first or frozenset())
             return static_unused_error(gone, self.names, self._rank) if gone else ""
-        elsewhere = frozenset() if self.joining else self._elsewhere(use)
-        if self._find_unused or not (unused or elsewhere):
+        if self._find_unused:
             return ""
-        return unused_error(unused, self.names, self._rank, elsewhere)
+        # Whatever is frozen on which rank: all ranks must come to the same conclusion.
+        some = frozenset() if self.joining else self._used_by_some(use)
+        unused |= some - use.here
+        if not (unused or some):
+            return ""
+        return unused_error(unused, self.names, self._rank, some & use.here)
 
     def _unused(self, here: frozenset[str]) -> frozenset[str]:
         return frozenset(n for n, p in self.params.items() if p.requires_grad and n not in here)
 
-    def _elsewhere(self, use: Use) -> frozenset[str]:
-        """Used here, but not on all ranks."""
-        return frozenset(n for n in use.here if use.ranks.get(n, 0) < self._world_size)
+    def _used_by_some(self, use: Use) -> frozenset[str]:
+        """Used on some ranks and not on others."""
+        counts = ((name, use.ranks.get(name, 0)) for name in self.params)
+        return frozenset(name for name, count in counts if 0 < count < self._world_size)
