@@ -793,3 +793,39 @@ def test_outputs_of_any_type_anchor_the_end(wrap: Callable[[Tensor], Any]) -> No
         return int(ddp.steps.engine.step)
 
     assert fddp.loopback(2, steps) == [1, 1]
+
+
+class Wide(nn.Module):
+    """Of layers that are a bucket each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(600, 600) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def compiled(rank: int, world_size: int) -> dict[str, list[int]]:
+    """Operations in each graph that dynamo makes of a wrapped module."""
+    graphs: dict[str, list[int]] = {}
+    model = Wide()
+    for name, wrapper in (("stock", StockDDP), ("fddp", DDP)):
+        sizes = graphs[name] = []
+
+        def backend(graph: Any, _: Any, sizes: list[int] = sizes) -> Any:
+            sizes.append(len([node for node in graph.graph.nodes if node.op == "call_module"]))
+            return graph
+
+        torch._dynamo.reset()
+        ddp = torch.compile(wrapper(copy.deepcopy(model), bucket_cap_mb=1.3), backend=backend)
+        ddp(torch.ones(2, 600)).sum().backward()
+    return graphs
+
+
+def test_dynamo_splits_graphs_at_buckets_as_for_stock(ranks: RankPool) -> None:
+    for graphs in ranks.run(2, compiled):
+        assert len(graphs["stock"]) == 3
+        assert graphs["fddp"] == graphs["stock"]

@@ -708,7 +708,8 @@ def module_outlives(rank: int, world_size: int) -> str:
         loss_of(module(MLP.batch(rank, 1))).backward()
         shots = [runs.shot(module)]
         module.zero_grad()
-        loss_of(ddp(module, bucket_cap_mb=1e-4)(MLP.batch(rank, 2))).backward()
+        again = ddp(module, bucket_cap_mb=1e-4)
+        loss_of(again(MLP.batch(rank, 2))).backward()
         return [*shots, runs.shot(module)]
 
     return both(run)

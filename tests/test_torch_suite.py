@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,28 +25,28 @@ _LEFT_OUT = {name for names in LEFT_OUT.values() for name in names}
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Processes of this module alone: torch's tests leave traces.
-
-    With another parameter come other processes.
-    """
-    pool = RankPool()
-    yield pool
-    pool.close()
+def pools() -> Iterator[dict[int, RankPool]]:
+    """Processes of this module alone, because torch's tests leave traces, by `rpc_ranks`."""
+    pools: dict[int, RankPool] = defaultdict(RankPool)
+    yield pools
+    for pool in pools.values():
+        pool.close()
 
 
 @pytest.mark.parametrize(
-    ("test", "pool"),
-    [
-        pytest.param(test, test.rpc_ranks, id=test.name)
-        # Few ranks first, so that no more processes wait than needed.
-        for test in sorted(_ALL, key=lambda test: (test.rpc_ranks, test.world_size))
-        if test.name not in _LEFT_OUT
-    ],
-    indirect=["pool"],
+    "test",
+    # Those of one pool together; few ranks first, so that no more processes wait than needed.
+    sorted(
+        (test for test in _ALL if test.name not in _LEFT_OUT),
+        key=lambda test: (test.rpc_ranks, test.world_size),
+    ),
+    ids=lambda test: test.name,
 )
-def test_torch_suite(test: TorchTest, pool: RankPool, tmp_path: Path) -> None:
-    pool.run(test.world_size, _run, test, _WRAPPER, str(tmp_path / "store"))
+def test_torch_suite(test: TorchTest, pools: dict[int, RankPool], tmp_path: Path) -> None:
+    for rpc_ranks, pool in pools.items():
+        if rpc_ranks != test.rpc_ranks:
+            pool.close()
+    pools[test.rpc_ranks].run(test.world_size, _run, test, _WRAPPER, str(tmp_path / "store"))
 
 
 def _run(rank: int, world_size: int, test: TorchTest, wrapper: str, shared_file: str) -> None:

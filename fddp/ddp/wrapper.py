@@ -162,7 +162,7 @@ class DistributedDataParallel(Observed, Hooked):
 
     # Forward
 
-    # A compiled module inside stays compiled.
+    # Dynamo leaves the wrapper's own code alone, and compiles the module.
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output; gradients are synchronised by the backward passes through it.
@@ -171,15 +171,20 @@ class DistributedDataParallel(Observed, Hooked):
         the module's function alone: nothing is communicated, and gradients are this rank's own.
         """
         with torch.profiler.record_function("DistributedDataParallel.forward"):
-            if torch._C._functorch.peek_interpreter_stack() is not None:
-                return self.module(*inputs, **kwargs)
-            if self._all_delayed:
-                return self._run_ddp_forward(*inputs, **kwargs)
-            change = self._watch.change()
-            if change == "swapped":
-                return self._run_ddp_forward(*inputs, **kwargs)
-            self._prepare(change == "changed")
-            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+            is_followed = self._pre_forward()
+            output = self._run_ddp_forward(*inputs, **kwargs)
+            return self._post_forward(output) if is_followed else output
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _pre_forward(self) -> bool:
+        """What comes before the module's own forward; whether it is one that steps follow."""
+        if self._all_delayed or torch._C._functorch.peek_interpreter_stack() is not None:
+            return False
+        change = self._watch.change()
+        if change == "swapped":
+            return False
+        self._prepare(change == "changed")
+        return True
 
     def _prepare(self, changed: bool) -> None:
         """What comes before the module's own forward."""
@@ -208,6 +213,7 @@ class DistributedDataParallel(Observed, Hooked):
     def _syncs(self) -> bool:
         return torch.is_grad_enabled() and self._switches.backward
 
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
@@ -222,6 +228,7 @@ class DistributedDataParallel(Observed, Hooked):
                 return self._mixed.run(self.module, inputs, kwargs)
             return self.module(*inputs, **kwargs)
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _post_forward(self, output: Any) -> Any:
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
