@@ -285,7 +285,8 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed_by:
             raise ClosedError(
-                f"this GradSync is closed ({self._closed_by}); build a new one on a working group"
+                f"this GradSync, or what it belongs to, is closed ({self._closed_by}); build a new "
+                f"one on a working group"
             )
         if self.in_backward:
             raise ReentryError(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
 import io
+import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 from torch.utils.checkpoint import checkpoint
@@ -829,3 +833,165 @@ def test_dynamo_splits_graphs_at_buckets_as_for_stock(ranks: RankPool) -> None:
     for graphs in ranks.run(2, compiled):
         assert len(graphs["stock"]) == 3
         assert graphs["fddp"] == graphs["stock"]
+
+
+# What goes wrong on the way
+
+
+def overflow(group: Any) -> list[bool]:
+    model = nn.Linear(WIDTH, 1)
+    ddp = DDP(model, process_group=group)
+    ddp.register_comm_hook(None, fddp.hooks.error_feedback(fddp.hooks.fp16_compress))
+    finite = []
+    for scale in (1.0, 1e6, 1.0, 1.0):  # the second is too large for float16
+        ddp.zero_grad()
+        (ddp(torch.ones(1, WIDTH)).sum() * scale).backward()
+        finite.append(bool(torch.isfinite(model.weight.grad).all()))
+    return finite
+
+
+def test_an_overflow_does_not_stay_in_the_state_of_a_hook(launch: Launch) -> None:
+    assert launch(2, overflow) == [[True, False, True, True]] * 2
+
+
+def broken_then_eval(group: Any) -> str:
+    model = nn.Sequential(net(), nn.BatchNorm1d(WIDTH, dtype=torch.float64))
+    ddp = DDP(model, process_group=group)
+    ddp(batch(rank_of(group))).square().sum().backward()
+    ddp.zero_grad()
+    model[0].refuses = rank_of(group) == 0
+    with contextlib.suppress(ValueError, fddp.PeerError):
+        ddp(batch(rank_of(group))).square().sum().backward()
+    model[0].refuses = False
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        ddp(batch(rank_of(group)))
+    ddp.zero_grad()
+    ddp(batch(rank_of(group))).square().sum().backward()
+    return str(grads(model))
+
+
+@pytest.mark.filterwarnings("ignore:the step of a backward pass")
+def test_a_forward_without_gradients_gives_up_what_was_broken_off(launch: Launch) -> None:
+    first, second = launch(2, broken_then_eval)
+    assert first == second
+
+
+def heads(group: Any) -> bool:
+    """New heads in the place of old ones, which may get the address of those."""
+    model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    trunk = nn.Sequential(model["body"], model["head"])
+    ddp = DDP(trunk, process_group=group)
+    for number in range(8):
+        ddp(torch.ones(1, 2) * (1 + rank_of(group))).sum().backward()
+        if ddp.module[1].weight.grad is None:
+            return False
+        ddp.zero_grad()
+        if number % 2 == rank_of(group):
+            _ballast = [nn.Linear(2, 2) for _ in range(3)]
+        del model["head"], trunk[1]
+        model["head"] = nn.Linear(2, 2)
+        trunk.append(model["head"])
+    return True
+
+
+def test_a_new_layer_is_noticed_whatever_its_address(launch: Launch) -> None:
+    assert launch(2, heads) == [True, True]
+
+
+def other_group(rank: int, world_size: int) -> list[Any]:
+    ddp = DDP(net())
+    ddp.register_comm_hook(None, fddp.hooks.bf16_compress)
+    ddp(batch(rank)).square().mean().backward()
+    ddp._update_process_group(dist.new_group([0, 1]))
+    ddp.zero_grad()
+    ddp(batch(rank)).square().mean().backward()
+    return [ddp.steps.engine.hook == fddp.hooks.bf16_compress, str(grads(ddp.module))]
+
+
+def test_another_group_keeps_the_hook(ranks: RankPool) -> None:
+    first, second = ranks.run(2, other_group)
+    assert first[0]
+    assert first == second
+
+
+def parameters_of_hooks(group: Any) -> set[tuple[int, ...]]:
+    seen: set[tuple[int, ...]] = set()
+
+    def hook(state: Any, bucket: Any) -> Any:
+        seen.add(tuple(id(p) for p in bucket.parameters()))
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model = net()
+    model.layers["l2"].requires_grad_(False)
+    ddp = DDP(model, process_group=group)
+    ddp.register_comm_hook(None, hook)
+    ddp(batch(0)).square().mean().backward()
+    model.layers["l2"].requires_grad_(True)
+    ddp(batch(0)).square().mean().backward()
+    ids = {id(p): n for n, p in model.named_parameters()}
+    return {tuple(sorted(ids[i] for i in found)) for found in seen}
+
+
+def test_hooks_see_the_parameters_as_they_are(launch: Launch) -> None:
+    every = tuple(sorted(n for n, _ in net().named_parameters()))
+    for seen in launch(2, parameters_of_hooks):
+        assert every in seen
+
+
+def fails_to_arm(group: Any) -> str:
+    ddp = DDP(net(), process_group=group)
+    ddp(batch(0)).square().mean().backward()
+    if rank_of(group) == 1:
+
+        def refuse(bucket: int) -> Tensor:
+            raise MemoryError("no memory for a bucket")
+
+        opened = ddp.steps.engine.open
+
+        def open_(*, with_stats: bool) -> Any:
+            session = opened(with_stats=with_stats)
+            session.begin = refuse
+            return session
+
+        ddp.steps.engine.open = open_
+    with pytest.raises((MemoryError, TypeError, fddp.PeerError)) as caught:
+        ddp(batch(0)).square().mean().backward()
+    return type(caught.value).__name__
+
+
+def test_what_fails_at_the_start_of_a_step_is_told_to_all(launch: Launch) -> None:
+    first, second = launch(2, fails_to_arm)
+    assert first == "PeerError"
+    assert second != "PeerError"
+
+
+def frees_under_lock(group: Any) -> bool:
+    """Gradients that Python knows are let go of while another thread wants the lock."""
+    model = nn.Linear(512, 512)
+    ddp = DDP(model, process_group=group)
+    seen: list[int] = []
+    model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(id(p.grad)))
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            ddp.steps._set.arrival_count()
+
+    ddp(torch.ones(1, 512)).sum().backward()
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        for _ in range(20):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 512)).sum().backward()
+    finally:
+        stop.set()
+        thread.join()
+    return len(seen) == 21
+
+
+def test_no_deadlock_of_lock_and_interpreter(launch: Launch) -> None:
+    assert launch(1, frees_under_lock) == [True]

@@ -25,9 +25,9 @@ _LEFT_OUT = {name for names in LEFT_OUT.values() for name in names}
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    """Processes of this module alone, because torch's tests leave traces, by `rpc_ranks`."""
-    pools: dict[int, RankPool] = defaultdict(RankPool)
+def pools() -> Iterator[dict[str, RankPool]]:
+    """Processes of this module alone, because torch's tests leave traces; by `TorchTest.pool`."""
+    pools: dict[str, RankPool] = defaultdict(RankPool)
     yield pools
     for pool in pools.values():
         pool.close()
@@ -38,15 +38,15 @@ def pools() -> Iterator[dict[int, RankPool]]:
     # Those of one pool together; few ranks first, so that no more processes wait than needed.
     sorted(
         (test for test in _ALL if test.name not in _LEFT_OUT),
-        key=lambda test: (test.rpc_ranks, test.world_size),
+        key=lambda test: (test.pool, test.world_size),
     ),
     ids=lambda test: test.name,
 )
-def test_torch_suite(test: TorchTest, pools: dict[int, RankPool], tmp_path: Path) -> None:
-    for rpc_ranks, pool in pools.items():
-        if rpc_ranks != test.rpc_ranks:
+def test_torch_suite(test: TorchTest, pools: dict[str, RankPool], tmp_path: Path) -> None:
+    for name, pool in pools.items():
+        if name != test.pool:
             pool.close()
-    pools[test.rpc_ranks].run(test.world_size, _run, test, _WRAPPER, str(tmp_path / "store"))
+    pools[test.pool].run(test.world_size, _run, test, _WRAPPER, str(tmp_path / "store"))
 
 
 def _run(rank: int, world_size: int, test: TorchTest, wrapper: str, shared_file: str) -> None:

@@ -68,9 +68,10 @@ void Arrivals::arm(std::shared_ptr<const BucketMembers> members, std::vector<int
 
 void Arrivals::disarm() {
   std::unique_ptr<py::object> callback;
+  std::vector<EagerSlot> eager;
   const std::lock_guard<std::mutex> lock(mutex_);
   armed_ = false;
-  eager_.clear();
+  eager.swap(eager_);
   callback.swap(callback_);
 }
 
@@ -138,6 +139,7 @@ std::vector<double> Arrivals::arrival_times() const {
 
 void Arrivals::arrived(size_t leaf) {
   int64_t complete = kNoBucket;
+  at::Tensor packed;  // let go of outside of the mutex: a gradient that Python knows asks for the GIL
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!armed_ || !leaves_[leaf].grad().defined()) return;
@@ -150,7 +152,7 @@ void Arrivals::arrived(size_t leaf) {
     if (packed_[bucket]) {
       late_[bucket] = true;
     } else if (eager_of_[leaf] != kNotEager && may_drop(leaf)) {
-      write(leaf, bucket);
+      packed = write(leaf, bucket);
     }
     if (counts_[leaf] <= expected_[leaf] && --pending_[bucket] == 0) complete = bucket;
   }
@@ -158,13 +160,13 @@ void Arrivals::arrived(size_t leaf) {
   if (complete != kNoBucket) announce(complete);
 }
 
-void Arrivals::write(size_t leaf, int64_t bucket) {
+at::Tensor Arrivals::write(size_t leaf, int64_t bucket) {
   const EagerSlot& slot = eager_[eager_of_[leaf]];
   at::Tensor& grad = leaves_[leaf].mutable_grad();
   const auto pack = written_[leaf] ? pack_add_ : pack_;
   finite_[bucket] = pack(slot.buffer, *slot.layout, {grad}, slot.scale) && finite_[bucket];
   written_[leaf] = true;
-  grad.reset();
+  return std::exchange(grad, {});
 }
 
 void Arrivals::announce(int64_t bucket) {

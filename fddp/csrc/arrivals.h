@@ -86,7 +86,8 @@ class Arrivals {
   bool armed_ = false;
 
  private:
-  void write(size_t leaf, int64_t bucket);
+  // Packs the leaf's gradient, and hands it over to be let go of.
+  at::Tensor write(size_t leaf, int64_t bucket);
   void announce(int64_t bucket);
   void note_stream(int64_t bucket, at::Device device);
   void wait_for_streams(int64_t bucket);

@@ -71,10 +71,11 @@ class ParamSet : public Arrivals, public std::enable_shared_from_this<ParamSet> 
 
   void arm(std::shared_ptr<const BucketMembers> members, std::vector<int64_t> expected,
            std::vector<EagerSlot> eager, py::object on_bucket) {
+    std::vector<at::Tensor> held(size());
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       for (size_t i = 0; i < size(); ++i) existed_[i] = leaves_[i].grad().defined();
-      std::fill(held_.begin(), held_.end(), at::Tensor());
+      held_.swap(held);
     }
     Arrivals::arm(std::move(members), std::move(expected), std::move(eager), std::move(on_bucket));
   }

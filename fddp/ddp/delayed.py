@@ -8,7 +8,6 @@ last one to get any.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fddp.collectives import broadcast
+from fddp.ddp.weak import weakly
 from fddp.leafspec import MAX_COUNT
 from fddp.planning import MIB_BYTES
 from fddp.sync import GradSync
@@ -68,9 +68,8 @@ class Delayed:
             first_bucket_mb=whole_mb,
             sparse=self._parameters.keys() & set(sparse),
         )
-        ready = weakref.WeakMethod(self._ready)  # parameters must not keep this alive
         register: Any = trigger.register_post_accumulate_grad_hook  # torch has no types for it
-        self._handle: RemovableHandle = register(lambda _: _call(ready))
+        self._handle: RemovableHandle = register(weakly(self._ready))
 
     def average(self) -> None:
         """Averages the gradients as they are now; a collective call.
@@ -91,9 +90,3 @@ class Delayed:
 
     def _ready(self) -> None:
         self._at_end(self.average)
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    bound = method()
-    if bound is not None:
-        bound()

@@ -23,6 +23,7 @@ from fddp.ddp.request import ModuleRequest
 from fddp.ddp.states import AT_ONCE_BYTES
 from fddp.ddp.steps import Steps, Switches
 from fddp.ddp.watch import Watch
+from fddp.errors import InternalError
 from fddp.hooks import cast as cast_hook
 from fddp.meshes import Span
 from fddp.transports import Group
@@ -82,6 +83,8 @@ class Holder(_TorchDDP):  # type: ignore[misc]
             ddp = owner()
             if ddp is None or not ddp.require_backward_grad_sync:
                 return
+            if ddp._steps is not None and ddp._steps.is_stopped:
+                return
             if ddp._all_delayed:
                 Variable._execution_engine.queue_callback(average)
             else:
@@ -94,19 +97,27 @@ class Holder(_TorchDDP):  # type: ignore[misc]
     def steps(self) -> Steps:
         """Carries gradients through the engine; made at the first use, by all ranks together."""
         if self._steps is None:
-            self._steps = Steps(
-                self._request(),
-                self._switches,
-                find_unused=self.find_unused_parameters,
-                static=self.static_graph,
-                replace=self.gradient_as_bucket_view,
-                recorder=self._recorder,
-            )
-            self._recorder.log = start_log(self._facts())
-            wire = wire_dtype(self.mixed_precision) if self.mixed_precision else None
-            if wire is not None:
-                self._set_hook(cast_hook(wire), f"{wire} gradients")
+            try:
+                self._steps = self._make_steps()
+            except AttributeError as error:  # which a property must not raise
+                raise InternalError(f"the steps could not be made: {error}") from error
         return self._steps
+
+    def _make_steps(self) -> Steps:
+        steps = Steps(
+            self._request(),
+            self._switches,
+            find_unused=self.find_unused_parameters,
+            static=self.static_graph,
+            replace=self.gradient_as_bucket_view,
+            recorder=self._recorder,
+        )
+        self._recorder.log = start_log(self._facts(steps))
+        wire = wire_dtype(self.mixed_precision) if self.mixed_precision else None
+        if wire is not None:
+            steps.engine.set_hook(cast_hook(wire))
+            self._recorder.note(comm_hook=f"{wire} gradients")
+        return steps
 
     def _request(self) -> ModuleRequest:
         return ModuleRequest(
@@ -116,8 +127,7 @@ class Holder(_TorchDDP):  # type: ignore[misc]
             last_is_small=os.environ.get("DDP_SET_LAST_BUCKET_CAP", "0") == "1",
         )
 
-    def _facts(self) -> Facts:
-        steps = self.steps
+    def _facts(self, steps: Steps) -> Facts:
         group = self.process_group
         backend = dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "loopback"
         return Facts(

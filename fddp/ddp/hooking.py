@@ -29,7 +29,7 @@ class Hooked(Holder):
             return
         self._check_comm_hook(hook)
         name = getattr(hook, "__qualname__", type(hook).__name__)
-        self._set_hook(TorchHook(state, hook, self._watch.params), name)
+        self._set_hook(TorchHook(state, hook, self._watch.latest), name)
 
     def _check_comm_hook(self, hook: Any) -> None:
         """Raises what DDP raises of a hook whose signature says that it is none."""

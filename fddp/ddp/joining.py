@@ -34,9 +34,11 @@ class ModuleJoinHook(JoinHook):
     def main_hook(self) -> None:
         """Takes part in one forward and backward pass of the others."""
         ddp = self._ddp
-        if ddp.will_sync_module_buffers():
+        if ddp._check_sync_bufs_pre_fwd():
             ddp._sync_buffers(has_inputs=False)
         syncs = any_rank(self._steps.engine.transport, mine=False)
+        if ddp._check_sync_bufs_post_fwd():
+            ddp._sync_buffers(has_inputs=False)
         ddp.require_forward_param_sync = syncs
         if syncs:
             self._steps.take_part(self._weight)

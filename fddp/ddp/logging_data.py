@@ -81,7 +81,7 @@ class Step:
     """One step, to be recorded.
 
     Attributes:
-        iteration: how many steps there were, this one among them.
+        iteration: the number of the step, from 0.
         plan: that the step ran with.
         has_rebuilt: whether that plan follows the order of arrival.
         times: when everything happened on this rank.
@@ -119,7 +119,7 @@ class Log:
         return replace(self, data={**self.data, **entries})
 
     def noting_error(self, error: str, iteration: int) -> Log:
-        """With an error, and how many steps there were."""
+        """With an error, and the number of the step."""
         return self.noting(has_error=1, error=error, iteration=iteration)
 
     def recorded(self, step: Step) -> Log:
@@ -138,7 +138,7 @@ def is_sampled(iteration: int, sample_rate: int = SAMPLE_RATE) -> bool:
     """Whether to record a step.
 
     Args:
-        iteration: how many steps there were, this one among them.
+        iteration: the number of the step, from 0.
         sample_rate: record one in so many, after the first ten.
 
     >>> [iteration for iteration in range(20) if is_sampled(iteration, 4)]

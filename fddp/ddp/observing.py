@@ -18,7 +18,7 @@ class Observed(Holder):
         return self.steps.engine.program.plan
 
     def timeline(self) -> Timeline:
-        """When everything happened in the last step whose times were taken: the first ten, then
+        """When everything happened in the last step whose times were taken: number 0 to 10, then
         one in a hundred (`_set_ddp_runtime_logging_sample_rate`).
 
         Raises:

@@ -42,6 +42,7 @@ from fddp.contributions import BackwardContributions, Contributions, TreeContrib
 from fddp.ddp.recorder import Recorder
 from fddp.ddp.request import ModuleRequest
 from fddp.ddp.usage import Usage, Use
+from fddp.ddp.weak import weakly
 from fddp.engine import Engine
 from fddp.errors import FddpError, InternalError, PlanMismatchError
 from fddp.leaves import distributed_context, param_set, serves_some
@@ -88,6 +89,7 @@ class Steps:
     Attributes:
         engine: has the plan.
         usage: which parameters steps used.
+        is_stopped: whether gradients are left alone.
         work: what else is to be waited for at the end of a step.
     """
 
@@ -120,7 +122,7 @@ class Steps:
         self._broken: BaseException | None = None
         self._begun_s = 0.0
         self._changed = False
-        self._stopped = False
+        self.is_stopped = False
         self._put: Callable[[Sequence[Tensor | None]], None] = partial(_write, ())
         self._context: int | None = None  # of distributed autograd
         self._expects = False  # gradients, whether or not they come by an output
@@ -132,14 +134,13 @@ class Steps:
         self._request = request
         self._params, treedef = flatten(dict(request.params))  # in the order of the plan's leaves
         self._names = treedef.paths
-        begin = weakref.WeakMethod(self._begin)
-        self._set = param_set(self._params, lambda: _call(begin))
+        self._set = param_set(self._params, weakly(self._begin))
 
     # Forward
 
     def begin_forward(self) -> None:
-        """A forward pass begins."""
-        self._give_up_stale()
+        """A forward pass begins, outside of steps."""
+        self._wait_for_work()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -152,7 +153,7 @@ class Steps:
         for output in outputs:
             if output.requires_grad:
                 self._anchor(output)
-        self._expects = not self._stopped
+        self._expects = not self.is_stopped
         self._set.watch(self._expects)
 
     def intact(self) -> bool:
@@ -162,29 +163,29 @@ class Steps:
     def change(self, request: ModuleRequest) -> None:
         """The parameters are others from now on; see [Note: changed parameters]."""
         self._set.watch(False)
+        del self._set  # and with it the hooks on parameters that stay
         self._hook(request)
         self.usage.params = request.params
         self._changed = True
 
     def _anchor(self, output: Tensor) -> None:
         """Has the end of backward be that of the task that reaches this output."""
-        touched = weakref.WeakMethod(self._touched)
         handle: RemovableHandle = output.register_hook(  # type: ignore[no-untyped-call]  # torch's
-            lambda _: _call(touched)
+            weakly(self._touched)
         )
         if output.is_leaf:
             self._handles.append(handle)  # it may well be the output of the next forward, too
 
     def stop(self) -> None:
         """Leaves all gradients alone from now on."""
-        self._stopped = True
+        self.is_stopped = True
         self._set.watch(False)
 
     # Backward
 
     def _touched(self) -> None:
         with self._lock:
-            if self._switches.backward and not self._stopped:
+            if self._switches.backward and not self.is_stopped:
                 self._is_touched = True
                 self._set.watch(True)
                 self._queue_end(required=not serves_some())
@@ -200,7 +201,7 @@ class Steps:
         """Whether no step is open; its end is queued then. Unless it is `required`, there will be
         a step only if gradients come."""
         if self._end is not None and self._end() is None:
-            self._give_up_stale()
+            self.give_up_stale()
         if self._end is None:
             end = _End(self, required)
             self._end = weakref.ref(end)
@@ -232,7 +233,10 @@ class Steps:
                 session.bucket_ready,
             )
         except BaseException as error:
-            self._broken = error
+            if self._session is None:
+                self._broken = error
+            else:
+                self._session.fail(error)
 
     def finish(self, *, required: bool) -> None:
         """Backward has ended: closes the step, and makes its results the gradients.
@@ -265,21 +269,19 @@ class Steps:
         if self._broken is not None or self._session is None:
             raise self._broken or InternalError("a step was to end that was not open")
         here = self._used()
-        problem = self.usage.problem(here)
-        if problem is not None:
-            self._session.fail(problem)
+        self._judge(here)
         try:
-            outcome = self._close()
-        except ParametersChangedError:
-            outcome = self._repeat()
+            try:
+                outcome = self._close()
+            except ParametersChangedError:
+                outcome = self._repeat()
         except BaseException:
             self._set.put_back()
             raise
         session = self._session
         self._put(outcome.leaves)
         self._set.forget_use()
-        for wait in self.work:
-            wait()
+        self._wait_for_work()
         self.usage.note(Use(here, dict(zip(self._names, outcome.report.users, strict=True))))
         if session.setting.with_stats:
             program = session.setting.program
@@ -290,6 +292,17 @@ class Steps:
                 has_rebuilt=not program.control.with_order,
                 reduced=len(program.plan.buckets) - len(idle),
             )
+
+    def _judge(self, here: frozenset[str]) -> None:
+        """By itself, so that no frame that an error passes through refers to it."""
+        problem = self.usage.problem(here)
+        if problem is not None and self._session is not None:
+            self._session.fail(problem)
+
+    def _wait_for_work(self) -> None:
+        for wait in self.work:
+            wait()
+        self.work.clear()
 
     def _close(self) -> Outcome:
         if self._session is None:
@@ -312,9 +325,10 @@ class Steps:
                     f"rank {other} it has not{f' ({text})' if text else ''}; freeze, unfreeze and "
                     f"replace parameters on all ranks between the same two steps"
                 )
-        hook = self.engine.hook
+        hook, step = self.engine.hook, self.engine.step
         self.engine.shut("the parameters changed")
         self.engine = Engine(self._request)
+        self.engine.step = step
         if hook is not None:
             self.engine.set_hook(hook)
         self._changed = False
@@ -336,12 +350,14 @@ class Steps:
 
     def take_part(self, weight: float) -> None:
         """A step without a backward pass on this rank, whose gradients stay as they are."""
+        self.give_up_stale()
         session = self.engine.open(with_stats=False)
         session.lets_rest = True
         nothing = Contributions()
         nothing.weight = weight
         session.begin(nothing, self._params)
         self.engine.close(session)
+        self._wait_for_work()
 
     def close(self) -> None:
         """Frees the communicator."""
@@ -362,7 +378,7 @@ class Steps:
         self._is_touched = False
         self._put = partial(_write, ())
 
-    def _give_up_stale(self) -> None:
+    def give_up_stale(self) -> None:
         """Completes the step of a backward pass that was broken off, so that no rank waits."""
         with self._lock:
             if self._end is not None and self._end() is not None:
@@ -399,9 +415,3 @@ def _write(targets: Sequence[Tensor | None], results: Sequence[Tensor | None]) -
     for target, result in zip(targets, results, strict=True):
         if target is not None and result is not None:
             target.copy_(result)
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    bound = method()
-    if bound is not None:
-        bound()

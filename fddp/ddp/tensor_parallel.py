@@ -8,6 +8,7 @@ in.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import Size, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,7 +32,8 @@ class _Splits:
     """How each parameter of each part of a module is split, by name."""
 
     def __init__(self) -> None:
-        self.of: dict[nn.Module, dict[str, _Split]] = {}
+        # Weak: the parts' own hooks lead here.
+        self.of: WeakKeyDictionary[nn.Module, dict[str, _Split]] = WeakKeyDictionary()
 
     def whole(self, part: nn.Module, name: str, own: Tensor) -> Tensor | None:
         split = self.of.get(part, {}).get(name)

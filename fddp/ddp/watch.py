@@ -7,6 +7,7 @@ tens of nanoseconds an entry, so that every forward can look.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import is_
 from typing import Literal
 
 from torch import Tensor
@@ -26,11 +27,13 @@ class Watch:
 
     Attributes:
         params: the trainable ones by name, as they were when they were last looked at in full.
+        latest: the same, in one dictionary that follows every look.
     """
 
     def __init__(self, module: Module, ignored: frozenset[str]) -> None:
         self._module = module
         self._ignored = ignored
+        self.latest: dict[str, Parameter] = {}
         self.look()
 
     def look(self) -> Mapping[str, Parameter]:
@@ -38,17 +41,20 @@ class Watch:
         modules = list(self._module.modules())
         self._tables = [m._parameters for m in modules]
         self._children = [m._modules for m in modules]
-        self._seen = self._identities()
+        self._seen = list(self._entries())  # kept alive, so that no other takes its identity
         every = managed(self._module, self._ignored)
         self._trainable = [param for param in every.values() if param.requires_grad]
         self._frozen = [param for param in every.values() if not param.requires_grad]
         self.params = {name: param for name, param in every.items() if param.requires_grad}
+        self.latest.clear()
+        self.latest.update(self.params)
         return self.params
 
     def change(self) -> Change:
         """What has happened since: "swapped" while `functional_call` has put tensors of its own in
         the parameters' places; parameters that were frozen since are no change."""
-        if self._identities() != self._seen:
+        entries = list(self._entries())
+        if len(entries) != len(self._seen) or not all(map(is_, entries, self._seen)):
             there = (entry for table in self._tables for entry in table.values())
             is_swapped = any(not isinstance(e, Parameter) for e in there if isinstance(e, Tensor))
             return "swapped" if is_swapped else "changed"
@@ -58,9 +64,6 @@ class Watch:
     def all_frozen(self) -> bool:
         """Whether no parameter requires a gradient for now."""
         return not any(param.requires_grad for param in self._trainable)
-
-    def _identities(self) -> list[int]:
-        return list(map(id, self._entries()))
 
     def _entries(self) -> Iterator[object]:
         for table in self._tables:

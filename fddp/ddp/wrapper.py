@@ -146,7 +146,7 @@ class DistributedDataParallel(Observed, Hooked):
         self._mixed: MixedPrecision | None = None
         self._delays = (arguments.delay_all_reduce_named_params, param_to_hook_all_reduce)
         self._attach()
-        if init_sync and not self._all_delayed:
+        if self._options.init_sync and not self._all_delayed:
             self._init_sync()
         if mixed_precision is not None:
             self._mixed = MixedPrecision(module, mixed_precision)
@@ -190,6 +190,7 @@ class DistributedDataParallel(Observed, Hooked):
         """What comes before the module's own forward."""
         self._recorder.forward_start_s = time.perf_counter()
         steps, syncs = self.steps, self._syncs
+        steps.give_up_stale()
         if not self._lazy_init_ran:
             self._lazy_init()
         if syncs:
@@ -308,6 +309,7 @@ class DistributedDataParallel(Observed, Hooked):
         return hook
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
+        self.steps.give_up_stale()
         transport = self.steps.engine.transport
         src = last_rank(transport, mine=is_last_joiner)
         if src is None:
@@ -365,7 +367,13 @@ class DistributedDataParallel(Observed, Hooked):
         """Goes on with another group; a collective call on its members."""
         if new_process_group is dist.GroupMember.NON_GROUP_MEMBER:
             return
-        self.process_group = new_process_group
+        hook = None if self._steps is None else self._steps.engine.hook
         if self._steps is not None:
             self._steps.close()
+        if self._delayed is not None:
+            self._delayed.close()
+        self.process_group = new_process_group
         self._steps = None
+        self._delayed = self._delay(*self._delays)
+        if hook is not None and self.steps.engine.hook is None:
+            self.steps.engine.set_hook(hook)

@@ -168,6 +168,10 @@ class HookedStep:
         return self._attached is not None and self._attached.hook.narrow
 
     @property
+    def _is_stateful(self) -> bool:
+        return self._attached is not None and self._attached.stateful
+
+    @property
     def _averages(self) -> bool:
         return self._scale.scaling == "average"
 
@@ -194,7 +198,9 @@ class HookedStep:
         own.copy_(result.view(own.shape))
         if self._averages and not self.is_raw:
             own /= self._program.schedule.topology.size(op.axes)
-        self._new_states[op.bucket] = state
+        # What overflowed on the way would stay in the state; the result shows it on every rank.
+        if not (self._is_stateful and not torch.isfinite(own).all()):
+            self._new_states[op.bucket] = state
 
     def _instead(self, error: Exception, own: Tensor) -> Future[tuple[Tensor, Any]]:
         """What stands for the result of a hook that raised: zeros, if all ranks will be told.

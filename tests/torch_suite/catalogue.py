@@ -41,9 +41,15 @@ class TorchTest(NamedTuple):
     commented_out: str | None  # source; torch keeps some tests in a string literal
 
     @property
-    def rpc_ranks(self) -> int:
-        """How many ranks use RPC."""
-        return self.world_size if self.module == _WITH_RPC else 0
+    def pool(self) -> str:
+        """Tests for which this is the same can run in the same processes, one after the other.
+
+        An RPC agent knows its number of ranks; references to wrappers on other ranks may outlive
+        the test that made them.
+        """
+        if self.module != _WITH_RPC:
+            return ""
+        return self.name if self.owner == "DdpUnderDistAutogradTest" else "RPC"
 
 
 def torch_tests() -> list[TorchTest]:
