@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -23,11 +24,15 @@ def at_end_of_backward(what: Any) -> None:
     Variable._execution_engine.queue_callback(what)  # type: ignore[attr-defined]
 
 
+_SEEDING = threading.Lock()  # ranks may be threads, which share torch's generator
+
+
 def model(rank: int) -> nn.Sequential:
-    torch.manual_seed(rank)
-    return nn.Sequential(
-        nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 1).double(), nn.Linear(1, 1)
-    ).requires_grad_(True)
+    with _SEEDING:
+        torch.manual_seed(rank)
+        return nn.Sequential(
+            nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 1).double(), nn.Linear(1, 1)
+        )
 
 
 def delayed_of(module: nn.Sequential, group: Any, at_end: Any = at_end_of_backward) -> Delayed:

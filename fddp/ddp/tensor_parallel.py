@@ -8,7 +8,6 @@ in.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
 
 from torch import Size, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +16,9 @@ from fddp.ddp.stand_ins import StandIns
 
 if TYPE_CHECKING:  # `torch.distributed.tensor` takes a second to import
     from torch.distributed.tensor.placement_types import Placement
+
+
+_SPLITS = "_fddp_splits"  # attribute of a part: how each of its parameters is split, by name
 
 
 class _Split(NamedTuple):
@@ -28,27 +30,22 @@ class _Split(NamedTuple):
     strides: tuple[int, ...]
 
 
-class _Splits:
-    """How each parameter of each part of a module is split, by name."""
+def _whole(part: nn.Module, name: str, own: Tensor) -> Tensor | None:
+    """The `DTensor` of a parameter that was made local. What it takes lies with the part, so that
+    copies of a module have it, too."""
+    split = part.__dict__.get(_SPLITS, {}).get(name)
+    if split is None:
+        return None
+    from torch.distributed.tensor import DTensor
 
-    def __init__(self) -> None:
-        # Weak: the parts' own hooks lead here.
-        self.of: WeakKeyDictionary[nn.Module, dict[str, _Split]] = WeakKeyDictionary()
-
-    def whole(self, part: nn.Module, name: str, own: Tensor) -> Tensor | None:
-        split = self.of.get(part, {}).get(name)
-        if split is None:
-            return None
-        from torch.distributed.tensor import DTensor
-
-        return DTensor.from_local(
-            own,
-            split.mesh,
-            split.placements,
-            run_check=False,
-            shape=split.shape,
-            stride=split.strides,
-        )
+    return DTensor.from_local(
+        own,
+        split.mesh,
+        split.placements,
+        run_check=False,
+        shape=split.shape,
+        stride=split.strides,
+    )
 
 
 def make_local_(module: nn.Module, mesh: DeviceMesh | None) -> None:
@@ -58,7 +55,6 @@ def make_local_(module: nn.Module, mesh: DeviceMesh | None) -> None:
         return
     from torch.distributed.tensor import DTensor
 
-    splits = _Splits()
     local: dict[Tensor, nn.Parameter] = {}  # a shared one stays shared
     for part in module.modules():
         for name, whole in part._parameters.items():
@@ -67,10 +63,10 @@ def make_local_(module: nn.Module, mesh: DeviceMesh | None) -> None:
                     own = whole.to_local().detach()
                     local[whole] = nn.Parameter(own, requires_grad=whole.requires_grad)
                 split = _Split(whole.device_mesh, whole.placements, whole.shape, whole.stride())
-                splits.of.setdefault(part, {})[name] = split
+                part.__dict__.setdefault(_SPLITS, {})[name] = split
                 part._parameters[name] = local[whole]
-    if splits.of:
-        StandIns(module, splits.whole, _always)
+    if local:
+        StandIns(module, _whole, _always)
 
 
 def _always() -> bool:
