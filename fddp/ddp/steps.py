@@ -139,8 +139,9 @@ class Steps:
     # Forward
 
     def begin_forward(self) -> None:
-        """A forward pass begins, outside of steps."""
-        self._wait_for_work()
+        """A forward pass begins; it may be a checkpoint's, within a backward pass."""
+        if torch._C._current_graph_task_id() < 0:
+            self._wait_for_work()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
