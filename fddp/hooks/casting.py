@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fddp.hooks.compressing import Compressed, Compressor
+from fddp.hooks.compressing import Compressed, Compressor, Stateless
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce, Bucket, BucketSpec
 from fddp.hooks.numbers import real, restored
 
 
 @dataclass(frozen=True)
-class Cast(Compressor[tuple[()]]):
+class Cast(Stateless):
     """Sums buckets in another dtype; complex numbers as pairs.
 
     Attributes:
@@ -34,9 +34,6 @@ class Cast(Compressor[tuple[()]]):
     @property
     def narrow(self) -> bool:
         return self.dtype is torch.float16
-
-    def init(self, spec: BucketSpec) -> tuple[()]:
-        return ()
 
     def compress(
         self, state: tuple[()], bucket: Bucket, all_reduce: AllReduce

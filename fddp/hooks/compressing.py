@@ -45,6 +45,13 @@ class Compressor(Hook[S]):
         return compressed.map(lambda end: (end.total, end.state))
 
 
+class Stateless(Compressor[tuple[()]]):
+    """A compressor that keeps nothing from step to step."""
+
+    def init(self, spec: BucketSpec) -> tuple[()]:
+        return ()
+
+
 class Remembered(TypedDict, Generic[S]):
     """State of error feedback.
 

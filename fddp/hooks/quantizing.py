@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fddp.hooks.compressing import Compressed, Compressor
+from fddp.hooks.compressing import Compressed, Compressor, Stateless
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce, Bucket, BucketSpec
 from fddp.hooks.numbers import joined_bytes, parted_bytes, real, restored, wide
 
 
 @dataclass(frozen=True)
-class Int8(Compressor[tuple[()]]):
+class Int8(Stateless):
     """Sends each value as one of 255 multiples of its block's scale.
 
     Attributes:
@@ -28,9 +28,6 @@ class Int8(Compressor[tuple[()]]):
     def __post_init__(self) -> None:
         if type(self.block) is not int or self.block < 1:
             raise ValueError(f"block must be an int of at least 1, got {self.block!r}")
-
-    def init(self, spec: BucketSpec) -> tuple[()]:
-        return ()
 
     def compress(
         self, state: tuple[()], bucket: Bucket, all_reduce: AllReduce

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fddp.hooks.compressing import Compressed, Compressor, Remembered, error_feedback
+from fddp.hooks.compressing import Compressed, Remembered, Stateless, error_feedback
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce, Bucket, BucketSpec, Hook
 from fddp.hooks.numbers import joined_bytes, parted_bytes, wide
 
 
 @dataclass(frozen=True)
-class TopK(Compressor[tuple[()]]):
+class TopK(Stateless):
     """Sends the values of largest magnitude in each bucket, and where they are.
 
     Attributes:
@@ -27,9 +27,6 @@ class TopK(Compressor[tuple[()]]):
     def __post_init__(self) -> None:
         if not 0.0 < self.fraction <= 1.0:
             raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction!r}")
-
-    def init(self, spec: BucketSpec) -> tuple[()]:
-        return ()
 
     def compress(
         self, state: tuple[()], bucket: Bucket, all_reduce: AllReduce
