@@ -17,6 +17,9 @@ from fddp.transports import Group, open_transport
 from fddp.transports.base import Transport
 from fddp.tree import flatten
 
+AT_ONCE_BYTES = 250 * 1024 * 1024
+"""How much a broadcast sends at once; as much memory is needed meanwhile."""
+
 
 def broadcast(
     tree: Any, src: int = 0, *, group: Group | None = None, timeout_s: float | None = None
@@ -51,16 +54,11 @@ def broadcast(
         except Exception as error:
             failure = error
         _check_alike(transport, details, src, failure)
-        results: list[Tensor | None] = [None] * len(leaves)
-        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for i, leaf in enumerate(leaves):
-            if leaf is not None:
-                groups.setdefault((leaf.dtype, leaf.device), []).append(i)
-        for members in groups.values():
-            tensors = [leaves[i].detach().resolve_conj().resolve_neg() for i in members]
-            for i, copy in zip(members, broadcast_together(transport, tensors, src), strict=True):
-                results[i] = copy
-        return treedef.unflatten(results)
+        tensors = [
+            leaf.detach().resolve_conj().resolve_neg() for leaf in leaves if leaf is not None
+        ]
+        copies = iter(broadcast_tensors(transport, tensors, src))
+        return treedef.unflatten([None if leaf is None else next(copies) for leaf in leaves])
 
 
 def _specs(paths: Sequence[str], leaves: Sequence[Any]) -> list[LeafSpec]:
@@ -95,8 +93,31 @@ def _check_alike(
         )
 
 
-def broadcast_together(transport: Transport, tensors: list[Tensor], src: int) -> list[Tensor]:
-    """Copies of rank `src`'s tensors, of one dtype and device, through one flat buffer."""
+def broadcast_tensors(transport: Transport, tensors: Sequence[Tensor], src: int) -> list[Tensor]:
+    """Copies of rank `src`'s tensors. Those of one dtype and device travel together."""
+    copies: dict[int, Tensor] = {}
+    for members in _batches(tensors):
+        together = _broadcast(transport, [tensors[i] for i in members], src)
+        copies.update(zip(members, together, strict=True))
+    return [copies[i] for i in range(len(tensors))]
+
+
+def _batches(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Positions of tensors that travel together: one dtype and device, and not too many bytes."""
+    batches: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for i, tensor in enumerate(tensors):
+        kind = (tensor.dtype, tensor.device)
+        if kind not in batches or sizes[kind] >= AT_ONCE_BYTES:
+            batches.setdefault(kind, []).append([])
+            sizes[kind] = 0
+        batches[kind][-1].append(i)
+        sizes[kind] += tensor.nbytes
+    return [batch for group in batches.values() for batch in group]
+
+
+def _broadcast(transport: Transport, tensors: list[Tensor], src: int) -> list[Tensor]:
+    """Copies of rank `src`'s tensors, through one flat buffer."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     transport.broadcast(flat, src).wait("the broadcast of a tree")
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fddp
 from fddp.hooks import AllReduce, Bucket, BucketSpec, Future, Hook
@@ -34,6 +35,17 @@ def grads(rank: int, step: int, dtype: torch.dtype = torch.float64) -> dict[str,
         name: rand(leaf.numel(), seed=1000 * step + 10 * rank + i, dtype=dtype).view(leaf.shape)
         for i, (name, leaf) in enumerate(params(dtype).items())
     }
+
+
+def late_loss(p: dict[str, Tensor], x: Tensor, again: bool) -> Tensor:
+    """Of leaves w0 to w3. With `again`, a re-entrant checkpoint uses w3 a second time, after its
+    bucket has left."""
+    x = x.clone().requires_grad_()
+    if again:
+        x = checkpoint(lambda h: torch.tanh(h @ p["w3"]), x, use_reentrant=True)
+    for leaf in p.values():
+        x = torch.tanh(x @ leaf)
+    return x.square().mean()
 
 
 def weight(rank: int, step: int) -> float:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
-from torch.utils.checkpoint import checkpoint
 
 import fddp
 from fddp.hooks import (
@@ -27,7 +26,17 @@ from fddp.hooks import (
     power_sgd,
     top_k,
 )
-from hook_models import SMALL, Halves, Same, grads, params, same_leaves, weight, weighted_sum
+from hook_models import (
+    SMALL,
+    Halves,
+    Same,
+    grads,
+    late_loss,
+    params,
+    same_leaves,
+    weight,
+    weighted_sum,
+)
 from models import batch, largest_difference, mean_gradients, mlp, mlp_loss, rand, same_bits
 from ranks import Launch
 
@@ -215,18 +224,10 @@ def test_late_gradients_travel_as_they_are() -> None:
     """A leaf that a re-entrant checkpoint uses again after its bucket has left."""
     own = {f"w{i}": rand(4, 4, seed=i) for i in range(4)}
 
-    def loss_fn(p: Any, x: Tensor, again: bool) -> Tensor:
-        x = x.clone().requires_grad_()
-        if again:
-            x = checkpoint(lambda h: torch.tanh(h @ p["w3"]), x, use_reentrant=True)
-        for leaf in p.values():
-            x = torch.tanh(x @ leaf)
-        return x.square().mean()
-
     def run(group: Any, hook: Hook[Any] | None) -> Any:
         caps = {"bucket_cap_mb": 0.0002, "first_bucket_mb": 0.0001}  # one leaf each
         with fddp.GradSync(own, group=group, hook=hook, **caps) as sync:
-            step = sync.value_and_grad(loss_fn, with_info=True)
+            step = sync.value_and_grad(late_loss, with_info=True)
             state, results = sync.init_state(), []
             for n in range(3):
                 x = batch(group.rank, n, width=4)

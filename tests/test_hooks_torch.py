@@ -20,7 +20,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     quantization_hooks,
 )
 from torch.futures import Future
-from torch.utils.checkpoint import checkpoint
 
 import fddp
 from fddp.hooks import (
@@ -33,7 +32,7 @@ from fddp.hooks import (
     chain,
     fp16_compress,
 )
-from hook_models import SMALL, grads, params
+from hook_models import SMALL, grads, late_loss, params
 from models import largest_difference, rand, same_bits
 from ranks import Launch, RankPool
 
@@ -403,19 +402,11 @@ def run_late(rank: int, world_size: int, dtype: torch.dtype) -> Any:
     """A leaf that a re-entrant checkpoint uses again after its bucket has left."""
     own = {f"w{i}": rand(4, 4, seed=i, dtype=dtype) for i in range(4)}
 
-    def loss_fn(p: Any, x: Tensor, again: bool) -> Tensor:
-        x = x.clone().requires_grad_()
-        if again:
-            x = checkpoint(lambda h: torch.tanh(h @ p["w3"]), x, use_reentrant=True)
-        for leaf in p.values():
-            x = torch.tanh(x @ leaf)
-        return x.square().mean()
-
     results: list[list[Any]] = []
     for hook in (None, TorchHook(None, default_hooks.allreduce_hook)):
         nbytes = dtype.itemsize * 16 / 2**20
         with fddp.GradSync(own, hook=hook, bucket_cap_mb=nbytes, first_bucket_mb=nbytes) as sync:
-            step = sync.value_and_grad(loss_fn, with_info=True)
+            step = sync.value_and_grad(late_loss, with_info=True)
             x = rand(4, 4, seed=rank, dtype=dtype)
             results.append([step(own, x, n == 1 and rank == 1)[1:] for n in range(3)])
     plain, hooked = ([grads for grads, _ in steps] for steps in results)

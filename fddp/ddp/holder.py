@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Module
 
+from fddp.collectives import AT_ONCE_BYTES
 from fddp.ddp.arguments import Options, managed
 from fddp.ddp.delayed import Delayed
 from fddp.ddp.logging_data import Facts, start_log
@@ -20,7 +21,6 @@ from fddp.ddp.mixed import wire_dtype
 from fddp.ddp.recorder import Recorder
 from fddp.ddp.reducer import Reducer
 from fddp.ddp.request import ModuleRequest
-from fddp.ddp.states import AT_ONCE_BYTES
 from fddp.ddp.steps import Steps, Switches
 from fddp.ddp.watch import Watch
 from fddp.errors import InternalError

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 
-import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn import Module
 
-from fddp.collectives import broadcast_together
+from fddp.collectives import broadcast_tensors
 from fddp.pack import storage_use_count
 from fddp.transports import Transport
-
-AT_ONCE_BYTES = 250 * 1024 * 1024
-"""How much travels at once; as much memory is needed meanwhile."""
 
 
 def broadcast_module(
@@ -68,26 +64,7 @@ def _replace(module: Module, buffer: Tensor, value: Tensor) -> None:
                 submodule._buffers[name] = value
 
 
-def _broadcast(transport: Transport, tensors: Sequence[Tensor], src: int) -> list[Tensor]:
+def _broadcast(transport: Transport, tensors: list[Tensor], src: int) -> list[Tensor]:
     """Rank `src`'s values; on that rank, the tensors themselves."""
-    values = list(tensors)
-    for members in _batches(tensors):
-        together = broadcast_together(transport, [tensors[i] for i in members], src)
-        if transport.rank != src:
-            for i, value in zip(members, together, strict=True):
-                values[i] = value
-    return values
-
-
-def _batches(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
-    """Positions of tensors that travel together: one dtype and device, and not too many bytes."""
-    batches: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    for i, tensor in enumerate(tensors):
-        kind = (tensor.dtype, tensor.device)
-        if kind not in batches or sizes[kind] >= AT_ONCE_BYTES:
-            batches.setdefault(kind, []).append([])
-            sizes[kind] = 0
-        batches[kind][-1].append(i)
-        sizes[kind] += tensor.nbytes
-    return [batch for group in batches.values() for batch in group]
+    values = broadcast_tensors(transport, tensors, src)
+    return tensors if transport.rank == src else values
