@@ -9,6 +9,9 @@ the next begins.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
@@ -18,10 +21,15 @@ from fddp.pack import storage_use_count
 _KEPT = 2
 
 
-class BufferPool:
-    """Buffers by bucket."""
+#: makes memory of so many elements, of this dtype, on this device
+Allocate: TypeAlias = Callable[[int, torch.dtype, torch.device], Tensor]
 
-    def __init__(self) -> None:
+
+class BufferPool:
+    """Buffers by bucket, in memory that `allocate` makes."""
+
+    def __init__(self, allocate: Allocate) -> None:
+        self._allocate = allocate
         self._lent: dict[int, list[Tensor]] = {}
 
     def acquire(self, bucket: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -31,7 +39,7 @@ class BufferPool:
             fits = buffer.dtype == dtype and buffer.device == device and buffer.numel() == numel
             if fits and storage_use_count(buffer) == 1:
                 return lent.pop(position)
-        return torch.empty(numel, dtype=dtype, device=device)
+        return self._allocate(numel, dtype, device)
 
     def lend(self, bucket: int, buffer: Tensor) -> None:
         """Takes note of a buffer whose views have been handed out."""

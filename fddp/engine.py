@@ -74,7 +74,7 @@ class Engine:
         self.step = 0
         self.last_failed = False
         self._idle: frozenset[int] = frozenset()
-        self._pool = BufferPool()
+        self._pool = BufferPool(self.transport.empty)
         self._scale = WeightScale(self.transport.world_size, scaling=schedule.scaling)
         self._round: Round | None = None
         self._closed_by = ""  # why no further step may start

@@ -359,11 +359,15 @@ class Session:
         if op.kind == "all_reduce":
             if op.when == "again":
                 self._hook.discard(op.bucket)
-            work = transport.all_reduce(own, axes=op.axes, average=average, stamp=stamp)
+            work = transport.all_reduce(
+                own, axes=op.axes, average=average, stamp=stamp, soon=self._ended
+            )
         elif op.kind == "reduce_scatter":
-            work = transport.reduce_scatter(own, axes=op.axes, average=average, stamp=stamp)
+            work = transport.reduce_scatter(
+                own, axes=op.axes, average=average, stamp=stamp, soon=self._ended
+            )
         else:
-            work = transport.all_gather_in_place(own, axes=op.axes, stamp=stamp)
+            work = transport.all_gather_in_place(own, axes=op.axes, stamp=stamp, soon=self._ended)
         state.work = self._works[position] = work
 
     def _add(self, position: int, op: Op) -> None:
@@ -397,7 +401,7 @@ class Session:
         )
         device = self.setting.transport.control_device
         self._control = torch.from_numpy(encode(layout, word)).to(device)
-        self._works[position] = self.setting.transport.all_reduce(self._control)
+        self._works[position] = self.setting.transport.all_reduce(self._control, soon=True)
         self.log.append((self.contributions.arrived(), Action("control")))
 
     def _order(self) -> tuple[int, ...]:

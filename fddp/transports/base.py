@@ -148,6 +148,7 @@ class Transport(ABC):
         axes: tuple[str, ...] = (),
         average: bool = False,
         stamp: bool = False,
+        soon: bool = False,
     ) -> Work:
         """Start replacing `tensor` by its sum over ranks, in place.
 
@@ -157,9 +158,13 @@ class Transport(ABC):
             axes: the ranks: () for all, else the group along axes that `divide` was given.
             average: divide the sum by the number of these ranks; for floating and complex dtypes.
             stamp: record when it finished, see `Work.done_s`.
+            soon: whether the caller is about to wait, so that the work may be left to that; other
+                ranks may be held up until it does.
         """
         ranks = self._ranks("all_reduce", axes)
-        return self._launch(Operation("all_reduce", tensor, ranks, average=average, stamp=stamp))
+        return self._launch(
+            Operation("all_reduce", tensor, ranks, average=average, stamp=stamp, soon=soon)
+        )
 
     def reduce_scatter(
         self,
@@ -168,6 +173,7 @@ class Transport(ABC):
         axes: tuple[str, ...] = (),
         average: bool = False,
         stamp: bool = False,
+        soon: bool = False,
     ) -> Work:
         """Start replacing this rank's own chunk of `buffer` by its sum over ranks, in place.
 
@@ -178,27 +184,34 @@ class Transport(ABC):
             buffer: as for `all_reduce`, and of one dimension, its length a multiple of the number
                 of ranks that take part.
             axes: as for `all_reduce`.
-            average: as for `all_reduce`.
-            stamp: record when it finished, see `Work.done_s`.
+            average, stamp, soon: as for `all_reduce`.
         """
         ranks = self._ranks("reduce_scatter", axes)
         return self._launch(
-            Operation("reduce_scatter", buffer, ranks, average=average, stamp=stamp)
+            Operation("reduce_scatter", buffer, ranks, average=average, stamp=stamp, soon=soon)
         )
 
     def all_gather_in_place(
-        self, buffer: Tensor, *, axes: tuple[str, ...] = (), stamp: bool = False
+        self,
+        buffer: Tensor,
+        *,
+        axes: tuple[str, ...] = (),
+        stamp: bool = False,
+        soon: bool = False,
     ) -> Work:
         """Start filling `buffer` with every rank's own chunk of it; see `reduce_scatter`.
 
         Args:
             buffer: as for `reduce_scatter`, of any dtype; this rank's own chunk is read, the
                 others are written.
-            axes: as for `all_reduce`.
-            stamp: record when it finished, see `Work.done_s`.
+            axes, stamp, soon: as for `all_reduce`.
         """
         ranks = self._ranks("all_gather", axes)
-        return self._launch(Operation("all_gather", buffer, ranks, stamp=stamp))
+        return self._launch(Operation("all_gather", buffer, ranks, stamp=stamp, soon=soon))
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of shape `(numel,)` where operations are fastest; contents are undefined."""
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def all_gather(self, tensor: Tensor, *, stamp: bool = False) -> Work:
         """Start collecting every rank's `tensor`; `work.results[r]` is a copy of rank r's.

@@ -40,6 +40,7 @@ class Operation(NamedTuple):
     src: int = 0  # broadcast only: rank in the transport
     average: bool = False  # sums only: divide by the number of `ranks`
     stamp: bool = False
+    soon: bool = False  # the caller is about to wait for it
 
     @property
     def chunks(self) -> tuple[Tensor, ...]:
