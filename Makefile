@@ -9,11 +9,13 @@ TORCH := torch==2.13.0
 # From the index, because a fresh machine may have neither.
 BUILD_TOOLS := scikit-build-core cmake ninja
 
+BENCH := build/bench
+
 TOOLS := $(VENV)/.tools
 INSTALLED := $(VENV)/.installed
-NATIVE := pyproject.toml $(wildcard fddp/csrc/*)
+NATIVE := pyproject.toml $(wildcard fddp/csrc/* fddp/csrc/*/*)
 
-.PHONY: test demo lint bench clean
+.PHONY: test demo lint bench bench-gpu sanitize clean
 
 test: lint
 	$(RUN) -m pytest
@@ -26,10 +28,35 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Some ten minutes; a table of all figures that have a bound comes last.
 bench: $(INSTALLED)
-	$(RUN) -m fddp.bench
+	mkdir -p $(BENCH)
+	rm -f $(BENCH)/*.json
+	$(RUN) -m fddp.bench.transports --json $(BENCH)/transports.json
+	$(RUN) -m fddp bench --rounds 7 --json $(BENCH)/steps.json
+	$(RUN) -m fddp bench --ranks 4 --rounds 5 --models mlp small --json $(BENCH)/crowded.json
+	$(RUN) -m fddp.bench.memory --models mlp --json $(BENCH)/memory.json
+	$(RUN) -m fddp.bench.leaves --json $(BENCH)/leaves.json
+	$(RUN) -m fddp.bench.packing --json $(BENCH)/packing.json
 	$(RUN) -m fddp.bench.alone
 	$(RUN) -m fddp.bench.simulated
+	$(RUN) -m fddp.bench.figures $(addprefix $(BENCH)/,$(addsuffix .json,transports steps crowded memory leaves packing))
+
+bench-gpu: $(INSTALLED)
+	$(RUN) -m fddp.bench.gpu
+
+# The shared-memory core alone, without torch: some five minutes. What a sanitizer finds is an error.
+SANITIZED := build/sanitize
+STRESS := tests/native/shm_stress.cpp $(wildcard fddp/csrc/shm/*.cpp)
+STRICTLY := -std=c++20 -O1 -g -Wall -Wextra -Werror -ffp-contract=off -pthread -DFDDP_NO_CLONES
+sanitize:
+	mkdir -p $(SANITIZED)
+	$(CXX) $(STRICTLY) -fsanitize=thread $(STRESS) -o $(SANITIZED)/threads
+	$(CXX) $(STRICTLY) -fsanitize=address,undefined -fno-sanitize-recover=all $(STRESS) -o $(SANITIZED)/processes
+	TSAN_OPTIONS=halt_on_error=1 $(SANITIZED)/threads threads 3 100000 1
+	$(SANITIZED)/processes processes 3 100000 1
+	$(SANITIZED)/processes processes 4 100000 2
+	$(SANITIZED)/processes kill 3 30 1
 
 clean:
 	rm -rf $(VENV) build dist

@@ -27,6 +27,7 @@ from fddp.errors import TransformError as TransformError
 from fddp.errors import TreeMismatchError as TreeMismatchError
 from fddp.errors import UnevenError as UnevenError
 from fddp.errors import WeightError as WeightError
+from fddp.functionalize import functionalize as functionalize
 from fddp.info import SyncInfo as SyncInfo
 from fddp.measuring import measure_cost as measure_cost
 from fddp.plan import Bucket as Bucket

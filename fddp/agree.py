@@ -32,6 +32,7 @@ _WAY_OUT = {
     "hook": "pass the same hook, with the same parameters, on every rank",
     "rebuild": "pass the same options of bucket caps on every rank",
     "skips_unused": "pass the same skip_all_reduce_unused_params on every rank",
+    "deterministic": "pass the same deterministic on every rank",
 }
 
 
@@ -64,6 +65,7 @@ class Terms:
         hook: the communication hook, if any.
         skips_unused: whether buckets that no rank used in one step are left out of the next, until
             a rank uses them.
+        deterministic: whether sums have the one association that follows from the topology.
     """
 
     plan: BucketPlan
@@ -76,6 +78,7 @@ class Terms:
     rebuild: Rebuild | None
     hook: Hook[Any] | None = None
     skips_unused: bool = False
+    deterministic: bool = False
 
     def rebuilt(self, plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
         """The plan for a measured order of gradients."""
@@ -93,7 +96,11 @@ class Terms:
         if self.schedule is not None:
             return self.schedule
         return make_schedule(
-            plan, self.topology, algorithm=self.algorithm, reduce_dtype=self.reduce_dtype
+            plan,
+            self.topology,
+            algorithm=self.algorithm,
+            reduce_dtype=self.reduce_dtype,
+            deterministic=self.deterministic,
         )
 
     def summary(self) -> dict[str, object]:
@@ -110,6 +117,7 @@ class Terms:
             "hook": _hook_name(self.hook),
             "rebuild": None if self.rebuild is None else str(self.rebuild),
             "skips_unused": self.skips_unused,
+            "deterministic": self.deterministic,
             "leaves": hashlib.sha256(leaves.encode()).hexdigest(),
             "plan": self.plan.shared_digest,
         }

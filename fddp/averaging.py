@@ -202,8 +202,14 @@ def average(
 
 def _mean(sync: GradSync, tree: Any, weight: float) -> Any:
     _check_whole(sync, tree)
-    # Leaves of integers have no mean, and stay.
-    return tree_map(lambda own, mean: mean, tree, sync(tree, weight=weight))
+    # Parameters live on, and a process that is forked off may read them: what processes share is no
+    # memory for them. Leaves of integers have no mean, and stay.
+    shared = sync.transport.startswith("shm")
+    return tree_map(
+        lambda own, mean: mean.clone() if shared and mean is not own else mean,
+        tree,
+        sync(tree, weight=weight),
+    )
 
 
 def _check_whole(sync: GradSync, tree: Any) -> None:

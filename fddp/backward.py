@@ -37,9 +37,9 @@ def backward(loss: Tensor, view: GraphView, leaves: Sequence[Tensor]) -> None:
         view: what the graph behind it shows.
         leaves: the call's leaves, in the order of `view.used`.
     """
-    served = [leaf for leaf, used in zip(leaves, view.used, strict=True) if used]
     options: dict[str, Any] = {}
     if view.foreign and not view.whole:
+        served = [leaf for leaf, used in zip(leaves, view.used, strict=True) if used]
         if not served:
             return
         options["inputs"] = served

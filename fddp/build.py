@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, get_args
 
 from fddp.leafspec import ITEM_BYTES
 from fddp.plan import BucketPlan
+from fddp.ride import with_riding_word
 from fddp.schedule import (
     CONTROL_REGION,
     RETAINED_DTYPES,
@@ -53,13 +54,16 @@ def make_schedule(
     scaling: Scaling = "before",
     reduce_dtype: str | None = None,
     split_mb: float | None = None,
+    deterministic: bool = False,
+    ride: bool = True,
 ) -> Schedule:
     """The schedule that takes the plan's buckets to their mean over all ranks of the topology.
 
     Dense buckets are packed in plan order, each when it is full, and the chain of collectives of
     one overlaps with those of the next: while its second collective runs, the next bucket's first
-    one does. The control word follows the first collective of the last bucket; then come the
-    repairs, should the control word ask for any, and the sparse buckets, whose gradients
+    one does. The control word rides in the tail of the last bucket's all-reduce where it can (see
+    `fddp.ride.with_riding_word`); else it follows the first collective of the last bucket. Then
+    come the repairs, should the control word ask for any, and the sparse buckets, whose gradients
     (embeddings, as a rule) arrive last anyway.
 
     Args:
@@ -75,10 +79,18 @@ def make_schedule(
             "float64"); None reduces each bucket in its own dtype.
         split_mb: MiB at which the buffer of a bucket, or of a single large leaf, is cut into
             pieces that travel one after the other; None cuts none.
+        deterministic: whether sums have the one association that follows from the topology, so that
+            the bits of the mean depend on nothing else: neither on buckets nor on the algorithm,
+            the transport or the order of arrival. All-reduces become reduce-scatters, which add up
+            in rank order within the innermost axis and then across, and all-gathers; 16-bit buckets
+            are reduced in float32 (or `reduce_dtype`); every bucket's contributions are kept until
+            the control word is in, and one that was late is reduced again as a whole.
+        ride: whether the control word may ride; without, it always has a collective of its own.
 
     Raises:
         ValueError: an unknown algorithm, scaling or reduce_dtype, a split_mb that is not above 0,
-            "hierarchical" with a single axis, or sparse buckets that are to be sharded.
+            "hierarchical" with a single axis, sparse buckets that are to be sharded, or
+            deterministic sums that are averaged on the way, or of nothing.
 
     Example:
         >>> from fddp.plan import LeafSpec, plan_leaves
@@ -90,12 +102,15 @@ def make_schedule(
          ('all_reduce', 'host'), ('all_gather', 'local'), ('unpack',)]
     """
     _check(plan, topology, algorithm, scaling, reduce_dtype, split_mb)
+    if deterministic:
+        _check_deterministic(algorithm, scaling)
+        reduce_dtype = reduce_dtype or "float32"
     if algorithm == "all_gather":
         return make_gather(
             make_schedule(plan, topology, algorithm="reduce_scatter", split_mb=split_mb)
         )
     wire_dtypes = tuple(_wire_dtype(bucket.dtype, reduce_dtype) for bucket in plan.buckets)
-    chain = _chain(algorithm, topology)
+    chain = _ordered_chain(algorithm, topology) if deterministic else _chain(algorithm, topology)
     divisor = topology.size({a for stage in chain.stages for a in stage.shard} | {*chain.last})
     pieces = {
         b: _cut(b, bucket.numel, divisor, ITEM_BYTES[wire_dtypes[b]], split_mb)
@@ -105,10 +120,13 @@ def make_schedule(
     builder = _Builder(plan, topology, chain, pieces)
     builder.append_chains()
     for b in pieces:
-        builder.append_repair(b, again=wire_dtypes[b] in RETAINED_DTYPES)
+        builder.append_repair(b, again=deterministic or wire_dtypes[b] in RETAINED_DTYPES)
     builder.append_gathers()
     builder.append_unpacks()
-    return Schedule(plan, topology, builder.ops, wire_dtypes, scaling, _RESULTS[algorithm])
+    schedule = Schedule(
+        plan, topology, builder.ops, wire_dtypes, scaling, _RESULTS[algorithm], deterministic
+    )
+    return with_riding_word(schedule) if ride else schedule
 
 
 def make_gather(schedule: Schedule) -> Schedule:
@@ -181,6 +199,16 @@ def _check(
         )
 
 
+def _check_deterministic(algorithm: str, scaling: str) -> None:
+    if algorithm == "all_gather":
+        raise ValueError("'all_gather' sums nothing; leave deterministic out")
+    if scaling == "average":
+        raise ValueError(
+            "an average along each axis rounds otherwise than one along all; give scaling='before' "
+            "or 'after' with deterministic=True"
+        )
+
+
 def _chain(algorithm: Algorithm, topology: Topology) -> _Chain:
     axes = tuple(name for name, size in topology.axes if size > 1)
     inward = tuple(reversed(axes))
@@ -194,6 +222,22 @@ def _chain(algorithm: Algorithm, topology: Topology) -> _Chain:
         return _Chain((), (*scatter, across, *reversed(gather)), ())
     stages = [_Stage("reduce_scatter", (a,), inward[:i]) for i, a in enumerate(inward)]
     return _Chain((), tuple(stages), inward)
+
+
+def _ordered_chain(algorithm: Algorithm, topology: Topology) -> _Chain:
+    """The same with a reduce-scatter and an all-gather in place of each all-reduce: the sum of a
+    reduce-scatter has an order."""
+    free = _chain(algorithm, topology)
+    stages: list[_Stage] = []
+    for kind, axes, shard in free.stages:
+        if kind == "all_reduce":
+            stages += [
+                _Stage("reduce_scatter", axes, shard),
+                _Stage("all_gather", axes, (*shard, *axes)),
+            ]
+        else:
+            stages.append(_Stage(kind, axes, shard))
+    return free._replace(stages=tuple(stages))
 
 
 class _Piece(NamedTuple):

@@ -20,6 +20,9 @@ from fddp.tree import flatten
 AT_ONCE_BYTES = 250 * 1024 * 1024
 """How much a broadcast sends at once; as much memory is needed meanwhile."""
 
+# The same where values are written over those that are there.
+_WRITTEN_AT_ONCE_BYTES = 32 * 1024 * 1024
+
 
 def broadcast(
     tree: Any, src: int = 0, *, group: Group | None = None, timeout_s: float | None = None
@@ -96,19 +99,31 @@ def _check_alike(
 def broadcast_tensors(transport: Transport, tensors: Sequence[Tensor], src: int) -> list[Tensor]:
     """Copies of rank `src`'s tensors. Those of one dtype and device travel together."""
     copies: dict[int, Tensor] = {}
-    for members in _batches(tensors):
+    for members in _batches(tensors, AT_ONCE_BYTES):
         together = _broadcast(transport, [tensors[i] for i in members], src)
         copies.update(zip(members, together, strict=True))
     return [copies[i] for i in range(len(tensors))]
 
 
-def _batches(tensors: Sequence[Tensor]) -> list[list[int]]:
+def broadcast_(transport: Transport, tensors: Sequence[Tensor], src: int) -> None:
+    """Writes rank `src`'s tensors into those of all ranks, some at a time."""
+    for members in _batches(tensors, _WRITTEN_AT_ONCE_BYTES):
+        flat = torch.cat([tensors[i].reshape(-1) for i in members])
+        transport.broadcast(flat, src).wait("the broadcast of a module")
+        if transport.rank == src:
+            continue
+        parts = torch.split(flat, [tensors[i].numel() for i in members])
+        for i, part in zip(members, parts, strict=True):
+            tensors[i].copy_(part.view(tensors[i].shape))
+
+
+def _batches(tensors: Sequence[Tensor], most_bytes: int) -> list[list[int]]:
     """Positions of tensors that travel together: one dtype and device, and not too many bytes."""
     batches: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for i, tensor in enumerate(tensors):
         kind = (tensor.dtype, tensor.device)
-        if kind not in batches or sizes[kind] >= AT_ONCE_BYTES:
+        if kind not in batches or sizes[kind] >= most_bytes:
             batches.setdefault(kind, []).append([])
             sizes[kind] = 0
         batches[kind][-1].append(i)

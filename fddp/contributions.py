@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fddp.buffers import BufferPool
 from fddp.expect import Arrivals, expected_counts
 from fddp.layout import Layout
 from fddp.leaves import Arriving, Visible, eager_slot
@@ -57,6 +58,10 @@ class Contributions:
     def pack_chunk_(self, chunk: Chunk, buffer: Tensor) -> bool:
         """Writes this rank's own shards where they belong; as `pack_`."""
         return pack_(buffer, chunk.layout, [None] * len(chunk.parts), 0.0)
+
+    def memory(self, bucket: int, pool: BufferPool) -> Tensor | None:
+        """The bucket's memory, where gradients lie in it already; None where it is to be new."""
+        return None
 
     def used(self, program: Program) -> list[bool]:
         """For each reduced leaf, whether there is a gradient."""
@@ -143,6 +148,11 @@ class BackwardContributions(Contributions):
             there is only what is accumulated.
         accumulated: gradients of earlier micro-batches.
         idle: buckets that are left out; any gradient for one is late.
+        lie_in: whether a buffer's slices are the gradients of leaves that are numbered among the
+            differentiated ones, and may be reduced where they lie; None if they never are.
+
+    Attributes:
+        in_place: the buckets whose gradients are reduced where they lie.
     """
 
     def __init__(
@@ -152,6 +162,7 @@ class BackwardContributions(Contributions):
         weight: float,
         accumulated: Accumulated | None,
         idle: Collection[int] = (),
+        lie_in: Callable[[Sequence[int], Tensor, Any], bool] | None = None,
     ) -> None:
         self.weight = weight + (accumulated.weight if accumulated else 0.0)
         self.expected: tuple[int, ...] = ()
@@ -161,6 +172,8 @@ class BackwardContributions(Contributions):
         self._leaf_set: Arriving | None = None  # from `arm` on
         self._accumulated = accumulated
         self._idle = idle
+        self._lie_in = lie_in
+        self.in_place: list[int] = []
 
     def arm(
         self,
@@ -219,20 +232,24 @@ class BackwardContributions(Contributions):
         return [*self._taken(bucket), *self._earlier(bucket)]
 
     def pack_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> bool:
-        packing = self._program.packing[bucket]
-        if self._leaf_set is None or not packing.early:
+        if self._leaf_set is None or not buffer.is_cpu:
             return super().pack_(bucket, buffer, layout, scale)
-        finite = self._leaf_set.finite(bucket)
-        for grads, weight in self._taken(bucket):
-            factor = scale.before(weight)
-            together = [grads[p] for p in packing.together]
-            finite &= pack_(buffer, packing.layout, together, factor)
-            for position, slot in packing.early:
-                if not self._leaf_set.written(self._program.member_numbers[bucket][position]):
-                    finite &= pack_(buffer, slot, [grads[position]], factor)
+        keep = bucket in self._program.schedule.retained
+        packing, factor = self._program.packing[bucket].native, scale.before(self._own_weight)
+        finite = self._leaf_set.pack(bucket, buffer, packing, keep, factor)
         for sums, weight in self._earlier(bucket):
             finite &= pack_add_(buffer, layout, sums, scale.before(weight))
         return finite
+
+    def memory(self, bucket: int, pool: BufferPool) -> Tensor | None:
+        if self._lie_in is None or bucket in self._program.schedule.retained:
+            return None
+        lie_in, leaves = self._lie_in, self._program.member_numbers[bucket]
+        layout, numel = self._program.layouts[bucket].native, self._program.buffer_numels[bucket]
+        memory = pool.take_back(bucket, lambda b: len(b) == numel and lie_in(leaves, b, layout))
+        if memory is not None:
+            self.in_place.append(bucket)
+        return memory
 
     def pack_late_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> bool:
         return _pack_parts_(buffer, layout, self._taken(bucket), scale)
@@ -251,6 +268,8 @@ class BackwardContributions(Contributions):
         return [Part([self._accumulated.sums[i] for i in members], 1.0)]
 
     def used(self, program: Program) -> list[bool]:
+        if self._leaf_set and not self._accumulated and program.reduced == program.differentiated:
+            return self._leaf_set.used()
         used = [False] * len(program.plan.leaves)
         if self._leaf_set:
             for leaf, flag in zip(program.differentiated, self._leaf_set.used(), strict=True):
@@ -261,9 +280,11 @@ class BackwardContributions(Contributions):
     def late(self, program: Program) -> list[bool]:
         if self._leaf_set is None:
             return super().late(program)
-        late, used = self._leaf_set.late(), self._leaf_set.used()
-        for bucket in self._idle:
-            late[bucket] = any(used[k] for k in program.member_numbers[bucket])
+        late = self._leaf_set.late()
+        if self._idle:
+            used = self._leaf_set.used()
+            for bucket in self._idle:
+                late[bucket] = any(used[k] for k in program.member_numbers[bucket])
         return late
 
     def order(self, program: Program) -> Sequence[int]:

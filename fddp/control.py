@@ -1,22 +1,55 @@
-"""The control word: one small vector, summed over ranks beside the last bucket of every step.
+"""The control word: one small vector, summed over ranks with the last bucket of every step.
 
 From its sums every rank learns the same facts in the same step: which leaves were used anywhere,
 which buckets received a gradient after they were launched, how many ranks took part and with what
 weight, who has more input, whether a contribution was not finite, and whether a rank failed. No
 flag of the caller's and no further collective is needed for any of them.
 
-The fields are float64, in which counts of ranks and sums of token counts are exact.
+[Note: limbs]
+Where the word travels in the tail of a float32 bucket, or its sum must not depend on the order in
+which ranks are added up, numbers are cut into limbs: digits of so few bits that the sum of all
+ranks' is an integer that the format holds exactly. An integer takes a few of them. A weight is a
+fixed-point number over all that a float64 can be, so that its sum is exact, too, and is rounded
+once, when it is read.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-_SCALARS = ("fingerprint", "active", "weight", "weight_squared", "has_next", "nonfinite", "failed")
+Format = Literal["float32", "float64"]
+"""What the elements of a word can be."""
+
+MOST_RANKS = 2**16
+"""That a word of float32 is for: with more, a limb would have so few bits that weights took
+thousands of them."""
+
+MOST_LEAVES = 2**24
+"""Of which float32 holds the order."""
+
+_SIGNIFICANT_BITS: dict[Format, int] = {"float32": 24, "float64": 53}
+_KEPT_WEIGHTS = 64
+_FINGERPRINT_BITS = 32
+_LOWEST_EXPONENT = -1074  # of a float64; bit 0 of a weight
+_UNITS_IN_ONE = 1 << -_LOWEST_EXPONENT
+_WEIGHT_BITS = 1024 - _LOWEST_EXPONENT + 1  # one above the largest: infinity
+
+
+def limb_bits(fmt: Format, world_size: int) -> int:
+    """How many bits a limb may have for the sum of all ranks' to be exact.
+
+    Example:
+        >>> limb_bits("float32", 2), limb_bits("float32", 64), limb_bits("float64", 5)
+        (23, 18, 50)
+    """
+    return _SIGNIFICANT_BITS[fmt] - (world_size - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -27,16 +60,51 @@ class ControlLayout:
         leaves: number of reduced leaves.
         buckets: number of buckets.
         with_order: whether rank 0's ready order rides along (until a plan has been rebuilt by it).
+        format: what the elements are.
+        limb_bits: bits of a limb; 0 where fingerprint and weights are one element each, in which
+            float64 holds sums of token counts. See [Note: limbs].
+
+    Example:
+        >>> ControlLayout(leaves=2, buckets=1).size
+        10
+        >>> ControlLayout(leaves=2, buckets=1, format="float32", limb_bits=23).size
+        193
     """
 
     leaves: int
     buckets: int
     with_order: bool = False
+    format: Format = "float64"
+    limb_bits: int = 0
 
     @property
     def size(self) -> int:
-        """Number of float64 elements."""
-        return len(_SCALARS) + self.buckets + self.leaves * (2 if self.with_order else 1)
+        """Number of elements."""
+        return int(self.fields["order"].stop)
+
+    @cached_property
+    def fields(self) -> dict[str, slice]:
+        """Where each field lies."""
+        lengths = {
+            "fingerprint": self._limbs(_FINGERPRINT_BITS),
+            "active": 1,
+            "weight": self._limbs(_WEIGHT_BITS),
+            "weight_squared": self._limbs(_WEIGHT_BITS),
+            "has_next": 1,
+            "nonfinite": 1,
+            "failed": 1,
+            "late": self.buckets,
+            "used": self.leaves,
+            "order": self.leaves if self.with_order else 0,
+        }
+        fields, start = {}, 0
+        for name, length in lengths.items():
+            fields[name] = slice(start, start + length)
+            start += length
+        return fields
+
+    def _limbs(self, bits: int) -> int:
+        return -(-bits // self.limb_bits) if self.limb_bits else 1
 
 
 @dataclass(frozen=True)
@@ -98,8 +166,8 @@ class ControlReport:
         return tuple(count > 0 for count in self.users)
 
 
-def encode(layout: ControlLayout, word: ControlWord) -> npt.NDArray[np.float64]:
-    """One rank's summand, shape `(layout.size,)`, float64.
+def encode(layout: ControlLayout, word: ControlWord) -> npt.NDArray[np.floating[Any]]:
+    """One rank's summand, shape `(layout.size,)`, in the layout's format.
 
     Example:
         >>> layout = ControlLayout(leaves=2, buckets=1)
@@ -107,55 +175,109 @@ def encode(layout: ControlLayout, word: ControlWord) -> npt.NDArray[np.float64]:
         >>> encode(layout, word)
         array([7., 1., 3., 9., 1., 0., 0., 0., 1., 0.])
     """
-    vector = np.zeros(layout.size, dtype=np.float64)
-    vector[: len(_SCALARS)] = (
-        word.fingerprint,
-        word.weight > 0.0,
-        word.weight,
-        word.weight * word.weight,
-        word.has_next,
-        word.nonfinite,
-        word.failed,
-    )
-    start = len(_SCALARS)
-    vector[start : start + layout.buckets] = word.late
-    start += layout.buckets
-    vector[start : start + layout.leaves] = word.used
+    vector = np.zeros(layout.size, dtype=layout.format)
+    fields, bits = layout.fields, layout.limb_bits
+    if bits:
+        prints = fields["fingerprint"]
+        vector[prints] = _limbs_of(word.fingerprint, bits, prints.stop)
+        weights = ("weight", word.weight), ("weight_squared", word.weight * word.weight)
+        for name, value in weights:
+            lowest, limbs = _fixed_limbs(value, bits)
+            first = fields[name].start + lowest
+            vector[first : first + len(limbs)] = limbs
+    else:
+        vector[fields["fingerprint"].start] = word.fingerprint
+        vector[fields["weight"].start] = word.weight
+        vector[fields["weight_squared"].start] = word.weight * word.weight
+    vector[fields["active"].start] = word.weight > 0.0
+    start = fields["has_next"].start
+    vector[start : start + 3] = word.has_next, word.nonfinite, word.failed
+    vector[fields["late"]] = word.late
+    vector[fields["used"]] = word.used
     if layout.with_order and len(word.order):
         # Positions count from one: zero says that the leaf was not seen.
-        seats = start + layout.leaves + np.asarray(word.order)
+        seats = fields["order"].start + np.asarray(word.order)
         vector[seats] = np.arange(1, len(word.order) + 1)
     return vector
 
 
 def decode(
-    layout: ControlLayout, total: npt.NDArray[np.float64], *, fingerprint: int, world_size: int
+    layout: ControlLayout,
+    total: npt.NDArray[np.floating[Any]],
+    *,
+    fingerprint: int,
+    world_size: int,
 ) -> ControlReport:
     """Reads the sum over ranks.
 
     Args:
         layout: the layout that all ranks encoded with.
-        total: the summed vector, shape `(layout.size,)`, float64.
+        total: the summed vector, shape `(layout.size,)`, in the layout's format.
         fingerprint: this rank's own; every rank notices when one differs, because the sum then
             is not `world_size` times its own.
         world_size: number of ranks in the sum.
     """
-    scalars = dict(zip(_SCALARS, total[: len(_SCALARS)].tolist(), strict=True))
-    start = len(_SCALARS)
-    late = total[start : start + layout.buckets]
-    start += layout.buckets
-    used = total[start : start + layout.leaves]
-    seats = total[start + layout.leaves :]
-    order = np.argsort(seats, kind="stable")[np.count_nonzero(seats == 0.0) :]
+    fields, bits = layout.fields, layout.limb_bits
+    own = _limbs_of(fingerprint, bits or _FINGERPRINT_BITS, fields["fingerprint"].stop)
+    weight, squared = total[fields["weight"]], total[fields["weight_squared"]]
+    has_next, nonfinite, failed = total[fields["has_next"].start :][:3].tolist()
+    order: Sequence[int] = ()
+    if layout.with_order:
+        seats = total[fields["order"]]
+        order = np.argsort(seats, kind="stable")[np.count_nonzero(seats == 0.0) :].tolist()
     return ControlReport(
-        agreed=scalars["fingerprint"] == float(fingerprint) * world_size,
-        active=int(scalars["active"]),
-        total_weight=scalars["weight"],
-        total_squared=scalars["weight_squared"],
-        has_next=int(scalars["has_next"]),
-        nonfinite=int(scalars["nonfinite"]),
-        failed=int(scalars["failed"]),
-        users=tuple(used.astype(np.int64).tolist()),
-        late=tuple(np.flatnonzero(late).tolist()),
-        order=tuple(order.tolist()),
+        agreed=total[fields["fingerprint"]].tolist() == [limb * world_size for limb in own],
+        active=int(total[fields["active"].start]),
+        total_weight=_read(layout, weight),
+        total_squared=_read(layout, squared),
+        has_next=int(has_next),
+        nonfinite=int(nonfinite),
+        failed=int(failed),
+        users=tuple(total[fields["used"]].astype(np.int64).tolist()),
+        late=tuple(total[fields["late"]].nonzero()[0].tolist()),
+        order=tuple(order),
     )
+
+
+def _limbs_of(number: int, bits: int, count: int) -> list[int]:
+    """The limbs of an integer that is not below 0, the lowest first."""
+    mask = (1 << bits) - 1
+    return [(number >> shift) & mask for shift in range(0, bits * count, bits)]
+
+
+# Most steps have the weights of the step before: what was worked out for these is kept.
+@lru_cache(maxsize=_KEPT_WEIGHTS)
+def _fixed_limbs(value: float, bits: int) -> tuple[int, tuple[int, ...]]:
+    """A weight from 0 to infinity as a fixed-point number: the limbs that may differ from 0, and
+    the position of the first of them."""
+    if value == math.inf:
+        number, lowest = 1, _WEIGHT_BITS - 1
+    else:
+        number, divisor = value.as_integer_ratio()
+        lowest = -_LOWEST_EXPONENT - divisor.bit_length() + 1
+        if divisor == 1:  # large ones are shortened to their significant bits
+            excess = max(0, number.bit_length() - _SIGNIFICANT_BITS["float64"])
+            number, lowest = number >> excess, lowest + excess
+    limb, shift = divmod(lowest, bits)
+    number <<= shift
+    return limb, tuple(_limbs_of(number, bits, -(-number.bit_length() // bits)))
+
+
+def _read(layout: ControlLayout, field: npt.NDArray[np.floating[Any]]) -> float:
+    """A weight."""
+    if not layout.limb_bits:
+        return float(field[0])
+    return _read_fixed(field.tobytes(), layout.format, layout.limb_bits)
+
+
+@lru_cache(maxsize=_KEPT_WEIGHTS)
+def _read_fixed(sums: bytes, fmt: Format, bits: int) -> float:
+    """The number that the limbs' sums amount to, rounded once."""
+    number, limbs = 0, np.frombuffer(sums, dtype=fmt)
+    positions = limbs.nonzero()[0]
+    for position, limb in zip(positions.tolist(), limbs[positions].tolist(), strict=True):
+        number += int(limb) << (bits * position)
+    try:
+        return number / _UNITS_IN_ONE  # of integers, which rounds once
+    except OverflowError:
+        return math.inf

@@ -13,6 +13,7 @@ from fddp.buffers import BufferPool
 from fddp.build import make_gather
 from fddp.check import check_schedule
 from fddp.control import ControlReport
+from fddp.donating import donate
 from fddp.errors import (
     ClosedError,
     InternalError,
@@ -26,7 +27,8 @@ from fddp.hooks.hook import Hook
 from fddp.inputs import outside_transforms
 from fddp.plan import BucketPlan
 from fddp.program import Program, make_program
-from fddp.request import Asking
+from fddp.request import Asking, hook_problem, usable_transport
+from fddp.ride import with_own_word
 from fddp.scaling import WeightScale
 from fddp.schedule import Schedule
 from fddp.session import Outcome, Session, Setting
@@ -51,6 +53,8 @@ class Engine:
         step: number of the next synchronisation.
         hook: the communication hook in force, if there is one.
         attached: the same with what it reduces.
+        schedule: what was agreed on; the program's differs from it where a hook takes the place of
+            the all-reduce in which the control word would ride.
         hook_states: its state by bucket, carried on from step to step since `set_hook`; None where
             callers hand it in.
         last_failed: whether the last synchronisation ended with an error, on all ranks.
@@ -58,7 +62,9 @@ class Engine:
 
     def __init__(self, request: Asking) -> None:
         self._groups: list[tuple[str, ...]] = []  # those that the transport has opened
-        self.transport = open_transport(request.span.group, "auto", request.usable_timeout_s)
+        self.transport = open_transport(
+            request.span.group, usable_transport(request), request.usable_timeout_s
+        )
         self.attached: Attached | None = None
         self.hook_states: tuple[Any, ...] | None = None
         try:
@@ -195,13 +201,15 @@ class Engine:
         to step; a collective call.
 
         Raises:
-            ValueError: the schedule has no place for it.
+            ValueError: the schedule has no place for it, or is deterministic.
             PlanMismatchError: ranks passed different hooks.
         """
         agree_on_hook(self.transport, hook)
+        if hook is not None and self.schedule.deterministic:
+            raise ValueError(hook_problem(hook))
         attached = None if hook is None else Attached.of(hook, self.program)
         self.hook = hook
-        self._install(self.program.schedule, with_order=self.program.control.with_order)
+        self._install(self.schedule, with_order=self.program.control.with_order)
         self.hook_states = None if attached is None else attached.init_states(self.program)
 
     def shut(self, reason: str) -> None:
@@ -209,6 +217,10 @@ class Engine:
         self._pool.clear()
         self.transport.close()
         self._closed_by = self._closed_by or reason
+
+    def donate(self, grads: Any) -> None:
+        """Takes a tree of results back; see `GradSync.donate`."""
+        donate(self.program, self._pool, grads)
 
     def fail_step(self, error: BaseException) -> None:
         """Takes part in the next synchronisation only to say what went wrong; raises it."""
@@ -264,6 +276,9 @@ class Engine:
 
     def _install(self, schedule: Schedule, *, with_order: bool) -> None:
         """Proves what is about to be carried out, and opens the groups that it needs."""
+        self.schedule = schedule
+        if self.hook is not None:
+            schedule = with_own_word(schedule)
         check_schedule(schedule)
         gather = make_gather(schedule) if schedule.result == "sharded_mean" else None
         if gather is not None:

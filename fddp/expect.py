@@ -43,6 +43,11 @@ def expected_counts(
     """
     if previous is None:
         return [1] * len(visible) if opaque else [int(v) for v in visible]
+    if visible == previous.visible:  # the usual step, in which nothing is to be weighed
+        if opaque:
+            return list(previous.counts)
+        if 0 not in previous.counts:
+            return list(map(int, visible))
     seen = zip(visible, previous.visible, previous.counts, strict=True)
     if opaque:
         # A leaf that has just come into view can't have shown a count before.

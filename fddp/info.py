@@ -40,6 +40,7 @@ class SyncInfo:
         all_finite: whether every contribution and the result are free of NaN and infinity.
         repaired: buckets that were reduced a second time.
         transport: name of the transport.
+        transport_reason: why it is this one.
         timeline: when each bucket was ready, launched and done on this rank.
         trace: what the runtime did on this rank; empty for `sync(grads)`.
     """
@@ -54,5 +55,6 @@ class SyncInfo:
     all_finite: bool
     repaired: tuple[int, ...]
     transport: str
+    transport_reason: str
     timeline: StepTimes
     trace: Trace

@@ -31,7 +31,7 @@ def matched_leaves(
     Raises:
         TreeMismatchError: other paths, shapes or dtypes, or a leaf that is no tensor.
     """
-    leaves, treedef = flatten(tree)
+    leaves, treedef = program.trees.flatten(tree)
     check_paths(treedef, program.paths, what)
     position = program.leaf_types.first_misfit(leaves, differentiable)
     if position >= 0:

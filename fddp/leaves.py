@@ -34,6 +34,10 @@ class Members(Protocol):
     """For each bucket, its leaves; opaque to Python."""
 
 
+class NativePacking(Protocol):
+    """How one bucket's leaves get into its buffer; opaque to Python."""
+
+
 class EagerSlot(Protocol):
     """Where a large leaf's gradient is packed as soon as it arrives; opaque to Python."""
 
@@ -72,6 +76,12 @@ class Arriving(Protocol):
 
     def take(self, bucket: int, keep: bool) -> list[Tensor | None]:
         """Hands over a bucket's gradients; what arrives from now on is late."""
+
+    def pack(
+        self, bucket: int, buffer: Tensor, packing: NativePacking, keep: bool, scale: float
+    ) -> bool:
+        """As `take`, and packs all of them that are not there already, times `scale`, into the
+        bucket's memory on the CPU; whether all of its gradients are finite."""
 
     def written(self, leaf: int) -> bool:
         """Whether the leaf's gradient was packed on arrival."""
@@ -119,6 +129,10 @@ class ParamSet(Arriving, Protocol):
 
     def forget_use(self) -> None:
         """Makes `used` tell of gradients from now on."""
+
+    def lie_in(self, leaves: Sequence[int], buffer: Tensor, layout: Any) -> bool:
+        """Whether a buffer's slices, by a compiled layout, are the gradients of these leaves, as
+        far as they have any, and nothing else refers to its memory."""
 
     def put(self, results: Sequence[Tensor | None], replace: bool) -> None:
         """Makes results the gradients: written into the tensors that were there before the step,
@@ -168,6 +182,15 @@ def eager_slot(leaf: int, buffer: Tensor, layout: Layout, scale: float) -> Eager
 def members(leaves: Sequence[Sequence[int]]) -> Members:
     """Bucket members in compiled form."""
     return cast(Members, ext.load().BucketMembers(leaves))
+
+
+def packing(
+    together: Sequence[int], layout: Layout, early: Sequence[tuple[int, Layout]]
+) -> NativePacking:
+    """Compiled form of which positions of a bucket are packed together, and where, and of where
+    each of the others lies."""
+    slots = [(position, slot.native) for position, slot in early]
+    return cast(NativePacking, ext.load().BucketPacking(together, layout.native, slots))
 
 
 def leaf_types(specs: Sequence[LeafSpec]) -> LeafTypes:

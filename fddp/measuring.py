@@ -20,7 +20,7 @@ from fddp.cost import CollectiveKind, Sample
 from fddp.errors import PlanMismatchError
 from fddp.meshes import Mesh, span_of
 from fddp.topology import Topology
-from fddp.transports import Group, Transport, Work, open_transport
+from fddp.transports import Group, Transport, TransportName, Work, open_transport
 
 DEFAULT_SIZES_BYTES = tuple(2**power for power in range(10, 26, 3))  # 1 KiB to 32 MiB
 
@@ -39,6 +39,7 @@ def measure_cost(
     sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES,
     repeats: int = _REPEATS,
     device: torch.device | str | None = None,
+    transport: TransportName = "auto",
     timeout_s: float | None = None,
 ) -> tuple[Sample, ...]: ...
 
@@ -51,6 +52,7 @@ def measure_cost(
     sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES,
     repeats: int = _REPEATS,
     device: torch.device | str | None = None,
+    transport: TransportName = "auto",
     timeout_s: float | None = None,
 ) -> dict[str, tuple[Sample, ...]]: ...
 
@@ -62,6 +64,7 @@ def measure_cost(
     sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES,
     repeats: int = _REPEATS,
     device: torch.device | str | None = None,
+    transport: TransportName = "auto",
     timeout_s: float | None = None,
 ) -> tuple[Sample, ...] | dict[str, tuple[Sample, ...]]:
     """Time collectives over a group; every rank calls this, and gets the same samples.
@@ -76,7 +79,7 @@ def measure_cost(
             can share evenly.
         repeats: samples of each kind and size.
         device: where the buffers live; None for "cpu" where the group serves it.
-        timeout_s: as for `GradSync`.
+        transport, timeout_s: as for `GradSync`.
 
     Returns:
         Samples of all-reduces, idle and busy. With `mesh`, such a tuple by name of axis; on more
@@ -101,12 +104,12 @@ def measure_cost(
     span = span_of(group, mesh)
     if span.problem is not None:
         raise span.problem
-    with open_transport(span.group, timeout_s=timeout_s) as transport:
-        if transport.world_size < 2:
+    with open_transport(span.group, transport, timeout_s) as opened:
+        if opened.world_size < 2:
             raise ValueError("a group of one rank has nothing to measure; it needs at least 2")
-        topology = span.topology or Topology(world=transport.world_size)
+        topology = span.topology or Topology(world=opened.world_size)
         by_axis = measure_axes(
-            transport, topology, sizes_bytes=sizes_bytes, repeats=repeats, device=device
+            opened, topology, sizes_bytes=sizes_bytes, repeats=repeats, device=device
         )
     return by_axis if span.topology is not None else by_axis["world"]
 
@@ -207,7 +210,8 @@ def _time_s(link: _Link, probe: _Probe) -> float:
     """Seconds that one of several collectives in flight takes."""
     numel = probe.numel(link.ranks)
     burst = max(1, min(_BURST, _BURST_BYTES // (numel * _ITEM_BYTES)))
-    buffers = torch.zeros(burst, numel, device=link.device).unbind(0)
+    memory = link.transport.empty(burst * numel, torch.float32, link.device).zero_()
+    buffers = memory.view(burst, numel).unbind(0)
     matrix = torch.ones(_SIDE, _SIDE, device=link.device)
     what = f"measuring {probe.kind} of {numel * _ITEM_BYTES} bytes along {link.axis}"
     # So that all ranks begin together.

@@ -30,6 +30,7 @@ def make_info(session: Session, outcome: Outcome, backward_s: tuple[float, float
         all_finite=stats.finite and report.nonfinite == 0,
         repaired=tuple(action.bucket for _, action in session.log if action.kind == "repair"),
         transport=setting.transport.name,
+        transport_reason=setting.transport.reason,
         timeline=StepTimes(_bucket_times(session, end_s), *backward_s, end_s, _leaves_s(session)),
         trace=_trace(session),
     )
@@ -60,14 +61,15 @@ def _leaves_s(session: Session) -> tuple[float, ...]:
 
 
 def _bucket_times(session: Session, end_s: float) -> tuple[BucketTimes, ...]:
-    return tuple(_times(b, state, end_s) for b, state in enumerate(session.buckets))
+    numels = session.setting.program.schedule.buffer_numels  # without the control word's tail
+    return tuple(_times(b, state, numels[b], end_s) for b, state in enumerate(session.buckets))
 
 
-def _times(bucket: int, state: BucketState, end_s: float) -> BucketTimes:
+def _times(bucket: int, state: BucketState, numel: int, end_s: float) -> BucketTimes:
     """Sparse buckets travel after the end of backward and have no stamps of their own."""
     last = state.work or state.hooked
     done_s = last.done_s if last is not None else None
-    held = 0 if state.buffer is None else state.buffer.nbytes
+    held = 0 if state.buffer is None else numel * state.buffer.element_size()
     return BucketTimes(
         bucket=bucket,
         nbytes=held if state.hooked is None else state.hooked.nbytes,

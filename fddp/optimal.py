@@ -31,7 +31,7 @@ from fddp.build import Algorithm, make_schedule
 from fddp.cost import FloatArray
 from fddp.leafspec import ITEM_BYTES, LeafSpec
 from fddp.plan import Bucket, BucketPlan, assign_buckets, plan_leaves
-from fddp.schedule import COLLECTIVES
+from fddp.schedule import Schedule, meets
 from fddp.simulate import Cost, ReadyTimes, collective_time_s, group_model, ready_seconds, simulate
 from fddp.topology import Topology
 
@@ -51,12 +51,19 @@ class Target(NamedTuple):
     Attributes:
         cost: the model of the links, or one for each axis.
         topology: the ranks.
-        algorithm: of the schedule, as in `make_schedule`.
+        algorithm, deterministic: of the schedule, as in `make_schedule`.
     """
 
     cost: Cost
     topology: Topology
     algorithm: Algorithm = "all_reduce"
+    deterministic: bool = False
+
+    def schedule_of(self, plan: BucketPlan) -> Schedule:
+        """The schedule that would be carried out."""
+        return make_schedule(
+            plan, self.topology, algorithm=self.algorithm, deterministic=self.deterministic
+        )
 
 
 class _Channel(NamedTuple):
@@ -112,7 +119,7 @@ def optimal_plan(
     order = sorted(offered, key=lambda leaf: times_s[leaf])
 
     def step_s(plan: BucketPlan) -> float:
-        schedule = make_schedule(plan, target.topology, algorithm=target.algorithm)
+        schedule = target.schedule_of(plan)
         return simulate(schedule, target.cost, times_s).step_s
 
     return min(_candidates(leaves, offered, order, times_s, target), key=step_s)
@@ -125,7 +132,7 @@ def _candidates(
     times_s: FloatArray,
     target: Target,
 ) -> Iterator[BucketPlan]:
-    channels = _channels(target)
+    channels = _channels(target, leaves[order[-1]].dtype if len(order) else "float32")
     for channel in channels:
         classes = _classes(leaves, order, times_s, channel.overlap)
         for ends in _splits(classes, channel, leaves, order):
@@ -138,27 +145,31 @@ def _candidates(
             yield plan_leaves(leaves, order=order, caps_bytes=(max(1, total_bytes >> halvings),))
 
 
-def _channels(target: Target) -> list[_Channel]:
-    """What may limit a bucket: each group on its way, and its whole way."""
+def _channels(target: Target, dtype: str) -> list[_Channel]:
+    """What may limit a bucket: each group on its way, and its whole way; of buckets like the last,
+    in whose tail the control word may ride."""
     elements = 2**40  # that is divisible by most groups, so that padding does not matter
-    leaf = LeafSpec("", (elements,), "float32")
+    leaf = LeafSpec("", (elements,), dtype)
     plan = plan_leaves([leaf], order=[0], caps_bytes=[1])
-    schedule = make_schedule(plan, target.topology, algorithm=target.algorithm)
+    schedule = target.schedule_of(plan)
     models = {axes: group_model(target.cost, target.topology, axes) for axes in schedule.groups}
     slot_s = 0.0
     ways: dict[tuple[str, ...], _Channel] = {}
-    for op in schedule.ops:
-        if op.kind not in COLLECTIVES or op.when != "always":
+    for position, op in enumerate(schedule.ops):
+        if not meets(op) or op.when != "always":
             continue
         model, ranks = models[op.axes], target.topology.size(op.axes)
         if op.kind == "control":
             slot_s = model.time_s("control", 8.0, ranks) - model.time_s("control", 0.0, ranks)
             continue
-        empty = op._replace(region=op.region._replace(start=0, stop=0))
+        alone = op._replace(deps=())  # not the carrier, whose time includes the word's
+        empty = alone._replace(region=op.region._replace(start=0, stop=0))
         bucket_s = collective_time_s(schedule, empty, model)
-        byte_s = (collective_time_s(schedule, op, model) - bucket_s) / leaf.nbytes
+        byte_s = (collective_time_s(schedule, alone, model) - bucket_s) / leaf.nbytes
         way = ways.get(op.axes, _Channel(0.0, 0.0, 0.0, model.overlap))
         ways[op.axes] = way._replace(bucket_s=way.bucket_s + bucket_s, byte_s=way.byte_s + byte_s)
+        if position == schedule.carrier:
+            slot_s = byte_s * ITEM_BYTES[dtype]
     whole = _Channel(
         sum(way.bucket_s for way in ways.values()),
         sum(way.byte_s for way in ways.values()),

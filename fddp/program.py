@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from fddp.control import ControlLayout
+from fddp.known_trees import KnownTrees
 from fddp.layout import Layout
-from fddp.leaves import LeafTypes, Members, leaf_types, members
+from fddp.leaves import LeafTypes, Members, NativePacking, leaf_types, members, packing
 from fddp.plan import BucketPlan
+from fddp.ride import control_layout
 from fddp.schedule import Op, Region, Schedule, chunk
 from fddp.shards import ShardMap
 
@@ -33,11 +36,16 @@ class Packing:
     layout: Layout
     early: tuple[tuple[int, Layout], ...]
 
+    @cached_property
+    def native(self) -> NativePacking:
+        """The same, compiled."""
+        return packing(self.together, self.layout, self.early)
+
     @classmethod
-    def of(cls, plan: BucketPlan, bucket: int, layout: Layout, *, eager: bool) -> Packing:
-        """Decides by size; `eager` is whether the bucket may be packed before it is full."""
+    def of(cls, plan: BucketPlan, bucket: int, layout: Layout, *, eager_bytes: float) -> Packing:
+        """Decides by size: leaves of so many bytes are packed as they arrive."""
         leaves = [plan.leaves[i] for i in plan.buckets[bucket].leaves]
-        large = [eager and leaf.nbytes >= _EAGER_BYTES for leaf in leaves]
+        large = [leaf.nbytes >= eager_bytes for leaf in leaves]
         together = tuple(p for p, is_large in enumerate(large) if not is_large)
         early = tuple((p, layout.part((p,))) for p, is_large in enumerate(large) if is_large)
         return cls(together, layout.part(together), early)
@@ -90,9 +98,17 @@ class Program:
         return {leaf: k for k, leaf in enumerate(self.reduced)}
 
     @cached_property
-    def control_position(self) -> int:
-        """Where the control word is in the schedule."""
-        return next(i for i, op in enumerate(self.schedule.ops) if op.kind == "control")
+    def word_position(self) -> int:
+        """Position of the operation that brings the control word's sum."""
+        return max(self.schedule.control, self.schedule.carrier)
+
+    @cached_property
+    def buffer_numels(self) -> tuple[int, ...]:
+        """Elements of each bucket's buffer, with the tail in which the control word rides."""
+        numels = list(self.schedule.buffer_numels)
+        if self.schedule.carrier >= 0:
+            numels[self.schedule.ops[self.schedule.carrier].bucket] += self.control.size
+        return tuple(numels)
 
     @cached_property
     def member_numbers(self) -> tuple[tuple[int, ...], ...]:
@@ -103,6 +119,11 @@ class Program:
     def members(self) -> Members:
         """The same, compiled."""
         return members(self.member_numbers)
+
+    @cached_property
+    def trees(self) -> KnownTrees:
+        """Takes apart what callers hand in, step by step."""
+        return KnownTrees()
 
     @cached_property
     def leaf_types(self) -> LeafTypes:
@@ -149,9 +170,14 @@ def make_program(schedule: Schedule, rank: int, *, with_order: bool) -> Program:
         layouts=layouts,
         reduced=reduced,
         differentiated=tuple(i for i, leaf in enumerate(plan.leaves) if leaf.reducible),
-        control=ControlLayout(len(reduced), len(plan.buckets), with_order),
+        control=control_layout(schedule, with_order=with_order),
         packing=tuple(
-            Packing.of(plan, b, layout, eager=_may_be_eager(plan, schedule, b))
+            Packing.of(
+                plan,
+                b,
+                layout,
+                eager_bytes=_eager_bytes(plan, schedule, b, all_early=with_order),
+            )
             for b, layout in enumerate(layouts)
         ),
         places=places,
@@ -177,7 +203,14 @@ def _own(
     return chunk(region.start, region.stop, [places[axis] for axis in shard])
 
 
-def _may_be_eager(plan: BucketPlan, schedule: Schedule, bucket: int) -> bool:
-    """On accelerators many copies in one launch are faster; kept contributions can't be let go."""
+def _eager_bytes(plan: BucketPlan, schedule: Schedule, bucket: int, *, all_early: bool) -> float:
+    """From which size on a bucket's leaves are packed as they arrive."""
     spec = plan.buckets[bucket]
-    return spec.device in ("cpu", "meta") and not spec.sparse and bucket not in schedule.retained
+    may_be = spec.device in ("cpu", "meta") and not spec.sparse and bucket not in schedule.retained
+    if not may_be:
+        # On accelerators many copies in one launch are faster; kept contributions can't be let go.
+        return math.inf
+    # Small gradients that wait pin the memory of large ones that came and went between them. A plan
+    # that is about to be rebuilt may be a single bucket, in which all would wait.
+    nbytes = [plan.leaves[leaf].nbytes for leaf in spec.leaves]
+    return 0 if all_early or sum(nbytes) >= _EAGER_BYTES * len(nbytes) else _EAGER_BYTES

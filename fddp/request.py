@@ -16,7 +16,7 @@ from fddp.plan import BucketPlan
 from fddp.planning import plan_buckets
 from fddp.schedule import Schedule
 from fddp.topology import Topology
-from fddp.transports import Transport, TransportName
+from fddp.transports import LoopbackGroup, Transport, TransportName
 
 Reduction = Literal["all_reduce", "hierarchical", "reduce_scatter"]
 
@@ -33,11 +33,21 @@ class Asking(Protocol):
         """The axes of the ranks."""
 
     @property
+    def transport(self) -> TransportName:
+        """Name of the transport."""
+
+    @property
     def usable_timeout_s(self) -> float | None:
         """The timeout, if a transport can be opened with it."""
 
     def terms(self, transport: Transport) -> Terms:
         """What ranks must have in common; raises what is wrong with it on this rank."""
+
+
+def usable_transport(asking: Asking) -> TransportName:
+    """The transport that is asked for; "auto" if none of its group can have this name."""
+    loopback = isinstance(asking.span.group, LoopbackGroup)
+    return asking.transport if asking.transport in ("shm", "c10d") and not loopback else "auto"
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,7 @@ class Request:
     transport: TransportName
     timeout_s: float | None
     hook: Hook[Any] | None
+    deterministic: bool = False
 
     @property
     def usable_timeout_s(self) -> float | None:
@@ -101,6 +112,13 @@ class Request:
                 f"fddp.hooks.TorchHook(state, hook) makes one of a hook for torch's "
                 f"DistributedDataParallel"
             )
+        if not isinstance(self.deterministic, bool):
+            raise TypeError(f"deterministic must be True or False, got {self.deterministic!r}")
+        is_deterministic = self.deterministic or (
+            isinstance(self.source, Schedule) and self.source.deterministic
+        )
+        if is_deterministic and self.hook is not None:
+            raise ValueError(hook_problem(self.hook))
         if self.span.problem is not None:
             raise self.span.problem
         plan = self._plan()
@@ -118,6 +136,7 @@ class Request:
             schedule=self.source if isinstance(self.source, Schedule) else None,
             rebuild=Rebuild(plan.caps_bytes) if rebuilds else None,
             hook=self.hook,
+            deterministic=is_deterministic,
         )
 
     def _plan(self) -> BucketPlan:
@@ -160,6 +179,11 @@ class Request:
         return topology
 
     def _schedule_topology(self, schedule: Schedule, world_size: int) -> Topology:
+        if self.deterministic and not schedule.deterministic:
+            raise ValueError(
+                "a schedule that is passed in is carried out as it is, and this one is not "
+                "deterministic; give deterministic=True to make_schedule instead"
+            )
         if (self.algorithm, self.reduce_dtype) != ("all_reduce", None):
             raise ValueError(
                 "a schedule that is passed in is carried out as it is; give algorithm and "
@@ -178,6 +202,14 @@ class Request:
                 + "; make a schedule for the group's topology"
             )
         return topology
+
+
+def hook_problem(hook: Hook[Any]) -> str:
+    """Why a hook can't be had where sums are deterministic."""
+    return (
+        f"{hook.name} decides itself how it sums, so that deterministic=True can't hold; leave one "
+        f"of the two out"
+    )
 
 
 def _dtype_name(dtype: torch.dtype | None) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fddp.buffers import BufferPool
 from fddp.contributions import Contributions, ShardContributions
 from fddp.layout import Stats
 from fddp.pack import pack_, scale_, slices, unpack_
@@ -29,13 +30,17 @@ class Results:
         program: knows where each leaf lies.
         with_stats: whether norm and finiteness are wanted.
         devices: where leaves live.
+        pool: memory for results that are not left in their bucket's.
     """
 
-    def __init__(self, program: Program, with_stats: bool, devices: Devices) -> None:
+    def __init__(
+        self, program: Program, with_stats: bool, devices: Devices, pool: BufferPool | None = None
+    ) -> None:
         self.leaves: list[Tensor | None] = [None] * len(program.plan.leaves)
         self._program = program
         self._with_stats = with_stats
         self._devices = devices
+        self._pool = pool or BufferPool(_new_memory)
         self._parts: dict[int, list[Tensor]] = {}  # by operation: this rank's shards
         self._stats = Stats(0.0, True)
 
@@ -50,7 +55,7 @@ class Results:
         if chunk is None:
             stats = self._take_whole(bucket, buffer, after)
         else:
-            self._parts[position], stats = self._own_parts(chunk, buffer, after)
+            self._parts[position], stats = self._own_parts(position, chunk, buffer, after)
         self._note(stats)
 
     def put_sparse(self, leaf: int, gathered: Tensor) -> None:
@@ -88,23 +93,33 @@ class Results:
                 stats = scale_(buffer[: layout.numel], after, stats=self._with_stats)
             results = slices(buffer, layout)
         else:
-            results = slices(torch.empty(layout.numel, dtype=dtype, device=buffer.device), layout)
+            memory = self._pool.acquire(("cast", bucket), layout.numel, dtype, buffer.device)
+            self._pool.lend(("cast", bucket), memory)
+            results = slices(memory, layout)
             stats = unpack_(results, layout, buffer, after, stats=self._with_stats)
         leaves = self._program.plan.buckets[bucket].leaves
         for leaf, result in zip(leaves, results, strict=True):
             self.leaves[leaf] = result
         return stats
 
-    def _own_parts(self, chunk: Chunk, buffer: Tensor, after: float) -> tuple[list[Tensor], Stats]:
+    def _own_parts(
+        self, position: int, chunk: Chunk, buffer: Tensor, after: float
+    ) -> tuple[list[Tensor], Stats]:
         """In memory of their own, so that the bucket is let go of."""
         dtype = getattr(torch, self._program.plan.buckets[chunk.bucket].dtype)
-        memory = torch.empty(chunk.own_layout.numel, dtype=dtype, device=buffer.device)
+        numel, key = chunk.own_layout.numel, ("shard", position)
+        memory = self._pool.acquire(key, numel, dtype, buffer.device)
+        self._pool.lend(key, memory)
         parts = slices(memory, chunk.own_layout)
         return parts, unpack_(parts, chunk.layout, buffer, after, stats=self._with_stats)
 
     def _note(self, stats: Stats) -> None:
         sq_norm, finite = self._stats
         self._stats = Stats(sq_norm + stats.sq_norm, finite and stats.finite)
+
+
+def _new_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def shards_of(program: Program, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:

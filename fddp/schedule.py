@@ -9,6 +9,13 @@ An operation works on elements [start, stop) of one of a bucket's buffers. Where
 each rank works on its own chunk: the region is cut into as many equal chunks as the first of these
 axes has places, a rank's is that of its place, and the next axis cuts that chunk again. A
 reduce-scatter leaves each rank its chunk; an all-gather along the last sharding axis joins them.
+
+[Note: the word rides]
+The control word is summed by a collective of its own, or it rides: a rank writes it behind the
+last element of a bucket's buffer, and the bucket's last all-reduce, the carrier, sums both. The
+first is an operation along all axes with the bucket -1. The second names the bucket and no axes,
+for the rank does it alone; the carrier depends on it, and what acts on the word depends on the
+carrier.
 """
 
 from __future__ import annotations
@@ -31,7 +38,7 @@ Buffer = Literal["bucket", "repair", "control"]
 Scaling = Literal["before", "after", "average"]
 Result = Literal["replicated_mean", "sharded_mean", "replicated"]
 
-#: kinds in which ranks meet
+#: kinds in which ranks meet; but see `rides`
 COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "control", "gather"})
 
 # Formats whose sums are scaled so tightly that a surprise in the weights can't be corrected after
@@ -65,8 +72,10 @@ class Op(NamedTuple):
     Attributes:
         kind: "pack" contributions (or own shards) into a region; "all_reduce", "reduce_scatter" or
             "all_gather" it along `axes`; "add" the repair's region to the bucket's; reduce the
-            "control" word; "gather" a sparse bucket's indices and values; "unpack" results.
-        bucket: the bucket's index; -1 for the control word.
+            "control" word, or write it where it rides; "gather" a sparse bucket's indices and
+            values; "unpack" results.
+        bucket: the bucket's index; -1 for a control word that does not ride, see
+            [Note: the word rides].
         axes: the axes of a collective, in the topology's order; () for what a rank does alone.
         region: what it works on, before the operation.
         deps: positions of operations that must have finished.
@@ -80,6 +89,16 @@ class Op(NamedTuple):
     region: Region
     deps: tuple[int, ...]
     when: When = "always"
+
+
+def rides(op: Op) -> bool:
+    """Whether an operation is a control word that rides; see [Note: the word rides]."""
+    return op.kind == "control" and op.bucket >= 0
+
+
+def meets(op: Op) -> bool:
+    """Whether ranks meet in an operation."""
+    return op.kind in COLLECTIVES and not rides(op)
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,6 +117,8 @@ class Schedule:
             DistributedDataParallel, "after" it, or in the collective's own "average".
         result: the postcondition. "replicated_mean" leaves the mean of all ranks on each,
             "sharded_mean" a shard of it, "replicated" everyone's shards.
+        deterministic: whether sums have the one association that follows from the topology, in
+            float32 or wider, so that the bits depend on neither plan, algorithm nor transport.
 
     Raises:
         ValueError: a field is not of its type.
@@ -117,6 +138,7 @@ class Schedule:
     wire_dtypes: tuple[str, ...]
     scaling: Scaling = "before"
     result: Result = "replicated_mean"
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         for name, kind in (("plan", BucketPlan), ("topology", Topology), ("ops", tuple)):
@@ -140,6 +162,8 @@ class Schedule:
                     f"{name} must be one of {', '.join(get_args(choice))}, "
                     f"got {getattr(self, name)!r}"
                 )
+        if not isinstance(self.deterministic, bool):
+            raise ValueError(f"deterministic must be True or False, got {self.deterministic!r}")
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -147,7 +171,7 @@ class Schedule:
     def __reduce__(self) -> tuple[type[Schedule], tuple[object, ...]]:
         # Pickles leave the cached properties behind, and are judged when they are read.
         fields = (self.plan, self.topology, self.ops, self.wire_dtypes, self.scaling, self.result)
-        return type(self), fields
+        return type(self), (*fields, self.deterministic)
 
     @cached_property
     def sequence(self) -> tuple[int, ...]:
@@ -172,7 +196,26 @@ class Schedule:
     @cached_property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """The axes along which collectives run, each once, in order of first use."""
-        return tuple(dict.fromkeys(op.axes for op in self.ops if op.kind in COLLECTIVES))
+        return tuple(dict.fromkeys(op.axes for op in self.ops if meets(op)))
+
+    @cached_property
+    def control(self) -> int:
+        """Position of the control word; -1 where there is none."""
+        return next((i for i, op in enumerate(self.ops) if op.kind == "control"), -1)
+
+    @cached_property
+    def carrier(self) -> int:
+        """Position of the all-reduce in which the control word rides; -1 where it does not."""
+        control = self.control
+        if control < 0 or not rides(self.ops[control]):
+            return -1
+        bucket = self.ops[control].bucket
+        for position in range(control + 1, len(self.ops)):
+            op = self.ops[position]
+            is_sum = op.kind == "all_reduce" and op.when == "always"
+            if is_sum and op.bucket == bucket and control in op.deps:
+                return position
+        return -1
 
     @cached_property
     def digest(self) -> str:
@@ -208,6 +251,7 @@ class Schedule:
             wire_dtypes=document.wire_dtypes,
             scaling=document.scaling,
             result=document.result,
+            deterministic=document.deterministic,
         )
 
     def describe(self, position: int) -> str:
@@ -217,13 +261,14 @@ class Schedule:
             >>> from fddp.plan import LeafSpec, plan_leaves
             >>> from fddp.build import make_schedule
             >>> plan = plan_leaves([LeafSpec("w", (3,), "float32")], order=[0], caps_bytes=[1])
-            >>> make_schedule(plan, Topology(world=2)).describe(1)
-            "op 1 (all_reduce of bucket 0, leaf 'w', along world)"
+            >>> make_schedule(plan, Topology(world=2)).describe(2)
+            "op 2 (all_reduce of bucket 0, leaf 'w', along world)"
         """
         op = self.ops[position]
         along = f", along {' and '.join(op.axes)}" if op.axes else ""
         if op.kind == "control":
-            return f"op {position} (the control word{along})"
+            where = f", in the tail of {self.describe_bucket(op.bucket)}" if rides(op) else ""
+            return f"op {position} (the control word{where}{along})"
         repair = " (repair)" if op.region.buffer == "repair" else ""
         return f"op {position} ({op.kind} of {self.describe_bucket(op.bucket)}{repair}{along})"
 
@@ -239,7 +284,8 @@ class Schedule:
     def __repr__(self) -> str:
         return (
             f"Schedule({len(self.ops)} operations, {len(self.plan.buckets)} buckets, "
-            f"{self.topology}, scaling={self.scaling!r}, result={self.result!r})"
+            f"{self.topology}, scaling={self.scaling!r}, result={self.result!r}"
+            f"{', deterministic=True' if self.deterministic else ''})"
         )
 
     def __str__(self) -> str:

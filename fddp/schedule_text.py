@@ -12,10 +12,10 @@ from fddp import tables
 if TYPE_CHECKING:
     from fddp.schedule import Schedule
 
-FORMAT = "fddp.Schedule/1"
+FORMAT = "fddp.Schedule/2"
 """First field of every document; the number changes when the fields do."""
 
-_FIELDS = ("format", "plan", "axes", "ops", "wire_dtypes", "scaling", "result")
+_FIELDS = ("format", "plan", "axes", "ops", "wire_dtypes", "scaling", "result", "deterministic")
 _HEADER = ("op", "kind", "bucket", "along", "buffer", "elements", "shard", "when", "after")
 _NUMERIC_COLUMNS = (0, 2)
 _SHOWN_IN_HTML = 60
@@ -30,6 +30,7 @@ class ScheduleDocument(NamedTuple):
     wire_dtypes: tuple[Any, ...]
     scaling: Any
     result: Any
+    deterministic: Any
 
 
 def to_json(schedule: Schedule, *, plan: str) -> str:
@@ -42,6 +43,7 @@ def to_json(schedule: Schedule, *, plan: str) -> str:
         "wire_dtypes": schedule.wire_dtypes,
         "scaling": schedule.scaling,
         "result": schedule.result,
+        "deterministic": schedule.deterministic,
     }
     return json.dumps(document, separators=(",", ":"))
 
@@ -82,6 +84,7 @@ def parse(text: str) -> ScheduleDocument:
         wire_dtypes=tuple(_list(document["wire_dtypes"], "wire_dtypes")),
         scaling=document["scaling"],
         result=document["result"],
+        deterministic=document["deterministic"],
     )
 
 
@@ -129,7 +132,7 @@ def _rows(schedule: Schedule) -> Iterator[tuple[str, ...]]:
         yield (
             str(position),
             op.kind,
-            "-" if is_control else str(op.bucket),
+            "-" if op.bucket < 0 else str(op.bucket),
             " x ".join(op.axes) or "-",
             op.region.buffer,
             "-" if is_control else f"{op.region.start}:{op.region.stop}",

@@ -38,7 +38,7 @@ from fddp.program import Program
 from fddp.reducer import Action
 from fddp.results import Devices, Results
 from fddp.scaling import WeightScale
-from fddp.schedule import Op
+from fddp.schedule import RETAINED_DTYPES, Op, rides
 from fddp.sparse import gather_sparse
 from fddp.transports.base import Transport, Work
 
@@ -140,8 +140,11 @@ class Session:
         self._broken: BaseException | None = None
         self._finite = True
         self._control: Tensor | None = None
+        self._carrier = self._program.schedule.carrier
         self._devices = Devices()
-        self._results = Results(self._program, self.setting.with_stats, self._devices)
+        self._results = Results(
+            self._program, self.setting.with_stats, self._devices, self.setting.pool
+        )
         self._hook = HookedStep(
             self.setting.attached,
             self._program,
@@ -181,7 +184,10 @@ class Session:
         """The memory of a dense bucket, from the pool."""
         state = self.buckets[bucket]
         if state.buffer is None:
-            state.buffer = self._buffer(bucket)
+            # Zeros, which a rank that fails sends, are not to be written over its gradients.
+            contributions = NOTHING if self.failure else self.contributions
+            own = contributions.memory(bucket, self.setting.pool)
+            state.buffer = self._buffer(bucket) if own is None else own
         return state.buffer
 
     def bucket_ready(self, bucket: int) -> None:
@@ -223,8 +229,9 @@ class Session:
         self._results.finish(report.used, self.contributions)
         self.hook_states = self._hook.new_states(self.hook_states, report)
         for bucket, state in enumerate(self.buckets):
-            if state.buffer is not None:
-                self.setting.pool.lend(bucket, state.buffer)
+            for memory in (state.repair, state.buffer):
+                if memory is not None:
+                    self.setting.pool.lend(bucket, memory)
         self.orderly = True
         self.log.append((self.contributions.arrived(), Action("finish")))
         return Outcome(self._results.leaves, report, self._results.stats)
@@ -260,14 +267,18 @@ class Session:
 
     def _applies(self, op: Op) -> bool:
         if op.when == "always":
-            if op.bucket not in self.setting.idle:
+            if op.bucket not in self.setting.idle or op.kind == "control":
                 return True
+            if self._cursor - 1 == self._carrier:
+                return True  # the word alone travels
             return op.kind not in _BACKWARD and op.bucket in self._known().late
         late = op.bucket in self._known().late
         if op.when == "late":
             return late
         if late or self._hook.is_raw:
             return late
+        if self._program.schedule.wire_dtypes[op.bucket] not in RETAINED_DTYPES:
+            return False  # one factor after the sum corrects it
         report = self._known()
         return not self.setting.scale.keeps_range(report.total_weight, report.active)
 
@@ -310,9 +321,12 @@ class Session:
             self.log.append((self.contributions.arrived(), Action("launch", op.bucket)))
 
     def _fill(self, buffer: Tensor, position: int, op: Op) -> None:
-        padding = buffer[self._program.layouts[op.bucket].numel :]
-        if len(padding):
-            padding.zero_()
+        numel, padded = (
+            self._program.layouts[op.bucket].numel,
+            self._program.schedule.buffer_numels[op.bucket],
+        )
+        if numel < padded:
+            buffer[numel:padded].zero_()
         try:
             contributions = NOTHING if self.failure else self.contributions
             finite = self._write(contributions, buffer, position, op)
@@ -347,7 +361,7 @@ class Session:
 
     def _communicate(self, position: int, op: Op) -> None:
         state, transport = self.buckets[op.bucket], self.setting.transport
-        own, stamp = self._memory(op), self.setting.with_stats
+        own, stamp = self._travelling(position, op), self.setting.with_stats
         average = self._program.schedule.scaling == "average" and not self._hook.is_raw
         if op.when == "always" and math.isnan(state.launch_s):
             state.launch_s = time.perf_counter()
@@ -364,7 +378,12 @@ class Session:
             )
         elif op.kind == "reduce_scatter":
             work = transport.reduce_scatter(
-                own, axes=op.axes, average=average, stamp=stamp, soon=self._ended
+                own,
+                axes=op.axes,
+                average=average,
+                ordered=self._program.schedule.deterministic,
+                stamp=stamp,
+                soon=self._ended,
             )
         else:
             work = transport.all_gather_in_place(own, axes=op.axes, stamp=stamp, soon=self._ended)
@@ -384,6 +403,17 @@ class Session:
         start, stop = self._program.extent(op)
         return memory[start:stop]
 
+    def _travelling(self, position: int, op: Op) -> Tensor:
+        """What a collective works on, on this rank: with the word behind it that it carries, which
+        is all of it where the bucket is idle."""
+        if position != self._carrier:
+            return self._memory(op)
+        if self._control is None:
+            raise InternalError("the control word was to be carried before it was written")
+        if op.bucket in self.setting.idle:
+            return self._control
+        return self.buffer_of(op.bucket)[op.region.start :]
+
     def _send_control(self, position: int, op: Op) -> None:
         layout = self._program.control
         if failure := self._hook.failure():
@@ -399,9 +429,16 @@ class Session:
             failed=self.failure is not None,
             order=self._order() if layout.with_order else (),
         )
-        device = self.setting.transport.control_device
-        self._control = torch.from_numpy(encode(layout, word)).to(device)
-        self._works[position] = self.setting.transport.all_reduce(self._control, soon=True)
+        vector, transport = torch.from_numpy(encode(layout, word)), self.setting.transport
+        if not rides(op):
+            self._control = vector.to(transport.control_device)
+            self._works[position] = transport.all_reduce(self._control, soon=True)
+        elif op.bucket in self.setting.idle:
+            self._control = vector.to(self._device_of(op.bucket))
+        else:
+            buffer = self.buffer_of(op.bucket)
+            self._control = buffer[self._program.schedule.buffer_numels[op.bucket] :]
+            self._control.copy_(vector)
         self.log.append((self.contributions.arrived(), Action("control")))
 
     def _order(self) -> tuple[int, ...]:
@@ -448,7 +485,7 @@ class Session:
         return self.report
 
     def _read_control(self) -> ControlReport:
-        self._wait(self._program.control_position)
+        self._wait(self._program.word_position)
         if self._control is None:
             raise InternalError("the control word was read before it was sent")
         transport = self.setting.transport
@@ -515,17 +552,21 @@ class Session:
     def _scale(self, bucket: int) -> WeightScale:
         """The agreed scale, or the exact one for a bucket that is reduced again."""
         scale = self.setting.scale
-        if self.report is not None and bucket in self._program.schedule.retained:
+        schedule = self._program.schedule
+        is_narrow = schedule.wire_dtypes[bucket] in RETAINED_DTYPES
+        if self.report is not None and is_narrow and bucket in schedule.retained:
             report = self.report
             if not scale.keeps_range(report.total_weight, report.active):
                 return scale.exact(report.total_weight)
         return scale
 
     def _buffer(self, bucket: int) -> Tensor:
-        schedule, device = self._program.schedule, self._program.plan.buckets[bucket].device
-        dtype = getattr(torch, schedule.wire_dtypes[bucket])
-        numel = schedule.buffer_numels[bucket]
-        return self.setting.pool.acquire(bucket, numel, dtype, self._devices[device])
+        dtype = getattr(torch, self._program.schedule.wire_dtypes[bucket])
+        numel = self._program.buffer_numels[bucket]
+        return self.setting.pool.acquire(bucket, numel, dtype, self._device_of(bucket))
+
+    def _device_of(self, bucket: int) -> torch.device:
+        return self._devices[self._program.plan.buckets[bucket].device]
 
 
 _HANDLERS: dict[str, Callable[[Session, int, Op], None]] = {

@@ -60,11 +60,16 @@ class GradSync:
         reduce_dtype: `torch.float32` or `torch.float64`, in which float16 and bfloat16 gradients
             are then summed; None sums each in its own dtype.
         select: tells by path which leaves to average; the others keep this rank's own gradient.
-        transport: "auto", "c10d" or "loopback".
+        transport: "auto", "shm", "c10d" or "loopback"; see `SyncInfo.transport_reason`.
         timeout_s: seconds that any operation may take; None for the group's own limit.
         hook: how each bucket is summed over ranks, of `fddp.hooks`; None sums it as it is. It takes
             the place of the all-reduces of the schedule: with "hierarchical" that is the one along
             the outermost axis. Plans are not rebuilt by themselves where a hook keeps state.
+        deterministic: whether each sum over ranks has one association, fixed by the axes of the
+            ranks alone, in float32 or wider: within the innermost axis in rank order, then across.
+            The bits of the mean then depend neither on bucket caps, plan, algorithm or transport
+            nor on the order in which gradients arrive. Costs one collective more for each bucket,
+            and the memory of the gradients, which are kept until the step is known to be whole.
 
     Raises:
         PlanMismatchError: ranks differ in what must be alike; on every rank.
@@ -98,6 +103,7 @@ class GradSync:
         transport: TransportName = "auto",
         timeout_s: float | None = None,
         hook: Hook[Any] | None = None,
+        deterministic: bool = False,
     ) -> None:
         request = Request(
             source=params_or_plan,
@@ -111,6 +117,7 @@ class GradSync:
             transport=transport,
             timeout_s=timeout_s,
             hook=hook,
+            deterministic=deterministic,
         )
         self._engine = Engine(request)
 
@@ -359,6 +366,35 @@ class GradSync:
             Exception: what the step raised; the old plan is then in force.
         """
         return tune(self._engine, lambda: step(*args, **kwargs), rounds)
+
+    def donate(self, grads: Any) -> None:
+        """Takes the results of a step back, so that the next one may use their memory.
+
+        A loop that holds one step's gradients until the next one has returned needs memory for
+        two; one that donates them first needs it for one, whoever else refers to them.
+
+        Args:
+            grads: the tree that a step of this `GradSync` returned. What uses one of its leaves
+                that lie in buckets, or a view of it, raises a RuntimeError from now on; arrays of
+                NumPy or DLPack over them must be gone. Other leaves (sparse ones, local ones,
+                shards of several pieces) stay as they are.
+
+        Raises:
+            TreeMismatchError: a leaf is no result of this `GradSync`, or has been donated before.
+                Nothing is taken then.
+
+        Example:
+            >>> import fddp, torch
+            >>> def train(group):
+            ...     with fddp.GradSync({"w": torch.ones(2)}, group=group) as sync:
+            ...         grads = sync({"w": torch.ones(2)})
+            ...         total = grads["w"].sum().item()
+            ...         sync.donate(grads)
+            ...         return total
+            >>> fddp.loopback(1, train)
+            [2.0]
+        """
+        self._engine.donate(grads)
 
     def close(self) -> None:
         """Frees the communicator and all memory; a second call does nothing."""

@@ -191,7 +191,7 @@ def _planned(
     transport, terms = engine.transport, engine.terms
     own = b""
     if transport.rank == 0:
-        target = Target(costs, terms.topology, terms.algorithm)
+        target = Target(costs, terms.topology, terms.algorithm, terms.deterministic)
         own = _encoded(optimal_plan(before.leaves, before.order, ready_s, target))
     plan = _decoded(transport.exchange(own)[0], before)
     digests = exchange(transport, plan.shared_digest)

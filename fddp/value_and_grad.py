@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -141,9 +141,7 @@ class ValueAndGrad:
         leaves = leaf_set([params[i] for i in program.differentiated])
         contributions = BackwardContributions(program, weight=weight, accumulated=earlier)
         session.begin(contributions, params)
-        own: list[Any] = list(params)
-        for position, leaf in zip(program.differentiated, leaves.leaves, strict=True):
-            own[position] = leaf
+        own = _replaced_leaves(params, program.differentiated, leaves.leaves)
         with torch.enable_grad():
             result = self._fn(*self._replaced(args, treedef.unflatten(own)), **kwargs)
         loss, aux = self._split(result)
@@ -213,6 +211,17 @@ def _earlier(accumulated: tuple[Any, float] | None, program: Program) -> Accumul
     sums, _ = matched_leaves(tree, program, "accumulated gradients")
     checked = checked_weight(weight)
     return Accumulated(sums, checked) if checked > 0.0 else None
+
+
+def _replaced_leaves(
+    params: Sequence[Tensor | None], positions: Sequence[int], leaves: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    if len(leaves) == len(params):
+        return leaves
+    own = list(params)
+    for position, leaf in zip(positions, leaves, strict=True):
+        own[position] = leaf
+    return own
 
 
 def _detached(value: Any) -> Any:

@@ -81,11 +81,35 @@ def _check_launches(schedule: Schedule) -> None:
         packed_later |= op.kind == "control"
         if packed_later and op.kind == "pack" and op.when == "always":
             raise WrongError(f"nobody is told what op {position} found")
-    controls = [op for op in schedule.ops if op.kind == "control"]
+    controls = [i for i, op in enumerate(schedule.ops) if op.kind == "control"]
     if len(controls) != 1:
         raise WrongError("not one control word")
-    if len(schedule.topology.group(controls[0].axes, 0)) < schedule.topology.world_size:
+    (control,) = controls
+    word = schedule.ops[control]
+    if word.bucket >= 0:
+        word = _carrier(schedule, control)
+    if len(schedule.topology.group(word.axes, 0)) < schedule.topology.world_size:
         raise WrongError("the control word does not reach all ranks")
+
+
+def _carrier(schedule: Schedule, control: int) -> Op:
+    """The all-reduce in whose tail the word rides; the tail lies behind the whole buffer."""
+    bucket = schedule.ops[control].bucket
+    waiting = [op for op in schedule.ops if control in op.deps and op.bucket == bucket]
+    carriers = [op for op in waiting if op.kind == "all_reduce" and op.when == "always"]
+    if not carriers:
+        raise WrongError("nothing carries the control word")
+    region = carriers[0].region
+    if region.stop != schedule.buffer_numels[bucket] or region.buffer != "bucket":
+        raise WrongError("the tail is not part of what is reduced")
+    if schedule.topology.size(region.shard) > 1:
+        raise WrongError("only one rank's part would end with the tail")
+    wire, ranks = schedule.wire_dtypes[bucket], schedule.topology.world_size
+    if wire not in ("float32", "float64") or (wire == "float32" and ranks > 2**16):
+        raise WrongError("the format does not hold the control word")
+    if schedule.scaling == "average":
+        raise WrongError("the control word is divided")
+    return carriers[0]
 
 
 class _Run:
@@ -115,6 +139,10 @@ class _Run:
         self.views: list[tuple[int, int, slice]] = []  # bucket, rank and elements of each result
         self.inputs: dict[int, list[Residues]] = {}
         self.knows = False  # whether the control word is in
+        self.written = False  # whether ranks have put theirs in the tail
+        control = next(i for i, op in enumerate(schedule.ops) if op.kind == "control")
+        rides = schedule.ops[control].bucket >= 0
+        self.carrier = _carrier(schedule, control) if rides else None
 
     def garbage(self, numel: int) -> Residues:
         return self.rng.integers(0, PRIME, (self.world, numel))
@@ -155,7 +183,10 @@ class _Run:
         if not self.knows:
             raise WrongError(f"ranks take different branches at {op}")
         fate = self.fates[op.bucket]
-        return fate.late or (op.when == "again" and fate.unfit)
+        return fate.late or (op.when == "again" and fate.unfit and self.is_narrow(op.bucket))
+
+    def is_narrow(self, bucket: int) -> bool:
+        return self.schedule.wire_dtypes[bucket] in RETAINED_DTYPES
 
     # Operations
 
@@ -163,6 +194,8 @@ class _Run:
         """Reads what each rank has, and leaves garbage in its place."""
         if op.kind == "control":
             return []
+        if op is self.carrier and not self.written:
+            raise WrongError("the control word leaves before it is written")
         if op.kind in ("gather", "unpack") and not self.knows:
             raise WrongError(f"the control word is not in at {op}")
         parts = self.own_parts(op)
@@ -179,8 +212,10 @@ class _Run:
 
     def end(self, op: Op, inputs: list[Residues]) -> None:
         if op.kind == "control":
-            self.knows = True
+            self.written, self.knows = True, self.carrier is None
             return
+        if op is self.carrier:
+            self.knows = True
         _HANDLERS[op.kind](self, op, inputs)
 
     def pack(self, op: Op, inputs: list[Residues]) -> None:
@@ -204,7 +239,7 @@ class _Run:
         else:
             source = self.late[b] if op.when == "late" else self.packed[b]
         self.taken.add((b, op.when))
-        is_fit = op.when == "again" or not self.fates[b].unfit
+        is_fit = (op.when == "again" and self.is_narrow(b)) or not self.fates[b].unfit
         factor = 1 if is_fit else self.unit
         if self.schedule.scaling == "before":
             factor = factor * inverse(self.world) % PRIME
@@ -258,8 +293,7 @@ class _Run:
         b, memory = op.bucket, self.memory[op.bucket, "bucket"]
         factor = 1
         if self.is_mean and not self.schedule.plan.buckets[b].sparse:
-            correctable = self.schedule.wire_dtypes[b] not in RETAINED_DTYPES
-            if self.fates[b].unfit and correctable and b not in self.schedule.retained:
+            if self.fates[b].unfit and not self.is_narrow(b):
                 factor = inverse(self.unit)
             if self.schedule.scaling == "after":
                 factor = factor * inverse(self.world) % PRIME

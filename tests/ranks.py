@@ -19,20 +19,23 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fddp.transports import loopback
+from fddp.transports import loopback, neighbours
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
 _START_S = 60.0  # importing torch in a new process, on a busy machine
 _FAILURE_GRACE_S = 10.0  # what the others get to end once a rank has failed
 _END_S = 5.0  # what idle processes get to end in order
-_SPAWN = multiprocessing.get_context("spawn")
+# Importing torch is most of what starting a process takes, so one process does it for all.
+_FORKED = multiprocessing.get_context("forkserver")
+_FORKED.set_forkserver_preload(["torch", "torch.distributed", "fddp"])
 
 
 class RanksFailedError(AssertionError):
@@ -130,17 +133,35 @@ class LaunchThreads:
 
 
 class LaunchProcesses:
-    name = "c10d"
+    """On processes; what opens a transport without naming one gets the one of this name."""
 
-    def __init__(self, pool: RankPool) -> None:
+    def __init__(self, name: str, pool: RankPool) -> None:
+        self.name = name
         self._pool = pool
 
     def __call__(self, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        return self._pool.run(world_size, _with_default_group, fn, *args)
+        return self._pool.run(world_size, _with_default_group, self.name, fn, *args)
 
 
-def _with_default_group(rank: int, world_size: int, fn: Callable[..., Any], *args: Any) -> Any:
-    return fn(dist.group.WORLD, *args)
+def _with_default_group(
+    rank: int, world_size: int, name: str, fn: Callable[..., Any], *args: Any
+) -> Any:
+    alone = [[other] for other in range(world_size)]
+    with split_into_hosts(alone) if name == "c10d" else contextlib.nullcontext():
+        return fn(dist.group.WORLD, *args)
+
+
+@contextlib.contextmanager
+def split_into_hosts(hosts: Sequence[Collection[int]]) -> Iterator[None]:
+    """Ranks find only those of their own host in reach; to be entered on all ranks."""
+    call = neighbours._Search.call
+
+    def masked(self: neighbours._Search, doors: Sequence[list[str] | None]) -> tuple[int, str]:
+        mine = next(host for host in hosts if self._rank in host)
+        return call(self, [door if rank in mine else None for rank, door in enumerate(doors)])
+
+    with mock.patch.object(neighbours._Search, "call", masked):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -153,10 +174,15 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(params=["c10d", "loopback"])
 def launch(request: pytest.FixtureRequest) -> Launch:
-    """A test that takes this runs on processes and on threads."""
-    if request.param == "loopback":
+    """A test that takes this runs on processes over c10d, and on threads."""
+    return launch_over(request.param, request)
+
+
+def launch_over(name: str, request: pytest.FixtureRequest) -> Launch:
+    """What runs functions on ranks over the transport of this name."""
+    if name == "loopback":
         return LaunchThreads()
-    return LaunchProcesses(request.getfixturevalue("ranks"))
+    return LaunchProcesses(name, request.getfixturevalue("ranks"))
 
 
 # What follows runs the processes.
@@ -177,8 +203,8 @@ class _Answer(NamedTuple):
 
 class _Worker:
     def __init__(self, store_port: int) -> None:
-        self.connection, theirs = _SPAWN.Pipe()
-        self.process = _SPAWN.Process(target=_serve, args=(theirs, store_port), daemon=True)
+        self.connection, theirs = _FORKED.Pipe()
+        self.process = _FORKED.Process(target=_serve, args=(theirs, store_port), daemon=True)
         # Inherited when spawned, and read by libgomp before any code of ours runs there.
         before = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 from fddp.build import make_gather, make_schedule
 from fddp.check import check_schedule
 from fddp.plan import BucketPlan, LeafSpec, plan_leaves
-from fddp.schedule import COLLECTIVES, CONTROL_REGION, Op, Region, Schedule
+from fddp.ride import control_layout, with_own_word, with_riding_word
+from fddp.schedule import COLLECTIVES, CONTROL_REGION, Op, Region, Schedule, meets
 from fddp.topology import Topology
 
 WORLD = Topology(world=2)
@@ -53,6 +56,82 @@ def test_flat() -> None:
         Op("unpack", 0, (), whole(), (7, 4)),
         Op("unpack", 1, (), whole(), (10, 4)),
     )
+
+
+def test_the_control_word_rides_in_the_last_bucket() -> None:
+    world = ("world",)
+    schedule = make_schedule(plan_of(("a", "bfloat16"), ("b", "float32")), WORLD)
+    assert schedule.ops == (
+        Op("pack", 0, (), whole(), ()),
+        Op("all_reduce", 0, world, whole(), (0,)),
+        Op("pack", 1, (), whole(), ()),
+        Op("control", 1, (), CONTROL_REGION, (2,)),
+        Op("all_reduce", 1, world, whole(), (2, 3)),
+        Op("pack", 0, (), repair(), (1, 4), "late"),
+        Op("all_reduce", 0, world, repair(), (5,), "late"),
+        Op("add", 0, (), whole(), (6,), "late"),
+        Op("pack", 1, (), repair(), (4,), "late"),
+        Op("all_reduce", 1, world, repair(), (8,), "late"),
+        Op("add", 1, (), whole(), (9,), "late"),
+        Op("unpack", 0, (), whole(), (7, 4)),
+        Op("unpack", 1, (), whole(), (10, 4)),
+    )
+    assert (schedule.control, schedule.carrier) == (3, 4)
+    assert schedule.groups == (world,)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "format_"),
+    [
+        ("float32", {}, "float32"),
+        ("float64", {}, "float64"),
+        ("bfloat16", {"reduce_dtype": "float32"}, "float32"),
+        ("float16", {"reduce_dtype": "float64"}, "float64"),
+        ("float32", {"scaling": "after"}, "float32"),
+        ("float32", {"split_mb": 2.0**-18}, "float32"),
+        ("bfloat16", {}, None),
+        ("float16", {}, None),
+        ("complex64", {}, None),
+        ("float32", {"scaling": "average"}, None),
+        ("float32", {"algorithm": "hierarchical"}, None),
+        ("float32", {"algorithm": "reduce_scatter"}, None),
+        ("float32", {"algorithm": "all_gather"}, None),
+    ],
+)
+def test_when_the_control_word_rides(
+    dtype: str, options: dict[str, Any], format_: str | None
+) -> None:
+    schedule = make_schedule(plan_of(("a", dtype)), GRID, **options)
+    check_schedule(schedule)
+    layout = control_layout(schedule, with_order=False)
+    assert (schedule.carrier >= 0) is (format_ is not None)
+    assert layout.format == (format_ or "float64")
+    assert (layout.limb_bits > 0) is (layout.format == "float32")
+    assert sum(map(meets, schedule.ops)) == sum(map(meets, with_own_word(schedule).ops)) - (
+        format_ is not None
+    )
+
+
+def test_the_word_may_be_kept_from_riding() -> None:
+    riding = make_schedule(ONE, WORLD)
+    assert make_schedule(ONE, WORLD, ride=False) == with_own_word(riding) != riding
+
+
+def test_with_too_many_ranks_the_word_goes_by_itself() -> None:
+    assert make_schedule(ONE, Topology(host=2**8, local=2**8)).carrier >= 0
+    assert make_schedule(ONE, Topology(host=2**9, local=2**8)).carrier < 0
+    wide = make_schedule(plan_of(("a", "float64")), Topology(host=2**9, local=2**8))
+    assert wide.carrier >= 0
+
+
+def test_a_word_that_is_needed_before_its_carrier_goes_by_itself() -> None:
+    schedule = with_own_word(make_schedule(plan_of(("e", "float32"), ("a", "float32")), WORLD))
+    pack, reduce, last_pack, last, control, *_ = schedule.ops
+    early = control._replace(deps=(0, 1))
+    acting = Op("pack", 0, (), repair(), (2, 3), "late")
+    ops = (pack, last_pack, reduce._replace(deps=(0,)), early, acting, last._replace(deps=(1,)))
+    by_hand = dataclasses.replace(schedule, ops=ops)
+    assert with_riding_word(by_hand) == by_hand
 
 
 def test_hierarchical() -> None:
@@ -100,7 +179,7 @@ def test_axes_of_one_place_are_passed_over() -> None:
     schedule = make_schedule(ONE, topology, algorithm="hierarchical")
     assert schedule.groups == (("core",), topology.names, ("host",))
     alone = make_schedule(ONE, Topology(host=1, local=1), algorithm="hierarchical")
-    assert [op.kind for op in alone.ops[:2]] == ["pack", "all_reduce"]
+    assert [op.kind for op in alone.ops[:3]] == ["pack", "control", "all_reduce"]
 
 
 def test_reduce_scatter() -> None:
@@ -252,9 +331,12 @@ def test_what_holds_of_every_flat_schedule(
     # Each bucket is launched once, in plan order, before the one control word.
     launches = [op.bucket for op in ops if op.kind == "all_reduce" and op.when == "always"]
     assert launches == dense == list(schedule.sequence)
-    (control,) = (position for position, op in enumerate(ops) if op.kind == "control")
-    assert all(op.when == "always" for op in ops[:control])
-    assert sum(op.kind == "all_reduce" for op in ops[:control]) == len(dense)
+    assert sum(op.kind == "control" for op in ops) == 1
+    known = max(schedule.control, schedule.carrier)
+    assert all(op.when == "always" for op in ops[:known])
+    assert sum(op.kind == "all_reduce" for op in ops[: known + 1]) == len(dense)
+    rides = bool(dense) and schedule.wire_dtypes[dense[-1]] == "float32"
+    assert (schedule.carrier >= 0) is rides
     for b, bucket in enumerate(plan.buckets):
         kinds = [op.kind for op in ops if op.bucket == b]
         if bucket.sparse:
@@ -312,3 +394,10 @@ SPARSE = plan_of(("e", "float32"), sparse=("e",))
 def test_errors(make: Callable[[], Schedule], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make()
+
+
+@pytest.mark.parametrize(("device", "rides"), [("cpu", True), ("meta", True), ("cuda#0", False)])
+def test_the_host_does_not_fetch_the_word_from_a_device(device: str, rides: bool) -> None:
+    leaf = LeafSpec("a", (3,), "float32", device=device)
+    schedule = make_schedule(plan_leaves([leaf], order=[0], caps_bytes=[1]), WORLD)
+    assert (schedule.carrier >= 0) is rides

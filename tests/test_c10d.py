@@ -21,8 +21,13 @@ from fddp.transports import open_transport
 from ranks import run_fresh
 
 if TYPE_CHECKING:
-    from fddp.transports import Transport, Work
+    from fddp.transports import Group, Transport, Work
     from ranks import RankPool
+
+
+def open_c10d(group: Group | None = None, timeout_s: float | None = None) -> Transport:
+    return open_transport(group, "c10d", timeout_s)
+
 
 # Ranks that die
 
@@ -31,7 +36,7 @@ def killed_on_rank(
     rank: int, world_size: int, dead: int, numel: int
 ) -> tuple[str, tuple[int, ...], float]:
     """Rank `dead` dies while the others wait; returns what they learn, and after how long."""
-    transport = open_transport(timeout_s=30)
+    transport = open_c10d(timeout_s=30)
     transport.exchange(b"all are there")
     if rank == dead:
         time.sleep(0.3)
@@ -77,7 +82,7 @@ AXES = [("host",), ("local",)]
 
 def killed_in_a_group_on_rank(rank: int, world_size: int) -> tuple[str, tuple[int, ...], float]:
     """Rank 3 dies. Ranks 1 and 2 wait for it along one axis each, rank 0 for rank 1 only."""
-    transport = open_transport(timeout_s=30)
+    transport = open_c10d(timeout_s=30)
     transport.divide(SQUARE, AXES)
     if rank == 3:
         time.sleep(0.3)
@@ -105,10 +110,11 @@ def test_a_rank_killed_in_one_group_is_told_to_all() -> None:
 
 
 def store_host_killed_on_rank(rank: int, world_size: int, port: int) -> tuple[str, float]:
+    dist.barrier()  # gloo's ranks may still be connecting
     dist.destroy_process_group()
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
-    transport = open_transport(timeout_s=30)
+    transport = open_c10d(timeout_s=30)
     transport.exchange(b"all are there")
     if rank == 0:
         os._exit(7)
@@ -132,7 +138,7 @@ def test_losing_the_rank_that_hosts_the_store_is_told() -> None:
 
 
 def fails_with_much_pending_on_rank(rank: int, world_size: int) -> None:
-    transport = open_transport(timeout_s=30)
+    transport = open_c10d(timeout_s=30)
     transport.exchange(b"all are there")
     if rank == 1:
         os._exit(7)
@@ -156,7 +162,7 @@ def subgroups_on_rank(rank: int, world_size: int) -> None:
     pairs = [dist.new_group([i, i + 1]) for i in range(world_size - 1)]
     mine = [(i, pair) for i, pair in enumerate(pairs) if rank in (i, i + 1)]
     # The pairs overlap, and a rank opens as many transports as it has neighbours.
-    transports = [(i, open_transport(pair, timeout_s=20)) for i, pair in mine for _ in range(2)]
+    transports = [(i, open_c10d(pair, timeout_s=20)) for i, pair in mine for _ in range(2)]
     for i, transport in transports:
         total = torch.tensor([float(rank)])
         transport.all_reduce(total).wait("the sum of a pair")
@@ -165,9 +171,9 @@ def subgroups_on_rank(rank: int, world_size: int) -> None:
     for i, pair in enumerate(pairs):
         if rank not in (i, i + 1):
             with pytest.raises(ValueError, match=f"rank {rank} is no member of the group"):
-                open_transport(pair)
+                open_c10d(pair)
     if rank >= world_size - 2:
-        last = open_transport(pairs[-1], timeout_s=0.5)
+        last = open_c10d(pairs[-1], timeout_s=0.5)
         if rank == world_size - 2:
             with pytest.raises(
                 SyncTimeoutError, match=rf"no word from rank 1 \(global {rank + 1}\)"
@@ -184,8 +190,8 @@ def test_transports_over_overlapping_subgroups(ranks: RankPool) -> None:
 def mesh_on_rank(rank: int, world_size: int) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local"))
     with pytest.raises(ValueError, match=r"2 dimensions \('host', 'local'\); pass one"):
-        open_transport(mesh)
-    with open_transport(mesh["local"], timeout_s=20) as transport:
+        open_c10d(mesh)
+    with open_c10d(mesh["local"], timeout_s=20) as transport:
         total = torch.tensor([float(rank)])
         transport.all_reduce(total).wait("the sum of a host")
         assert total.item() == {0: 1.0, 1: 5.0}[rank // 2]
@@ -197,7 +203,7 @@ def test_a_dimension_of_a_device_mesh_is_a_group(ranks: RankPool) -> None:
 
 def test_without_a_group_the_ways_to_one_are_named() -> None:
     with pytest.raises(FddpError, match=r"torchrun.*init_process_group.*fddp\.loopback"):
-        open_transport()
+        open_c10d()
 
 
 def make_gloo(store: Any, rank: int, world_size: int, timeout: Any) -> Any:
@@ -207,7 +213,7 @@ def make_gloo(store: Any, rank: int, world_size: int, timeout: Any) -> Any:
 def other_backend_on_rank(rank: int, world_size: int) -> None:
     dist.Backend.register_backend("elsewhere", make_gloo, devices=["cpu"])
     group = dist.new_group(backend="cpu:elsewhere")
-    with open_transport(group, timeout_s=20) as transport:
+    with open_c10d(group, timeout_s=20) as transport:
         sum_and_exchange(transport)
         transport.divide(SQUARE, AXES)
         buffer = torch.arange(4.0) + rank
@@ -230,7 +236,7 @@ def test_backends_that_fddp_does_not_know_go_through_new_group() -> None:
 
 
 def timeout_on_rank(rank: int, world_size: int) -> None:
-    with open_transport() as transport:
+    with open_c10d() as transport:
         assert transport.timeout_s == 60.0
         assert transport.control_device == torch.device("cpu")
         with pytest.raises(ValueError, match=r"is on meta and the group serves \['cpu'"):
@@ -238,7 +244,7 @@ def timeout_on_rank(rank: int, world_size: int) -> None:
 
 
 def test_the_groups_timeout_is_the_default(ranks: RankPool) -> None:
-    ranks.run(1, timeout_on_rank)
+    ranks.run(2, timeout_on_rank)
 
 
 # Resources
@@ -246,7 +252,7 @@ def test_the_groups_timeout_is_the_default(ranks: RankPool) -> None:
 
 def open_and_close_on_rank(rank: int, world_size: int) -> None:
     def cycle() -> tuple[int, int, int]:
-        with open_transport(timeout_s=20) as transport:
+        with open_c10d(timeout_s=20) as transport:
             transport.all_reduce(torch.ones(3)).wait("the sum")
             transport.divide(SQUARE, AXES)
             transport.reduce_scatter(torch.ones(2), axes=("host",)).wait("the shards")
@@ -280,7 +286,7 @@ def test_closing_frees_threads_and_sockets(ranks: RankPool) -> None:
 
 
 def divide_again_on_rank(rank: int, world_size: int) -> None:
-    with open_transport(timeout_s=20) as transport:
+    with open_c10d(timeout_s=20) as transport:
         transport.divide(Topology(rack=1, world=4), [("rack",), ("world",)])
         whole = resources()
         transport.divide(SQUARE, AXES)

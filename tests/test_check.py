@@ -17,6 +17,7 @@ from fddp.build import Algorithm, make_schedule
 from fddp.check import check_schedule
 from fddp.errors import FddpError, ScheduleError
 from fddp.plan import BucketPlan, LeafSpec, plan_leaves
+from fddp.ride import with_own_word, with_riding_word
 from fddp.schedule import (
     CONTROL_REGION,
     Buffer,
@@ -68,14 +69,28 @@ def built(draw: st.DrawFn) -> Schedule:
         )
         for i in range(draw(st.integers(1, 4)))
     ]
+    scaling = draw(st.sampled_from(get_args(Scaling)))
+    may_be_ordered = algorithm != "all_gather" and scaling != "average"
     return make_schedule(
         plan_of(*leaves, cap_bytes=draw(st.integers(1, 40))),
         topology,
         algorithm=algorithm,
-        scaling=draw(st.sampled_from(get_args(Scaling))),
+        scaling=scaling,
+        deterministic=may_be_ordered and draw(st.booleans()),
         reduce_dtype=draw(st.sampled_from([None, "float32", "float64"])),
         split_mb=draw(st.sampled_from([None, 2.0**-18, 2.0**-16])),
     )
+
+
+@settings(max_examples=40)
+@given(built())
+def test_the_word_is_set_down_and_rides_again(schedule: Schedule) -> None:
+    own = with_own_word(schedule)
+    assert own.carrier < 0
+    assert with_riding_word(own) == schedule
+    assert with_own_word(own) == own
+    assert with_riding_word(schedule) == schedule
+    check_schedule(own)
 
 
 @settings(max_examples=80)
@@ -222,6 +237,10 @@ SMALL = Topology(host=2, local=2)
 
 
 def flat(topology: Topology = SMALL, **options: Any) -> Schedule:
+    return with_own_word(riding(topology, **options))
+
+
+def riding(topology: Topology = SMALL, **options: Any) -> Schedule:
     return make_schedule(plan_of(W), topology, **options)
 
 
@@ -277,7 +296,7 @@ def two() -> Schedule:
     """Two leaves in a bucket, and a sparse one."""
     leaves = (LeafSpec("a", (3,), "float32"), LeafSpec("b", (4,), "float32"))
     rows = LeafSpec("rows", (3, 2), "float32", sparse=True)
-    return make_schedule(plan_of(*leaves, rows, cap_bytes=100), Topology(world=2))
+    return with_own_word(make_schedule(plan_of(*leaves, rows, cap_bytes=100), Topology(world=2)))
 
 
 def shards() -> Schedule:
@@ -321,6 +340,45 @@ def packed_after_control() -> Schedule:
     return replace(flat(), ops=ops)
 
 
+def packed_between() -> Schedule:
+    """A bucket that is packed between the word and its carrier."""
+    plan = plan_of(LeafSpec("v", (4,), "float32"), W)
+    ops = make_schedule(plan, Topology(world=2)).ops
+    first, last = ops[:2], ops[2:5]
+    shifted = [op._replace(deps=tuple(d - 2 for d in op.deps)) for op in last]
+    pack, word, carrier = shifted
+    late = [op._replace(deps=tuple(d + 2 for d in op.deps)) for op in first]
+    moved = (pack, word, late[0], late[1], carrier)
+    deps = {0: 2, 1: 3, 2: 0, 3: 1, 4: 4}
+    others = [op._replace(deps=tuple(deps.get(d, d) for d in op.deps)) for op in ops[5:]]
+    return replace(make_schedule(plan, Topology(world=2)), ops=(*moved, *others))
+
+
+def carried_by_the_first_piece() -> Schedule:
+    schedule = riding(split_mb=2.0**-16)
+    pack, first, word, last, *others = schedule.ops
+    first, last = first._replace(deps=(0, 1)), last._replace(deps=(0,))
+    ops = (pack, word._replace(deps=(0,)), first, last)
+    deps = {1: 2, 2: 1, 3: 2}  # the word is in with the first piece
+    moved = [
+        op._replace(deps=tuple(dict.fromkeys(deps.get(d, d) for d in op.deps))) for op in others
+    ]
+    return replace(schedule, ops=(*ops, *moved))
+
+
+def carried_in(dtype: str) -> Schedule:
+    schedule = make_schedule(
+        plan_of(LeafSpec("w", (8,), "bfloat16")), SMALL, reduce_dtype="float32"
+    )
+    return replace(schedule, wire_dtypes=(dtype,))
+
+
+def riding_always(schedule: Schedule) -> Schedule:
+    """The word where it can't ride, because there are too many ranks for it."""
+    small = with_riding_word(replace(schedule, topology=SMALL))
+    return replace(small, topology=schedule.topology)
+
+
 def added_as_they_are() -> Schedule:
     """What came late is added to the bucket twice, before and after it is reduced."""
     *chain, pack, reduce, add, unpack = flat().ops
@@ -343,9 +401,7 @@ ERRORS: dict[str, Callable[[], Schedule]] = {
     "an average of some": lambda: with_op(flat(scaling="average"), 1, axes=("host",)),
     "summed twice": lambda: after(flat(), 1),
     "an unfit unit": lambda: without(half(), 3, 4),
-    "kept, and not packed again": lambda: without(
-        replace(flat(scaling="average"), ops=half().ops), 3
-    ),
+    "kept, and not packed again": lambda: without(replace(half(), scaling="average"), 3),
     "shards summed": lambda: replace(without(flat(), 3, 4, 5), result="replicated"),
     "shards not gathered": lambda: replace(without(flat(), 1, 3, 4, 5), result="replicated"),
     "copies of one rank's": lambda: replace(gather(), result="replicated_mean"),
@@ -393,6 +449,19 @@ ERRORS: dict[str, Callable[[], Schedule]] = {
     "a control word for some": lambda: with_op(flat(), 2, axes=("host",)),
     "a control word of a bucket": lambda: with_op(flat(), 2, bucket=0),
     "a control word too early": lambda: packed_after_control(),
+    # The control word in a tail
+    "a riding word that nothing carries": lambda: with_op(riding(), 2, deps=(0,)),
+    "a riding word of no bucket": lambda: with_op(riding(), 1, bucket=1),
+    "a riding word with elements": lambda: with_op(riding(), 1, stop=8),
+    "a riding word too early": lambda: packed_between(),
+    "a riding word waited for": lambda: with_op(riding(), 3, deps=(1, 2)),
+    "a riding word read too early": lambda: with_op(riding(), 6, deps=(0,)),
+    "a carrier for some": lambda: with_op(riding(GRID), 2, axes=("local",)),
+    "a carrier of the first piece": lambda: carried_by_the_first_piece(),
+    "a carrier of chunks": lambda: with_op(riding(), 2, shard=("local",)),
+    "a carrier that averages": lambda: replace(riding(), scaling="average"),
+    "a carrier of a format that does not hold it": lambda: carried_in("bfloat16"),
+    "a carrier for too many": lambda: riding_always(flat(Topology(host=2**10, local=2**7))),
     # Form
     "an unknown axis": lambda: with_op(flat(), 1, axes=("hosts",)),
     "an unknown axis of a shard": lambda: with_op(flat(), 1, shard=("hosts",)),
@@ -474,7 +543,7 @@ TEXTS = {
         "its collectives that run 'again'"
     ),
     "kept, and not packed again": (
-        "op 4 (unpack of bucket 0, leaf 'w'): rank 0 ends with bucket 0, leaf 'w' (elements "
+        "op 4 (unpack of bucket 0, leaf 'h'): rank 0 ends with bucket 0, leaf 'h' (elements "
         "0:8) where weights do not fit the agreed unit, holding a sum in the unit that does "
         "not fit, which can't be corrected afterwards; reduce the bucket anew, by a pack and "
         "its collectives that run 'again'"
@@ -643,10 +712,62 @@ TEXTS = {
         "local do not; let it run along host and local"
     ),
     "a control word of a bucket": (
-        "op 2 (the control word, along host and local): it belongs to no bucket and always "
-        "runs: bucket -1, Region(buffer='control', start=0, stop=0, shard=()) and 'always' "
-        "are due, got bucket 0, Region(buffer='control', start=0, stop=0, shard=()) and "
-        "'always'"
+        "op 2 (the control word, in the tail of bucket 0, leaf 'w', along host and local): each "
+        "rank does this by itself; leave its axes empty"
+    ),
+    "a riding word that nothing carries": (
+        "op 1 (the control word, in the tail of bucket 0, leaf 'w'): no all-reduce of its bucket "
+        "depends on it, so that nothing would sum it; let the last one depend on it, or name "
+        "bucket -1 and axes"
+    ),
+    "a riding word of no bucket": (
+        "op 1 (the control word, in the tail of bucket 1, which the plan does not have): name one "
+        "of the plan's 1 buckets"
+    ),
+    "a riding word with elements": (
+        "op 1 (the control word, in the tail of bucket 0, leaf 'w'): it has no elements that a "
+        "schedule knows, and always runs: Region(buffer='control', start=0, stop=0, shard=()) and "
+        "'always' are due, got Region(buffer='control', start=0, stop=8, shard=()) and 'always'"
+    ),
+    "a riding word too early": (
+        "op 2 (pack of bucket 0, leaf 'v'): it is launched after op 1 (the control word, in the "
+        "tail of bucket 1, leaf 'w'), which tells what all packing found; launch it before"
+    ),
+    "a riding word waited for": (
+        "op 3 (pack of bucket 0, leaf 'w' (repair)): it waits for the control word, op 1, which "
+        "each rank writes by itself; only the all-reduce in whose tail it rides depends on it, and "
+        "others on that"
+    ),
+    "a riding word read too early": (
+        "op 6 (unpack of bucket 0, leaf 'w'): it needs what the control word says, and does not "
+        "wait for it; let it depend on op 2, also through others"
+    ),
+    "a carrier for some": (
+        "op 2 (all_reduce of bucket 0, leaf 'w', along local): it carries the control word, for "
+        "which all ranks must meet; let it run along host and local"
+    ),
+    "a carrier of the first piece": (
+        "op 2 (all_reduce of bucket 0, leaf 'w', along host and local): it carries the control "
+        "word, which lies behind element 8 of the bucket's buffer, where the elements 0:4 that it "
+        "works on do not end; let the last undivided piece carry it"
+    ),
+    "a carrier of chunks": (
+        "op 2 (all_reduce of bucket 0, leaf 'w', along host and local): it carries the control "
+        "word, which lies behind element 8 of the bucket's buffer, where the elements 0:8 that it "
+        "works on do not end; let the last undivided piece carry it"
+    ),
+    "a carrier that averages": (
+        "op 1 (the control word, in the tail of bucket 0, leaf 'w'): the collective averages, and "
+        "would divide it; scale 'before' or 'after'; or name bucket -1 and axes"
+    ),
+    "a carrier of a format that does not hold it": (
+        "op 1 (the control word, in the tail of bucket 0, leaf 'w'): its bucket travels as "
+        "bfloat16, which does not hold it; float32 and float64 do; or name bucket -1 and axes"
+    ),
+    "a carrier for too many": (
+        "op 1 (the control word, in the tail of bucket 0, leaf 'w'): float32 holds the word of "
+        "65536 ranks and 16777216 leaves at most, and there are 131072 and 1; or name bucket -1 "
+        "and axes"
     ),
     "a control word too early": (
         "op 1 (pack of bucket 0, leaf 'w'): it is launched after op 0 (the control word, "
@@ -755,7 +876,8 @@ def test_an_error_says_where() -> None:
 def test_the_leaves_are_those_of_the_elements() -> None:
     leaves = [LeafSpec(name, (4,), "float32") for name in "abcd"]
     plan = plan_of(*leaves, cap_bytes=1000)
-    schedule = make_schedule(plan, Topology(world=2), split_mb=2.0**-15)  # two leaves in a piece
+    # Two leaves in a piece.
+    schedule = with_own_word(make_schedule(plan, Topology(world=2), split_mb=2.0**-15))
     position = next(i for i, op in enumerate(schedule.ops) if op.region.start == 8)
     with pytest.raises(ScheduleError, match="leaves 'c' to 'd'") as caught:
         check_schedule(without(schedule, position))
@@ -791,7 +913,7 @@ def wide_plan(buckets: int) -> BucketPlan:
 def test_the_number_of_ranks_costs_nothing(algorithm: Algorithm) -> None:
     plan = wide_plan(20)
     small, large = (
-        make_schedule(plan, topology, algorithm=algorithm)
+        with_own_word(make_schedule(plan, topology, algorithm=algorithm))
         for topology in (Topology(host=2, local=4), Topology(host=12500, local=8))
     )
     # Which terms of a set are compared depends on hashes, which differ from process to process.
@@ -800,7 +922,7 @@ def test_the_number_of_ranks_costs_nothing(algorithm: Algorithm) -> None:
 
 def test_errors_cost_nothing_either() -> None:
     topology = Topology(host=2**20, local=2**10)
-    schedule = with_op_of(make_schedule(plan_of(W), topology), "all_reduce", axes=("host",))
+    schedule = with_op_of(flat(topology), "all_reduce", axes=("host",))
     with pytest.raises(ScheduleError, match=r"ranks 1, 2, 3, \.\.\. are missing"):
         check_schedule(schedule)
 
@@ -826,7 +948,7 @@ def test_buckets_may_be_judged_in_batches(batch: int, monkeypatch: pytest.Monkey
 
 
 def test_a_path_through_other_buckets_will_do() -> None:
-    schedule = make_schedule(plan_of(W, LeafSpec("x", (4,), "float32")), SMALL)
+    schedule = with_own_word(make_schedule(plan_of(W, LeafSpec("x", (4,), "float32")), SMALL))
     assert [op.kind for op in schedule.ops[:4]] == ["pack", "all_reduce"] * 2
     chained = replace(
         schedule,

@@ -43,12 +43,20 @@ def base(
     scaling: Scaling = "before",
     split_mb: float | None = None,
     sparse: bool = False,
+    deterministic: bool = False,
 ) -> Schedule:
     leaves = [LeafSpec(f"p{i}", (7,), dtype) for i, dtype in enumerate(dtypes)]
     if sparse:
         leaves.append(LeafSpec("rows", (3, 2), "float32", sparse=True))
     plan = plan_leaves(leaves, order=range(len(leaves)), caps_bytes=[1])
-    return make_schedule(plan, topology, algorithm=algorithm, scaling=scaling, split_mb=split_mb)
+    return make_schedule(
+        plan,
+        topology,
+        algorithm=algorithm,
+        scaling=scaling,
+        split_mb=split_mb,
+        deterministic=deterministic,
+    )
 
 
 SPLIT_MB = 2**-15  # 32 bytes
@@ -61,7 +69,15 @@ BASES = {
         "hierarchical", Topology(host=2, local=2), "float64", split_mb=SPLIT_MB
     ),
     "three axes": base("hierarchical", Topology(a=2, b=2, c=2), "float32"),
+    "riding": base("all_reduce", Topology(world=3), "bfloat16", "float32", sparse=True),
+    "riding, split": base(
+        "all_reduce", Topology(a=2, b=2), "float64", scaling="after", split_mb=SPLIT_MB
+    ),
     "one place": base("hierarchical", Topology(host=1, a=2, b=2), "float16"),
+    "deterministic": base("hierarchical", Topology(host=2, local=2), "float32", deterministic=True),
+    "deterministic, flat": base(
+        "all_reduce", Topology(a=2, b=2), "bfloat16", scaling="after", deterministic=True
+    ),
     "shards": base("reduce_scatter", Topology(host=3, local=1), "float32", "float32"),
     "whole from shards": base("all_gather", Topology(host=2, local=2), "float32", "float32"),
 }
@@ -157,6 +173,8 @@ def changes_of_fields(schedule: Schedule) -> Iterator[Mutant]:
         yield Mutant("scaling changed", dataclasses.replace(schedule, scaling=scaling))
     for result in get_args(Result):
         yield Mutant("result changed", dataclasses.replace(schedule, result=result))
+    other = dataclasses.replace(schedule, deterministic=not schedule.deterministic)
+    yield Mutant("deterministic changed", other)
     for b in range(len(schedule.wire_dtypes)):
         for other in ("float16", "bfloat16", "float32", "float64", "complex64", "int8"):
             wire_dtypes = (*schedule.wire_dtypes[:b], other, *schedule.wire_dtypes[b + 1 :])
@@ -183,6 +201,7 @@ def mutants(schedule: Schedule) -> list[Mutant]:
 def test_there_are_many() -> None:
     counts = Counter(mutant.change for schedule in BASES.values() for mutant in mutants(schedule))
     assert sum(counts.values()) >= 4000, counts
+    assert counts.pop("deterministic changed") == len(BASES)
     assert min(counts.values()) >= 10, counts
 
 
@@ -191,7 +210,8 @@ STRICTER = {
     "a step that a rank does by itself has no group": r"leave its axes empty \(",
     "every bucket is packed, an empty one too": r"no operation packs it",
     "a collective names its group": r"it needs axes to run along",
-    "the control word has one form": r"it belongs to no bucket and always runs",
+    "the control word has one form": r"it has no elements that a schedule knows, and always runs",
+    "what rides is waited for by its carrier alone": r"it waits for the control word, op \d+",
     "axes exist": r"'elsewhere'; the axes are",
     "formats hold the values, which the oracle has none of": r"on the wire does not hold its",
     "buffers go with conditions": r"for buffer and condition; ",
@@ -200,6 +220,7 @@ STRICTER = {
     "what is joined was divided": r"it joins chunks along",
     "nothing is done twice": r"has (pack|gather|unpack)ed all of its bucket already",
     "chunks are of one kind": r"went through different reductions",
+    "bits depend on the topology alone": r"the schedule is deterministic|deterministic sums",
     "chunks of several axes have one order": r"in the topology's order",
 }
 
@@ -242,6 +263,8 @@ def why_equal(original: Schedule, mutant: Schedule) -> str | None:
     """In what the two differ, if it is nothing that shows in the result."""
     if dataclasses.replace(mutant, scaling=original.scaling) == original:
         return "equal: division elsewhere"
+    if dataclasses.replace(mutant, deterministic=original.deterministic) == original:
+        return "equal: the association is not stated"
     if dataclasses.replace(mutant, wire_dtypes=original.wire_dtypes) == original:
         return "equal: a wider format"
     ours, theirs = (

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from fractions import Fraction
+from random import Random
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fddp.control import ControlLayout, ControlWord, decode, encode
+from fddp.control import ControlLayout, ControlReport, ControlWord, decode, encode, limb_bits
 from fddp.scaling import WeightScale
 
 
@@ -65,6 +70,91 @@ def test_a_differing_fingerprint_is_seen_on_every_rank(fingerprints: list[int]) 
     else:
         # A rank whose own number is the mean of all is the one that can't tell.
         assert agreed.count(False) >= len(set(fingerprints)) - 1
+
+
+# Limbs
+
+ANY_WEIGHT = st.one_of(
+    st.floats(0.0, 1e308),
+    st.integers(0, 2**52).map(lambda n: n * 2.0**-1074),  # subnormal ones
+    st.tuples(st.floats(0.5, 1.0), st.integers(-1073, 1023)).map(lambda p: math.ldexp(*p)),
+    st.sampled_from([0.0, 5e-324, 2.2250738585072014e-308, 1.0, 1e154, 1e308, 1.7e308]),
+)
+
+
+@st.composite
+def limbed_steps(draw: st.DrawFn) -> tuple[ControlLayout, list[ControlWord]]:
+    """Of 1 to 64 ranks, in either format."""
+    layout, (first, *_) = draw(steps())
+    ranks = draw(st.integers(1, 64))
+    fmt = draw(st.sampled_from(["float32", "float64"]))
+    layout = replace(layout, format=fmt, limb_bits=limb_bits(fmt, ranks))
+    print_ = draw(st.integers(0, 2**32 - 1))
+    weights = draw(st.lists(ANY_WEIGHT, min_size=ranks, max_size=ranks))
+    words = [replace(first, fingerprint=print_, weight=weight, order=()) for weight in weights]
+    words[0] = replace(words[0], order=first.order)
+    return layout, words
+
+
+def exact_sum(values: list[float]) -> float:
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
+
+
+def exact_report(layout: ControlLayout, words: list[ControlWord]) -> ControlReport:
+    """What a word of float64 without limbs tells where its sums are rounded once."""
+    plain = ControlLayout(layout.leaves, layout.buckets, layout.with_order)
+    vectors = [encode(plain, word) for word in words]
+    total = np.array([exact_sum([float(v[i]) for v in vectors]) for i in range(plain.size)])
+    print_ = words[0].fingerprint
+    return decode(plain, total, fingerprint=print_, world_size=len(words))
+
+
+@settings(max_examples=200)
+@given(limbed_steps(), st.randoms(use_true_random=False))
+def test_limbs_tell_the_same_in_any_order_of_summation(
+    step: tuple[ControlLayout, list[ControlWord]], random: Random
+) -> None:
+    layout, words = step
+    vectors = [encode(layout, word) for word in words]
+    while len(vectors) > 1:
+        one, other = (vectors.pop(random.randrange(len(vectors))) for _ in range(2))
+        vectors.append(one + other)
+    (total,) = vectors
+    assert total.dtype == layout.format
+    report = decode(layout, total, fingerprint=words[0].fingerprint, world_size=len(words))
+    assert report == exact_report(layout, words)
+
+
+@given(st.integers(1, 2**16), st.integers(0, 2**32 - 1), ANY_WEIGHT)
+def test_limbs_of_many_ranks_are_within_what_the_format_holds(
+    ranks: int, print_: int, weight: float
+) -> None:
+    """Each element is an integer that, summed over all ranks, float32 holds exactly."""
+    layout = ControlLayout(1, 1, format="float32", limb_bits=limb_bits("float32", ranks))
+    vector = encode(layout, ControlWord(print_, weight, (True,), (True,))).astype(np.float64)
+    assert (vector == np.floor(vector)).all()
+    assert vector.max(initial=0.0) * ranks <= 2**24
+    total = (vector * ranks).astype(np.float32)
+    report = decode(layout, total, fingerprint=print_, world_size=ranks)
+    assert report.agreed
+    assert (report.active, report.users, report.late) == (ranks * (weight > 0), (ranks,), (0,))
+    try:
+        due = float(Fraction(weight) * ranks)
+    except OverflowError:
+        due = math.inf
+    assert report.total_weight == due
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=6, unique=True))
+def test_a_differing_fingerprint_is_seen_in_limbs_too(fingerprints: list[int]) -> None:
+    ranks = len(fingerprints)
+    layout = ControlLayout(0, 0, format="float32", limb_bits=limb_bits("float32", ranks))
+    total = np.sum([encode(layout, ControlWord(p, 1.0, (), ())) for p in fingerprints], axis=0)
+    agreed = [decode(layout, total, fingerprint=p, world_size=ranks).agreed for p in fingerprints]
+    assert agreed.count(False) >= ranks - 1
 
 
 def test_equal_weights_need_no_correction() -> None:

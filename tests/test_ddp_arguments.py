@@ -51,8 +51,11 @@ def parameters_of(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
 
 
 def test_the_signature_is_that_of_the_installed_torch() -> None:
-    ours = parameters_of(fddp.DistributedDataParallel.__init__)
+    *ours, own = parameters_of(fddp.DistributedDataParallel.__init__)
     assert ours == parameters_of(TorchDDP.__init__)
+    assert own == ("transport", "auto")
+    with pytest.raises(TypeError, match="positional argument"):
+        fddp.DistributedDataParallel(nn.Linear(2, 2), *(value for _, value in ours[1:]), "auto")
 
 
 def test_arguments_are_the_constructors_in_its_order_with_its_defaults() -> None:

@@ -54,10 +54,10 @@ def _rooms() -> set[str]:
     package = ROOT / "fddp"
     rooms = {path.name for path in package.glob("*.py")}
     rooms |= {f"transports/{path.name}" for path in (package / "transports").glob("*.py")}
-    rooms |= {f"csrc/{path.name}" for path in (package / "csrc").glob("*.cpp")}
+    rooms |= {str(path.relative_to(package)) for path in (package / "csrc").rglob("*.cpp")}
     rooms |= {
-        f"csrc/{path.name}"
-        for path in (package / "csrc").glob("*.h")
+        str(path.relative_to(package))
+        for path in (package / "csrc").rglob("*.h")
         if not path.with_suffix(".cpp").exists()
     }
     rooms |= {

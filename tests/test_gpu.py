@@ -13,6 +13,11 @@ import torch
 import torch.distributed as dist
 
 import fddp
+from fddp.bench import gpu as gpu_bench
+from fddp.bench.models import stack
+from fddp.layout import Layout
+from fddp.pack import pack_, unpack_
+from fddp.progress import Stages
 from fddp.tree import flatten, map_leaves
 from models import batch, largest_difference, mean_gradients, mlp, mlp_loss, same_bits
 from ranks import RankPool
@@ -124,3 +129,39 @@ def test_sparse_gradients(nccl: None) -> None:
     expected = torch.zeros_like(weight)
     expected[1], expected[4] = 4 * weight[1], 2 * weight[4]
     assert torch.allclose(grads["table"].to_dense(), expected)
+
+
+def test_packing_many_leaves_takes_few_launches(nccl: None) -> None:
+    count, numel = 300, 1000
+    leaves = [torch.randn(numel, device="cuda") for _ in range(count)]
+    layout = Layout(
+        tuple(range(0, count * numel, numel)), ((numel,),) * count, ((1,),) * count, count * numel
+    )
+    buffer = torch.empty(count * numel, device="cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        pack_(buffer, layout, leaves, 0.5)
+        unpack_(leaves, layout, buffer, 2.0, stats=False)
+        torch.cuda.synchronize()
+    launches = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    if not launches:
+        pytest.skip("the profiler sees no kernels here")
+    assert len(launches) < count / 4
+    assert torch.equal(torch.cat(leaves), buffer * 2.0)
+
+
+@pytest.fixture
+def both_backends() -> Iterator[torch.device]:
+    device = torch.device("cuda", 0)
+    gpu_bench.open_group(device)
+    yield device
+    dist.destroy_process_group()
+
+
+def test_the_benchmark_for_a_device(both_backends: torch.device) -> None:
+    device = both_backends
+    with Stages(shown=False) as stages:
+        packed = gpu_bench.packing_times(device, 2, stages, leaves=30, numel=1 << 16)
+        steps = gpu_bench.step_times(stack("tiny", layers=4, width=64, rows=8), device, 2, stages)
+    figures = gpu_bench.figures(packed, {"tiny": steps})
+    assert len(figures) == 4 + 3
+    assert all(figure.low > 0.0 for figure in figures)

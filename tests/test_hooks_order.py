@@ -189,10 +189,10 @@ def test_ranks_of_any_speed_issue_the_same_between_hosts(hook: Hook[Any]) -> Non
 
 
 def test_the_control_word_does_not_wait_for_stages() -> None:
-    operations = issued(1, Staged(3, lambda entry: None), [[0] * LAYERS])[0]
+    operations = issued(2, Staged(3, lambda entry: None), [[0] * LAYERS] * 2)[0]
     step = operations[: len(operations) // 2]
     control = next(i for i, text in enumerate(step) if "float64 (1" in text or "float64 (2" in text)
-    last_first_stage = step.index(f"all_reduce of torch.float32 ({LAYERS},) among 1")
+    last_first_stage = step.index(f"all_reduce of torch.float32 ({LAYERS},) among 2")
     assert control == last_first_stage + 1
 
 

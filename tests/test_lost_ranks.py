@@ -56,8 +56,9 @@ def stopping_loss(p: Any, x: Tensor, where: str, how: str) -> Tensor:
     return x.square().mean()
 
 
-def lose_a_rank(rank: int, world_size: int, where: str, how: str) -> Any:
-    sync = fddp.GradSync(mlp(), **SMALL, timeout_s=TIMEOUT_S)
+def lose_a_rank(rank: int, world_size: int, transport: str, where: str, how: str) -> Any:
+    sync = fddp.GradSync(mlp(), **SMALL, transport=transport, timeout_s=TIMEOUT_S)
+    assert sync.transport == transport
     step = sync.value_and_grad(mlp_loss)
     for number in range(2):
         step(mlp(), batch(rank, number))
@@ -80,8 +81,9 @@ def lose_a_rank(rank: int, world_size: int, where: str, how: str) -> Any:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("how", ["exit", "kill"])
-def test_a_rank_that_dies_mid_step(where: str, how: str) -> None:
-    outcomes = run_fresh(3, lose_a_rank, where, how, timeout_s=60.0)
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_a_rank_that_dies_mid_step(transport: str, where: str, how: str) -> None:
+    outcomes = run_fresh(3, lose_a_rank, transport, where, how, timeout_s=60.0)
     assert outcomes[LOST].exitcode == (3 if how == "exit" else -signal.SIGKILL)
     for rank in (0, 2):
         result, error, _ = outcomes[rank]
@@ -100,9 +102,10 @@ def test_a_rank_that_dies_mid_step(where: str, how: str) -> None:
         assert after == 1.0, "the mean of ranks 0 and 2"
 
 
-def stall(rank: int, world_size: int, where: str) -> Any:
+def stall(rank: int, world_size: int, transport: str, where: str) -> Any:
     timeout_s = 1.0
-    sync = fddp.GradSync(mlp(), **SMALL, timeout_s=timeout_s)
+    sync = fddp.GradSync(mlp(), **SMALL, transport=transport, timeout_s=timeout_s)
+    assert sync.transport == transport
     step = sync.value_and_grad(mlp_loss)
     step(mlp(), batch(rank, 0))
     begin_s = time.perf_counter()
@@ -119,8 +122,10 @@ def stall(rank: int, world_size: int, where: str) -> Any:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_rank_that_stalls_mid_step(ranks: RankPool, where: str) -> None:
-    for rank, (seen, took_s, expected, after) in enumerate(ranks.run(3, stall, where)):
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_a_rank_that_stalls_mid_step(ranks: RankPool, transport: str, where: str) -> None:
+    for rank, told in enumerate(ranks.run(3, stall, transport, where)):
+        seen, took_s, expected, after = told
         if rank == LOST:
             assert {"SyncTimeoutError", "RankLostError"} & set(seen.kinds), seen
         else:

@@ -22,6 +22,7 @@ from fddp.build import make_schedule
 from fddp.check import check_schedule
 from fddp.errors import ScheduleError
 from fddp.plan import BucketPlan, LeafSpec, plan_leaves
+from fddp.ride import with_own_word
 from fddp.schedule import CONTROL_REGION, Op, Region, Schedule, Topology, chunk
 from models import batch, mlp, mlp_loss
 from ranks import Launch
@@ -47,10 +48,10 @@ def example() -> Schedule:
 
 def test_the_digest_is_stable() -> None:
     # Ranks may run different builds: a digest that changes is a change of what they agree on.
-    assert example().digest == "3496a6b1addab736f97e074d208ce05065d76d2745bb10b923a0c8b9a1676cec"
+    assert example().digest == "17a764a3df704e3dedd361e61621fe116004cf37f6d33e4142a8b350b4ebd682"
     assert (
         example().shared_digest
-        == "f73371ea4ba412a12b28f6b16c7524d483d1fac9d0c8d65a80c19658e18407de"
+        == "0d55f2a05a71f516d96c55961deb2454dff8c614c9b4f009c9c19df284ab741a"
     )
 
 
@@ -93,7 +94,7 @@ def test_pickles_leave_what_was_worked_out_behind() -> None:
 
 def test_one_by_hand() -> None:
     plan, region = plan_of(("a", "float32")), Region("bucket", 0, 3)
-    made = make_schedule(plan, WORLD)
+    made = with_own_word(make_schedule(plan, WORLD))
     ops = (
         Op("pack", 0, (), region, ()),
         Op("all_reduce", 0, ("world",), region, (0,)),
@@ -350,12 +351,14 @@ def expected_of(
     for op in schedule.ops:
         happens = {"always": True, "late": op.bucket in late, "again": again}[op.when]
         ranks = schedule.topology.group(op.axes, sync.rank)
-        if op.kind == "control":
+        if op.kind == "control" and op.bucket < 0:
             expected.append(Issued("all_reduce", "float64", program.control.size, ranks))
         elif op.axes and happens and len(ranks) > 1:
             joined = len(op.axes) if op.kind == "all_gather" else 0
             shard = op.region.shard[: len(op.region.shard) - joined]
             numel = (op.region.stop - op.region.start) // schedule.topology.size(shard)
+            if op is schedule.ops[schedule.carrier]:
+                numel += program.control.size
             expected.append(Issued(op.kind, schedule.wire_dtypes[op.bucket], numel, ranks))
     return expected
 
@@ -380,7 +383,7 @@ def test_the_runtime_issues_what_the_schedule_lists(launch: Launch, case: str) -
         assert len(steps) == 6
         for issued, expected, buckets in steps:
             assert issued == expected
-            assert len(expected) > buckets > 1
+            assert len(expected) >= buckets > 1
 
 
 def issue(group: Any, case: dict[str, Any]) -> Any:
@@ -501,7 +504,7 @@ def test_a_sparse_bucket_takes_three_gathers() -> None:
             sync({"e": torch.eye(4, 2).to_sparse(1), "w": torch.ones(3)})
             return [operation.kind for operation in issued]
 
-    assert fddp.loopback(2, run) == [["all_reduce"] * 2 + ["all_gather"] * 3] * 2
+    assert fddp.loopback(2, run) == [["all_reduce"] + ["all_gather"] * 3] * 2
 
 
 @settings(max_examples=20, deadline=None)
@@ -527,7 +530,7 @@ def test_a_failing_rank_issues_what_the_others_issue(failing: str, rank: int) ->
                 assert failing != "none"
             return issued[: len(expected)] == expected, len(issued) - len(expected)
 
-    exchange = 0 if failing == "none" else 2
+    exchange = 0 if failing == "none" else 1
     assert fddp.loopback(3, run) == [(True, exchange)] * 3
 
 

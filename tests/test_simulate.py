@@ -18,7 +18,8 @@ from fddp.cost import CostModel
 from fddp.errors import ScheduleError
 from fddp.leafspec import ITEM_BYTES
 from fddp.plan import BucketPlan, LeafSpec, plan_leaves
-from fddp.schedule import COLLECTIVES, Op, Schedule, chunk
+from fddp.ride import control_layout, with_own_word
+from fddp.schedule import Op, Schedule, chunk, meets
 from fddp.simulate import Jitter, simulate
 from fddp.timeline import COMPUTE, BucketTimes, Span, StepTimes, Timeline
 from fddp.topology import Topology
@@ -56,6 +57,7 @@ class Plain:
         self.world = schedule.topology.world_size
         times = [0.0 if math.isnan(t) else t for t in ready_s]
         self.ready_s = [max(times[i] for i in b.leaves) for b in schedule.plan.buckets]
+        self.word = max(schedule.control, schedule.carrier)  # what brings it
         self.now = 0.0
         self.cursor = [0] * self.world
         self.launch_s: list[dict[int, float]] = [{} for _ in range(self.world)]
@@ -71,13 +73,13 @@ class Plain:
                 ],
             )
             for op in schedule.ops
-            if op.kind in COLLECTIVES
+            if meets(op)
             for r in range(self.world)
             for ranks in [schedule.topology.group(op.axes, r)]
         }
 
     def is_meeting(self, op: Op) -> bool:
-        return op.kind in COLLECTIVES and (op.when == "always" or op.bucket in self.late)
+        return meets(op) and (op.when == "always" or op.bucket in self.late)
 
     def backward_end_s(self, rank: int) -> float:
         return max(self.ready_s) * self.slow[rank]
@@ -96,10 +98,9 @@ class Plain:
                 return False
             if self.now < self.ready_s[op.bucket] * self.slow[rank]:
                 return False
-        if op.when != "always" or op.kind in ("gather", "unpack"):
-            control = [i for i, o in enumerate(self.schedule.ops) if o.kind == "control"]
-            if not all(self.is_done(rank, i) for i in control):
-                return False
+        acts_on_it = op.when != "always" or op.kind in ("gather", "unpack")
+        if acts_on_it and not self.is_done(rank, self.word):
+            return False
         if op.when != "always" and op.bucket not in self.late:
             return True
         return all(self.is_done(rank, dep) for dep in op.deps)
@@ -114,7 +115,7 @@ class Plain:
         self.cursor[rank] += 1
         if op.when == "always" or op.bucket in self.late:
             self.launch_s[rank][position] = self.now
-            if op.kind not in COLLECTIVES:
+            if not meets(op):
                 self.start_s[rank][position] = self.end_s[rank][position] = self.now
         return True
 
@@ -152,6 +153,9 @@ class Plain:
             cuts = [(self.schedule.topology.size((a,)), places[a]) for a in op.region.shard]
             start, stop = chunk(op.region.start, op.region.stop, cuts)
             nbytes = (stop - start) * ITEM_BYTES[self.schedule.wire_dtypes[op.bucket]]
+            if op is self.schedule.ops[self.schedule.carrier]:
+                layout = control_layout(self.schedule, with_order=False)
+                nbytes += layout.size * ITEM_BYTES[layout.format]
         if op.kind == "all_gather":
             return (n - 1) * alpha_s + (n - 1) * beta * nbytes
         once = (n - 1) * alpha_s + (n - 1) / n * beta * nbytes
@@ -307,7 +311,7 @@ def test_like_the_plain_simulation_where_written_by_hand(case: Any, data: st.Dat
     left = set(range(len(schedule.ops)))
     order: list[int] = []
     # The control word decides on repairs, so it stays ahead of them.
-    control = next(i for i, op in enumerate(schedule.ops) if op.kind == "control")
+    control = max(schedule.control, schedule.carrier)
     while left:
         free = [
             i
@@ -337,9 +341,24 @@ def two_leaves(*, world: int = 2) -> Schedule:
     return make_schedule(plan, Topology(world=world))
 
 
+def test_the_word_rides_at_the_cost_of_its_bytes() -> None:
+    riding, own = (f(two_leaves()) for f in (lambda s: s, with_own_word))
+    ready_s = {"b": 0.007, "a": 0.010}
+    latency = CostModel(1e-3, 0.0)
+    assert simulate(riding, latency, ready_s).step_s == pytest.approx(0.012)
+    assert simulate(own, latency, ready_s).step_s == pytest.approx(0.014)
+    assert [s.label for s in simulate(riding, latency, ready_s).spans if s.lane != COMPUTE] == [
+        "all_reduce 0",
+        "all_reduce 1",
+    ]
+    # Two limbs of the fingerprint, 92 of each weight, four counts, two buckets and two leaves.
+    timeline = simulate(riding, CostModel(0.0, 1e-9), ready_s)
+    assert timeline.step_s == pytest.approx(0.011 + 4e-9 * (2 + 92 + 92 + 4 + 2 + 2), abs=1e-12)
+
+
 def test_overlap_slows_what_runs_beside_backward() -> None:
     cost = CostModel(0.0, 1e-9, overlap=0.25)
-    timeline = simulate(two_leaves(), cost, {"b": 0.007, "a": 0.010})
+    timeline = simulate(with_own_word(two_leaves()), cost, {"b": 0.007, "a": 0.010})
     first, last, control = (s for s in timeline.spans if s.lane != COMPUTE)
     # 1 ms of work: 3 ms at a quarter of the speed, and the rest alone.
     assert (first.launch_s, first.end_s) == (0.007, pytest.approx(0.01025))
@@ -357,7 +376,7 @@ def test_leaves_without_a_gradient_hold_nothing_up() -> None:
     assert timeline.backward_end_s == 0.010
     assert next(s for s in timeline.spans if s.kind == "all_reduce").launch_s == 0.0
     nothing = simulate(two_leaves(), CostModel(1e-3, 0.0), [math.nan, math.nan])
-    assert nothing.step_s == pytest.approx(0.006)
+    assert nothing.step_s == pytest.approx(0.004)
     assert nothing.backward_end_s == 0.0
     assert nothing.hidden_fraction == 0.0
 
@@ -379,7 +398,7 @@ def test_repairs_cost_their_reduction() -> None:
 
 def test_what_follows_a_repair_waits_for_the_control_word() -> None:
     """It decides on the repair, so a rank can't pass over that before the word is in."""
-    schedule = two_leaves()
+    schedule = with_own_word(two_leaves())
     order = [0, 1, 2, 4, 5, 6, 7, 3, *range(8, len(schedule.ops))]
     ops = [schedule.ops[i] for i in order]
     assert [(op.kind, op.bucket, op.when) for op in ops[3:8]] == [
@@ -525,8 +544,8 @@ def test_timelines_as_text() -> None:
     timeline = simulate(two_leaves(), CostModel(1e-3, 0.0), [0.010, 0.001])
     lines = str(timeline).splitlines()
     assert lines[0] == repr(timeline)
-    assert "step 14.000 ms, backward 10.000 ms, exposed 4.000 ms, 33% hidden" in lines[0]
-    assert [line.split()[:2] for line in lines[2:]] == [["compute", "5"], ["world", "3"]]
+    assert "step 12.000 ms, backward 10.000 ms, exposed 2.000 ms, 50% hidden" in lines[0]
+    assert [line.split()[:2] for line in lines[2:]] == [["compute", "6"], ["world", "2"]]
 
 
 times = st.floats(0.0, 10.0)

@@ -13,10 +13,12 @@ import pytest
 import torch
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
+from hypothesis.errors import NoSuchExample
 from torch import Tensor
 
 import fddp
-from fddp.schedule import COLLECTIVES
+from fddp.ride import with_own_word
+from fddp.schedule import COLLECTIVES, meets
 from fddp.testing import (
     arrivals,
     assert_mean,
@@ -143,6 +145,10 @@ def test_kinds_of_schedules() -> None:
     for shards in (True, False):
         split = schedules(algorithms=["reduce_scatter" if shards else "hierarchical"])
         drawn(split, lambda s: max(count_pieces(s).values(), default=0) > 2)
+    assert drawn(schedules(), lambda s: s.carrier >= 0).ops
+    with pytest.raises(NoSuchExample):
+        find(schedules(ride=False), lambda s: s.carrier >= 0, settings=settings(max_examples=50))
+    assert drawn(schedules(deterministic=True), lambda s: s.deterministic and s.retained).ops
     fixed = schedules(st.just(one_plan()), st.just(fddp.Topology(world=2)))
     assert drawn(fixed, lambda s: True).plan == one_plan()
 
@@ -182,7 +188,7 @@ def test_a_broken_schedule_is_not_ok() -> None:
 @settings(max_examples=200)
 @given(st.data())
 def test_ranks_issue_the_same_collectives(data: st.DataObject) -> None:
-    schedule = data.draw(schedules())
+    schedule = data.draw(schedules() | schedules(deterministic=True) | schedules(ride=False))
     plan, ranks = schedule.plan, min(4, schedule.topology.world_size)
     counts = st.lists(st.integers(0, 2), min_size=len(plan.leaves), max_size=len(plan.leaves))
     ops = assert_same_collectives(
@@ -190,7 +196,7 @@ def test_ranks_issue_the_same_collectives(data: st.DataObject) -> None:
         data.draw(arrivals(plan, ranks)),
         expected=data.draw(st.none() | st.lists(counts, min_size=ranks, max_size=ranks)),
     )
-    always = [op for op in schedule.ops if op.kind in COLLECTIVES and op.when == "always"]
+    always = [op for op in schedule.ops if meets(op) and op.when == "always"]
     assert [op for op in ops if op.when == "always"] == always
 
 
@@ -202,7 +208,7 @@ def repaired_before_it_is_known(schedule: fddp.Schedule) -> fddp.Schedule:
 
 
 def test_a_repair_before_the_control_word_lets_ranks_part() -> None:
-    bad = repaired_before_it_is_known(one_schedule())
+    bad = repaired_before_it_is_known(with_own_word(one_schedule()))
     assert_same_collectives(bad, [[1, 0], [0, 1]])
     with pytest.raises(AssertionError) as caught:
         assert_same_collectives(bad, [[1, 0], [1, 0, 1]])
@@ -384,10 +390,12 @@ def test_a_users_own_hook(launch: Launch) -> None:
 
 
 def a_users_schedule(group: Any) -> Any:
-    made = fddp.make_schedule(
-        fddp.plan_buckets(own_trees(1)[0], **SMALL), fddp.Topology(world=group_size(group))
+    averaging = fddp.make_schedule(
+        fddp.plan_buckets(own_trees(1)[0], **SMALL),
+        fddp.Topology(world=group_size(group)),
+        scaling="average",
     )
-    assert_schedule_ok(averaging := replace(made, scaling="average"))
+    assert_schedule_ok(averaging)
     with fddp.GradSync(averaging, group=group) as sync:
         assert sync.schedule == averaging
         return assert_mean(sync, own_trees(sync.world_size))

@@ -14,7 +14,8 @@ import torch
 from fddp.errors import ClosedError, PlanMismatchError, SyncTimeoutError
 from fddp.topology import Topology
 from fddp.transports import loopback, open_transport
-from test_transports import MOVED, SUMMED
+from ranks import launch_over
+from test_transports import MOVED, SUMMED, TRANSPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +29,12 @@ SQUARE = Topology(host=2, local=2)
 AXES = [("host",), ("local",)]
 LENGTHS = [0, 1, 7]  # of a chunk
 AVERAGED = [dtype for dtype in SUMMED if dtype.is_floating_point or dtype.is_complex]
+
+
+@pytest.fixture(params=TRANSPORTS)
+def launch(request: pytest.FixtureRequest) -> Launch:
+    """A test that takes this runs over every transport."""
+    return launch_over(request.param, request)
 
 
 def part(rank: int, numel: int, dtype: torch.dtype) -> Tensor:

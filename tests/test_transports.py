@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fddp.errors import ClosedError, SyncTimeoutError
 from fddp.transports import LoopbackGroup, open_transport
+from ranks import launch_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from fddp.transports import Group, Transport
     from ranks import Launch
 
+TRANSPORTS = ["c10d", "shm", "loopback"]
 WORLD_SIZES = [1, 2, 3, 4]
 SHAPES = [(5,), (2, 3), (), (0,), (4, 0)]
 SUMMED = [
@@ -37,6 +39,12 @@ SUMMED = [
     torch.uint8,
 ]
 MOVED = [*SUMMED, torch.bool, torch.int16]
+
+
+@pytest.fixture(params=TRANSPORTS)
+def launch(request: pytest.FixtureRequest) -> Launch:
+    """A test that takes this runs over every transport."""
+    return launch_over(request.param, request)
 
 
 def filled(shape: tuple[int, ...], value: complex, dtype: torch.dtype) -> Tensor:
@@ -239,7 +247,7 @@ def bad_arguments_on_rank(group: Group, right: str, wrong: Any) -> None:
 
 
 def test_bad_arguments_are_named(launch: Launch) -> None:
-    wrong = {"c10d": "loopback", "loopback": "c10d"}[launch.name]
+    wrong = {"c10d": "loopback", "shm": "loopback", "loopback": "c10d"}[launch.name]
     launch(2, bad_arguments_on_rank, launch.name, wrong)
 
 

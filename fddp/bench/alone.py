@@ -1,24 +1,22 @@
-"""What needs one process: planning, proving, simulating, packing. `python -m fddp.bench.alone`."""
+"""Planning, proving, simulating, in one process: `python -m fddp.bench.alone`."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping
+import argparse
+import json
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from fddp.bench.measure import Series, ratio
+from fddp.bench.packing import ROUNDS, Calls, in_turn
 from fddp.build import make_schedule
 from fddp.check import check_schedule
 from fddp.cost import CostModel
-from fddp.layout import Layout
 from fddp.optimal import Target, optimal_plan
-from fddp.pack import pack_, unpack_
 from fddp.plan import BucketPlan, LeafSpec, assign_buckets, plan_leaves
 from fddp.planning import plan_buckets
 from fddp.progress import Stages
@@ -27,27 +25,31 @@ from fddp.topology import Topology
 
 _LEAVES = 100_000
 _CAPS_BYTES = (1 << 20, 25 << 20)
-_ROUNDS = 9
-
-Calls = Mapping[str, Callable[[], object]]
 
 
 def main() -> None:
     """Measures and prints; about half a minute."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
+    args = parser.parse_args()
     torch.set_num_threads(1)
     cases = {
         f"planning {_LEAVES} leaves": _planning(),
         "1,000 buckets: proving, simulating, planning": _schedules(),
-        "packing 10,000 leaves of 32 floats, scaled": _small(),
-        "packing 64 MiB in 16 leaves, scaled": _large(),
     }
     results = {}
     with Stages(shown=True) as stages:
         for title, calls in cases.items():
-            stages.begin(title, _ROUNDS)
-            results[title] = _in_turn(calls, stages.advance)
+            stages.begin(title, ROUNDS)
+            results[title] = in_turn(calls, stages.advance)
     for title, series in results.items():
         Console().print(_table(title, series))
+    if args.json is not None:
+        rounds_s = {
+            title: {name: times.rounds_s for name, times in series.items()}
+            for title, series in results.items()
+        }
+        args.json.write_text(json.dumps({"rounds_s": rounds_s}, indent=2))
 
 
 def _planning() -> Calls:
@@ -92,58 +94,6 @@ def _schedules() -> Calls:
             tuple(leaves), range(2000), ready_s, Target(cost, many)
         ),
     }
-
-
-def _small() -> Calls:
-    sources, layout, buffer, views = _bucket(10_000, 32)
-
-    def foreach() -> None:
-        torch._foreach_copy_(views, sources)
-        torch._foreach_mul_(views, 0.5)
-
-    return {
-        "torch._foreach copy and mul": foreach,
-        "pack_": lambda: pack_(buffer, layout, sources, 0.5),
-        "unpack_": lambda: unpack_(sources, layout, buffer, 0.5),
-    }
-
-
-def _large() -> Calls:
-    sources, layout, buffer, _ = _bucket(16, 1 << 20)
-    flat = torch.randn(buffer.numel())
-    return {
-        "one copy": lambda: buffer.copy_(flat),
-        "pack_": lambda: pack_(buffer, layout, sources, 0.5),
-        "unpack_": lambda: unpack_(sources, layout, buffer, 0.5),
-    }
-
-
-def _bucket(count: int, numel: int) -> tuple[list[Tensor], Layout, Tensor, list[Tensor]]:
-    layout = Layout(
-        offsets=tuple(range(0, count * numel, numel)),
-        shapes=((numel,),) * count,
-        strides=((1,),) * count,
-        numel=count * numel,
-    )
-    buffer = torch.empty(count * numel)
-    sources = [torch.randn(numel) for _ in range(count)]
-    return sources, layout, buffer, list(torch.split(buffer, numel))
-
-
-def _in_turn(calls: Calls, after_round: Callable[[], None]) -> dict[str, Series]:
-    times_s: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(_ROUNDS):
-        for name, call in calls.items():
-            call()
-            times_s[name].append(statistics.median(_timed(call) for _ in range(3)))
-        after_round()
-    return {name: Series(tuple(rounds_s)) for name, rounds_s in times_s.items()}
-
-
-def _timed(call: Callable[[], object]) -> float:
-    start_s = time.perf_counter()
-    call()
-    return time.perf_counter() - start_s
 
 
 def _table(title: str, series: dict[str, Series]) -> Table:

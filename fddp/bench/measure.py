@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -27,8 +27,19 @@ class Series(NamedTuple):
         return statistics.median(self.rounds_s)
 
 
+def difference(ours: Series, theirs: Series) -> Series:
+    """How much longer ours took in the same round.
+
+    Example:
+        >>> difference(Series((2.0, 3.0)), Series((1.5, 1.0)))
+        Series(rounds_s=(0.5, 2.0))
+    """
+    pairs = zip(ours.rounds_s, theirs.rounds_s, strict=True)
+    return Series(tuple(a - b for a, b in pairs))
+
+
 class Ratio(NamedTuple):
-    """How two series compare round by round."""
+    """How two series compare round by round: the median round, the lowest, the highest."""
 
     median: float
     low: float
@@ -42,7 +53,12 @@ def ratio(ours: Series, theirs: Series) -> Ratio:
         >>> ratio(Series((2.0, 3.0, 9.0)), Series((2.0, 2.0, 3.0)))
         Ratio(median=1.5, low=1.0, high=3.0)
     """
-    each = [a / b for a, b in zip(ours.rounds_s, theirs.rounds_s, strict=True)]
+    return spread(a / b for a, b in zip(ours.rounds_s, theirs.rounds_s, strict=True))
+
+
+def spread(values: Iterable[float]) -> Ratio:
+    """The median of one value a round, and the extremes."""
+    each = list(values)
     return Ratio(statistics.median(each), min(each), max(each))
 
 

@@ -1,9 +1,8 @@
 """What is trained in the benchmark: each model as a module and as a function of its parameters.
 
-DDP needs a module, fddp a function. A stack of layers is easily written as one. The transformer
-takes `torch.func.functional_call`, as people do with a module that exists; it costs some 3
-microseconds a parameter, which is why the time of a step without communication is measured in
-both forms.
+DDP needs a module, fddp a function. A stack of layers is easily written as one; the others are made
+into functions by `fddp.functionalize`, as people do with a module that exists. That costs some time
+for each parameter, which is why a step without communication is measured in both forms.
 """
 
 from __future__ import annotations
@@ -15,19 +14,24 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor, nn
-from torch.func import functional_call
+
+from fddp.bench.convolutional import ConvNet
+from fddp.functionalize import functionalize
 
 
 class Functional(NamedTuple):
     """A model as a function.
 
     Attributes:
-        params: tree of copies of the module's parameters, in the module's order.
-        loss_fn: `loss_fn(params, batch)`, the same loss as the module's.
+        params: tree of the module's parameters, in the module's order.
+        loss_fn: `loss_fn(params, batch)`, the same loss as the module's; for a module with buffers
+            `loss_fn(params, buffers, batch) -> (loss, buffers)`.
+        buffers: those of the module, before the first step; None where it has none.
     """
 
     params: Any
-    loss_fn: Callable[[Any, Tensor], Tensor]
+    loss_fn: Callable[..., Any]
+    buffers: dict[str, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,14 @@ class Workload:
         build: makes the module, each time with the same values; it maps a batch to its loss.
         to_function: makes a function of a module.
         batch: makes a rank's batch from the rank's number.
+        steps: that count in a contestant's turn of a round: fewer where one takes long.
     """
 
     title: str
     build: Callable[[], nn.Module]
     to_function: Callable[[Any], Functional]
     batch: Callable[[int], Tensor]
+    steps: int = 10
 
 
 class Stack(nn.Module):
@@ -157,12 +163,27 @@ def _transformer() -> Workload:
         return torch.randint(tokens, (2, length + 1), generator=generator)
 
     title = "transformer, 4 blocks of width 256, 4096 tokens"
-    return Workload(title, build, _module_function, batch)
+    return Workload(title, build, _module_function, batch, steps=4)
+
+
+def _convolutional() -> Workload:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return ConvNet(widths=(64, 128, 256, 512), blocks=1, classes=10)
+
+    def batch(rank: int) -> Tensor:
+        return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1 + rank))
+
+    title = "convolutions with BatchNorm, 4 blocks up to 512"
+    return Workload(title, build, _module_function, batch, steps=6)
 
 
 def _module_function(module: nn.Module) -> Functional:
-    params = {name: leaf.detach().clone() for name, leaf in module.named_parameters()}
-    return Functional(params, lambda params, batch: functional_call(module, params, (batch,)))
+    apply, params, buffers = functionalize(module)
+    own = {name: leaf.detach() for name, leaf in params.items()}
+    if buffers:
+        return Functional(own, apply, buffers)
+    return Functional(own, lambda params, batch: apply(params, {}, batch)[0])
 
 
 #: by the name that the command line takes
@@ -170,11 +191,12 @@ WORKLOADS = {
     "mlp": stack("MLP, 8 layers of 1024x1024", layers=8, width=1024, rows=32),
     "small": stack("small layers, 400 of 32x32", layers=400, width=32, rows=32),
     "transformer": _transformer(),
+    "conv": _convolutional(),
 }
 
 
 def transformer_step() -> tuple[Callable[[Any, Tensor], Tensor], Any, Tensor]:
     """Loss function, parameters and batch of the transformer, for `python -m fddp tune`."""
     workload = WORKLOADS["transformer"]
-    params, loss_fn = workload.to_function(workload.build())
-    return loss_fn, params, workload.batch(0)
+    functional = workload.to_function(workload.build())
+    return functional.loss_fn, functional.params, workload.batch(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from fddp.progress import Stages
 
 _WARM_UP = 4  # steps; DDP and fddp rebuild their buckets after the first
 _SMALL_BYTES = (4, 65536, 1048576)
+_SMALL_CALLS = 50
 
 
 class Options(NamedTuple):
@@ -26,23 +28,24 @@ class Options(NamedTuple):
     Attributes:
         models: names from `WORKLOADS`.
         rounds: number of rounds.
-        steps: number of steps that count, in each contestant's turn of a round.
+        quick: whether a turn has one step that counts, instead of the workload's number.
     """
 
     models: tuple[str, ...]
     rounds: int
-    steps: int
+    quick: bool
 
 
 def run_rank(options: Options) -> Report | None:
     """Measures all of it; a collective call. Rank 0 gets the report."""
+    load, _, _ = os.getloadavg()
     with Stages(shown=dist.get_rank() == 0) as stages:
         models = {name: _model(WORKLOADS[name], options, stages) for name in options.models}
         stages.begin("one small tensor", len(_SMALL_BYTES) * options.rounds)
         small = tuple(_small(nbytes, options, stages.advance) for nbytes in _SMALL_BYTES)
     if dist.get_rank() != 0:
         return None
-    return Report(dist.get_world_size(), options.rounds, options.steps, models, small)
+    return Report(dist.get_world_size(), options.rounds, load, models, small)
 
 
 def _model(workload: Workload, options: Options, stages: Stages) -> ModelResult:
@@ -53,15 +56,13 @@ def _model(workload: Workload, options: Options, stages: Stages) -> ModelResult:
         for _ in range(_WARM_UP):
             contestant.step()
     check_gradients(field)
-    series = measure(
-        {contestant.name: contestant.step for contestant in field},
-        options.rounds,
-        options.steps,
-        stages.advance,
-    )
-    entries = tuple(Entry(c.name, c.form, c.is_ddp, series[c.name]) for c in field)
+    steps = 1 if options.quick else workload.steps
+    series = measure({c.name: c.step for c in field}, options.rounds, steps, stages.advance)
+    entries = tuple(Entry(c.name, c.form, c.is_ddp, c.transport, series[c.name]) for c in field)
+    for contestant in field:
+        contestant.close()
     parameters = [parameter.numel() for parameter in workload.build().parameters()]
-    return ModelResult(workload.title, len(parameters), sum(parameters), entries)
+    return ModelResult(workload.title, len(parameters), sum(parameters), steps, entries)
 
 
 def check_gradients(field: list[Contestant]) -> None:
@@ -87,24 +88,16 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 def _small(nbytes: int, options: Options, after_round: Callable[[], None]) -> SmallResult:
-    """What fddp adds to an all-reduce: its control word and bookkeeping."""
+    """What fddp adds to an all-reduce: what it must tell beside the gradients, and bookkeeping."""
     tensor = torch.zeros(nbytes // 4)
-    control = torch.zeros(8, dtype=torch.float64)
-
-    def bare() -> None:
-        dist.all_reduce(tensor)
-
-    def pair() -> None:
-        works = [dist.all_reduce(t, async_op=True) for t in (tensor, control)]
-        for work in works:
-            work.wait()
-
-    with fddp.GradSync([tensor]) as sync:
-        sync([tensor])  # rebuilds its plan
-        series: dict[str, Series] = measure(
-            {"bare": bare, "pair": pair, "fddp": lambda: sync([tensor])},
-            options.rounds,
-            5 * options.steps,
-            after_round,
-        )
-    return SmallResult(nbytes, series["bare"], series["pair"], series["fddp"])
+    with fddp.GradSync([tensor]) as sync, fddp.GradSync([tensor], transport="c10d") as over_gloo:
+        steps = {
+            "bare": lambda: dist.all_reduce(tensor),
+            "gloo": lambda: over_gloo([tensor]),
+            "fddp": lambda: sync([tensor]),
+        }
+        steps["gloo"](), steps["fddp"]()  # the first call rebuilds the plan
+        calls = 1 if options.quick else _SMALL_CALLS
+        series: dict[str, Series] = measure(steps, options.rounds, calls, after_round)
+        transport = sync.transport
+    return SmallResult(nbytes, transport, series["bare"], series["gloo"], series["fddp"])

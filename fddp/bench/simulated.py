@@ -9,11 +9,14 @@ the rounds against the second.
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,12 +62,17 @@ class Case:
 
 def main() -> None:
     """Measures and prints; some minutes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
+    args = parser.parse_args()
     results = launch(2, run_rank)[0]
     for title, cost, cases in results:
         console = Console(highlight=False)
         console.print(_table(title, cases))
         console.print(cost)
         console.print(_verdict(cases))
+    if args.json is not None:
+        args.json.write_text(_to_json(results))
 
 
 def run_rank() -> list[tuple[str, str, list[Case]]]:
@@ -73,13 +81,14 @@ def run_rank() -> list[tuple[str, str, list[Case]]]:
     with Stages(shown=dist.get_rank() == 0) as stages:
         for workload in _MODELS:
             stages.begin(workload.title, _ROUNDS)
-            cost = fddp.CostModel.fit(fddp.measure_cost())
+            cost = fddp.CostModel.fit(fddp.measure_cost(transport="c10d"))
             results.append((workload.title, repr(cost), _cases(workload, cost, stages)))
     return results
 
 
 def _cases(workload: Workload, cost: fddp.CostModel, stages: Stages) -> list[Case]:
-    params, loss_fn = workload.to_function(workload.build())
+    functional = workload.to_function(workload.build())
+    params, loss_fn = functional.params, functional.loss_fn
     batch = workload.batch(dist.get_rank())
     base = fddp.plan_buckets(params)
     layer_bytes = sum(leaf.nbytes for leaf in base.leaves) // (len(base.leaves) // 2)
@@ -87,14 +96,14 @@ def _cases(workload: Workload, cost: fddp.CostModel, stages: Stages) -> list[Cas
         plan_leaves(base.leaves, order=base.order, caps_bytes=[max(1, layers * layer_bytes)])
         for layers in _LAYERS_IN_BUCKET
     ]
-    ready_s, _ = _profile(fddp.GradSync(plans[-1]), params, loss_fn, batch)
+    ready_s, _ = _profile(fddp.GradSync(plans[-1], transport="c10d"), params, loss_fn, batch)
     (alone_s,) = fddp.loopback(
         1, lambda group: _profile(fddp.GradSync(plans[-1], group=group), params, loss_fn, batch)[1]
     )
     steps = {}
     with ExitStack() as open_syncs:
         for plan in plans:
-            sync = open_syncs.enter_context(fddp.GradSync(plan))
+            sync = open_syncs.enter_context(fddp.GradSync(plan, transport="c10d"))
             steps[str(len(plan.buckets))] = step = _step(sync, params, loss_fn, batch)
             for _ in range(2):
                 step()
@@ -169,6 +178,26 @@ def _verdict(cases: Sequence[Case]) -> str:
         f"{spearman(first_s, second_s):.2f}; error of a simulated time, median: "
         f"{statistics.median(errors):.0%}"
     )
+
+
+def _to_json(results: Sequence[tuple[str, str, list[Case]]]) -> str:
+    values = [
+        {
+            "title": title,
+            "cost": cost,
+            "cases": [
+                {
+                    "buckets": case.buckets,
+                    "simulated_s": case.simulated_s,
+                    "rounds_s": case.measured.rounds_s,
+                }
+                for case in cases
+            ],
+            "verdict": _verdict(cases),
+        }
+        for title, cost, cases in results
+    ]
+    return json.dumps({"models": values}, indent=2)
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:

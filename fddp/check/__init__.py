@@ -27,7 +27,8 @@ def check_schedule(schedule: Schedule) -> None:
     Proved is, for every way that the control word may decide for a bucket: each element of the
     bucket is unpacked once, where `schedule.result` wants it, and holds the contribution of each
     rank exactly once, divided by the number of ranks, what came late included ("replicated": it
-    holds its owner's shard); all ranks issue the same collectives; no operation waits for one that
+    holds its owner's shard); all ranks issue the same collectives; the control word reaches all of
+    them, by itself or in a tail that holds it; no operation waits for one that
     is launched after it, so that none waits for ever; and no memory is touched that another
     operation may still be working on, see [Note: what must wait for what].
 
@@ -44,7 +45,7 @@ def check_schedule(schedule: Schedule) -> None:
         >>> from fddp.build import make_schedule
         >>> from fddp.plan import LeafSpec, plan_leaves
         >>> from fddp.topology import Topology
-        >>> plan = plan_leaves([LeafSpec("w", (8,), "float32")], order=[0], caps_bytes=[1])
+        >>> plan = plan_leaves([LeafSpec("w", (8,), "bfloat16")], order=[0], caps_bytes=[1])
         >>> schedule = make_schedule(plan, Topology(host=8, local=4))
         >>> check_schedule(schedule)
         >>> ops = tuple(op._replace(axes=("local",)) if op.kind == "all_reduce" else op

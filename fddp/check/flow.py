@@ -160,7 +160,24 @@ class Flow:
                 f"{divided[0]} hold different ones, which would be added up; join them first, or "
                 f"leave {divided[0]!r} out",
             )
-        return self._change(position, op, self._algebra.reduced)
+        pieces = self._change(position, op, self._algebra.reduced)
+        if self._schedule.deterministic:
+            self._check_association(position, op, pieces)
+        return pieces
+
+    def _check_association(self, position: int, op: Op, pieces: Sequence[_Piece]) -> None:
+        """Sums run along the innermost axes first: what is summed is always a run of these."""
+        names = wide(self._schedule, self._schedule.topology.names)
+        for summed in {term.summed for piece in pieces for term, _ in piece.value}:
+            inmost = names[len(names) - len(summed) :]
+            if summed != {*inmost}:
+                fail(
+                    self._schedule,
+                    position,
+                    f"with it, sums run along {in_words(wide(self._schedule, op.axes))} before the "
+                    f"axes within, and the schedule is deterministic; sum along "
+                    f"{in_words(inmost)} first",
+                )
 
     def _all_gather(self, position: int, op: Op) -> None:
         shard = op.region.shard

@@ -8,13 +8,14 @@ from types import MappingProxyType
 from fddp.check.errors import fail, fail_bucket, in_words, wide
 from fddp.leafspec import ITEM_BYTES
 from fddp.schedule import (
-    COLLECTIVES,
     CONTROL_REGION,
     Buffer,
     Kind,
     Op,
     Schedule,
     When,
+    meets,
+    rides,
 )
 
 _REDUCED: tuple[tuple[Buffer, When], ...] = (
@@ -49,6 +50,7 @@ _HOLDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 assert _HOLDERS.keys() == ITEM_BYTES.keys()
+_NARROW = frozenset({"float16", "bfloat16"})
 
 # Elements that the padding of the smallest bucket may have, so that no document asks for memory
 # out of proportion; 2**16 is the coarsest alignment in use.
@@ -70,6 +72,8 @@ def check_form(schedule: Schedule) -> dict[int, list[int]]:
             continue
         if op.bucket not in by_bucket:
             fail(schedule, position, f"name one of the plan's {len(by_bucket)} buckets")
+        if schedule.deterministic:
+            _check_deterministic(schedule, position, op)
         _check_place(schedule, position, op)
         _check_region(schedule, position, op)
         by_bucket[op.bucket].append(position)
@@ -90,6 +94,38 @@ def _check_dtypes(schedule: Schedule) -> None:
                 f"{wire} on the wire does not hold its {bucket.dtype}; choose "
                 f"{' or '.join(holders)}",
             )
+        if schedule.deterministic and wire in _NARROW:
+            fail_bucket(
+                schedule,
+                b,
+                f"deterministic sums are not rounded on the way, and {wire} on the wire does; "
+                f"choose float32 or float64",
+            )
+
+
+def _check_deterministic(schedule: Schedule, position: int, op: Op) -> None:
+    """What would let the bits depend on more than the topology."""
+    if op.kind == "all_reduce":
+        fail(
+            schedule,
+            position,
+            "it leaves the order of the sum to the transport, and the schedule is deterministic; "
+            "reduce_scatter and all_gather instead",
+        )
+    if op.when == "late":
+        fail(
+            schedule,
+            position,
+            "what came late would be added to a sum, and the schedule is deterministic; reduce the "
+            "bucket 'again' as a whole",
+        )
+    if schedule.scaling == "average" and op.kind == "reduce_scatter":
+        fail(
+            schedule,
+            position,
+            "it averages, which rounds on the way, and the schedule is deterministic; scale "
+            "'before' or 'after'",
+        )
 
 
 def _check_axes(schedule: Schedule, position: int, op: Op) -> None:
@@ -100,7 +136,7 @@ def _check_axes(schedule: Schedule, position: int, op: Op) -> None:
             fail(schedule, position, f"{text} {unknown[0]!r}; the axes are {in_words(names)}")
         if len(set(axes)) < len(axes):
             fail(schedule, position, f"{text} {in_words(axes)}; name each axis once")
-    if op.kind in COLLECTIVES:
+    if meets(op):
         ordered = tuple(axis for axis in names if axis in op.axes)
         if op.axes != ordered:
             fail(
@@ -115,14 +151,17 @@ def _check_axes(schedule: Schedule, position: int, op: Op) -> None:
 
 
 def _check_control(schedule: Schedule, position: int, op: Op) -> None:
-    if op.bucket != -1 or op.region != CONTROL_REGION or op.when != "always":
+    if op.region != CONTROL_REGION or op.when != "always":
         fail(
             schedule,
             position,
-            f"it belongs to no bucket and always runs: bucket -1, {CONTROL_REGION} and 'always' "
-            f"are due, got bucket {op.bucket}, {op.region} and {op.when!r}",
+            f"it has no elements that a schedule knows, and always runs: {CONTROL_REGION} and "
+            f"'always' are due, got {op.region} and {op.when!r}",
         )
-    _check_whole_world(schedule, position, op)
+    if not rides(op):
+        _check_whole_world(schedule, position, op)
+    elif op.bucket >= len(schedule.plan.buckets):
+        fail(schedule, position, f"name one of the plan's {len(schedule.plan.buckets)} buckets")
 
 
 def _check_whole_world(schedule: Schedule, position: int, op: Op) -> None:

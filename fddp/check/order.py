@@ -7,16 +7,18 @@ moment when something waits for it, and two collectives of one group may run at 
 gloo's threads do. Dependencies on operations that are skipped pass through to what these depend
 on. What acts on the control word (conditional operations, gathering, and unpacking, which looks up
 the total weight and who used a leaf) depends on it in the same way. The word itself tells what all
-packing found; packing ends when it is launched, so that launching the word later is enough.
+packing found; packing ends when it is launched, so that launching the word later is enough. Where
+the word rides, what acts on it depends on its carrier.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fddp.check.errors import everywhere, fail
+from fddp.check.errors import everywhere, fail, in_words, wide
 from fddp.errors import ScheduleError
-from fddp.schedule import Op, Schedule
+from fddp.ride import tail_problem
+from fddp.schedule import Op, Schedule, rides
 
 
 class Order:
@@ -42,11 +44,11 @@ class Order:
 
 
 def check_order(schedule: Schedule) -> int:
-    """Judges dependencies, and the control word's place; its position.
+    """Judges dependencies, and the control word's place; the position of what brings its sum.
 
     Raises:
         ScheduleError: an operation waits for one that comes later, or not exactly one reduces the
-            control word, after all that it tells of.
+            control word, after all that it tells of; or it rides where it can't.
     """
     ops = schedule.ops
     for position, op in enumerate(ops):
@@ -70,7 +72,48 @@ def check_order(schedule: Schedule) -> int:
                 f"it is launched after {schedule.describe(control)}, which tells what all packing "
                 f"found; launch it before",
             )
-    return control
+    return _check_ride(schedule, control) if rides(ops[control]) else control
+
+
+def _check_ride(schedule: Schedule, control: int) -> int:
+    """Judges a word that rides, and what carries it; the position of that."""
+    ops, carrier, bucket = schedule.ops, schedule.carrier, schedule.ops[control].bucket
+    for position in range(control + 1, len(ops)):
+        if control in ops[position].deps and position != carrier:
+            fail(
+                schedule,
+                position,
+                f"it waits for the control word, op {control}, which each rank writes by itself; "
+                f"only the all-reduce in whose tail it rides depends on it, and others on that",
+            )
+    if carrier < 0:
+        fail(
+            schedule,
+            control,
+            "no all-reduce of its bucket depends on it, so that nothing would sum it; let the last "
+            "one depend on it, or name bucket -1 and axes",
+        )
+    problem = tail_problem(schedule, bucket)
+    if problem is not None:
+        fail(schedule, control, f"{problem}; or name bucket -1 and axes")
+    op, names = ops[carrier], schedule.topology.names
+    if wide(schedule, op.axes) != wide(schedule, names):
+        fail(
+            schedule,
+            carrier,
+            f"it carries the control word, for which all ranks must meet; let it run along "
+            f"{in_words(names)}",
+        )
+    end = schedule.buffer_numels[bucket]
+    if op.region.buffer != "bucket" or op.region.stop != end or wide(schedule, op.region.shard):
+        fail(
+            schedule,
+            carrier,
+            f"it carries the control word, which lies behind element {end} of the bucket's buffer, "
+            f"where the elements {op.region.start}:{op.region.stop} that it works on do not end; "
+            f"let the last undivided piece carry it",
+        )
+    return carrier
 
 
 def _fail_dependency(schedule: Schedule, position: int, dep: int) -> None:
@@ -113,7 +156,7 @@ def _path(ops: Sequence[Op], start: int, end: int) -> list[int]:
 def check_reads_of_control(
     schedule: Schedule, control: int, positions: Sequence[int], order: Order
 ) -> None:
-    """Judges that whatever acts on the control word waits for it.
+    """Judges that whatever acts on the control word waits for what brings it, op `control`.
 
     Raises:
         ScheduleError: an operation may start before the word is in.

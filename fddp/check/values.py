@@ -62,16 +62,16 @@ _UNFIT = Branch(
 
 
 def branches(schedule: Schedule, bucket: int) -> tuple[Branch, ...]:
-    """All ways that differ. A retained bucket has two reasons to be reduced again.
+    """All ways that differ. A bucket of a narrow format has two reasons to be reduced again.
 
-    Where gradients of a retained bucket come late, the unit may be unfit as well; the same
-    operations run, so that one branch, with the stricter demand, stands for both.
+    Where gradients of such a bucket come late, the unit may be unfit as well; the same operations
+    run, so that one branch, with the stricter demand, stands for both. Of wider formats a sum in an
+    unfit unit is corrected by one factor, so that nothing differs.
     """
     if schedule.result == "replicated" or schedule.plan.buckets[bucket].sparse:
         return (_ON_TIME,)
-    wire_dtype = schedule.wire_dtypes[bucket]
-    retained = bucket in schedule.retained or wire_dtype in RETAINED_DTYPES
-    return (_ON_TIME, _UNFIT, _LATE._replace(unfit=True)) if retained else (_ON_TIME, _LATE)
+    is_narrow = schedule.wire_dtypes[bucket] in RETAINED_DTYPES
+    return (_ON_TIME, _UNFIT, _LATE._replace(unfit=True)) if is_narrow else (_ON_TIME, _LATE)
 
 
 class Algebra:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 
 from fddp.bench.models import WORKLOADS
-from fddp.commands.common import Commands, Printer, launched, output, require, whole
+from fddp.commands.common import (
+    Commands,
+    Printer,
+    add_ranks,
+    launched,
+    output,
+    require,
+    whole,
+)
 
 
 def add(commands: Commands) -> None:
@@ -14,8 +22,10 @@ def add(commands: Commands) -> None:
         "bench",
         help="measure steps of fddp beside torch DDP",
         description="Measures steps of fddp, of torch DDP in its modes, and of one flat "
-        "all-reduce: in turn, on the same 2 ranks of one thread each, over gloo.",
+        "all-reduce: in turn, on the same ranks of one thread each. torch's DDP goes over gloo; "
+        "fddp over the transport that it takes by itself, and over gloo.",
     )
+    add_ranks(parser, most=64)
     parser.add_argument(
         "--models",
         nargs="+",
@@ -39,15 +49,18 @@ def add(commands: Commands) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     require("rich", "sklearn")
+    from fddp.bench.figures import WIDTH
     from fddp.bench.rank import Options, run_rank
-    from fddp.bench.report import tables, to_json
+    from fddp.bench.report import tables, to_json, warning
 
     rounds = args.rounds or (2 if args.quick else 9)
-    options = Options(tuple(dict.fromkeys(args.models)), rounds, steps=1 if args.quick else 10)
-    report = launched("bench", 2, run_rank, options)
+    options = Options(tuple(dict.fromkeys(args.models)), rounds, args.quick)
+    report = launched("bench", args.ranks, run_rank, options)
     assert report is not None  # it is rank 0's
-    printer = Printer()
+    printer = Printer(width=WIDTH)
     for table in tables(report):
         printer.show(table)
+    if warning(report):
+        printer.show(warning(report))
     printer.write_text(args.json, to_json(report))
     return 0

@@ -71,12 +71,15 @@ class Printer:
 
     Args:
         json: where a command's JSON goes; for `STDOUT`, all else goes to the standard error.
+        width: columns of the output where it is no terminal.
     """
 
-    def __init__(self, json: Path | None = None) -> None:
+    def __init__(self, json: Path | None = None, width: int = 80) -> None:
         from rich.console import Console
 
         self._console = Console(highlight=False, stderr=json == STDOUT)
+        if not self._console.is_terminal:
+            self._console.width = width
 
     def show(self, renderable: RenderableType) -> None:
         """Prints a table, or a text that may be long."""

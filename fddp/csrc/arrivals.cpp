@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
 #include <chrono>
@@ -61,7 +62,9 @@ void Arrivals::arm(std::shared_ptr<const BucketMembers> members, std::vector<int
   std::fill(had_.begin(), had_.end(), false);
   std::fill(counts_.begin(), counts_.end(), 0);
   arrivals_.clear();
+  arrivals_.reserve(size());
   arrival_times_.clear();
+  arrival_times_.reserve(size());
   callback_ = std::make_unique<py::object>(std::move(on_bucket));
   armed_ = true;
 }
@@ -75,20 +78,53 @@ void Arrivals::disarm() {
   callback.swap(callback_);
 }
 
-std::vector<std::optional<at::Tensor>> Arrivals::take(int64_t bucket, bool keep) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+std::vector<at::Tensor> Arrivals::taken(int64_t bucket, bool keep) {
   const auto& members = members_->leaves.at(bucket);
   wait_for_streams(bucket);
-  std::vector<std::optional<at::Tensor>> grads;
+  std::vector<at::Tensor> grads;
   grads.reserve(members.size());
   for (const int64_t leaf : members) {
     const at::Tensor& grad = leaves_[leaf].mutable_grad();
     had_[leaf] = had_[leaf] || grad.defined();
-    grads.emplace_back(grad.defined() ? std::optional<at::Tensor>(grad) : std::nullopt);
+    grads.push_back(grad);
     let_go(static_cast<size_t>(leaf), keep);
   }
   packed_[bucket] = true;
   return grads;
+}
+
+std::vector<std::optional<at::Tensor>> Arrivals::take(int64_t bucket, bool keep) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::optional<at::Tensor>> grads;
+  for (at::Tensor& grad : taken(bucket, keep)) {
+    grads.push_back(grad.defined() ? std::optional<at::Tensor>(std::move(grad)) : std::nullopt);
+  }
+  return grads;
+}
+
+bool Arrivals::pack(int64_t bucket, const at::Tensor& buffer, const BucketPacking& packing, bool keep,
+                    double scale) {
+  std::vector<at::Tensor> grads;  // let go of outside of the mutex, as in `arrived`
+  std::vector<std::pair<at::Tensor, const Layout*>> alone;
+  bool finite = true;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    grads = taken(bucket, keep);
+    finite = finite_[bucket];
+    for (const auto& [position, slot] : packing.early) {
+      if (!written_[members_->leaves[bucket].at(position)]) alone.emplace_back(grads[position], &slot);
+    }
+  }
+  if (packing.together.size() == grads.size()) {
+    finite &= pack_(buffer, packing.layout, grads, scale);
+  } else {
+    std::vector<at::Tensor> together;
+    together.reserve(packing.together.size());
+    for (const int64_t position : packing.together) together.push_back(grads.at(position));
+    finite &= pack_(buffer, packing.layout, together, scale);
+  }
+  for (const auto& [grad, slot] : alone) finite &= pack_(buffer, *slot, {grad}, scale);
+  return finite;
 }
 
 void Arrivals::let_go(size_t leaf, bool keep) {
@@ -208,6 +244,12 @@ void bind_arrivals(py::module_& m) {
              return std::make_shared<BucketMembers>(BucketMembers{std::move(leaves)});
            }),
            py::arg("leaves"));
+  py::class_<BucketPacking>(m, "BucketPacking")
+      .def(py::init([](std::vector<int64_t> together, const Layout& layout,
+                       std::vector<std::pair<int64_t, Layout>> early) {
+             return BucketPacking{std::move(together), layout, std::move(early)};
+           }),
+           py::arg("together"), py::arg("layout"), py::arg("early"));
   py::class_<EagerSlot>(m, "EagerSlot")
       .def(py::init([](int64_t leaf, at::Tensor buffer, const Layout& layout, double scale) {
              return EagerSlot{leaf, std::move(buffer), &layout, scale};
@@ -218,6 +260,13 @@ void bind_arrivals(py::module_& m) {
       .def_property_readonly("leaves", &Arrivals::leaves)
       .def("disarm", &Arrivals::disarm)
       .def("take", &Arrivals::take, py::arg("bucket"), py::arg("keep"))
+      .def("pack",
+           torch::wrap_pybind_function_no_gil(
+               [](Arrivals& arrivals, int64_t bucket, const at::Tensor& buffer,
+                  const BucketPacking& packing, bool keep, double scale) {
+                 return arrivals.pack(bucket, buffer, packing, keep, scale);
+               }),
+           py::arg("bucket"), py::arg("buffer"), py::arg("packing"), py::arg("keep"), py::arg("scale"))
       .def("written", &Arrivals::written, py::arg("leaf"))
       .def("finite", &Arrivals::finite, py::arg("bucket"))
       .def("take_one", &Arrivals::take_one, py::arg("leaf"))

@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "layout.h"
@@ -20,6 +21,13 @@ namespace fddp {
 // The leaves of each bucket; made once for a plan, shared by its steps.
 struct BucketMembers {
   std::vector<std::vector<int64_t>> leaves;
+};
+
+// How a bucket's leaves get into its buffer; made once for a plan.
+struct BucketPacking {
+  std::vector<int64_t> together;                 // positions of the leaves that are packed at once
+  Layout layout;                                 // where these lie
+  std::vector<std::pair<int64_t, Layout>> early;  // positions of the others, and where each lies
 };
 
 // Where a large leaf's gradient goes as soon as it arrives: into `layout`'s only slot of `buffer`.
@@ -54,6 +62,10 @@ class Arrivals {
   // What arrives from now on is late.
   std::vector<std::optional<at::Tensor>> take(int64_t bucket, bool keep);
 
+  // The same, with the gradients packed into `buffer`, in CPU memory, times `scale`: all that are not
+  // there already. True if every one of the bucket's gradients is finite. Call without the GIL.
+  bool pack(int64_t bucket, const at::Tensor& buffer, const BucketPacking& packing, bool keep, double scale);
+
   // Whether the leaf's gradient is in its bucket already.
   bool written(int64_t leaf) const;
   // Whether all gradients that were packed as they arrived are finite.
@@ -86,6 +98,8 @@ class Arrivals {
   bool armed_ = false;
 
  private:
+  // What is behind `take` and `pack`; called under the mutex.
+  std::vector<at::Tensor> taken(int64_t bucket, bool keep);
   // Packs the leaf's gradient, and hands it over to be let go of.
   at::Tensor write(size_t leaf, int64_t bucket);
   void announce(int64_t bucket);

@@ -7,7 +7,9 @@ void bind_layout(py::module_&);
 void bind_leaves(py::module_&);
 void bind_pack(py::module_&);
 void bind_params(py::module_&);
+void bind_shm(py::module_&);
 void bind_storage(py::module_&);
+void bind_trees(py::module_&);
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled parts of fddp. Import them through fddp.ext, which checks the build first.";
@@ -18,4 +20,6 @@ PYBIND11_MODULE(_C, m) {
   bind_arrivals(m);
   bind_leaves(m);
   bind_params(m);
+  bind_shm(m);
+  bind_trees(m);
 }

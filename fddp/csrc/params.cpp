@@ -28,6 +28,8 @@
 #include <vector>
 
 #include "arrivals.h"
+#include "checks.h"
+#include "storage.h"
 
 namespace py = pybind11;
 using torch::autograd::FunctionPostHook;
@@ -117,6 +119,28 @@ class ParamSet : public Arrivals, public std::enable_shared_from_this<ParamSet> 
         grad = grad.defined() ? own + grad : own;
       }
     }
+  }
+
+  // Whether a buffer's slices are the gradients of `leaves`, as far as these have any, and nothing
+  // else refers to its memory: gradients may then be reduced where they lie.
+  bool lie_in(const std::vector<int64_t>& leaves, const at::Tensor& buffer, const Layout& layout) const {
+    TORCH_CHECK_VALUE(leaves.size() == layout.slots().size(), "got ", leaves.size(), " leaves for a layout of ",
+                      layout.slots().size());
+    const auto* const begin = static_cast<const char*>(buffer.const_data_ptr());
+    int64_t there = 0;
+    for (size_t i = 0; i < leaves.size(); ++i) {
+      const at::Tensor& grad = leaves_.at(leaves[i]).grad();
+      if (!grad.defined()) continue;
+      const Slot& slot = layout.slots()[i];
+      if (owner_of_slice(grad) != buffer.storage().unsafeGetStorageImpl() || storage_use_count(grad) != 1 ||
+          grad.requires_grad() || grad.scalar_type() != buffer.scalar_type() ||
+          grad.sizes() != at::IntArrayRef(slot.sizes) || !is_linear(grad, slot) ||
+          grad.const_data_ptr() != begin + slot.offset * static_cast<int64_t>(buffer.itemsize())) {
+        return false;
+      }
+      ++there;
+    }
+    return there > 0 && storage_use_count(buffer) == 1 + there;
   }
 
   void starting() {
@@ -250,6 +274,7 @@ void bind_params(py::module_& m) {
            py::arg("on_bucket"))
       .def("used", &ParamSet::used)
       .def("forget_use", &ParamSet::forget_use)
+      .def("lie_in", &ParamSet::lie_in, py::arg("leaves"), py::arg("buffer"), py::arg("layout"))
       .def("put", &ParamSet::put, py::arg("results"), py::arg("replace"))
       .def("put_back", &ParamSet::put_back);
 }

@@ -7,6 +7,9 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <iterator>
+#include <string>
+#include <unordered_map>
 #include <utility>
 
 namespace py = pybind11;
@@ -50,6 +53,13 @@ std::vector<at::Tensor> slices(const at::Tensor& buffer, const Layout& layout) {
   return results;
 }
 
+c10::StorageImpl* owner_of_slice(const at::Tensor& tensor) {
+  if (!tensor.has_storage() || tensor.layout() != at::kStrided) return nullptr;
+  const c10::DataPtr& memory = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  if (memory.get_deleter() != &release_owner) return nullptr;
+  return static_cast<c10::StorageImpl*>(memory.get_context());
+}
+
 int64_t storage_use_count(const at::Tensor& tensor) {
   TORCH_CHECK_TYPE(tensor.has_storage(), "a tensor without a storage has no owners to count");
   const c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
@@ -59,9 +69,47 @@ int64_t storage_use_count(const at::Tensor& tensor) {
   return storage.pyobj_slot()->has_unique_reference() ? owners - 1 : owners;
 }
 
+namespace {
+
+// Buffers that results were cut from; held weakly, so that their memory is not.
+class Lenders {
+ public:
+  void add(const at::Tensor& buffer) {
+    for (auto it = storages_.begin(); it != storages_.end();) {
+      it = it->second.expired() ? storages_.erase(it) : std::next(it);
+    }
+    c10::StorageImpl* const storage = buffer.storage().unsafeGetStorageImpl();
+    storages_.try_emplace(storage, c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
+  }
+
+  // Whether a tensor lies over one of them.
+  bool lent(const at::Tensor& tensor) const {
+    return storages_.count(owner_of_slice(tensor)) != 0;
+  }
+
+ private:
+  std::unordered_map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
+};
+
+// Takes the memory away from slices: whatever uses one, or a view of it, from now on raises.
+void vacate(const std::vector<at::Tensor>& tensors, const std::string& text) {
+  for (const at::Tensor& tensor : tensors) {
+    TORCH_CHECK_TYPE(owner_of_slice(tensor) != nullptr, "only slices can be vacated");
+    c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+    storage.set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
+    storage.release_data_and_set_meta_custom_data_ptr_error_msg_(text);
+  }
+}
+
+}  // namespace
 }  // namespace fddp
 
 void bind_storage(py::module_& m) {
+  py::class_<fddp::Lenders>(m, "Lenders")
+      .def(py::init<>())
+      .def("add", &fddp::Lenders::add, py::arg("buffer"))
+      .def("lent", &fddp::Lenders::lent, py::arg("tensor"));
+  m.def("vacate", torch::wrap_pybind_function(&fddp::vacate));
   m.def("slices", torch::wrap_pybind_function(&fddp::slices));
   m.def("storage_use_count", torch::wrap_pybind_function(&fddp::storage_use_count));
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
 
 #include <cstdint>
 #include <vector>
@@ -20,6 +21,9 @@ namespace fddp {
 // keeps the buffer alive as long as any result is, and lets `storage_use_count` of the buffer tell
 // whether one is. Such a storage cannot be resized.
 std::vector<at::Tensor> slices(const at::Tensor& buffer, const Layout& layout);
+
+// The storage whose memory a tensor of `slices` lies over; null for any other tensor.
+c10::StorageImpl* owner_of_slice(const at::Tensor& tensor);
 
 // Owners of the storage of `tensor`: tensors, views and slices over it, and Python storage objects.
 // One means that nothing but `tensor` itself holds the memory. Needs the GIL.

@@ -125,6 +125,7 @@ class Holder(_TorchDDP):  # type: ignore[misc]
             options=self._options,
             span=Span(cast(Group, self.process_group), None),
             last_is_small=os.environ.get("DDP_SET_LAST_BUCKET_CAP", "0") == "1",
+            transport=self._transport,
         )
 
     def _facts(self, steps: Steps) -> Facts:

@@ -13,7 +13,7 @@ from fddp.meshes import Span
 from fddp.plan import plan_leaves
 from fddp.planning import plan_buckets
 from fddp.topology import Topology
-from fddp.transports import Transport
+from fddp.transports import Transport, TransportName
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,14 @@ class ModuleRequest:
         span: whom to communicate with.
         last_is_small: whether the first cap is that of the bucket which leaves last, also once the
             plan has been rebuilt (`DDP_SET_LAST_BUCKET_CAP`).
+        transport: name of the transport.
     """
 
     params: Mapping[str, Tensor]
     options: Options
     span: Span
     last_is_small: bool = False
+    transport: TransportName = "auto"
 
     usable_timeout_s = None  # the group's own
 
@@ -40,7 +42,15 @@ class ModuleRequest:
 
         Like DDP, the first plan counts caps from the parameters that were registered first, whose
         gradients come last; the rebuilt one counts them in the order in which gradients come.
+
+        Raises:
+            ValueError: the transport is not of the kind that was asked for.
         """
+        if self.transport not in ("auto", transport.name):
+            raise ValueError(
+                f"transport={self.transport!r} does not fit this group; "
+                f"pass 'auto' or {transport.name!r}"
+            )
         plan = plan_buckets(dict(self.params), sparse=self.options.sparse & self.params.keys())
         first = plan_leaves(
             plan.leaves,
@@ -51,7 +61,7 @@ class ModuleRequest:
         return Terms(
             plan=first,
             given=False,
-            transport="auto",
+            transport=self.transport,
             reduce_dtype=None,
             algorithm="all_reduce",
             topology=Topology(world=transport.world_size),

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn import Module
 
-from fddp.collectives import broadcast_tensors
+from fddp.collectives import broadcast_, broadcast_tensors
 from fddp.pack import storage_use_count
 from fddp.transports import Transport
 
@@ -19,10 +19,7 @@ def broadcast_module(
     """Writes rank `src`'s parameters, and buffers if wanted, into those of all ranks."""
     own_params = (param for name, param in module.named_parameters() if name not in ignored)
     own_buffers = buffers_of(module, ignored).values() if buffers else ()
-    tensors = [tensor.detach() for tensor in (*own_params, *own_buffers)]
-    for own, value in zip(tensors, _broadcast(transport, tensors, src), strict=True):
-        if own is not value:
-            own.copy_(value)
+    broadcast_(transport, [tensor.detach() for tensor in (*own_params, *own_buffers)], src)
 
 
 def buffers_of(module: Module, ignored: Collection[str]) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -134,6 +134,9 @@ class Steps:
         self._request = request
         self._params, treedef = flatten(dict(request.params))  # in the order of the plan's leaves
         self._names = treedef.paths
+        self._all_names = frozenset(self._names)
+        self._counts: Sequence[int] = ()
+        self._ranks: Mapping[str, int] = {}  # the same by name
         self._set = param_set(self._params, weakly(self._begin))
 
     # Forward
@@ -221,7 +224,11 @@ class Steps:
                 session.fail(ParametersChangedError("the parameters are others than in the plan"))
                 return
             contributions = BackwardContributions(
-                self.engine.program, weight=1.0, accumulated=None, idle=session.setting.idle
+                self.engine.program,
+                weight=1.0,
+                accumulated=None,
+                idle=session.setting.idle,
+                lie_in=self._set.lie_in if self._replace else None,
             )
             session.begin(contributions, self._params)
             self._put = partial(self._set.put, replace=self._replace)
@@ -277,13 +284,13 @@ class Steps:
             except ParametersChangedError:
                 outcome = self._repeat()
         except BaseException:
-            self._set.put_back()
+            self._put_back()
             raise
         session = self._session
         self._put(outcome.leaves)
         self._set.forget_use()
         self._wait_for_work()
-        self.usage.note(Use(here, dict(zip(self._names, outcome.report.users, strict=True))))
+        self.usage.note(Use(here, self._users(outcome.report.users)))
         if session.setting.with_stats:
             program = session.setting.program
             idle = session.setting.idle - set(outcome.report.late)
@@ -368,8 +375,29 @@ class Steps:
     # Parts
 
     def _used(self) -> frozenset[str]:
-        flags = zip(self._names, self._set.used(), strict=True)
-        return frozenset(name for name, used in flags if used)
+        flags = self._set.used()
+        if all(flags):
+            return self._all_names
+        return frozenset(name for name, used in zip(self._names, flags, strict=True) if used)
+
+    def _users(self, counts: Sequence[int]) -> Mapping[str, int]:
+        """For each parameter, the number of ranks that used it."""
+        if counts != self._counts:
+            self._counts, self._ranks = counts, dict(zip(self._names, counts, strict=True))
+        return self._ranks
+
+    def _put_back(self) -> None:
+        """Gives back the gradients that were there before a step that failed. Those that were being
+        reduced where they lay are nobody's now, and are dropped."""
+        self._set.put_back()
+        if self._session is None:
+            return
+        contributions = self._session.contributions
+        if isinstance(contributions, BackwardContributions):
+            program = self._session.setting.program
+            for bucket in contributions.in_place:
+                for number in program.member_numbers[bucket]:
+                    self._params[program.differentiated[number]].grad = None
 
     def _let_go(self) -> None:
         self._set.disarm()
@@ -396,7 +424,7 @@ class Steps:
                     f"{error}",
                     stacklevel=4,
                 )
-                self._set.put_back()
+                self._put_back()
             finally:
                 self._let_go()
 

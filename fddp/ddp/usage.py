@@ -124,9 +124,13 @@ class Usage:
         return unused_error(unused, self.names, self._rank, some & use.here)
 
     def _unused(self, here: frozenset[str]) -> frozenset[str]:
+        if len(here) == len(self.params):
+            return frozenset()
         return frozenset(n for n, p in self.params.items() if p.requires_grad and n not in here)
 
     def _used_by_some(self, use: Use) -> frozenset[str]:
         """Used on some ranks and not on others."""
+        if min(use.ranks.values(), default=0) == self._world_size:
+            return frozenset()
         counts = ((name, use.ranks.get(name, 0)) for name in self.params)
         return frozenset(name for name, count in counts if 0 < count < self._world_size)

@@ -1,18 +1,18 @@
 """Whether a module's parameters are still those that were hooked.
 
-Modules are compared by identity alone: dictionaries that hold the same objects as before cost a few
-tens of nanoseconds an entry, so that every forward can look.
+Modules are compared by identity alone, in compiled code: dictionaries that hold the same objects as
+before cost a few nanoseconds an entry, so that every forward can look.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from operator import is_
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from fddp import ext
 from fddp.ddp.arguments import managed
 
 Change = Literal["none", "swapped", "changed"]
@@ -40,8 +40,9 @@ class Watch:
         """Takes the parameters as they are now."""
         modules = list(self._module.modules())
         self._tables = [m._parameters for m in modules]
-        self._children = [m._modules for m in modules]
-        self._seen = list(self._entries())  # kept alive, so that no other takes its identity
+        self._buffers = [m._buffers for m in modules]
+        children = [m._modules for m in modules]
+        self._seen: Any = ext.load().KnownEntries([*self._tables, *children])
         every = managed(self._module, self._ignored)
         self._trainable = [param for param in every.values() if param.requires_grad]
         self._frozen = [param for param in every.values() if not param.requires_grad]
@@ -53,8 +54,7 @@ class Watch:
     def change(self) -> Change:
         """What has happened since: "swapped" while `functional_call` has put tensors of its own in
         the parameters' places; parameters that were frozen since are no change."""
-        entries = list(self._entries())
-        if len(entries) != len(self._seen) or not all(map(is_, entries, self._seen)):
+        if not self._seen.are_there():
             there = (entry for table in self._tables for entry in table.values())
             is_swapped = any(not isinstance(e, Parameter) for e in there if isinstance(e, Tensor))
             return "swapped" if is_swapped else "changed"
@@ -65,8 +65,7 @@ class Watch:
         """Whether no parameter requires a gradient for now."""
         return not any(param.requires_grad for param in self._trainable)
 
-    def _entries(self) -> Iterator[object]:
-        for table in self._tables:
-            yield from table.values()
-        for children in self._children:
-            yield from children.values()
+    @property
+    def has_buffers(self) -> bool:
+        """Whether any module has a buffer, ignored ones included."""
+        return any(self._buffers)

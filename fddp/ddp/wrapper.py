@@ -29,6 +29,7 @@ from fddp.ddp.outputs import find_tensors
 from fddp.ddp.states import broadcast_buffers, broadcast_module, buffers_of
 from fddp.ddp.tensor_parallel import make_local_
 from fddp.errors import InternalError
+from fddp.transports import TransportName
 
 # What is made anew where a wrapper is copied or unpickled.
 _NOT_STATE = (
@@ -74,6 +75,7 @@ class DistributedDataParallel(Observed, Hooked):
         bucket_cap_mb_list: caps of the first, second, ... bucket, in MiB.
         batched_grad_copy: without effect: small gradients are always packed together.
         forward_sync_buffers: every forward starts with rank 0's buffers.
+        transport: as for `GradSync`; torch's class has no such argument.
 
     Raises:
         PlanMismatchError: ranks' parameters differ; on every rank. A RuntimeError, as DDP's is.
@@ -113,6 +115,8 @@ class DistributedDataParallel(Observed, Hooked):
         bucket_cap_mb_list: Any = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        transport: TransportName = "auto",
     ) -> None:
         Module.__init__(self)
         Joinable.__init__(self)
@@ -138,6 +142,7 @@ class DistributedDataParallel(Observed, Hooked):
             forward_sync_buffers,
         )
         self.process_group = group_of(arguments)
+        self._transport = transport
         make_local_(module, device_mesh)
         self._options = checked(module, arguments)
         self._expose(module, self._options)
@@ -275,6 +280,13 @@ class DistributedDataParallel(Observed, Hooked):
     def modules_buffers(self) -> list[Tensor]:
         """The same without names."""
         return list(self.named_module_buffers.values())
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward synchronises buffers, of which there are some."""
+        # To walk a module for its buffers costs more than all else that comes before a forward.
+        if not (self._switches.forward and self.forward_sync_buffers and self._watch.has_buffers):
+            return False
+        return bool(self.named_module_buffers)
 
     def _assign_modules_buffers(self) -> None:
         """Nothing to do: buffers are looked up when they are wanted."""

@@ -119,6 +119,8 @@ def schedules(
     topology: st.SearchStrategy[Topology] | None = None,
     *,
     algorithms: Sequence[Algorithm] = ALGORITHMS,
+    deterministic: bool = False,
+    ride: bool = True,
 ) -> st.SearchStrategy[Schedule]:
     """Schedules that `make_schedule` makes, with any scaling, split and `reduce_dtype`.
 
@@ -126,6 +128,7 @@ def schedules(
         plan: gives their plans; by default `plans(sparse=True)`.
         topology: gives their topologies; by default `topologies()`.
         algorithms: their algorithms; one that suits plan and topology is drawn.
+        deterministic, ride: as for `make_schedule`.
 
     Example:
         >>> from hypothesis import find
@@ -138,6 +141,8 @@ def schedules(
         plans(sparse=True) if plan is None else plan,
         topologies() if topology is None else topology,
         tuple(algorithms),
+        deterministic,
+        ride,
     )
 
 
@@ -279,6 +284,8 @@ def _schedules(
     plans: st.SearchStrategy[BucketPlan],
     topologies: st.SearchStrategy[Topology],
     algorithms: tuple[Algorithm, ...],
+    deterministic: bool,
+    ride: bool,
 ) -> Schedule:
     plan, topology = draw(plans), draw(topologies)
     divides = not any(bucket.sparse for bucket in plan.buckets)
@@ -286,16 +293,19 @@ def _schedules(
         "all_reduce": True,
         "hierarchical": len(topology.axes) > 1,
         "reduce_scatter": divides,
-        "all_gather": divides,
+        "all_gather": divides and not deterministic,
     }
     suitable = [algorithm for algorithm in algorithms if suits[algorithm]]
     assume(suitable)
+    scalings = [s for s in get_args(Scaling) if s != "average" or not deterministic]
     split_bytes = draw(st.none() | st.integers(1, 512))
     return make_schedule(
         plan,
         topology,
         algorithm=draw(st.sampled_from(suitable)),
-        scaling=draw(st.sampled_from(get_args(Scaling))),
+        scaling=draw(st.sampled_from(scalings)),
         reduce_dtype=draw(st.sampled_from((None, "float32", "float64"))),
         split_mb=None if split_bytes is None else split_bytes / 2**20,
+        deterministic=deterministic,
+        ride=ride,
     )

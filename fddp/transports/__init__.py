@@ -11,6 +11,7 @@ from fddp.errors import FddpError
 from fddp.transports.base import Transport as Transport
 from fddp.transports.base import Work as Work
 from fddp.transports.c10d import C10dTransport
+from fddp.transports.choosing import choose
 from fddp.transports.loopback import LoopbackGroup as LoopbackGroup
 from fddp.transports.loopback import LoopbackTransport
 from fddp.transports.loopback import loopback as loopback
@@ -18,7 +19,7 @@ from fddp.transports.loopback import loopback as loopback
 #: what an operation over ranks may be asked to run on; None stands for torch's default group
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | LoopbackGroup
 
-TransportName: TypeAlias = Literal["auto", "c10d", "loopback"]
+TransportName: TypeAlias = Literal["auto", "shm", "c10d", "loopback"]
 
 
 def open_transport(
@@ -29,12 +30,17 @@ def open_transport(
     Args:
         group: None for the default group of `torch.distributed`, one of its groups, a
             one-dimensional `DeviceMesh`, or the `LoopbackGroup` that `fddp.loopback` hands out.
-        name: "auto" takes the one that fits the group.
+        name: "auto" takes the one that fits the group: shared memory ("shm") where all ranks share
+            a host and have a backend for the CPU, else "c10d", under which groups along axes
+            (`Transport.divide`) whose ranks share a host still go through shared memory.
+            "loopback" is for the groups of `fddp.loopback`, and for no other.
         timeout_s: the longest that opening, and later any operation, may take; None for the
             group's own.
 
     Raises:
-        ValueError: `name` does not fit `group`, or this process is no member of it.
+        ValueError: `name` does not fit `group`, or this process is no member of it; on every rank,
+            if "shm" was asked for and can't be had.
+        PlanMismatchError: ranks passed different names; on every rank.
         FddpError: there is no default group.
         SyncTimeoutError: some ranks did not open theirs within `timeout_s`; the text names them.
 
@@ -50,15 +56,15 @@ def open_transport(
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f"timeout_s={timeout_s} must be above 0")
     resolved = _resolve(group)
-    fitting: TransportName = "loopback" if isinstance(resolved, LoopbackGroup) else "c10d"
-    if name not in ("auto", fitting):
+    fitting = ("loopback",) if isinstance(resolved, LoopbackGroup) else ("c10d", "shm")
+    if name not in ("auto", *fitting):
         raise ValueError(
             f"transport={name!r} cannot run on a {type(resolved).__name__}; "
-            f'pass "auto" or {fitting!r}, or another group'
+            f'pass "auto" or {" or ".join(map(repr, fitting))}, or another group'
         )
     if isinstance(resolved, LoopbackGroup):
         return LoopbackTransport(resolved, timeout_s)
-    return C10dTransport(resolved, timeout_s)
+    return choose(C10dTransport(resolved, timeout_s), name)
 
 
 def _resolve(group: Group | None) -> dist.ProcessGroup | LoopbackGroup:

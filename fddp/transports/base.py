@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from fddp.topology import Topology
     from fddp.transports.operation import OperationKind
 
+_LENGTH_BYTES = 8  # that tell how long a payload is
+_AT_ONCE_BYTES = 1016  # of a payload that travel with its length
+
 
 class Work(ABC):
     """A collective in flight."""
@@ -90,7 +93,8 @@ class Transport(ABC):
     """An own communicator over a group of ranks; see the module's text.
 
     Attributes:
-        name: "c10d" or "loopback".
+        name: "shm", "c10d", "shm+c10d" (shm within hosts, c10d across) or "loopback".
+        reason: why it is this one, in a few words.
         rank: this rank's number within the group.
         world_size: ranks in the group.
         timeout_s: the longest that an operation may take.
@@ -98,6 +102,7 @@ class Transport(ABC):
     """
 
     name: str
+    reason: str
     rank: int
     world_size: int
     timeout_s: float
@@ -172,6 +177,7 @@ class Transport(ABC):
         *,
         axes: tuple[str, ...] = (),
         average: bool = False,
+        ordered: bool = False,
         stamp: bool = False,
         soon: bool = False,
     ) -> Work:
@@ -185,10 +191,23 @@ class Transport(ABC):
                 of ranks that take part.
             axes: as for `all_reduce`.
             average, stamp, soon: as for `all_reduce`.
+            ordered: whether the sum has one association, whatever the transport: within the
+                innermost axis in rank order, then across; float16 and bfloat16 are then added up in
+                float32 and rounded once. With `axes=()` ranks lie along one axis. See
+                [Note: one association] in `ordered.py`.
         """
         ranks = self._ranks("reduce_scatter", axes)
+        order = self._order(axes) if ordered else ()
         return self._launch(
-            Operation("reduce_scatter", buffer, ranks, average=average, stamp=stamp, soon=soon)
+            Operation(
+                "reduce_scatter",
+                buffer,
+                ranks,
+                average=average,
+                stamp=stamp,
+                soon=soon,
+                order=order,
+            )
         )
 
     def all_gather_in_place(
@@ -246,22 +265,25 @@ class Transport(ABC):
     def exchange(self, payload: bytes) -> list[bytes]:
         """Give `payload` to every rank and return every rank's, in rank order; blocks.
 
-        The lengths may differ and may be zero. Two small collectives on `control_device`.
+        The lengths may differ and may be zero. A small collective on `control_device`, and another
+        one if a payload does not fit into it.
         """
         what = f"exchange of {len(payload)} bytes"
-        length = torch.tensor([len(payload)], dtype=torch.int64, device=self.control_device)
-        work = self.all_gather(length)
-        work.wait(what)
-        lengths = [int(row.item()) for row in work.results]
+        head = len(payload).to_bytes(_LENGTH_BYTES, "big") + payload[:_AT_ONCE_BYTES]
+        told = self._gather_bytes(head, _LENGTH_BYTES + _AT_ONCE_BYTES, what)
+        lengths = [int.from_bytes(text[:_LENGTH_BYTES], "big") for text in told]
+        longest = max(lengths)
+        if longest <= _AT_ONCE_BYTES:
+            whole = [text[_LENGTH_BYTES:] for text in told]
+        else:
+            whole = self._gather_bytes(payload, longest, what)
+        return [text[:length] for text, length in zip(whole, lengths, strict=True)]
 
-        padded = torch.frombuffer(
-            bytearray(payload.ljust(max(1, *lengths), b"\0")), dtype=torch.uint8
-        )
+    def _gather_bytes(self, payload: bytes, width: int, what: str) -> list[bytes]:
+        padded = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8)
         work = self.all_gather(padded.to(self.control_device))
         work.wait(what)
-        return [
-            row.cpu().numpy()[:n].tobytes() for row, n in zip(work.results, lengths, strict=True)
-        ]
+        return [row.cpu().numpy().tobytes() for row in work.results]
 
     def close(self) -> None:
         """Free threads, sockets and buffers; a second call does nothing.
@@ -302,9 +324,16 @@ class Transport(ABC):
                 f"({self._closed}); open a new one on a working group"
             )
         check_operation(operation, self.rank)
-        if len(operation.ranks) == 1 < self.world_size:
+        if len(operation.ranks) == 1:
             return _LoneWork(operation.stamp)
         return self._start(operation)
+
+    def _order(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """Sizes of the axes along which ranks lie, outermost first."""
+        if not axes or self._topology is None:
+            return (self.world_size,)
+        sizes = (size for name, size in self._topology.axes if name in axes and size > 1)
+        return tuple(sizes) or (1,)
 
     def _agree(self, text: str) -> None:
         """Raise on every rank where `text` is not the same on all."""

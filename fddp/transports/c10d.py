@@ -13,6 +13,7 @@ On NCCL the host does not wait for buckets, so failures there surface through to
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,13 +22,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fddp.errors import ClosedError, FddpError, RankLostError, SyncTimeoutError
+from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError
 from fddp.transports.base import Transport, Work
 from fddp.transports.communicators import Communicator, LateError, Seat, ToldError, connect
+from fddp.transports.endings import Failure, explain
 from fddp.transports.rollcall import Report, RollCall
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from fddp.transports.communicators import Flight
     from fddp.transports.operation import Operation
@@ -38,9 +40,15 @@ _FREEING_S = 1.0  # how long `close` waits for the backend to end, which goes on
 
 
 class C10dTransport(Transport):
-    """Communicators of its own over a `torch.distributed` group."""
+    """Communicators of its own over a `torch.distributed` group.
+
+    Attributes:
+        lock: held while a failure is dealt with.
+        on_failure: called with the operation that failed, before it is known why; `lock` is held.
+    """
 
     name = "c10d"
+    reason = "it was asked for"
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float | None = None) -> None:
         self._group = group
@@ -51,18 +59,19 @@ class C10dTransport(Transport):
         self.control_device = next((d for d in devices if d.type == "cpu"), devices[0])
         self.timeout_s = _group_timeout_s(group, devices[0]) if timeout_s is None else timeout_s
         self._global_ranks = dist.get_process_group_ranks(group)
-        self._lock = threading.Lock()
-        self._failure: _Failure | None = None
+        self.lock = threading.RLock()
+        self.on_failure: Callable[[str], None] | None = None
+        self._failure: Failure | None = None
         self._communicators: dict[tuple[int, ...], dict[str, Communicator]] = {}
         self._roll = RollCall(group.get_group_store(), self.rank, self.world_size)
         what = "opening a c10d transport"
         try:
             absent = self._roll.open(self.timeout_s)
         except RuntimeError as error:
-            raise self._fail(what, error, self._everyone) from error
+            raise self.fail(what, error, self._everyone) from error
         if absent:
             raise SyncTimeoutError(
-                f"{what} on rank {self.rank} of {self.world_size}: {self._names(absent)} did not "
+                f"{what} on rank {self.rank} of {self.world_size}: {self.names(absent)} did not "
                 f"open theirs within timeout_s={self.timeout_s}; every rank of the group must, in "
                 "the same order"
             )
@@ -77,7 +86,7 @@ class C10dTransport(Transport):
                 self._communicators[ranks] = connect(seat, self._backends)
             except RuntimeError as error:
                 what = f"opening a communicator of {len(ranks)} ranks"
-                raise self._fail(what, error, ranks) from error
+                raise self.fail(what, error, ranks) from error
 
     def _start(self, operation: Operation) -> Work:
         communicator = self._communicators[operation.ranks].get(operation.tensor.device.type)
@@ -90,7 +99,7 @@ class C10dTransport(Transport):
         try:
             return _C10dWork(self, communicator, operation)
         except RuntimeError as error:
-            raise self._fail(str(operation), error, operation.ranks) from error
+            raise self.fail(str(operation), error, operation.ranks) from error
 
     def _release(self) -> None:
         # On a thread of its own, for [Note: freeing waits]; in order it does not, or not for long.
@@ -109,7 +118,7 @@ class C10dTransport(Transport):
             raise RuntimeError(f"the transport was closed ({self._closed})")
         pending.communicator.wait(pending.flight)
 
-    def _fail(self, what: str, error: Exception, ranks: tuple[int, ...]) -> FddpError:
+    def fail(self, what: str, error: Exception, ranks: tuple[int, ...]) -> FddpError:
         """Close after a failure that the backend raised; the error that `what` ends with.
 
         Args:
@@ -117,39 +126,54 @@ class C10dTransport(Transport):
             error: what the backend raised.
             ranks: who took part.
         """
-        with self._lock:
+        with self.lock:
             if self._failure is None:
                 if self._closed is not None:
                     return ClosedError(f"{what} on rank {self.rank} of {self.world_size}: {error}")
+                if self.on_failure is not None:
+                    self.on_failure(what)
                 grace_s = min(_GRACE_S, self.timeout_s / 4)
-                self._failure = _diagnose(self._roll, error, ranks, grace_s)
-                self._closed = f"{what} failed"
-                self._release()
-            return self._explain(what, self._failure)
+                self._end(what, _diagnose(self._roll, error, ranks, grace_s))
+            return self.explain(what)
 
-    def _explain(self, what: str, failure: _Failure) -> FddpError:
+    def end(self, what: str, failure: Failure) -> None:
+        """Close after a failure that was seen elsewhere, and tell those who wait here."""
+        with self.lock:
+            if self._failure is None:
+                verdict: Verdict = "timeout" if failure.late else "dead"
+                with contextlib.suppress(RuntimeError):
+                    self._roll.report(Report(verdict, failure.silent or ()))
+                self._end(what, failure)
+
+    def explain(self, what: str) -> FddpError:
+        """The error that `what` ends with, after a failure."""
+        if self._failure is None:
+            raise InternalError(f"{what} failed, and nothing tells why")
         where = f"{what} on rank {self.rank} of {self.world_size}"
-        if failure.silent is None:
-            return RankLostError(
-                f"{where}: {failure.text}; the group's store does not answer either, so the rank "
-                "or agent that hosts it is gone: start the job again from a checkpoint"
-            )
-        names = self._names(failure.silent)
-        if failure.late:
-            return SyncTimeoutError(
-                f"{where}: not finished within timeout_s={self.timeout_s}; "
-                f"{f'no word from {names}' if names else 'every rank is alive'}. All ranks must "
-                "issue the same operations in the same order; where one is only slow, raise "
-                "timeout_s"
-            )
-        return RankLostError(
-            f"{where}: {f'lost {names}' if names else 'a connection broke'} ({failure.text}); "
-            "start the job again from a checkpoint, or go on with a group of the ranks that are "
-            "left",
-            failure.silent,
-        )
+        return explain(self._failure, where, self.names, self.timeout_s)
 
-    def _names(self, ranks: tuple[int, ...]) -> str:
+    @property
+    def failed(self) -> bool:
+        """Whether a failure has closed it."""
+        return self._failure is not None
+
+    @property
+    def serves_others(self) -> bool:
+        """Whether it may be handed tensors that are not on the CPU."""
+        others = [device for device in self._backends if device != "cpu"]
+        return bool(others) and torch.accelerator.is_available()
+
+    @property
+    def told(self) -> bool:
+        """Whether another rank has told of a failure; asks the group's store."""
+        return self._roll.failed()
+
+    def _end(self, what: str, failure: Failure) -> None:
+        self._failure = failure
+        self._closed = f"{what} failed"
+        self._release()
+
+    def names(self, ranks: tuple[int, ...]) -> str:
         """Ranks as the user knows them: with the global number where that is another one."""
         return ", ".join(
             f"rank {rank}"
@@ -184,7 +208,7 @@ class _C10dWork(Work):
             try:
                 self._transport._await(pending)
             except RuntimeError as error:
-                self._error = self._transport._fail(what, error, pending.operation.ranks)
+                self._error = self._transport.fail(what, error, pending.operation.ranks)
                 self._error.__cause__ = error
         if self._error is not None:
             raise self._error
@@ -198,15 +222,7 @@ class _Pending(NamedTuple):
     operation: Operation  # holds the tensor
 
 
-class _Failure(NamedTuple):
-    """What is known of the failure that closed a transport."""
-
-    text: str  # the backend's, one line
-    late: bool  # some rank waited for as long as it may
-    silent: tuple[int, ...] | None  # ranks waited for in vain; None where the store is gone too
-
-
-def _diagnose(roll: RollCall, error: Exception, ranks: tuple[int, ...], grace_s: float) -> _Failure:
+def _diagnose(roll: RollCall, error: Exception, ranks: tuple[int, ...], grace_s: float) -> Failure:
     """Tell the others, and hear from them, how an operation of `ranks` that raised `error` ended.
 
     Silent alone means little: a rank that takes no part in what failed may be busy elsewhere.
@@ -222,12 +238,13 @@ def _diagnose(roll: RollCall, error: Exception, ranks: tuple[int, ...], grace_s:
         roll.report(Report(verdict, ranks))
         reports = roll.reports(grace_s)
     except RuntimeError:
-        return _Failure(text, verdict == "timeout", None)
+        return Failure(text, verdict == "timeout", None)
     awaited = {r for told in reports.values() if told.verdict != "told" for r in told.ranks}
-    return _Failure(
+    dead = {r for told in reports.values() if told.verdict == "dead" for r in told.ranks}
+    return Failure(
         text,
         late=any(told.verdict == "timeout" for told in reports.values()),
-        silent=tuple(sorted(awaited - reports.keys())),
+        silent=tuple(sorted(dead or awaited - reports.keys())),
     )
 
 

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from fddp.transports.ordered import sum_in_order_
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -104,7 +106,28 @@ class Communicator:
         return Flight((work,))
 
     def _reduce_scatter(self, operation: Operation) -> Flight:
+        if operation.order:
+            return self._exchange(operation, torch.empty_like(_bytes_of(operation.tensor)))
         return self._all_reduce(operation)  # the other chunks are sums, too
+
+    def _exchange(self, operation: Operation, arrived: Tensor) -> Flight:
+        """A reduce-scatter by an all-to-all into `arrived`, bytes, and a sum on each rank."""
+        sent, own = _bytes_of(operation.tensor), operation.chunks[self._place]
+        work = self._backend.alltoall_base(arrived, sent, [], [], c10d.AllToAllOptions())
+        theirs = operation._replace(tensor=arrived.view(operation.tensor.dtype)).chunks
+
+        def finish() -> None:
+            if operation.order:
+                total = sum_in_order_(theirs, operation.order)
+            else:
+                _add_up_(operation.chunks, theirs, self._place)
+                total = own
+            if operation.average:
+                total.div_(len(operation.ranks))
+            if total is not own:
+                own.copy_(total)
+
+        return Flight((work,), finish)
 
     def _all_gather(self, operation: Operation) -> Flight:
         chunks = [_bytes_of(chunk) for chunk in operation.chunks]
@@ -168,19 +191,15 @@ class GlooCommunicator(Communicator):
         # to 32 MB; below, no longer than that), and the sum runs in rank order, whatever the size.
         if operation.tensor.device.type != "cpu":
             return super()._reduce_scatter(operation)
-        sent = _bytes_of(operation.tensor)
-        memory = self._spare.take(sent.numel())
-        arrived = memory[: sent.numel()]
-        work = self._backend.alltoall_base(arrived, sent, [], [], c10d.AllToAllOptions())
-        theirs = operation._replace(tensor=arrived.view(operation.tensor.dtype)).chunks
+        memory = self._spare.take(operation.tensor.nbytes)
+        works, add_up = self._exchange(operation, memory[: operation.tensor.nbytes])
 
         def finish() -> None:
-            _add_up_(operation.chunks, theirs, self._place)
-            if operation.average:
-                operation.chunks[self._place].div_(len(operation.ranks))
+            if add_up is not None:
+                add_up()
             self._spare.give_back(memory)
 
-        return Flight((work,), finish)
+        return Flight(works, finish)
 
     def _all_gather(self, operation: Operation) -> Flight:
         # gloo's own gathers into a fresh buffer and copies from there, which takes 2 to 4 times as
@@ -233,6 +252,8 @@ class NcclCommunicator(Communicator):
         self._origin: tuple[torch.cuda.Stream, torch.cuda.Event, float] | None = None
 
     def _reduce_scatter(self, operation: Operation) -> Flight:
+        if operation.order:
+            return super()._reduce_scatter(operation)
         options = c10d.ReduceScatterOptions()
         if operation.average:
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)

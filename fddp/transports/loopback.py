@@ -17,6 +17,7 @@ import torch
 
 from fddp.errors import ClosedError, DesyncError, FddpError, RankLostError, SyncTimeoutError
 from fddp.transports.base import Transport, Work
+from fddp.transports.ordered import sum_in_order_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -113,6 +114,7 @@ class LoopbackTransport(Transport):
     """A tag space of its own within a loopback group."""
 
     name = "loopback"
+    reason = "the ranks are threads of one process"
 
     def __init__(self, group: LoopbackGroup, timeout_s: float | None = None) -> None:
         self.rank = group.rank
@@ -322,14 +324,18 @@ def _carry_out(operations: list[Operation]) -> None:
         chunks = [operation.chunks for operation in operations]
         for place, row in enumerate(chunks):
             if first.kind == "reduce_scatter":
-                row[place].copy_(_sum([other[place] for other in chunks], first.average))
+                parts = [other[place] for other in chunks]
+                row[place].copy_(_sum(parts, first.average, first.order))
             else:
                 for source, chunk in enumerate(row):
                     chunk.copy_(chunks[source][source])
 
 
-def _sum(tensors: list[Tensor], average: bool) -> Tensor:
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total += tensor
+def _sum(tensors: list[Tensor], average: bool, order: tuple[int, ...] = ()) -> Tensor:
+    if order:
+        total = sum_in_order_([tensor.clone() for tensor in tensors], order)
+    else:
+        total = tensors[0].clone()
+        for tensor in tensors[1:]:
+            total += tensor
     return total.div_(len(tensors)) if average else total

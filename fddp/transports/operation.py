@@ -41,6 +41,10 @@ class Operation(NamedTuple):
     average: bool = False  # sums only: divide by the number of `ranks`
     stamp: bool = False
     soon: bool = False  # the caller is about to wait for it
+    # reduce_scatter only: sizes of the axes along which `ranks` lie, outermost first, where the sum
+    # has the one association that follows from them, see [Note: one association] in `ordered.py`;
+    # () leaves it to the backend
+    order: tuple[int, ...] = ()
 
     @property
     def chunks(self) -> tuple[Tensor, ...]:
@@ -60,7 +64,9 @@ class Operation(NamedTuple):
         """
         source = f" from rank {self.src}" if self.kind == "broadcast" else ""
         averaging = "averaging " if self.average else ""
-        return f"{averaging}{self.kind}{source} of {self.tensor.dtype} {tuple(self.tensor.shape)}"
+        order = f" in order {' x '.join(map(str, self.order))}" if self.order else ""
+        what = f"{self.kind}{source}{order}"
+        return f"{averaging}{what} of {self.tensor.dtype} {tuple(self.tensor.shape)}"
 
 
 def check_operation(operation: Operation, rank: int) -> None:

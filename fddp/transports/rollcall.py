@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
-#: how an operation ended on the rank that reports: no answer in time, a broken connection, or the
-#: news of either from another rank
-Verdict = Literal["timeout", "broken", "told"]
+#: how an operation ended on the rank that reports: no answer in time, a broken connection, the end
+#: of other ranks that it saw, or the news of any of these from another rank
+Verdict = Literal["timeout", "broken", "dead", "told"]
 
 
 class Report(NamedTuple):
     """What a rank that met a failure tells the others."""
 
     verdict: Verdict
-    ranks: tuple[int, ...]  # who took part in the operation that failed
+    ranks: tuple[int, ...]  # who took part in the operation that failed; of "dead", those who are
 
 
 class RollCall:
@@ -78,24 +78,32 @@ class RollCall:
     def report(self, report: Report) -> None:
         """Tell the others that an operation failed here; that this rank lives."""
         self.store.set(f"report/{self._rank}", json.dumps(report))
+        if report.verdict == "dead":
+            self.store.set("dead", "")
         self.store.set("failed", "")
 
     def reports(self, grace_s: float) -> dict[int, Report]:
-        """What the ranks that reported tell, waiting at most `grace_s` for all of them."""
-        silent = self._absent("report", time.perf_counter() + grace_s)
+        """What the ranks that reported tell, waiting at most `grace_s` for all of them.
+
+        Nobody is waited for once a rank has told who is dead.
+        """
+        deadline_s = time.perf_counter() + grace_s
+        silent = self._absent("report", deadline_s, lambda: self._all_set(["dead"]))
         return {rank: self._read(rank) for rank in range(self._world_size) if rank not in silent}
 
     def _read(self, rank: int) -> Report:
         verdict, ranks = json.loads(self.store.get(f"report/{rank}"))
         return Report(cast("Verdict", verdict), tuple(ranks))
 
-    def _absent(self, name: str, deadline_s: float) -> tuple[int, ...]:
-        """The ranks that have not set their `name` key by `deadline_s`."""
+    def _absent(
+        self, name: str, deadline_s: float, enough: Callable[[], bool] = lambda: False
+    ) -> tuple[int, ...]:
+        """The ranks that have not set their `name` key by `deadline_s`, or when it is `enough`."""
         keys = {rank: f"{name}/{rank}" for rank in range(self._world_size)}
         pause_s = 0.0005
         # Not `store.wait`: some stores time it in whole seconds, some bar other users meanwhile.
         while not self._all_set(keys.values()):
-            if time.perf_counter() > deadline_s:
+            if time.perf_counter() > deadline_s or enough():
                 return tuple(rank for rank, key in keys.items() if not self._all_set([key]))
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)

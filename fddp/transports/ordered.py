@@ -1,0 +1,55 @@
+"""Sums of one association, fixed by where ranks lie along the axes of a topology.
+
+[Note: one association]
+Float sums depend on how they are bracketed. In order (2, 3) six ranks' parts are summed as
+((r0 + r1) + r2) + ((r3 + r4) + r5): within the innermost axis first, in rank order, then across.
+That is what reduce-scatters along one axis after the other give, innermost first, as long as what
+lies between them is not rounded. So the bits are the same for every algorithm and transport.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+#: formats that are summed in float32, and rounded once
+_NARROW = frozenset({torch.float16, torch.bfloat16})
+
+
+def sum_in_order_(parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
+    """The sum of tensors in one association; writes into `parts`. See [Note: one association].
+
+    Args:
+        parts: of one shape and dtype, by rank.
+        order: sizes of the axes along which the ranks lie, outermost first; their product is the
+            number of parts.
+
+    Returns:
+        The sum, in the memory of the first part; in new memory of float32 for float16 and bfloat16.
+
+    Example:
+        >>> parts = [torch.tensor([x]) for x in (1e8, 1.0, -1e8, 1.0)]
+        >>> [sum_in_order_([p.clone() for p in parts], order).item() for order in ((4,), (2, 2))]
+        [1.0, 0.0]
+        >>> sum_in_order_([torch.full((1,), x).bfloat16() for x in (256.0, 1.0, 1.0)], (3,)).item()
+        258.0
+    """
+    if parts[0].dtype in _NARROW:
+        parts = [part.float() for part in parts]
+    return _fold_(parts, order)
+
+
+def _fold_(parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
+    if len(order) > 1:
+        size = len(parts) // order[0]
+        parts = [_fold_(parts[i : i + size], order[1:]) for i in range(0, len(parts), size)]
+    total, *others = parts
+    for part in others:
+        total += part
+    return total
