@@ -60,7 +60,7 @@ def test_the_command_trains_and_shows_every_row(capfd: pytest.CaptureFixture[str
     assert cli.main(["demo", "--epochs", "1", "--bucket-cap-mb", "0.1"]) == 0
     printed = capfd.readouterr().out
     for row in (
-        "1437 digits, epochs: 1, ranks: 2, transport: c10d",
+        "1437 digits, epochs: 1, ranks: 2, transport: shm",
         "loss on held-out images",
         "accuracy on held-out images",
         "difference between ranks      0          passed: must be 0",

@@ -128,8 +128,9 @@ def as_nobody(do: Callable[[], None]) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-@AS_ROOT
-def test_another_user_is_turned_away(door: Door) -> None:
+def turned_away_on_rank(rank: int, world_size: int) -> None:
+    door = Door()
+
     def knock() -> None:
         with pytest.raises(ForeignUserError, match=f"as user 0, and this one as {NOBODY}"):
             dial(door.name)
@@ -139,6 +140,12 @@ def test_another_user_is_turned_away(door: Door) -> None:
 
     as_nobody(knock)
     assert list(door.admit()) == []
+    door.close()
+
+
+@AS_ROOT
+def test_another_user_is_turned_away(ranks: RankPool) -> None:
+    ranks.run(1, turned_away_on_rank)  # JAX, which may be imported here, warns of forks
 
 
 def guarded_on_rank(rank: int, world_size: int) -> None:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fddp
+from models import same_bits
 from ranks import RankPool
 
 WIDTH = 3
@@ -264,3 +265,34 @@ def test_fewer_batches_on_a_rank(ranks: RankPool) -> None:
     # In the second round rank 1 is alone: its gradient is the mean.
     assert [(rounds, mean) for rounds, mean, _ in results] == [(2, 2.0)] * 2
     assert "Timed out" in results[1][2]
+
+
+def caps(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Whether the gradients of two bucket caps have the same bits: torch's, and ours."""
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
+
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(rank))
+
+    def stock(cap_mb: float) -> list[Tensor]:
+        module = DistributedDataParallel(model(), bucket_cap_mb=cap_mb)
+        for _ in range(2):
+            module.zero_grad()
+            module(x).square().mean().backward()
+        return [p.grad for p in module.parameters() if p.grad is not None]
+
+    def ours(cap_mb: float) -> list[Tensor]:
+        apply, params, buffers = fddp.functionalize(model())
+        with fddp.GradSync(
+            params, bucket_cap_mb=cap_mb, first_bucket_mb=cap_mb, deterministic=True
+        ) as sync:
+            step = sync.value_and_grad(lambda p: apply(p, buffers, x)[0].square().mean())
+            return [*[step(params) for _ in range(2)][-1][1].values()]
+
+    return same_bits([stock(0.005), stock(1.0)]), same_bits([ours(0.005), ours(1.0)])
+
+
+def test_another_bucket_cap(ranks: RankPool) -> None:
+    assert ranks.run(3, caps) == [(False, True)] * 3
