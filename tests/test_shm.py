@@ -585,6 +585,8 @@ def mappings() -> int:
 
 
 def opened_and_closed_on_rank(rank: int, world_size: int) -> tuple[Held, Held]:
+    earlier = held().mappings  # of other tests' objects: the process is used again and again
+
     def cycle() -> None:
         with open_transport(timeout_s=20) as transport:
             transport.divide(SQUARE, AXES)
@@ -601,12 +603,12 @@ def opened_and_closed_on_rank(rank: int, world_size: int) -> tuple[Held, Held]:
         cycle()
     dist.barrier()
     deadline_s = time.perf_counter() + 10
-    while any(b > a for a, b in zip(before, after, strict=True)) or after.mappings:
+    while any(b > a for a, b in zip(before, after, strict=True)) or after.mappings > earlier:
         after = held()
         if time.perf_counter() > deadline_s:
             break
         time.sleep(0.05)  # threads end a moment after they were told to
-    return before, after
+    return before, after._replace(mappings=after.mappings - earlier)
 
 
 def test_closing_frees_all(ranks: RankPool) -> None:
@@ -614,16 +616,17 @@ def test_closing_frees_all(ranks: RankPool) -> None:
         print(f"{before} before, {after} after")
         assert after.threads <= before.threads
         assert after.files <= before.files
-        assert after.mappings == 0
+        assert after.mappings <= 0
 
 
 def abandoned_on_rank(rank: int, world_size: int) -> int:
     """As where a constructor raises behind the opening of its transport."""
+    earlier = held().mappings
     transport = open_transport(timeout_s=20)
     transport.exchange(b"all are there")
     dist.barrier()
     del transport
-    return held().mappings
+    return held().mappings - earlier
 
 
 def test_a_transport_that_nobody_closes_goes_with_its_owner(ranks: RankPool) -> None:

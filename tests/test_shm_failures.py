@@ -316,6 +316,7 @@ def test_a_rank_that_closes_while_others_wait(ranks: RankPool, numel: int) -> No
 
 def late_again_on_rank(rank: int, world_size: int) -> None:
     """The rank that others gave up is told so, and the group goes on."""
+    earlier = held().mappings  # of other tests' objects
     transport = open_transport(timeout_s=0.5)
     if rank == 1:
         time.sleep(1.5)
@@ -332,9 +333,9 @@ def late_again_on_rank(rank: int, world_size: int) -> None:
     transport.close()
     dist.barrier()
     deadline_s = time.perf_counter() + 10
-    while held().mappings and time.perf_counter() < deadline_s:
+    while held().mappings > earlier and time.perf_counter() < deadline_s:
         time.sleep(0.05)
-    assert held().mappings == 0, "nothing is left of a transport that failed"
+    assert held().mappings <= earlier, "nothing is left of a transport that failed"
 
 
 def test_the_group_goes_on_after_a_failure(ranks: RankPool) -> None:
