@@ -9,18 +9,12 @@
 #include <cstring>
 #include <type_traits>
 
+#include "loops.h"
+
 // Loops below are written to be vectorised by the compiler. Each is compiled once per instruction
 // set and chosen at run time, so that a binary made on one machine serves the others.
-#define FDDP_INLINE inline __attribute__((always_inline))
 #if defined(__x86_64__)
 #define FDDP_AVX2 __attribute__((target("avx2")))
-#endif
-
-// Iterations do not depend on each other even where source and target are the same memory.
-#if defined(__clang__)
-#define FDDP_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define FDDP_INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
 namespace fddp {

@@ -1,13 +1,12 @@
 #include "sums.h"
 
+#include "../loops.h"
 #include "half.h"
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
 #include <type_traits>
-
-#define FDDP_INLINE inline __attribute__((always_inline))
 
 // Loops are compiled once per instruction set and chosen when the library is loaded, so that a
 // binary made on one machine serves the others. Sanitizers start too late for such a choice.
@@ -18,13 +17,6 @@
 #else
 // Of AVX-512, the instructions on 16-bit lanes make halves half as dear; the rest changes nothing.
 #define FDDP_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
-#endif
-
-// Iterations do not depend on each other even where source and target are the same memory.
-#if defined(__clang__)
-#define FDDP_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define FDDP_INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
 namespace fddp::shm {
