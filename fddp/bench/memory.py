@@ -7,6 +7,9 @@ Two measures, both above what the process had before it made its model:
   Read from `smaps_rollup` while steps run, again and again, and at the end of each step.
 - RSS, the resident set: a shared page counts in each of its processes. Its high-water mark is kept
   by the kernel, from the first step on.
+
+Ranks run with glibc's MALLOC_MMAP_THRESHOLD_ at 1 MiB, so that what is freed goes back to the system
+at once: else holes that glibc keeps in its heap, up to two sets of gradients, hide what is in use.
 """
 
 from __future__ import annotations
@@ -174,6 +177,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, metavar="N")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
     args = parser.parse_args()
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB)  # read by the ranks as they start
     results = [_model(name, MODELS[name], args.ranks) for name in args.models]
     show = console().print
     for result in results:
