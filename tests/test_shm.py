@@ -581,11 +581,11 @@ def held() -> Held:
 
 
 def mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:")
+    return Path("/proc/self/maps").read_text().count("memfd:fddp")
 
 
 def opened_and_closed_on_rank(rank: int, world_size: int) -> tuple[Held, Held]:
-    earlier = held().mappings  # of other tests' objects: the process is used again and again
+    earlier = held().mappings  # of groups whose communicators other tests have opened
 
     def cycle() -> None:
         with open_transport(timeout_s=20) as transport:

@@ -316,7 +316,7 @@ def test_a_rank_that_closes_while_others_wait(ranks: RankPool, numel: int) -> No
 
 def late_again_on_rank(rank: int, world_size: int) -> None:
     """The rank that others gave up is told so, and the group goes on."""
-    earlier = held().mappings  # of other tests' objects
+    earlier = held().mappings  # of groups whose communicators other tests have opened
     transport = open_transport(timeout_s=0.5)
     if rank == 1:
         time.sleep(1.5)
