@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
 TORCH := torch==2.13.0
-# From the index, because a fresh machine may have neither.
-BUILD_TOOLS := scikit-build-core cmake ninja
+# From the index, because a fresh machine may have neither. jaxlib has the header of XLA's FFI.
+BUILD_TOOLS := scikit-build-core cmake ninja jaxlib
 
 BENCH := build/bench
 
@@ -38,9 +38,11 @@ bench: $(INSTALLED)
 	$(RUN) -m fddp.bench.memory --models mlp --json $(BENCH)/memory.json
 	$(RUN) -m fddp.bench.leaves --json $(BENCH)/leaves.json
 	$(RUN) -m fddp.bench.packing --json $(BENCH)/packing.json
+	$(RUN) -m fddp.bench.functional --json $(BENCH)/functional.json
+	$(RUN) -m fddp.bench.jax_trees --json $(BENCH)/jax_trees.json
 	$(RUN) -m fddp.bench.alone
 	$(RUN) -m fddp.bench.simulated
-	$(RUN) -m fddp.bench.figures $(addprefix $(BENCH)/,$(addsuffix .json,transports steps crowded memory leaves packing))
+	$(RUN) -m fddp.bench.figures $(addprefix $(BENCH)/,$(addsuffix .json,transports steps crowded memory leaves packing functional jax_trees))
 
 bench-gpu: $(INSTALLED)
 	$(RUN) -m fddp.bench.gpu

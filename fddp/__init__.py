@@ -4,7 +4,15 @@ from fddp import averaging as averaging
 from fddp import hooks as hooks
 from fddp.build import make_schedule as make_schedule
 from fddp.check import check_schedule as check_schedule
-from fddp.collectives import broadcast as broadcast
+from fddp.collectives.broadcast import broadcast as broadcast
+from fddp.collectives.communicators import Communicator as Communicator
+from fddp.collectives.operators import all_gather as all_gather
+from fddp.collectives.operators import broadcast_from as broadcast_from
+from fddp.collectives.operators import pmax as pmax
+from fddp.collectives.operators import pmean as pmean
+from fddp.collectives.operators import psum as psum
+from fddp.collectives.operators import reduce_scatter as reduce_scatter
+from fddp.collectives.operators import sync_on_backward as sync_on_backward
 from fddp.cost import PRESETS as PRESETS
 from fddp.cost import CostModel as CostModel
 from fddp.cost import Sample as Sample
@@ -44,6 +52,7 @@ from fddp.simulate import simulate as simulate
 from fddp.sync import GradSync as GradSync
 from fddp.timeline import Timeline as Timeline
 from fddp.topology import Topology as Topology
+from fddp.transforms import as_transform as as_transform
 from fddp.transports import loopback as loopback
 from fddp.tree import tree_map as tree_map
 from fddp.tuning import TuneReport as TuneReport

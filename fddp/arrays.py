@@ -88,7 +88,8 @@ def _describe(
         raise TypeError(
             f"leaf {path!r} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which has no "
             "shape and dtype; leaves are arrays or None, and a container of your own must be "
-            "registered with optree.register_pytree_node"
+            "registered with optree.register_pytree_node (or, around arrays of JAX, with "
+            "jax.tree_util.register_pytree_node)"
         ) from None
     shape = shapes.setdefault(shape, shape)
     if not hasattr(leaf, "is_contiguous"):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fddp.errors import TreeMismatchError
@@ -206,10 +207,14 @@ def _mean(sync: GradSync, tree: Any, weight: float) -> Any:
     # memory for them. Leaves of integers have no mean, and stay.
     shared = sync.transport.startswith("shm")
     return tree_map(
-        lambda own, mean: mean.clone() if shared and mean is not own else mean,
+        lambda own, mean: _copied(mean) if shared and mean is not own else mean,
         tree,
         sync(tree, weight=weight),
     )
+
+
+def _copied(mean: Any) -> Any:
+    return mean.clone() if isinstance(mean, Tensor) else mean.copy()
 
 
 def _check_whole(sync: GradSync, tree: Any) -> None:

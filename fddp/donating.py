@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fddp.buffers import BufferPool, vacate
 from fddp.errors import TreeMismatchError
+from fddp.interop.foreign import is_foreign
 from fddp.program import Program
 from fddp.tree import check_paths
 
@@ -33,6 +34,12 @@ def donate(program: Program, pool: BufferPool, grads: Any) -> None:
             grad = leaves[leaf]
             if grad is None:
                 continue
+            if is_foreign(grad):
+                raise TreeMismatchError(
+                    f"leaf {program.paths[leaf]!r} (bucket {number}) of the donated gradients is a "
+                    f"JAX array, whose memory can't be taken away from JAX; drop the arrays: their "
+                    f"bucket is used again once nothing refers to them"
+                )
             if isinstance(grad, Tensor) and pool.has_lent(grad):
                 taken[grad.untyped_storage()._cdata] = grad
             elif not (isinstance(grad, Tensor) and may_lie_elsewhere):

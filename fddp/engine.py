@@ -61,6 +61,7 @@ class Engine:
     """
 
     def __init__(self, request: Asking) -> None:
+        self._foreign = request.is_foreign
         self._groups: list[tuple[str, ...]] = []  # those that the transport has opened
         self.transport = open_transport(
             request.span.group, usable_transport(request), request.usable_timeout_s
@@ -288,14 +289,15 @@ class Engine:
             self.transport.divide(schedule.topology, groups)
             self._groups = groups
         rank = self.transport.rank
-        self.program = make_program(schedule, rank, with_order=with_order)
+        foreign = self._foreign
+        self.program = make_program(schedule, rank, with_order=with_order, foreign=foreign)
         self.attached = None if self.hook is None else Attached.of(self.hook, self.program)
         if with_order and self.attached is not None and self.attached.stateful:
             # State is by bucket, so that plans stay as they are.
-            self.program = make_program(schedule, rank, with_order=False)
+            self.program = make_program(schedule, rank, with_order=False, foreign=foreign)
         self.gathering: Program | None = None
         if gather is not None:
-            self.gathering = make_program(gather, rank, with_order=False)
+            self.gathering = make_program(gather, rank, with_order=False, foreign=foreign)
 
     def _check_open(self) -> None:
         if self._closed_by:

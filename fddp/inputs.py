@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from fddp.errors import TransformError, TreeMismatchError, WeightError
+from fddp.interop.foreign import ForeignTreeDef, adapted, holds_foreign
 from fddp.plan import LeafSpec
 from fddp.program import Program
 from fddp.tree import TreeDef, check_paths, flatten
@@ -34,9 +36,23 @@ def matched_leaves(
     leaves, treedef = program.trees.flatten(tree)
     check_paths(treedef, program.paths, what)
     position = program.leaf_types.first_misfit(leaves, differentiable)
+    if program.foreign or (position >= 0 and holds_foreign(leaves)):
+        leaves, treedef = _adapted(leaves, treedef, what, differentiable)
+        position = program.leaf_types.first_misfit(leaves, differentiable)
     if position >= 0:
         raise TreeMismatchError(_misfit(leaves[position], program.plan.leaves[position], what))
     return leaves, treedef
+
+
+def _adapted(
+    leaves: list[Any], treedef: TreeDef, what: str, differentiable: bool
+) -> tuple[list[Any], TreeDef]:
+    if differentiable:
+        raise TreeMismatchError(
+            f"{what} are JAX arrays, which torch can't differentiate; pass the gradients: "
+            f"loss, grads = jax.value_and_grad(loss_fn)(params), then grads = sync(grads)"
+        )
+    return adapted(leaves, treedef, what, always=True)
 
 
 def matched_shards(tree: Any, program: Program) -> tuple[list[Tensor | None], TreeDef]:
@@ -45,7 +61,7 @@ def matched_shards(tree: Any, program: Program) -> tuple[list[Tensor | None], Tr
     Raises:
         TreeMismatchError: other paths, sizes or dtypes, or a leaf that is no tensor.
     """
-    leaves, treedef = flatten(tree)
+    leaves, treedef = adapted(*flatten(tree), "shards", always=program.foreign)
     check_paths(treedef, program.paths, "shards")
     bucketed = program.plan.bucket_of
     for leaf, spec in enumerate(program.plan.leaves):
@@ -89,12 +105,17 @@ def _misfit(leaf: object, spec: LeafSpec, what: str) -> str:
     )
 
 
-def check_writable(leaves: Sequence[Tensor | None], program: Program) -> None:
+def check_writable(leaves: Sequence[Tensor | None], treedef: TreeDef, program: Program) -> None:
     """Whether results can be written into each tensor, and into no two at one place.
 
     Raises:
         TreeMismatchError: the first leaf that can't be written.
     """
+    if isinstance(treedef, ForeignTreeDef):
+        raise TreeMismatchError(
+            f"reduce_ writes into what it is given, and arrays of {treedef.library} can't be "
+            f"written; call sync(grads), which returns new ones"
+        )
     written: list[tuple[Tensor, str]] = []
     for leaf, spec in zip(leaves, program.plan.leaves, strict=True):
         if leaf is None:
@@ -171,28 +192,114 @@ def checked_weight(weight: object) -> float:
     return value
 
 
-def check_no_transform(what: str) -> None:
+_INSTEAD = (
+    "transform the loss function instead and call it outside: "
+    "sync(torch.func.grad(loss_fn)(params)); fddp.pmean and fddp.sync_on_backward work inside "
+    "transforms, and can be traced"
+)
+
+
+def check_no_transform(what: str, instead: str = _INSTEAD) -> None:
     """Gradients made inside a transform are not values yet.
 
+    Args:
+        what: the call in words, for errors.
+        instead: what to do.
+
     Raises:
-        TransformError: a `torch.func` transform is active.
+        TransformError: a `torch.func` transform is active, or a tracer.
     """
     interpreter = torch._C._functorch.peek_interpreter_stack()
     if interpreter is not None:
         kind = str(interpreter.key()).rpartition(".")[2].lower()
         raise TransformError(
-            f"{what} was called inside torch.func.{kind}, where it can't communicate; transform "
-            f"the loss function instead and call it outside: sync(torch.func.grad(loss_fn)(params))"
+            f"{what} was called inside torch.func.{kind}, where it can't communicate; {instead}"
         )
+    if _is_traced():
+        raise TransformError(
+            f"{what} was called while a tracer records it (make_fx, torch.func.linearize, "
+            f"torch.export), which would take what it returns for constants; {instead}"
+        )
+
+
+class _Differentiated(threading.local):
+    """How many loss functions this thread is within."""
+
+    depth = 0
+
+
+_differentiated = _Differentiated()
+
+
+@contextmanager
+def differentiated() -> Iterator[None]:
+    """Within it, what is computed is to be differentiated by fddp."""
+    _differentiated.depth += 1
+    try:
+        yield
+    finally:
+        _differentiated.depth -= 1
+
+
+def check_no_derivatives(
+    leaves: list[Tensor | None], program: Program, what: str, *, graphs: bool
+) -> None:
+    """Results have no derivatives, so that those of what they are made of would end here.
+
+    Outside of a loss function a graph says nothing: gradients of what requires grad have one, even
+    where nobody is going to use it.
+
+    Args:
+        leaves: what the caller passed, in canonical order.
+        program: knows the paths.
+        what: the tree in words, for errors: "gradients".
+        graphs: whether graphs of reverse mode count within a loss function.
+
+    Raises:
+        TransformError: a leaf has a tangent of forward mode or, within a loss function of fddp, a
+            graph behind it.
+    """
+    recorded = graphs and _differentiated.depth > 0 and torch.is_grad_enabled()
+    position = program.leaf_types.first_differentiated(leaves, recorded)
+    if position < 0:
+        return
+    where = f"leaf {program.paths[position]!r} of the {what}"
+    node = getattr(leaves[position], "grad_fn", None) if recorded else None
+    if node is not None:
+        raise TransformError(
+            f"{where} was computed from what the loss function is differentiated by "
+            f"({type(node).__name__}), and derivatives would end at the result, which is a value; "
+            f"use fddp.pmean(grads) to differentiate through the mean, or pass grad.detach() to "
+            f"have its value"
+        )
+    raise TransformError(
+        f"{where} has a tangent of forward mode (torch.autograd.forward_ad), and derivatives would "
+        f"end at the result, which is a value; use fddp.pmean and fddp.sync_on_backward, which "
+        f"have derivatives of both modes"
+    )
 
 
 def outside_transforms() -> AbstractContextManager[object]:
     """Lets collectives run although a transform is active, to report that one was."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    stack = ExitStack()
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    return temporarily_clear_interpreter_stack()
+        stack.enter_context(temporarily_clear_interpreter_stack())
+    if _is_traced():
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        stack.enter_context(_disable_current_modes())
+    return stack
+
+
+def _is_traced() -> bool:
+    """Whether a mode that records operations, or only their shapes, is active."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    keys = torch._C._TorchDispatchModeKey
+    tracers = (keys.PROXY, keys.FAKE, keys.FUNCTIONAL)
+    return any(torch._C._get_dispatch_mode(key) is not None for key in tracers)
 
 
 def _overlaps(tensor: Tensor) -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
+import threading
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +37,7 @@ def launch(ranks: int, fn: Callable[..., T], *args: Any) -> list[T]:
         torch.distributed.elastic.multiprocessing.api.SignalException: this process was told to
             end, and the ranks were ended.
     """
-    with tempfile.TemporaryDirectory(prefix="fddp_") as log_dir:
+    with _own_signals(), tempfile.TemporaryDirectory(prefix="fddp_") as log_dir:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -49,6 +52,20 @@ def launch(ranks: int, fn: Callable[..., T], *args: Any) -> list[T]:
         )
         results = elastic_launch(config, _on_rank)(fn, *args)
     return [results[rank] for rank in range(ranks)]
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keeps this process's handlers of signals: the launcher leaves its own behind."""
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
+    is_main = threading.current_thread() is threading.main_thread()  # only there they can be set
+    kept = {number: signal.getsignal(number) for number in numbers} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            if handler is not None:  # one that Python did not set
+                signal.signal(number, handler)
 
 
 def _on_rank(fn: Callable[..., T], *args: Any) -> T:

@@ -152,6 +152,10 @@ class LeafTypes(Protocol):
         tensors. Of a leaf that is not reduced, only a floating dtype of another kind is a misfit.
         """
 
+    def first_differentiated(self, leaves: list[Any], graphs: bool) -> int:
+        """Position of the first leaf with derivatives that a result without any would cut off, or
+        -1: a tangent of forward mode or, with `graphs`, a graph behind it."""
+
 
 def leaf_set(params: Sequence[Tensor | None]) -> LeafSet:
     """Makes one leaf for each parameter, none of which may be None; they share its memory."""

@@ -66,6 +66,7 @@ class Program:
         packing: for each bucket, how its leaves are packed during backward.
         places: for each axis of the topology, the number of places and this rank's.
         shards: which elements this rank owns, where the schedule divides them.
+        foreign: whether this rank's trees hold arrays of another library.
     """
 
     schedule: Schedule
@@ -76,6 +77,7 @@ class Program:
     packing: tuple[Packing, ...]
     places: Mapping[str, tuple[int, int]]
     shards: ShardMap
+    foreign: bool = False
 
     @property
     def plan(self) -> BucketPlan:
@@ -149,13 +151,16 @@ class Program:
         return f"bucket {bucket} ({first if first == last else f'{first} .. {last}'})"
 
 
-def make_program(schedule: Schedule, rank: int, *, with_order: bool) -> Program:
+def make_program(
+    schedule: Schedule, rank: int, *, with_order: bool, foreign: bool = False
+) -> Program:
     """Prepares a schedule for one rank.
 
     Args:
         schedule: the operations.
         rank: this rank's number.
         with_order: whether rank 0's ready order rides in the control word.
+        foreign: whether this rank's trees hold arrays of another library.
     """
     plan = schedule.plan
     reduced = plan.reduced
@@ -182,6 +187,7 @@ def make_program(schedule: Schedule, rank: int, *, with_order: bool) -> Program:
         ),
         places=places,
         shards=ShardMap.of(plan, _divided(schedule, places)),
+        foreign=foreign,
     )
 
 

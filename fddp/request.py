@@ -11,18 +11,21 @@ import torch
 from fddp.agree import Rebuild, Terms
 from fddp.errors import NoGradientError
 from fddp.hooks.hook import Hook
+from fddp.interop.foreign import aligned, holds_foreign
 from fddp.meshes import Span
 from fddp.plan import BucketPlan
 from fddp.planning import plan_buckets
 from fddp.schedule import Schedule
 from fddp.topology import Topology
 from fddp.transports import LoopbackGroup, Transport, TransportName
+from fddp.tree import flatten
 
 Reduction = Literal["all_reduce", "hierarchical", "reduce_scatter"]
 
 CAP_MB = 25.0
 FIRST_MB = 1.0
-_LONGEST_S = 10**7  # what the backends' clocks hold with room to spare
+LONGEST_S = 10**7
+"""What the backends' clocks hold, with room to spare."""
 
 
 class Asking(Protocol):
@@ -39,6 +42,10 @@ class Asking(Protocol):
     @property
     def usable_timeout_s(self) -> float | None:
         """The timeout, if a transport can be opened with it."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this rank's trees hold arrays of another library than torch."""
 
     def terms(self, transport: Transport) -> Terms:
         """What ranks must have in common; raises what is wrong with it on this rank."""
@@ -82,8 +89,18 @@ class Request:
     def usable_timeout_s(self) -> float | None:
         """The timeout, if a transport can be opened with it."""
         given = self.timeout_s
-        usable = isinstance(given, (int, float)) and 0 < given <= _LONGEST_S
+        usable = isinstance(given, (int, float)) and 0 < given <= LONGEST_S
         return given if usable else None
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this rank's trees hold arrays of another library; unknown of a plan."""
+        if isinstance(self.source, (BucketPlan, Schedule)):
+            return False
+        try:
+            return holds_foreign(flatten(self.source)[0])
+        except Exception:  # of which `terms` tells all ranks
+            return False
 
     def terms(self, transport: Transport) -> Terms:
         """What ranks must have in common.
@@ -94,8 +111,7 @@ class Request:
         """
         if self.timeout_s is not None and self.usable_timeout_s is None:
             raise ValueError(
-                f"timeout_s must be above 0 and at most {_LONGEST_S} seconds, "
-                f"got {self.timeout_s!r}"
+                f"timeout_s must be above 0 and at most {LONGEST_S} seconds, got {self.timeout_s!r}"
             )
         if self.transport not in ("auto", transport.name):
             raise ValueError(
@@ -141,13 +157,14 @@ class Request:
 
     def _plan(self) -> BucketPlan:
         if not isinstance(self.source, (BucketPlan, Schedule)):
-            return plan_buckets(
+            plan = plan_buckets(
                 self.source,
                 bucket_cap_mb=self.bucket_cap_mb,
                 first_bucket_mb=self.first_bucket_mb,
                 sparse=self.sparse,
                 select=self.select,
             )
+            return aligned(plan) if self.is_foreign else plan
         plan = self.source.plan if isinstance(self.source, Schedule) else self.source
         if not plan.buckets:
             raise NoGradientError(

@@ -14,11 +14,13 @@ from fddp.engine import Engine
 from fddp.errors import InternalError
 from fddp.hooks.hook import Hook
 from fddp.inputs import (
+    check_no_derivatives,
     check_no_transform,
     check_writable,
     checked_weight,
     matched_leaves,
     matched_shards,
+    outside_transforms,
 )
 from fddp.meshes import Mesh, span_of
 from fddp.observe import make_info
@@ -29,7 +31,8 @@ from fddp.schedule import Result, Schedule
 from fddp.transports import Group, TransportName
 from fddp.tree import TreeDef
 from fddp.tuning import TuneReport, tune
-from fddp.value_and_grad import ValueAndGrad
+from fddp.untraced import untraced
+from fddp.value_and_grad import INSTEAD_IN_A_GRAPH, ValueAndGrad
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -119,7 +122,8 @@ class GradSync:
             hook=hook,
             deterministic=deterministic,
         )
-        self._engine = Engine(request)
+        with outside_transforms():
+            self._engine = Engine(request)
 
     @property
     def plan(self) -> BucketPlan:
@@ -152,7 +156,7 @@ class GradSync:
             f"rank {self.rank} of {self.world_size} over {self.transport})"
         )
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    @untraced(INSTEAD_IN_A_GRAPH)
     def __call__(self, grads: Any, *, weight: float = 1.0, with_info: bool = False) -> Any:
         """The weighted mean over ranks of a tree of gradients; a collective call.
 
@@ -168,6 +172,9 @@ class GradSync:
         Raises:
             TreeMismatchError: the tree has other leaves than the plan.
             WeightError: a weight is negative or not finite, or all weights are 0.
+            TransformError: a `torch.func` transform or a tracer is active; a gradient has a tangent
+                of forward mode, or was computed in a loss function from what that is differentiated
+                by. Derivatives would end here; `fddp.pmean` has some.
             PeerError: another rank raised one of these.
             ValueError: the algorithm leaves shards, see `reduce_scatter`; or the hook keeps state,
                 see `update`.
@@ -176,7 +183,7 @@ class GradSync:
         mean, *rest = self._sync_tree(form, grads, weight, with_info)
         return (mean, *rest) if with_info else mean
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    @untraced(INSTEAD_IN_A_GRAPH)
     def update(
         self, grads: Any, state: Any, *, weight: float = 1.0, with_info: bool = False
     ) -> tuple[Any, ...]:
@@ -218,7 +225,7 @@ class GradSync:
         """
         return self._engine.init_states()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    @untraced(INSTEAD_IN_A_GRAPH)
     def reduce_(self, grads: Any, *, weight: float = 1.0, with_info: bool = False) -> Any:
         """Like calling, but writes the means into the tensors of `grads`.
 
@@ -234,7 +241,7 @@ class GradSync:
         mean, *rest = self._sync_tree(form, grads, weight, with_info)
         return (mean, *rest) if with_info else mean
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    @untraced(INSTEAD_IN_A_GRAPH)
     def reduce_scatter(self, grads: Any, *, weight: float = 1.0, with_info: bool = False) -> Any:
         """This rank's shard of the weighted mean over ranks; a collective call.
 
@@ -266,7 +273,7 @@ class GradSync:
         mean, *rest = self._sync_tree(form, grads, weight, with_info)
         return (mean, *rest) if with_info else mean
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    @untraced(INSTEAD_IN_A_GRAPH)
     def all_gather(self, shards: Any) -> Any:
         """Whole leaves from every rank's shards, the same on all ranks; a collective call.
 
@@ -289,6 +296,7 @@ class GradSync:
         try:
             form.check(self.schedule)
             own, treedef = matched_shards(shards, session.setting.program)
+            check_no_derivatives(own, session.setting.program, "shards", graphs=False)
             session.begin(ShardContributions(own), own)
         except BaseException as error:
             session.fail(error)
@@ -419,8 +427,9 @@ class GradSync:
             form.check(self.schedule)
             session.hook_states = self._engine.checked_states(state, "update(grads, state)")
             own, treedef = matched_leaves(grads, program, "gradients")
+            check_no_derivatives(own, program, "gradients", graphs=True)
             if form.in_place:
-                check_writable(own, program)
+                check_writable(own, treedef, program)
             session.begin(TreeContributions(program, own, checked_weight(weight)), own)
         except BaseException as error:
             session.fail(error)

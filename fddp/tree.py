@@ -1,18 +1,26 @@
 """Trees and their leaves: the only place that takes a tree apart or puts one together.
 
 A tree is whatever optree knows as one: dicts, OrderedDicts, defaultdicts, lists, tuples, named
-tuples, deques and nodes registered with it, in each other. Everything else is a leaf, and so is
-`None`: the position of a gradient that is not there.
+tuples, deques and nodes registered with it, in each other; and, where JAX is imported, what is
+registered with `jax.tree_util`. Everything else is a leaf, and so is `None`: the position of a
+gradient that is not there.
 
 [Note: canonical order]
 Leaves are numbered by path, entry by entry: integers first, by value, then strings by code point,
 then other keys by the name of their type and their `repr`. So ranks number the same leaves alike,
 whatever order their dicts were filled in. optree sorts the keys of dicts, but not those of
 OrderedDicts.
+
+[Note: trees in graphs]
+Where dynamo traces, optree's functions are torch's in Python, which are many steps, and caches are
+not followed. There the entries on the way to each leaf are listed, by `traced_trees.py` where it
+knows the containers, and a function that dynamo calls instead of tracing works out the order from
+them, once a graph.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,17 +28,25 @@ from functools import lru_cache
 from itertools import accumulate
 from operator import itemgetter
 from sys import intern
+from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 import optree
+import torch
 from optree import PyTreeKind, PyTreeSpec
 
+from fddp import jax_nodes
 from fddp.errors import TreeMismatchError
+from fddp.traced_trees import rebuilt, walk
 
 Tree = TypeVar("Tree")
 
 _KNOWN_STRUCTURES = 128
 _MAX_PATHS_SHOWN = 5
+_NAMESPACE = "fddp"  # in optree, of containers that JAX knows
+
+_learned: set[type] = set()
+_learning = Lock()
 
 
 class _Structure(NamedTuple):
@@ -89,11 +105,39 @@ def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
         TypeError: a key has no text that is the same on every rank.
         ValueError: two leaves have the same path.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _traced(tree)
     leaves, treespec = optree.tree_flatten(tree, none_is_leaf=True)
+    if "jax.tree_util" in sys.modules:
+        leaves, treespec = _with_nodes_of_jax(tree, leaves, treespec)
     structure = _structure(treespec)
     if not structure.is_sorted:
         leaves = list(itemgetter(*structure.positions)(leaves))
     return leaves, TreeDef(treespec, structure)
+
+
+def _with_nodes_of_jax(
+    tree: Any, leaves: list[Any], treespec: PyTreeSpec
+) -> tuple[list[Any], PyTreeSpec]:
+    """Takes containers apart that only JAX knows; they may hold others."""
+    while _learn_nodes(leaves):
+        leaves, treespec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
+    return leaves, treespec
+
+
+def _learn_nodes(leaves: Sequence[Any]) -> bool:
+    """Whether there are containers of JAX among what optree took for leaves. They are registered in
+    a namespace, so that others who use optree see no change."""
+    by_type = dict(zip(map(type, leaves), leaves, strict=True))
+    nodes = [kind for kind, leaf in by_type.items() if jax_nodes.is_node(leaf)]
+    with _learning:
+        for kind in nodes:
+            if kind not in _learned:
+                optree.register_pytree_node(
+                    kind, jax_nodes.flatten_node, jax_nodes.unflatten_node, namespace=_NAMESPACE
+                )
+                _learned.add(kind)
+    return bool(nodes)
 
 
 def tree_map(fn: Callable[..., Any], tree: Tree, *rest: Any) -> Tree:
@@ -217,12 +261,90 @@ def _some(paths: Sequence[str]) -> str:
 def _structure(treespec: PyTreeSpec) -> _Structure:
     positions, paths = _canonical(treespec, {})
     if len(set(paths)) != len(paths):
-        paths = _told_apart(paths, positions, treespec)
+        accessors = optree.treespec_accessors(treespec)
+        codes = [accessors[position].codify("") for position in positions]
+        paths = _told_apart(paths, codes)
     return _Structure(
         paths=tuple(map(intern, paths)),
         positions=tuple(positions),
         is_sorted=positions == list(range(len(positions))),
     )
+
+
+@dataclass(frozen=True)
+class _TreeDefByExample(TreeDef):
+    """What `traced_trees.py` has taken apart."""
+
+    _example: Any = field(default=None, compare=False, repr=False)
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        if len(leaves) != len(self.paths):
+            raise ValueError(f"got {len(leaves)} leaves for a tree of {len(self.paths)}")
+        in_place: list[Any] = [None] * len(leaves)
+        for position, leaf in zip(self._structure.positions, leaves, strict=True):
+            in_place[position] = leaf
+        return rebuilt(self._example, iter(in_place))
+
+
+def _traced(tree: Any) -> tuple[list[Any], TreeDef]:
+    """`flatten` where dynamo traces; see [Note: trees in graphs]."""
+    leaves: list[Any] = []
+    ways: list[tuple[Any, ...]] = []
+    is_known = walk(tree, leaves, ways)
+    structure = _structure_of_ways(tuple(ways), None) if is_known else None
+    if structure is None:
+        leaves, treespec = optree.tree_flatten(tree, none_is_leaf=True)
+        structure = _traced_structure(treespec)
+        treedef = TreeDef(treespec, structure)
+    else:
+        treedef = _TreeDefByExample(None, structure, tree)  # type: ignore[arg-type]  # unused there
+    return [leaves[position] for position in structure.positions], treedef
+
+
+def _traced_structure(treespec: PyTreeSpec) -> _Structure:
+    """`_structure` where dynamo traces, for any containers."""
+    ways: list[tuple[Any, ...]] = []
+    codes: list[str] = []
+    _list_ways(treespec, (), "", ways, codes)
+    structure = _structure_of_ways(tuple(ways), tuple(codes))
+    assert structure is not None  # as there are codes
+    return structure
+
+
+def _list_ways(
+    treespec: PyTreeSpec, way: tuple[Any, ...], code: str, ways: list[Any], codes: list[str]
+) -> None:
+    """The entries that lead to each leaf, and the same as code, in optree's order."""
+    if treespec.is_leaf():
+        ways.append(way)
+        codes.append(code)
+        return
+    container = treespec.type
+    fields: Sequence[str] = ()
+    if container is not None and container is not tuple and issubclass(container, tuple):
+        fields = optree.namedtuple_fields(container)
+    for number, child in enumerate(treespec.children()):
+        entry = fields[number] if fields else treespec.entry(number)
+        step = f".{entry}" if fields else f"[{entry!r}]"
+        _list_ways(child, (*way, entry), code + step, ways, codes)
+
+
+def _structure_of_ways(
+    ways: tuple[tuple[Any, ...], ...], codes: tuple[str, ...] | None
+) -> _Structure | None:
+    """What `_structure` gives, from constants; None where clashing paths can't be told apart."""
+    keys = [[_mixed_key(entry) for entry in way] for way in ways]
+    positions = sorted(range(len(ways)), key=keys.__getitem__)
+    paths = [".".join(map(_entry_text, ways[position])) for position in positions]
+    if len(set(paths)) != len(paths):
+        if codes is None:
+            return None
+        paths = _told_apart(paths, [codes[position] for position in positions])
+    return _Structure(tuple(map(intern, paths)), tuple(positions), positions == [*range(len(ways))])
+
+
+# What `torch._dynamo.assume_constant_result` sets, without loading dynamo.
+_structure_of_ways._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _canonical(
@@ -273,7 +395,9 @@ def _walk_as_filled(node: Any, treespec: PyTreeSpec, first: int, filled: list[in
     if is_sorted_by_optree:
         values = node.values()
     else:
-        values = optree.tree_flatten_one_level(node, none_is_leaf=True)[0]
+        values = optree.tree_flatten_one_level(
+            node, none_is_leaf=True, namespace=treespec.namespace
+        )[0]
     children = treespec.children()
     firsts = list(accumulate((child.num_leaves for child in children), initial=first))
     for child, value in zip(order, values, strict=True):
@@ -295,14 +419,16 @@ def _entry_keys(entries: Sequence[Any]) -> Sequence[Any]:
     """What siblings are sorted by; see [Note: canonical order]."""
     if set(map(type, entries)) in ({str}, {int}):
         return entries
-    return [
-        (0, entry)
-        if type(entry) is int
-        else (1, entry)
-        if type(entry) is str
-        else (2, type(entry).__name__, repr(entry))
-        for entry in entries
-    ]
+    return [_mixed_key(entry) for entry in entries]
+
+
+def _mixed_key(entry: Any) -> tuple[Any, ...]:
+    """By which an entry is sorted among entries of any types."""
+    if type(entry) is int:
+        return (0, entry)
+    if type(entry) is str:
+        return (1, entry)
+    return (2, type(entry).__name__, repr(entry))
 
 
 def _entry_text(entry: object) -> str:
@@ -317,10 +443,8 @@ def _entry_text(entry: object) -> str:
     return text
 
 
-def _told_apart(paths: list[str], positions: list[int], treespec: PyTreeSpec) -> list[str]:
+def _told_apart(paths: list[str], codes: list[str]) -> list[str]:
     """Paths in which clashing ones, as of {"a.b": x, "a": {"b": y}}, are written as code."""
-    accessors = optree.treespec_accessors(treespec)
-    codes = [accessors[position].codify("") for position in positions]
     counts = Counter(paths)
     mixed = [code if counts[path] > 1 else path for path, code in zip(paths, codes, strict=True)]
     for unique in (mixed, codes):

@@ -12,16 +12,29 @@ from torch import Tensor
 from fddp.backward import backward
 from fddp.contributions import Accumulated, BackwardContributions
 from fddp.errors import InternalError, LossError
-from fddp.inputs import check_no_transform, checked_weight, matched_leaves
+from fddp.inputs import (
+    check_no_derivatives,
+    check_no_transform,
+    checked_weight,
+    differentiated,
+    matched_leaves,
+)
 from fddp.leaves import LeafSet, leaf_set
 from fddp.observe import make_info
 from fddp.program import Program
 from fddp.session import Session
 from fddp.tree import TreeDef, map_leaves
 from fddp.uneven import EXHAUSTED
+from fddp.untraced import untraced
 
 if TYPE_CHECKING:
     from fddp.engine import Engine
+
+INSTEAD_IN_A_GRAPH = (
+    "a GradSync is no part of a graph: call it outside of the compiled function, or average with "
+    "fddp.pmean(grads, group) inside"
+)
+"""What torch.compile says of it with `fullgraph=True`."""
 
 
 class _Computed(NamedTuple):
@@ -57,7 +70,8 @@ class ValueAndGrad:
         LossError: the loss is not a real scalar tensor.
         TreeMismatchError: parameters or accumulated gradients differ from the plan.
         WeightError: a weight is negative or not finite, or all weights are 0.
-        TransformError: a `torch.func` transform is active around the call.
+        TransformError: a `torch.func` transform or a tracer is active around the call, or a
+            parameter has a tangent of forward mode.
         Exception: whatever `fn` or `weight_fn` raised, on the rank where they did.
         PeerError: another rank raised one of these.
 
@@ -90,7 +104,7 @@ class ValueAndGrad:
         self._weight_fn = weight_fn
 
     # Dynamo would trace into the bookkeeping; a compiled loss function inside stays compiled.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    @untraced(INSTEAD_IN_A_GRAPH)
     def __call__(
         self,
         *args: Any,
@@ -130,6 +144,7 @@ class ValueAndGrad:
         params, treedef = matched_leaves(
             self._params(args), program, "parameters", differentiable=True
         )
+        check_no_derivatives(params, program, "parameters", graphs=False)
         earlier = _earlier(accumulated, program)
         if any(argument is EXHAUSTED for argument in (*args, *kwargs.values())):
             contributions = BackwardContributions(program, weight=0.0, accumulated=earlier)
@@ -142,7 +157,7 @@ class ValueAndGrad:
         contributions = BackwardContributions(program, weight=weight, accumulated=earlier)
         session.begin(contributions, params)
         own = _replaced_leaves(params, program.differentiated, leaves.leaves)
-        with torch.enable_grad():
+        with torch.enable_grad(), differentiated():
             result = self._fn(*self._replaced(args, treedef.unflatten(own)), **kwargs)
         loss, aux = self._split(result)
         start_s = time.perf_counter()

@@ -21,6 +21,10 @@ PAGES = (
     "README.md",
     "docs/guide.md",
     "docs/ddp.md",
+    "docs/compile.md",
+    "docs/coming_from.md",
+    "docs/examples.md",
+    "docs/jax.md",
     "docs/architecture.md",
     "docs/performance.md",
     "CONTRIBUTING.md",
@@ -101,7 +105,7 @@ def run_script(page: str, folder: Path, *, epilogue: str = "") -> None:
         folder: an empty one; gets the script.
         epilogue: code to run after the page's, with its variables.
     """
-    script = folder / f"{Path(page).stem}.py"
+    script = folder / f"{Path(page).stem}_page.py"  # "jax.py" would be imported in JAX's place
     script.write_text(alone(page, "python") + epilogue, encoding="utf-8")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

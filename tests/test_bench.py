@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fddp import cli
 from fddp.bench import figures as figures_module
-from fddp.bench import gpu, leaves, memory, packing, transports
+from fddp.bench import functional, gpu, leaves, memory, packing, transports
 from fddp.bench.contestants import (
     DETERMINISTIC,
     FDDP,
@@ -314,6 +314,20 @@ def test_cost_of_a_parameter_is_a_slope(ranks: RankPool) -> None:
     (cases,) = ranks.run(1, _leaves)
     assert [case.count for case in cases] == [20, 40]
     assert len(leaves.figures(cases)) == 3
+
+
+def _operators(rank: int, world_size: int) -> functional.Results:
+    return functional.run_rank(2, (2,))
+
+
+def test_operators_are_timed_beside_a_sync(ranks: RankPool) -> None:
+    results, _ = ranks.run(2, _operators)
+    titles = ["300 leaves of 2 x 2, shm", "300 leaves of 2 x 2, c10d"]
+    assert list(results) == titles
+    assert [figure.case for figure in functional.figures(results)] == titles
+    times = {functional.PMEAN: Series((3.0, 2.0)), functional.SYNC: Series((2.0, 2.0))}
+    (found,) = functional.figures({"tree": times})
+    assert (found.value, found.reached) == (1.25, False)
 
 
 def test_figures_of_packing_compare_like_with_like() -> None:

@@ -13,17 +13,18 @@ PACKAGE = Path(__file__).parent.parent / "fddp"
 # A package stands for the modules in it.
 LAYERS = {
     "core": """
-        build check control cost errors expect leafspec optimal plan plan_text reducer ride scaling
-        schedule schedule_text simulate tables timeline topology
+        build check control cost errors expect leafspec optimal plan plan_text reducer ride
+        scaling schedule schedule_text simulate tables timeline topology
     """,
     "edge": """
-        arrays ext known_trees layout leaves pack pack_foreach pack_reference planning shards tree
+        arrays ext jax_nodes known_trees layout leaves native_ops pack pack_foreach
+        pack_reference planning shards traced_trees tree untraced
     """,
     "shell": """
         __init__ __main__ agree averaging backward bench buffers cli collectives commands
-        contributions ddp demo donating engine failures functionalize hooks info inputs launch
-        measuring meshes observe program progress request results session sparse sync testing
-        transports tuning uneven value_and_grad viz
+        contributions ddp demo donating engine examples failures functionalize hooks info inputs
+        interop launch measuring meshes observe program progress request results session sparse
+        sync testing transforms transports tuning uneven value_and_grad viz
     """,
 }
 LAYER_OF_LISTED = {module: layer for layer, names in LAYERS.items() for module in names.split()}

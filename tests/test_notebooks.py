@@ -28,6 +28,8 @@ def test_they_are_found() -> None:
         "02_schedules",
         "03_simulate_and_tune",
         "04_training_loop",
+        "05_torch_func",
+        "06_jax",
     ]
 
 

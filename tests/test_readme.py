@@ -22,6 +22,8 @@ import os
 torch.save(params, f"{os.environ['RANK']}.pt")
 """
 
+_EXAMPLES = {f"fddp.examples.{path.stem}" for path in (ROOT / "fddp" / "examples").glob("*.py")}
+
 
 def test_loop_runs_as_printed(tmp_path: Path) -> None:
     run_script(PAGE, tmp_path, epilogue=_SAVE)
@@ -42,6 +44,8 @@ def test_shell_commands(command: str) -> None:
             _check_install(source, options)
         case ["torchrun", "--nproc-per-node", "2", "train.py"]:
             pass  # test_loop_runs_as_printed does this
+        case ["torchrun", "--nproc-per-node", "2", "-m", module] if module in _EXAMPLES:
+            pass  # test_examples.py and test_jax_examples.py run them
         case _:
             pytest.fail(f"no check for the command {command!r}")
 

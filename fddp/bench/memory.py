@@ -8,8 +8,9 @@ Two measures, both above what the process had before it made its model:
 - RSS, the resident set: a shared page counts in each of its processes. Its high-water mark is kept
   by the kernel, from the first step on.
 
-Ranks run with glibc's MALLOC_MMAP_THRESHOLD_ at 1 MiB, so that what is freed goes back to the system
-at once: else holes that glibc keeps in its heap, up to two sets of gradients, hide what is in use.
+Ranks run with glibc's MALLOC_MMAP_THRESHOLD_ at 1 MiB, so that what is freed goes back to the
+system at once: else holes that glibc keeps in its heap, up to two sets of gradients, hide what is
+in use.
 """
 
 from __future__ import annotations

@@ -57,6 +57,19 @@ class LeafTypes {
     return -1;
   }
 
+  // The first leaf with derivatives that a result without any would cut off, or -1: a tangent of forward mode,
+  // or a graph behind it if those count. Leaves that are no tensors have none.
+  int64_t first_differentiated(const py::list& leaves, bool graphs) const {
+    for (size_t i = 0; i < leaves.size(); ++i) {
+      PyObject* leaf = PyList_GET_ITEM(leaves.ptr(), i);
+      if (!THPVariable_Check(leaf)) continue;
+      const at::Tensor& tensor = THPVariable_Unpack(leaf);
+      if (graphs && tensor.requires_grad() && !tensor.is_leaf()) return static_cast<int64_t>(i);
+      if (tensor._fw_grad(/*level=*/0).defined()) return static_cast<int64_t>(i);
+    }
+    return -1;
+  }
+
  private:
   bool fits(PyObject* leaf, size_t i, bool differentiable) const {
     if (leaf == Py_None) return !(differentiable && reduced_[i]);
@@ -89,9 +102,9 @@ bool is_python_node(const Node& node) {
 }
 
 // Nodes written in Python that are known to run no graph of their own: compiled functions, custom
-// operators, and the bookkeeping of checkpoints that are not re-entrant.
+// operators, fddp's own, and the bookkeeping of checkpoints that are not re-entrant.
 bool runs_no_graph(const std::string& name) {
-  return name == "CompiledFunctionBackward" || name == "_NoopSaveInputsBackward" ||
+  return name.rfind("Fddp", 0) == 0 || name == "CompiledFunctionBackward" || name == "_NoopSaveInputsBackward" ||
       name.rfind("GeneratedBackwardFor_", 0) == 0;
 }
 
@@ -248,7 +261,8 @@ void bind_leaves(py::module_& m) {
   py::class_<LeafTypes>(m, "LeafTypes")
       .def(py::init<std::vector<std::vector<int64_t>>, std::vector<std::optional<at::ScalarType>>, std::vector<bool>>(),
            py::arg("shapes"), py::arg("dtypes"), py::arg("reduced"))
-      .def("first_misfit", &LeafTypes::first_misfit, py::arg("leaves"), py::arg("differentiable"));
+      .def("first_misfit", &LeafTypes::first_misfit, py::arg("leaves"), py::arg("differentiable"))
+      .def("first_differentiated", &LeafTypes::first_differentiated, py::arg("leaves"), py::arg("graphs"));
   py::class_<LeafSet, Arrivals, std::shared_ptr<LeafSet>>(m, "LeafSet")
       .def(py::init(&LeafSet::make), py::arg("params"))
       .def("arm", &LeafSet::arm, py::arg("members"), py::arg("expected"), py::arg("eager"),

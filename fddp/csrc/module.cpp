@@ -5,16 +5,19 @@ namespace py = pybind11;
 void bind_arrivals(py::module_&);
 void bind_layout(py::module_&);
 void bind_leaves(py::module_&);
+void bind_operands(py::module_&);
 void bind_pack(py::module_&);
 void bind_params(py::module_&);
 void bind_shm(py::module_&);
 void bind_storage(py::module_&);
 void bind_trees(py::module_&);
+void bind_xla_ffi(py::module_&);
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled parts of fddp. Import them through fddp.ext, which checks the build first.";
   m.attr("torch_version") = FDDP_TORCH_VERSION;
   bind_layout(m);
+  bind_operands(m);
   bind_pack(m);
   bind_storage(m);
   bind_arrivals(m);
@@ -22,4 +25,5 @@ PYBIND11_MODULE(_C, m) {
   bind_params(m);
   bind_shm(m);
   bind_trees(m);
+  bind_xla_ffi(m);
 }

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fddp.collectives import broadcast
+from fddp.collectives.broadcast import broadcast
 from fddp.ddp.weak import weakly
 from fddp.leafspec import MAX_COUNT
 from fddp.planning import MIB_BYTES

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Module
 
-from fddp.collectives import AT_ONCE_BYTES
+from fddp.collectives.broadcast import AT_ONCE_BYTES
 from fddp.ddp.arguments import Options, managed
 from fddp.ddp.delayed import Delayed
 from fddp.ddp.logging_data import Facts, start_log

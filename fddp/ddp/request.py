@@ -36,6 +36,7 @@ class ModuleRequest:
     transport: TransportName = "auto"
 
     usable_timeout_s = None  # the group's own
+    is_foreign = False
 
     def terms(self, transport: Transport) -> Terms:
         """What ranks must have in common.

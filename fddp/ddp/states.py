@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn import Module
 
-from fddp.collectives import broadcast_, broadcast_tensors
+from fddp.collectives.broadcast import broadcast_, broadcast_tensors
 from fddp.pack import storage_use_count
 from fddp.transports import Transport
 

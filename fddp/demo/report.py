@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from rich import box
 from rich.table import Table
 
 from fddp.demo.compare import StepTimes
 from fddp.demo.model import Score
+from fddp.examples.running import Check
 
 #: What rounding may do to a parameter of this network (float64, of the order of 1): ranks sum a
 #: batch's gradients in another order than one process, which changes their last bits (1e-16), and
@@ -47,22 +47,6 @@ class Report:
     times: StepTimes
     bucket_bytes: tuple[int, ...]
     hidden: float
-
-
-class Check(NamedTuple):
-    """A value and what it may be at most."""
-
-    value: float
-    limit: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether it is; NaN is not."""
-        return self.value <= self.limit
-
-    def __str__(self) -> str:
-        wanted = "must be 0" if self.limit == 0 else f"at most {self.limit:.0e}"
-        return f"{'passed' if self.passed else 'FAILED'}: {wanted}"
 
 
 def checks(report: Report) -> dict[str, Check]:

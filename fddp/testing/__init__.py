@@ -2,8 +2,9 @@
 
 Strategies for Hypothesis draw what fddp works on: `param_trees`, `gradients`, `plans`,
 `topologies`, `schedules`, `arrivals`. Assertions hold fddp, and what is built on it, to its word:
-`assert_mean`, `assert_schedule_ok`, `assert_same_collectives`. `loopback` runs any number of ranks
-in one process.
+`assert_mean`, `assert_schedule_ok`, `assert_same_collectives`. `check_gradients` and
+`check_adjoint` hold derivatives of functions that communicate against differences and against each
+other. `loopback` runs any number of ranks in one process.
 
 Example:
     >>> import torch
@@ -29,6 +30,9 @@ try:
 except ImportError as _error:
     raise ImportError("fddp.testing needs hypothesis: pip install fddp[testing]") from _error
 
+from fddp.testing.adjoint import check_adjoint as check_adjoint
+from fddp.testing.adjoint import check_gradients as check_gradients
+from fddp.testing.adjoint import pulling_back as pulling_back
 from fddp.testing.laws import assert_same_collectives as assert_same_collectives
 from fddp.testing.laws import assert_schedule_ok as assert_schedule_ok
 from fddp.testing.means import assert_mean as assert_mean

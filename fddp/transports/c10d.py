@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ class C10dTransport(Transport):
     reason = "it was asked for"
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float | None = None) -> None:
-        self._group = group
+        self._group = weakref.ref(group)  # [Note: communicators of groups]
         self._backends = _backends(group)
         devices = [torch.device(device) for device in self._backends]
         self.rank = dist.get_rank(group)
@@ -81,7 +82,12 @@ class C10dTransport(Transport):
         for ranks in groups:
             if ranks in self._communicators:
                 continue
-            seat = Seat(self._group, self.rank, ranks, self._roll, self.timeout_s)
+            group = self._group()
+            if group is None:
+                raise ClosedError(
+                    f"the process group of rank {self.rank} is gone; open a new transport"
+                )
+            seat = Seat(group, self.rank, ranks, self._roll, self.timeout_s)
             try:
                 self._communicators[ranks] = connect(seat, self._backends)
             except RuntimeError as error:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from fddp.agree import exchange, leaf_details, leaf_difference
 from fddp.arrays import leaf_specs
-from fddp.errors import PlanMismatchError
+from fddp.errors import PlanMismatchError, TransformError
+from fddp.inputs import check_no_transform, outside_transforms
+from fddp.interop.foreign import adapted
 from fddp.leafspec import LeafSpec
 from fddp.transports import Group, open_transport
 from fddp.transports.base import Transport
@@ -40,19 +42,23 @@ def broadcast(
         A new tree of the same structure. Leaves of one dtype and device travel together.
 
     Raises:
-        PlanMismatchError: ranks differ in their trees, or a leaf is no tensor; on every rank.
+        PlanMismatchError: ranks differ in their trees, a leaf is no tensor, or a `torch.func`
+            transform or a tracer is active; on every rank. `broadcast_from` works in transforms.
 
     Example:
         >>> import fddp, torch
         >>> fddp.loopback(2, lambda g: fddp.broadcast({"w": torch.tensor(g.rank)}, 1, group=g))
         [{'w': tensor(1)}, {'w': tensor(1)}]
     """
-    with open_transport(group, "auto", timeout_s) as transport:
+    transformed = _transform_error()
+    with outside_transforms(), open_transport(group, "auto", timeout_s) as transport:
         failure: Exception | None = None
         details: list[list[object]] = []
         try:
+            if transformed is not None:
+                raise transformed
             src = index(src)
-            leaves, treedef = flatten(tree)
+            leaves, treedef = adapted(*flatten(tree), "tree")
             details = leaf_details(_specs(treedef.paths, leaves))
         except Exception as error:
             failure = error
@@ -62,6 +68,17 @@ def broadcast(
         ]
         copies = iter(broadcast_tensors(transport, tensors, src))
         return treedef.unflatten([None if leaf is None else next(copies) for leaf in leaves])
+
+
+def _transform_error() -> TransformError | None:
+    try:
+        check_no_transform(
+            "broadcast(tree)",
+            "call it outside; fddp.broadcast_from works there, and differentiates",
+        )
+    except TransformError as error:
+        return error
+    return None
 
 
 def _specs(paths: Sequence[str], leaves: Sequence[Any]) -> list[LeafSpec]:

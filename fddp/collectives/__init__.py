@@ -1,0 +1,1 @@
+"""Collectives on whole trees: operators that differentiate, and what carries them out."""

@@ -1,0 +1,1 @@
+"""Other libraries whose arrays and trees fddp takes."""

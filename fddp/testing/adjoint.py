@@ -1,0 +1,198 @@
+"""Derivatives of functions of all ranks, held against differences and against each other.
+
+torch's `gradcheck` moves one process's inputs and looks at its own outputs. Where ranks
+communicate, the outputs of all ranks follow the inputs of each, and a gradient may be wrong by just
+what comes from the others. So here one rank's input is moved at a time, and all ranks look.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fddp.collectives.communicators import Communicator, communicator_of
+from fddp.meshes import Mesh
+from fddp.transports import Group
+from fddp.tree import flatten
+
+_STEP = 1e-6  # of differences, in float64
+_Vector: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def check_adjoint(
+    fn: Callable[[Any], Any],
+    inputs: Any,
+    group: Group | Communicator | None = None,
+    *,
+    mesh: Mesh | None = None,
+    seed: int = 0,
+    rtol: float = 1e-9,
+) -> None:
+    """Hold forward mode against reverse mode over all ranks; a collective call.
+
+    For random tangents t and cotangents c, the sum over ranks of <c, J t> must be that of
+    <J^T c, t>. Both modes are run on all ranks, so that ranks must be processes: threads of
+    `fddp.loopback` share torch's forward mode.
+
+    Args:
+        fn: from a tree of tensors to a tree of tensors; communicates over `group`.
+        inputs: this rank's tree of float64 or complex128 tensors.
+        group, mesh: as for `fddp.pmean`.
+        seed: of the tangents and cotangents, which differ from rank to rank.
+        rtol: how far the two may be apart, relative to the larger.
+
+    Raises:
+        AssertionError: they are further apart; on every rank, with both numbers.
+    """
+    communicator = communicator_of(group, mesh)
+    vector, at = _as_vector(fn, inputs)
+    generator = torch.Generator().manual_seed(seed * communicator.world_size + communicator.rank)
+    tangent = torch.randn(at.shape, generator=generator, dtype=at.dtype)
+    output, moved = torch.func.jvp(vector, (at,), (tangent,))[:2]
+    cotangent = torch.randn(output.shape, generator=generator, dtype=output.dtype)
+    (pulled,) = torch.func.vjp(vector, at)[1](cotangent)
+    mine = [float(cotangent @ moved), float(pulled @ tangent)]
+    told = _exchange(communicator, mine)
+    forward, reverse = (sum(rank[k] for rank in told) for k in range(2))
+    if not abs(forward - reverse) <= rtol * max(abs(forward), abs(reverse), 1.0):
+        raise AssertionError(
+            f"summed over {communicator.world_size} ranks, <c, J t> is {forward} and <J^T c, t> is "
+            f"{reverse}; by rank: {told}"
+        )
+
+
+def check_gradients(
+    fn: Callable[[Any], Any],
+    inputs: Any,
+    group: Group | Communicator | None = None,
+    *,
+    mesh: Mesh | None = None,
+    forward: bool = False,
+    tol: float = 1e-7,
+) -> None:
+    """Hold derivatives against central differences over all ranks; a collective call.
+
+    One element of one rank's inputs is moved at a time, and the outputs of all ranks are looked at;
+    reverse mode is given one element of one rank's cotangents at a time. Both give the derivative
+    of all ranks' outputs by all ranks' inputs.
+
+    Args:
+        fn, inputs, group, mesh: as for `check_adjoint`. All ranks need inputs and outputs of the
+            same sizes.
+        forward: whether forward mode is checked, too; ranks must be processes then.
+        tol: how far elements may be apart, relative to the largest, or to 1 if that is larger.
+
+    Raises:
+        AssertionError: they are further apart; on every rank, with both numbers and their place.
+
+    Example:
+        >>> import fddp, torch
+        >>> def f(group):
+        ...     x = torch.tensor([1.0, 2.0], dtype=torch.float64) + group.rank
+        ...     check_gradients(lambda x: fddp.pmean(x.sin(), group) ** 2, x, group)
+        >>> fddp.loopback(2, f)
+        [None, None]
+    """
+    communicator = communicator_of(group, mesh)
+    n = communicator.world_size
+    vector, at = _as_vector(fn, inputs)
+    with torch.no_grad():
+        output = vector(at)
+
+    def move(direction: Tensor) -> Tensor:
+        with torch.no_grad():
+            return (vector(at + direction) - vector(at - direction)) / (2 * _STEP)
+
+    differences = _columns(communicator, at, lambda unit: move(unit * _STEP))
+    found = {"reverse": _columns(communicator, output, torch.func.vjp(vector, at)[1])}
+    if forward:
+        found["forward"] = _columns(
+            communicator, at, lambda unit: torch.func.jvp(vector, (at,), (unit,))[1]
+        )
+    # By rank of the output, its element, rank of the input, its element.
+    shape = (n, at.numel(), n, output.numel())
+    wanted = differences.view(shape).permute(2, 3, 0, 1)
+    reverse = found["reverse"].view(n, output.numel(), n, at.numel())
+    _compare("reverse mode", reverse, wanted, tol)
+    if forward:
+        _compare("forward mode", found["forward"].view(shape).permute(2, 3, 0, 1), wanted, tol)
+
+
+def pulling_back(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """From `(inputs, cotangents)` to the gradients of `fn` there: what second derivatives are
+    derivatives of.
+
+    Example:
+        >>> import torch
+        >>> double = pulling_back(lambda x: x * x)
+        >>> double((torch.tensor(3.0), torch.tensor(1.0)))
+        tensor(6.)
+    """
+
+    def pull(pair: Any) -> Any:
+        inputs, cotangents = pair
+        return torch.func.vjp(fn, inputs)[1](cotangents)[0]
+
+    return pull
+
+
+def _columns(communicator: Communicator, like: Tensor, fn: Callable[[Tensor], Any]) -> Tensor:
+    """What `fn` gives on all ranks for each unit vector on one rank and zeros on the others; shape
+    `(ranks, elements, ranks, outputs)`, flat in pairs."""
+    rows = []
+    for rank in range(communicator.world_size):
+        for element in range(like.numel()):
+            unit = torch.zeros_like(like)
+            if rank == communicator.rank:
+                unit[element] = 1.0
+            result = fn(unit)
+            rows.append(result[0] if isinstance(result, tuple) else result)
+    mine = torch.stack(rows).detach()
+    told = _exchange(communicator, mine.tolist())
+    return torch.stack([torch.tensor(rank, dtype=like.dtype) for rank in told], dim=1)
+
+
+def _compare(what: str, found: Tensor, wanted: Tensor, tol: float) -> None:
+    off = (found - wanted).abs()
+    worst = int(off.argmax())
+    if float(off.flatten()[worst]) <= tol * max(float(wanted.abs().max()), 1.0):
+        return
+    output, i, rank, j = (int(k) for k in torch.unravel_index(torch.tensor(worst), off.shape))
+    raise AssertionError(
+        f"{what}: the derivative of element {i} of rank {output}'s outputs by element {j} of rank "
+        f"{rank}'s inputs is {float(found[output, i, rank, j])}, and by differences "
+        f"{float(wanted[output, i, rank, j])}"
+    )
+
+
+def _exchange(communicator: Communicator, mine: Any) -> list[Any]:
+    """By the transport itself, not by what is being checked."""
+    told = communicator.transport.exchange(json.dumps(mine).encode())
+    return [json.loads(text) for text in told]
+
+
+def _as_vector(fn: Callable[[Any], Any], inputs: Any) -> tuple[_Vector, Tensor]:
+    """A function of trees as one of real vectors, and where it is to be differentiated."""
+    leaves, treedef = flatten(inputs)
+
+    def vector(flat: Tensor) -> Tensor:
+        parts = torch.split(flat, [leaf.numel() * (1 + leaf.is_complex()) for leaf in leaves])
+        own = [_shaped(part, leaf) for part, leaf in zip(parts, leaves, strict=True)]
+        results, _ = flatten(fn(treedef.unflatten(own)))
+        return _flat(results)
+
+    return vector, _flat([leaf.detach() for leaf in leaves])
+
+
+def _shaped(part: Tensor, like: Tensor) -> Tensor:
+    if not like.is_complex():
+        return part.view(like.shape)
+    return torch.view_as_complex(part.view(*like.shape, 2))
+
+
+def _flat(leaves: Sequence[Tensor]) -> Tensor:
+    return torch.cat([(torch.view_as_real(x) if x.is_complex() else x).reshape(-1) for x in leaves])
