@@ -457,3 +457,16 @@ def test_unready_gradients_are_waited_for() -> None:
             return np.asarray(sync({"w": jax.jit(slow)(x)})["w"])
 
     np.testing.assert_array_equal(fddp.loopback(1, train)[0], expected)
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.arange(10.0)[::2], torch.ones(1).expand(5), torch.ones(4, 6)[:, 1:3].T]
+)
+def test_tensors_with_gaps_become_arrays(tensor: torch.Tensor) -> None:
+    assert arrays.to_array(tensor).tolist() == tensor.tolist()
+
+
+def test_integers_that_do_not_fit_are_refused() -> None:
+    assert arrays.to_array(torch.tensor([3, -4])).tolist() == [3, -4]
+    with pytest.raises(ValueError, match=r"from 1 to 1099511627776, which int32 can't hold"):
+        arrays.to_array(torch.tensor([1, 2**40]))

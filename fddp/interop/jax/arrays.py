@@ -63,10 +63,11 @@ def to_array(tensor: Tensor, device: Any = None) -> jax.Array:
 
     Returns:
         An array of the same dtype; where JAX has no 64-bit types, of the one that it puts in their
-        place, as a copy.
+        place, as a copy. So are expanded tensors, and those with gaps between elements.
 
     Raises:
-        ValueError: the tensor is not in CPU memory, or not dense.
+        ValueError: the tensor is not in CPU memory, or sparse; or integers do not fit into the
+            dtype that JAX puts in place of a 64-bit one.
 
     Example:
         >>> to_array(torch.arange(3.0)) + 1
@@ -78,9 +79,25 @@ def to_array(tensor: Tensor, device: Any = None) -> jax.Array:
             f"memory: pass tensor.cpu() or tensor.to_dense()"
         )
     values = tensor.detach().resolve_conj().resolve_neg()
+    if torch.empty_like(values, device="meta").stride() != values.stride():
+        values = values.contiguous()  # JAX takes no gaps between elements, and no shared ones
     (array,) = to_arrays([values], [_cpu() if device is None else device])
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    return cast("jax.Array", array if array.dtype == dtype else array.astype(dtype))
+    if array.dtype == dtype:
+        return cast("jax.Array", array)
+    if values.numel() and not values.dtype.is_floating_point and not values.is_complex():
+        _check_fits(values, dtype)
+    return cast("jax.Array", array.astype(dtype))
+
+
+def _check_fits(values: Tensor, dtype: Any) -> None:
+    lowest, highest = (int(extreme) for extreme in values.aminmax())
+    limits = jax.numpy.iinfo(dtype)
+    if not limits.min <= lowest <= highest <= limits.max:
+        raise ValueError(
+            f"the tensor has values from {lowest} to {highest}, which {dtype} can't hold, and JAX "
+            f"has no 64-bit types here; set jax_enable_x64"
+        )
 
 
 def to_tensors(leaves: Sequence[Any], paths: Sequence[str], what: str) -> list[Any]:
