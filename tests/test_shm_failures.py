@@ -348,10 +348,12 @@ def interrupted_on_rank(rank: int, world_size: int) -> float:
     transport.exchange(b"all are there")
     took_s = 0.0
     if rank == 0:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        work = transport.all_reduce(torch.ones(3))
         start_s = time.perf_counter()
         with pytest.raises(KeyboardInterrupt):
-            transport.all_reduce(torch.ones(3)).wait("bucket 3")
+            # Last of all before the wait: elsewhere Python may drop the interrupt, in a finalizer.
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            work.wait("bucket 3")
         took_s = time.perf_counter() - start_s
     dist.barrier()
     transport.close()
