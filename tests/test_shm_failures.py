@@ -350,9 +350,9 @@ def interrupted_on_rank(rank: int, world_size: int) -> float:
     if rank == 0:
         work = transport.all_reduce(torch.ones(3))
         start_s = time.perf_counter()
+        # Last of all before the wait: elsewhere Python may drop the interrupt, in a finalizer.
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            # Last of all before the wait: elsewhere Python may drop the interrupt, in a finalizer.
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
             work.wait("bucket 3")
         took_s = time.perf_counter() - start_s
     dist.barrier()
