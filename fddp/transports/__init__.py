@@ -55,7 +55,7 @@ def open_transport(
     """
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f"timeout_s={timeout_s} must be above 0")
-    resolved = _resolve(group)
+    resolved = resolve(group)
     fitting = ("loopback",) if isinstance(resolved, LoopbackGroup) else ("c10d", "shm")
     if name not in ("auto", *fitting):
         raise ValueError(
@@ -67,8 +67,13 @@ def open_transport(
     return choose(C10dTransport(resolved, timeout_s), name)
 
 
-def _resolve(group: Group | None) -> dist.ProcessGroup | LoopbackGroup:
-    """The group meant by what the caller passed, of which this rank is a member."""
+def resolve(group: Group | None) -> dist.ProcessGroup | LoopbackGroup:
+    """The group meant by what the caller passed, of which this rank is a member.
+
+    Raises:
+        FddpError: there is no default group.
+        ValueError: a `DeviceMesh` of several dimensions, or this process is no member.
+    """
     if isinstance(group, LoopbackGroup):
         return group
     if not dist.is_initialized():

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fddp.collectives.communicators import Communicator, communicator_of
-from fddp.errors import ClosedError, FddpError
+from fddp.errors import ClosedError
 from fddp.meshes import Mesh, span_of
 from fddp.topology import Topology
-from fddp.transports import Group, LoopbackGroup
+from fddp.transports import Group, LoopbackGroup, resolve
 
 # Of shared memory: what the cores' caches hold from packing until sums are handed out.
 _CACHED_BYTES = 1 << 20
@@ -126,7 +126,7 @@ def channel_of(group: Group | Communicator | None, mesh: Mesh | None) -> Channel
     span = span_of(group, mesh)
     if span.problem is not None:
         raise span.problem
-    return _channel(_process_group(span.group), span.topology)
+    return _channel(resolve(span.group), span.topology)
 
 
 def numbered(number: int) -> Channel:
@@ -138,24 +138,6 @@ def numbered(number: int) -> Channel:
     found = _by_number.get(number)
     if found is None:
         raise _gone(number)
-    return found
-
-
-def _process_group(group: Group | None) -> Any:
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"the DeviceMesh has {group.ndim} dimensions {group.mesh_dim_names}; pass one "
-                f"dimension of it (mesh[name]), or all of it as mesh="
-            )
-        return group.get_group()
-    found = dist.group.WORLD if group is None else group
-    if found is None:
-        raise FddpError(
-            "no process group: start the program with torchrun and call "
-            "torch.distributed.init_process_group first, or run the ranks as threads of one "
-            "process with fddp.loopback"
-        )
     return found
 
 
