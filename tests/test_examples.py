@@ -139,7 +139,6 @@ def test_a_rank_that_parts_is_seen_by_all(ranks: RankPool) -> None:
 _SCRIPT = """
 import sys
 from fddp.examples import dp_sgd, running
-assert running.main("dp_sgd", []) == 0
 example = dp_sgd.example
 dp_sgd.example = lambda: example(total=lambda tree: tree)
 sys.exit(running.main("dp_sgd", []))
@@ -147,7 +146,7 @@ sys.exit(running.main("dp_sgd", []))
 
 
 @pytest.mark.slow
-def test_under_torchrun_whole_and_broken(tmp_path: Path) -> None:
+def test_a_broken_example_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_SCRIPT)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -160,10 +159,8 @@ def test_under_torchrun_whole_and_broken(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert "AssertionError" not in done.stderr
-    whole, broken = done.stdout.split("DP-SGD, ")[1:]  # rank 0 alone prints
-    assert "FAILED" not in whole
-    assert broken.count("FAILED") == 3
+    (printed,) = done.stdout.split("DP-SGD, ")[1:]  # by rank 0 alone
+    assert printed.count("FAILED") == 3
 
 
 @pytest.mark.slow
