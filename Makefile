@@ -17,8 +17,9 @@ NATIVE := pyproject.toml $(wildcard fddp/csrc/* fddp/csrc/*/*)
 
 .PHONY: test demo lint bench bench-gpu sanitize clean
 
+# Two workers, because most tests wait: for processes to start, or for each other.
 test: lint
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist worksteal
 
 demo: $(INSTALLED)
 	$(BIN)/python -m fddp demo
