@@ -21,7 +21,7 @@ def test_every_way_is_timed(ranks: RankPool) -> None:
     for results in ranks.run(2, run):
         assert set(results) == {"5 leaves of 2 x 2, shm", "5 leaves of 2 x 2, c10d"}
         for series in results.values():
-            assert list(series) == ["tensors", "arrays", "raveled", "pmean in jit"]
+            assert list(series) == ["tensors", "arrays", "JAX alone", "pmean in jit"]
             assert all(each.median_s > 0 for each in series.values())
 
 
