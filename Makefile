@@ -15,7 +15,7 @@ TOOLS := $(VENV)/.tools
 INSTALLED := $(VENV)/.installed
 NATIVE := pyproject.toml $(wildcard fddp/csrc/* fddp/csrc/*/*)
 
-.PHONY: test demo lint bench bench-gpu sanitize clean
+.PHONY: test demo lint bench bench-gpu sanitize chaos disagree soak fuzz clean
 
 # Two workers, because most tests wait: for processes to start, or for each other.
 test: lint
@@ -60,6 +60,32 @@ sanitize:
 	$(SANITIZED)/processes processes 3 100000 1
 	$(SANITIZED)/processes processes 4 100000 2
 	$(SANITIZED)/processes kill 3 30 1
+
+# Some fifteen minutes: 210 faults, each kind at each stage over each transport (`ARGS="--seed 3"` for
+# others); then a run under torchrun that loses a rank ten times.
+chaos: $(INSTALLED)
+	PYTHONPATH=tests $(RUN) -m chaos $(ARGS)
+	$(RUN) -m fddp.examples.elastic --kills 10
+
+# 1,000 generated disagreements on threads, 100 each over gloo and shared memory: some six minutes.
+disagree: $(INSTALLED)
+	DISAGREEMENTS=1000 $(RUN) -m pytest --timeout 900 tests/test_disagreement.py
+
+# Half an hour of mixed steps; ends with status 1 where anything grew.
+soak: $(INSTALLED)
+	PYTHONPATH=tests $(RUN) -m soak --minutes 30 --steps 20000
+
+# Some twenty minutes: the shared-memory core under AddressSanitizer, then the functions of fddp._C.
+FUZZED := build/fuzz
+FUZZ_SECONDS ?= 600
+FUZZ_SEED ?= 1
+FUZZ := $(STRICTLY) -fsanitize=address,undefined -fno-sanitize-recover=all
+fuzz: $(INSTALLED)
+	mkdir -p $(FUZZED)
+	$(CXX) $(FUZZ) -c tests/native/fuzz_driver.cpp -o $(FUZZED)/driver.o
+	$(CXX) $(FUZZ) -fsanitize-coverage=trace-pc tests/native/shm_fuzz.cpp $(wildcard fddp/csrc/shm/*.cpp) $(FUZZED)/driver.o -o $(FUZZED)/shm
+	cd $(FUZZED) && ./shm $(FUZZ_SECONDS) $(FUZZ_SEED)
+	cd $(FUZZED) && PYTHONPATH=$(CURDIR)/tests OMP_NUM_THREADS=1 $(CURDIR)/$(BIN)/python -m fuzz --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
 clean:
 	rm -rf $(VENV) build dist

@@ -16,6 +16,7 @@ from fddp.build import Algorithm, make_schedule
 from fddp.errors import InternalError, PlanMismatchError
 from fddp.hooks.hook import Hook
 from fddp.leafspec import LeafSpec
+from fddp.nonfinite import Policy
 from fddp.plan import BucketPlan, plan_leaves, rebucket
 from fddp.schedule import Schedule
 from fddp.topology import Topology
@@ -33,6 +34,7 @@ _WAY_OUT = {
     "rebuild": "pass the same options of bucket caps on every rank",
     "skips_unused": "pass the same skip_all_reduce_unused_params on every rank",
     "deterministic": "pass the same deterministic on every rank",
+    "nonfinite": "pass the same nonfinite on every rank",
 }
 
 
@@ -66,6 +68,7 @@ class Terms:
         skips_unused: whether buckets that no rank used in one step are left out of the next, until
             a rank uses them.
         deterministic: whether sums have the one association that follows from the topology.
+        nonfinite: what becomes of a step with a number that is not finite.
     """
 
     plan: BucketPlan
@@ -79,6 +82,7 @@ class Terms:
     hook: Hook[Any] | None = None
     skips_unused: bool = False
     deterministic: bool = False
+    nonfinite: Policy = "propagate"
 
     def rebuilt(self, plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
         """The plan for a measured order of gradients."""
@@ -118,6 +122,7 @@ class Terms:
             "rebuild": None if self.rebuild is None else str(self.rebuild),
             "skips_unused": self.skips_unused,
             "deterministic": self.deterministic,
+            "nonfinite": self.nonfinite,
             "leaves": hashlib.sha256(leaves.encode()).hexdigest(),
             "plan": self.plan.shared_digest,
         }
@@ -184,7 +189,7 @@ def agree_on_hook(transport: Transport, hook: Hook[Any] | None) -> None:
     Raises:
         PlanMismatchError: on every rank, if any two differ.
     """
-    names = exchange(transport, _hook_name(hook))
+    names = exchange(transport, _hook_name(hook), "hooks")
     for rank, other in enumerate(names):
         if other != names[0]:
             raise PlanMismatchError(
@@ -196,9 +201,9 @@ def _hook_name(hook: Hook[Any] | None) -> str | None:
     return None if hook is None else hook.name
 
 
-def exchange(transport: Transport, value: object) -> list[Any]:
-    """Every rank's value, by rank; values are what JSON holds."""
-    return [json.loads(text) for text in transport.exchange(json.dumps(value).encode())]
+def exchange(transport: Transport, value: object, end: str = "terms") -> list[Any]:
+    """Every rank's value, by rank; values are what JSON holds. `end` as for `Transport`."""
+    return [json.loads(text) for text in transport.exchange(json.dumps(value).encode(), end)]
 
 
 def _reordered(plan: BucketPlan, slots: list[int]) -> BucketPlan:

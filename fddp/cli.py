@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from fddp.commands import bench, demo, plan, simulate, tune
+from fddp.commands import bench, demo, flight, plan, simulate, tune
 from fddp.commands.common import PROG, CallError
 
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _Parser(prog=PROG, description="Functional distributed data parallelism.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, plan, simulate, tune, bench):
+    for command in (demo, plan, simulate, tune, flight, bench):
         command.add(commands)
     args = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], int] = args.run

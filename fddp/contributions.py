@@ -13,6 +13,7 @@ from fddp.expect import Arrivals, expected_counts
 from fddp.layout import Layout
 from fddp.leaves import Arriving, Visible, eager_slot
 from fddp.pack import pack_, pack_add_
+from fddp.peaks import plus
 from fddp.program import Program
 from fddp.scaling import WeightScale
 from fddp.shards import Chunk
@@ -47,15 +48,16 @@ class Contributions:
         """All that there is for a bucket; the parts are summed."""
         return []
 
-    def pack_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> bool:
-        """Writes the whole bucket, zeros where there is nothing; whether all of it is finite."""
+    def pack_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
+        """Writes the whole bucket, zeros where there is nothing; bounds its magnitudes as
+        `fddp.pack.pack_`."""
         return _pack_parts_(buffer, layout, self.parts(bucket), scale)
 
-    def pack_late_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> bool:
+    def pack_late_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
         """Writes what came for the bucket since it was packed, and zeros elsewhere."""
         return _pack_parts_(buffer, layout, [], scale)
 
-    def pack_chunk_(self, chunk: Chunk, buffer: Tensor) -> bool:
+    def pack_chunk_(self, chunk: Chunk, buffer: Tensor) -> float:
         """Writes this rank's own shards where they belong; as `pack_`."""
         return pack_(buffer, chunk.layout, [None] * len(chunk.parts), 0.0)
 
@@ -124,7 +126,7 @@ class ShardContributions(Contributions):
     def __init__(self, shards: Leaves) -> None:
         self._shards = shards
 
-    def pack_chunk_(self, chunk: Chunk, buffer: Tensor) -> bool:
+    def pack_chunk_(self, chunk: Chunk, buffer: Tensor) -> float:
         return pack_(buffer, chunk.layout, chunk.sources(self._shards), 1.0)
 
     def used(self, program: Program) -> list[bool]:
@@ -231,15 +233,15 @@ class BackwardContributions(Contributions):
     def parts(self, bucket: int) -> list[Part]:
         return [*self._taken(bucket), *self._earlier(bucket)]
 
-    def pack_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> bool:
+    def pack_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
         if self._leaf_set is None or not buffer.is_cpu:
             return super().pack_(bucket, buffer, layout, scale)
         keep = bucket in self._program.schedule.retained
         packing, factor = self._program.packing[bucket].native, scale.before(self._own_weight)
-        finite = self._leaf_set.pack(bucket, buffer, packing, keep, factor)
+        peak = self._leaf_set.pack(bucket, buffer, packing, keep, factor)
         for sums, weight in self._earlier(bucket):
-            finite &= pack_add_(buffer, layout, sums, scale.before(weight))
-        return finite
+            peak = plus(peak, pack_add_(buffer, layout, sums, scale.before(weight)))
+        return peak
 
     def memory(self, bucket: int, pool: BufferPool) -> Tensor | None:
         if self._lie_in is None or bucket in self._program.schedule.retained:
@@ -251,7 +253,7 @@ class BackwardContributions(Contributions):
             self.in_place.append(bucket)
         return memory
 
-    def pack_late_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> bool:
+    def pack_late_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
         return _pack_parts_(buffer, layout, self._taken(bucket), scale)
 
     def _taken(self, bucket: int) -> list[Part]:
@@ -303,14 +305,16 @@ class BackwardContributions(Contributions):
         return total.detach() / self.weight
 
 
-def _pack_parts_(buffer: Tensor, layout: Layout, parts: Sequence[Part], scale: WeightScale) -> bool:
+def _pack_parts_(
+    buffer: Tensor, layout: Layout, parts: Sequence[Part], scale: WeightScale
+) -> float:
     if not parts:
         return pack_(buffer, layout, [None] * len(layout.offsets), 0.0)
     (sources, weight), *others = parts
-    finite = pack_(buffer, layout, sources, scale.before(weight))
+    peak = pack_(buffer, layout, sources, scale.before(weight))
     for sources, weight in others:
-        finite &= pack_add_(buffer, layout, sources, scale.before(weight))
-    return finite
+        peak = plus(peak, pack_add_(buffer, layout, sources, scale.before(weight)))
+    return peak
 
 
 NOTHING = Contributions()

@@ -66,9 +66,9 @@ class ControlLayout:
 
     Example:
         >>> ControlLayout(leaves=2, buckets=1).size
-        10
+        11
         >>> ControlLayout(leaves=2, buckets=1, format="float32", limb_bits=23).size
-        193
+        194
     """
 
     leaves: int
@@ -92,6 +92,7 @@ class ControlLayout:
             "weight_squared": self._limbs(_WEIGHT_BITS),
             "has_next": 1,
             "nonfinite": 1,
+            "large": 1,
             "failed": 1,
             "late": self.buckets,
             "used": self.leaves,
@@ -118,6 +119,7 @@ class ControlWord:
         late: for each bucket, whether a gradient arrived after its launch.
         has_next: whether this rank has input for another step.
         nonfinite: whether one of its gradients holds NaN or infinity.
+        large: whether its gradients are so large that a sum may overflow, or not known to be less.
         failed: whether this rank could not complete the step.
         order: reduced leaves in the order in which their gradients arrived; only rank 0 gives it.
     """
@@ -128,6 +130,7 @@ class ControlWord:
     late: Sequence[bool]
     has_next: bool = True
     nonfinite: bool = False
+    large: bool = False
     failed: bool = False
     order: Sequence[int] = ()
 
@@ -143,6 +146,7 @@ class ControlReport:
         total_squared: sum of squared weights.
         has_next: number of ranks with input for another step.
         nonfinite: number of ranks with a gradient that is not finite.
+        large: number of ranks with gradients so large that a sum may overflow.
         failed: number of ranks that failed.
         users: for each reduced leaf, the number of ranks that used it.
         late: indices of the buckets that some rank has to repair.
@@ -155,6 +159,7 @@ class ControlReport:
     total_squared: float
     has_next: int
     nonfinite: int
+    large: int
     failed: int
     users: tuple[int, ...]
     late: tuple[int, ...]
@@ -173,7 +178,7 @@ def encode(layout: ControlLayout, word: ControlWord) -> npt.NDArray[np.floating[
         >>> layout = ControlLayout(leaves=2, buckets=1)
         >>> word = ControlWord(fingerprint=7, weight=3.0, used=(True, False), late=(False,))
         >>> encode(layout, word)
-        array([7., 1., 3., 9., 1., 0., 0., 0., 1., 0.])
+        array([7., 1., 3., 9., 1., 0., 0., 0., 0., 1., 0.])
     """
     vector = np.zeros(layout.size, dtype=layout.format)
     fields, bits = layout.fields, layout.limb_bits
@@ -191,7 +196,7 @@ def encode(layout: ControlLayout, word: ControlWord) -> npt.NDArray[np.floating[
         vector[fields["weight_squared"].start] = word.weight * word.weight
     vector[fields["active"].start] = word.weight > 0.0
     start = fields["has_next"].start
-    vector[start : start + 3] = word.has_next, word.nonfinite, word.failed
+    vector[start : start + 4] = word.has_next, word.nonfinite, word.large, word.failed
     vector[fields["late"]] = word.late
     vector[fields["used"]] = word.used
     if layout.with_order and len(word.order):
@@ -220,7 +225,7 @@ def decode(
     fields, bits = layout.fields, layout.limb_bits
     own = _limbs_of(fingerprint, bits or _FINGERPRINT_BITS, fields["fingerprint"].stop)
     weight, squared = total[fields["weight"]], total[fields["weight_squared"]]
-    has_next, nonfinite, failed = total[fields["has_next"].start :][:3].tolist()
+    has_next, nonfinite, large, failed = total[fields["has_next"].start :][:4].tolist()
     order: Sequence[int] = ()
     if layout.with_order:
         seats = total[fields["order"]]
@@ -232,6 +237,7 @@ def decode(
         total_squared=_read(layout, squared),
         has_next=int(has_next),
         nonfinite=int(nonfinite),
+        large=int(large),
         failed=int(failed),
         users=tuple(total[fields["used"]].astype(np.int64).tolist()),
         late=tuple(total[fields["late"]].nonzero()[0].tolist()),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,15 +19,21 @@ from fddp.control import ControlReport
 from fddp.donating import donate
 from fddp.errors import (
     ClosedError,
+    DesyncError,
     InternalError,
+    RankLostError,
     ReentryError,
+    SyncTimeoutError,
     TreeMismatchError,
     UnevenError,
 )
 from fddp.expect import Arrivals
+from fddp.flight import Recorder
+from fddp.flight_dumps import note_failure
 from fddp.hooks.attaching import Attached
 from fddp.hooks.hook import Hook
 from fddp.inputs import outside_transforms
+from fddp.nonfinite import Policy
 from fddp.plan import BucketPlan
 from fddp.program import Program, make_program
 from fddp.request import Asking, hook_problem, usable_transport
@@ -32,7 +41,7 @@ from fddp.ride import with_own_word
 from fddp.scaling import WeightScale
 from fddp.schedule import Schedule
 from fddp.session import Outcome, Session, Setting
-from fddp.transports import Transport, open_transport
+from fddp.transports import Group, Transport, open_transport, resolve
 from fddp.uneven import Round
 
 
@@ -58,13 +67,17 @@ class Engine:
         hook_states: its state by bucket, carried on from step to step since `set_hook`; None where
             callers hand it in.
         last_failed: whether the last synchronisation ended with an error, on all ranks.
+        finished: the number after that of the last synchronisation that went through; 0 before.
+        timeout_s: what the caller gave for it.
+        recorder: takes note of operations.
     """
 
     def __init__(self, request: Asking) -> None:
         self._foreign = request.is_foreign
+        self.timeout_s = request.usable_timeout_s
         self._groups: list[tuple[str, ...]] = []  # those that the transport has opened
         self.transport = open_transport(
-            request.span.group, usable_transport(request), request.usable_timeout_s
+            request.span.group, usable_transport(request), request.usable_timeout_s, "GradSync"
         )
         self.attached: Attached | None = None
         self.hook_states: tuple[Any, ...] | None = None
@@ -79,13 +92,21 @@ class Engine:
         self.arrivals: Arrivals | None = None
         self.in_backward = False
         self.step = 0
+        self.finished = 0
         self.last_failed = False
         self._idle: frozenset[int] = frozenset()
         self._pool = BufferPool(self.transport.empty)
         self._scale = WeightScale(self.transport.world_size, scaling=schedule.scaling)
         self._round: Round | None = None
         self._closed_by = ""  # why no further step may start
+        self._instead = (
+            "build a new one on a working group, or go on with this one's plan and state there: "
+            "sync = sync.rebuild(group)"
+        )
         self._watch: list[Session] | None = None
+        self._current: weakref.ref[Session] | None = None  # the newest
+        self.recorder = Recorder("GradSync", self, self.transport)
+        self._group = weakref.ref(resolve(request.span.group))
 
     @property
     def is_shut(self) -> bool:
@@ -96,6 +117,27 @@ class Engine:
     def in_round(self) -> bool:
         """Whether steps belong to a loop of `uneven`."""
         return self._round is not None
+
+    @property
+    def group(self) -> Group:
+        """What it was made on.
+
+        Raises:
+            ClosedError: it is gone.
+        """
+        group = self._group()
+        if group is None:
+            raise ClosedError("the group of this GradSync is gone; build a new one")
+        return group
+
+    def at(self) -> tuple[int, str]:
+        """The number of the step that runs, or else of the next, and what it is at."""
+        session = None if self._current is None else self._current()
+        if self._closed_by:
+            return self.step, "closed"
+        if session is None or session.phase == "between steps":
+            return self.step, "between steps"
+        return session.setting.step, "in backward" if self.in_backward else session.phase
 
     # Steps
 
@@ -113,7 +155,13 @@ class Engine:
             # Nobody would meet this rank.
             turn.synced += 1
             raise UnevenError(f"rank {self.transport.rank} at step {self.step}: {turn.problem()}")
-        session = self._session(self.program, self._scale, self.attached, with_stats=with_stats)
+        session = self._session(
+            self.program,
+            self._scale,
+            self.attached,
+            with_stats=with_stats,
+            nonfinite=self.terms.nonfinite,
+        )
         session.hook_states = self.hook_states or ()
         if turn is not None:
             session.has_next = turn.has_next
@@ -132,7 +180,8 @@ class Engine:
         if self.gathering is None:
             raise InternalError("shards are gathered only where steps leave some")
         scale = WeightScale(self.transport.world_size)
-        return self._session(self.gathering, scale, None, with_stats=False)
+        # Parameters may be infinite, masks for instance.
+        return self._session(self.gathering, scale, None, with_stats=False, nonfinite="propagate")
 
     def close(self, session: Session) -> Outcome:
         """Runs a session to its end, and takes note of it.
@@ -147,12 +196,17 @@ class Engine:
                 outcome = session.finish()
         except BaseException as error:
             if session.orderly:
+                note_failure(error)
                 self._take_note(session)
             else:
+                self.recorder.fail()
+                note_failure(error, breaks=True)
                 # A step was left half done: ranks no longer agree on what comes next.
+                self.transport.abandon()
                 self.shut(f"{type(error).__name__}: {error}")
             raise
         self.last_failed = False
+        self.finished = self.step
         if self.hook_states is not None:
             self.hook_states = tuple(session.hook_states)
         if self._watch is not None:
@@ -219,6 +273,30 @@ class Engine:
         self.transport.close()
         self._closed_by = self._closed_by or reason
 
+    def give_way(self, reason: str, instead: str) -> None:
+        """Closes it in favour of another, which callers are pointed to."""
+        self.shut(reason)
+        self._closed_by, self._instead = reason, instead
+
+    @property
+    def scale(self) -> WeightScale:
+        """The agreed unit of weight."""
+        return self._scale
+
+    def carry_on(
+        self,
+        *,
+        step: int,
+        finished: int,
+        unit: float,
+        arrivals: Arrivals | None,
+        hook_states: tuple[Any, ...] | None,
+    ) -> None:
+        """Takes up what another engine had come to; the first three are the same on all ranks."""
+        self.step, self.finished, self.arrivals = step, finished, arrivals
+        self._scale = replace(self._scale, unit=unit)
+        self.hook_states = hook_states
+
     def donate(self, grads: Any) -> None:
         """Takes a tree of results back; see `GradSync.donate`."""
         donate(self.program, self._pool, grads)
@@ -259,10 +337,11 @@ class Engine:
 
     def any_has(self, mine: bool) -> bool:
         """Whether any rank has input, or anything else to tell; a collective call."""
-        device = self.transport.control_device
-        votes = torch.tensor([mine], dtype=torch.float64, device=device)
-        self.transport.all_reduce(votes).wait("a vote")
-        return bool(votes.item() > 0)
+        entry = self.recorder.launched("vote", self.step, 1)
+        entry.waited_s = entry.launched_s
+        votes = self.transport.exchange(bytes([mine]), "votes")
+        entry.done_s = time.perf_counter()
+        return any(vote != b"\0" for vote in votes)
 
     def begin_round(self, turn: Round) -> Round:
         """Steps belong to this round from now on."""
@@ -302,8 +381,8 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed_by:
             raise ClosedError(
-                f"this GradSync, or what it belongs to, is closed ({self._closed_by}); build a new "
-                f"one on a working group"
+                f"this GradSync, or what it belongs to, is closed ({self._closed_by}); "
+                f"{self._instead}"
             )
         if self.in_backward:
             raise ReentryError(
@@ -319,13 +398,25 @@ class Engine:
         attached: Attached | None,
         *,
         with_stats: bool,
+        nonfinite: Policy,
     ) -> Session:
         idle = self._idle if program is self.program else frozenset()
         setting = Setting(
-            program, self.transport, self._pool, scale, self.step, with_stats, attached, idle
+            program,
+            self.transport,
+            self._pool,
+            scale,
+            self.step,
+            with_stats,
+            self.recorder,
+            attached,
+            idle,
+            nonfinite,
         )
         self.step += 1
-        return Session(setting)
+        session = Session(setting)
+        self._current = weakref.ref(session)
+        return session
 
     def _take_note(self, session: Session) -> ControlReport:
         """What the control word means for later steps; the same on all ranks, also of a failure."""
@@ -348,6 +439,8 @@ def _agreed_terms(transport: Transport, request: Asking) -> Terms:
     """What is wrong on this rank alone is told to the others before it is raised."""
     try:
         terms = request.terms(transport)
+    except (ClosedError, DesyncError, RankLostError, SyncTimeoutError):
+        raise  # from which nobody can be told
     except Exception as error:
         return agree(transport, None, error)
     return agree(transport, terms, None)

@@ -76,6 +76,35 @@ class HookError(FddpError, TypeError):
     """A communication hook returned something that is no result."""
 
 
+class NonFiniteError(FddpError, ArithmeticError):
+    """Gradients, or their sum, hold NaN or infinity, and `nonfinite="raise"` was asked for; raised
+    on every rank, which can all go on.
+
+    Attributes:
+        step: number of the step.
+        ranks: those whose own gradients are at fault; empty where sums overflowed.
+        paths: by rank, the leaves at fault of its own; 100 at most of each.
+        counts: the same with how many elements are NaN, and how many infinite.
+        overflowed: leaves whose sum over ranks is not finite, with the same counts; empty where a
+            rank is at fault.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        step: int = -1,
+        counts: Mapping[int, Mapping[str, tuple[int, int]]] = MappingProxyType({}),
+        overflowed: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(message)
+        self.step = step
+        self.counts = {rank: dict(own) for rank, own in counts.items()}
+        self.ranks = tuple(self.counts)
+        self.paths = {rank: tuple(own) for rank, own in self.counts.items()}
+        self.overflowed = dict(overflowed)
+
+
 class PeerError(FddpError):
     """Another rank failed in this step; the group stays usable.
 
@@ -89,23 +118,48 @@ class PeerError(FddpError):
 
 
 class DesyncError(FddpError):
-    """Ranks met in one collective while at different steps or with different plans."""
-
-
-class RankLostError(FddpError):
-    """A rank died or closed its connection in the middle of an operation.
+    """Ranks met in one collective while at different steps or with different plans, or their
+    replicas differ.
 
     Attributes:
-        ranks: the ranks that are known to be lost; empty where the backend does not tell.
+        path: the first leaf in which replicas differ; empty where something else does.
+        ranks: those whose replicas differ from most ranks'; all where no side is the larger one.
     """
+
+    def __init__(self, message: str, *, path: str = "", ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.path = path
+        self.ranks = ranks
+
+
+class _WaitedInVain(FddpError):  # noqa: N818 - no error that users meet by this name
+    bucket: int = -1
+    paths: tuple[str, ...] = ()
+    step: int = -1
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
 
 
-class SyncTimeoutError(FddpError, TimeoutError):
-    """An operation did not finish within `timeout_s` although no rank is known to be lost."""
+class RankLostError(_WaitedInVain):
+    """A rank died or closed its connection in the middle of an operation.
+
+    Attributes:
+        ranks: the ranks that are known to be lost; empty where the backend does not tell.
+        bucket: the bucket whose operation ended so; -1 for the control word, and outside of steps.
+        paths: the bucket's leaves.
+        step: number of the synchronisation; -1 outside of steps.
+    """
+
+
+class SyncTimeoutError(_WaitedInVain, TimeoutError):
+    """An operation did not finish within `timeout_s` although no rank is known to be lost.
+
+    Attributes:
+        ranks: the ranks that were waited for in vain; empty where every rank gave word.
+        bucket, paths, step: as those of `RankLostError`.
+    """
 
 
 class ClosedError(FddpError):

@@ -6,12 +6,16 @@ Texts are exchanged only then: the control word says that something failed, not 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fddp.control import ControlReport
-from fddp.errors import DesyncError, PeerError
+from fddp.errors import DesyncError, PeerError, RankLostError, SyncTimeoutError
 from fddp.scaling import WeightScale
 from fddp.transports.base import Transport
+
+if TYPE_CHECKING:
+    from fddp.program import Program
+    from fddp.schedule import Op
 
 
 class Told(NamedTuple):
@@ -20,18 +24,52 @@ class Told(NamedTuple):
     Attributes:
         step: its number, as text.
         digest: `shared_digest` of its schedule.
+        abandoned: keys of transports that it left half way through a call, each with a tab.
         failure: what went wrong there; empty if nothing did.
     """
 
     step: str
     digest: str
+    abandoned: str
     failure: str
 
 
 def exchange(transport: Transport, step: int, digest: str, failure: str) -> list[Told]:
-    """Every rank's account, by rank; a collective call."""
-    payload = f"{step}\n{digest}\n{failure}".encode(errors="backslashreplace")
-    return [Told(*text.decode().split("\n", 2)) for text in transport.exchange(payload)]
+    """Every rank's account, by rank; a collective call.
+
+    What any rank has left half way through a call of an operator is closed on all of them, so that
+    the next call opens it anew.
+    """
+    desk = transport.slot.desk
+    abandoned = "\t".join(desk.abandoned)
+    payload = f"{step}\n{digest}\n{abandoned}\n{failure}".encode(errors="backslashreplace")
+    told = [Told(*text.decode().split("\n", 3)) for text in transport.exchange(payload, "failures")]
+    desk.close_abandoned([key for account in told for key in account.abandoned.split("\t") if key])
+    return told
+
+
+def locate(error: BaseException, program: Program, op: Op | None, step: int) -> None:
+    """Says of an error of the transport what that does not know: bucket, leaves and step.
+
+    Args:
+        error: what a session ended with; others than those of the transport stay as they are.
+        program: what the session carries out.
+        op: the operation under way; None where it was in no schedule.
+        step: number of the synchronisation.
+    """
+    if not isinstance(error, (RankLostError, SyncTimeoutError)) or error.step >= 0:
+        return
+    if error.bucket < 0 and op is not None and op.kind != "control":
+        error.bucket = op.bucket
+    error.step = step
+    if error.bucket >= 0:
+        words = program.describe(error.bucket)
+        error.paths = tuple(program.paths[i] for i in program.plan.buckets[error.bucket].leaves)
+    else:
+        words = "what went wrong" if op is None else "the control word"
+    where = f"{words} of step {step}"
+    if where not in str(error):
+        error.args = (f"{where}: {error}", *error.args[1:])
 
 
 def text_of(error: BaseException) -> str:

@@ -43,6 +43,8 @@ class SyncInfo:
         transport_reason: why it is this one.
         timeline: when each bucket was ready, launched and done on this rank.
         trace: what the runtime did on this rank; empty for `sync(grads)`.
+        skipped: whether all ranks left the step out, because a number was not finite and
+            `nonfinite="skip"` was asked for; `grad_norm` is then NaN.
     """
 
     step: int
@@ -58,3 +60,4 @@ class SyncInfo:
     transport_reason: str
     timeline: StepTimes
     trace: Trace
+    skipped: bool = False

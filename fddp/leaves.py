@@ -79,15 +79,12 @@ class Arriving(Protocol):
 
     def pack(
         self, bucket: int, buffer: Tensor, packing: NativePacking, keep: bool, scale: float
-    ) -> bool:
+    ) -> float:
         """As `take`, and packs all of them that are not there already, times `scale`, into the
-        bucket's memory on the CPU; whether all of its gradients are finite."""
+        bucket's memory on the CPU; a bound on the magnitudes of all, as `fddp.pack.pack_`."""
 
     def written(self, leaf: int) -> bool:
         """Whether the leaf's gradient was packed on arrival."""
-
-    def finite(self, bucket: int) -> bool:
-        """Whether all of the bucket's gradients that were packed on arrival are finite."""
 
     def used(self) -> list[bool]:
         """For each leaf, whether a gradient came."""

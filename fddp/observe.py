@@ -31,8 +31,15 @@ def make_info(session: Session, outcome: Outcome, backward_s: tuple[float, float
         repaired=tuple(action.bucket for _, action in session.log if action.kind == "repair"),
         transport=setting.transport.name,
         transport_reason=setting.transport.reason,
-        timeline=StepTimes(_bucket_times(session, end_s), *backward_s, end_s, _leaves_s(session)),
+        timeline=StepTimes(
+            _bucket_times(session, end_s),
+            *backward_s,
+            end_s,
+            _leaves_s(session),
+            begun_s=min(session.opened_s, backward_s[0]),
+        ),
         trace=_trace(session),
+        skipped=outcome.skipped,
     )
 
 

@@ -31,7 +31,7 @@ from fddp.layout import Stats as Stats
 
 def pack_(
     buffer: Tensor, layout: Layout, sources: Sequence[Tensor | None], scale: float = 1.0
-) -> bool:
+) -> float:
     """Writes every slice of `buffer`: the cast of `source * scale`.
 
     Args:
@@ -43,8 +43,9 @@ def pack_(
         scale: factor; where it is 0, slices become exact zeros. [Note: zero weight]
 
     Returns:
-        Whether every value that was read is finite. On devices other than the CPU always True:
-        to know would mean to wait for the device.
+        The largest magnitude that was read (of complex values: of their parts) times that of
+        `scale`; infinity where a value is not finite, at most the largest float64 otherwise. On
+        devices other than the CPU always NaN: to know would mean to wait for the device.
 
     Raises:
         ValueError: a shape, device or count does not fit, or a source overlaps the buffer.
@@ -55,18 +56,18 @@ def pack_(
         >>> layout = Layout(offsets=(0, 2), shapes=((2,), (1,)), strides=((1,), (1,)), numel=3)
         >>> buffer = torch.empty(3)
         >>> pack_(buffer, layout, [torch.tensor([1.0, 2.0]), None], scale=0.5)
-        True
+        1.0
         >>> buffer
         tensor([0.5000, 1.0000, 0.0000])
     """
     if buffer.is_cpu:
-        return cast(bool, ext.load().pack_(buffer, layout.native, sources, scale))
+        return cast(float, ext.load().pack_(buffer, layout.native, sources, scale))
     return pack_foreach.pack_(buffer, layout, sources, scale)
 
 
 def pack_add_(
     buffer: Tensor, layout: Layout, sources: Sequence[Tensor | None], scale: float = 1.0
-) -> bool:
+) -> float:
     """Adds the cast of `source * scale` to each slice; slices of missing leaves stay as they are.
 
     Arguments, result and errors are those of `pack_`.
@@ -75,13 +76,13 @@ def pack_add_(
         >>> import torch
         >>> layout = Layout(offsets=(0, 2), shapes=((2,), (1,)), strides=((1,), (1,)), numel=3)
         >>> buffer = torch.ones(3)
-        >>> pack_add_(buffer, layout, [torch.tensor([1.0, 2.0]), None], scale=0.5)
-        True
+        >>> pack_add_(buffer, layout, [torch.tensor([1.0, -2.0]), None], scale=0.5)
+        1.0
         >>> buffer
-        tensor([1.5000, 2.0000, 1.0000])
+        tensor([1.5000, 0.0000, 1.0000])
     """
     if buffer.is_cpu:
-        return cast(bool, ext.load().pack_add_(buffer, layout.native, sources, scale))
+        return cast(float, ext.load().pack_add_(buffer, layout.native, sources, scale))
     return pack_foreach.pack_add_(buffer, layout, sources, scale)
 
 

@@ -18,8 +18,8 @@ from fddp.layout import UNMEASURED, Layout, Stats, arithmetic_dtype, views
 
 def pack_(
     buffer: Tensor, layout: Layout, sources: Sequence[Tensor | None], scale: float = 1.0
-) -> bool:
-    """See `fddp.pack.pack_`; always True."""
+) -> float:
+    """See `fddp.pack.pack_`; always NaN."""
     _check("source", sources, layout, buffer)
     with torch.no_grad():
         slots = views(buffer, layout)
@@ -29,23 +29,23 @@ def pack_(
         if missing:
             torch._foreach_zero_(missing)
         _copy_scaled_(slots, sources, scale)
-    return True
+    return math.nan
 
 
 def pack_add_(
     buffer: Tensor, layout: Layout, sources: Sequence[Tensor | None], scale: float = 1.0
-) -> bool:
-    """See `fddp.pack.pack_add_`; always True."""
+) -> float:
+    """See `fddp.pack.pack_add_`; always NaN."""
     _check("source", sources, layout, buffer)
     present = [i for i, source in enumerate(sources) if source is not None]
     if not present or scale == 0.0:
-        return True
+        return math.nan
     with torch.no_grad():
         slots = views(buffer, layout)
         terms = views(torch.empty_like(buffer), layout)
         _copy_scaled_(terms, sources, scale)
         torch._foreach_add_([_real(slots[i]) for i in present], [_real(terms[i]) for i in present])
-    return True
+    return math.nan
 
 
 def scale_(buffer: Tensor, scale: float = 1.0, *, stats: bool = True) -> Stats:

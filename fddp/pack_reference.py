@@ -6,6 +6,8 @@ is summed in another order. Arguments are not checked here.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -16,32 +18,32 @@ from fddp.layout import UNMEASURED, Layout, Stats, arithmetic_dtype, views
 
 def pack_(
     buffer: Tensor, layout: Layout, sources: Sequence[Tensor | None], scale: float = 1.0
-) -> bool:
+) -> float:
     """See `fddp.pack.pack_`."""
-    finite = True
+    peak = 0.0
     with torch.no_grad():
         for view, source in zip(views(buffer, layout), sources, strict=True):
             if source is None or scale == 0.0:
                 view.zero_()
             else:
                 source = _plain(source)
-                finite = finite and bool(source.isfinite().all())
+                peak = max(peak, _peak(source))
                 view.copy_(_scaled(source, view.dtype, scale))
-    return finite
+    return _scaled_peak(peak, scale)
 
 
 def pack_add_(
     buffer: Tensor, layout: Layout, sources: Sequence[Tensor | None], scale: float = 1.0
-) -> bool:
+) -> float:
     """See `fddp.pack.pack_add_`."""
-    finite = True
+    peak = 0.0
     with torch.no_grad():
         for view, source in zip(views(buffer, layout), sources, strict=True):
             if source is not None and scale != 0.0:
                 source = _plain(source)
-                finite = finite and bool(source.isfinite().all())
+                peak = max(peak, _peak(source))
                 _real(view).add_(_real(_scaled(source, view.dtype, scale)))
-    return finite
+    return _scaled_peak(peak, scale)
 
 
 def scale_(buffer: Tensor, scale: float = 1.0, *, stats: bool = True) -> Stats:
@@ -71,6 +73,18 @@ def unpack_(
 
 def _plain(source: Tensor) -> Tensor:
     return source.to_dense() if source.layout is not torch.strided else source
+
+
+def _peak(source: Tensor) -> float:
+    parts = _real(source).double().abs()
+    return float(parts.nan_to_num(math.inf, math.inf).max()) if parts.numel() else 0.0
+
+
+def _scaled_peak(peak: float, scale: float) -> float:
+    if peak in (0.0, math.inf):
+        return peak
+    scaled = peak * abs(scale)
+    return scaled if scaled < sys.float_info.max else sys.float_info.max
 
 
 def _real(tensor: Tensor) -> Tensor:

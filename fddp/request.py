@@ -13,6 +13,7 @@ from fddp.errors import NoGradientError
 from fddp.hooks.hook import Hook
 from fddp.interop.foreign import aligned, holds_foreign
 from fddp.meshes import Span
+from fddp.nonfinite import Policy
 from fddp.plan import BucketPlan
 from fddp.planning import plan_buckets
 from fddp.schedule import Schedule
@@ -70,6 +71,8 @@ class Request:
         transport: name of the transport.
         timeout_s: seconds that any operation may take.
         hook: how buckets are reduced.
+        deterministic: as for `GradSync`.
+        nonfinite: what becomes of a step with a number that is not finite.
     """
 
     source: Any
@@ -84,6 +87,7 @@ class Request:
     timeout_s: float | None
     hook: Hook[Any] | None
     deterministic: bool = False
+    nonfinite: Policy = "propagate"
 
     @property
     def usable_timeout_s(self) -> float | None:
@@ -130,6 +134,10 @@ class Request:
             )
         if not isinstance(self.deterministic, bool):
             raise TypeError(f"deterministic must be True or False, got {self.deterministic!r}")
+        if self.nonfinite not in get_args(Policy):
+            raise ValueError(
+                f"nonfinite must be one of {', '.join(get_args(Policy))}, got {self.nonfinite!r}"
+            )
         is_deterministic = self.deterministic or (
             isinstance(self.source, Schedule) and self.source.deterministic
         )
@@ -153,6 +161,7 @@ class Request:
             rebuild=Rebuild(plan.caps_bytes) if rebuilds else None,
             hook=self.hook,
             deterministic=is_deterministic,
+            nonfinite=self.nonfinite,
         )
 
     def _plan(self) -> BucketPlan:

@@ -31,6 +31,9 @@ class Results:
         with_stats: whether norm and finiteness are wanted.
         devices: where leaves live.
         pool: memory for results that are not left in their bucket's.
+
+    Attributes:
+        looks: whether finiteness is wanted of what is put in from now on.
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class Results:
     ) -> None:
         self.leaves: list[Tensor | None] = [None] * len(program.plan.leaves)
         self._program = program
-        self._with_stats = with_stats
+        self._with_stats = self.looks = with_stats
         self._devices = devices
         self._pool = pool or BufferPool(_new_memory)
         self._parts: dict[int, list[Tensor]] = {}  # by operation: this rank's shards
@@ -48,6 +51,11 @@ class Results:
     def stats(self) -> Stats | None:
         """Squared norm and finiteness of what was unpacked here; None unless asked for."""
         return self._stats if self._with_stats else None
+
+    @property
+    def finite(self) -> bool:
+        """Whether all that was looked at is finite."""
+        return self._stats.finite
 
     def unpack(self, position: int, bucket: int, buffer: Tensor, after: float) -> None:
         """Takes the results of one operation out of a dense bucket, times `after`."""
@@ -61,7 +69,7 @@ class Results:
     def put_sparse(self, leaf: int, gathered: Tensor) -> None:
         """Sets the result of a sparse bucket."""
         self.leaves[leaf] = gathered
-        if self._with_stats:
+        if self.looks:
             values = gathered._values()
             wide = torch.complex128 if values.is_complex() else torch.float64
             norm = float(torch.linalg.vector_norm(values.to(wide)))
@@ -89,14 +97,14 @@ class Results:
         dtype = getattr(torch, self._program.plan.buckets[bucket].dtype)
         stats = Stats(0.0, True)
         if buffer.dtype == dtype:
-            if after != 1.0 or self._with_stats:
-                stats = scale_(buffer[: layout.numel], after, stats=self._with_stats)
+            if after != 1.0 or self.looks:
+                stats = scale_(buffer[: layout.numel], after, stats=self.looks)
             results = slices(buffer, layout)
         else:
             memory = self._pool.acquire(("cast", bucket), layout.numel, dtype, buffer.device)
             self._pool.lend(("cast", bucket), memory)
             results = slices(memory, layout)
-            stats = unpack_(results, layout, buffer, after, stats=self._with_stats)
+            stats = unpack_(results, layout, buffer, after, stats=self.looks)
         leaves = self._program.plan.buckets[bucket].leaves
         for leaf, result in zip(leaves, results, strict=True):
             self.leaves[leaf] = result
@@ -111,7 +119,7 @@ class Results:
         memory = self._pool.acquire(key, numel, dtype, buffer.device)
         self._pool.lend(key, memory)
         parts = slices(memory, chunk.own_layout)
-        return parts, unpack_(parts, chunk.layout, buffer, after, stats=self._with_stats)
+        return parts, unpack_(parts, chunk.layout, buffer, after, stats=self.looks)
 
     def _note(self, stats: Stats) -> None:
         sq_norm, finite = self._stats

@@ -28,12 +28,20 @@ from torch import Tensor
 from fddp.buffers import BufferPool
 from fddp.contributions import NOTHING, Contributions
 from fddp.control import ControlReport, ControlWord, decode, encode
-from fddp.errors import FddpError, InternalError, TreeMismatchError, WeightError
-from fddp.failures import desync_error, exchange, peer_error, text_of, weight_problem
+from fddp.errors import (
+    FddpError,
+    InternalError,
+    TreeMismatchError,
+    WeightError,
+)
+from fddp.failures import desync_error, exchange, locate, peer_error, text_of, weight_problem
+from fddp.flight import Recorder, StepNotes
 from fddp.hooks.attaching import Attached
 from fddp.hooks.running import HookedWork
 from fddp.hooks.stepping import HookedStep
+from fddp.judging import Judge
 from fddp.layout import Stats
+from fddp.nonfinite import Policy, StopStepError
 from fddp.program import Program
 from fddp.reducer import Action
 from fddp.results import Devices, Results
@@ -52,11 +60,14 @@ class Outcome(NamedTuple):
         leaves: the synchronised gradients, by leaf; local ones for leaves that are not reduced.
         report: what the control word said.
         stats: squared norm and finiteness of the synchronised gradients; None unless asked for.
+        skipped: whether all ranks left the step out, because a number was not finite; the leaves
+            are then all None.
     """
 
     leaves: list[Tensor | None]
     report: ControlReport
     stats: Stats | None
+    skipped: bool = False
 
 
 @dataclass
@@ -82,9 +93,11 @@ class Setting:
         scale: the agreed unit of weight.
         step: number of this synchronisation.
         with_stats: whether times, norm and finiteness are wanted.
+        recorder: takes note of operations.
         attached: the communication hook, if there is one.
         idle: buckets that are left out, because no rank used them in the step before; a gradient
             for one makes it late. The same on all ranks.
+        nonfinite: what becomes of the step if a number is not finite.
     """
 
     program: Program
@@ -93,8 +106,10 @@ class Setting:
     scale: WeightScale
     step: int
     with_stats: bool
+    recorder: Recorder
     attached: Attached | None = None
     idle: frozenset[int] = frozenset()
+    nonfinite: Policy = "propagate"
 
 
 @dataclass
@@ -110,6 +125,8 @@ class Session:
         lets_rest: whether a hook that divides by the number of ranks itself may meet ranks of
             weight 0, which then count as zeros; the same on all ranks that have input.
         failure: what went wrong on this rank.
+        opened_s: when it was opened, on the clock of `time.perf_counter`; NaN where no times are
+            wanted.
         orderly: whether the step ended, well or not, with all collectives done.
         report: what the control word said, once it is in.
         log: what was done, each with the number of gradients that had arrived by then.
@@ -130,20 +147,29 @@ class Session:
     def __post_init__(self) -> None:
         self._program = self.setting.program
         self._ops = self._program.schedule.ops
+        self.opened_s = time.perf_counter() if self.setting.with_stats else math.nan
         self._begun_s = math.nan
         self._cursor = 0
         self._ended = False
         self._lock = threading.RLock()
         self.buckets = [BucketState() for _ in self._program.plan.buckets]
         self._works: dict[int, Work | HookedWork] = {}
+        self._notes = StepNotes(self.setting.recorder, self._program.schedule, self.setting.step)
         self._awaited: set[int] = set()  # operations that need no more waiting for
+        self._at: Op | None = None  # the operation under way; None for what is in no schedule
         self._broken: BaseException | None = None
-        self._finite = True
         self._control: Tensor | None = None
         self._carrier = self._program.schedule.carrier
         self._devices = Devices()
         self._results = Results(
             self._program, self.setting.with_stats, self._devices, self.setting.pool
+        )
+        attached = self.setting.attached
+        self._judge = Judge(
+            self.setting.nonfinite,
+            self._program,
+            self._results,
+            None if attached is None else attached.hook.name,
         )
         self._hook = HookedStep(
             self.setting.attached,
@@ -187,15 +213,18 @@ class Session:
             # Zeros, which a rank that fails sends, are not to be written over its gradients.
             contributions = NOTHING if self.failure else self.contributions
             own = contributions.memory(bucket, self.setting.pool)
-            state.buffer = self._buffer(bucket) if own is None else own
+            state.buffer = self._roomy_buffer(bucket) if own is None else own
         return state.buffer
 
     def bucket_ready(self, bucket: int) -> None:
         """All gradients of a bucket are there. Never raises: backward must run to its end."""
         self.buckets[bucket].ready_s = time.perf_counter()
+        if self._broken is not None:
+            return  # the other ranks would take the next operation for the one that failed here
         try:
             self._advance()
         except BaseException as error:
+            locate(error, self._program, self._at, self.setting.step)
             self._broken = self._broken or error
 
     def fail(self, error: BaseException) -> None:
@@ -216,6 +245,7 @@ class Session:
             PeerError: another rank failed.
             WeightError: the total weight over ranks is zero.
             DesyncError: ranks are at different steps, or run different plans.
+            NonFiniteError: a number is not finite, and callers asked for this error.
             RankLostError, SyncTimeoutError: the transport failed.
         """
         now = time.perf_counter()
@@ -224,17 +254,32 @@ class Session:
         self._ended = True
         if self._broken is not None:
             self._raise(self._broken)
-        self._advance()
-        report = self._known()
-        self._results.finish(report.used, self.contributions)
+        try:
+            return self._run_out()
+        except BaseException as error:
+            locate(error, self._program, self._at, self.setting.step)
+            raise
+
+    def _run_out(self) -> Outcome:
+        report = self._completed()
+        if report is None:
+            return self._stopped()
         self.hook_states = self._hook.new_states(self.hook_states, report)
-        for bucket, state in enumerate(self.buckets):
-            for memory in (state.repair, state.buffer):
-                if memory is not None:
-                    self.setting.pool.lend(bucket, memory)
+        self._lend_buffers()
         self.orderly = True
         self.log.append((self.contributions.arrived(), Action("finish")))
         return Outcome(self._results.leaves, report, self._results.stats)
+
+    def _completed(self) -> ControlReport | None:
+        """Runs the rest of the schedule; None if all ranks end the step for bad numbers."""
+        try:
+            self._advance()
+            report = self._known()
+            self._results.finish(report.used, self.contributions)
+            self._judge.judge_results(self.setting.transport, self.setting.step)
+        except StopStepError:
+            return None
+        return report
 
     # The interpreter
 
@@ -285,6 +330,7 @@ class Session:
     def _run(self, position: int, op: Op) -> None:
         for dep in op.deps:
             self._wait(dep)
+        self._at = op
         _HANDLERS[op.kind](self, position, op)
 
     def _wait(self, position: int) -> None:
@@ -296,12 +342,18 @@ class Session:
                 continue
             self._awaited.add(position)
             work, op = self._works.get(position), self._ops[position]
+            if work is None:
+                if op.when != "always":
+                    pending.extend(op.deps)
+                continue
+            self._at = op
+            entry = self._notes[position]
+            entry.waited_s = time.perf_counter()
             if isinstance(work, HookedWork):
                 self._hook.finish(work)
-            elif work is not None:
+            else:
                 work.wait(f"{self._what(op)} of step {self.setting.step}")
-            elif op.when != "always":
-                pending.extend(op.deps)
+            entry.done_s = time.perf_counter()
 
     def _what(self, op: Op) -> str:
         return "the control word" if op.kind == "control" else self._program.describe(op.bucket)
@@ -329,15 +381,16 @@ class Session:
             buffer[numel:padded].zero_()
         try:
             contributions = NOTHING if self.failure else self.contributions
-            finite = self._write(contributions, buffer, position, op)
-            self._finite = self._finite and finite
+            peak = self._write(contributions, buffer, position, op)
+            if op.when != "again":  # what is packed again has been judged
+                self._judge.packed(op.bucket, buffer, peak)
         except Exception as error:
             if self.report is not None:
                 raise  # too late to tell the others through the control word
             self.fail(self._blamed(op.bucket, buffer, error))
             self._write(NOTHING, buffer, position, op)
 
-    def _write(self, contributions: Contributions, buffer: Tensor, position: int, op: Op) -> bool:
+    def _write(self, contributions: Contributions, buffer: Tensor, position: int, op: Op) -> float:
         chunk = self._program.shards.chunks.get(position)
         if chunk is not None:
             return contributions.pack_chunk_(chunk, buffer)
@@ -365,6 +418,7 @@ class Session:
         average = self._program.schedule.scaling == "average" and not self._hook.is_raw
         if op.when == "always" and math.isnan(state.launch_s):
             state.launch_s = time.perf_counter()
+        self._notes.launched(position)
         if self._hook.takes(position, op):
             what = f"{self._what(op)} of step {self.setting.step}"
             state.hooked = self._hook.start(op, own, self.hook_states, what)
@@ -425,13 +479,15 @@ class Session:
             used=contributions.used(self._program),
             late=contributions.late(self._program),
             has_next=self.has_next,
-            nonfinite=not self._finite,
+            nonfinite=not self._judge.finite,
+            large=self._judge.large,
             failed=self.failure is not None,
             order=self._order() if layout.with_order else (),
         )
         vector, transport = torch.from_numpy(encode(layout, word)), self.setting.transport
         if not rides(op):
             self._control = vector.to(transport.control_device)
+            self._notes.launched(position)
             self._works[position] = transport.all_reduce(self._control, soon=True)
         elif op.bucket in self.setting.idle:
             self._control = vector.to(self._device_of(op.bucket))
@@ -454,6 +510,8 @@ class Session:
             (part.sources[0], part.weight / report.total_weight)
             for part in self.contributions.parts(op.bucket)
         ]
+        entry = self._notes.launched(position)
+        entry.waited_s = entry.launched_s
         gathered = gather_sparse(
             spec,
             self._program.schedule.wire_dtypes[op.bucket],
@@ -462,7 +520,9 @@ class Session:
             self.setting.transport,
             f"{self._what(op)} of step {self.setting.step}",
         )
+        entry.done_s = time.perf_counter()
         self._results.put_sparse(leaf, gathered)
+        self._judge.gathered(leaf, [source for source, _ in parts])
 
     def _unpack(self, position: int, op: Op) -> None:
         report = self._known()
@@ -482,6 +542,7 @@ class Session:
             if not report.agreed or report.failed or unfit is not None:
                 self._give_up(report, unfit)
             self._hook.know(report)
+            self._judge.know(report, self.setting.scale)
         return self.report
 
     def _read_control(self) -> ControlReport:
@@ -522,6 +583,7 @@ class Session:
         if unfit is not None and report.agreed and not report.failed:
             self.orderly = True
             raise unfit
+        self._at = None
         told = exchange(transport, step, self._program.schedule.shared_digest, self._told)
         self.told = [account.failure for account in told]
         self.orderly = True
@@ -540,7 +602,42 @@ class Session:
         finally:
             del error
 
+    def _stopped(self) -> Outcome:
+        """The outcome of a step that all ranks end because a number is not finite, after the
+        collectives in flight.
+
+        Raises:
+            NonFiniteError: callers asked for it.
+        """
+        for position in list(self._works):
+            self._wait(position)
+        report = self.report
+        if report is None:
+            raise InternalError("a step was left out before the control word was read")
+        error = self._judge.error(self.setting.transport, self.setting.step)
+        self._lend_buffers()
+        self.orderly = True
+        if error is not None:
+            self._raise(error)
+        self.log.append((self.contributions.arrived(), Action("finish")))
+        nothing: list[Tensor | None] = [None] * len(self._results.leaves)
+        return Outcome(nothing, report, Stats(math.nan, False), skipped=True)
+
     # Helpers
+
+    @property
+    def phase(self) -> str:
+        """What this rank is at."""
+        if self.orderly:
+            return "between steps"
+        return "after backward" if self._ended else "in forward"
+
+    def _lend_buffers(self) -> None:
+        """Their memory is used again once nobody holds a result over it."""
+        for bucket, state in enumerate(self.buckets):
+            for memory in (state.repair, state.buffer):
+                if memory is not None:
+                    self.setting.pool.lend(bucket, memory)
 
     def _scale_before(self, op: Op) -> WeightScale:
         """The scale that an operation packs with."""
@@ -559,6 +656,17 @@ class Session:
             if not scale.keeps_range(report.total_weight, report.active):
                 return scale.exact(report.total_weight)
         return scale
+
+    def _roomy_buffer(self, bucket: int) -> Tensor:
+        """As `_buffer`; a rank without memory makes room for zeros, to end the step with them."""
+        try:
+            return self._buffer(bucket)
+        except (RuntimeError, MemoryError) as error:
+            if self.report is not None:
+                raise  # too late to tell the others through the control word
+            self.fail(error)
+            self.setting.pool.clear()
+            return self._buffer(bucket)
 
     def _buffer(self, bucket: int) -> Tensor:
         dtype = getattr(torch, self._program.schedule.wire_dtypes[bucket])

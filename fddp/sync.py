@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor
 from fddp.contributions import ShardContributions, TreeContributions
 from fddp.engine import Engine
 from fddp.errors import InternalError
+from fddp.flight_dumps import failures_noted
 from fddp.hooks.hook import Hook
 from fddp.inputs import (
     check_no_derivatives,
@@ -23,8 +25,10 @@ from fddp.inputs import (
     outside_transforms,
 )
 from fddp.meshes import Mesh, span_of
+from fddp.nonfinite import Policy
 from fddp.observe import make_info
 from fddp.plan import BucketPlan
+from fddp.rebuilding import joined, renewed
 from fddp.request import CAP_MB, FIRST_MB, Reduction, Request
 from fddp.results import shards_of
 from fddp.schedule import Result, Schedule
@@ -73,6 +77,11 @@ class GradSync:
             The bits of the mean then depend neither on bucket caps, plan, algorithm or transport
             nor on the order in which gradients arrive. Costs one collective more for each bucket,
             and the memory of the gradients, which are kept until the step is known to be whole.
+        nonfinite: what becomes of a step in which a rank's gradient, or a sum, is NaN or infinite.
+            "propagate" returns the results as they are. "skip" leaves the step out on all ranks:
+            each leaf of the result is None, `SyncInfo.skipped` is True, and neither states of hooks
+            nor, under `reduce_`, the caller's tensors are changed. "raise" is a `NonFiniteError` on
+            every rank, which names ranks and leaves. Leaves that stay local are not looked at.
 
     Raises:
         PlanMismatchError: ranks differ in what must be alike; on every rank.
@@ -107,6 +116,7 @@ class GradSync:
         timeout_s: float | None = None,
         hook: Hook[Any] | None = None,
         deterministic: bool = False,
+        nonfinite: Policy = "propagate",
     ) -> None:
         request = Request(
             source=params_or_plan,
@@ -121,8 +131,9 @@ class GradSync:
             timeout_s=timeout_s,
             hook=hook,
             deterministic=deterministic,
+            nonfinite=nonfinite,
         )
-        with outside_transforms():
+        with outside_transforms(), failures_noted():
             self._engine = Engine(request)
 
     @property
@@ -167,11 +178,12 @@ class GradSync:
 
         Returns:
             A new tree of the same structure, or `(tree, info)`. A leaf is None only where no rank
-            has a gradient for it.
+            has a gradient for it; in a step that is left out under `nonfinite="skip"` all are.
 
         Raises:
             TreeMismatchError: the tree has other leaves than the plan.
             WeightError: a weight is negative or not finite, or all weights are 0.
+            NonFiniteError: a gradient or a sum is not finite, under `nonfinite="raise"`.
             TransformError: a `torch.func` transform or a tracer is active; a gradient has a tangent
                 of forward mode, or was computed in a loss function from what that is differentiated
                 by. Derivatives would end here; `fddp.pmean` has some.
@@ -231,7 +243,9 @@ class GradSync:
 
         Returns:
             A tree of the same structure with the same tensors, and new ones where this rank had
-            None and another rank a gradient; `(tree, info)` with `with_info`.
+            None and another rank a gradient; `(tree, info)` with `with_info`. In a step that is
+            left out under `nonfinite="skip"` all leaves are None, and the tensors of `grads` hold
+            this rank's own gradients as before.
 
         Raises:
             TreeMismatchError: as for a call, or a tensor whose elements share memory (an expanded
@@ -403,6 +417,101 @@ class GradSync:
             [2.0]
         """
         self._engine.donate(grads)
+
+    def rebuild(self, group: Group | None = None, *, mesh: Mesh | None = None) -> Self:
+        """A `GradSync` like this one on another group; a collective call on the ranks of the group.
+
+        For the ranks that are left when others were lost, for ranks that parted, and for groups
+        that grow or shrink in order; ranks that have none of their own call `join` meanwhile. Plan,
+        caps, options, the agreed unit of weight, what backward is known to bring and the number of
+        the next step are kept, and with the plan the state of the hook, which callers pass on as
+        before. This one is closed once the new one works; if that fails, it stays as it was.
+
+        Ranks that failed in one step may differ by it in what they have, then all take the plan of
+        the rank that has finished more; `fddp.reconcile` does the same for parameters and state.
+
+        Args:
+            group: as for the constructor; None for the default group, for instance after it was
+                destroyed and made anew.
+            mesh: the axes of the ranks, as for the constructor; None keeps a single axis whatever
+                its size, and several axes if the number of ranks is the same.
+
+        Returns:
+            The new one. Callables that `value_and_grad` of this one made raise `ClosedError`, which
+            says so; make them anew.
+
+        Raises:
+            PlanMismatchError: a rank has another plan or other options, which the text names, or
+                can't go on; on every rank.
+            ValueError: on this rank, which is named on the others: the mesh has another number of
+                ranks; the algorithm leaves shards, whose owners would change; or the schedule was
+                passed in, for another number of ranks.
+            ReentryError: called within a backward pass.
+            RankLostError, SyncTimeoutError: a rank of the group did not come.
+
+        Example:
+            >>> import fddp, torch
+            >>> def train(group):
+            ...     sync = fddp.GradSync({"w": torch.zeros(2)}, group=group)
+            ...     sync.close()  # or a rank was lost: then the group is that of those left
+            ...     with sync.rebuild(group) as sync:
+            ...         return sync({"w": torch.full((2,), 1.0 + group.rank)})["w"].tolist()
+            >>> fddp.loopback(2, train)
+            [[1.5, 1.5], [1.5, 1.5]]
+        """
+        with outside_transforms():
+            engine = renewed(self._engine, span_of(group, mesh))
+        other = copy.copy(self)
+        other._engine = engine
+        return other
+
+    @classmethod
+    def join(
+        cls,
+        group: Group | None = None,
+        *,
+        params: Any = None,
+        mesh: Mesh | None = None,
+        hook: Hook[Any] | None = None,
+        transport: TransportName = "auto",
+        timeout_s: float | None = None,
+    ) -> Self:
+        """A `GradSync` for a rank that comes late, made of the others'; a collective call.
+
+        The other ranks of the group call `rebuild` of theirs. Plan, options, the unit of weight and
+        the number of the next step come from them; parameters and states by `fddp.reconcile`.
+
+        Args:
+            group: as for the constructor.
+            params: this rank's parameters. Needed only where ranks differ in leaves that are not
+                reduced, or where these are arrays of JAX.
+            mesh: as the other ranks passed it.
+            hook: the same as on the other ranks; code does not travel.
+            transport: as the other ranks asked for it at construction.
+            timeout_s: as for the constructor.
+
+        Raises:
+            PlanMismatchError: no rank has a `GradSync` to go on with; or as from `rebuild`.
+            ValueError, TypeError: an argument that makes no sense; `PlanMismatchError` elsewhere.
+            RankLostError, SyncTimeoutError: a rank of the group did not come.
+
+        Example:
+            >>> import fddp, torch
+            >>> def train(group):
+            ...     if group.rank == 2:
+            ...         sync = fddp.GradSync.join(group)
+            ...     else:
+            ...         sync = known[group.rank].rebuild(group)
+            ...     with sync:
+            ...         return sync({"w": torch.full((2,), 1.0 + group.rank)})["w"].tolist()
+            >>> known = fddp.loopback(2, lambda g: fddp.GradSync({"w": torch.zeros(2)}, group=g))
+            >>> fddp.loopback(3, train)
+            [[2.0, 2.0], [2.0, 2.0], [2.0, 2.0]]
+        """
+        self = cls.__new__(cls)
+        with outside_transforms():
+            self._engine = joined(span_of(group, mesh), params, hook, transport, timeout_s)
+        return self
 
     def close(self) -> None:
         """Frees the communicator and all memory; a second call does nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -157,6 +158,8 @@ class StepTimes:
         end_s: the synchronised gradients were there.
         leaves_s: for each leaf of the plan, when its last gradient came on this rank; NaN where
             none did.
+        begun_s: the call began; what lies before backward is the forward pass. NaN where that is
+            not known.
     """
 
     buckets: tuple[BucketTimes, ...]
@@ -164,6 +167,7 @@ class StepTimes:
     backward_end_s: float
     end_s: float
     leaves_s: tuple[float, ...] = ()
+    begun_s: float = math.nan
 
     @property
     def ready_times_s(self) -> tuple[float, ...]:

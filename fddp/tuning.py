@@ -105,7 +105,7 @@ def tune(engine: Engine, call: Callable[[], object], rounds: int) -> TuneReport:
 
 
 def _check(engine: Engine, rounds: int) -> None:
-    told = exchange(engine.transport, repr(rounds))
+    told = exchange(engine.transport, repr(rounds), "tuning")
     if len({*told}) > 1:
         raise PlanMismatchError(
             f"rounds are {', '.join(told)} by rank; tune with the same on every rank"

@@ -66,7 +66,7 @@ def uneven(batches: Iterable[Any], sync: GradSync, *, every: int = 1) -> Iterato
     nothing, and its gradients are the others' mean. Each round must synchronise exactly once.
 
     One batch is fetched ahead, so that the control word of each step can tell the others whether
-    there is more; the only further collective is one small all-reduce before the first round.
+    there is more; the only further collective is one small all-gather before the first round.
 
     Args:
         batches: this rank's batches; may be empty.

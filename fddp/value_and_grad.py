@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fddp.backward import backward
 from fddp.contributions import Accumulated, BackwardContributions
-from fddp.errors import InternalError, LossError
+from fddp.errors import InternalError, LossError, PeerError
+from fddp.failures import text_of
 from fddp.inputs import (
     check_no_derivatives,
     check_no_transform,
@@ -35,6 +36,8 @@ INSTEAD_IN_A_GRAPH = (
     "fddp.pmean(grads, group) inside"
 )
 """What torch.compile says of it with `fullgraph=True`."""
+
+_LONGEST_ALARM = 500  # characters
 
 
 class _Computed(NamedTuple):
@@ -63,13 +66,14 @@ class ValueAndGrad:
     Returns of a call:
         `(loss, grads)`, `((loss, aux), grads)` with `has_aux`, after them the new state where
         `hook_state` was given, and a `SyncInfo` with `with_info`. The loss is this rank's own. A
-        gradient is None only where no rank used the leaf, and for leaves of integer type. All are
-        detached.
+        gradient is None only where no rank used the leaf, for leaves of integer type, and in a step
+        that is left out under `nonfinite="skip"`. All are detached.
 
     Raises of a call:
         LossError: the loss is not a real scalar tensor.
         TreeMismatchError: parameters or accumulated gradients differ from the plan.
         WeightError: a weight is negative or not finite, or all weights are 0.
+        NonFiniteError: a gradient or a sum is not finite, under `nonfinite="raise"`.
         TransformError: a `torch.func` transform or a tracer is active around the call, or a
             parameter has a tangent of forward mode.
         Exception: whatever `fn` or `weight_fn` raised, on the rank where they did.
@@ -114,7 +118,9 @@ class ValueAndGrad:
     ) -> Any:
         """See the class."""
         session = self._engine.open(with_stats=self._with_info)
+        transport = session.setting.transport
         computed = None
+        transport.slot.in_step = session.setting.step
         try:
             check_no_transform("value_and_grad")
             session.hook_states = self._engine.checked_states(hook_state, "hook_state=")
@@ -123,6 +129,11 @@ class ValueAndGrad:
                 computed = self._compute(session, args, kwargs, accumulated)
         except BaseException as error:
             session.fail(error)
+            if not isinstance(error, PeerError):
+                # Others may wait for this rank in operators that the loss function calls.
+                transport.raise_alarm(session.setting.step, text_of(error)[:_LONGEST_ALARM])
+        finally:
+            transport.slot.in_step = None
         outcome = self._engine.close(session)
         if computed is None:
             raise InternalError("a step went through without its own part")
@@ -169,6 +180,9 @@ class ValueAndGrad:
     def _backward(
         self, session: Session, contributions: BackwardContributions, leaves: LeafSet, loss: Tensor
     ) -> None:
+        if session.setting.attached is not None:
+            # Hooks may call operators, too, and run on ranks that have failed.
+            session.setting.transport.slot.in_step = None
         view = leaves.inspect(loss)
         contributions.arm(
             leaves,

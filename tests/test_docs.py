@@ -91,3 +91,19 @@ def test_every_public_name_is_in_the_guide() -> None:
     public = {name for name, value in vars(fddp).items() if not name.startswith("_")}
     public = {name for name in public if type(vars(fddp)[name]).__name__ != "module"}
     assert not [name for name in public if name not in GUIDE]
+
+
+def test_what_shows_a_promise_under_faults_is_there() -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    rows = [line for line in read("docs/faults.md").splitlines() if line.startswith("| ")]
+    promises = [row for row in rows if not row.startswith(("| Fault |", "| --- |"))]
+    assert len(promises) > 40
+    for row in promises:
+        shown = re.findall(r"`(tests/[^`:]+|make [a-z]+)(?:::(\w+))?`", row.split("|")[-2])
+        assert shown, row
+        for where, name in shown:
+            if where.startswith("make "):
+                assert where.removeprefix("make ") in targets, row
+            else:
+                assert (ROOT / where).exists(), row
+                assert not name or f"def {name}(" in read(where), row

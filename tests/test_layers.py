@@ -13,18 +13,21 @@ PACKAGE = Path(__file__).parent.parent / "fddp"
 # A package stands for the modules in it.
 LAYERS = {
     "core": """
-        build check control cost errors expect leafspec optimal plan plan_text reducer ride
-        scaling schedule schedule_text simulate tables timeline topology
+        build check containers control cost errors expect flight_log leafspec loss_scale
+        monitor_report optimal parting peaks plan plan_text reducer ride scaling schedule
+        schedule_text simulate spikes stragglers tables timeline topology traces
     """,
     "edge": """
-        arrays ext jax_nodes known_trees layout leaves native_ops pack pack_foreach
-        pack_reference planning shards traced_trees tree untraced
+        arrays digests ext jax_nodes known_trees layout leaves native_ops nonfinite pack
+        pack_foreach pack_reference planning shards traced_trees tree untraced
     """,
     "shell": """
         __init__ __main__ agree averaging backward bench buffers cli collectives commands
-        contributions ddp demo donating engine examples failures functionalize hooks info inputs
-        interop launch measuring meshes observe program progress request results session sparse
-        sync testing transforms transports tuning uneven value_and_grad viz
+        contributions ddp demo donating engine examples exporters failures flight
+        flight_dumps functionalize held hooks info inputs interop judging launch measuring
+        meshes monitor observe passing program progress rebuilding reconcile replicas
+        request results session sparse sync terms_text testing transforms transports tuning
+        uneven value_and_grad viz
     """,
 }
 LAYER_OF_LISTED = {module: layer for layer, names in LAYERS.items() for module in names.split()}

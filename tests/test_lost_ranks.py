@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fddp
+from fddp.hooks import Hook
 from models import batch, mlp, mlp_loss
 from ranks import RankPool, run_fresh
-from test_errors import Ending, ending
+from test_errors import BoomError, Ending, ending
 
 TIMEOUT_S = 6.0
 LOST = 1
@@ -56,6 +59,33 @@ def stopping_loss(p: Any, x: Tensor, where: str, how: str) -> Tensor:
     return x.square().mean()
 
 
+class Place(NamedTuple):
+    """What an error says of where it was met, and what the plan says of that bucket."""
+
+    ranks: tuple[int, ...]
+    bucket: int
+    paths: tuple[str, ...]
+    step: int
+    planned: tuple[str, ...]
+
+
+def placed(call: Callable[[], Any], sync: fddp.GradSync) -> tuple[Ending, Place | None]:
+    """How a step ends on a rank that others leave, and where."""
+    places = []
+
+    def noted() -> None:
+        plan = sync.plan
+        try:
+            call()
+        except (fddp.RankLostError, fddp.SyncTimeoutError) as error:
+            leaves = plan.buckets[error.bucket].leaves if error.bucket >= 0 else ()
+            planned = tuple(plan.leaves[leaf].path for leaf in leaves)
+            places.append(Place(error.ranks, error.bucket, error.paths, error.step, planned))
+            raise
+
+    return ending(noted), (places or [None])[0]
+
+
 def lose_a_rank(rank: int, world_size: int, transport: str, where: str, how: str) -> Any:
     sync = fddp.GradSync(mlp(), **SMALL, transport=transport, timeout_s=TIMEOUT_S)
     assert sync.transport == transport
@@ -66,7 +96,7 @@ def lose_a_rank(rank: int, world_size: int, transport: str, where: str, how: str
     begin_s = time.perf_counter()
     if rank == LOST:
         sync.value_and_grad(stopping_loss)(params, batch(rank, 2), where, how)
-    seen = ending(lambda: step(params, batch(rank, 2)))
+    seen, place = placed(lambda: step(params, batch(rank, 2)), sync)
     took_s = time.perf_counter() - begin_s
     closed = ending(lambda: step(params, batch(rank, 3)))
     unchanged = fddp.tree_map(torch.equal, params, mlp())
@@ -76,7 +106,7 @@ def lose_a_rank(rank: int, world_size: int, transport: str, where: str, how: str
     group = dist.new_group(left, use_local_synchronization=True)
     with fddp.GradSync(params, group=group, timeout_s=TIMEOUT_S) as sync:
         after = sync({**fddp.tree_map(lambda p: torch.full_like(p, float(rank)), params)})
-    return seen, closed, took_s, unchanged, after["layer0"]["bias"][0].item()
+    return seen, place, closed, took_s, unchanged, after["layer0"]["bias"][0].item()
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -88,7 +118,10 @@ def test_a_rank_that_dies_mid_step(transport: str, where: str, how: str) -> None
     for rank in (0, 2):
         result, error, _ = outcomes[rank]
         assert error is None, error
-        seen, closed, took_s, unchanged, after = result
+        seen, place, closed, took_s, unchanged, after = result
+        assert (place.ranks, place.step) == ((LOST,), 2)
+        assert place.paths == place.planned
+        assert bool(place.paths) == (f"bucket {place.bucket} (" in seen.text)
         assert seen.kinds[0] == "RankLostError", seen
         assert "step 2" in seen.text
         assert "bucket" in seen.text or "control word" in seen.text
@@ -108,24 +141,25 @@ def stall(rank: int, world_size: int, transport: str, where: str) -> Any:
     assert sync.transport == transport
     step = sync.value_and_grad(mlp_loss)
     step(mlp(), batch(rank, 0))
+    place = None
     begin_s = time.perf_counter()
     if rank == LOST:
         slow = sync.value_and_grad(stopping_loss)
         seen = ending(lambda: slow(mlp(), batch(rank, 1), where, "stall"))
     else:
-        seen = ending(lambda: step(mlp(), batch(rank, 1)))
+        seen, place = placed(lambda: step(mlp(), batch(rank, 1)), sync)
     took_s = time.perf_counter() - begin_s
     dist.barrier()  # all are alive: the same group goes on
     with fddp.GradSync(mlp(), timeout_s=20.0) as sync:
         after = sync.value_and_grad(mlp_loss)(mlp(), batch(0, 0))[1]
-    return seen, took_s, torch.func.grad(mlp_loss)(mlp(), batch(0, 0)), after
+    return seen, place, took_s, torch.func.grad(mlp_loss)(mlp(), batch(0, 0)), after
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
 def test_a_rank_that_stalls_mid_step(ranks: RankPool, transport: str, where: str) -> None:
     for rank, told in enumerate(ranks.run(3, stall, transport, where)):
-        seen, took_s, expected, after = told
+        seen, place, took_s, expected, after = told
         if rank == LOST:
             assert {"SyncTimeoutError", "RankLostError"} & set(seen.kinds), seen
         else:
@@ -134,6 +168,8 @@ def test_a_rank_that_stalls_mid_step(ranks: RankPool, transport: str, where: str
             assert "bucket" in seen.text or "control word" in seen.text
             assert "timeout_s=1.0" in seen.text
             assert took_s < 1.0 + 2.5
+            assert (place.ranks, place.step) == ((LOST,), 1)
+            assert place.paths == place.planned
         assert torch.allclose(after["layer0"]["weight"], expected["layer0"]["weight"], rtol=1e-12)
 
 
@@ -172,3 +208,81 @@ def test_a_rank_that_leaves_early() -> None:
             assert seen.kinds[0] == "RankLostError"
             assert "step 1" in seen.text
             assert "rank 1" in seen.text
+
+
+def drop(rank: int, world_size: int, transport: str) -> tuple[int, int]:
+    """Ten syncs that are dropped without close(); open files and threads that are more after it."""
+    with fddp.GradSync(mlp(), transport=transport) as sync:
+        sync(mlp())
+    time.sleep(0.2)
+    dist.barrier()
+    before = held()
+    for _ in range(10):
+        sync = fddp.GradSync(mlp(), transport=transport)
+        sync(mlp())
+        del sync
+    deadline_s = time.perf_counter() + 10.0
+    while (more := beyond(before)) != (0, 0) and time.perf_counter() < deadline_s:
+        time.sleep(0.05)
+    dist.barrier()
+    return more
+
+
+def beyond(before: tuple[int, int]) -> tuple[int, int]:
+    now = held()
+    return max(0, now[0] - before[0]), max(0, now[1] - before[1])
+
+
+def held() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_a_sync_that_is_dropped_without_close_leaves_nothing(
+    ranks: RankPool, transport: str
+) -> None:
+    assert ranks.run(2, drop, transport) == [(0, 0), (0, 0)]
+
+
+@dataclass(frozen=True)
+class FailsAt(Hook[tuple[()]]):
+    """Sums; on the lost rank it raises at one bucket."""
+
+    index: int
+
+    def init(self, spec: Any) -> tuple[()]:
+        return ()
+
+    def apply(self, state: Any, bucket: Any, all_reduce: Any) -> Any:
+        if bucket.spec.index == self.index and dist.get_rank() == LOST:
+            raise BoomError(3, "in a hook")
+        return all_reduce(bucket.buffer).map(lambda total: (total, state))
+
+
+def fail_in_a_hook(rank: int, world_size: int, transport: str, index: int) -> Any:
+    timeout_s = 30.0
+    options = {**SMALL, "transport": transport, "timeout_s": timeout_s}
+    sync = fddp.GradSync(mlp(), **options, hook=FailsAt(index))
+    held_errors: list[BaseException] = []  # as a debugger would, with the step's works
+    begin_s = time.perf_counter()
+    try:
+        sync.value_and_grad(mlp_loss)(mlp(), batch(rank, 0))
+    except (BoomError, fddp.FddpError) as error:
+        held_errors.append(error)
+    took_s = time.perf_counter() - begin_s
+    with fddp.GradSync(mlp(), **options) as again:
+        again.value_and_grad(mlp_loss)(mlp(), batch(rank, 0))
+    (error,) = held_errors
+    return type(error).__name__, getattr(error, "ranks", None), took_s
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_a_rank_that_fails_amid_a_step_is_told_of_and_the_group_goes_on(
+    ranks: RankPool, transport: str, index: int
+) -> None:
+    """What it would have sent next is not taken for what the others wait for."""
+    for rank, (kind, named, took_s) in enumerate(ranks.run(3, fail_in_a_hook, transport, index)):
+        assert kind == ("BoomError" if rank == LOST else "RankLostError")
+        assert named == (None if rank == LOST else (LOST,))
+        assert took_s < 15.0, "half of the timeout"

@@ -51,7 +51,7 @@ def broadcast(
         [{'w': tensor(1)}, {'w': tensor(1)}]
     """
     transformed = _transform_error()
-    with outside_transforms(), open_transport(group, "auto", timeout_s) as transport:
+    with outside_transforms(), open_transport(group, "auto", timeout_s, "broadcast") as transport:
         failure: Exception | None = None
         details: list[list[object]] = []
         try:

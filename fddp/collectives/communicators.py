@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from fddp.collectives.memory import Memory
+from fddp.collectives.of_groups import OfGroups, is_destroyed
 from fddp.collectives.outside import outside_tracing
 from fddp.collectives.programs import Place
-from fddp.errors import ClosedError, PlanMismatchError
+from fddp.errors import ClosedError, DesyncError, PlanMismatchError
 from fddp.failures import text_of
+from fddp.flight import Recorder
 from fddp.meshes import Mesh, span_of
 from fddp.planning import MIB_BYTES
 from fddp.request import CAP_MB, LONGEST_S
@@ -41,11 +42,8 @@ if TYPE_CHECKING:
 
 _MOST_BETWEEN = 2**16
 _numbers = itertools.count()
-_lock = threading.Lock()
 _by_number: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
-_of_groups: weakref.WeakKeyDictionary[Any, dict[Topology | None, Communicator]] = (
-    weakref.WeakKeyDictionary()
-)
+_of_groups: OfGroups[Communicator] = OfGroups()
 
 
 class Communicator:
@@ -67,7 +65,10 @@ class Communicator:
         topology: the axes of the ranks, or None.
         number: by which operators in traced graphs find it in this process.
         transport: carries the collectives.
+        begun: calls of all ranks that this rank has begun, also on those that came before it.
+        belongs_to: the group that it goes with; None where a caller made it.
         cap_bytes: `bucket_cap_mb` in bytes.
+        recorder: takes note of operators.
 
     Raises:
         PlanMismatchError: ranks passed different axes or caps.
@@ -91,6 +92,7 @@ class Communicator:
         bucket_cap_mb: float = CAP_MB,
         transport: TransportName = "auto",
         timeout_s: float | None = None,
+        _begun: int = 0,
     ) -> None:
         span = span_of(group, mesh)
         problem = span.problem or _problem(bucket_cap_mb, timeout_s)
@@ -103,11 +105,13 @@ class Communicator:
         self.label = str(self.number)  # which tracers take for a constant, as no number is
         self.lock = threading.RLock()
         self.known: dict[Any, Any] = {}  # what operators have worked out; see `patterns.py`
+        self.begun = _begun
+        self.belongs_to: weakref.ref[Any] | None = None
         self._meetings: dict[Place, int] = {}
         self._between: dict[Place, int] = {}  # calls since the last meeting that did not meet
         self._places: dict[tuple[str, ...], Place] = {}
         with outside_tracing(), torch.inference_mode(False):
-            self.transport: Transport = open_transport(span.group, name, usable_s)
+            self.transport: Transport = open_transport(span.group, name, usable_s, "Communicator")
             if problem is None and transport not in ("auto", self.transport.name):
                 problem = ValueError(
                     f"transport={transport!r} does not fit this group; pass 'auto' or "
@@ -120,6 +124,7 @@ class Communicator:
                 self.transport.close()
                 raise
         self.memory = Memory(self.transport)
+        self.recorder = Recorder("Communicator", self, self.transport)
         # One that is dropped frees its connections, too.
         weakref.finalize(self, self.transport.close).atexit = False
         _by_number[self.number] = self
@@ -138,6 +143,10 @@ class Communicator:
     def closed(self) -> str | None:
         """Why it can't be used any more; None while it can."""
         return self.transport._closed
+
+    def at(self) -> tuple[int, str]:
+        """For flights: it has no steps, and is open or not."""
+        return -1, "open" if self.closed is None else "closed"
 
     def place(self, axes: tuple[str, ...]) -> Place:
         """This rank's place among the ranks that meet along these axes, of the topology and in its
@@ -180,13 +189,24 @@ class Communicator:
         return f"Communicator(rank {self.rank} of {self.world_size}, {self.transport.name}{axes})"
 
     def _agree(self, problem: Exception | None) -> None:
-        mine = [str(self.topology), self.cap_bytes, text_of(problem) if problem else ""]
+        mine = [
+            str(self.topology),
+            self.cap_bytes,
+            text_of(problem) if problem else "",
+            self.begun,
+        ]
         told = [json.loads(text) for text in self.transport.exchange(json.dumps(mine).encode())]
         if problem is not None:
             raise problem
         for rank, theirs in enumerate(told):
             if theirs[2]:
                 raise PlanMismatchError(f"rank {rank} can't make a communicator: {theirs[2]}")
+            if theirs[3] != told[0][3]:
+                raise DesyncError(
+                    f"the operators of a group are to go on after a failure that ranks met in "
+                    f"different calls: rank 0 has called {told[0][3]}, rank {rank} {theirs[3]}; "
+                    f"make a new group, or a fddp.Communicator, on every rank"
+                )
             if theirs != told[0]:
                 raise PlanMismatchError(
                     f"a communicator has mesh {told[0][0]} and buckets of {told[0][1]} bytes on "
@@ -228,29 +248,31 @@ def communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> Co
         key = key.get_group()
     if key is None:
         return Communicator(group, mesh=mesh)  # which says what is missing
-    known = _of_groups.get(key)
-    if known is None:
-        known = _newly_known(key)
+    known = _of_groups.of(key)
     found = known.get(span.topology)
     if found is None or found.closed is not None:
-        found = known[span.topology] = Communicator(group, mesh=mesh)
+        begun = 0 if found is None else found.begun
+        found = known[span.topology] = Communicator(group, mesh=mesh, _begun=begun)
+        found.belongs_to = weakref.ref(key)
+        may_be_reopened(found)
     return found
 
 
-def _newly_known(key: Any) -> dict[Topology | None, Communicator]:
-    """Where the communicators of a group will be kept; those of destroyed groups are closed."""
-    with _lock:
-        registered = distributed_c10d._world.pg_map
-        destroyed = [
-            group
-            for group in _of_groups
-            if isinstance(group, dist.ProcessGroup) and group not in registered
-        ]
-        for group in destroyed:
-            _close_all(_of_groups.pop(group))
-        known = _of_groups.setdefault(key, {})
-        weakref.finalize(key, _close_all, known).atexit = False
-        return known
+def may_be_reopened(communicator: Communicator) -> None:
+    """Lets a step that fails on all ranks close it on all of them, where any rank left it half way
+    through a call; who uses it opens another."""
+    communicator.transport.slot.close = _Closing(communicator)
+
+
+class _Closing:
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = weakref.ref(communicator)
+
+    def __call__(self) -> None:
+        communicator = self._communicator()
+        if communicator is not None:
+            communicator.close()
+            communicator.begun = 0  # all ranks have heard of it, and begin anew
 
 
 def numbered(number: int) -> Communicator:
@@ -260,6 +282,9 @@ def numbered(number: int) -> Communicator:
         ClosedError: it is gone.
     """
     found = _by_number.get(number)
+    if found is not None and found.belongs_to is not None and is_destroyed(found.belongs_to()):
+        found.close()
+        found = None
     if found is None:
         raise ClosedError(
             f"communicator {number} of this process is gone, with its group; trace or compile anew"
@@ -289,8 +314,3 @@ def _problem(cap_mb: object, timeout_s: object) -> Exception | None:
     return ValueError(
         f"timeout_s must be above 0 and at most {LONGEST_S} seconds, got {timeout_s!r}"
     )
-
-
-def _close_all(communicators: dict[Topology | None, Communicator]) -> None:
-    while communicators:
-        communicators.popitem()[1].close()

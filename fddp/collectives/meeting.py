@@ -105,6 +105,8 @@ def _rows(communicator: Communicator, place: Place) -> Tensor:
 def _tell(
     communicator: Communicator, place: Place, rows: Tensor, own: tuple[int, int, int, int]
 ) -> Work:
+    if not place.axes:
+        communicator.begun += 1
     mine = torch.tensor(own, dtype=torch.int64, device="cpu")
     rows[place.own * _WORD : (place.own + 1) * _WORD].copy_(mine)
     return communicator.transport.all_gather_in_place(rows, axes=place.axes, soon=True)
@@ -144,25 +146,70 @@ def _look(call: Call, told_rows: list[int]) -> None:
         "call": _numbers(call),
     }
     told = _exchange(call.communicator, place, call.text, mine)
+    _check_failures(call.text, call.communicator.rank, told)
+    raise DesyncError(_difference(told))
+
+
+def compare(
+    communicator: Communicator, what: str, fingerprint: int, value: int, mine: dict[str, Any]
+) -> dict[int, dict[str, Any]] | None:
+    """Whether all ranks of a communicator have one value, by the words with which operators begin.
+
+    Args:
+        communicator: on which all ranks call this; operators of others are told apart.
+        what: the call in words.
+        fingerprint: what must be alike on ranks that meet; 64 bits, signed.
+        value: what may differ; as the fingerprint.
+        mine: what the others are told where anything differs, with `text` and `details` as
+            operators tell them.
+
+    Returns:
+        None where all are alike, else what each rank said.
+
+    Raises:
+        DesyncError: ranks are in different calls; on every rank.
+        PeerError: another rank can't take part; on every rank that can.
+        RankLostError, SyncTimeoutError: a rank did not come.
+    """
+    place = communicator.place(())
+    if place.size == 1:
+        return None
+    rows = _rows(communicator, place)
+    _tell(communicator, place, rows, (fingerprint, value, -1, 0)).wait(what)
+    words = rows.tolist()
+    if words == words[:_WORD] * place.size:
+        return None
+    told = _exchange(communicator, place, what, {"roles": [], "call": [-1, -1], **mine})
+    _check_failures(what, communicator.rank, told)
+    if any(_key(other) != _key(told[0]) for other in told.values()):
+        raise DesyncError(_difference(told))
+    return told
+
+
+def gather(communicator: Communicator, what: str, payload: bytes) -> list[bytes]:
+    """Every rank's payload, by rank; they must be of one length, on which ranks have agreed."""
+    return _gather(communicator, communicator.place(()), what, payload)
+
+
+def _check_failures(what: str, rank: int, told: Mapping[int, dict[str, Any]]) -> None:
     failures = {rank: t["error"] for rank, t in told.items() if t.get("error")}
     if failures:
         lines = [f"{told[r]['text']}: rank {r} can't take part: {e}" for r, e in failures.items()]
         raise PeerError(
-            f"{call.text}, on rank {call.communicator.rank}, met another rank in "
-            f"{'; '.join(lines)}; nothing was communicated, and the communicator can be used on",
+            f"{what}, on rank {rank}, met another rank in {'; '.join(lines)}; nothing was "
+            f"communicated, and the communicator can be used on",
             failures,
         )
-    raise DesyncError(_difference(call, told))
 
 
-def _difference(call: Call, told: Mapping[int, dict[str, Any]]) -> str:
+def _key(told: dict[str, Any]) -> tuple[Any, ...]:
+    return (told["details"], told["roles"], told["call"])
+
+
+def _difference(told: Mapping[int, dict[str, Any]]) -> str:
     ranks = list(told)
     first = told[ranks[0]]
-
-    def key(t: dict[str, Any]) -> tuple[Any, ...]:
-        return (t["details"], t["roles"], t["call"])
-
-    other = next((r for r in ranks if key(told[r]) != key(first)), ranks[-1])
+    other = next((r for r in ranks if _key(told[r]) != _key(first)), ranks[-1])
     second = told[other]
     reason = _reason(ranks[0], first, other, second)
     where = "; ".join(f"rank {rank}: {t['text']}" for rank, t in told.items())

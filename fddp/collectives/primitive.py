@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from time import perf_counter
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -18,6 +19,7 @@ from fddp.collectives.calls import Call
 from fddp.collectives.operands import first_without_memory
 from fddp.collectives.programs import Load
 from fddp.errors import FddpError
+from fddp.flight_dumps import note_failure
 from fddp.pack import pack_, slices
 from fddp.transports import Work
 
@@ -52,9 +54,12 @@ def run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
                 _refuse(call, leaves[position], position)
         try:
             return _run(call, leaves)
-        except FddpError:
+        except FddpError as error:
+            call.communicator.recorder.fail()
+            note_failure(error)
             raise
         except BaseException as error:
+            call.communicator.recorder.fail()
             # The others have been told that this rank takes part.
             call.communicator.transport.close()
             raise error
@@ -85,8 +90,10 @@ class _Flight(NamedTuple):
 def _run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
     program, memory = call.program, call.communicator.memory
     pack, start, take = _MOVES[program.operator]
+    entry = call.communicator.recorder.launched(call.text, -1, -1)
     met = meeting.begin(call)
     packed = _packed_first(call, leaves) if met is not None else None
+    entry.waited_s = perf_counter()
     if met is not None:
         met.settle()
     number = call.communicator.met(program.place)
@@ -105,6 +112,7 @@ def _run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
         for k, result in zip(load.members, take(call, load, buffer), strict=True):
             results[k] = result
         memory.lend(buffer)
+    entry.done_s = perf_counter()
     return results  # type: ignore[return-value]  # each unit is in one load
 
 

@@ -145,7 +145,11 @@ def positive(text: str) -> float:
 def output(text: str) -> Path:
     """A file that can be made."""
     path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
+    try:
+        fits = not path.is_dir() and path.parent.is_dir()
+    except OSError:  # a name that is too long
+        fits = False
+    if not fits:
         raise argparse.ArgumentTypeError(f"must be a file in a directory that exists, got {text!r}")
     return path
 

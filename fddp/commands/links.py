@@ -59,7 +59,11 @@ def axis_cost(text: str) -> AxisCost:
 def _model(text: str) -> CostModel:
     given, _, last = text.rpartition(",")
     if last in get_args(LinkAlgorithm):
-        return replace(_model(given), algorithm=last)  # type: ignore[arg-type]  # one of them
+        return replace(_link(given), algorithm=last)  # type: ignore[arg-type]  # one of them
+    return _link(text)
+
+
+def _link(text: str) -> CostModel:
     if text in PRESETS:
         return PRESETS[text]
     if text.endswith(".json"):

@@ -254,7 +254,7 @@ def _figure(cases: Sequence[_Case], best: _Case) -> Figure:
 def _ready_file(path: str) -> ReadyTimes:
     try:
         times = json.loads(read(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CallError(f"{path}: not a JSON document: {error}") from error
     values = list(times.values()) if isinstance(times, dict) else times
     if not isinstance(values, list) or not all(_is_time(value) for value in values):
@@ -264,7 +264,9 @@ def _ready_file(path: str) -> ReadyTimes:
 
 
 def _is_time(value: object) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    # JSON's integers may be larger than any float.
+    is_number = isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
+    return value is None or is_number
 
 
 def _caps(text: str) -> tuple[float, ...]:

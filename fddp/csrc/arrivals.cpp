@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
+#include <limits>
 #include <utility>
 
 #include "pack.h"
@@ -18,6 +20,11 @@ namespace {
 
 // The clock of Python's time.perf_counter.
 double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+double plus(double bound, double peak) {
+  if (std::isinf(bound) || std::isinf(peak)) return std::numeric_limits<double>::infinity();
+  return std::min(bound + peak, std::numeric_limits<double>::max());
+}
 
 }  // namespace
 
@@ -37,6 +44,12 @@ Arrivals::~Arrivals() {
 void Arrivals::arm(std::shared_ptr<const BucketMembers> members, std::vector<int64_t> expected,
                    std::vector<EagerSlot> eager, py::object on_bucket) {
   TORCH_CHECK_VALUE(expected.size() == size(), "expected ", size(), " counts, got ", expected.size());
+  TORCH_CHECK_TYPE(members != nullptr, "the members of buckets are None");
+  const auto check_leaf = [this](int64_t leaf) {
+    TORCH_CHECK_INDEX(leaf >= 0 && leaf < static_cast<int64_t>(size()), "there is no leaf ", leaf, " among ", size());
+  };
+  for (const auto& bucket : members->leaves) std::for_each(bucket.begin(), bucket.end(), check_leaf);
+  for (const EagerSlot& slot : eager) check_leaf(slot.leaf);
   const std::lock_guard<std::mutex> lock(mutex_);
   members_ = std::move(members);
   expected_ = std::move(expected);
@@ -45,16 +58,14 @@ void Arrivals::arm(std::shared_ptr<const BucketMembers> members, std::vector<int
   late_.assign(buckets, false);
   packed_.assign(buckets, false);
   streams_.assign(buckets, {});
-  finite_.assign(buckets, true);
+  peaks_.assign(buckets, 0.0);
   eager_ = std::move(eager);
   eager_of_.assign(size(), kNotEager);
-  for (size_t i = 0; i < eager_.size(); ++i) eager_of_.at(eager_[i].leaf) = static_cast<int64_t>(i);
+  for (size_t i = 0; i < eager_.size(); ++i) eager_of_[eager_[i].leaf] = static_cast<int64_t>(i);
   written_.assign(size(), false);
   bucket_of_.assign(size(), kNoBucket);
   for (size_t b = 0; b < buckets; ++b) {
     for (const int64_t leaf : members_->leaves[b]) {
-      TORCH_CHECK_INDEX(leaf >= 0 && leaf < static_cast<int64_t>(size()), "leaf ", leaf, " of bucket ", b,
-                        " is not one of ", size());
       bucket_of_[leaf] = static_cast<int64_t>(b);
       pending_[b] += expected_[leaf];
     }
@@ -79,6 +90,7 @@ void Arrivals::disarm() {
 }
 
 std::vector<at::Tensor> Arrivals::taken(int64_t bucket, bool keep) {
+  TORCH_CHECK_VALUE(members_ != nullptr, "no buckets are known before the first step");
   const auto& members = members_->leaves.at(bucket);
   wait_for_streams(bucket);
   std::vector<at::Tensor> grads;
@@ -102,29 +114,29 @@ std::vector<std::optional<at::Tensor>> Arrivals::take(int64_t bucket, bool keep)
   return grads;
 }
 
-bool Arrivals::pack(int64_t bucket, const at::Tensor& buffer, const BucketPacking& packing, bool keep,
+double Arrivals::pack(int64_t bucket, const at::Tensor& buffer, const BucketPacking& packing, bool keep,
                     double scale) {
   std::vector<at::Tensor> grads;  // let go of outside of the mutex, as in `arrived`
   std::vector<std::pair<at::Tensor, const Layout*>> alone;
-  bool finite = true;
+  double peak = 0.0;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     grads = taken(bucket, keep);
-    finite = finite_[bucket];
+    peak = peaks_[bucket];
     for (const auto& [position, slot] : packing.early) {
       if (!written_[members_->leaves[bucket].at(position)]) alone.emplace_back(grads[position], &slot);
     }
   }
   if (packing.together.size() == grads.size()) {
-    finite &= pack_(buffer, packing.layout, grads, scale);
+    peak = std::max(peak, pack_(buffer, packing.layout, grads, scale));
   } else {
     std::vector<at::Tensor> together;
     together.reserve(packing.together.size());
     for (const int64_t position : packing.together) together.push_back(grads.at(position));
-    finite &= pack_(buffer, packing.layout, together, scale);
+    peak = std::max(peak, pack_(buffer, packing.layout, together, scale));
   }
-  for (const auto& [grad, slot] : alone) finite &= pack_(buffer, *slot, {grad}, scale);
-  return finite;
+  for (const auto& [grad, slot] : alone) peak = std::max(peak, pack_(buffer, *slot, {grad}, scale));
+  return peak;
 }
 
 void Arrivals::let_go(size_t leaf, bool keep) {
@@ -136,11 +148,6 @@ bool Arrivals::may_drop(size_t) const { return true; }
 bool Arrivals::written(int64_t leaf) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return written_.at(leaf);
-}
-
-bool Arrivals::finite(int64_t bucket) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return finite_.at(bucket);
 }
 
 std::optional<at::Tensor> Arrivals::take_one(int64_t leaf) {
@@ -200,7 +207,10 @@ at::Tensor Arrivals::write(size_t leaf, int64_t bucket) {
   const EagerSlot& slot = eager_[eager_of_[leaf]];
   at::Tensor& grad = leaves_[leaf].mutable_grad();
   const auto pack = written_[leaf] ? pack_add_ : pack_;
-  finite_[bucket] = pack(slot.buffer, *slot.layout, {grad}, slot.scale) && finite_[bucket];
+  const double peak = pack(slot.buffer, *slot.layout, {grad}, slot.scale);
+  // Two finite bounds may add up to infinity, which would speak of a gradient.
+  const double bound = written_[leaf] ? plus(peaks_[bucket], peak) : std::max(peaks_[bucket], peak);
+  peaks_[bucket] = bound;
   written_[leaf] = true;
   return std::exchange(grad, {});
 }
@@ -268,7 +278,6 @@ void bind_arrivals(py::module_& m) {
                }),
            py::arg("bucket"), py::arg("buffer"), py::arg("packing"), py::arg("keep"), py::arg("scale"))
       .def("written", &Arrivals::written, py::arg("leaf"))
-      .def("finite", &Arrivals::finite, py::arg("bucket"))
       .def("take_one", &Arrivals::take_one, py::arg("leaf"))
       .def("arrival_count", &Arrivals::arrival_count)
       .def("late", &Arrivals::late)

@@ -63,13 +63,12 @@ class Arrivals {
   std::vector<std::optional<at::Tensor>> take(int64_t bucket, bool keep);
 
   // The same, with the gradients packed into `buffer`, in CPU memory, times `scale`: all that are not
-  // there already. True if every one of the bucket's gradients is finite. Call without the GIL.
-  bool pack(int64_t bucket, const at::Tensor& buffer, const BucketPacking& packing, bool keep, double scale);
+  // there already. Gives a bound on the magnitudes of all of the bucket's, infinity if any gradient is not
+  // finite. Call without the GIL.
+  double pack(int64_t bucket, const at::Tensor& buffer, const BucketPacking& packing, bool keep, double scale);
 
   // Whether the leaf's gradient is in its bucket already.
   bool written(int64_t leaf) const;
-  // Whether all gradients that were packed as they arrived are finite.
-  bool finite(int64_t bucket) const;
   // Hands over one leaf's gradient; the leaf forgets it, so that nothing is added to it later.
   std::optional<at::Tensor> take_one(int64_t leaf);
 
@@ -115,7 +114,7 @@ class Arrivals {
   std::vector<EagerSlot> eager_;
   std::vector<int64_t> eager_of_;                  // by leaf: position in eager_, or kNotEager
   std::vector<bool> written_;                      // by leaf: packed on arrival
-  std::vector<bool> finite_;                       // by bucket: of what was packed on arrival
+  std::vector<double> peaks_;                      // by bucket: as `pack`, of what was packed on arrival
   std::vector<bool> late_;                         // by bucket: a gradient came after take()
   std::vector<bool> packed_;                       // by bucket: take() was called
   std::vector<std::vector<c10::Stream>> streams_;  // by bucket: where its gradients were made

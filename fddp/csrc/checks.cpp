@@ -22,15 +22,21 @@ bool has_memory(const at::Tensor& tensor) {
       !tensor.key_set().has(c10::DispatchKey::ZeroTensor) && tensor.numel() > 0;
 }
 
-// The memory of a tensor, from its first byte to past its last.
+// The memory of a tensor, from its first byte to past its last. A storage may have been made smaller
+// under its tensors, as sharded training does to free parameters.
 struct Extent {
   const char* begin = nullptr;
   const char* end = nullptr;
+  bool is_there = true;
 
   explicit Extent(const at::Tensor& tensor) {
     if (!has_memory(tensor)) return;
     int64_t last = 0;
     for (const auto d : c10::irange(tensor.dim())) last += (tensor.size(d) - 1) * tensor.stride(d);
+    const int64_t elements = tensor.storage_offset() + last + 1;
+    is_there = elements * static_cast<int64_t>(tensor.itemsize()) <=
+        static_cast<int64_t>(tensor.storage().nbytes());
+    if (!is_there) return;
     begin = static_cast<const char*>(tensor.const_data_ptr());
     end = begin + (last + 1) * static_cast<int64_t>(tensor.itemsize());
   }
@@ -83,6 +89,11 @@ void check_leaf(
       ", the layout says ", at::IntArrayRef(slot.sizes));
 }
 
+void check_there(const char* role, size_t i, const Extent& memory) {
+  TORCH_CHECK_VALUE(
+      memory.is_there, role, " ", i, " has less memory than elements: its storage was resized");
+}
+
 }  // namespace
 
 void check_cpu_buffer(const at::Tensor& buffer, int64_t numel) {
@@ -108,6 +119,7 @@ void check_sources(const Leaves& sources, const Layout& layout, const at::Tensor
     const Slot& slot = layout.slots()[i];
     check_leaf("source", i, source, slot, buffer);
     const Extent memory(source);
+    check_there("source", i, memory);
     if (!memory.meets(bucket)) continue;
     TORCH_CHECK_VALUE(
         memory.begin == bucket.begin + slot.offset * item_bytes && is_linear(source, slot) &&
@@ -124,12 +136,14 @@ void check_outputs(const Leaves& outputs, const Layout& layout, const at::Tensor
     if (!output.defined()) continue;
     check_leaf("output", i, output, layout.slots()[i], buffer);
     TORCH_CHECK_TYPE(
-        output.layout() == at::kStrided, "output ", i, " has layout ", output.layout(),
-        ", expected a dense tensor");
+        output.layout() == at::kStrided && !output._is_zerotensor(), "output ", i, " has layout ",
+        output.layout(), ", expected a dense tensor with memory");
     TORCH_CHECK_VALUE(
         output.numel() == 0 || !may_overlap_itself(output), "output ", i, " of shape ",
         output.sizes(), " and strides ", output.strides(), " has elements that share memory");
-    TORCH_CHECK_VALUE(!Extent(output).meets(bucket), "output ", i, " overlaps the buffer");
+    const Extent memory(output);
+    check_there("output", i, memory);
+    TORCH_CHECK_VALUE(!memory.meets(bucket), "output ", i, " overlaps the buffer");
   }
 }
 

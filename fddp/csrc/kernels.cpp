@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "loops.h"
@@ -40,6 +41,26 @@ FDDP_INLINE uint64_t nonfinite(double value) {
   return (bits & kExponent) == kExponent;
 }
 
+// A magnitude, as an integer of the same order in which NaN comes last: the largest of such
+// integers is found by vectors where a floating-point maximum that heeds NaN is not.
+FDDP_INLINE int32_t magnitude(float value) {
+  int32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits & 0x7fffffff;
+}
+FDDP_INLINE int64_t magnitude(double value) {
+  int64_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits & 0x7fffffffffffffff;
+}
+
+template <class Value, class Bits>
+FDDP_INLINE double from_magnitude(Bits bits) {
+  Value value;
+  std::memcpy(&value, &bits, sizeof value);
+  return std::isnan(value) ? std::numeric_limits<double>::infinity() : static_cast<double>(value);
+}
+
 struct Write {
   template <class Target, class Value>
   static FDDP_INLINE void store(Target& target, Value value) {
@@ -57,19 +78,19 @@ struct Add {
 
 template <class Source, class Target, class Store>
 struct CopyLoop {
-  static FDDP_INLINE bool run(const void* from, void* to, int64_t count, double scale) {
+  static FDDP_INLINE double run(const void* from, void* to, int64_t count, double scale) {
     using Value = Arithmetic<Source, Target>;
     const auto* const source = static_cast<const Source*>(from);
     auto* const target = static_cast<Target*>(to);
     const auto factor = static_cast<Value>(scale);
-    decltype(nonfinite(factor)) bad = 0;
+    decltype(magnitude(factor)) peak = 0;
     FDDP_INDEPENDENT
     for (int64_t i = 0; i < count; ++i) {
       const auto value = static_cast<Value>(source[i]);
-      bad |= nonfinite(value);
+      peak = std::max(peak, magnitude(value));
       Store::store(target[i], value * factor);
     }
-    return bad == 0;
+    return from_magnitude<Value>(peak);
   }
 };
 
@@ -167,9 +188,9 @@ struct MeasureLoop {
 
 template <class T>
 struct ZeroLoop {
-  static FDDP_INLINE bool run(const void*, void* to, int64_t count, double) {
+  static FDDP_INLINE double run(const void*, void* to, int64_t count, double) {
     std::memset(to, 0, static_cast<size_t>(count) * sizeof(T));
-    return true;
+    return 0;
   }
 };
 

@@ -18,11 +18,12 @@ struct Stats {
   bool finite = true;  // no NaN, no infinity
 };
 
-// Reads `count` elements, writes them scaled and cast; true if every element read was finite.
-// Source and target may be the same memory, but not overlap otherwise.
-using CopyKernel = bool (*)(const void* source, void* target, int64_t count, double scale);
+// Reads `count` elements, writes them scaled and cast; gives the largest magnitude that was read,
+// infinity if any element was NaN. Source and target may be the same memory, but not overlap
+// otherwise.
+using CopyKernel = double (*)(const void* source, void* target, int64_t count, double scale);
 
-// The same, with the stats of what was written.
+// As a CopyKernel that writes, with the stats of what was written.
 using StatsKernel = Stats (*)(const void* source, void* target, int64_t count, double scale);
 
 // target = cast(source * scale). All dtypes are real: Half, BFloat16, Float or Double.

@@ -106,8 +106,8 @@ void check_buffer(const at::Tensor& buffer, int64_t numel) {
       ", expected a floating or complex dtype of at least 16 bits");
   TORCH_CHECK_TYPE(
       buffer.layout() == at::kStrided && buffer.has_storage() && !buffer.is_conj() &&
-          !buffer.is_neg(),
-      "the buffer must be a strided tensor, without conjugate or negative bit");
+          !buffer.is_neg() && !buffer._is_zerotensor(),
+      "the buffer must be a strided tensor with memory, without conjugate or negative bit");
   TORCH_CHECK_VALUE(
       buffer.dim() == 1 && buffer.is_contiguous(),
       "the buffer must be one-dimensional and contiguous, got shape ", buffer.sizes(),
@@ -115,6 +115,12 @@ void check_buffer(const at::Tensor& buffer, int64_t numel) {
   TORCH_CHECK_VALUE(
       buffer.numel() >= numel, "the buffer has ", buffer.numel(), " elements, the layout needs ",
       numel);
+  const int64_t end = buffer.storage_offset() + buffer.numel();
+  TORCH_CHECK_VALUE(
+      buffer.numel() == 0 ||
+          end * static_cast<int64_t>(buffer.itemsize()) <=
+              static_cast<int64_t>(buffer.storage().nbytes()),
+      "the buffer has less memory than elements: its storage was resized");
 }
 
 }  // namespace fddp

@@ -3,6 +3,8 @@
 namespace py = pybind11;
 
 void bind_arrivals(py::module_&);
+void bind_digest(py::module_&);
+void bind_freeing(py::module_&);
 void bind_layout(py::module_&);
 void bind_leaves(py::module_&);
 void bind_operands(py::module_&);
@@ -23,6 +25,8 @@ PYBIND11_MODULE(_C, m) {
   bind_arrivals(m);
   bind_leaves(m);
   bind_params(m);
+  bind_digest(m);
+  bind_freeing(m);
   bind_shm(m);
   bind_trees(m);
   bind_xla_ffi(m);

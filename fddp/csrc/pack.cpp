@@ -10,6 +10,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
+#include <cmath>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -57,14 +59,23 @@ at::Tensor empty_in_slot_order(const at::Tensor& leaf, const Slot& slot) {
   return at::empty_strided(slot.sizes, slot.strides, options);
 }
 
-bool run_copies(const Work<CopyKernel>& work, double scale) {
-  std::atomic<bool> finite{true};
+// The largest magnitude of all pieces.
+double run_copies(const Work<CopyKernel>& work, double scale) {
+  std::atomic<double> peak{0.0};
   work.run([&](const Piece<CopyKernel>& piece, size_t) {
-    if (!piece.kernel(piece.source, piece.target, piece.count, scale)) {
-      finite.store(false, std::memory_order_relaxed);
+    const double found = piece.kernel(piece.source, piece.target, piece.count, scale);
+    double known = peak.load(std::memory_order_relaxed);
+    while (found > known && !peak.compare_exchange_weak(known, found, std::memory_order_relaxed)) {
     }
   });
-  return finite.load();
+  return peak.load();
+}
+
+double scaled_peak(double peak, double scale) {
+  if (peak == 0.0 || std::isinf(peak)) return peak;
+  const double scaled = peak * std::abs(scale);
+  // What overflows by the scale was finite when it was read.
+  return scaled < std::numeric_limits<double>::max() ? scaled : std::numeric_limits<double>::max();
 }
 
 Stats run_stats(const Work<StatsKernel>& work, double scale) {
@@ -83,7 +94,7 @@ Stats run_stats(const Work<StatsKernel>& work, double scale) {
 using KernelFor = CopyKernel (*)(c10::ScalarType source, c10::ScalarType target);
 
 // Sends each source that counts to its slot.
-bool gather_(
+double gather_(
     const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale,
     KernelFor kernel_for, bool zero_missing) {
   check_cpu_buffer(buffer, layout.numel());
@@ -112,16 +123,16 @@ bool gather_(
     }
     work.add(kernel_for(source.dtype, target.dtype), source, target, reals_in(slot, buffer));
   }
-  return run_copies(work, scale);
+  return scaled_peak(run_copies(work, scale), scale);
 }
 
 }  // namespace
 
-bool pack_(const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale) {
+double pack_(const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale) {
   return gather_(buffer, layout, sources, scale, copy_kernel, /*zero_missing=*/true);
 }
 
-bool pack_add_(
+double pack_add_(
     const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale) {
   return gather_(buffer, layout, sources, scale, add_kernel, /*zero_missing=*/false);
 }
@@ -187,8 +198,8 @@ Leaves leaves_from(py::handle items) {
   return leaves;
 }
 
-template <bool (*kGather)(const at::Tensor&, const Layout&, const Leaves&, double)>
-bool gather_from_python(
+template <double (*kGather)(const at::Tensor&, const Layout&, const Leaves&, double)>
+double gather_from_python(
     const at::Tensor& buffer, const Layout& layout, py::handle sources, double scale) {
   const Leaves leaves = leaves_from(sources);
   const py::gil_scoped_release no_gil;

@@ -14,11 +14,12 @@
 namespace fddp {
 
 // buffer[slot] = cast(source * scale). A missing source, or a scale of zero, gives exact zeros.
-// True if every source value read was finite.
-bool pack_(const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale);
+// The largest magnitude that was read times that of the scale, which bounds what was written but for
+// rounding; infinity if a value that was read is not finite, else finite.
+double pack_(const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale);
 
 // buffer[slot] += cast(source * scale). A missing source leaves its slot as it is.
-bool pack_add_(const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale);
+double pack_add_(const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale);
 
 // buffer *= scale, with the stats of the result. A scale of one writes nothing.
 Stats scale_(const at::Tensor& buffer, double scale);

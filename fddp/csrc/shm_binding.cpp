@@ -264,6 +264,7 @@ std::shared_ptr<Team> make_team(
     const std::shared_ptr<Arena>& arena, const std::vector<std::shared_ptr<Mapping>>& views,
     size_t index, uint64_t board_offset, const std::vector<int>& pidfds, double timeout_s,
     size_t crowd) {
+  TORCH_CHECK_TYPE(arena != nullptr, "the arena is None");
   TORCH_CHECK_VALUE(
       index < views.size() && views.size() == pidfds.size(), "index=", index, " with ",
       views.size(), " views and ", pidfds.size(), " pidfds");
@@ -284,8 +285,13 @@ Op start(
   // What is wrong with a tensor is said in Python; here it takes no time to see that something is.
   TORCH_CHECK_VALUE(
       tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
-          !tensor.requires_grad() && !tensor.is_conj() && !tensor.is_neg(),
+          !tensor.requires_grad() && !tensor.is_conj() && !tensor.is_neg() &&
+          !tensor._is_zerotensor(),
       "pass a contiguous tensor of the CPU that needs no gradient");
+  TORCH_CHECK_VALUE(
+      tensor.numel() == 0 ||
+          static_cast<size_t>(tensor.storage_offset() + tensor.numel()) * tensor.itemsize() <= tensor.storage().nbytes(),
+      "the tensor has less memory than elements: its storage was resized");
   TORCH_CHECK_TYPE(
       !average || tensor.is_floating_point() || tensor.is_complex(), "no averages of ",
       tensor.scalar_type());

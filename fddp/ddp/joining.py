@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch.distributed.algorithms.join import JoinHook
 
 from fddp.transports import Transport
@@ -55,8 +54,5 @@ def any_rank(transport: Transport, *, mine: bool) -> bool:
 
 def last_rank(transport: Transport, *, mine: bool) -> int | None:
     """The last rank that votes for it, or None; a collective call."""
-    votes = torch.zeros(transport.world_size, device=transport.control_device)
-    votes[transport.rank] = float(mine)
-    transport.all_reduce(votes).wait("a vote")
-    voters = votes.nonzero().flatten().tolist()
-    return voters[-1] if voters else None
+    votes = transport.exchange(bytes([mine]), "votes")
+    return max((rank for rank, vote in enumerate(votes) if vote != b"\0"), default=None)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import zip_longest
 
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn import Module
 
+from fddp.agree import exchange
 from fddp.collectives.broadcast import broadcast_, broadcast_tensors
+from fddp.errors import DesyncError
 from fddp.pack import storage_use_count
 from fddp.transports import Transport
 
@@ -63,5 +66,28 @@ def _replace(module: Module, buffer: Tensor, value: Tensor) -> None:
 
 def _broadcast(transport: Transport, tensors: list[Tensor], src: int) -> list[Tensor]:
     """Rank `src`'s values; on that rank, the tensors themselves."""
+    _check_alike(transport, tensors)
     values = broadcast_tensors(transport, tensors, src)
     return tensors if transport.rank == src else values
+
+
+def _check_alike(transport: Transport, tensors: list[Tensor]) -> None:
+    """Compares the shapes of buffers over ranks when they are no longer those of before: backends
+    end the process where sizes differ.
+
+    Raises:
+        DesyncError: they differ; on every rank.
+    """
+    shapes = [(str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
+    if transport.agreed.get("buffers") == shapes:
+        return
+    told = exchange(transport, [f"{dtype} {shape}" for dtype, shape in shapes], "buffers")
+    for rank, theirs in enumerate(told):
+        if theirs != told[0]:
+            pairs = enumerate(zip_longest(told[0], theirs, fillvalue="none"))
+            number, (mine, other) = next((k, pair) for k, pair in pairs if pair[0] != pair[1])
+            raise DesyncError(
+                f"buffer {number} of a module is {mine} on rank 0 and {other} on rank {rank}; keep "
+                f"buffers alike on all ranks, or pass broadcast_buffers=False"
+            )
+    transport.agreed["buffers"] = shapes

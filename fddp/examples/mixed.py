@@ -53,12 +53,11 @@ def example(
         with fddp.GradSync(start) as sync:
             step = jax_step(sync, weight_of) if in_jax else torch_step(sync, weight_of)
             params = train(start, data, sync, step, epochs)
-            own = ("JAX" if in_jax else "torch", sync.plan.shared_digest)
+            own = f"{'JAX' if in_jax else 'torch':5} {sync.plan.shared_digest}"
             transport = sync.transport
         params = fddp.tree_map(to_tensor, params) if in_jax else params
     alone = train_alone(initial, data, ranks, epochs)
-    told = [own] * ranks
-    dist.all_gather_object(told, own)
+    told = [text.split() for text in exchanged(own)]
     logits = logits_fn(params, held_out.images.flatten(1))
     hits = (logits.argmax(1) == held_out.labels).double().mean().item()
     return Report(
@@ -73,6 +72,14 @@ def example(
             "parameters, from one process": Check(difference(params, alone), ROUNDING),
         },
     )
+
+
+def exchanged(text: str) -> list[str]:
+    """Every rank's text, all of one length; by rank."""
+    own = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    told = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(told, own)
+    return [bytes(other.tolist()).decode() for other in told]
 
 
 def torch_step(sync: fddp.GradSync, weight_of: Callable[[Batch], float]) -> Step:

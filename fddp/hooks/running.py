@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fddp.errors import DesyncError, RankLostError, SyncTimeoutError
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce
 from fddp.program import Program
@@ -35,6 +36,7 @@ class Collectives(AllReduce):
         transport: carries them.
         program: knows this rank's place.
         axes: along which ranks meet.
+        bucket: the bucket's number.
         what: the bucket in words, for errors.
         stamp: whether to record when they are done.
 
@@ -47,6 +49,7 @@ class Collectives(AllReduce):
         transport: Transport,
         program: Program,
         axes: tuple[str, ...],
+        bucket: int,
         what: str,
         *,
         stamp: bool,
@@ -58,21 +61,48 @@ class Collectives(AllReduce):
         self.nbytes = 0
         self._transport = transport
         self._axes = axes
+        self._bucket = bucket
         self._what = what
         self._stamp = stamp
         self._works: list[Work] = []
 
     def __call__(self, tensor: Tensor) -> Future[Tensor]:
+        self._check_alike("all_reduce", tensor)
         work = self._transport.all_reduce(tensor, axes=self._axes, stamp=self._stamp)
         return self._started(work, tensor, tensor)
 
     def all_gather(self, tensor: Tensor) -> Future[Tensor]:
+        self._check_alike("all_gather", tensor)
         everyones = tensor.new_empty((self.world_size, *tensor.shape))
         everyones[self.rank].copy_(tensor)
         work = self._transport.all_gather_in_place(
             everyones.view(-1), axes=self._axes, stamp=self._stamp
         )
         return self._started(work, tensor, everyones)
+
+    def _check_alike(self, kind: str, tensor: Tensor) -> None:
+        """Compares what hooks are about to issue over ranks, where it is not what they issued in
+        the same place of a step before: backends end the process where sizes differ.
+
+        Raises:
+            DesyncError: ranks issue different operations; on every rank.
+        """
+        transport = self._transport
+        if transport.name in ("shm", "loopback") and tensor.is_cpu:
+            return  # which tell them apart themselves
+        place = (self._bucket, len(self._works))
+        own = f"{kind} of {tensor.dtype} {tuple(tensor.shape)}"
+        if transport.agreed.get(place) == own:
+            return
+        told = [text.decode() for text in transport.exchange(own.encode(), "hook operations")]
+        for rank, theirs in enumerate(told):
+            if theirs != told[0]:
+                raise DesyncError(
+                    f"{self._what} on rank {transport.rank} of {transport.world_size}: hooks are "
+                    f"about to issue different operations: rank 0 {told[0]}, rank {rank} {theirs}; "
+                    f"a hook must hand over tensors of one size and dtype on every rank"
+                )
+        transport.agreed[place] = own
 
     @property
     def done_s(self) -> float | None:
@@ -177,11 +207,19 @@ class HookedWork:
 
     def advance(self, *, block: bool) -> bool:
         """Starts the next stage, if there is one; see `Future.advance`."""
-        with torch.no_grad():
-            return not self.pending or self._future.advance(block=block)
+        try:
+            with torch.no_grad():
+                return not self.pending or self._future.advance(block=block)
+        except (RankLostError, SyncTimeoutError) as error:
+            error.bucket = self.op.bucket  # which need not be the one that the session is at
+            raise
 
     def take(self) -> Any:
         """The result, once, which is not kept."""
         self.settled = True
         future, self._future = self._future, Future.of(None)
-        return future.wait()
+        try:
+            return future.wait()
+        except (RankLostError, SyncTimeoutError) as error:
+            error.bucket = self.op.bucket
+            raise

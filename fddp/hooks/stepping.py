@@ -73,7 +73,9 @@ class HookedStep:
         hook, spec = attached.hook, attached.specs[op.bucket]
         before = self._scale.scaling == "before"
         reference = self._scale.reference if before else self._scale.unit
-        collectives = Collectives(self._transport, self._program, op.axes, what, stamp=self._stamp)
+        collectives = Collectives(
+            self._transport, self._program, op.axes, op.bucket, what, stamp=self._stamp
+        )
         state = states[op.bucket] if states else hook.init(spec)
         try:
             with torch.no_grad():

@@ -23,7 +23,10 @@ TransportName: TypeAlias = Literal["auto", "shm", "c10d", "loopback"]
 
 
 def open_transport(
-    group: Group | None = None, name: TransportName = "auto", timeout_s: float | None = None
+    group: Group | None = None,
+    name: TransportName = "auto",
+    timeout_s: float | None = None,
+    title: str = "transport",
 ) -> Transport:
     """Open an own communicator over `group`; every rank of the group must call this.
 
@@ -36,11 +39,13 @@ def open_transport(
             "loopback" is for the groups of `fddp.loopback`, and for no other.
         timeout_s: the longest that opening, and later any operation, may take; None for the
             group's own.
+        title: what errors call it, with a number behind it that counts those of the group.
 
     Raises:
         ValueError: `name` does not fit `group`, or this process is no member of it; on every rank,
             if "shm" was asked for and can't be had.
         PlanMismatchError: ranks passed different names; on every rank.
+        DesyncError: ranks open something else; on every rank.
         FddpError: there is no default group.
         SyncTimeoutError: some ranks did not open theirs within `timeout_s`; the text names them.
 
@@ -63,8 +68,8 @@ def open_transport(
             f'pass "auto" or {" or ".join(map(repr, fitting))}, or another group'
         )
     if isinstance(resolved, LoopbackGroup):
-        return LoopbackTransport(resolved, timeout_s)
-    return choose(C10dTransport(resolved, timeout_s), name)
+        return LoopbackTransport(resolved, timeout_s, title)
+    return choose(C10dTransport(resolved, timeout_s, title), name, title)
 
 
 def resolve(group: Group | None) -> dist.ProcessGroup | LoopbackGroup:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fddp.errors import ClosedError, PlanMismatchError
+from fddp.errors import ClosedError, DesyncError, PlanMismatchError
 from fddp.transports.operation import Operation, check_operation, check_tensor
 
 if TYPE_CHECKING:
@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 
     from fddp.topology import Topology
     from fddp.transports.operation import OperationKind
+    from fddp.transports.whereabouts import Slot
 
 _LENGTH_BYTES = 8  # that tell how long a payload is
-_AT_ONCE_BYTES = 1016  # of a payload that travel with its length
+_END_BYTES = 16  # that tell what it is for
+_AT_ONCE_BYTES = 1000  # of a payload that travel with its length
 
 
 class Work(ABC):
@@ -99,8 +101,10 @@ class Transport(ABC):
         world_size: ranks in the group.
         timeout_s: the longest that an operation may take.
         control_device: where small tensors that the host will read should live.
+        slot: what this rank is waiting for on it, for the errors of others.
     """
 
+    slot: Slot
     name: str
     reason: str
     rank: int
@@ -232,18 +236,22 @@ class Transport(ABC):
         """Memory of shape `(numel,)` where operations are fastest; contents are undefined."""
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def all_gather(self, tensor: Tensor, *, stamp: bool = False) -> Work:
+    def all_gather(self, tensor: Tensor, *, stamp: bool = False, apart: bool = False) -> Work:
         """Start collecting every rank's `tensor`; `work.results[r]` is a copy of rank r's.
 
         Args:
             tensor: contiguous, any dtype, the same shape and dtype on all ranks.
             stamp: record when it finished, see `Work.done_s`.
+            apart: whether it is the library's own, of a size on which ranks agree whatever they
+                are about to do; see `Operation`.
         """
         check_tensor("all_gather", tensor, self.rank)
         rows = tensor.new_empty((self.world_size, *tensor.shape))
         rows[self.rank].copy_(tensor)
         buffer = rows.view(-1)
-        work = self._launch(Operation("all_gather", buffer, self._everyone, stamp=stamp))
+        work = self._launch(
+            Operation("all_gather", buffer, self._everyone, stamp=stamp, apart=apart)
+        )
         work._results = rows.unbind(0)
         return work
 
@@ -262,15 +270,32 @@ class Transport(ABC):
             )
         return self._launch(Operation("broadcast", tensor, self._everyone, src=src, stamp=stamp))
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload: bytes, end: str = "terms") -> list[bytes]:
         """Give `payload` to every rank and return every rank's, in rank order; blocks.
 
         The lengths may differ and may be zero. A small collective on `control_device`, and another
         one if a payload does not fit into it.
+
+        Args:
+            payload: any bytes.
+            end: what ranks compare, in at most 16 characters; ranks meet in the same only.
+
+        Raises:
+            DesyncError: ranks compare different things; on every rank. No payload was taken.
+            FddpError: as an operation that fails.
         """
-        what = f"exchange of {len(payload)} bytes"
-        head = len(payload).to_bytes(_LENGTH_BYTES, "big") + payload[:_AT_ONCE_BYTES]
-        told = self._gather_bytes(head, _LENGTH_BYTES + _AT_ONCE_BYTES, what)
+        what = f"exchange of {end} ({len(payload)} bytes)"
+        length = len(payload).to_bytes(_LENGTH_BYTES, "big")
+        head = end.encode().ljust(_END_BYTES) + length + payload[:_AT_ONCE_BYTES]
+        told = self._gather_bytes(head, _END_BYTES + _LENGTH_BYTES + _AT_ONCE_BYTES, what)
+        ends = [text[:_END_BYTES].decode(errors="replace").strip() for text in told]
+        for rank, other in enumerate(ends):
+            if other != ends[0]:
+                raise DesyncError(
+                    f"rank 0 is about to compare {ends[0]} where rank {rank} compares {other}: all "
+                    f"ranks must make the same calls in the same order"
+                )
+        told = [text[_END_BYTES:] for text in told]
         lengths = [int.from_bytes(text[:_LENGTH_BYTES], "big") for text in told]
         longest = max(lengths)
         if longest <= _AT_ONCE_BYTES:
@@ -281,9 +306,18 @@ class Transport(ABC):
 
     def _gather_bytes(self, payload: bytes, width: int, what: str) -> list[bytes]:
         padded = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8)
-        work = self.all_gather(padded.to(self.control_device))
+        work = self.all_gather(padded.to(self.control_device), apart=True)
         work.wait(what)
         return [row.cpu().numpy().tobytes() for row in work.results]
+
+    @abstractmethod
+    def raise_alarm(self, step: int, text: str) -> None:
+        """Tell ranks that wait elsewhere, in the loss function of a step, that it has failed here.
+
+        Args:
+            step: its number.
+            text: what went wrong.
+        """
 
     def close(self) -> None:
         """Free threads, sockets and buffers; a second call does nothing.
@@ -294,6 +328,10 @@ class Transport(ABC):
         if self._closed is None:
             self._closed = "close() was called"
             self._release()
+
+    def abandon(self) -> None:
+        """As `close`, in the middle of operations that other ranks wait for: they are told."""
+        self.close()
 
     def __enter__(self) -> Self:
         return self
@@ -312,6 +350,17 @@ class Transport(ABC):
     @abstractmethod
     def _release(self) -> None:
         """Free what the backend holds; called once."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks' numbers in the job, by rank."""
+        return self._everyone
+
+    @cached_property
+    def agreed(self) -> dict[object, object]:
+        """What all ranks are known to hand over alike where callers decide about sizes: operations
+        of hooks, buffers of modules."""
+        return {}
 
     @cached_property
     def _everyone(self) -> tuple[int, ...]:
@@ -337,7 +386,7 @@ class Transport(ABC):
 
     def _agree(self, text: str) -> None:
         """Raise on every rank where `text` is not the same on all."""
-        first, *others = [told.decode() for told in self.exchange(text.encode())]
+        first, *others = [told.decode() for told in self.exchange(text.encode(), "groups")]
         for rank, other in enumerate(others, start=1):
             if other != first:
                 raise PlanMismatchError(

@@ -16,7 +16,9 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import time
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,13 +26,22 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError
+from fddp.transports import desks
 from fddp.transports.base import Transport, Work
-from fddp.transports.communicators import Communicator, LateError, Seat, ToldError, connect
+from fddp.transports.communicators import (
+    Communicator,
+    LateError,
+    LeftError,
+    Seat,
+    ToldError,
+    connect,
+)
 from fddp.transports.endings import Failure, explain
 from fddp.transports.rollcall import Report, RollCall
+from fddp.transports.whereabouts import MOST_RANKS, in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from fddp.transports.communicators import Flight
     from fddp.transports.operation import Operation
@@ -51,7 +62,9 @@ class C10dTransport(Transport):
     name = "c10d"
     reason = "it was asked for"
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, timeout_s: float | None = None, title: str = "transport"
+    ) -> None:
         self._group = weakref.ref(group)  # [Note: communicators of groups]
         self._backends = _backends(group)
         devices = [torch.device(device) for device in self._backends]
@@ -65,18 +78,48 @@ class C10dTransport(Transport):
         self._failure: Failure | None = None
         self._communicators: dict[tuple[int, ...], dict[str, Communicator]] = {}
         self._roll = RollCall(group.get_group_store(), self.rank, self.world_size)
-        what = "opening a c10d transport"
+        self._asked = 0  # number of the question that this rank has put while it waited
+        self.slot, self._at_desk = desks.enter(group, self.timeout_s)
+        self.slot.alarm = self._roll.alarm
+        weakref.finalize(self, self.slot.desk.drop, self.slot).atexit = False
         try:
-            absent = self._roll.open(self.timeout_s)
+            self._open(title)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, title: str) -> None:
+        what = "opening a c10d transport"
+        self.slot.begin(f"the opening of a {title}")
+        look = partial(self.look, f"the opening of a {title}", time.perf_counter(), news=False)
+        try:
+            absent = self._roll.open(self.timeout_s, look)
         except RuntimeError as error:
             raise self.fail(what, error, self._everyone) from error
+        self.slot.key += f"/{self._roll.count}"
         if absent:
+            doings = self._doings(absent)
+            self.slot.fail(f"the opening of a {title}")
+            self.slot.desk.tell()
             raise SyncTimeoutError(
                 f"{what} on rank {self.rank} of {self.world_size}: {self.names(absent)} did not "
                 f"open theirs within timeout_s={self.timeout_s}; every rank of the group must, in "
-                "the same order"
+                f"the same order. What each does: {doings}",
+                absent,
             )
         self._connect([self._everyone])
+
+    def call(self, title: str) -> None:
+        """Give it a name for errors, on which all ranks have agreed, with a number behind it."""
+        try:
+            self.slot.label = f"{title} #{self._roll.number(title)}"
+        except RuntimeError as error:
+            raise self.fail(f"the opening of a {title}", error, self._everyone) from error
+        self.slot.finish("the opening")
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(self._global_ranks)
 
     def _connect(self, groups: Sequence[tuple[int, ...]]) -> None:
         for ranks in groups:
@@ -107,7 +150,22 @@ class C10dTransport(Transport):
         except RuntimeError as error:
             raise self.fail(str(operation), error, operation.ranks) from error
 
+    def raise_alarm(self, step: int, text: str) -> None:
+        self._roll.raise_alarm(step, text)
+
+    def abandon(self) -> None:
+        if self._closed is None:
+            self.tell_of_leaving()
+        self.close()
+
+    def tell_of_leaving(self) -> None:
+        """Tell ranks that wait for this one that it will not come."""
+        # gloo's connections last as long as its operations, which the error that ends a step holds.
+        with contextlib.suppress(RuntimeError):
+            self._roll.report(Report("dead", (self.rank,)))
+
     def _release(self) -> None:
+        self.slot.desk.leave(self.slot)
         # On a thread of its own, for [Note: freeing waits]; in order it does not, or not for long.
         thread = threading.Thread(target=self._free, name="fddp-c10d-close", daemon=True)
         thread.start()
@@ -119,18 +177,43 @@ class C10dTransport(Transport):
             for communicator in set(communicators.values()):
                 communicator.free(failed=self._failure is not None)
 
-    def _await(self, pending: _Pending) -> None:
+    def _await(self, pending: _Pending, what: str) -> None:
         if self._closed is not None and not pending.flight.arrived:
             raise RuntimeError(f"the transport was closed ({self._closed})")
-        pending.communicator.wait(pending.flight)
+        look = partial(self.look, what, time.perf_counter())
+        pending.communicator.wait(pending.flight, look)
+        self.slot.finish(what)
 
-    def fail(self, what: str, error: Exception, ranks: tuple[int, ...]) -> FddpError:
+    def look(self, what: str, begin_s: float, *, news: bool = True) -> None:
+        """What a rank does now and then while it waits for `what`, since `begin_s`.
+
+        Args:
+            what: the operation in the caller's words.
+            begin_s: by `time.perf_counter`.
+            news: whether failures of this transport are to be asked for.
+
+        Raises:
+            ToldError: another rank has met a failure.
+            LeftError: another rank has failed the step that this one is in.
+        """
+        self.slot.begin(what)
+        if news and self._roll.failed():
+            raise ToldError("another rank reported a failure")
+        if (peer := self.slot.desk.doomed(self.slot)) is not None:
+            raise LeftError(peer)
+        if not self._asked and time.perf_counter() - begin_s > self.timeout_s / 4:
+            self._asked = self.slot.desk.ask()
+
+    def fail(
+        self, what: str, error: Exception, ranks: tuple[int, ...], at: tuple[int, str] = (-1, "")
+    ) -> FddpError:
         """Close after a failure that the backend raised; the error that `what` ends with.
 
         Args:
             what: the operation in the caller's words.
             error: what the backend raised.
             ranks: who took part.
+            at: how many operations of these ranks came before it, and the operation itself.
         """
         with self.lock:
             if self._failure is None:
@@ -138,9 +221,36 @@ class C10dTransport(Transport):
                     return ClosedError(f"{what} on rank {self.rank} of {self.world_size}: {error}")
                 if self.on_failure is not None:
                     self.on_failure(what)
-                grace_s = min(_GRACE_S, self.timeout_s / 4)
-                self._end(what, _diagnose(self._roll, error, ranks, grace_s))
+                self._end(what, self._diagnosed(error, ranks, at))
             return self.explain(what)
+
+    def _diagnosed(self, error: Exception, ranks: tuple[int, ...], at: tuple[int, str]) -> Failure:
+        """What ended an operation of `ranks`, once the others were told and heard."""
+        peer = self.slot.desk.doomed(self.slot)
+        if peer is not None:
+            with contextlib.suppress(RuntimeError):
+                self._roll.report(Report("told", ranks, *at))
+            return Failure(str(error), late=False, silent=(), peer=peer)
+        failure = _diagnose(self._roll, error, Report("told", ranks, *at), self._grace_s)
+        return self._with_doings(failure)
+
+    def _with_doings(self, failure: Failure) -> Failure:
+        """With what the ranks do, those first that have said nothing, where some came late."""
+        if not failure.late or failure.silent is None or failure.mismatch:
+            return failure
+        return failure._replace(doings=self._doings(failure.silent))
+
+    def _doings(self, silent: tuple[int, ...]) -> str:
+        """What ranks do, in words; those first that have said nothing."""
+        asked = [*silent, *(rank for rank in self._everyone if rank not in silent)]
+        some = sorted(asked[:MOST_RANKS])
+        numbers = {rank: self._at_desk[rank] for rank in some}
+        told = self.slot.desk.answers(list(numbers.values()), self._asked, self._grace_s)
+        return in_words({self.names((rank,)): told.get(numbers[rank]) for rank in some})
+
+    @property
+    def _grace_s(self) -> float:
+        return min(_GRACE_S, self.timeout_s / 4)
 
     def end(self, what: str, failure: Failure) -> None:
         """Close after a failure that was seen elsewhere, and tell those who wait here."""
@@ -149,7 +259,7 @@ class C10dTransport(Transport):
                 verdict: Verdict = "timeout" if failure.late else "dead"
                 with contextlib.suppress(RuntimeError):
                     self._roll.report(Report(verdict, failure.silent or ()))
-                self._end(what, failure)
+                self._end(what, self._with_doings(failure))
 
     def explain(self, what: str) -> FddpError:
         """The error that `what` ends with, after a failure."""
@@ -175,6 +285,8 @@ class C10dTransport(Transport):
         return self._roll.failed()
 
     def _end(self, what: str, failure: Failure) -> None:
+        self.slot.fail(what)
+        self.slot.desk.tell()
         self._failure = failure
         self._closed = f"{what} failed"
         self._release()
@@ -194,7 +306,7 @@ class _C10dWork(Work):
     ) -> None:
         self._transport = transport
         self._pending: _Pending | None = _Pending(
-            communicator, communicator.issue(operation), operation
+            communicator, communicator.issue(operation), operation, communicator.issued
         )
         self._error: FddpError | None = None
         self._watch = communicator.watch(self._pending.flight) if operation.stamp else None
@@ -212,9 +324,10 @@ class _C10dWork(Work):
         pending, self._pending = self._pending, None
         if pending is not None:
             try:
-                self._transport._await(pending)
+                self._transport._await(pending, what)
             except RuntimeError as error:
-                self._error = self._transport.fail(what, error, pending.operation.ranks)
+                ranks, at = pending.operation.ranks, (pending.place, str(pending.operation))
+                self._error = self._transport.fail(what, error, ranks, at)
                 self._error.__cause__ = error
         if self._error is not None:
             raise self._error
@@ -226,10 +339,11 @@ class _Pending(NamedTuple):
     communicator: Communicator
     flight: Flight
     operation: Operation  # holds the tensor
+    place: int  # among the operations of its ranks
 
 
-def _diagnose(roll: RollCall, error: Exception, ranks: tuple[int, ...], grace_s: float) -> Failure:
-    """Tell the others, and hear from them, how an operation of `ranks` that raised `error` ended.
+def _diagnose(roll: RollCall, error: Exception, report: Report, grace_s: float) -> Failure:
+    """Tell the others, and hear from them, how the operation of `report` that raised `error` ended.
 
     Silent alone means little: a rank that takes no part in what failed may be busy elsewhere.
     """
@@ -241,7 +355,7 @@ def _diagnose(roll: RollCall, error: Exception, ranks: tuple[int, ...], grace_s:
     elif isinstance(error, LateError) or re.search("timeout|timed out", text, re.IGNORECASE):
         verdict = "timeout"
     try:
-        roll.report(Report(verdict, ranks))
+        roll.report(report._replace(verdict=verdict))
         reports = roll.reports(grace_s)
     except RuntimeError:
         return Failure(text, verdict == "timeout", None)
@@ -251,7 +365,21 @@ def _diagnose(roll: RollCall, error: Exception, ranks: tuple[int, ...], grace_s:
         text,
         late=any(told.verdict == "timeout" for told in reports.values()),
         silent=tuple(sorted(dead or awaited - reports.keys())),
+        mismatch="" if dead else _mismatch(reports, report),
     )
+
+
+def _mismatch(reports: Mapping[int, Report], own: Report) -> str:
+    """What ranks are in that met in one place with different operations; empty if none did."""
+    met = {
+        rank: told.operation
+        for rank, told in sorted(reports.items())
+        if told.place >= 0 and (told.ranks, told.place) == (own.ranks, own.place)
+    }
+    first = next(iter(met.values()), "")
+    if all(operation == first for operation in met.values()):
+        return ""
+    return ", ".join(f"rank {rank} {operation}" for rank, operation in met.items())
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from fddp.errors import PlanMismatchError
+from fddp.transports.endings import check_titles
 from fddp.transports.neighbours import find_neighbours
 from fddp.transports.shm import ShmTransport
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("fddp")
 
 
-def choose(c10d: C10dTransport, wanted: str) -> Transport:
+def choose(c10d: C10dTransport, wanted: str, title: str = "transport") -> Transport:
     """The transport that is `wanted` of a group over which a c10d transport is open already.
 
     Every rank calls this, with the same name, and gets the same kind. `c10d` is part of what is
@@ -25,14 +26,19 @@ def choose(c10d: C10dTransport, wanted: str) -> Transport:
     Args:
         c10d: over the ranks in question.
         wanted: "auto", "shm" or "c10d".
+        title: what it is for, in a word.
 
     Raises:
+        DesyncError: ranks want one for something else; on every rank.
         PlanMismatchError: ranks want different ones; on every rank.
         ValueError: "shm" is wanted and can't be had; on every rank.
         FddpError: as an operation that fails.
     """
     try:
-        names = [name.decode() for name in c10d.exchange(wanted.encode())]
+        told = [text.decode().split("\n") for text in c10d.exchange(f"{wanted}\n{title}".encode())]
+        check_titles({rank: theirs for rank, (_, theirs) in enumerate(told)})
+        c10d.call(title)
+        names = [name for name, _ in told]
         for rank, name in enumerate(names):
             if name != names[0]:
                 raise PlanMismatchError(

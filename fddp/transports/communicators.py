@@ -7,6 +7,7 @@ groups that are registered there.
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import time
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from fddp import ext
 from fddp.transports.ordered import sum_in_order_
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from fddp.transports.operation import Operation
     from fddp.transports.rollcall import RollCall
 
+_LONGEST_PAUSE_S = 0.05  # of the thread that looks whether gloo is freed
 _LOOK_AROUND = timedelta(seconds=0.25)  # how often a waiting rank looks for the others' failures
 
 
@@ -36,6 +39,10 @@ class LateError(RuntimeError):
 
 class ToldError(RuntimeError):
     """Another rank reported a failure while this one waited."""
+
+
+class LeftError(RuntimeError):
+    """Another rank has failed the step that this one is in, and will not come."""
 
 
 class Seat(NamedTuple):
@@ -76,7 +83,9 @@ class Communicator:
 
     [Note: freeing waits] gloo frees a backend only once its pending operations have ended, which a
     lost rank holds up until they time out. So `free` is called on a thread that may wait, and drops
-    the only reference; works and tracebacks refer to the communicator, never to the backend.
+    the only reference; works and tracebacks refer to the communicator, never to the backend. The
+    thread that gloo keeps waiting is none of Python's: Python unwinds its own when the process
+    ends, which in the middle of a destructor is SIGABRT instead of the process's own exit code.
     """
 
     _averages = False  # whether the backend can divide a sum by the number of ranks
@@ -84,10 +93,12 @@ class Communicator:
     def __init__(self, backend: Any, seat: Seat) -> None:
         self._backend = backend
         self._place = seat.place
+        self.issued = 0  # operations so far
         self._sources = {rank: place for place, rank in enumerate(seat.ranks)}
 
     def issue(self, operation: Operation) -> Flight:
         """Start `operation`; torch's own errors (RuntimeError) pass through."""
+        self.issued += 1
         if operation.kind == "all_reduce":
             return self._all_reduce(operation)
         if operation.kind == "reduce_scatter":
@@ -139,13 +150,18 @@ class Communicator:
         options.rootRank = place
         return self._backend.broadcast([_bytes_of(tensor)], options)  # type: ignore[no-any-return]
 
-    def wait(self, flight: Flight) -> None:
-        """Block until `flight` is over as seen from the current stream, or torch gives it up."""
-        self._await(flight.works)
+    def wait(self, flight: Flight, look: Callable[[], None]) -> None:
+        """Block until `flight` is over as seen from the current stream, or torch gives it up.
+
+        Args:
+            flight: what to wait for.
+            look: called now and then where this blocks for long; may raise a RuntimeError.
+        """
+        self._await(flight.works, look)
         if flight.finish is not None:
             flight.finish()
 
-    def _await(self, works: Sequence[dist.Work]) -> None:
+    def _await(self, works: Sequence[dist.Work], look: Callable[[], None]) -> None:
         for work in works:
             work.wait()
 
@@ -181,9 +197,21 @@ class GlooCommunicator(Communicator):
         timeout = timedelta(seconds=seat.timeout_s)
         size = len(seat.ranks)
         super().__init__(dist.ProcessGroupGloo(seat.store, seat.place, size, timeout), seat)
-        self._roll = seat.roll
         self._timeout_s = seat.timeout_s
         self._spare = _Spare()
+        self._process = os.getpid()
+
+    def free(self, *, failed: bool) -> None:
+        freeing = ext.load().Freeing(self._backend)
+        super().free(failed=failed)
+        if os.getpid() == self._process:
+            freeing.begin()  # [Note: freeing waits]
+        else:
+            freeing.keep()
+        pause_s = 0.0005
+        while not freeing.done:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _reduce_scatter(self, operation: Operation) -> Flight:
         # gloo's own is an all-reduce of a copy. That each rank sends each other one its chunk, and
@@ -203,16 +231,18 @@ class GlooCommunicator(Communicator):
 
     def _all_gather(self, operation: Operation) -> Flight:
         # gloo's own gathers into a fresh buffer and copies from there, which takes 2 to 4 times as
-        # long for large buffers as a broadcast from each rank into place, and no less for small.
+        # long for large buffers as a broadcast from each rank into place, and no less for small. It
+        # meets no broadcast: gloo ends the process where sizes differ of what meets.
+        if operation.apart:
+            return super()._all_gather(operation)
         return Flight(tuple(self._broadcast(c, place) for place, c in enumerate(operation.chunks)))
 
-    def _await(self, works: Sequence[dist.Work]) -> None:
+    def _await(self, works: Sequence[dist.Work], look: Callable[[], None]) -> None:
         deadline_s = time.perf_counter() + self._timeout_s
         for work in works:
             while not _finishes(work, _LOOK_AROUND):
                 # [Note: news of a failure]
-                if self._roll.failed():
-                    raise ToldError("another rank reported a failure")
+                look()
                 if time.perf_counter() > deadline_s:
                     raise LateError(f"timed out after {self._timeout_s} s")
 
@@ -271,7 +301,8 @@ class NcclCommunicator(Communicator):
         """As for others, but by the device's clock: a side stream waits for the work."""
         stream, origin, origin_s = self._origin = self._origin or _origin()
         with torch.cuda.stream(stream):
-            self._await(flight.works)
+            for work in flight.works:
+                work.wait()
             done = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             done.record()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from fddp.errors import FddpError, RankLostError, SyncTimeoutError
+from fddp.errors import DesyncError, FddpError, PeerError, RankLostError, SyncTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 
 class Failure(NamedTuple):
@@ -16,6 +16,26 @@ class Failure(NamedTuple):
     text: str  # what was seen, one line
     late: bool  # some rank waited for as long as it may
     silent: tuple[int, ...] | None  # ranks waited for in vain; None where the store is gone too
+    doings: str = ""  # what the ranks do instead, in words
+    mismatch: str = ""  # the operations that ranks met in, where they are known to differ
+    peer: str = ""  # what another rank failed with, where that ends the step on this rank as well
+
+
+def check_titles(titles: Mapping[int, str]) -> None:
+    """Raises where ranks open transports for different ends.
+
+    Raises:
+        DesyncError: the same on every rank.
+
+    >>> check_titles({0: "GradSync", 1: "GradSync"})
+    """
+    first = min(titles)
+    for rank, title in sorted(titles.items()):
+        if title != titles[first]:
+            raise DesyncError(
+                f"rank {first} opens a {titles[first]} where rank {rank} opens a {title}: all "
+                f"ranks of a group must make what communicates over it in the same order"
+            )
 
 
 def explain(
@@ -39,12 +59,23 @@ def explain(
             "or agent that hosts it is gone: start the job again from a checkpoint"
         )
     names = name(failure.silent)
+    if failure.peer:
+        return PeerError(
+            f"{where}: {failure.peer}, and does not come here; the step fails on all ranks"
+        )
+    if failure.mismatch:
+        return DesyncError(
+            f"{where}: ranks met in different operations: {failure.mismatch}; all ranks must issue "
+            "the same operations in the same order"
+        )
     if failure.late:
+        doings = f" What each does: {failure.doings}." if failure.doings else ""
         return SyncTimeoutError(
             f"{where}: not finished within timeout_s={timeout_s}; "
             f"{f'no word from {names}' if names else 'every rank is alive'}. All ranks must "
             "issue the same operations in the same order; where one is only slow, raise "
-            "timeout_s"
+            f"timeout_s.{doings}",
+            failure.silent,
         )
     return RankLostError(
         f"{where}: {f'lost {names}' if names else 'a connection broke'} ({failure.text}); "

@@ -11,13 +11,23 @@ import contextvars
 import threading
 import time
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from fddp.errors import ClosedError, DesyncError, FddpError, RankLostError, SyncTimeoutError
+from fddp.errors import (
+    ClosedError,
+    DesyncError,
+    FddpError,
+    PeerError,
+    RankLostError,
+    SyncTimeoutError,
+)
 from fddp.transports.base import Transport, Work
+from fddp.transports.endings import check_titles
 from fddp.transports.ordered import sum_in_order_
+from fddp.transports.whereabouts import MOST_RANKS, Desk, Doing, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -105,9 +115,22 @@ class LoopbackGroup:
         self.size = world.size
         self._world = world
         self._opened = 0
+        self._named: Counter[str] = Counter()
+        world.desks[rank] = ThreadDesk()
 
     def __repr__(self) -> str:
         return f"LoopbackGroup(rank={self.rank}, size={self.size})"
+
+
+class ThreadDesk(Desk):
+    """What a rank does that is a thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def doing(self, main_thread: int | None = None) -> Doing:
+        return super().doing(self._thread)
 
 
 class LoopbackTransport(Transport):
@@ -116,7 +139,9 @@ class LoopbackTransport(Transport):
     name = "loopback"
     reason = "the ranks are threads of one process"
 
-    def __init__(self, group: LoopbackGroup, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, group: LoopbackGroup, timeout_s: float | None = None, title: str = "transport"
+    ) -> None:
         self.rank = group.rank
         self.world_size = group.size
         self.timeout_s = group._world.timeout_s if timeout_s is None else timeout_s
@@ -125,10 +150,25 @@ class LoopbackTransport(Transport):
         self._issued: Counter[tuple[int, ...]] = Counter()  # operations by ranks that take part
         # The n-th transport that a rank opens meets the n-th of every other rank.
         self._channel = group._opened
-        missing = self._world.open(self._channel, self.rank, self.timeout_s)
+        self._desk = self._world.desks[self.rank]
+        self.slot = self._desk.open(str(self._channel))
+        self.slot.alarm = partial(self._world.alarm, self._channel)
+        self.slot.begin(f"the opening of a {title}")
+        peer = partial(self._desk.doomed, self.slot)
+        missing = self._world.open(self._channel, self.rank, title, self.timeout_s, peer)
         if missing:
-            raise self._explain("opening a loopback transport", missing)
+            told = peer()
+            self._desk.leave(self.slot)
+            raise self._explain("opening a loopback transport", missing, told)
         group._opened += 1
+        try:
+            check_titles(self._world.titles(self._channel))
+        except DesyncError:
+            self.close()
+            raise
+        group._named[title] += 1
+        self.slot.label = f"{title} #{group._named[title]}"
+        self.slot.finish("the opening")
 
     def _start(self, operation: Operation) -> Work:
         position = self._issued[operation.ranks]
@@ -140,23 +180,39 @@ class LoopbackTransport(Transport):
     def _connect(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Nothing to do: any ranks can meet."""
 
+    def raise_alarm(self, step: int, text: str) -> None:
+        self._world.raise_alarm(self._channel, step, f"rank {self.rank} failed: {text}")
+
     def _release(self) -> None:
+        self._desk.leave(self.slot)
         self._world.leave(self.rank, f"left its transport ({self._closed})", self._channel)
 
-    def _explain(self, what: str, missing: dict[int, str | None]) -> FddpError:
-        """The error that `what` ends with, given the ranks that `_World` found missing."""
+    def _explain(
+        self, what: str, missing: dict[int, str | None], peer: str | None = None
+    ) -> FddpError:
+        """The error that `what` ends with, given the ranks that `_World` found missing, or which
+        one has failed the step."""
         where = f"{what} on rank {self.rank} of {self.world_size}"
+        if peer is not None:
+            return PeerError(
+                f"{where}: {peer}, and does not come here; the step fails on all ranks"
+            )
         gone = {rank: reason for rank, reason in missing.items() if reason is not None}
-        if gone:
+        if gone and not self._world.gave_up(self._channel) & gone.keys():
             reasons = ", ".join(f"rank {rank} {reason}" for rank, reason in gone.items())
             return RankLostError(
                 f"{where}: lost {reasons}; mend that rank's own error first", tuple(gone)
             )
         absent = ", ".join(f"rank {rank}" for rank in missing)
+        others = [rank for rank in range(self.world_size) if rank not in missing]
+        desks = self._world.desks
+        some = sorted(rank for rank in [*missing, *others] if rank in desks)[:MOST_RANKS]
+        doings = in_words({f"rank {rank}": desks[rank].doing() for rank in some})
         return SyncTimeoutError(
             f"{where}: not finished within timeout_s={self.timeout_s}; no word from {absent}. All "
             "ranks must issue the same operations in the same order; where one is only slow, raise "
-            "timeout_s"
+            f"timeout_s. What each does: {doings}",
+            tuple(missing),
         )
 
 
@@ -188,7 +244,10 @@ class _LoopbackWork(Work):
                 f"{what} on rank {transport.rank} of {transport.world_size}: the transport was "
                 f"closed ({transport._closed})"
             )
-        missing = transport._world.wait(meeting, transport.timeout_s)
+        slot = transport.slot
+        slot.begin(what)
+        peer = partial(transport._desk.doomed, slot)
+        missing = transport._world.wait(meeting, transport.timeout_s, peer)
         if meeting.mismatch is not None:
             return DesyncError(
                 f"{what} on rank {transport.rank} of {transport.world_size}: ranks met in "
@@ -196,10 +255,15 @@ class _LoopbackWork(Work):
                 "operations in the same order"
             )
         if not missing:
+            slot.finish(what)
             return None
+        error = transport._explain(what, missing, peer())
+        slot.fail(what)
+        if isinstance(error, SyncTimeoutError):
+            transport._world.give_up(transport.rank, transport._channel)
         transport._closed = f"{what} failed"
         transport._release()
-        return transport._explain(what, missing)
+        return error
 
 
 class _Appointment(NamedTuple):
@@ -232,24 +296,43 @@ class _World:
         self.size = size
         self.timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._openings: dict[int, set[int]] = {}
+        self._openings: dict[int, dict[int, str]] = {}
         self._meetings: dict[_Appointment, _Meeting] = {}
         self._departed: dict[_Departure, str] = {}
+        self._gave_up: set[tuple[int, int]] = set()  # ranks and channels
+        self._alarms: dict[int, tuple[int, str]] = {}  # by channel: a step that fails, and why
+        self.desks: dict[int, Desk] = {}  # by rank
 
-    def open(self, channel: int, rank: int, timeout_s: float) -> dict[int, str | None]:
+    def open(
+        self,
+        channel: int,
+        rank: int,
+        title: str,
+        timeout_s: float,
+        left: Callable[[], object | None],
+    ) -> dict[int, str | None]:
         """Wait for all ranks to open `channel`; as `wait`. One that waits in vain withdraws."""
         with self._changed:
-            present = self._openings.setdefault(channel, set())
-            present.add(rank)
+            present = self._openings.setdefault(channel, {})
+            present[rank] = title
             self._changed.notify_all()
             everyone = range(self.size)
             self._changed.wait_for(
-                lambda: self._is_settled(self._missing(everyone, present, channel)), timeout_s
+                lambda: (
+                    self._is_settled(self._missing(everyone, present, channel))
+                    or left() is not None
+                ),
+                timeout_s,
             )
             missing = self._missing(everyone, present, channel)
             if missing:
-                present.discard(rank)
+                present.pop(rank, None)
             return missing
+
+    def titles(self, channel: int) -> dict[int, str]:
+        """What ranks have opened a channel for."""
+        with self._changed:
+            return dict(self._openings[channel])
 
     def join(self, appointment: _Appointment, rank: int, operation: Operation) -> _Meeting:
         """Bring `operation` to its meeting; the last rank to come carries it out."""
@@ -267,11 +350,35 @@ class _World:
             self._changed.notify_all()
             return meeting
 
-    def wait(self, meeting: _Meeting, timeout_s: float) -> dict[int, str | None]:
-        """Wait for all ranks to come; those that did not, with why they left (None: late)."""
+    def wait(
+        self, meeting: _Meeting, timeout_s: float, left: Callable[[], object | None]
+    ) -> dict[int, str | None]:
+        """Wait for all ranks to come; those that did not, with why they left (None: late). Where it
+        is `left` that a rank will not come, nobody waits for longer."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_over(meeting), timeout_s)
+            self._changed.wait_for(lambda: self._is_over(meeting) or left() is not None, timeout_s)
             return self._missing_at(meeting)
+
+    def give_up(self, rank: int, channel: int) -> None:
+        """Say that `rank` leaves `channel` because others did not come in time."""
+        with self._changed:
+            self._gave_up.add((rank, channel))
+
+    def gave_up(self, channel: int) -> set[int]:
+        """Ranks that left `channel` for that reason."""
+        with self._changed:
+            return {rank for rank, other in self._gave_up if other == channel}
+
+    def raise_alarm(self, channel: int, step: int, text: str) -> None:
+        """Tell those who wait elsewhere in this step that it fails."""
+        with self._changed:
+            self._alarms[channel] = step, text
+            self._changed.notify_all()
+
+    def alarm(self, channel: int, step: int) -> str | None:
+        """What was told of this step."""
+        failed, text = self._alarms.get(channel, (-1, ""))
+        return text if failed == step else None
 
     def is_over(self, meeting: _Meeting) -> bool:
         """Whether `wait` would return at once."""

@@ -29,6 +29,7 @@ _SECRET_BYTES = 16
 _LONGEST_TEXT = 300  # of a problem
 _SHOWN = 4  # hosts in a text
 _ON_THE_WAY = 512  # descriptors that a host's leader has sent, half of what is usually allowed
+_LARGEST_SPAN = 1 << 47  # bytes; above what any arena has
 _CARDS = MOST_DESCRIPTORS // 2  # in a parcel; each is of one rank, with two descriptors
 
 
@@ -44,7 +45,7 @@ class Neighbours(NamedTuple):
     problems: dict[int, str]  # what stopped ranks, by rank
     arena: Arena | None  # this rank's; None if it is alone
     views: dict[int, View]  # of the others on its host
-    processes: dict[int, int]  # their pidfds, for the holder to close
+    processes: Processes  # theirs
 
     def share(self, ranks: Sequence[int]) -> bool:
         """Whether all of `ranks` are on one host."""
@@ -53,7 +54,8 @@ class Neighbours(NamedTuple):
     def told(self, problems: Mapping[int, str]) -> str:
         """Why not all ranks share memory, in words.
 
-        >>> Neighbours(((0, 1), (2, 3), (4,)), {}, None, {}, {}).told({4: "no file descriptors"})
+        >>> found = Neighbours(((0, 1), (2, 3), (4,)), {}, None, {}, Processes())
+        >>> found.told({4: "no file descriptors"})
         'the ranks are on 3 hosts or parts of them (0-1, 2-3, 4); rank 4: no file descriptors'
         """
         shown = [_span(host) for host in self.hosts[:_SHOWN]]
@@ -64,8 +66,24 @@ class Neighbours(NamedTuple):
 
     def close(self) -> Neighbours:
         """Lets go of what is held; the same without it."""
-        _close_all(self.processes)
+        self.processes.close()
         return self._replace(arena=None, views={})
+
+
+class Processes(dict[int, int]):
+    """The pidfds of other ranks' processes, by rank.
+
+    They are closed with the last reference at the latest: what holds them may be let go of without
+    having been closed, as a wrapped module is.
+    """
+
+    def close(self) -> None:
+        """Closes all; a second call does nothing."""
+        while self:
+            os.close(self.popitem()[1])
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class Council:
@@ -83,10 +101,13 @@ class Council:
         """Whether any of these ranks has a problem."""
         return any(rank in self.problems for rank in ranks)
 
-    def stage(self, do: Callable[[], Any]) -> list[Any]:
+    def stage(
+        self, do: Callable[[], Any], is_sound: Callable[[Any], bool] = lambda _: True
+    ) -> list[Any]:
         """Every rank's result of `do`, as JSON holds it; None for those that have a problem.
 
-        An error that comes from the system becomes the problem of this rank.
+        An error that comes from the system becomes the problem of this rank. What a rank tells that
+        is not `is_sound` becomes the problem of that rank, on all alike.
         """
         problem, result = self.problems.get(self._transport.rank), None
         if problem is None:
@@ -95,9 +116,22 @@ class Council:
             except (OSError, ValueError, RuntimeError, MemoryError) as error:
                 problem = str(error)[:_LONGEST_TEXT] or type(error).__name__
         told = self._transport.exchange(json.dumps([problem, result]).encode())
-        results = [json.loads(text) for text in told]
-        self.problems |= {rank: why for rank, (why, _) in enumerate(results) if why is not None}
-        return [value for _, value in results]
+        read = [_told(text, is_sound) for text in told]
+        self.problems |= {rank: why for rank, (why, _) in enumerate(read) if why is not None}
+        return [value for _, value in read]
+
+
+def _told(text: bytes, is_sound: Callable[[Any], bool]) -> tuple[str | None, Any]:
+    """A rank's problem and result, out of what it sent."""
+    try:
+        why, value = json.loads(text)
+        if why is not None:
+            return str(why)[:_LONGEST_TEXT], None
+        if value is None or is_sound(value):
+            return None, value
+    except (ValueError, TypeError, RecursionError):  # no JSON, or no pair
+        pass
+    return f"what it told the others makes no sense: {text[:40]!r}", None
 
 
 def find_neighbours(transport: Transport) -> Neighbours:
@@ -110,23 +144,28 @@ def find_neighbours(transport: Transport) -> Neighbours:
     with ExitStack() as sockets:
         search = _Search(transport.rank, sockets)
         try:
-            doors = council.stage(search.open_door)
-            found = council.stage(lambda: search.call(doors))
+            doors = council.stage(search.open_door, lambda door: _is_pair(door, str, str))
+            found = council.stage(
+                lambda: search.call(doors),
+                lambda found: _is_pair(found, int, str) and 0 <= found[0] < transport.world_size,
+            )
             leaders = [None if answer is None else answer[0] for answer in found]
             host = _hosts(leaders, council.problems)[transport.rank]
 
-            def stage(do: Callable[[], Any]) -> list[Any]:
+            def stage(
+                do: Callable[[], Any], is_sound: Callable[[Any], bool] = lambda _: True
+            ) -> list[Any]:
                 """As the council's, for those who may still share a host."""
                 idle = len(host) == 1 or council.stopped(host)
-                return council.stage(lambda: None if idle else do())
+                return council.stage(lambda: None if idle else do(), is_sound)
 
-            arenas = stage(lambda: search.send(host))
+            arenas = stage(lambda: search.send(host), _is_place)
             for number in range(_rounds(_hosts(leaders, {}))):
                 stage(partial(search.hand_round, host, doors, number))
             stage(lambda: search.map_all(host, arenas))
             stage(lambda: search.check(host, doors))
         except BaseException:
-            _close_all(search.processes)
+            search.processes.close()
             raise
     hosts = _hosts(leaders, council.problems)
     remarks = {rank: answer[1] for rank, answer in enumerate(found) if answer and answer[1]}
@@ -135,8 +174,18 @@ def find_neighbours(transport: Transport) -> Neighbours:
         return Neighbours(
             tuple(dict.fromkeys(hosts)), problems, search.arena, search.views, search.processes
         )
-    _close_all(search.processes)
-    return Neighbours(tuple(dict.fromkeys(hosts)), problems, None, {}, {})
+    search.processes.close()
+    return Neighbours(tuple(dict.fromkeys(hosts)), problems, None, {}, search.processes)
+
+
+def _is_pair(value: Any, first: type, second: type) -> bool:
+    """Whether it is a list of two values of just these types."""
+    return isinstance(value, list) and [type(item) for item in value] == [first, second]
+
+
+def _is_place(value: Any) -> bool:
+    """Whether it is the span of an arena and an offset in it."""
+    return _is_pair(value, int, int) and 0 <= value[1] < value[0] < _LARGEST_SPAN
 
 
 class _Search:
@@ -149,7 +198,7 @@ class _Search:
     def __init__(self, rank: int, sockets: ExitStack) -> None:
         self.arena: Arena | None = None
         self.views: dict[int, View] = {}
-        self.processes: dict[int, int] = {}
+        self.processes = Processes()
         self._rank = rank
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._sockets = sockets
@@ -239,7 +288,14 @@ class _Search:
     def _take_all(self, host: tuple[int, ...]) -> None:
         while self._leader is not None and len(self._files) < len(host) - 1:
             parcel = self._leader.take()
-            self._keep(json.loads(parcel.note), parcel.descriptors)
+            try:
+                ranks = [int(rank) for rank in json.loads(parcel.note)]
+                if len(parcel.descriptors) != 2 * len(ranks) or not set(ranks) <= set(host):
+                    raise ValueError(f"the leader of the host sent {parcel.note[:40]!r}")
+            except (ValueError, TypeError, RecursionError) as error:
+                parcel.close()
+                raise ValueError(f"a parcel makes no sense: {error}") from error
+            self._keep(ranks, parcel.descriptors)
 
     def check(self, host: tuple[int, ...], doors: Sequence[list[str]]) -> None:
         """Finds the others' secrets in this rank's own memory."""
@@ -260,7 +316,7 @@ class _Search:
                 parcel = line.take()
             except OSError:
                 continue
-            rank = cards.pop(parcel.note, None)
+            rank = cards.pop(parcel.note, None) if len(parcel.descriptors) == 2 else None
             if rank is None:
                 parcel.close()
             else:
@@ -274,7 +330,7 @@ class _Search:
         """Takes over each rank's arena and process; those of this rank itself are closed."""
         for rank, file, process in zip(ranks, descriptors[::2], descriptors[1::2], strict=True):
             self._sockets.callback(os.close, file)
-            if rank == self._rank:
+            if rank == self._rank or rank in self._files:
                 os.close(process)
             else:
                 self._files[rank], self.processes[rank] = file, process
@@ -314,8 +370,3 @@ def _span(host: tuple[int, ...]) -> str:
     if len(host) > 1 and host == tuple(range(host[0], host[-1] + 1)):
         return f"{host[0]}-{host[-1]}"
     return "+".join(map(str, host))
-
-
-def _close_all(processes: dict[int, int]) -> None:
-    while processes:
-        os.close(processes.popitem()[1])

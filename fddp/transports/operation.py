@@ -41,6 +41,9 @@ class Operation(NamedTuple):
     average: bool = False  # sums only: divide by the number of `ranks`
     stamp: bool = False
     soon: bool = False  # the caller is about to wait for it
+    # all_gather only: what is no caller's tensor and always of one size, so that it may meet none
+    # of theirs, whose sizes differ, where ranks issue other operations than each other
+    apart: bool = False
     # reduce_scatter only: sizes of the axes along which `ranks` lie, outermost first, where the sum
     # has the one association that follows from them, see [Note: one association] in `ordered.py`;
     # () leaves it to the backend

@@ -6,9 +6,10 @@ its side of a transport, and, once an operation has failed, who is still alive.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
 import torch.distributed as dist
 
@@ -20,11 +21,16 @@ if TYPE_CHECKING:
 Verdict = Literal["timeout", "broken", "dead", "told"]
 
 
+_LOOK_AROUND_S = 0.25  # how often a rank looks at what the others do while it waits for them
+
+
 class Report(NamedTuple):
     """What a rank that met a failure tells the others."""
 
     verdict: Verdict
     ranks: tuple[int, ...]  # who took part in the operation that failed; of "dead", those who are
+    place: int = -1  # how many operations of these ranks came before it
+    operation: str = ""
 
 
 class RollCall:
@@ -40,33 +46,68 @@ class RollCall:
 
     Attributes:
         store: a part of the group's store that belongs to this transport alone.
+        count: number of the opening, the same on all ranks.
     """
 
     store: dist.Store
+    count: int
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self._group_store = store
         self._rank = rank
         self._world_size = world_size
 
-    def open(self, timeout_s: float) -> tuple[int, ...]:
+    def open(self, timeout_s: float, look: Callable[[], None]) -> tuple[int, ...]:
         """Wait for every rank to open; the ranks that did not come in time, none if all are there.
 
         [Note: openings end alike]
+
+        Args:
+            timeout_s: the longest to wait.
+            look: called now and then meanwhile; what it raises ends the opening on all ranks.
         """
         deadline_s = time.perf_counter() + timeout_s
         while True:
             count = self._group_store.add(f"fddp/opened/{self._rank}", 1)
             self.store = dist.PrefixStore(f"fddp/{count}", self._group_store)
+            self.count = count
             if self.store.check(["outcome"]):
                 continue
             self.store.set(f"here/{self._rank}", "")
-            absent = self._absent("here", deadline_s)
-            outcome = self.store.compare_set("outcome", "", "stop" if absent else "go")
+            stopped: BaseException | None = None
+            try:
+                absent = self._absent("here", deadline_s, look=look)
+            except Exception as error:
+                absent, stopped = (), error
+            ends = absent or stopped is not None
+            outcome = self.store.compare_set("outcome", "", "stop" if ends else "go")
             if outcome == b"go":
                 return ()
+            if stopped is not None:
+                raise stopped
             if absent:
                 return absent
+
+    def number(self, name: str) -> int:
+        """How many transports over the group were given this name before, and this one: the same
+        on all ranks, which name theirs in one order."""
+        return self._group_store.add(f"fddp/named/{name}/{self._rank}", 1)
+
+    def raise_alarm(self, step: int, text: str) -> None:
+        """Tell ranks that are in the loss function of a step that it fails on all of them."""
+        with contextlib.suppress(RuntimeError):
+            told = json.dumps([step, f"rank {self._rank} failed: {text}"])
+            self.store.set("alarm", told)
+
+    def alarm(self, step: int) -> str | None:
+        """Which rank failed in this step, and how, if that was told."""
+        try:
+            if not self.store.check(["alarm"]):
+                return None
+            failed, text = json.loads(self.store.get("alarm"))
+        except (RuntimeError, ValueError, TypeError):  # the store is gone, or holds no alarm
+            return None
+        return str(text) if failed == step else None
 
     def failed(self) -> bool:
         """Whether some rank has reported a failure; False where the store does not answer."""
@@ -89,22 +130,39 @@ class RollCall:
         """
         deadline_s = time.perf_counter() + grace_s
         silent = self._absent("report", deadline_s, lambda: self._all_set(["dead"]))
-        return {rank: self._read(rank) for rank in range(self._world_size) if rank not in silent}
+        told = {rank: self._read(rank) for rank in range(self._world_size) if rank not in silent}
+        return {rank: report for rank, report in told.items() if report is not None}
 
-    def _read(self, rank: int) -> Report:
-        verdict, ranks = json.loads(self.store.get(f"report/{rank}"))
-        return Report(cast("Verdict", verdict), tuple(ranks))
+    def _read(self, rank: int) -> Report | None:
+        """What a rank reports; None where that makes no sense, as if it had not."""
+        try:
+            verdict, ranks, place, operation = json.loads(self.store.get(f"report/{rank}"))
+        except (ValueError, TypeError, RecursionError):
+            return None
+        known = verdict in get_args(Verdict) and isinstance(ranks, list)
+        known = known and all(type(number) is int for number in (*ranks, place))
+        if not known or not isinstance(operation, str):
+            return None
+        return Report(cast("Verdict", verdict), tuple(ranks), place, operation)
 
     def _absent(
-        self, name: str, deadline_s: float, enough: Callable[[], bool] = lambda: False
+        self,
+        name: str,
+        deadline_s: float,
+        enough: Callable[[], bool] = lambda: False,
+        look: Callable[[], None] = lambda: None,
     ) -> tuple[int, ...]:
         """The ranks that have not set their `name` key by `deadline_s`, or when it is `enough`."""
+        next_look_s = time.perf_counter() + _LOOK_AROUND_S
         keys = {rank: f"{name}/{rank}" for rank in range(self._world_size)}
         pause_s = 0.0005
         # Not `store.wait`: some stores time it in whole seconds, some bar other users meanwhile.
         while not self._all_set(keys.values()):
             if time.perf_counter() > deadline_s or enough():
                 return tuple(rank for rank, key in keys.items() if not self._all_set([key]))
+            if time.perf_counter() > next_look_s:
+                look()
+                next_look_s = time.perf_counter() + _LOOK_AROUND_S
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
         return ()

@@ -10,6 +10,8 @@ a rank is in, and through the group's store to those who wait for the backend.
 
 from __future__ import annotations
 
+import time
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ from fddp.transports.native import Status, make_team
 from fddp.transports.neighbours import Council
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -52,7 +54,9 @@ class ShmTransport(Transport):
         self._divided_within = False  # whether some ranks, but not all, have a team
         self._problems = dict(neighbours.problems)
         self._teams: dict[tuple[int, ...], _Table] = {}
-        c10d.on_failure = self._fall
+        self.slot = c10d.slot
+        # No cycle keeps what is dropped without close().
+        c10d.on_failure = _weakly(weakref.WeakMethod(self._fall))
         if self.world_size > 1 and neighbours.share(self._everyone):
             try:
                 self._open_teams([self._everyone])
@@ -72,6 +76,10 @@ class ShmTransport(Transport):
             return f"all {self.world_size} ranks share the memory of a host"
         text = self._neighbours.told(self._problems)
         return text + ("; shm within a host, c10d across" if self._divided_within else "")
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._c10d.members
 
     def dismiss(self) -> None:
         """Frees all but the c10d transport, which stays open."""
@@ -125,6 +133,14 @@ class ShmTransport(Transport):
         devices = self._open_teams(groups)
         self._c10d._connect([ranks for ranks in groups if ranks not in self._teams or devices])
 
+    def raise_alarm(self, step: int, text: str) -> None:
+        self._c10d.raise_alarm(step, text)
+
+    def abandon(self) -> None:
+        if self._closed is None:
+            self._c10d.tell_of_leaving()
+        self.close()
+
     def _release(self) -> None:
         self._free()
         self._c10d.close()
@@ -152,7 +168,7 @@ class ShmTransport(Transport):
                     opened[ranks] = self._join(ranks, offsets[ranks])
             return self._c10d.serves_others
 
-        boards = council.stage(make_boards)
+        boards = council.stage(make_boards, _are_boards)
         offsets = {tuple(ranks): offset for made in boards for ranks, offset in made or ()}
         others = council.stage(join_teams)
         for ranks, team in opened.items():
@@ -213,8 +229,8 @@ class ShmTransport(Transport):
             if failure is None:
                 return self._heard(what)
             self._closed = f"{what} failed"
-            self._c10d.end(what, failure)
             self._spread(failure)
+            self._c10d.end(what, failure)
             self._free()
             return self._c10d.explain(what)
 
@@ -237,6 +253,27 @@ class ShmTransport(Transport):
                 team.fail(Status.TOLD, ())
             else:
                 team.fail(Status.TIMEOUT if failure.late else Status.LOST, members)
+
+
+def _weakly(method: weakref.WeakMethod[Callable[[str], None]]) -> Callable[[str], None]:
+    """Calls a method for as long as its object lives."""
+
+    def call(what: str) -> None:
+        if (found := method()) is not None:
+            found(what)
+
+    return call
+
+
+def _are_boards(told: Any) -> bool:
+    """Whether these are pairs of the ranks of a group and an offset."""
+    return isinstance(told, list) and all(
+        isinstance(pair, list)
+        and len(pair) == 2
+        and isinstance(pair[0], list)
+        and all(type(number) is int for number in (*pair[0], pair[1]))
+        for pair in told
+    )
 
 
 class _Table(NamedTuple):
@@ -267,6 +304,7 @@ class _ShmWork(Work):
 
     def wait(self, what: str) -> None:
         if self._passage.wait(_LOOK_AROUND_S) == _OK:
+            self._transport.slot.finish(what)
             return
         if self._error is None:
             self._error = self._outcome(what)
@@ -274,11 +312,14 @@ class _ShmWork(Work):
             raise self._error
 
     def _outcome(self, what: str) -> FddpError | None:
-        transport = self._transport
+        transport, begin_s = self._transport, time.perf_counter()
         while (status := self._passage.wait(_LOOK_AROUND_S)) == Status.PENDING:
-            if transport._looks_around and transport._c10d.told:
-                return transport._heard(what)
+            try:
+                transport._c10d.look(what, begin_s, news=transport._looks_around)
+            except RuntimeError as news:
+                return transport._c10d.fail(what, news, ())
         if status == Status.OK:
+            transport.slot.finish(what)
             return None
         if status != Status.MISMATCH:
             return transport._ended(what, self._table)

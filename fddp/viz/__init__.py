@@ -9,4 +9,5 @@ M. Okabe and K. Ito, "Color Universal Design", 2008, told apart by all kinds of 
 from fddp.viz.caps import plot_caps as plot_caps
 from fddp.viz.plans import compare_plans as compare_plans
 from fddp.viz.plans import plot_plan as plot_plan
+from fddp.viz.ranks import plot_ranks as plot_ranks
 from fddp.viz.timelines import plot_timeline as plot_timeline

@@ -26,6 +26,7 @@ constexpr uint64_t kPageBytes = 4096;
 constexpr uint64_t kLargeBytes = uint64_t{64} << 10;
 // Of the memory that is available, this much is left to others.
 constexpr uint64_t kSpareBytes = uint64_t{32} << 20;
+constexpr uint64_t kLongestSpan = uint64_t{1} << 46;
 
 [[noreturn]] void raise(const char* what) {
   throw std::system_error(errno, std::generic_category(), what);
@@ -64,11 +65,10 @@ int make_file(uint64_t span) {
 }
 
 uint64_t rounded_span(uint64_t span_bytes) {
-  constexpr uint64_t kLongest = uint64_t{1} << 46;
   // Address space is finite, too, and has room for many transports' arenas of many ranks.
   constexpr uint64_t kUsual = uint64_t{1} << 38;
   const uint64_t wanted = span_bytes == 0 ? std::min(machine_bytes(), kUsual) : span_bytes;
-  if (wanted > kLongest) throw std::invalid_argument("an arena of more than 2^46 bytes");
+  if (wanted > kLongestSpan) throw std::invalid_argument("an arena of more than 2^46 bytes");
   return (wanted + kGranuleBytes - 1) / kGranuleBytes * kGranuleBytes;
 }
 
@@ -125,6 +125,11 @@ std::shared_ptr<Mapping> adopt(int fd, uint64_t span) {
     throw std::invalid_argument(
         "the file belongs to user " + std::to_string(status.st_uid) + " and this process to user " +
         std::to_string(geteuid()));
+  }
+  // What is remembered of a mapping grows with its span.
+  if (span > kLongestSpan) {
+    throw std::invalid_argument(
+        "a span of " + std::to_string(span) + " bytes is no arena's, which have at most 2^46");
   }
   if (status.st_size < 0 || static_cast<uint64_t>(status.st_size) != span || span == 0) {
     throw std::invalid_argument(

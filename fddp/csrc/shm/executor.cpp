@@ -83,6 +83,12 @@ bool Team::meet(Operation& operation) {
   places.reserve(members());
   bool agreed = true;
   for (size_t m = 0; m < members(); ++m) {
+    const Mapping& mapping = *options_.mappings[m];
+    if (m == me()) {
+      // Not what the board says: that may be another's by now, and overlap the tensor.
+      places.push_back({operation.where_, mapping.base() + operation.offset_});
+      continue;
+    }
     Descriptor told;
     std::memcpy(&told, &seat(m).ring[operation.number_ % kRing], sizeof told);
     if (told.number != operation.number_) broken_.set(m);
@@ -101,9 +107,11 @@ bool Team::meet(Operation& operation) {
     const bool known = copied ? told.where == Where::kCopied
                               : told.where == Where::kArena || told.where == Where::kStaged;
     const bool aligned = own.number == Number::kOpaque || told.offset % own.unit_bytes == 0;
-    const Mapping& mapping = *options_.mappings[m];
-    if (!known || !aligned || !mapping.holds(told.offset, bytes)) broken_.set(m);
-    places.push_back({told.where, mapping.base() + told.offset});
+    if (known && aligned && mapping.holds(told.offset, bytes)) {
+      places.push_back({told.where, mapping.base() + told.offset});
+    } else {
+      broken_.set(m);
+    }
   }
   if (broken_.any()) return false;
   if (!agreed) {

@@ -193,6 +193,8 @@ bool Team::post(Operation& operation) {
     descriptor.where = operation.in_arena_ ? Where::kArena : Where::kStaged;
     descriptor.offset = operation.in_arena_ ? operation.offset_ : staging_;
   }
+  operation.where_ = descriptor.where;
+  operation.offset_ = descriptor.offset;
   trail_[operation.number_ % kRing].copies = copies_head_;
   std::memcpy(&seat(me()).ring[operation.number_ % kRing], &descriptor, sizeof descriptor);
   return true;

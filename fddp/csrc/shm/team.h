@@ -78,7 +78,9 @@ class Operation {
   const Request request_;
   const uint64_t number_;
   const Clock::time_point started_at_ = Clock::now();
-  uint64_t offset_ = 0;  // of its data, where it lies in the arena
+  // Of its data, where that lies in the arena; once it is announced, of what was announced.
+  uint64_t offset_ = 0;
+  Where where_ = Where::kArena;
   bool in_arena_ = false;
 
   // Guarded by the executor's lock.

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fddp.collectives.communicators import Communicator, communicator_of
+from fddp.collectives.of_groups import OfGroups
 from fddp.errors import ClosedError
 from fddp.meshes import Mesh, span_of
 from fddp.topology import Topology
@@ -29,11 +30,8 @@ from fddp.transports import Group, LoopbackGroup, resolve
 _CACHED_BYTES = 1 << 20
 
 _numbers = itertools.count()
-_lock = threading.Lock()
 _by_number: weakref.WeakValueDictionary[int, Channel] = weakref.WeakValueDictionary()
-_of_groups: weakref.WeakKeyDictionary[Any, dict[Topology | None, Channel]] = (
-    weakref.WeakKeyDictionary()
-)
+_of_groups: OfGroups[Channel] = OfGroups()
 
 
 class Channel:
@@ -142,19 +140,7 @@ def numbered(number: int) -> Channel:
 
 
 def _channel(group: Any, topology: Topology | None) -> Channel:
-    with _lock:
-        known = _of_groups.get(group)
-        if known is None:
-            known = _of_groups[group] = {}
-            weakref.finalize(group, _close_all, known).atexit = False
-        if topology not in known:
-            known[topology] = Channel(group, topology)
-        return known[topology]
-
-
-def _close_all(channels: dict[Topology | None, Channel]) -> None:
-    for channel in channels.values():
-        channel.close()
+    return _of_groups.get(group, topology, lambda: Channel(group, topology))
 
 
 def _closed(communicator: Communicator | None, given: bool) -> ClosedError:

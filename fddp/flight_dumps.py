@@ -1,0 +1,172 @@
+"""Flights written down: when a step fails, or when the process is sent a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import os
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from fddp.errors import DesyncError, FddpError, RankLostError, SyncTimeoutError
+from fddp.failures import text_of
+from fddp.flight import flight
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from typing_extensions import Self
+
+_BREAKS = (DesyncError, RankLostError, SyncTimeoutError)  # after which ranks are not together
+_numbers = itertools.count(1)
+_newest: FlightDumps | None = None
+
+
+class FlightDumps:
+    """Where this process writes flights, from `dump_flights` until `stop`.
+
+    Attributes:
+        directory: holds the files.
+    """
+
+    def __init__(self, directory: Path, on_signal: signal.Signals | None) -> None:
+        self.directory = directory
+        self._signal = on_signal
+        self._earlier: Any = None  # what the signal did before
+        self._before = _newest
+
+    def write(self, reason: str) -> Path:
+        """Writes a flight of all that is alive, as a table with the stacks of all threads, and as
+        JSON for `python -m fddp flight`.
+
+        Args:
+            reason: why, in words.
+
+        Returns:
+            Path of the table; the JSON has the same name with another ending.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        taken = flight(reason=reason)
+        rank = f"rank{dist.get_rank()}-" if dist.is_available() and dist.is_initialized() else ""
+        name = f"flight-{rank}{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
+        path = self.directory / f"{name}.txt"
+        _write(self.directory / f"{name}.json", taken.to_json())
+        _write(path, f"{taken}\n\nstacks of threads, innermost call first\n\n", stacks=True)
+        return path
+
+    def stop(self) -> None:
+        """Goes back to what was before; a second call does nothing.
+
+        Raises:
+            ValueError: there is a signal to give back, and this is not the main thread.
+        """
+        global _newest
+        if self._signal is not None:
+            if signal.getsignal(self._signal) == self._handle:
+                # None stands for a handler that Python did not install and can't put back.
+                signal.signal(self._signal, self._earlier or signal.SIG_DFL)
+            self._signal = None
+        if _newest is self:
+            _newest = self._before
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _install(self) -> None:
+        if self._signal is not None:
+            self._earlier = signal.signal(self._signal, self._handle)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        try:
+            self.write(signal.Signals(number).name)
+        except Exception:  # the step that was interrupted is not to fail of it
+            print("fddp: no flight was written", file=sys.stderr)
+            traceback.print_exc()
+        if callable(self._earlier):
+            self._earlier(number, frame)
+
+
+def dump_flights(
+    directory: str | os.PathLike[str], *, on_signal: signal.Signals | None = None
+) -> FlightDumps:
+    """From now on writes flights into a directory: when a step fails so that ranks are no longer
+    together, and on a signal. The error's text says where.
+
+    Args:
+        directory: is made if it is not there.
+        on_signal: `signal.SIGUSR1`, for instance. What handled it before is called afterwards. The
+            handler runs in the main thread when that is in Python: at once in a loop, within 0.25 s
+            in a wait for other ranks over gloo or shared memory, not within a long call of another
+            library, and not in a wait for NCCL.
+
+    Returns:
+        A handle that stops it; also a context manager. The newest one counts.
+
+    Raises:
+        OSError: the directory can't be made.
+        ValueError: `on_signal` outside of the main thread.
+
+    Example:
+        >>> import fddp, tempfile
+        >>> with tempfile.TemporaryDirectory() as directory, fddp.dump_flights(directory) as dumps:
+        ...     dumps.write("as an example").read_text().splitlines()[0]
+        'process ... on ...: as an example'
+    """
+    global _newest
+    path = Path(directory).absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    dumps = FlightDumps(path, on_signal)
+    dumps._install()
+    _newest = dumps
+    return dumps
+
+
+def note_failure(error: BaseException, *, breaks: bool = False) -> None:
+    """Writes a flight if an error leaves ranks apart and somebody wants one; the error says where.
+
+    Args:
+        error: what is about to be raised.
+        breaks: whether ranks are apart, whatever kind of error it is.
+    """
+    dumps = _newest
+    if dumps is None or not (breaks or isinstance(error, _BREAKS)):
+        return
+    try:
+        said = f"what this process did before is in {str(dumps.write(text_of(error)))!r}"
+    except Exception as problem:  # which must not take the place of the error
+        said = f"what this process did before can't be written: {text_of(problem)}"
+    if isinstance(error, FddpError):
+        error.args = (f"{error}; {said}", *error.args[1:])
+
+
+@contextlib.contextmanager
+def failures_noted() -> Iterator[None]:
+    """Calls `note_failure` for what is raised inside."""
+    try:
+        yield
+    except BaseException as error:
+        note_failure(error)
+        raise
+
+
+def _write(path: Path, text: str, *, stacks: bool = False) -> None:
+    """In one piece, so that readers never see half of it."""
+    half = path.with_suffix(f"{path.suffix}.part")
+    with half.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
+        if stacks:
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+    half.replace(path)

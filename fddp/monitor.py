@@ -1,0 +1,240 @@
+"""Watches steps on all ranks: where their time goes, and who holds the others up."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from fddp.collectives.communicators import Communicator, communicator_of
+from fddp.collectives.operators import all_gather
+from fddp.info import SyncInfo
+from fddp.monitor_report import MonitorReport
+from fddp.stragglers import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    WAIT,
+    RankSummary,
+    StepRecord,
+    summarize,
+)
+from fddp.sync import GradSync
+from fddp.traces import chrome_trace, steps_from_json, steps_to_json
+
+if TYPE_CHECKING:
+    from fddp.transports import Group
+
+_OWN_NAMES = (INPUT, FORWARD, BACKWARD, WAIT)
+
+
+class Exporter(Protocol):
+    """What a monitor hands its figures to; `fddp.exporters` has some."""
+
+    def step(self, info: SyncInfo, record: StepRecord) -> None:
+        """Takes one step of this rank."""
+
+    def report(self, report: MonitorReport) -> None:
+        """Takes a report on all ranks."""
+
+
+class Monitor:
+    """Watches steps on all ranks: where their time goes, and who holds the others up.
+
+    Durations are compared, never clocks of different ranks. They are the host's: where an
+    accelerator works behind the host's back, its time shows in the phase in which the host waits.
+
+    Making one is a collective call if nothing else has opened the group's communicator before,
+    which it shares with operators such as `fddp.pmean`.
+
+    Args:
+        sync_or_group: whose ranks to compare: a `GradSync`, a `Communicator`, or what a `GradSync`
+            takes as its group; None for the default group.
+        every: how often `observe` makes a report, in steps; None for only when `report` is called.
+        window: the newest steps of a rank that a report is about, and a trace shows.
+        exporters: are handed each step and each report.
+
+    Raises:
+        ValueError: `every` or `window` is below 1.
+        TypeError: there is nothing to communicate on.
+
+    Example:
+        >>> import fddp, time, torch
+        >>> def train(group):
+        ...     params = {"w": torch.ones(2)}
+        ...     def loss_fn(params):
+        ...         time.sleep(0.03 * group.rank)  # rank 1 is slow
+        ...         return params["w"].sum()
+        ...     with fddp.GradSync(params, group=group) as sync:
+        ...         step, monitor = sync.value_and_grad(loss_fn, with_info=True), fddp.Monitor(sync)
+        ...         for _ in range(6):
+        ...             loss, grads, info = step(params)
+        ...             monitor.observe(info)
+        ...         return monitor.report().straggler
+        >>> found = fddp.loopback(2, train)[0]
+        >>> found.rank, found.phase
+        (1, 'forward')
+    """
+
+    def __init__(
+        self,
+        sync_or_group: GradSync | Group | Communicator | None = None,
+        *,
+        every: int | None = None,
+        window: int = 100,
+        exporters: Sequence[Exporter] = (),
+    ) -> None:
+        for name, value in (("every", every), ("window", window)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be 1 or more, got {value}")
+        group = sync_or_group
+        if isinstance(group, GradSync):
+            group = group._engine.group
+        self._communicator = communicator_of(group, None)
+        self._every = every
+        self._exporters = tuple(exporters)
+        self._steps: deque[StepRecord] = deque(maxlen=window)
+        self._named: list[_Named] = []
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self._communicator.rank
+
+    @property
+    def steps(self) -> tuple[StepRecord, ...]:
+        """The newest steps of this rank, oldest first."""
+        return tuple(self._steps)
+
+    def observe(self, info: SyncInfo) -> MonitorReport | None:
+        """Takes note of a step, right after it; no communication but where a report is due.
+
+        Args:
+            info: what the step gave with `with_info=True`. Of `sync(grads)` the forward and the
+                backward pass lie before the call, in "input", unless `phase` measures them.
+
+        Returns:
+            A report after each `every` steps, as counted by `info.step`, on all ranks; else None.
+
+        Raises:
+            As `report`, where one is due.
+        """
+        record = self._record(info)
+        self._steps.append(record)
+        for exporter in self._exporters:
+            exporter.step(info, record)
+        if self._every is not None and (info.step + 1) % self._every == 0:
+            return self.report()
+        return None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures what is done between two steps by itself, which is else part of "input".
+
+        Args:
+            name: "update", for instance.
+
+        Raises:
+            ValueError: the name is one of the monitor's own.
+        """
+        if name in _OWN_NAMES:
+            raise ValueError(f"{name!r} is measured anyway; choose another name")
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._named.append(_Named(name, start_s, time.perf_counter()))
+
+    def report(self) -> MonitorReport:
+        """Where the time of the newest steps went on each rank; a collective call.
+
+        Returns:
+            A value that is the same on all ranks; print it.
+
+        Raises:
+            ValueError: some rank has observed no step; on all ranks.
+            DesyncError: a rank is in another collective call on the group.
+            RankLostError, SyncTimeoutError: a rank did not come.
+        """
+        own = summarize(self.rank, self._steps).to_json() if self._steps else ""
+        told = self._told(own)
+        report = MonitorReport.of(map(RankSummary.from_json, told))
+        for exporter in self._exporters:
+            exporter.report(report)
+        return report
+
+    def trace(self, steps: int = 10) -> str:
+        """The newest steps of all ranks, as a trace for Perfetto; a collective call.
+
+        Args:
+            steps: how many, at most.
+
+        Returns:
+            JSON in the Trace Event Format, the same on all ranks; see `fddp.traces.chrome_trace`.
+
+        Raises:
+            As `report`.
+        """
+        newest = list(self._steps)[-steps:] if steps > 0 else []
+        told = self._told(steps_to_json(newest) if newest else "")
+        return chrome_trace(dict(enumerate(map(steps_from_json, told))))
+
+    def _record(self, info: SyncInfo) -> StepRecord:
+        times = info.timeline
+        phases_s: dict[str, float] = {}
+        before = self._steps[-1] if self._steps else None
+        if before is not None and before.step + 1 == info.step:
+            end_s = before.times.end_s
+            between_s = times.begun_s - end_s
+            for name, start_s, stop_s in self._named:
+                if end_s <= start_s <= stop_s <= times.begun_s:
+                    phases_s[name] = phases_s.get(name, 0.0) + stop_s - start_s
+            phases_s[INPUT] = max(0.0, between_s - sum(phases_s.values()))
+        self._named = [named for named in self._named if named.start_s >= times.end_s]
+        phases_s[FORWARD] = max(0.0, times.backward_start_s - times.begun_s)
+        phases_s[BACKWARD] = times.backward_end_s - times.backward_start_s
+        phases_s[WAIT] = times.exposed_s
+        return StepRecord(info.step, phases_s, times)
+
+    def _told(self, text: str) -> list[str]:
+        """What each rank has to say.
+
+        Raises:
+            ValueError: some rank has nothing.
+        """
+        payload = text.encode()
+        lengths = _gathered(torch.tensor([len(payload)]), self._communicator)
+        silent = [rank for rank, (length,) in enumerate(lengths) if length == 0]
+        if silent:
+            raise ValueError(
+                f"the monitor has observed no step on {_names(silent)}; call observe(info) on "
+                f"every rank after each step"
+            )
+        padded = torch.zeros(max(length for (length,) in lengths), dtype=torch.uint8)
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        rows = _gathered(padded, self._communicator)
+        pairs = zip(rows, lengths, strict=True)
+        return [bytes(row[:length]).decode() for row, (length,) in pairs]
+
+
+class _Named(NamedTuple):
+    """Something that was measured by itself, on the clock of `time.perf_counter`."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+def _gathered(tensor: torch.Tensor, communicator: Communicator) -> list[list[int]]:
+    """Every rank's tensor of integers, by rank."""
+    device = communicator.transport.control_device
+    rows: list[list[int]] = all_gather(tensor.to(device), communicator).tolist()
+    return rows
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,157 @@
+"""Where ranks parted, as the flights of several of them show."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from fddp.flight_log import Flight, FlightLog, FlightOp, shown
+
+Key = tuple[str, tuple[int, ...], int]  # name, members, which of several
+
+
+class Parting(NamedTuple):
+    """What the logs of one `GradSync` or communicator say together.
+
+    Attributes:
+        name: what it is.
+        members: numbers in the job of the ranks that share it.
+        number: the operation at which ranks part; -1 where they don't.
+        ranks: those that are not where the others are: they did something else, or have not come.
+        text: the same in words.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    number: int
+    ranks: tuple[int, ...]
+    text: str
+
+
+def partings(flights: Iterable[Flight]) -> list[Parting]:
+    """Lines up flights of several ranks, operation by operation.
+
+    Clocks of different hosts are not compared: operations are matched by their numbers.
+
+    Args:
+        flights: of any number of processes, in any order. Of one that gave several, the newest.
+
+    Returns:
+        One entry for each `GradSync` and communicator of which there is a log.
+
+    Example:
+        >>> def flight(rank, *ops):
+        ...     log = FlightLog("GradSync #1", (0, 1), rank, "shm", 60.0, 3, "in backward", ops)
+        ...     return Flight("host", rank, 1.8e9, "as an example", (log,))
+        >>> op = FlightOp(8, 3, "all_reduce", 0, "w", 8, 0.5, 0.0, None, "waited for")
+        >>> print(partings([flight(0, op), flight(1, op._replace(number=7, state="done"))])[0].text)
+        GradSync #1, ranks 0 to 1: rank 1 has not come to operation 8, all_reduce of bucket 0 (w) of
+        step 3, and rank 0 waits
+          rank 0: at step 3, in backward; last: 8, all_reduce of bucket 0 (w) of step 3, waited for
+          rank 1: at step 3, in backward; last: 7, all_reduce of bucket 0 (w) of step 3, done
+    """
+    newest: dict[tuple[Key, int], tuple[float, FlightLog]] = {}
+    for flight in flights:
+        met: Counter[tuple[Key, int]] = Counter()
+        for log in flight.logs:
+            # Groups of the same ranks have names in common; each process has them in one order.
+            alike = ((log.name, log.members, 0), log.rank)
+            seat = ((log.name, log.members, met[alike]), log.rank)
+            met[alike] += 1
+            if seat not in newest or flight.taken_s >= newest[seat][0]:
+                newest[seat] = (flight.taken_s, log)
+    groups: dict[Key, dict[int, FlightLog]] = {}
+    for (key, rank), (_, log) in newest.items():
+        groups.setdefault(key, {})[rank] = log
+    return [_parting(*key[:2], dict(sorted(groups[key].items()))) for key in sorted(groups)]
+
+
+def _parting(name: str, members: tuple[int, ...], logs: Mapping[int, FlightLog]) -> Parting:
+    number, ranks, finding = _finding(logs)
+    span = f"ranks {members[0]} to {members[-1]}" if len(members) > 1 else f"rank {members[0]}"
+    lines = [f"{shown(name)}, {span}: {finding}"]
+    lines += [f"  rank {rank}: {log.at}; {_last(log)}" for rank, log in logs.items()]
+    absent = [rank for rank in range(len(members)) if rank not in logs]
+    if absent:
+        lines.append(f"  {_names(absent)}: no flight")
+    return Parting(name, members, number, ranks, "\n".join(lines))
+
+
+def _finding(logs: Mapping[int, FlightLog]) -> tuple[int, tuple[int, ...], str]:
+    """The first operation that is not the same, or not done, on all ranks."""
+    ops = {rank: {op.number: op for op in log.ops} for rank, log in logs.items()}
+    used = {rank: of for rank, of in ops.items() if of}
+    if not used:
+        return -1, (), "no operation yet"
+    first = max(min(of) for of in used.values())
+    newest = max(max(of) for of in used.values())
+    for number in sorted({n for of in used.values() for n in of if n >= first}):
+        there = {rank: of[number] for rank, of in ops.items() if number in of}
+        if odd := _odd(there):
+            return number, odd, _difference(number, there)
+        absent = tuple(rank for rank in ops if rank not in there)
+        if absent:
+            text = _absence(number, absent, there)
+            waiting = [rank for rank, of in ops.items() if any(map(_is_awaited, of.values()))]
+            waiting = [rank for rank in waiting if rank not in absent]
+            also = f", and {_names(waiting)} {_verb(waiting)}" if waiting else ""
+            return number, absent, f"{text}{also}"
+        late = {rank: op for rank, op in there.items() if _is_awaited(op)}
+        if late:
+            op = next(iter(late.values()))
+            return number, tuple(late), f"{_names(late)} {_verb(late)} for {number}, {op.what}"
+    for rank, of in ops.items():
+        for number, op in of.items():
+            if op.state == "failed":
+                return number, (rank,), f"operation {number}, {op.what}, failed on rank {rank}"
+    return -1, (), f"all are together up to operation {newest}"
+
+
+def _odd(there: Mapping[int, FlightOp]) -> tuple[int, ...]:
+    """The ranks that do something else than the most do; of equally many, than the lowest does."""
+    kinds = {rank: _kind(op) for rank, op in there.items()}
+    common = max(kinds.values(), key=list(kinds.values()).count, default=())
+    return tuple(rank for rank, kind in kinds.items() if kind != common)
+
+
+def _kind(op: FlightOp) -> tuple[object, ...]:
+    return op.step, op.kind, op.bucket, op.leaves, op.nbytes
+
+
+def _difference(number: int, there: Mapping[int, FlightOp]) -> str:
+    by_kind: dict[tuple[object, ...], list[int]] = {}
+    for rank, op in there.items():
+        by_kind.setdefault(_kind(op), []).append(rank)
+    sides = (
+        f"{there[ranks[0]].what}, {there[ranks[0]].nbytes} bytes, on {_names(ranks)}"
+        for ranks in by_kind.values()
+    )
+    return f"operation {number} is {'; '.join(sides)}"
+
+
+def _absence(number: int, absent: Sequence[int], there: Mapping[int, FlightOp]) -> str:
+    op = next(iter(there.values()))
+    have = "has" if len(absent) == 1 else "have"
+    return f"{_names(absent)} {have} not come to operation {number}, {op.what}"
+
+
+def _is_awaited(op: FlightOp) -> bool:
+    """Whether a rank waits for it, or did until it failed."""
+    return op.waited_s is not None and op.state in ("waited for", "failed")
+
+
+def _last(log: FlightLog) -> str:
+    if not log.ops:
+        return "no operation yet"
+    op = log.ops[-1]
+    return f"last: {op.number}, {op.what}, {op.state}"
+
+
+def _names(ranks: Iterable[int]) -> str:
+    ranks = list(ranks)
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _verb(ranks: Sequence[int] | Mapping[int, object]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"

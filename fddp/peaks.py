@@ -1,0 +1,71 @@
+"""How large gradients may be for their sums to be finite, so that nobody has to look at the sums.
+
+Packing tells the largest magnitude that goes into a bucket. If it is below `bound` on every rank,
+no sum over ranks overflows, in whatever order and however it is rounded, nor does the result
+after the correction that may follow. The control word says so in one number; results are looked at
+only where it says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from functools import lru_cache
+from typing import NamedTuple
+
+MOST_AFTER = 4.0
+"""The largest factor after the sum that `bound` allows for."""
+
+
+class Range(NamedTuple):
+    """Of a floating dtype: its largest number, and the distance from 1 to the next above."""
+
+    largest: float
+    epsilon: float
+
+
+RANGES = {
+    "float16": Range(65504.0, 2.0**-10),
+    "bfloat16": Range((2.0 - 2.0**-7) * 2.0**127, 2.0**-7),
+    "float32": Range((2.0 - 2.0**-23) * 2.0**127, 2.0**-23),
+    "float64": Range(sys.float_info.max, 2.0**-52),
+}
+# Complex numbers are summed by parts.
+RANGES |= {"complex64": RANGES["float32"], "complex128": RANGES["float64"]}
+
+
+@lru_cache
+def bound(wire: str, result: str, ranks: int) -> float:
+    """The magnitude up to which every rank's contributions make finite sums.
+
+    Args:
+        wire: dtype that sums are made in.
+        result: dtype of the results.
+        ranks: how many contribute.
+
+    Returns:
+        The bound; 0 for a dtype that is not known.
+
+    Example:
+        >>> bound("float16", "float16", ranks=2)
+        8172.0...
+        >>> bound("float32", "float16", ranks=2) > 8187.9
+        True
+    """
+    if wire not in RANGES or result not in RANGES:
+        return 0.0
+    largest = min(RANGES[wire].largest, RANGES[result].largest)
+    # Each addition rounds up by at most this share, on partial sums that have been rounded.
+    growth = math.exp(-ranks * math.log1p(RANGES[wire].epsilon))
+    return largest / MOST_AFTER / ranks * growth
+
+
+def plus(peak: float, other: float) -> float:
+    """A bound on magnitudes of sums; infinite only if one of the two is.
+
+    Example:
+        >>> plus(1.0, 2.0), plus(1e308, 1e308) < math.inf, plus(1.0, math.inf)
+        (3.0, True, inf)
+    """
+    are_finite = math.isfinite(peak) and math.isfinite(other)
+    return min(peak + other, sys.float_info.max) if are_finite else peak + other

@@ -1,0 +1,174 @@
+"""The newest state of a run on all ranks: after a failure, and for ranks that come late."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from fddp.agree import exchange
+from fddp.errors import DesyncError, InternalError, PlanMismatchError
+from fddp.failures import text_of
+from fddp.held import Held, room_for
+from fddp.inputs import check_no_transform, outside_transforms
+from fddp.passing import pass_on_, pass_on_text
+from fddp.transports import Group, open_transport
+from fddp.transports.base import Transport
+
+_WHAT = "the newest state"
+_MAX_STEP = 2**63
+T = TypeVar("T")
+
+
+def reconcile(
+    tree: Any, group: Group | None = None, *, step: int | None, timeout_s: float | None = None
+) -> tuple[Any, int]:
+    """The newest state of all ranks, on every rank; a collective call.
+
+    The state of the highest step is taken, of the lowest rank that has it. Each rank hashes what it
+    holds afterwards. Where all have the same bits already, nothing but digests travels.
+
+    Args:
+        tree: this rank's state: parameters, optimizer state, hook state, the position in the data;
+            a tree of dense tensors, numbers, text and None. Ranks may have different trees. None
+            for a rank that has no state. Not written.
+        group: as in `GradSync`.
+        step: how many steps this state has seen, 0 or more; anything where `tree` is None.
+        timeout_s: as in `GradSync`.
+
+    Returns:
+        `(tree, step)` of the newest state. On a rank that holds the same bits it is the tree that
+        was passed; elsewhere the tensors are new, on the device of the rank's own leaf of the same
+        path, or else of the same type as at the source. The containers are the rank's own where its
+        tree has the same paths; else dicts, OrderedDicts, lists and tuples as at the source. A rank
+        gets arrays of JAX where it passed some, and tensors where it passed None.
+
+    Raises:
+        PlanMismatchError: no rank has a state; a rank's tree or step makes no sense; or a rank
+            can't make the containers of the newest. On every rank, which it names.
+        DesyncError: a rank holds other bits afterwards; on every rank, with the first leaf.
+        RankLostError, SyncTimeoutError: a rank did not come.
+
+    Example:
+        >>> import fddp, torch
+        >>> def recover(group):
+        ...     mine = {"w": torch.full((2,), 1.0 + group.rank), "seen": 100 * group.rank}
+        ...     late = group.rank == 0  # a rank that has just been started
+        ...     tree, step = fddp.reconcile(None if late else mine, group, step=10 + group.rank)
+        ...     return tree["w"].tolist(), tree["seen"], step
+        >>> fddp.loopback(3, recover)
+        [([3.0, 3.0], 200, 12), ([3.0, 3.0], 200, 12), ([3.0, 3.0], 200, 12)]
+    """
+    problem: Exception | None = None
+    try:
+        check_no_transform("reconcile(tree)", "call it outside")
+    except Exception as error:
+        problem = error
+    with outside_transforms(), open_transport(group, "auto", timeout_s, "reconcile") as transport:
+        return reconciled(transport, tree, step, problem)
+
+
+@torch.no_grad()
+def reconciled(
+    transport: Transport, tree: Any, step: int | None, problem: Exception | None = None
+) -> tuple[Any, int]:
+    """`reconcile` over a transport; `problem` is why this rank can't take part."""
+    own = None
+    try:
+        if problem is None and tree is not None:
+            own = _taken_apart(tree, step)
+    except Exception as error:
+        problem = error
+    newest = _newest(transport, own, step, problem)
+    found, is_same = _pass_on(transport, own, newest)
+    return tree if is_same else found.tree(), newest.step
+
+
+class _Newest(NamedTuple):
+    rank: int
+    step: int
+    steps: Sequence[int | None]  # of all ranks
+
+
+def _taken_apart(tree: Any, step: int | None) -> Held:
+    if type(step) is not int or not 0 <= step < _MAX_STEP:
+        raise ValueError(f"step must be an int of at least 0 where there is a tree, got {step!r}")
+    return Held.of(tree)
+
+
+def _newest(
+    transport: Transport, own: Held | None, step: int | None, failure: Exception | None
+) -> _Newest:
+    """Whose state is taken; raises on all ranks where one can't take part."""
+    told = _agree(transport, failure, None if own is None else step)
+    steps = [theirs for _, theirs in told]
+    held = [theirs for theirs in steps if theirs is not None]
+    if not held:
+        raise PlanMismatchError(
+            f"none of {len(steps)} ranks has a state, so there is none to take; pass one rank's "
+            f"tree at least, from a checkpoint or a fresh start at step 0"
+        )
+    return _Newest(steps.index(max(held)), max(held), steps)
+
+
+def _pass_on(transport: Transport, own: Held | None, newest: _Newest) -> tuple[Held, bool]:
+    """The newest state, and whether this rank has held it before."""
+    text, whole = "", ""
+    if own is not None and newest.steps[transport.rank] == newest.step:
+        whole = _whole(own, own.digests())
+    if transport.rank == newest.rank and own is not None:
+        text = own.description()
+    told = exchange(transport, [whole, len(text)], "newest state")
+    wanted, length = told[newest.rank]
+    if own is not None and all(theirs == wanted for theirs, _ in told):
+        return own, True
+    text = pass_on_text(transport, text, length, newest.rank, _WHAT)
+    found, failure = own, None
+    if transport.rank != newest.rank:
+        try:
+            found = room_for(text, own)
+        except Exception as error:
+            failure = error
+    _agree(transport, failure, None)
+    if found is None:
+        raise InternalError("a rank has neither a state nor a failure")
+    pass_on_(transport, found.runs(), newest.rank, _WHAT)
+    if transport.rank != newest.rank:
+        found = found.laid_out_as(own)
+    _check(transport, found, newest)
+    return found, transport.rank == newest.rank
+
+
+def _agree(transport: Transport, failure: Exception | None, value: T) -> list[tuple[str, T]]:
+    """Every rank's value, if none has failed."""
+    told = exchange(transport, [text_of(failure) if failure else "", value], "own state")
+    for rank, (problem, _) in enumerate(told):
+        if problem:
+            raise PlanMismatchError(f"rank {rank} can't take part: {problem}") from failure
+    return told
+
+
+def _check(transport: Transport, found: Held, newest: _Newest) -> None:
+    """Raises on every rank where one holds other bits than the source."""
+    digests = found.digests()
+    told = exchange(transport, _whole(found, digests), "digest")
+    differing = [rank for rank, theirs in enumerate(told) if theirs != told[newest.rank]]
+    if not differing:
+        return
+    leaves = exchange(transport, digests, "leaf digests")
+    pairs = zip(leaves[newest.rank], leaves[differing[0]], strict=True)
+    leaf = next(i for i, (wanted, theirs) in enumerate(pairs) if wanted != theirs)
+    raise DesyncError(
+        f"leaf {found.treedef.paths[leaf]!r} has the digest {leaves[newest.rank][leaf]} on rank "
+        f"{newest.rank}, whose state of step {newest.step} was taken, and "
+        f"{leaves[differing[0]][leaf]} on rank {differing[0]} after it was sent there; memory or "
+        f"network of a host do not hold what they are given: leave it out, and start from a "
+        f"checkpoint"
+    )
+
+
+def _whole(held: Held, digests: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps([held.treedef.paths, digests]).encode()).hexdigest()

@@ -1,0 +1,237 @@
+"""Where ranks spend their steps, and which of them holds the others up.
+
+Ranks start a step together, because each has waited for the last one's gradients; whoever takes
+longest for its own part is waited for by the others. So durations tell, which each rank measures
+by its own clock; times on clocks of different ranks are never compared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from fddp.timeline import StepTimes
+
+INPUT, FORWARD, BACKWARD, WAIT = "input", "forward", "backward", "wait"
+
+_LEAST_STEPS = 4
+_SIGMAS = 4.0  # by how many standard errors a rank must be behind
+_LEAST_SHARE = 0.02  # of the step
+_MAD_SIGMAS = 1.4826  # standard deviations of a normal distribution in its MAD
+_MEDIAN_ERROR = 1.2533  # standard errors of the mean in that of the median, of a normal one
+
+
+class StepRecord(NamedTuple):
+    """One step as one rank measured it.
+
+    Attributes:
+        step: its number.
+        phases_s: seconds by phase: "input" is what lay between the step before and this one, less
+            what was measured by itself, which has names of its own; "forward"; "backward"; "wait"
+            is what was left to do and to wait for after backward. "input" is missing where the step
+            before was not observed.
+        times: when things happened, on this rank's clock.
+    """
+
+    step: int
+    phases_s: Mapping[str, float]
+    times: StepTimes
+
+    @property
+    def own_s(self) -> float:
+        """Seconds in which the rank did not wait for others."""
+        return sum(s for phase, s in self.phases_s.items() if phase != WAIT)
+
+
+class Spread(NamedTuple):
+    """Seconds over several steps.
+
+    Attributes:
+        median_s: the median.
+        mad_s: the median distance from it.
+        most_s: the largest.
+        steps: of how many steps.
+    """
+
+    median_s: float
+    mad_s: float
+    most_s: float
+    steps: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Spread:
+        """Of one value at least.
+
+        Example:
+            >>> Spread.of([1.0, 2.0, 9.0])
+            Spread(median_s=2.0, mad_s=1.0, most_s=9.0, steps=3)
+        """
+        median_s = statistics.median(seconds)
+        mad_s = statistics.median(abs(s - median_s) for s in seconds)
+        return cls(median_s, mad_s, max(seconds), len(seconds))
+
+    @property
+    def error_s(self) -> float:
+        """Standard error of the median."""
+        return _MEDIAN_ERROR * _MAD_SIGMAS * self.mad_s / math.sqrt(self.steps)
+
+
+class BucketSpread(NamedTuple):
+    """When a bucket was ready, launched and done: medians, in seconds since backward began on the
+    rank in question."""
+
+    bucket: int
+    ready_s: float
+    launch_s: float
+    done_s: float
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """Some steps of one rank.
+
+    Attributes:
+        rank: its number.
+        first: number of the first step.
+        last: number of the last.
+        phases: by phase, what it took.
+        own: what all phases but "wait" took together.
+        step: what the whole step took, with what lay before it.
+        buckets: in plan order; of the steps that ran with the last one's number of buckets.
+    """
+
+    rank: int
+    first: int
+    last: int
+    phases: Mapping[str, Spread]
+    own: Spread
+    step: Spread
+    buckets: tuple[BucketSpread, ...]
+
+    def to_json(self) -> str:
+        """The summary as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RankSummary:
+        """What `to_json` wrote."""
+        read: dict[str, Any] = json.loads(text)
+        return cls(
+            rank=read["rank"],
+            first=read["first"],
+            last=read["last"],
+            phases={name: Spread(*spread) for name, spread in read["phases"].items()},
+            own=Spread(*read["own"]),
+            step=Spread(*read["step"]),
+            buckets=tuple(BucketSpread(*bucket) for bucket in read["buckets"]),
+        )
+
+
+def summarize(rank: int, steps: Sequence[StepRecord]) -> RankSummary:
+    """What a rank tells the others of its steps, of which there must be one.
+
+    Example:
+        >>> times = StepTimes((), 1.0, 3.0, 4.0)
+        >>> steps = [StepRecord(n, {"backward": 2.0, "wait": 1.0}, times) for n in range(5)]
+        >>> summarize(0, steps).own.median_s
+        2.0
+    """
+    # One whose beginning is not known is no whole step.
+    whole = [record for record in steps if INPUT in record.phases_s] or list(steps)
+    names = dict.fromkeys(name for record in whole for name in record.phases_s)
+    phases = {n: Spread.of([record.phases_s.get(n, 0.0) for record in whole]) for n in names}
+    return RankSummary(
+        rank=rank,
+        first=steps[0].step,
+        last=steps[-1].step,
+        phases=phases,
+        own=Spread.of([record.own_s for record in whole]),
+        step=Spread.of([sum(record.phases_s.values()) for record in whole]),
+        buckets=_bucket_spreads([record.times for record in whole]),
+    )
+
+
+def _bucket_spreads(steps: Sequence[StepTimes]) -> tuple[BucketSpread, ...]:
+    count = len(steps[-1].buckets)
+    alike = [step for step in steps if len(step.buckets) == count]
+    spreads = []
+    for number in range(count):
+        of = [(step.buckets[number], step.backward_start_s) for step in alike]
+        spreads.append(
+            BucketSpread(
+                steps[-1].buckets[number].bucket,
+                statistics.median(times.ready_s - origin_s for times, origin_s in of),
+                statistics.median(times.launch_s - origin_s for times, origin_s in of),
+                statistics.median(times.done_s - origin_s for times, origin_s in of),
+            )
+        )
+    return tuple(spreads)
+
+
+class Straggler(NamedTuple):
+    """A rank that holds the others up.
+
+    Attributes:
+        rank: its number.
+        phase: in which it is furthest behind.
+        behind_s: seconds a step by which its own part takes longer than the others'.
+        phase_behind_s: seconds of these in that phase.
+        share: `behind_s` as a share of the step.
+    """
+
+    rank: int
+    phase: str
+    behind_s: float
+    phase_behind_s: float
+    share: float
+
+
+def find_stragglers(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
+    """The ranks that hold the others up, the slowest first; none where differences are noise.
+
+    A rank is one if the median of its own time lies above the others' (their lower median, so that
+    half of them may be slow, too) by 4 standard errors of the difference and by 2% of the step. Its
+    phase is the one with the largest such lead.
+
+    Args:
+        summaries: of all ranks, over the same steps. Of fewer than 4 steps nothing is said.
+
+    Example:
+        >>> def rank_that_needs(rank, forward_s):
+        ...     phases_s = {"input": 0.0, "forward": forward_s, "backward": 0.020, "wait": 0.001}
+        ...     times = StepTimes((), 1.0, 3.0, 4.0)
+        ...     return summarize(rank, [StepRecord(n, phases_s, times) for n in range(9)])
+        >>> (found,) = find_stragglers([rank_that_needs(0, 0.010), rank_that_needs(1, 0.060)])
+        >>> found.rank, found.phase, f"{found.behind_s * 1e3:.0f} ms"
+        (1, 'forward', '50 ms')
+    """
+    if len(summaries) < 2 or min(summary.own.steps for summary in summaries) < _LEAST_STEPS:
+        return ()
+    step_s = statistics.median(summary.step.median_s for summary in summaries)
+    found = []
+    for mine in summaries:
+        others = [summary for summary in summaries if summary is not mine]
+        behind_s, error_s = _lead(mine.own, [other.own for other in others])
+        if behind_s <= max(_SIGMAS * error_s, _LEAST_SHARE * step_s):
+            continue
+        nothing = Spread(0.0, 0.0, 0.0, mine.own.steps)
+        leads = {
+            phase: _lead(spread, [other.phases.get(phase, nothing) for other in others])[0]
+            for phase, spread in mine.phases.items()
+            if phase != WAIT
+        }
+        phase = max(leads, key=lambda name: leads[name])
+        share = behind_s / step_s if step_s > 0.0 else 0.0
+        found.append(Straggler(mine.rank, phase, behind_s, leads[phase], share))
+    return tuple(sorted(found, key=lambda one: -one.behind_s))
+
+
+def _lead(mine: Spread, others: Sequence[Spread]) -> tuple[float, float]:
+    """By how much a median lies above the others', and the standard error of that."""
+    middle_s = statistics.median_low(other.median_s for other in others)
+    other = next(other for other in others if other.median_s == middle_s)
+    return mine.median_s - middle_s, math.hypot(mine.error_s, other.error_s)

@@ -1,0 +1,222 @@
+"""What each rank is waiting for or did last, for the errors of those who wait in vain.
+
+[Note: whereabouts] A rank that waits knows what it waits for, and not what the others do instead.
+So each rank keeps in mind what it is waiting for and what it finished last, on each of its
+transports: a reference to a text that exists anyway. Nothing is told in the good case. A rank that
+has waited for a quarter of its time limit, or whose operation has failed, asks; a thread of every
+rank looks for questions now and then, and answers, also while its rank computes. Where the ranks
+are is then part of the error, whichever transports of the job they are on.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fddp.collectives.sites import is_inside
+
+MOST_RANKS = 16  # that one error tells of, so that ten thousand ranks may fail at a time
+
+
+class Doing(NamedTuple):
+    """What one rank says of itself.
+
+    Attributes:
+        waits: what it waits for; none if it waits for nothing.
+        last: what it finished last, or gave up; empty if there was nothing yet.
+        at: the line of its main thread.
+    """
+
+    waits: tuple[str, ...] = ()
+    last: str = ""
+    at: str = ""
+
+    def __str__(self) -> str:
+        """What goes behind the rank's name.
+
+        >>> str(Doing(("bucket 0 of step 9 of GradSync #2",), at="train.py:8 in main"))
+        'waiting for bucket 0 of step 9 of GradSync #2'
+        >>> str(Doing((), "bucket 0 of step 8 of GradSync #2", "data.py:3 in load"))
+        'at data.py:3 in load, after bucket 0 of step 8 of GradSync #2'
+        """
+        if self.waits:
+            return f"waiting for {' and for '.join(self.waits)}"
+        where = f"at {self.at}, " if self.at else ""
+        return f"{where}{f'after {self.last}' if self.last else 'with nothing finished yet'}"
+
+
+def in_words(doings: Mapping[str, Doing | None]) -> str:
+    """What ranks do, those together that do the same; None for a rank that does not answer.
+
+    >>> in_words({"rank 0": Doing(("a sum",)), "rank 1": None, "rank 2": Doing(("a sum",))})
+    'rank 0, rank 2: waiting for a sum; rank 1: no answer'
+    """
+    names: dict[str, list[str]] = {}
+    for name, doing in doings.items():
+        text = "no answer" if doing is None else str(doing)
+        names.setdefault(text, []).append(name)
+    return "; ".join(f"{', '.join(who)}: {text}" for text, who in names.items())
+
+
+class Slot:
+    """What one rank does on one transport.
+
+    Attributes:
+        label: the transport in the user's words ("GradSync #1"); empty for those without a name.
+        key: the same for this transport on all its ranks, and for no other.
+        waits: what is being waited for, once that takes long.
+        done: what was finished last.
+        in_step: number of the step in whose loss function this rank is, or None.
+        close: closes the transport, where ranks may do so that left it half way through a call.
+    """
+
+    __slots__ = (
+        "__weakref__", "alarm", "close", "desk", "done", "in_step", "key", "label", "waits"
+    )  # fmt: skip
+
+    def __init__(self, desk: Desk, key: str) -> None:
+        self.desk = desk
+        self.label = ""
+        self.key = key
+        self.waits: _Wait | None = None
+        self.done = ""
+        self.in_step: int | None = None
+        self.alarm: Callable[[int], str | None] = _no_alarm
+        self.close: Callable[[], None] | None = None
+
+    def begin(self, what: str) -> None:
+        """A wait takes long."""
+        if self.waits is None:
+            self.waits = _Wait(what, threading.get_ident())
+
+    def finish(self, what: str) -> None:
+        """An operation is done."""
+        self.done = what
+        self.desk.last = self
+        if self.waits is not None:
+            self.waits = None
+
+    def fail(self, what: str) -> None:
+        """An operation has failed, and with it the transport."""
+        self.desk.gave_up = f"giving up {self.named(what)}"
+        self.waits = None
+        if self.close is not None:
+            self.desk.abandoned[self.key] = self
+
+    def named(self, what: str) -> str:
+        return f"{what} of {self.label}" if self.label else what
+
+
+class _Wait(NamedTuple):
+    what: str
+    thread: int
+
+
+class Desk:
+    """What one rank does on all its transports, as far as this rank knows itself.
+
+    Attributes:
+        slots: of the transports that are open.
+        last: that on which an operation was finished last.
+        gave_up: the last operation that failed; empty once another transport was opened.
+        abandoned: transports by their keys that a failure has closed here, and that others may
+            still take for open.
+    """
+
+    def __init__(self) -> None:
+        self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()
+        self.last: Slot | None = None
+        self.gave_up = ""
+        self.abandoned: dict[str, Slot] = {}
+
+    def open(self, key: str) -> Slot:
+        """A slot for a transport that has been opened."""
+        slot = Slot(self, key)
+        self.slots.add(slot)
+        self.gave_up = ""
+        return slot
+
+    def leave(self, slot: Slot) -> None:
+        """Its transport is closed."""
+        self.slots.discard(slot)
+        if self.last is slot and not self.gave_up:
+            self.gave_up = slot.named(slot.done)
+        if self.last is slot:
+            self.last = None
+
+    def drop(self, slot: Slot) -> None:
+        """Its transport is gone, without having been closed."""
+        self.leave(slot)
+
+    def doing(self, main_thread: int | None = None) -> Doing:
+        """What this rank does right now.
+
+        Args:
+            main_thread: identifies the thread whose line is told; None for the process's own.
+        """
+        waits = []
+        for slot in list(self.slots):
+            wait = slot.waits
+            if wait is not None:
+                line = "" if "called at" in wait.what else line_of(wait.thread)
+                at = f", called at {line}" if line else ""
+                waits.append(f"{slot.named(wait.what)}{at}")
+        last = self.last
+        done = last.named(last.done) if last is not None and last.done else ""
+        ident = threading.main_thread().ident if main_thread is None else main_thread
+        return Doing(tuple(sorted(waits)), self.gave_up or done, line_of(ident))
+
+    def doomed(self, own: Slot) -> str | None:
+        """Why an operation on `own` will never be, in words: this rank is in the loss function of a
+        step in which another rank has failed, and which fails on all ranks for that."""
+        for slot in list(self.slots):
+            if slot is not own and slot.in_step is not None:
+                told = slot.alarm(slot.in_step)
+                if told is not None:
+                    return f"{told} in step {slot.in_step} of {slot.label or 'its sync'}"
+        return None
+
+    def close_abandoned(self, keys: Sequence[str]) -> None:
+        """Closes the transports that any rank has left half way through a call."""
+        for slot in [*self.slots, *self.abandoned.values()]:
+            if slot.key in keys and slot.close is not None:
+                slot.close()
+        for key in keys:
+            self.abandoned.pop(key, None)
+
+    # What follows is told to the others; alone there is nobody to tell.
+
+    def ask(self) -> int:
+        """Makes the others say what they do; the number of the question."""
+        return 0
+
+    def tell(self) -> None:
+        """Says what this rank does, which is about to end a transport."""
+
+    def answers(self, ranks: Sequence[int], since: int, grace_s: float) -> dict[int, Doing | None]:
+        """What ranks of the job do, once they were asked, waiting at most `grace_s` for them.
+
+        Args:
+            ranks: their numbers in the job.
+            since: number of a question; what ranks that gave up have said since then counts.
+            grace_s: seconds.
+        """
+        return {}
+
+
+def line_of(thread: int | None) -> str:
+    """Where a thread of this process is in the user's code; empty where that can't be told."""
+    frame = sys._current_frames().get(thread or 0)
+    while frame is not None and is_inside(frame.f_code.co_filename, (threading.__file__,)):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    code: Any = frame.f_code
+    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+
+
+def _no_alarm(step: int) -> str | None:
+    return None

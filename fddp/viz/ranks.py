@@ -1,0 +1,118 @@
+"""Where the time of steps goes on each rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fddp.monitor_report import MonitorReport
+from fddp.stragglers import BACKWARD, FORWARD, INPUT, WAIT
+from fddp.viz import canvas
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLOURS = {INPUT: canvas.PURPLE, FORWARD: canvas.GREEN, BACKWARD: canvas.BLUE, WAIT: "#DDDDDD"}
+_OTHERS = (canvas.ORANGE, canvas.GREY, "#56B4E9", "#F0E442")
+_BAR = 0.7  # share of its row
+_ROW_IN = 0.32
+_MOST_IN = 12.0
+_AROUND_IN = 1.2  # title, axis and legend
+
+
+def plot_ranks(report: MonitorReport, ax: Axes | None = None) -> Figure:
+    """A bar of phases for each rank, with stragglers marked.
+
+    Bars are as long as the medians of their phases, one after the other. What holds the others up
+    has a frame: the straggler's phase.
+
+    Args:
+        report: of a `Monitor`.
+        ax: axes to draw into; None makes a figure.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ImportError: matplotlib is missing.
+
+    Example:
+        >>> from fddp.stragglers import StepRecord, summarize
+        >>> from fddp.timeline import StepTimes
+        >>> def rank_that_needs(rank, forward_s):
+        ...     times = StepTimes((), 1.0, 3.0, 4.0)
+        ...     phases_s = {"forward": forward_s, "wait": 0.1 - forward_s}
+        ...     return summarize(rank, [StepRecord(n, phases_s, times) for n in range(9)])
+        >>> report = MonitorReport.of([rank_that_needs(0, 0.02), rank_that_needs(1, 0.08)])
+        >>> plot_ranks(report).axes[0].get_title()
+        'steps 0 to 8: rank 1 holds the others up by 60.0 ms a step, most of all in forward'
+    """
+    ranks = report.ranks
+    if ax is None:
+        (ax,) = canvas.new_figure(min(_MOST_IN, _AROUND_IN + _ROW_IN * len(ranks)))
+    slow = {one.rank: one.phase for one in report.stragglers}
+    colours = _colours(report.phases)
+    bars, framed, longest_ms = [], [], 0.0
+    for row, rank in enumerate(ranks):
+        start_ms = 0.0
+        for phase in report.phases:
+            if phase not in rank.phases:
+                continue
+            width_ms = rank.phases[phase].median_s * 1e3
+            bar = canvas.Bar(row, start_ms, width_ms, colours[phase], "white")
+            bars.append(bar)
+            if slow.get(rank.rank) == phase:
+                framed.append(bar)
+            start_ms += width_ms
+        longest_ms = max(longest_ms, start_ms)
+    ax.set_xlim(0.0, 1.02 * max(longest_ms, 1e-6))
+    ax.set_ylim(len(ranks) - 0.5, -0.5)
+    labels = [f"rank {r.rank}{' ◂' if r.rank in slow else ''}" for r in ranks]
+    shown = range(0, len(ranks), max(1, len(ranks) // 32))
+    ax.set_yticks(list(shown), [labels[row] for row in shown])
+    canvas.tidy_(ax, grid="x")
+    ax.set_xlabel("ms a step, median", fontsize=canvas.SMALL_PT)
+    ax.set_title(_title(report), fontsize=canvas.TITLE_PT)
+    canvas.fill_(ax, bars, _BAR)
+    _frame_(ax, framed)
+    _explain_(ax, colours, bool(framed))
+    return canvas.figure_of(ax)
+
+
+def _colours(phases: tuple[str, ...]) -> dict[str, str]:
+    others = iter(_OTHERS * len(phases))
+    return {phase: _COLOURS.get(phase) or next(others) for phase in phases}
+
+
+def _title(report: MonitorReport) -> str:
+    first, last = report.ranks[0].first, report.ranks[0].last
+    one = report.straggler
+    if one is None:
+        return f"steps {first} to {last}: no straggler"
+    return (
+        f"steps {first} to {last}: rank {one.rank} holds the others up by "
+        f"{one.behind_s * 1e3:.1f} ms a step, most of all in {one.phase}"
+    )
+
+
+def _frame_(ax: Axes, bars: list[canvas.Bar]) -> None:
+    from matplotlib.patches import Rectangle
+
+    for bar in bars:
+        corner = (bar.start, bar.row - _BAR / 2.0)
+        ax.add_patch(
+            Rectangle(
+                corner, bar.width, _BAR, fill=False, edgecolor=canvas.VERMILION, linewidth=2.0
+            )
+        )
+
+
+def _explain_(ax: Axes, colours: dict[str, str], marked: bool) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=phase) for phase, colour in colours.items()]
+    if marked:
+        frame = Patch(facecolor="none", edgecolor=canvas.VERMILION, linewidth=2.0)
+        frame.set_label("holds the others up")
+        handles.append(frame)
+    canvas.explain_(ax, handles)

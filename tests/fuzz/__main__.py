@@ -1,0 +1,96 @@
+"""`python -m fuzz`: feeds the extension's functions hostile arguments for some time.
+
+    PYTHONPATH=tests python -m fuzz --seconds 600 --seed 1
+
+With atheris installed, `--atheris` has it choose the inputs; without, they are drawn at random and
+mutated. The input that is being tried is in the file `fuzz-input`, which a crash leaves behind;
+`--replay FILE` tries it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import faulthandler
+import importlib
+import mmap
+import random
+import sys
+import time
+from pathlib import Path
+
+from fuzz.targets import one_input
+
+_LONGEST = 256
+_RECORD = Path("fuzz-input")
+_REPORT_S = 30.0
+
+
+class Record:
+    """What is being tried, in a file that outlives the process."""
+
+    def __init__(self) -> None:
+        _RECORD.write_bytes(bytes(_LONGEST + 8))
+        with _RECORD.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _LONGEST + 8)
+
+    def put(self, data: bytes) -> None:
+        self._memory[: 8 + len(data)] = len(data).to_bytes(8, "little") + data
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="fuzz", description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--atheris", action="store_true", help="have atheris choose the inputs")
+    parser.add_argument("--replay", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    faulthandler.enable()
+    if args.replay is not None:
+        told = args.replay.read_bytes()
+        print(one_input(told[8 : 8 + int.from_bytes(told[:8], "little")]))
+    elif args.atheris:
+        _by_atheris(args.seconds, args.seed)
+    else:
+        _by_chance(args.seconds, args.seed)
+
+
+def _by_atheris(seconds: float, seed: int) -> None:
+    import atheris  # no dependency of fddp
+
+    # What it sees of the code decides which inputs it keeps: which functions are called, and how.
+    for name in ("fuzz.targets", "fuzz.drawing"):
+        sys.modules.pop(name)
+    with atheris.instrument_imports(include=["fuzz"]):
+        targets = importlib.import_module("fuzz.targets")
+    record = Record()
+
+    def target(data: bytes) -> None:
+        record.put(data[:_LONGEST])
+        targets.one_input(data[:_LONGEST])
+
+    options = [f"-max_total_time={int(seconds)}", f"-seed={seed}", f"-max_len={_LONGEST}"]
+    atheris.Setup([sys.argv[0], *options, "-timeout=60", "-rss_limit_mb=4096"], target)
+    atheris.Fuzz()
+
+
+def _by_chance(seconds: float, seed: int) -> None:
+    chance = random.Random(seed)
+    record = Record()
+    tried: collections.Counter[str] = collections.Counter()
+    end_s = time.monotonic() + seconds
+    report_s = time.monotonic() + _REPORT_S
+    while time.monotonic() < end_s:
+        data = chance.randbytes(chance.randrange(1, _LONGEST))
+        record.put(data)
+        tried[one_input(data)] += 1
+        if time.monotonic() > report_s:
+            report_s += _REPORT_S
+            print(f"{tried.total()} inputs tried", flush=True)
+    _RECORD.unlink()
+    print(f"{tried.total()} inputs tried, all well: {dict(tried)}")
+
+
+if __name__ == "__main__":
+    main()

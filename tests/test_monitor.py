@@ -1,0 +1,294 @@
+"""Monitors: delays of real ranks, what is observed, reports and traces."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fddp
+from fddp.monitor_report import MonitorReport
+from fddp.stragglers import RankSummary, StepRecord, summarize
+from fddp.timeline import BucketTimes, StepTimes
+from fddp.traces import chrome_trace, steps_from_json, steps_to_json
+from models import batch, mlp, mlp_loss
+from ranks import RankPool
+from test_errors import ending
+
+DELAY_S = 0.05
+STEPS = 8
+
+
+class Delayed(torch.autograd.Function):
+    """Lets backward take longer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        time.sleep(DELAY_S)
+        return grad
+
+
+def loss(params: Any, x: Tensor, where: str) -> Tensor:
+    if where == "forward":
+        time.sleep(DELAY_S)
+    value = mlp_loss(params, x)
+    return Delayed.apply(value) if where == "backward" else value
+
+
+def watched(rank: int, world_size: int, transport: str, cases: Sequence[tuple[int, str]]) -> Any:
+    found = []
+    with fddp.GradSync(mlp(), transport=transport) as sync:
+        assert sync.transport == transport
+        step = sync.value_and_grad(loss, with_info=True)
+        step(mlp(), batch(rank, 0), "")
+        for slow, where in cases:
+            monitor = fddp.Monitor(sync)
+            for number in range(STEPS):
+                if (slow, where) == (rank, "input"):
+                    time.sleep(DELAY_S)
+                with monitor.phase("update"):
+                    if (slow, where) == (rank, "update"):
+                        time.sleep(DELAY_S)
+                _, _, info = step(mlp(), batch(rank, number), where if slow == rank else "")
+                monitor.observe(info)
+            report = monitor.report()
+            found.append((slow, where, report.straggler, str(report)))
+    return found
+
+
+@pytest.mark.parametrize(("transport", "world_size"), [("shm", 3), ("c10d", 2)])
+def test_a_delay_is_attributed_to_its_rank_and_phase(
+    ranks: RankPool, transport: str, world_size: int
+) -> None:
+    cases = [(1, "input"), (0, "forward"), (world_size - 1, "backward"), (0, "update")]
+    told = ranks.run(world_size, watched, transport, cases)
+    for found in told:
+        for slow, where, straggler, text in found:
+            assert straggler is not None, text
+            assert (straggler.rank, straggler.phase) == (slow, where), text
+            assert straggler.behind_s > DELAY_S / 2, text
+            assert f"rank {slow} holds the others up by" in text
+    assert [case[3] for case in told[0]] == [case[3] for case in told[1]], "the same on all ranks"
+
+
+def record_of(step: int, phases_s: dict[str, float]) -> StepRecord:
+    return StepRecord(step, phases_s, StepTimes((), 1.0, 2.0, 3.0, begun_s=0.5))
+
+
+# What a monitor does
+
+
+def train(group: Any, steps: int, **options: Any) -> tuple[fddp.Monitor, list[Any]]:
+    with fddp.GradSync(mlp(), group=group) as sync:
+        step, monitor = (
+            sync.value_and_grad(mlp_loss, with_info=True),
+            fddp.Monitor(group, **options),
+        )
+        observed = []
+        for number in range(steps):
+            _, _, info = step(mlp(), batch(group.rank, number))
+            observed.append(monitor.observe(info))
+        return monitor, observed
+
+
+def test_reports_come_every_so_many_steps() -> None:
+    for _, observed in fddp.loopback(2, lambda group: train(group, 7, every=3)):
+        assert [type(one) for one in observed] == [
+            MonitorReport if number in (2, 5) else type(None) for number in range(7)
+        ]
+        assert [rank.last for rank in observed[5].ranks] == [5, 5]
+
+
+def test_phases_add_up_to_the_time_between_ends_of_steps() -> None:
+    monitor, _ = fddp.loopback(1, lambda group: train(group, 5))[0]
+    assert [record.step for record in monitor.steps] == list(range(5))
+    assert "input" not in monitor.steps[0].phases_s
+    for before, record in zip(monitor.steps, monitor.steps[1:], strict=False):
+        assert list(record.phases_s) == ["input", "forward", "backward", "wait"]
+        took_s = record.times.end_s - before.times.end_s
+        assert sum(record.phases_s.values()) == pytest.approx(took_s)
+        assert all(s >= 0.0 for s in record.phases_s.values())
+
+
+def test_the_window_is_bounded() -> None:
+    monitor, _ = fddp.loopback(1, lambda group: train(group, 9, window=4))[0]
+    assert [record.step for record in monitor.steps] == [5, 6, 7, 8]
+
+
+def test_named_phases_belong_to_the_step_that_follows() -> None:
+    def run(group: Any) -> Any:
+        with fddp.GradSync(mlp(), group=group) as sync:
+            step, monitor = sync.value_and_grad(mlp_loss, with_info=True), fddp.Monitor(group)
+            for number in range(3):
+                with monitor.phase("loading"):
+                    time.sleep(0.01)
+                _, _, info = step(mlp(), batch(0, number))
+                with monitor.phase("update"):
+                    pass
+                monitor.observe(info)  # late is no harm
+            return monitor.steps
+
+    steps = fddp.loopback(1, run)[0]
+    assert list(steps[2].phases_s) == ["update", "loading", "input", "forward", "backward", "wait"]
+    assert steps[2].phases_s["loading"] >= 0.01 > steps[2].phases_s["input"]
+
+
+def test_wrong_calls_are_told() -> None:
+    def run(group: Any) -> list[str]:
+        monitor = fddp.Monitor(group)
+        told = [
+            ending(lambda: fddp.Monitor(group, every=0)).text,
+            ending(lambda: monitor.phase("wait").__enter__()).text,
+            ending(monitor.report).text,
+            ending(monitor.trace).text,
+        ]
+        if group.rank == 0:
+            (record,) = train_record()
+            monitor._steps.append(record)
+        return [*told, ending(monitor.report).text]
+
+    for every, phase, report, trace, half in fddp.loopback(2, run):
+        assert every == "every must be 1 or more, got 0"
+        assert phase == "'wait' is measured anyway; choose another name"
+        assert report == trace
+        assert report.startswith("the monitor has observed no step on ranks 0, 1; call observe")
+        assert half.startswith("the monitor has observed no step on rank 1;")
+
+
+def train_record() -> list[StepRecord]:
+    return [record_of(0, {"forward": 1.0, "wait": 1.0})]
+
+
+def test_a_rank_in_another_call_is_told() -> None:
+    def run(group: Any) -> Any:
+        monitor = fddp.Monitor(group)
+        monitor._steps.extend(train_record())
+        seen = ending(lambda: monitor.report() if group.rank else fddp.pmean(torch.ones(3), group))
+        fddp.pmean(torch.ones(3), group)  # and the group goes on
+        return seen
+
+    for seen in fddp.loopback(2, run):
+        assert seen.kinds[0] == "DesyncError"
+        assert "all_gather" in seen.text
+        assert "pmean" in seen.text
+
+
+def test_a_report_shows_phases_buckets_and_the_finding() -> None:
+    def rank(number: int, forward_s: float) -> RankSummary:
+        buckets = (BucketTimes(0, 8, 1.5, 1.6, 2.5),)
+        times = StepTimes(buckets, 1.0, 2.0, 3.0, begun_s=0.5)
+        phases_s = {"input": 0.001, "forward": forward_s, "backward": 0.02, "wait": 0.003}
+        return summarize(number, [StepRecord(n, phases_s, times) for n in range(4, 10)])
+
+    report = MonitorReport.of([rank(0, 0.010), rank(1, 0.060)])
+    assert str(report).splitlines() == [
+        "steps 4 to 9, 2 ranks; ms, median ± MAD",
+        "rank        input       forward      backward         wait          step",
+        "   0  1.00 ± 0.00  10.00 ± 0.00  20.00 ± 0.00  3.00 ± 0.00  34.00 ± 0.00",
+        "   1  1.00 ± 0.00  60.00 ± 0.00  20.00 ± 0.00  3.00 ± 0.00  84.00 ± 0.00",
+        "",
+        "buckets; ms since the rank's backward began, median",
+        "bucket  rank   ready  launch     done",
+        "     0     0  500.00  600.00  1500.00",
+        "     0     1  500.00  600.00  1500.00",
+        "",
+        "rank 1 holds the others up by 50.0 ms a step (85% of it), most of all in forward "
+        "(+50.0 ms)",
+    ]
+    assert json.loads(report.to_json())["stragglers"][0][:2] == [1, "forward"]
+    alone = MonitorReport.of([rank(0, 0.010)])
+    assert str(alone).endswith("no straggler: no rank's own part takes longer than the others'")
+
+
+# Traces
+
+
+def check_events(text: str) -> list[dict[str, Any]]:
+    """Holds a trace against the Trace Event Format, in its JSON object form; its spans.
+
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+    """
+    trace = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert set(trace) <= {"traceEvents", "displayTimeUnit"}
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    spans = []
+    for event in trace["traceEvents"]:
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert isinstance(event["name"], str)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "process_sort_index", "thread_name")
+            assert event["args"]
+        else:
+            assert event["ph"] == "X"
+            assert event["ts"] >= 0.0
+            assert event["dur"] >= 0.0
+            assert isinstance(event["cat"], str)
+            spans.append(event)
+    for lane in {(event["pid"], event["tid"]) for event in spans}:
+        ends = 0.0
+        for event in sorted(
+            (e for e in spans if (e["pid"], e["tid"]) == lane), key=lambda e: e["ts"]
+        ):
+            assert event["ts"] >= ends - 1e-2, "spans of a thread nest, or follow each other"
+            ends = event["ts"] + event["dur"]
+    return spans
+
+
+def test_a_trace_holds_all_ranks_and_steps() -> None:
+    def run(group: Any) -> str:
+        monitor, _ = train(group, 6)
+        return monitor.trace(4)
+
+    one, two = fddp.loopback(2, run)
+    assert one == two
+    spans = check_events(one)
+    assert {span["pid"] for span in spans} == {0, 1}
+    assert {span["args"]["step"] for span in spans} == {2, 3, 4, 5}
+    for rank in (0, 1):
+        names = [s["name"] for s in spans if s["pid"] == rank and s["args"]["step"] == 5]
+        assert {"input", "forward", "backward", "wait", "bucket 0"} <= set(names)
+    assert all(span["args"]["bytes"] > 0 for span in spans if span["tid"] == 1)
+
+
+def test_clocks_are_set_by_the_ends_of_collectives() -> None:
+    def steps_from_clock(zero_s: float) -> list[StepRecord]:
+        steps = []
+        for n in range(3):
+            at_s = zero_s + n
+            buckets = (BucketTimes(0, 8, at_s + 0.4, at_s + 0.4, at_s + 0.7),)
+            times = StepTimes(buckets, at_s + 0.3, at_s + 0.5, at_s + 0.8, begun_s=at_s + 0.1)
+            phases_s = {"input": 0.1, "forward": 0.2, "backward": 0.2, "wait": 0.3}
+            steps.append(StepRecord(n, phases_s, times))
+        return steps
+
+    trace = chrome_trace({0: steps_from_clock(1e5), 1: steps_from_clock(3.0)})
+    starts: dict[Any, list[float]] = {}
+    for span in check_events(trace):
+        starts.setdefault((span["args"]["step"], span["name"]), []).append(span["ts"])
+    for first, second in starts.values():
+        assert first == pytest.approx(second, abs=1.0)
+
+
+def test_steps_travel_as_they_are() -> None:
+    monitor, _ = fddp.loopback(1, lambda group: train(group, 3))[0]
+    read = steps_from_json(steps_to_json(monitor.steps))
+    for one, two in zip(read, monitor.steps, strict=True):
+        assert (one.step, one.phases_s) == (two.step, two.phases_s)
+        assert one.times.buckets == two.times.buckets
+        assert one.times.begun_s == two.times.begun_s
+    assert check_events(chrome_trace({})) == []
+
+
+def test_steps_without_info_have_no_beginning() -> None:
+    assert math.isnan(StepTimes((), 1.0, 2.0, 3.0).begun_s)

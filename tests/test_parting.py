@@ -1,0 +1,193 @@
+"""Flights are read back, and lined up over ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fddp.cli import main
+from fddp.flight_log import Flight, FlightLog, FlightOp
+from fddp.parting import Parting, partings
+
+
+def log_of(rank: int, *ops: FlightOp, name: str = "GradSync #1", size: int = 3) -> FlightLog:
+    return FlightLog(name, tuple(range(size)), rank, "shm", 60.0, 5, "in backward", ops)
+
+
+def flight_of(*logs: FlightLog, pid: int = 0, taken_s: float = 1.8e9) -> Flight:
+    return Flight("host", pid, taken_s, "as an example", logs)
+
+
+def op_of(number: int, *, state: Any = "done", bucket: int = 0, **fields: Any) -> FlightOp:
+    op = FlightOp(number, 5, "all_reduce", bucket, f"w{bucket}", 8, 0.5, 0.1, 0.2, state)
+    return op._replace(**fields)
+
+
+def lined_up(*ops_by_rank: tuple[FlightOp, ...]) -> Parting:
+    (parting,) = partings(flight_of(log_of(r, *ops)) for r, ops in enumerate(ops_by_rank))
+    return parting
+
+
+def test_ranks_that_are_together() -> None:
+    told = lined_up(*[(op_of(6), op_of(7))] * 3)
+    assert (told.number, told.ranks) == (-1, ())
+    assert "all are together up to operation 7" in told.text
+
+
+def test_a_rank_that_does_something_else() -> None:
+    told = lined_up((op_of(6), op_of(7)), (op_of(6), op_of(7)), (op_of(6), op_of(7, nbytes=16)))
+    assert (told.number, told.ranks) == (7, (2,))
+    assert (
+        "operation 7 is all_reduce of bucket 0 (w0) of step 5, 8 bytes, on ranks 0, 1; all_reduce "
+        "of bucket 0 (w0) of step 5, 16 bytes, on rank 2"
+    ) in told.text
+
+
+def test_a_rank_that_has_not_come() -> None:
+    told = lined_up((op_of(6), op_of(7, state="failed")), (op_of(6),), (op_of(6), op_of(7)))
+    assert (told.number, told.ranks) == (7, (1,))
+    assert "rank 1 has not come to operation 7" in told.text
+    assert "step 5, and rank 0 waits" in told.text
+
+
+def test_ranks_that_wait_for_one_without_a_flight() -> None:
+    waits = (op_of(6), op_of(7, state="failed"))
+    told = lined_up(waits, waits)
+    assert (told.number, told.ranks) == (7, (0, 1))
+    assert "ranks 0, 1 wait for 7, all_reduce of bucket 0 (w0) of step 5" in told.text
+    assert "rank 2: no flight" in told.text
+
+
+def test_what_was_not_waited_for_is_not_what_ranks_wait_for() -> None:
+    """A later operation is waited for first where the control word rides in it."""
+    ops = (op_of(6, state="failed", waited_s=None), op_of(7, state="failed"))
+    assert lined_up(ops, ops, ops).number == 7
+    only = (op_of(6, state="failed", waited_s=None),)
+    told = lined_up(only, (op_of(6),), (op_of(6),))
+    assert (told.number, told.ranks) == (6, (0,))
+    assert "operation 6, all_reduce of bucket 0 (w0) of step 5, failed on rank 0" in told.text
+
+
+def test_only_what_all_remember_is_compared() -> None:
+    told = lined_up(*[tuple(op_of(n) for n in range(start, 20)) for start in (0, 9, 12)])
+    assert told.number == -1
+
+
+def test_of_several_flights_of_a_rank_the_newest_counts() -> None:
+    old = flight_of(log_of(0, op_of(1, bucket=3), size=1), taken_s=1.0)
+    new = flight_of(log_of(0, op_of(1), size=1), taken_s=2.0)
+    for order in ([old, new], [new, old]):
+        (told,) = partings(order)
+        assert "bucket 0" in told.text
+
+
+def test_groups_of_the_same_ranks_are_told_apart_by_their_order() -> None:
+    flights = [flight_of(log_of(r, op_of(1)), log_of(r, op_of(2 + r)), pid=r) for r in range(3)]
+    first, second = partings(flights)
+    assert first.number == -1
+    assert (second.number, second.ranks) == (4, (0, 1))
+
+
+ops = st.builds(
+    FlightOp,
+    number=st.integers(0, 30),
+    step=st.integers(0, 3),
+    kind=st.sampled_from(["all_reduce", "control", "pmean \x1b[2J, called at x.py:3"]),
+    bucket=st.integers(-1, 2),
+    leaves=st.text(max_size=5),
+    nbytes=st.integers(-1, 2**40),
+    launched_s=st.floats(0, 1e9),
+    waited_s=st.none() | st.floats(0, 1e9),
+    done_s=st.none() | st.floats(0, 1e9),
+    state=st.sampled_from(["in flight", "waited for", "done", "failed"]),
+)
+flights = st.builds(
+    Flight,
+    host=st.text(max_size=5),
+    pid=st.integers(0, 2**22),
+    taken_s=st.floats(0, 1e12),
+    reason=st.text(max_size=5),
+    logs=st.lists(
+        st.builds(
+            FlightLog,
+            name=st.sampled_from(["GradSync #1", "GradSync #2"]),
+            members=st.just((0, 1, 2)),
+            rank=st.integers(0, 2),
+            transport=st.text(max_size=5),
+            timeout_s=st.floats(0, 1e9),
+            step=st.integers(0, 2**40),
+            phase=st.text(max_size=5),
+            ops=st.lists(ops, max_size=6).map(tuple),
+        ),
+        max_size=3,
+    ).map(tuple),
+)
+
+
+@settings(max_examples=40)
+@given(st.lists(flights, max_size=3))
+def test_flights_are_read_as_they_were_written(some: list[Flight]) -> None:
+    for one in some:
+        assert Flight.from_json(one.to_json()) == one
+        assert "\x1b" not in str(one)
+    for parting in partings(some):
+        assert "\x1b" not in parting.text
+        assert set(parting.ranks) <= {0, 1, 2}
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner),
+        max_leaves=8,
+    ),
+    st.sampled_from(["format", "host", "pid", "taken_s", "reason", "logs"]),
+    st.sampled_from(["name", "members", "rank", "timeout_s", "ops", ""]),
+    st.integers(-1, 9),
+)
+def test_what_is_no_flight_is_refused_by_name(junk: Any, field: str, inner: str, at: int) -> None:
+    good = json.loads(flight_of(log_of(0, op_of(1))).to_json())
+    if at >= 0:
+        good["logs"][0]["ops"][0][at] = junk
+    elif inner:
+        good["logs"][0][inner] = junk
+    else:
+        good[field] = junk
+    read: Flight | None = None
+    problem = ""
+    try:
+        read = Flight.from_json(json.dumps(good))
+    except ValueError as error:
+        problem = str(error)
+    if read is None:
+        assert problem.startswith("no flight: ")
+        assert len(problem) < 400
+    else:
+        assert str(read)
+        assert partings([read]) is not None
+
+
+@pytest.mark.parametrize("text", ["", "[", "3", "[]", "{}", "[" * 100_000, "9" * 10_000])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no flight: "):
+        Flight.from_json(text)
+
+
+def test_the_command_says_what_it_can_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["flight", str(tmp_path)])
+    assert "there is no flight-*.json in" in capsys.readouterr().err
+    (tmp_path / "flight-x.json").write_text("{}")
+    with pytest.raises(SystemExit, match="2"):
+        main(["flight", str(tmp_path)])
+    assert "flight-x.json': no flight: format is None" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["flight", str(tmp_path / "nothing")])
+    assert "can't read" in capsys.readouterr().err
