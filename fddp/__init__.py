@@ -37,13 +37,16 @@ from fddp.errors import TreeMismatchError as TreeMismatchError
 from fddp.errors import UnevenError as UnevenError
 from fddp.errors import WeightError as WeightError
 from fddp.flight import flight as flight
+from fddp.flight_dumps import FlightDumps as FlightDumps
 from fddp.flight_dumps import dump_flights as dump_flights
+from fddp.flight_log import Flight as Flight
 from fddp.functionalize import functionalize as functionalize
 from fddp.info import SyncInfo as SyncInfo
 from fddp.loss_scale import LossScale as LossScale
 from fddp.loss_scale import next_loss_scale as next_loss_scale
 from fddp.measuring import measure_cost as measure_cost
 from fddp.monitor import Monitor as Monitor
+from fddp.monitor_report import MonitorReport as MonitorReport
 from fddp.plan import Bucket as Bucket
 from fddp.plan import BucketPlan as BucketPlan
 from fddp.plan import LeafSpec as LeafSpec
@@ -60,6 +63,7 @@ from fddp.simulate import simulate as simulate
 from fddp.spikes import NormHistory as NormHistory
 from fddp.spikes import NormVerdict as NormVerdict
 from fddp.spikes import check_norm as check_norm
+from fddp.stragglers import Straggler as Straggler
 from fddp.sync import GradSync as GradSync
 from fddp.timeline import Timeline as Timeline
 from fddp.topology import Topology as Topology

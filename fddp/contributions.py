@@ -13,7 +13,7 @@ from fddp.expect import Arrivals, expected_counts
 from fddp.layout import Layout
 from fddp.leaves import Arriving, Visible, eager_slot
 from fddp.pack import pack_, pack_add_
-from fddp.peaks import plus
+from fddp.peaks import plus, stays_finite
 from fddp.program import Program
 from fddp.scaling import WeightScale
 from fddp.shards import Chunk
@@ -56,6 +56,14 @@ class Contributions:
     def pack_late_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
         """Writes what came for the bucket since it was packed, and zeros elsewhere."""
         return _pack_parts_(buffer, layout, [], scale)
+
+    def hold(self) -> None:
+        """Has `sources` tell what was packed wherever packing may make infinity of a number."""
+
+    def sources(self, bucket: int) -> list[Part] | None:
+        """What the bucket was packed from, asked for right after it was; None where it is let go
+        of, which after `hold` it is only where what was finite stayed so."""
+        return self.parts(bucket)
 
     def pack_chunk_(self, chunk: Chunk, buffer: Tensor) -> float:
         """Writes this rank's own shards where they belong; as `pack_`."""
@@ -176,6 +184,8 @@ class BackwardContributions(Contributions):
         self._idle = idle
         self._lie_in = lie_in
         self.in_place: list[int] = []
+        self._holds = False
+        self._held: dict[int, list[Part]] = {}  # of the bucket that was packed last
 
     def arm(
         self,
@@ -205,7 +215,7 @@ class BackwardContributions(Contributions):
             eager_slot(members[position], buffer_of(bucket), slot, factor)
             for bucket, members in enumerate(self._program.member_numbers)
             for position, slot in self._program.packing[bucket].early
-            if bucket not in self._idle
+            if bucket not in self._idle and not self._may_overflow(bucket, scale)
         ]
         leaf_set.arm(self._program.members, expected, eager, on_bucket)
         for bucket, members in enumerate(self._program.member_numbers):
@@ -234,8 +244,8 @@ class BackwardContributions(Contributions):
         return [*self._taken(bucket), *self._earlier(bucket)]
 
     def pack_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
-        if self._leaf_set is None or not buffer.is_cpu:
-            return super().pack_(bucket, buffer, layout, scale)
+        if self._leaf_set is None or not buffer.is_cpu or self._may_overflow(bucket, scale):
+            return self._pack_held_(bucket, buffer, layout, self.parts(bucket), scale)
         keep = bucket in self._program.schedule.retained
         packing, factor = self._program.packing[bucket].native, scale.before(self._own_weight)
         peak = self._leaf_set.pack(bucket, buffer, packing, keep, factor)
@@ -254,7 +264,28 @@ class BackwardContributions(Contributions):
         return memory
 
     def pack_late_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
-        return _pack_parts_(buffer, layout, self._taken(bucket), scale)
+        return self._pack_held_(bucket, buffer, layout, self._taken(bucket), scale)
+
+    def hold(self) -> None:
+        self._holds = True
+
+    def sources(self, bucket: int) -> list[Part] | None:
+        return self._held.pop(bucket, None)
+
+    def _may_overflow(self, bucket: int, scale: WeightScale) -> bool:
+        """Whether sources are held, and packing may make infinity of a number."""
+        if not self._holds:
+            return False
+        factor = scale.before(self._own_weight) + (scale.before(1.0) if self._accumulated else 0.0)
+        planned, wire = self._program.plan.buckets[bucket], self._program.schedule.wire_dtypes
+        return not stays_finite(planned.dtype, wire[bucket], factor)
+
+    def _pack_held_(
+        self, bucket: int, buffer: Tensor, layout: Layout, parts: list[Part], scale: WeightScale
+    ) -> float:
+        if self._holds:
+            self._held = {bucket: parts}
+        return _pack_parts_(buffer, layout, parts, scale)
 
     def _taken(self, bucket: int) -> list[Part]:
         if self._leaf_set is None:

@@ -40,7 +40,8 @@ from fddp.request import Asking, hook_problem, usable_transport
 from fddp.ride import with_own_word
 from fddp.scaling import WeightScale
 from fddp.schedule import Schedule
-from fddp.session import Outcome, Session, Setting
+from fddp.session import Session
+from fddp.setting import Outcome, Setting
 from fddp.transports import Group, Transport, open_transport, resolve
 from fddp.uneven import Round
 

@@ -86,7 +86,7 @@ class NonFiniteError(FddpError, ArithmeticError):
         paths: by rank, the leaves at fault of its own; 100 at most of each.
         counts: the same with how many elements are NaN, and how many infinite.
         overflowed: leaves whose sum over ranks is not finite, with the same counts; empty where a
-            rank is at fault.
+            rank is at fault. Of results that are each rank's own, the most of any rank.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ Each needs its library (`pip install fddp[watch]`), which is imported when an ex
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,10 +84,15 @@ class TensorBoard:
 
     Raises:
         ImportError: tensorboard is missing, and `to` is a directory.
+        TypeError: `to` is neither.
     """
 
-    def __init__(self, to: ScalarWriter | str, *, prefix: str = "fddp") -> None:
-        self._writer: ScalarWriter = _summary_writer(to) if isinstance(to, str) else to
+    def __init__(self, to: ScalarWriter | str | os.PathLike[str], *, prefix: str = "fddp") -> None:
+        if isinstance(to, str | os.PathLike):
+            to = _summary_writer(os.fspath(to))
+        if not callable(getattr(to, "add_scalar", None)):
+            raise TypeError(f"TensorBoard takes a SummaryWriter or a directory, got {to!r:.80}")
+        self._writer = to
         self._prefix = prefix
         self._step = 0
 
@@ -127,6 +133,7 @@ class Prometheus:
             ) from error
         to = client.REGISTRY if registry is None else registry
         self._rank = str(rank)
+        self._told: set[tuple[str, str]] = set()  # rank and phase, of the newest report
         self._steps = client.Counter("fddp_steps", "Synchronised steps.", ["rank"], registry=to)
         self._skipped = client.Counter(
             "fddp_skipped_steps", "Steps that all ranks left out.", ["rank"], registry=to
@@ -174,8 +181,15 @@ class Prometheus:
         self._hidden.labels(self._rank).set(info.timeline.hidden_fraction)
 
     def report(self, report: MonitorReport) -> None:
-        """Takes a report on all ranks."""
+        """Takes a report on all ranks. What an earlier one had of ranks or phases that this one
+        has not, is no longer served."""
         behind = {one.rank: one.behind_s for one in report.stragglers}
+        told = {(str(rank.rank), phase) for rank in report.ranks for phase in rank.phases}
+        for gone in self._told - told:
+            self._medians.remove(self._rank, *gone)
+        for gone_rank in {rank for rank, _ in self._told} - {rank for rank, _ in told}:
+            self._behind.remove(self._rank, gone_rank)
+        self._told = told
         for rank in report.ranks:
             for phase, spread in rank.phases.items():
                 self._medians.labels(self._rank, str(rank.rank), phase).set(spread.median_s)

@@ -9,11 +9,22 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from fddp.control import ControlReport
-from fddp.errors import DesyncError, PeerError, RankLostError, SyncTimeoutError
+from fddp.errors import (
+    DesyncError,
+    FddpError,
+    PeerError,
+    RankLostError,
+    SyncTimeoutError,
+    TreeMismatchError,
+    WeightError,
+)
 from fddp.scaling import WeightScale
 from fddp.transports.base import Transport
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fddp.contributions import Contributions
     from fddp.program import Program
     from fddp.schedule import Op
 
@@ -98,6 +109,40 @@ def desync_error(rank: int, told: Sequence[Told]) -> DesyncError:
         f"{theirs.step} with plan {theirs.digest[:12]}; every rank must synchronise equally often "
         f"with one GradSync (fddp.uneven does this for loops of unequal length)"
     )
+
+
+def unpackable(
+    program: Program, bucket: int, buffer: Tensor, contributions: Contributions, error: Exception
+) -> Exception:
+    """The error of gradients that can't be packed into a bucket's buffer, by path."""
+    problem = TreeMismatchError(f"{program.describe(bucket)} can't be packed: {error}")
+    problem.__cause__ = error
+    for part in contributions.parts(bucket):
+        for leaf, source in zip(program.plan.buckets[bucket].leaves, part.sources, strict=True):
+            if source is not None and source.device != buffer.device:
+                return TreeMismatchError(
+                    f"the gradient of leaf {program.paths[leaf]!r} is on {source.device} where its "
+                    f"bucket is on {buffer.device}; move it there"
+                )
+    return problem
+
+
+def unfit_error(
+    report: ControlReport, program: Program, scale: WeightScale, step: int, hook_problem: str | None
+) -> FddpError | None:
+    """The error of contributions that make no result together, or None."""
+    if problem := weight_problem(report, scale) or hook_problem:
+        return WeightError(f"step {step}: {problem}")
+    if program.schedule.result != "replicated":
+        return None
+    ranks = program.schedule.topology.world_size
+    for leaf, users in zip(program.reduced, report.users, strict=True):
+        if 0 < users < ranks:
+            return TreeMismatchError(
+                f"step {step}: leaf {program.paths[leaf]!r} of the shards is None on "
+                f"{ranks - users} of {ranks} ranks; pass its shard on every rank, or None on all"
+            )
+    return None
 
 
 def weight_problem(report: ControlReport, scale: WeightScale) -> str | None:

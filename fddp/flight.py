@@ -84,6 +84,7 @@ class Recorder:
         self._rank = transport.rank
         self._transport = transport.name
         self._timeout_s = transport.timeout_s
+        self._made_s = time.time()
         self.name = transport.slot.label or kind
         self._serial = next(_serials)
         self._owner = weakref.ref(owner)
@@ -115,7 +116,15 @@ class Recorder:
         step, phase = (0, "gone") if owner is None else owner.at()
         ops = tuple(_op(entry, now_s) for entry in list(self.ring))
         return FlightLog(
-            self.name, self._members, self._rank, self._transport, self._timeout_s, step, phase, ops
+            name=self.name,
+            members=self._members,
+            rank=self._rank,
+            transport=self._transport,
+            timeout_s=self._timeout_s,
+            step=step,
+            phase=phase,
+            ops=ops,
+            made_s=self._made_s,
         )
 
     @property
@@ -154,15 +163,15 @@ def flight(*of: object, reason: str = "asked for") -> Flight:
     """What this process did last: the newest 100 operations of each `GradSync` and communicator.
 
     Args:
-        *of: a `GradSync`, or several; none for all that are alive, with the communicators of
-            operators.
-        reason: why it is taken.
+        *of: a `GradSync`, a wrapped module or a `Communicator`, or several; none for all that are
+            alive.
+        reason: why it is taken, in words.
 
     Returns:
         A value to print, or to write as JSON.
 
     Raises:
-        TypeError: something else than a `GradSync` or `Communicator` was passed.
+        TypeError: something else was passed, or a module that has not made its first step.
 
     Example:
         >>> import fddp, torch
@@ -175,6 +184,8 @@ def flight(*of: object, reason: str = "asked for") -> Flight:
         >>> fddp.loopback(2, average)[1]
         [(0, 0, 'all_reduce', 8, 'done')]
     """
+    if not isinstance(reason, str):
+        raise TypeError(f"reason is a text, got {reason!r:.80}")
     recorders = [_recorder_of(one) for one in of] if of else _all()
     return _flight_of(recorders, reason)
 
@@ -200,11 +211,13 @@ def _copied(recorders: weakref.WeakSet[Recorder]) -> list[Recorder]:
 
 
 def _recorder_of(one: object) -> Recorder:
-    recorder = getattr(getattr(one, "_engine", one), "recorder", None)
+    steps = getattr(one, "_steps", None)  # of a wrapped module, from its first step on
+    engine = getattr(one, "_engine", getattr(steps, "engine", one))
+    recorder = getattr(engine, "recorder", None)
     if not isinstance(recorder, Recorder):
         raise TypeError(
-            f"flight takes GradSyncs and Communicators, got a {type(one).__name__}; pass nothing "
-            f"for all that are alive"
+            f"flight takes GradSyncs, Communicators and wrapped modules that have made a step, got "
+            f"a {type(one).__name__}; pass nothing for all that are alive"
         )
     return recorder
 

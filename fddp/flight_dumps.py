@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import itertools
 import os
 import signal
 import socket
-import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _BREAKS = (DesyncError, RankLostError, SyncTimeoutError)  # after which ranks are not together
 _numbers = itertools.count(1)
-_newest: FlightDumps | None = None
+_installed: list[FlightDumps] = []  # the newest last, which counts
 
 
 class FlightDumps:
@@ -40,7 +40,9 @@ class FlightDumps:
         self.directory = directory
         self._signal = on_signal
         self._earlier: Any = None  # what the signal did before
-        self._before = _newest
+        self._writes = False  # at this moment, on the signal
+        self._pid = os.getpid()
+        self._pid_file: Path | None = None
 
     def write(self, reason: str) -> Path:
         """Writes a flight of all that is alive, as a table with the stacks of all threads, and as
@@ -64,19 +66,22 @@ class FlightDumps:
         return path
 
     def stop(self) -> None:
-        """Goes back to what was before; a second call does nothing.
+        """Takes it away, also where it is not the newest; a second call does nothing.
 
         Raises:
             ValueError: there is a signal to give back, and this is not the main thread.
         """
-        global _newest
+        if self not in _installed:
+            return
+        self._forget_pid()  # first, while the signal still does no harm
         if self._signal is not None:
             if signal.getsignal(self._signal) == self._handle:
                 # None stands for a handler that Python did not install and can't put back.
                 signal.signal(self._signal, self._earlier or signal.SIG_DFL)
-            self._signal = None
-        if _newest is self:
-            _newest = self._before
+            for later in _installed:
+                if later._earlier == self._handle:
+                    later._earlier = self._earlier
+        _installed.remove(self)
 
     def __enter__(self) -> Self:
         return self
@@ -87,13 +92,38 @@ class FlightDumps:
     def _install(self) -> None:
         if self._signal is not None:
             self._earlier = signal.signal(self._signal, self._handle)
+        _installed.append(self)
+        if self._signal is not None:  # which does no harm from now on
+            path = self.directory / f"{socket.gethostname()}-{self._pid}.pid"
+            try:
+                _write(path, f"{self._pid}\n")
+            except BaseException:
+                self.stop()
+                raise
+            self._pid_file = path
+            atexit.register(self._forget_pid)
+
+    def _forget_pid(self) -> None:
+        """Nobody is to send this number the signal any more."""
+        atexit.unregister(self._forget_pid)
+        path, self._pid_file = self._pid_file, None
+        if path is None or self._pid != os.getpid():  # a fork's is its parent's
+            return
+        if all(other._pid_file != path for other in _installed):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def _handle(self, number: int, frame: Any) -> None:
+        if self._writes:
+            return  # a signal that comes meanwhile is answered by the flight that is being written
+        self._writes = True
         try:
-            self.write(signal.Signals(number).name)
+            if self in _installed:  # else a handler of somebody else's has kept this one
+                self.write(signal.Signals(number).name)
         except Exception:  # the step that was interrupted is not to fail of it
-            print("fddp: no flight was written", file=sys.stderr)
-            traceback.print_exc()
+            _complain(f"fddp: no flight was written\n{traceback.format_exc()}")
+        finally:
+            self._writes = False
         if callable(self._earlier):
             self._earlier(number, frame)
 
@@ -109,13 +139,16 @@ def dump_flights(
         on_signal: `signal.SIGUSR1`, for instance. What handled it before is called afterwards. The
             handler runs in the main thread when that is in Python: at once in a loop, within 0.25 s
             in a wait for other ranks over gloo or shared memory, not within a long call of another
-            library, and not in a wait for NCCL.
+            library, and not in a wait for NCCL. A file HOST-PID.pid in the directory has the
+            number of the process, until it stops or ends: sent to a process without a handler, a
+            launcher for instance, the signal ends it.
 
     Returns:
         A handle that stops it; also a context manager. The newest one counts.
 
     Raises:
-        OSError: the directory can't be made.
+        OSError: the directory can't be made, or not be written to.
+        TypeError: `on_signal` is no signal.
         ValueError: `on_signal` outside of the main thread.
 
     Example:
@@ -124,12 +157,12 @@ def dump_flights(
         ...     dumps.write("as an example").read_text().splitlines()[0]
         'process ... on ...: as an example'
     """
-    global _newest
+    if on_signal is not None and not isinstance(on_signal, signal.Signals):
+        raise TypeError(f"on_signal takes signal.SIGUSR1, for instance, got {on_signal!r:.80}")
     path = Path(directory).absolute()
     path.mkdir(parents=True, exist_ok=True)
     dumps = FlightDumps(path, on_signal)
     dumps._install()
-    _newest = dumps
     return dumps
 
 
@@ -140,7 +173,7 @@ def note_failure(error: BaseException, *, breaks: bool = False) -> None:
         error: what is about to be raised.
         breaks: whether ranks are apart, whatever kind of error it is.
     """
-    dumps = _newest
+    dumps = _installed[-1] if _installed else None
     if dumps is None or not (breaks or isinstance(error, _BREAKS)):
         return
     try:
@@ -159,6 +192,12 @@ def failures_noted() -> Iterator[None]:
     except BaseException as error:
         note_failure(error)
         raise
+
+
+def _complain(text: str) -> None:
+    """Past Python's buffers, which can't be entered again where a signal has interrupted them."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="backslashreplace"))
 
 
 def _write(path: Path, text: str, *, stacks: bool = False) -> None:

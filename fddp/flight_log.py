@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
@@ -77,6 +77,8 @@ class FlightLog:
         step: number of the step that runs, or else of the next; -1 where there are none.
         phase: what this rank is at in it.
         ops: oldest first.
+        made_s: when it was made, which all ranks do together, in seconds since 1970 by the host's
+            clock; 0.0 where that is not known.
     """
 
     name: str
@@ -87,6 +89,7 @@ class FlightLog:
     step: int
     phase: str
     ops: tuple[FlightOp, ...]
+    made_s: float = 0.0
 
     @property
     def at(self) -> str:
@@ -96,9 +99,8 @@ class FlightLog:
 
     def __str__(self) -> str:
         head = (
-            f"{shown(self.name)}: rank {self.rank} of {len(self.members)} over "
-            f"{shown(self.transport)}, "
-            f"timeout {self.timeout_s:g} s, {self.at}"
+            f"{shown(self.name)}: {names((self.rank,), self.members)} of {len(self.members)} over "
+            f"{shown(self.transport)}, timeout {self.timeout_s:g} s, {self.at}"
         )
         if not self.ops:
             return f"{head}\n(no operation yet)"
@@ -192,6 +194,7 @@ def _log(read: object) -> FlightLog:
         step=_get(fields, "step", int),
         phase=_get(fields, "phase", str),
         ops=tuple(map(_op, _get(fields, "ops", list))),
+        made_s=_seconds(fields, "made_s"),
     )
 
 
@@ -237,6 +240,21 @@ def _seconds(fields: Mapping[str, Any], name: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"no flight: {name} is {number}")
     return number
+
+
+def names(ranks: Iterable[int], members: Sequence[int] = ()) -> str:
+    """Ranks in words, with their numbers in the job where these are others.
+
+    Args:
+        ranks: numbers in a group, one at least.
+        members: numbers in the job, by rank; empty for the same.
+
+    Example:
+        >>> names([1]), names([0, 1], (0, 9))
+        ('rank 1', 'ranks 0, 1 (global 9)')
+    """
+    told = [f"{r} (global {members[r]})" if members and members[r] != r else str(r) for r in ranks]
+    return f"rank{'s' if len(told) > 1 else ''} {', '.join(told)}"
 
 
 def shown(text: str) -> str:

@@ -29,6 +29,11 @@ class Trace:
 class SyncInfo:
     """One synchronisation as all ranks saw it. All but `timeline` and `trace` agree on all ranks.
 
+    Where ranks hold different results, `grad_norm` is of this rank's, and so is what `all_finite`
+    tells of results: of shards (`reduce_scatter`), and under a `fddp.hooks.TorchHook` that does not
+    give all ranks the same. With `nonfinite="skip"` or "raise" all ranks agree on `all_finite` in
+    any case.
+
     Attributes:
         step: number of this synchronisation, from 0.
         world_size: number of ranks in the group.

@@ -43,19 +43,22 @@ def next_loss_scale(
     `nonfinite="skip"`, under which all ranks learn of it, and `all_finite` is False on all.
 
     Args:
-        scale: this step's.
-        all_finite: whether the synchronised gradients are finite.
+        scale: this step's; its factor is from `least` to `most`.
+        all_finite: whether the synchronised gradients are finite; True or False.
         growth: factor after `every` finite steps in a row; above 1.
         backoff: factor after a step that is not; above 0 and below 1. With powers of two, scaling
             changes no bits of gradients but by underflow and overflow.
-        every: finite steps before the factor grows.
+        every: finite steps before the factor grows, at least 1.
         least, most: bounds of the factor.
 
     Returns:
         The scale of the next step.
 
     Raises:
-        ValueError: a factor or an option that makes no sense.
+        TypeError: `all_finite` is neither True nor False, `scale` no `LossScale`, its factor no
+            number, or `every` or the streak no integer.
+        ValueError: a factor or an option that makes no sense, or a factor outside of the bounds,
+            which a step could only move the wrong way.
 
     Example:
         >>> scale = LossScale(factor=8.0)
@@ -67,13 +70,29 @@ def next_loss_scale(
         LossScale(factor=8.0, streak=0)
         LossScale(factor=8.0, streak=1)
     """
+    if not (isinstance(scale, LossScale) and hasattr(scale.factor, "__float__")):
+        raise TypeError(f"scale is a LossScale of two numbers, got {scale!r}")
+    if not isinstance(all_finite, bool):
+        raise TypeError(
+            f"all_finite is True or False, got {all_finite!r}; pass info.all_finite of the step"
+        )
+    for name, count in ("every", every), ("the streak of a loss scale", scale.streak):
+        if isinstance(count, bool) or not hasattr(count, "__index__"):
+            raise TypeError(f"{name} is a number of steps, an int, got {count!r}")
     if not (math.isfinite(scale.factor) and scale.factor > 0.0):
         raise ValueError(f"a loss scale is finite and above 0, got {scale.factor}")
+    if scale.streak < 0:
+        raise ValueError(f"the streak of a loss scale is not negative, got {scale.streak}")
     if not (growth > 1.0 > backoff > 0.0 and every >= 1 and 0.0 < least <= most < math.inf):
         raise ValueError(
             f"growth must be above 1, backoff between 0 and 1, every at least 1 and 0 < least <= "
             f"most, got growth={growth}, backoff={backoff}, every={every}, least={least}, "
             f"most={most}"
+        )
+    if not least <= scale.factor <= most:
+        raise ValueError(
+            f"a loss scale is from least to most, {least} to {most}, got {scale.factor}; begin "
+            f"within the bounds, or pass others"
         )
     if not all_finite:
         return LossScale(max(scale.factor * backoff, least))

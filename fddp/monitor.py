@@ -12,6 +12,8 @@ import torch
 
 from fddp.collectives.communicators import Communicator, communicator_of
 from fddp.collectives.operators import all_gather
+from fddp.errors import ClosedError
+from fddp.flight_log import names
 from fddp.info import SyncInfo
 from fddp.monitor_report import MonitorReport
 from fddp.stragglers import (
@@ -29,7 +31,8 @@ from fddp.traces import chrome_trace, steps_from_json, steps_to_json
 if TYPE_CHECKING:
     from fddp.transports import Group
 
-_OWN_NAMES = (INPUT, FORWARD, BACKWARD, WAIT)
+_OWN_NAMES = (INPUT, FORWARD, BACKWARD, WAIT, "step", "behind")
+_MOST_NAMED = 1000  # phases that are kept between two steps
 
 
 class Exporter(Protocol):
@@ -49,7 +52,9 @@ class Monitor:
     accelerator works behind the host's back, its time shows in the phase in which the host waits.
 
     Making one is a collective call if nothing else has opened the group's communicator before,
-    which it shares with operators such as `fddp.pmean`.
+    which it shares with operators such as `fddp.pmean`. All ranks pass the same `every`, and call
+    `observe` after each step, in rounds without input of `fddp.uneven`, too: a report waits for all
+    of them.
 
     Args:
         sync_or_group: whose ranks to compare: a `GradSync`, a `Communicator`, or what a `GradSync`
@@ -60,7 +65,8 @@ class Monitor:
 
     Raises:
         ValueError: `every` or `window` is below 1.
-        TypeError: there is nothing to communicate on.
+        TypeError: there is nothing to communicate on, or an argument is of another type.
+        ClosedError: the `GradSync` is closed.
 
     Example:
         >>> import fddp, time, torch
@@ -71,7 +77,7 @@ class Monitor:
         ...         return params["w"].sum()
         ...     with fddp.GradSync(params, group=group) as sync:
         ...         step, monitor = sync.value_and_grad(loss_fn, with_info=True), fddp.Monitor(sync)
-        ...         for _ in range(6):
+        ...         for _ in range(10):
         ...             loss, grads, info = step(params)
         ...             monitor.observe(info)
         ...         return monitor.report().straggler
@@ -88,17 +94,26 @@ class Monitor:
         window: int = 100,
         exporters: Sequence[Exporter] = (),
     ) -> None:
-        for name, value in (("every", every), ("window", window)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be 1 or more, got {value}")
+        if every is not None:
+            _check_count("every", every)
+        _check_count("window", window)
+        for exporter in exporters:
+            if not all(callable(getattr(exporter, name, None)) for name in ("step", "report")):
+                raise TypeError(
+                    f"an exporter has the methods step(info, record) and report(report), got "
+                    f"{exporter!r:.80}"
+                )
         group = sync_or_group
         if isinstance(group, GradSync):
+            if group._engine.is_shut:
+                raise ClosedError("this GradSync is closed; pass one that takes steps")
             group = group._engine.group
         self._communicator = communicator_of(group, None)
         self._every = every
         self._exporters = tuple(exporters)
         self._steps: deque[StepRecord] = deque(maxlen=window)
-        self._named: list[_Named] = []
+        self._named: deque[_Named] = deque(maxlen=_MOST_NAMED)
+        self._inner_s: list[float] = []  # of phases that are open: what those within them took
 
     @property
     def rank(self) -> int:
@@ -121,33 +136,52 @@ class Monitor:
             A report after each `every` steps, as counted by `info.step`, on all ranks; else None.
 
         Raises:
-            As `report`, where one is due.
+            TypeError: it is something else, a tree for instance.
+            As `report`, where one is due. What an exporter raises comes after the report was made,
+            so that other ranks have theirs.
         """
+        if not isinstance(info, SyncInfo):
+            raise TypeError(
+                f"observe takes the SyncInfo of a step with with_info=True, got a "
+                f"{type(info).__name__}"
+            )
         record = self._record(info)
         self._steps.append(record)
+        is_due = self._every is not None and (info.step + 1) % self._every == 0
+        report = self._make_report() if is_due else None
         for exporter in self._exporters:
             exporter.step(info, record)
-        if self._every is not None and (info.step + 1) % self._every == 0:
-            return self.report()
-        return None
+        if report is not None:
+            self._export(report)
+        return report
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measures what is done between two steps by itself, which is else part of "input".
 
+        What a phase within takes counts as that one's alone. The newest 1000 of a step are kept.
+
         Args:
             name: "update", for instance.
 
         Raises:
-            ValueError: the name is one of the monitor's own.
+            TypeError: the name is no text.
+            ValueError: the name is empty, or one of the monitor's own.
         """
-        if name in _OWN_NAMES:
-            raise ValueError(f"{name!r} is measured anyway; choose another name")
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a phase is a text, got {name!r:.80}")
+        if not name or name in _OWN_NAMES:
+            raise ValueError(f"{name!r} can't be a phase's name; choose another")
+        self._inner_s.append(0.0)
         start_s = time.perf_counter()
         try:
             yield
         finally:
-            self._named.append(_Named(name, start_s, time.perf_counter()))
+            end_s = time.perf_counter()
+            inner_s = self._inner_s.pop()
+            if self._inner_s:
+                self._inner_s[-1] += end_s - start_s
+            self._named.append(_Named(name, start_s, end_s, end_s - start_s - inner_s))
 
     def report(self) -> MonitorReport:
         """Where the time of the newest steps went on each rank; a collective call.
@@ -159,13 +193,20 @@ class Monitor:
             ValueError: some rank has observed no step; on all ranks.
             DesyncError: a rank is in another collective call on the group.
             RankLostError, SyncTimeoutError: a rank did not come.
+            What an exporter raises, after that.
         """
+        report = self._make_report()
+        self._export(report)
+        return report
+
+    def _make_report(self) -> MonitorReport:
         own = summarize(self.rank, self._steps).to_json() if self._steps else ""
         told = self._told(own)
-        report = MonitorReport.of(map(RankSummary.from_json, told))
+        return MonitorReport.of(map(RankSummary.from_json, told))
+
+    def _export(self, report: MonitorReport) -> None:
         for exporter in self._exporters:
             exporter.report(report)
-        return report
 
     def trace(self, steps: int = 10) -> str:
         """The newest steps of all ranks, as a trace for Perfetto; a collective call.
@@ -177,9 +218,11 @@ class Monitor:
             JSON in the Trace Event Format, the same on all ranks; see `fddp.traces.chrome_trace`.
 
         Raises:
-            As `report`.
+            As `report`; before anything is communicated:
+            TypeError, ValueError: `steps` is no number from 1 on.
         """
-        newest = list(self._steps)[-steps:] if steps > 0 else []
+        _check_count("steps", steps)
+        newest = list(self._steps)[-steps:]
         told = self._told(steps_to_json(newest) if newest else "")
         return chrome_trace(dict(enumerate(map(steps_from_json, told))))
 
@@ -190,11 +233,12 @@ class Monitor:
         if before is not None and before.step + 1 == info.step:
             end_s = before.times.end_s
             between_s = times.begun_s - end_s
-            for name, start_s, stop_s in self._named:
+            for name, start_s, stop_s, own_s in self._named:
                 if end_s <= start_s <= stop_s <= times.begun_s:
-                    phases_s[name] = phases_s.get(name, 0.0) + stop_s - start_s
+                    phases_s[name] = phases_s.get(name, 0.0) + own_s
             phases_s[INPUT] = max(0.0, between_s - sum(phases_s.values()))
-        self._named = [named for named in self._named if named.start_s >= times.end_s]
+        later = [named for named in self._named if named.start_s >= times.end_s]
+        self._named = deque(later, maxlen=_MOST_NAMED)
         phases_s[FORWARD] = max(0.0, times.backward_start_s - times.begun_s)
         phases_s[BACKWARD] = times.backward_end_s - times.backward_start_s
         phases_s[WAIT] = times.exposed_s
@@ -211,7 +255,7 @@ class Monitor:
         silent = [rank for rank, (length,) in enumerate(lengths) if length == 0]
         if silent:
             raise ValueError(
-                f"the monitor has observed no step on {_names(silent)}; call observe(info) on "
+                f"the monitor has observed no step on {names(silent)}; call observe(info) on "
                 f"every rank after each step"
             )
         padded = torch.zeros(max(length for (length,) in lengths), dtype=torch.uint8)
@@ -227,6 +271,7 @@ class _Named(NamedTuple):
     name: str
     start_s: float
     end_s: float
+    own_s: float  # without what was measured within
 
 
 def _gathered(tensor: torch.Tensor, communicator: Communicator) -> list[list[int]]:
@@ -236,5 +281,8 @@ def _gathered(tensor: torch.Tensor, communicator: Communicator) -> list[list[int
     return rows
 
 
-def _names(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is a number of steps, got {value!r:.80}")
+    if value < 1:
+        raise ValueError(f"{name} must be 1 or more, got {value}")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
+from fddp.flight_log import names
 from fddp.stragglers import (
     BACKWARD,
     FORWARD,
@@ -63,22 +64,37 @@ class MonitorReport:
             spreads = [rank.phases.get(name) for name in phases]
             rows.append((str(rank.rank), *map(_cell, spreads), _cell(rank.step)))
         header = ("rank", *phases, "step")
-        first, last = self.ranks[0].first, self.ranks[0].last
-        head = f"steps {first} to {last}, {len(self.ranks)} ranks; ms, median ± MAD"
+        head = f"{self._steps}, {len(self.ranks)} ranks; ms, median ± MAD"
         table = plain_table(header, rows, numeric=range(len(header)))
         return "\n\n".join([f"{head}\n{table}", *self._bucket_table(), self.finding])
 
     @property
     def finding(self) -> str:
         """What holds the step up, in a sentence."""
+        if len({(rank.first, rank.last) for rank in self.ranks}) > 1:
+            return (
+                f"no finding: the ranks have observed different steps ({self._steps}); call "
+                f"observe(info) on every rank after each step"
+            )
         if not self.stragglers:
-            return "no straggler: no rank's own part takes longer than the others'"
+            return "no straggler: until its backward ends, no rank takes longer than the others"
         return "\n".join(
             f"rank {one.rank} holds the others up by {one.behind_s * 1e3:.1f} ms a step "
             f"({one.share:.0%} of it), most of all in {one.phase} "
             f"({one.phase_behind_s * 1e3:+.1f} ms)"
             for one in self.stragglers
         )
+
+    @property
+    def _steps(self) -> str:
+        spans: dict[tuple[int, int], list[int]] = {}
+        for rank in self.ranks:
+            spans.setdefault((rank.first, rank.last), []).append(rank.rank)
+        if len(spans) == 1:
+            ((first, last),) = spans
+            return f"steps {first} to {last}"
+        told = [f"{first} to {last} on {names(of)}" for (first, last), of in spans.items()]
+        return f"steps {', '.join(told)}"
 
     def _bucket_table(self) -> list[str]:
         counts = {len(rank.buckets) for rank in self.ranks}

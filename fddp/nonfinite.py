@@ -8,7 +8,9 @@ under "raise", and only once something was found.
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +20,9 @@ from fddp.errors import NonFiniteError
 from fddp.layout import Layout, views
 
 Policy = Literal["propagate", "skip", "raise"]
+
+Holding = Literal["alike", "parts", "own"]
+"""What ranks hold of the results: all the same, each other elements, or each results of its own."""
 
 MOST_NAMED = 100
 """Leaves that one rank tells the others of."""
@@ -86,8 +91,17 @@ class Finder:
         self._found: dict[str, Count] = {}
         self._pending: list[tuple[str, Tensor]] = []  # counts that the device has not told yet
 
+    def wants(self, buffer: Tensor, *, finite: bool) -> bool:
+        """Whether to look into a bucket; `finite` says whether packing found what it read finite,
+        which it does on the CPU alone."""
+        return self._wanted and not (finite and buffer.is_cpu)
+
     def look_into(
-        self, leaves: Sequence[int], layout: Layout, buffer: Tensor, *, finite: bool
+        self,
+        leaves: Sequence[int],
+        layout: Layout,
+        buffer: Tensor,
+        parts: Sequence[Sequence[Tensor | None]] | None,
     ) -> None:
         """Takes note of gradients that were packed.
 
@@ -95,10 +109,15 @@ class Finder:
             leaves: those of the bucket.
             layout: where they lie.
             buffer: what they were packed into; it is reduced in place later.
-            finite: whether packing found them finite, which it does on the CPU alone.
+            parts: what was packed, by leaf, of each summand; None where it is let go of, and what
+                is finite was finite in the buffer, too.
         """
-        if self._wanted and not (finite and buffer.is_cpu):
-            self.look_at(leaves, views(buffer, layout))
+        if parts is None:
+            parts = [views(buffer, layout)]
+        for leaf, *grads in zip(leaves, *parts, strict=True):
+            summands = [grad for grad in grads if grad is not None]
+            if summands:
+                self._pending.append((self._paths[leaf], _tally(*summands)))
 
     def look_at(self, leaves: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Takes note of gradients of these leaves; does not wait for an accelerator."""
@@ -120,12 +139,16 @@ class Finder:
         return Account(own, sums)
 
 
-def _tally(tensor: Tensor) -> Tensor:
-    """How many elements are NaN, and how many infinite, shape `(2,)`, where the tensor is."""
+def _tally(tensor: Tensor, *others: Tensor) -> Tensor:
+    """How many elements are NaN, and how many infinite, in any of the summands of one leaf; shape
+    `(2,)`, where they are."""
     with torch.no_grad():
-        values = tensor._values() if tensor.is_sparse else tensor
-        nan = values.isnan()
-        return torch.stack([nan.sum(), (values.isinf() & ~nan).sum()])
+        if not others and tensor.is_sparse:
+            tensor = tensor._values()
+        summands = [one.to_dense() if one.is_sparse else one for one in (tensor, *others)]
+        nan = reduce(torch.logical_or, map(torch.isnan, summands))
+        inf = reduce(torch.logical_or, map(torch.isinf, summands))
+        return torch.stack([nan.sum(), (inf & ~nan).sum()])
 
 
 def _add(found: dict[str, Count], path: str, tally: Tensor) -> None:
@@ -145,7 +168,8 @@ def nonfinite_error(
     wires: Mapping[str, str],
     hook: str | None = None,
     *,
-    sharded: bool = False,
+    holding: Holding = "alike",
+    outgrown: bool = False,
 ) -> NonFiniteError:
     """The error of a step under "raise"; the same on every rank.
 
@@ -154,7 +178,8 @@ def nonfinite_error(
         accounts: what each rank found, by rank.
         wires: in which dtype each leaf was summed, by path.
         hook: name of the communication hook, if there is one.
-        sharded: whether each rank holds other elements of the results.
+        holding: what ranks hold of the results.
+        outgrown: whether gradients were scaled for weights below those of the step.
 
     Example:
         >>> accounts = [Account({}, {}), Account({"w": Count(nan=2, inf=1)}, {})]
@@ -164,7 +189,7 @@ got any gradients, and the group can go on: leave this batch out, or build the G
 nonfinite='skip'
     """
     counts = {rank: dict(account.own) for rank, account in enumerate(accounts) if account.own}
-    overflowed = {} if counts else _joined(accounts, sharded)
+    overflowed = {} if counts else _joined(accounts, holding)
     way_on = "no rank got any gradients, and the group can go on"
     if counts:
         found = "; ".join(f"rank {rank} has {_listed(own)}" for rank, own in counts.items())
@@ -172,12 +197,19 @@ nonfinite='skip'
             f"step {step}: gradients are not finite: {found}; {way_on}: leave this batch out, or "
             f"build the GradSync with nonfinite='skip'"
         )
+    elif holding == "own":
+        sums = {rank: account.sums for rank, account in enumerate(accounts) if account.sums}
+        found = "; ".join(f"rank {rank} has {_listed(own)}" for rank, own in sums.items())
+        text = (
+            f"step {step}: every rank's gradients are finite, and what {hook} made of them is not: "
+            f"{found}; {way_on}: lower the loss scale, or leave out the hook"
+        )
     else:
         formats = sorted({wires.get(path, "its own dtype") for path in overflowed})
         text = (
             f"step {step}: every rank's gradients are finite, and their sum over ranks in "
             f"{' and '.join(formats)} overflowed: it has {_listed(overflowed)}; {way_on}: "
-            f"{_overflow_advice(formats, hook)}"
+            f"{_overflow_advice(formats, hook, outgrown=outgrown)}"
         )
     left_out = sum(account.left_out for account in accounts)
     if left_out:
@@ -185,13 +217,14 @@ nonfinite='skip'
     return NonFiniteError(text, step=step, counts=counts, overflowed=overflowed)
 
 
-def _joined(accounts: Sequence[Account], sharded: bool) -> dict[str, Count]:
-    """What is not finite of the results, which are the same on all ranks unless each has a part."""
+def _joined(accounts: Sequence[Account], holding: Holding) -> dict[str, Count]:
+    """What is not finite of the results; of those that are each rank's own, the most of any."""
     joined: dict[str, Count] = {}
-    for account in accounts if sharded else accounts[:1]:
+    for account in accounts[:1] if holding == "alike" else accounts:
         for path, count in account.sums.items():
             before = joined.get(path, Count(0, 0))
-            joined[path] = Count(before.nan + count.nan, before.inf + count.inf)
+            join = max if holding == "own" else operator.add
+            joined[path] = Count(*map(join, before, count))
     return joined
 
 
@@ -201,7 +234,12 @@ def _listed(found: Mapping[str, Count]) -> str:
     return ", ".join(listed[:_MOST_WRITTEN]) + (f" and more in {rest} others" if rest > 0 else "")
 
 
-def _overflow_advice(formats: Sequence[str], hook: str | None) -> str:
+def _overflow_advice(formats: Sequence[str], hook: str | None, *, outgrown: bool) -> str:
+    if outgrown and "float16" not in formats:  # in which sums are made again by other factors
+        return (
+            "gradients were scaled for smaller weights than this step has, and the next step is "
+            "scaled for them: call it again, or lower the loss scale"
+        )
     if hook is not None:
         return f"lower the loss scale, or leave out the hook {hook}, if it narrows what is summed"
     if "float16" in formats:

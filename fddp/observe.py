@@ -9,7 +9,8 @@ from fddp.contributions import BackwardContributions
 from fddp.info import SyncInfo, Trace
 from fddp.pack import Stats
 from fddp.reducer import Action
-from fddp.session import BucketState, Outcome, Session
+from fddp.session import Session
+from fddp.setting import BucketState, Outcome
 from fddp.timeline import BucketTimes, StepTimes
 
 

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fddp.flight_log import Flight, FlightLog, FlightOp, shown
+from fddp.flight_log import Flight, FlightLog, FlightOp, names, shown
+
+_MOST_MEMBERS = 8  # that are told of one group
 
 Key = tuple[str, tuple[int, ...], int]  # name, members, which of several
 
@@ -16,9 +18,10 @@ class Parting(NamedTuple):
 
     Attributes:
         name: what it is.
-        members: numbers in the job of the ranks that share it.
+        members: numbers in the job of the ranks that share it, by rank.
         number: the operation at which ranks part; -1 where they don't.
-        ranks: those that are not where the others are: they did something else, or have not come.
+        ranks: those that are not where the others are, by their numbers in the group: they did
+            something else, or have not come.
         text: the same in words.
     """
 
@@ -32,7 +35,9 @@ class Parting(NamedTuple):
 def partings(flights: Iterable[Flight]) -> list[Parting]:
     """Lines up flights of several ranks, operation by operation.
 
-    Clocks of different hosts are not compared: operations are matched by their numbers.
+    Operations are matched by their numbers, not by clocks. By clocks are left out flights of runs
+    before: a restarted job may write into the same directory. What a rank gave before some other
+    rank's `GradSync` of that name was made, which all do together, is of another one.
 
     Args:
         flights: of any number of processes, in any order. Of one that gave several, the newest.
@@ -61,24 +66,48 @@ def partings(flights: Iterable[Flight]) -> list[Parting]:
             met[alike] += 1
             if seat not in newest or flight.taken_s >= newest[seat][0]:
                 newest[seat] = (flight.taken_s, log)
-    groups: dict[Key, dict[int, FlightLog]] = {}
-    for (key, rank), (_, log) in newest.items():
-        groups.setdefault(key, {})[rank] = log
+    groups: dict[Key, dict[int, tuple[float, FlightLog]]] = {}
+    for (key, rank), taken in newest.items():
+        groups.setdefault(key, {})[rank] = taken
     return [_parting(*key[:2], dict(sorted(groups[key].items()))) for key in sorted(groups)]
 
 
-def _parting(name: str, members: tuple[int, ...], logs: Mapping[int, FlightLog]) -> Parting:
-    number, ranks, finding = _finding(logs)
-    span = f"ranks {members[0]} to {members[-1]}" if len(members) > 1 else f"rank {members[0]}"
-    lines = [f"{shown(name)}, {span}: {finding}"]
-    lines += [f"  rank {rank}: {log.at}; {_last(log)}" for rank, log in logs.items()]
-    absent = [rank for rank in range(len(members)) if rank not in logs]
+def _parting(
+    name: str, members: tuple[int, ...], taken: Mapping[int, tuple[float, FlightLog]]
+) -> Parting:
+    made_s = max(log.made_s for _, log in taken.values())
+    logs = {rank: log for rank, (taken_s, log) in taken.items() if taken_s >= made_s}
+    # A clock may be set back between the making and the flight; then there is nothing to go by.
+    logs = logs or {rank: log for rank, (_, log) in taken.items()}
+    number, ranks, finding = _finding(logs, members)
+    lines = [f"{shown(name)}, {_span(members)}: {finding}"]
+    lines += [f"  {names([rank], members)}: {log.at}; {_last(log)}" for rank, log in logs.items()]
+    absent = [rank for rank in range(len(members)) if rank not in taken]
     if absent:
-        lines.append(f"  {_names(absent)}: no flight")
+        lines.append(f"  {names(absent, members)}: no flight")
+    for rank, (taken_s, _) in taken.items():
+        if rank not in logs:
+            lines.append(
+                f"  {names([rank], members)}: no flight; one of a run before is left out, taken "
+                f"{made_s - taken_s:.1f} s before the others' {shown(name)} was made"
+            )
     return Parting(name, members, number, ranks, "\n".join(lines))
 
 
-def _finding(logs: Mapping[int, FlightLog]) -> tuple[int, tuple[int, ...], str]:
+def _span(members: Sequence[int]) -> str:
+    """The ranks of a group, with their numbers in the job where these are others."""
+    span = f"ranks 0 to {len(members) - 1}" if len(members) > 1 else "rank 0"
+    if list(members) == list(range(len(members))):
+        return span
+    told = [str(member) for member in members]
+    if len(told) > _MOST_MEMBERS:
+        told = [*told[: _MOST_MEMBERS - 2], "..", told[-1]]
+    return f"{span} (global {', '.join(told)})"
+
+
+def _finding(
+    logs: Mapping[int, FlightLog], members: Sequence[int]
+) -> tuple[int, tuple[int, ...], str]:
     """The first operation that is not the same, or not done, on all ranks."""
     ops = {rank: {op.number: op for op in log.ops} for rank, log in logs.items()}
     used = {rank: of for rank, of in ops.items() if of}
@@ -89,22 +118,24 @@ def _finding(logs: Mapping[int, FlightLog]) -> tuple[int, tuple[int, ...], str]:
     for number in sorted({n for of in used.values() for n in of if n >= first}):
         there = {rank: of[number] for rank, of in ops.items() if number in of}
         if odd := _odd(there):
-            return number, odd, _difference(number, there)
+            return number, odd, _difference(number, there, members)
         absent = tuple(rank for rank in ops if rank not in there)
         if absent:
-            text = _absence(number, absent, there)
+            text = _absence(number, absent, there, members)
             waiting = [rank for rank, of in ops.items() if any(map(_is_awaited, of.values()))]
             waiting = [rank for rank in waiting if rank not in absent]
-            also = f", and {_names(waiting)} {_verb(waiting)}" if waiting else ""
+            also = f", and {names(waiting, members)} {_verb(waiting)}" if waiting else ""
             return number, absent, f"{text}{also}"
         late = {rank: op for rank, op in there.items() if _is_awaited(op)}
         if late:
             op = next(iter(late.values()))
-            return number, tuple(late), f"{_names(late)} {_verb(late)} for {number}, {op.what}"
+            who = f"{names(late, members)} {_verb(late)}"
+            return number, tuple(late), f"{who} for {number}, {op.what}"
     for rank, of in ops.items():
         for number, op in of.items():
             if op.state == "failed":
-                return number, (rank,), f"operation {number}, {op.what}, failed on rank {rank}"
+                where = names([rank], members)
+                return number, (rank,), f"operation {number}, {op.what}, failed on {where}"
     return -1, (), f"all are together up to operation {newest}"
 
 
@@ -119,21 +150,23 @@ def _kind(op: FlightOp) -> tuple[object, ...]:
     return op.step, op.kind, op.bucket, op.leaves, op.nbytes
 
 
-def _difference(number: int, there: Mapping[int, FlightOp]) -> str:
+def _difference(number: int, there: Mapping[int, FlightOp], members: Sequence[int]) -> str:
     by_kind: dict[tuple[object, ...], list[int]] = {}
     for rank, op in there.items():
         by_kind.setdefault(_kind(op), []).append(rank)
     sides = (
-        f"{there[ranks[0]].what}, {there[ranks[0]].nbytes} bytes, on {_names(ranks)}"
+        f"{there[ranks[0]].what}, {there[ranks[0]].nbytes} bytes, on {names(ranks, members)}"
         for ranks in by_kind.values()
     )
     return f"operation {number} is {'; '.join(sides)}"
 
 
-def _absence(number: int, absent: Sequence[int], there: Mapping[int, FlightOp]) -> str:
+def _absence(
+    number: int, absent: Sequence[int], there: Mapping[int, FlightOp], members: Sequence[int]
+) -> str:
     op = next(iter(there.values()))
     have = "has" if len(absent) == 1 else "have"
-    return f"{_names(absent)} {have} not come to operation {number}, {op.what}"
+    return f"{names(absent, members)} {have} not come to operation {number}, {op.what}"
 
 
 def _is_awaited(op: FlightOp) -> bool:
@@ -146,11 +179,6 @@ def _last(log: FlightLog) -> str:
         return "no operation yet"
     op = log.ops[-1]
     return f"last: {op.number}, {op.what}, {op.state}"
-
-
-def _names(ranks: Iterable[int]) -> str:
-    ranks = list(ranks)
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _verb(ranks: Sequence[int] | Mapping[int, object]) -> str:

@@ -60,6 +60,18 @@ def bound(wire: str, result: str, ranks: int) -> float:
     return largest / MOST_AFTER / ranks * growth
 
 
+def stays_finite(source: str, wire: str, factor: float) -> bool:
+    """Whether every finite number of one dtype, times a factor, is finite in another.
+
+    Example:
+        >>> stays_finite("float32", "bfloat16", 0.5), stays_finite("float32", "float32", 16.0)
+        (True, False)
+    """
+    if source not in RANGES or wire not in RANGES:
+        return False
+    return RANGES[source].largest * factor <= RANGES[wire].largest
+
+
 def plus(peak: float, other: float) -> float:
     """A bound on magnitudes of sums; infinite only if one of the two is.
 

@@ -20,96 +20,38 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from fddp.buffers import BufferPool
 from fddp.contributions import NOTHING, Contributions
 from fddp.control import ControlReport, ControlWord, decode, encode
-from fddp.errors import (
-    FddpError,
-    InternalError,
-    TreeMismatchError,
-    WeightError,
+from fddp.errors import FddpError, InternalError
+from fddp.failures import (
+    desync_error,
+    exchange,
+    locate,
+    peer_error,
+    text_of,
+    unfit_error,
+    unpackable,
 )
-from fddp.failures import desync_error, exchange, locate, peer_error, text_of, weight_problem
-from fddp.flight import Recorder, StepNotes
-from fddp.hooks.attaching import Attached
+from fddp.flight import StepNotes
 from fddp.hooks.running import HookedWork
 from fddp.hooks.stepping import HookedStep
 from fddp.judging import Judge
 from fddp.layout import Stats
-from fddp.nonfinite import Policy, StopStepError
-from fddp.program import Program
+from fddp.nonfinite import StopStepError
 from fddp.reducer import Action
 from fddp.results import Devices, Results
 from fddp.scaling import WeightScale
 from fddp.schedule import RETAINED_DTYPES, Op, rides
+from fddp.setting import BucketState, Outcome, Setting
 from fddp.sparse import gather_sparse
-from fddp.transports.base import Transport, Work
+from fddp.transports.base import Work
 
 _BACKWARD = frozenset({"pack", "all_reduce", "reduce_scatter", "all_gather"})
-
-
-class Outcome(NamedTuple):
-    """What a session ends with.
-
-    Attributes:
-        leaves: the synchronised gradients, by leaf; local ones for leaves that are not reduced.
-        report: what the control word said.
-        stats: squared norm and finiteness of the synchronised gradients; None unless asked for.
-        skipped: whether all ranks left the step out, because a number was not finite; the leaves
-            are then all None.
-    """
-
-    leaves: list[Tensor | None]
-    report: ControlReport
-    stats: Stats | None
-    skipped: bool = False
-
-
-@dataclass
-class BucketState:
-    """A bucket's fate in one step; times on the clock of `time.perf_counter`."""
-
-    buffer: Tensor | None = None
-    repair: Tensor | None = None
-    ready_s: float = math.inf  # infinite until its gradients are there
-    launch_s: float = math.nan
-    work: Work | None = None  # the last collective that is not a hook's
-    hooked: HookedWork | None = None
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a session gets from its `GradSync`.
-
-    Attributes:
-        program: what to execute.
-        transport: carries the collectives.
-        pool: memory for buckets.
-        scale: the agreed unit of weight.
-        step: number of this synchronisation.
-        with_stats: whether times, norm and finiteness are wanted.
-        recorder: takes note of operations.
-        attached: the communication hook, if there is one.
-        idle: buckets that are left out, because no rank used them in the step before; a gradient
-            for one makes it late. The same on all ranks.
-        nonfinite: what becomes of the step if a number is not finite.
-    """
-
-    program: Program
-    transport: Transport
-    pool: BufferPool
-    scale: WeightScale
-    step: int
-    with_stats: bool
-    recorder: Recorder
-    attached: Attached | None = None
-    idle: frozenset[int] = frozenset()
-    nonfinite: Policy = "propagate"
 
 
 @dataclass
@@ -169,7 +111,8 @@ class Session:
             self.setting.nonfinite,
             self._program,
             self._results,
-            None if attached is None else attached.hook.name,
+            None if attached is None else attached.hook,
+            self.setting.recorder,
         )
         self._hook = HookedStep(
             self.setting.attached,
@@ -193,6 +136,8 @@ class Session:
         """Sets what this rank brings; `leaves` show on which devices the buckets belong."""
         self._begun_s = time.perf_counter()
         self.contributions = contributions
+        if self.setting.nonfinite == "raise":
+            contributions.hold()
         for bucket in self._program.plan.buckets:
             if bucket.device not in self._devices:
                 leaf = leaves[bucket.leaves[0]]
@@ -383,11 +328,11 @@ class Session:
             contributions = NOTHING if self.failure else self.contributions
             peak = self._write(contributions, buffer, position, op)
             if op.when != "again":  # what is packed again has been judged
-                self._judge.packed(op.bucket, buffer, peak)
+                self._judge.packed(op.bucket, buffer, peak, contributions.sources)
         except Exception as error:
             if self.report is not None:
                 raise  # too late to tell the others through the control word
-            self.fail(self._blamed(op.bucket, buffer, error))
+            self.fail(unpackable(self._program, op.bucket, buffer, contributions, error))
             self._write(NOTHING, buffer, position, op)
 
     def _write(self, contributions: Contributions, buffer: Tensor, position: int, op: Op) -> float:
@@ -396,21 +341,6 @@ class Session:
             return contributions.pack_chunk_(chunk, buffer)
         pack = contributions.pack_late_ if op.when == "late" else contributions.pack_
         return pack(op.bucket, buffer, self._program.layouts[op.bucket], self._scale_before(op))
-
-    def _blamed(self, bucket: int, buffer: Tensor, error: Exception) -> Exception:
-        """What can't be packed, by path."""
-        problem = TreeMismatchError(f"{self._program.describe(bucket)} can't be packed: {error}")
-        problem.__cause__ = error
-        for part in self.contributions.parts(bucket):
-            for leaf, source in zip(
-                self._program.plan.buckets[bucket].leaves, part.sources, strict=True
-            ):
-                if source is not None and source.device != buffer.device:
-                    return TreeMismatchError(
-                        f"the gradient of leaf {self._program.paths[leaf]!r} is on {source.device} "
-                        f"where its bucket is on {buffer.device}; move it there"
-                    )
-        return problem
 
     def _communicate(self, position: int, op: Op) -> None:
         state, transport = self.buckets[op.bucket], self.setting.transport
@@ -538,7 +468,10 @@ class Session:
     def _known(self) -> ControlReport:
         if self.report is None:
             self.report = report = self._read_control()
-            unfit = self._unfit(report)
+            problem = self._hook.problem(report, lets_rest=self.lets_rest)
+            unfit = unfit_error(
+                report, self._program, self.setting.scale, self.setting.step, problem
+            )
             if not report.agreed or report.failed or unfit is not None:
                 self._give_up(report, unfit)
             self._hook.know(report)
@@ -556,24 +489,6 @@ class Session:
             fingerprint=self._program.fingerprint(self.setting.step),
             world_size=transport.world_size,
         )
-
-    def _unfit(self, report: ControlReport) -> FddpError | None:
-        """The error of contributions that make no result together, or None."""
-        step, ranks = self.setting.step, self.setting.transport.world_size
-        if problem := weight_problem(report, self.setting.scale):
-            return WeightError(f"step {step}: {problem}")
-        if problem := self._hook.problem(report, lets_rest=self.lets_rest):
-            return WeightError(f"step {step}: {problem}")
-        if self._program.schedule.result != "replicated":
-            return None
-        for leaf, users in zip(self._program.reduced, report.users, strict=True):
-            if 0 < users < ranks:
-                return TreeMismatchError(
-                    f"step {step}: leaf {self._program.paths[leaf]!r} of the shards is None on "
-                    f"{ranks - users} of {ranks} ranks; pass its shard on every rank, or None on "
-                    f"all"
-                )
-        return None
 
     def _give_up(self, report: ControlReport, unfit: FddpError | None) -> None:
         """Raises on every rank, after the collectives in flight."""
@@ -614,6 +529,7 @@ class Session:
         report = self.report
         if report is None:
             raise InternalError("a step was left out before the control word was read")
+        self._at = None
         error = self._judge.error(self.setting.transport, self.setting.step)
         self._lend_buffers()
         self.orderly = True

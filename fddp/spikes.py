@@ -76,7 +76,10 @@ def check_norm(
         The new history, and the verdict.
 
     Raises:
-        ValueError: a negative norm, or an option that makes no sense.
+        TypeError: the norm, or an entry of the history, is no real number, or an option is not of
+            its type.
+        ValueError: a negative norm, an option that makes no sense, or a history with NaN or
+            infinity, after which nothing would be a spike.
 
     Example:
         >>> history = NormHistory()
@@ -90,7 +93,9 @@ def check_norm(
         8.0 True 2.0
         1.1 False 2.33
     """
-    _check(grad_norm, deviations, least_factor, window, warmup)
+    grad_norm = _norm(grad_norm)
+    _check_history(history)
+    _check_options(deviations, least_factor, window, warmup)
     limit, middle = math.inf, math.nan
     if history.logs:
         middle = median(history.logs)
@@ -112,11 +117,45 @@ def _exp(log: float) -> float:
         return math.inf
 
 
-def _check(
-    grad_norm: float, deviations: float, least_factor: float, window: int, warmup: int
-) -> None:
-    if grad_norm < 0.0:
+def _norm(grad_norm: float) -> float:
+    """As a float; integers beyond its range are as infinite as a norm that overflowed."""
+    if isinstance(grad_norm, bool) or not hasattr(grad_norm, "__float__"):
+        raise TypeError(
+            f"a norm is a real number, got a {type(grad_norm).__name__}; pass SyncInfo.grad_norm"
+        )
+    try:
+        norm = float(grad_norm)
+    except OverflowError:
+        norm = math.inf if grad_norm > 0 else -math.inf
+    if norm < 0.0:
         raise ValueError(f"a norm is not negative, got {grad_norm}; pass SyncInfo.grad_norm")
+    return norm
+
+
+def _check_history(history: NormHistory) -> None:
+    logs = getattr(history, "logs", None)
+    if not isinstance(logs, (tuple, list)):
+        raise TypeError(
+            f"history is a NormHistory, got a {type(history).__name__}; begin with NormHistory(), "
+            f"and pass on what check_norm returns"
+        )
+    for place, log in enumerate(logs):
+        if not hasattr(log, "__float__"):
+            raise TypeError(
+                f"history holds floats, got a {type(log).__name__} at position {place}; turn what "
+                f"was loaded into floats"
+            )
+        if not math.isfinite(log):
+            raise ValueError(
+                f"history holds finite logarithms, got {log} at position {place}; check_norm puts "
+                f"none of these there: begin anew with NormHistory()"
+            )
+
+
+def _check_options(deviations: float, least_factor: float, window: int, warmup: int) -> None:
+    for name, count in ("window", window), ("warmup", warmup):
+        if isinstance(count, bool) or not hasattr(count, "__index__"):
+            raise TypeError(f"{name} is a number of norms, an int, got {count!r}")
     if not (math.isfinite(deviations) and deviations > 0.0):
         raise ValueError(f"deviations must be finite and above 0, got {deviations}")
     if not (math.isfinite(least_factor) and least_factor > 1.0):

@@ -18,9 +18,10 @@ from fddp.timeline import StepTimes
 
 INPUT, FORWARD, BACKWARD, WAIT = "input", "forward", "backward", "wait"
 
-_LEAST_STEPS = 4
+_LEAST_STEPS = 9  # of fewer, noise of 10% names somebody in more than 1% of the reports
 _SIGMAS = 4.0  # by how many standard errors a rank must be behind
 _LEAST_SHARE = 0.02  # of the step
+_LEAST_S = 5e-4  # below which hosts differ by what else they do
 _MAD_SIGMAS = 1.4826  # standard deviations of a normal distribution in its MAD
 _MEDIAN_ERROR = 1.2533  # standard errors of the mean in that of the median, of a normal one
 
@@ -194,11 +195,12 @@ def find_stragglers(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
     """The ranks that hold the others up, the slowest first; none where differences are noise.
 
     A rank is one if the median of its own time lies above the others' (their lower median, so that
-    half of them may be slow, too) by 4 standard errors of the difference and by 2% of the step. Its
-    phase is the one with the largest such lead.
+    half of them may be slow, too) by 4 standard errors of the difference, by 2% of the step and by
+    half a millisecond. Its phase is the one with the largest such lead.
 
     Args:
-        summaries: of all ranks, over the same steps. Of fewer than 4 steps nothing is said.
+        summaries: of all ranks, over the same steps; of others, or of fewer than 9, nothing is
+            said.
 
     Example:
         >>> def rank_that_needs(rank, forward_s):
@@ -211,12 +213,14 @@ def find_stragglers(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
     """
     if len(summaries) < 2 or min(summary.own.steps for summary in summaries) < _LEAST_STEPS:
         return ()
+    if len({(summary.first, summary.last) for summary in summaries}) > 1:
+        return ()
     step_s = statistics.median(summary.step.median_s for summary in summaries)
     found = []
     for mine in summaries:
         others = [summary for summary in summaries if summary is not mine]
         behind_s, error_s = _lead(mine.own, [other.own for other in others])
-        if behind_s <= max(_SIGMAS * error_s, _LEAST_SHARE * step_s):
+        if behind_s <= max(_SIGMAS * error_s, _LEAST_SHARE * step_s, _LEAST_S):
             continue
         nothing = Spread(0.0, 0.0, 0.0, mine.own.steps)
         leads = {

@@ -62,16 +62,32 @@ def test_prometheus_serves_what_was_observed() -> None:
     assert families["fddp_phase_seconds"].type == "histogram"
 
 
+def test_prometheus_forgets_ranks_that_are_gone() -> None:
+    registry = client.CollectorRegistry()
+    exporter = Prometheus(0, registry=registry)
+    exporter.report(make_report(0.01, 0.06, 0.01))
+    exporter.report(make_report(0.01, 0.06))
+    text = client.generate_latest(registry).decode()
+    assert 'of_rank="1"' in text
+    assert 'of_rank="2"' not in text
+
+
+@pytest.mark.parametrize("bad", [3, None, object()])
+def test_what_takes_no_scalars_is_refused(bad: Any) -> None:
+    with pytest.raises(TypeError, match="TensorBoard takes a SummaryWriter or a directory, got"):
+        TensorBoard(bad)
+
+
 def test_tensorboard_reads_what_was_observed_and_is_imported_late(
     tmp_path: Path,
 ) -> None:
     """In a process of its own: the libraries that tensorboard loads warn, and stay loaded."""
     script = (
-        "import sys, fddp, fddp.exporters, fddp.viz, torch\n"
+        "import pathlib, sys, fddp, fddp.exporters, fddp.viz, torch\n"
         "assert not {'prometheus_client', 'tensorboard', 'matplotlib'} & set(sys.modules)\n"
         "from fddp.exporters import TensorBoard\n"
         "from test_exporters import train\n"
-        "board = TensorBoard(sys.argv[1])\n"
+        "board = TensorBoard(pathlib.Path(sys.argv[1]))\n"
         "fddp.loopback(1, train, board)\n"
         "board._writer.close()\n"
         "from tensorboard.backend.event_processing.event_accumulator import EventAccumulator\n"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -15,12 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import fddp
 from fddp.cli import main
 from fddp.flight import SIZE
-from fddp.flight_log import FlightOp
+from fddp.flight_log import Flight, FlightOp
 from ranks import RankPool
 from test_errors import ending
 
@@ -187,8 +190,33 @@ def test_flights_of_syncs_that_are_gone_are_gone() -> None:
 
 
 def test_something_else_has_no_flight() -> None:
-    with pytest.raises(TypeError, match="flight takes GradSyncs and Communicators, got a int"):
+    with pytest.raises(TypeError, match=r"flight takes GradSyncs, Communicators and .* got a int"):
         fddp.flight(3)
+    with pytest.raises(TypeError, match="reason is a text, got 3"):
+        fddp.flight(reason=3)  # type: ignore[arg-type]
+
+
+def test_a_wrapped_module_has_a_flight() -> None:
+    def run(group: Any) -> list[str]:
+        module = fddp.DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
+        module(torch.ones(1, 3)).sum().backward()
+        return [op.kind for op in fddp.flight(module).logs[0].ops]
+
+    for kinds in fddp.loopback(2, run):
+        assert "all_reduce" in kinds
+
+
+def test_a_flight_tells_the_number_in_the_job(ranks: RankPool) -> None:
+    for text in ranks.run(3, in_a_subgroup)[1:]:
+        assert "(global " in text
+
+
+def in_a_subgroup(rank: int, world_size: int) -> str:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return ""
+    with fddp.GradSync(PARAMS, group=group) as sync:
+        return str(fddp.flight(sync))
 
 
 # Written down
@@ -326,6 +354,115 @@ def test_the_newest_directory_counts_and_stopping_goes_back(tmp_path: Path) -> N
     third = fddp.DesyncError("third")
     fddp.flight_dumps.note_failure(third)
     assert str(third) == "third"
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2, 1), (2, 1, 0)])
+def test_flights_stop_in_any_order(tmp_path: Path, order: tuple[int, ...]) -> None:
+    answered: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: answered.append(number))
+    try:
+        all_dumps = [
+            fddp.dump_flights(tmp_path / str(n), on_signal=signal.SIGUSR1) for n in range(3)
+        ]
+        left = {0, 1, 2}
+        for count, stopped in enumerate(order, 1):
+            all_dumps[stopped].stop()
+            all_dumps[stopped].stop()
+            left.remove(stopped)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert len(answered) == count, "the handler from before is called once"
+            for n in range(3):
+                files = list((tmp_path / str(n)).iterdir())
+                assert bool(files) == (n in left)
+                for file in files:
+                    if not file.name.endswith(".pid"):
+                        file.unlink()
+                assert len(list((tmp_path / str(n)).iterdir())) == (n in left)
+        assert signal.getsignal(signal.SIGUSR1) == before or not callable(before)
+        error = fddp.DesyncError("as it was")
+        fddp.flight_dumps.note_failure(error)
+        assert str(error) == "as it was"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+LAUNCHER = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+directory = Path(sys.argv[1])
+if len(sys.argv) == 2:
+    command = [sys.executable, __file__, str(directory), "worker"]
+    sys.exit(subprocess.run(command, check=False).returncode)
+import fddp
+fddp.dump_flights(directory, on_signal=signal.SIGUSR1)
+deadline_s = time.monotonic() + 40.0
+while not list(directory.glob("flight-*.txt")) and time.monotonic() < deadline_s:
+    time.sleep(0.01)
+"""
+
+
+def test_the_signal_goes_to_those_that_have_a_handler(tmp_path: Path) -> None:
+    script, directory = tmp_path / "train.py", tmp_path / "flights"
+    script.write_text(LAUNCHER)
+    launcher = subprocess.Popen([sys.executable, str(script), str(directory)])
+    deadline_s = time.monotonic() + 30.0
+    while not (files := list(directory.glob("*.pid"))) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    command = f"cat {directory}/{socket.gethostname()}-*.pid | xargs kill -USR1"
+    subprocess.run(["sh", "-c", command], check=True)
+    assert launcher.wait(30.0) == 0
+    (file,) = files
+    (flight,) = directory.glob("flight-*.json")
+    pid = Flight.from_json(flight.read_text()).pid
+    assert file.name == f"{socket.gethostname()}-{pid}.pid"
+    assert pid != launcher.pid
+    assert not file.exists(), "it goes with the process"
+
+
+def test_a_signal_that_comes_while_a_flight_is_written_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+
+    def write(reason: str) -> Path:
+        written.append(reason)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        for _ in range(3):  # the handler runs between two of these
+            pass
+        return tmp_path
+
+    with fddp.dump_flights(tmp_path, on_signal=signal.SIGUSR1) as dumps:
+        monkeypatch.setattr(dumps, "write", write)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGUSR1)
+    assert written == ["SIGUSR1", "SIGUSR1"]
+
+
+def test_a_flight_that_is_not_written_harms_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted:
+        def write(self, _: str) -> None:
+            raise RuntimeError("reentrant call inside")
+
+    def full(_: str) -> Path:
+        raise OSError(28, "No space left on device")
+
+    with fddp.dump_flights(tmp_path, on_signal=signal.SIGUSR1) as dumps:
+        monkeypatch.setattr(dumps, "write", full)
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stderr", Interrupted())
+            os.kill(os.getpid(), signal.SIGUSR1)
+    told = capfd.readouterr().err
+    assert told.startswith("fddp: no flight was written")
+    assert "No space left on device" in told
+
+
+@pytest.mark.parametrize("bad", [3.5, True, "SIGUSR1", 10])
+def test_what_is_no_signal_is_refused(tmp_path: Path, bad: Any) -> None:
+    with pytest.raises(TypeError, match=r"on_signal takes signal\.SIGUSR1, for instance, got"):
+        fddp.dump_flights(tmp_path / "made", on_signal=bad)
+    assert not (tmp_path / "made").exists()
 
 
 def test_nothing_is_installed_at_import() -> None:

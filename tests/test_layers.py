@@ -26,7 +26,7 @@ LAYERS = {
         contributions ddp demo donating engine examples exporters failures flight
         flight_dumps functionalize held hooks info inputs interop judging launch measuring
         meshes monitor observe passing program progress rebuilding reconcile replicas
-        request results session sparse sync terms_text testing transforms transports tuning
+        request results session setting sparse sync terms_text testing transforms transports tuning
         uneven value_and_grad viz
     """,
 }

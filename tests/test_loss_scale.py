@@ -63,11 +63,55 @@ def test_it_stays_within_its_bounds(steps: list[bool], every: int) -> None:
         (LossScale(math.nan), {}, "a loss scale is finite and above 0, got nan"),
         (LossScale(), {"backoff": 1.0}, "backoff between 0 and 1"),
         (LossScale(), {"every": 0}, "every at least 1"),
+        (LossScale(1.0, -5), {}, "the streak of a loss scale is not negative, got -5"),
+        (LossScale(2.0**-20), {}, "is from least to most, .*, got 9.5367431640625e-07"),
+        (LossScale(2.0**30), {}, "is from least to most, .*, got 1073741824.0; begin within"),
+        (LossScale(), {"most": 64.0}, r"from least to most, .* to 64.0, got 65536\.0"),
     ],
 )
 def test_what_makes_no_sense(scale: LossScale, options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        next_loss_scale(scale, True, **options)
+    for all_finite in True, False:
+        with pytest.raises(ValueError, match=text):
+            next_loss_scale(scale, all_finite, **options)
+
+
+@pytest.mark.parametrize(
+    ("scale", "all_finite", "options", "text"),
+    [
+        (LossScale(), None, {}, "all_finite is True or False, got None; pass info.all_finite"),
+        (LossScale(), True, {"every": 1.5}, "every is a number of steps, an int, got 1.5"),
+        (LossScale(8.0, 1.5), True, {}, "the streak of a loss scale is a number of steps"),
+        ((8.0, 1), True, {}, r"scale is a LossScale of two numbers, got \(8.0, 1\)"),
+        (LossScale(None), True, {}, "scale is a LossScale of two numbers"),
+    ],
+)
+def test_what_is_of_another_type(
+    scale: Any, all_finite: Any, options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(TypeError, match=text):
+        next_loss_scale(scale, all_finite, **options)
+
+
+def test_a_scaler_that_is_told_a_scale_goes_on_counting() -> None:
+    """Why the guide points to `next_loss_scale` for steps that are left out."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=0.0)
+
+    def good_step() -> None:
+        scaler.scale(torch.zeros(1))
+        param.grad = torch.ones(1)
+        scaler.step(optimizer)
+        scaler.update()
+
+    scale = LossScale(8.0)
+    for all_finite in (True, True, False, True):
+        if all_finite:
+            good_step()
+        else:
+            scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+        scale = next_loss_scale(scale, all_finite, every=3)
+    assert (scaler.get_scale(), scale) == (8.0, LossScale(4.0, 1))
 
 
 # On ranks

@@ -22,7 +22,7 @@ from ranks import RankPool
 from test_errors import ending
 
 DELAY_S = 0.05
-STEPS = 8
+STEPS = 10
 
 
 class Delayed(torch.autograd.Function):
@@ -159,7 +159,7 @@ def test_wrong_calls_are_told() -> None:
 
     for every, phase, report, trace, half in fddp.loopback(2, run):
         assert every == "every must be 1 or more, got 0"
-        assert phase == "'wait' is measured anyway; choose another name"
+        assert phase == "'wait' can't be a phase's name; choose another"
         assert report == trace
         assert report.startswith("the monitor has observed no step on ranks 0, 1; call observe")
         assert half.startswith("the monitor has observed no step on rank 1;")
@@ -167,6 +167,120 @@ def test_wrong_calls_are_told() -> None:
 
 def train_record() -> list[StepRecord]:
     return [record_of(0, {"forward": 1.0, "wait": 1.0})]
+
+
+@pytest.mark.parametrize("name", ["", "step", "behind", "input", None, 3, ("a", 1)])
+def test_names_that_no_phase_can_have(name: Any) -> None:
+    def run(group: Any) -> str:
+        return ending(lambda: fddp.Monitor(group).phase(name).__enter__()).kinds[0]
+
+    assert fddp.loopback(1, run) == ["ValueError" if isinstance(name, str) else "TypeError"]
+
+
+def test_phases_within_phases_count_once() -> None:
+    def run(group: Any) -> Any:
+        with fddp.GradSync(mlp(), group=group) as sync:
+            step, monitor = sync.value_and_grad(mlp_loss, with_info=True), fddp.Monitor(sync)
+            for number in range(2):
+                monitor.observe(step(mlp(), batch(0, number))[2])
+                if number == 0:
+                    with monitor.phase("update"):
+                        time.sleep(0.01)
+                        with monitor.phase("clipping"):
+                            time.sleep(0.05)
+                    for _ in range(2000):
+                        with monitor.phase("other"):
+                            pass
+                    kept = len(monitor._named)
+                    with monitor.phase("update"):
+                        time.sleep(0.01)
+                        with monitor.phase("clipping"):
+                            time.sleep(0.05)
+            return kept, monitor.steps
+
+    kept, steps = fddp.loopback(1, run)[0]
+    assert kept == 1000
+    phases_s, times = steps[1].phases_s, steps[1].times
+    assert phases_s["clipping"] >= 0.05 > phases_s["update"] >= 0.01
+    took_s = times.end_s - steps[0].times.end_s
+    assert sum(phases_s.values()) == pytest.approx(took_s)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"every": 1.5}, "TypeError"),
+        ({"every": True}, "TypeError"),
+        ({"window": None}, "TypeError"),
+        ({"window": 0}, "ValueError"),
+        ({"exporters": [3]}, "TypeError"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], kind: str) -> None:
+    assert fddp.loopback(1, lambda g: ending(lambda: fddp.Monitor(g, **options)).kinds[0]) == [kind]
+
+
+def test_what_can_not_be_observed_is_told() -> None:
+    def run(group: Any) -> list[str]:
+        sync = fddp.GradSync(mlp(), group=group)
+        monitor = fddp.Monitor(sync)
+        monitor.observe(sync(mlp(), with_info=True)[1])
+        calls = [
+            lambda: monitor.observe(None),  # type: ignore[arg-type]
+            lambda: monitor.trace(steps=0),
+            lambda: monitor.trace(steps=-3),
+            lambda: monitor.trace(steps=2.5),  # type: ignore[arg-type]
+        ]
+        sync.close()
+        return [ending(call).text for call in [*calls, lambda: fddp.Monitor(sync)]]
+
+    assert fddp.loopback(2, run)[1] == [
+        "observe takes the SyncInfo of a step with with_info=True, got a NoneType",
+        "steps must be 1 or more, got 0",
+        "steps must be 1 or more, got -3",
+        "steps is a number of steps, got 2.5",
+        "this GradSync is closed; pass one that takes steps",
+    ]
+
+
+class Full:
+    """An exporter that can write no more."""
+
+    def step(self, info: Any, record: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def report(self, report: Any) -> None:
+        raise AssertionError("not after a step that failed")
+
+
+def test_an_exporter_that_fails_on_one_rank_leaves_the_others_their_report() -> None:
+    def run(group: Any) -> Any:
+        with fddp.GradSync(mlp(), group=group) as sync, fddp.Communicator(group, timeout_s=5) as of:
+            exporters = [Full()] if group.rank == 0 else []
+            monitor = fddp.Monitor(of, every=1, exporters=exporters)
+            told = []
+            for _ in range(2):
+                _, info = sync(mlp(), with_info=True)
+                told.append(ending(lambda info=info: monitor.observe(info)).kinds)
+            return told, len(monitor.report().ranks) if group.rank else monitor._make_report()
+
+    full, well = fddp.loopback(2, run)
+    assert [kinds[0] for kinds in full[0]] == ["OSError", "OSError"]
+    assert well == ([("no error",)] * 2, 2)
+
+
+def test_rounds_without_input_are_observed_too() -> None:
+    def run(group: Any) -> list[int]:
+        lasts = []
+        with fddp.GradSync(mlp(), group=group) as sync:
+            step = sync.value_and_grad(mlp_loss, with_info=True)
+            monitor = fddp.Monitor(sync, every=2)
+            for x in fddp.uneven([batch(0, n) for n in range(2 + 2 * group.rank)], sync):
+                if report := monitor.observe(step(mlp(), x)[2]):
+                    lasts += [rank.last for rank in report.ranks]
+        return lasts
+
+    assert fddp.loopback(2, run) == [[1, 1, 3, 3]] * 2
 
 
 def test_a_rank_in_another_call_is_told() -> None:
@@ -188,11 +302,11 @@ def test_a_report_shows_phases_buckets_and_the_finding() -> None:
         buckets = (BucketTimes(0, 8, 1.5, 1.6, 2.5),)
         times = StepTimes(buckets, 1.0, 2.0, 3.0, begun_s=0.5)
         phases_s = {"input": 0.001, "forward": forward_s, "backward": 0.02, "wait": 0.003}
-        return summarize(number, [StepRecord(n, phases_s, times) for n in range(4, 10)])
+        return summarize(number, [StepRecord(n, phases_s, times) for n in range(4, 13)])
 
     report = MonitorReport.of([rank(0, 0.010), rank(1, 0.060)])
     assert str(report).splitlines() == [
-        "steps 4 to 9, 2 ranks; ms, median ± MAD",
+        "steps 4 to 12, 2 ranks; ms, median ± MAD",
         "rank        input       forward      backward         wait          step",
         "   0  1.00 ± 0.00  10.00 ± 0.00  20.00 ± 0.00  3.00 ± 0.00  34.00 ± 0.00",
         "   1  1.00 ± 0.00  60.00 ± 0.00  20.00 ± 0.00  3.00 ± 0.00  84.00 ± 0.00",
@@ -207,7 +321,9 @@ def test_a_report_shows_phases_buckets_and_the_finding() -> None:
     ]
     assert json.loads(report.to_json())["stragglers"][0][:2] == [1, "forward"]
     alone = MonitorReport.of([rank(0, 0.010)])
-    assert str(alone).endswith("no straggler: no rank's own part takes longer than the others'")
+    assert str(alone).endswith(
+        "no straggler: until its backward ends, no rank takes longer than the others"
+    )
 
 
 # Traces

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,60 @@ def test_groups_of_the_same_ranks_are_told_apart_by_their_order() -> None:
     assert (second.number, second.ranks) == (4, (0, 1))
 
 
+def of_run(made_s: float, taken_s: float, rank: int, *ops: FlightOp) -> Flight:
+    log = replace(log_of(rank, *ops), made_s=made_s)
+    return flight_of(log, pid=int(made_s) + rank, taken_s=taken_s)
+
+
+def test_flights_of_a_run_before_are_left_out() -> None:
+    """Rank 1 was killed in the first run and rank 2 in the second; both leave nothing of that."""
+    first = [of_run(100.0, 4000.0, r, op_of(5000, state="failed")) for r in (0, 2)]
+    second = [of_run(4100.0, 8000.0, r, op_of(39), op_of(40, state="failed")) for r in (0, 1)]
+    for order in ([*first, *second], [*second, *first]):
+        (told,) = partings(order)
+        assert (told.number, told.ranks) == (40, (0, 1))
+        assert told.text.splitlines()[-1] == (
+            "  rank 2: no flight; one of a run before is left out, taken 100.0 s before the "
+            "others' GradSync #1 was made"
+        )
+    (told,) = partings(first)
+    assert "no flight; one" not in told.text
+
+
+def test_ranks_that_were_made_one_after_the_other_are_of_one_run() -> None:
+    flights = [of_run(100.0 + r, 200.0 + r, r, op_of(5)) for r in range(3)]
+    (told,) = partings(flights)
+    assert "all are together up to operation 5" in told.text
+
+
+def test_a_clock_that_was_set_back_leaves_flights_to_look_at() -> None:
+    (told,) = partings([of_run(100.0, 50.0, 0, op_of(5))])
+    assert "  rank 0: at step 5" in told.text
+
+
+def test_ranks_of_a_part_of_the_job_have_both_numbers() -> None:
+    def log(rank: int, *ops: FlightOp) -> FlightLog:
+        return replace(log_of(rank, *ops), members=(0, 2, 9))
+
+    flights = [
+        flight_of(log(0, op_of(6), op_of(7, state="failed"))),
+        flight_of(log(1, op_of(6))),
+    ]
+    (told,) = partings(flights)
+    assert told.text.splitlines() == [
+        "GradSync #1, ranks 0 to 2 (global 0, 2, 9): rank 1 (global 2) has not come to operation "
+        "7, all_reduce of bucket 0 (w0) of step 5, and rank 0 waits",
+        "  rank 0: at step 5, in backward; last: 7, all_reduce of bucket 0 (w0) of step 5, failed",
+        "  rank 1 (global 2): at step 5, in backward; last: 6, all_reduce of bucket 0 (w0) of "
+        "step 5, done",
+        "  rank 2 (global 9): no flight",
+    ]
+    assert "GradSync #1: rank 1 (global 2) of 3 over shm" in str(flights[1])
+    many = replace(log(0), members=tuple(range(1, 400)))
+    (told,) = partings([flight_of(many)])
+    assert told.text.startswith("GradSync #1, ranks 0 to 398 (global 1, 2, 3, 4, 5, 6, .., 399): ")
+
+
 ops = st.builds(
     FlightOp,
     number=st.integers(0, 30),
@@ -123,6 +178,7 @@ flights = st.builds(
             step=st.integers(0, 2**40),
             phase=st.text(max_size=5),
             ops=st.lists(ops, max_size=6).map(tuple),
+            made_s=st.floats(0, 1e12),
         ),
         max_size=3,
     ).map(tuple),
@@ -147,7 +203,7 @@ def test_flights_are_read_as_they_were_written(some: list[Flight]) -> None:
         max_leaves=8,
     ),
     st.sampled_from(["format", "host", "pid", "taken_s", "reason", "logs"]),
-    st.sampled_from(["name", "members", "rank", "timeout_s", "ops", ""]),
+    st.sampled_from(["name", "members", "rank", "timeout_s", "made_s", "ops", ""]),
     st.integers(-1, 9),
 )
 def test_what_is_no_flight_is_refused_by_name(junk: Any, field: str, inner: str, at: int) -> None:

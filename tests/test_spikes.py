@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +153,37 @@ def test_norms_that_do_not_vary_leave_room() -> None:
 def test_options_that_make_no_sense(options: dict[str, float], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         check_norm(NormHistory(), **{"grad_norm": 1.0, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"grad_norm": None}, "a norm is a real number, got a NoneType; pass SyncInfo.grad_norm"),
+        ({"grad_norm": True}, "a norm is a real number, got a bool"),
+        ({"window": 128.0}, r"window is a number of norms, an int, got 128\.0"),
+        ({"warmup": True}, "warmup is a number of norms, an int, got True"),
+        ({"history": (0.0,)}, "history is a NormHistory, got a tuple; begin with NormHistory"),
+        ({"history": NormHistory(("1",))}, "history holds floats, got a str at position 0"),
+    ],
+)
+def test_what_is_of_another_type(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        check_norm(**{"history": NormHistory(), "grad_norm": 1.0, **options})
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_a_history_in_which_nothing_would_be_a_spike_is_refused(odd: float) -> None:
+    with pytest.raises(ValueError, match=f"finite logarithms, got {odd} at position 1"):
+        check_norm(NormHistory((0.0, odd)), 1.0)
+
+
+def test_a_norm_beyond_floats_is_infinite() -> None:
+    history, _ = after([1.0] * 5)
+    same, verdict = check_norm(history, 10**400, **QUICK)
+    assert same is history
+    assert verdict.is_spike
+    with pytest.raises(ValueError, match="a norm is not negative"):
+        check_norm(history, -(10**400))
 
 
 def test_ranks_decide_alike() -> None:

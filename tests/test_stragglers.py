@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fddp.monitor_report import MonitorReport
 from fddp.stragglers import RankSummary, Spread, StepRecord, find_stragglers, summarize
 from fddp.timeline import StepTimes
 
@@ -95,11 +96,51 @@ def test_one_slow_step_makes_no_straggler() -> None:
 
 
 def test_little_is_said_of_few_steps() -> None:
-    assert find_stragglers([summary_of(r, [{"forward": 0.01 + r}] * 3) for r in range(2)]) == ()
+    assert find_stragglers([summary_of(r, [{"forward": 0.01 + r}] * 8) for r in range(2)]) == ()
+    assert find_stragglers([summary_of(r, [{"forward": 0.01 + r}] * 9) for r in range(2)]) != ()
     assert find_stragglers([summary_of(0, [{"forward": 0.01}] * 9)]) == ()
 
 
-@given(st.lists(steps_of_rank, min_size=2, max_size=4), st.floats(1e-3, 1e3), st.randoms())
+def test_little_noise_of_few_steps_names_nobody() -> None:
+    """Of 400 draws with 10% of noise, the fewest steps of which something is said."""
+    random = torch.Generator().manual_seed(3)
+    named = 0
+    for _ in range(400):
+        noises = torch.randn(2, 9, 3, generator=random).tolist()
+        named += bool(
+            find_stragglers([summary_of(r, steps_from(noises[r], 0.001)) for r in range(2)])
+        )
+    assert named <= 4
+
+
+def test_a_tenth_of_a_millisecond_names_nobody() -> None:
+    def found(behind_s: float) -> Any:
+        return find_stragglers(
+            [summary_of(r, [{"forward": 0.002 + r * behind_s}] * 20) for r in range(2)]
+        )
+
+    assert found(1e-4) == ()
+    assert [one.rank for one in found(6e-4)] == [1]
+
+
+def test_nothing_is_said_of_different_steps() -> None:
+    def steps_of(rank: int, first: int) -> RankSummary:
+        phases_s = {"forward": 0.01 + rank, "wait": 1e-3}
+        return summarize(rank, [record_of(n, phases_s) for n in range(first, first + 10)])
+
+    report = MonitorReport.of([steps_of(0, 0), steps_of(1, 10), steps_of(2, 0)])
+    assert report.stragglers == ()
+    spans = "steps 0 to 9 on ranks 0, 2, 10 to 19 on rank 1"
+    assert report.finding == (
+        f"no finding: the ranks have observed different steps ({spans}); call observe(info) on "
+        f"every rank after each step"
+    )
+    assert str(report).startswith(f"{spans}, 3 ranks; ms")
+    alike = MonitorReport.of([steps_of(0, 0), steps_of(1, 0)])
+    assert [one.rank for one in alike.stragglers] == [1]
+
+
+@given(st.lists(steps_of_rank, min_size=2, max_size=4), st.floats(1.0, 1e3), st.randoms())
 @settings(max_examples=25)
 def test_the_finding_keeps_its_sense(noises: list[Any], factor: float, random: Any) -> None:
     """Under another unit of time, and under another order of the ranks."""
@@ -112,8 +153,8 @@ def test_the_finding_keeps_its_sense(noises: list[Any], factor: float, random: A
     ]
     random.shuffle(others)
     again = find_stragglers(others)
-    if all(abs(one.behind_s) > 1e-9 for one in found):
-        assert {one.rank for one in again} == {one.rank for one in found}
+    above = {one.rank for one in again if one.behind_s / factor > 5.1e-4}  # the least lead
+    assert above <= {one.rank for one in found} <= {one.rank for one in again}
     for one in found:
         assert one.behind_s > 0.0
         assert one.phase_behind_s > 0.0

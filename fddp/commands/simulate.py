@@ -132,7 +132,11 @@ def _run(args: argparse.Namespace) -> int:
     require("rich", *(["matplotlib"] if args.png else []))
     given = load_plan(args.source)
     target = Target(cost_of(args.cost, args.topology), args.topology, args.algorithm)
-    times = _ready_file(args.ready) if args.ready else _spread(given, args.backward_ms / 1e3)
+    times = (
+        _ready_file(args.ready)
+        if args.ready is not None
+        else _spread(given, args.backward_ms / 1e3)
+    )
     setting = _Setting(target, times, args.jitter, args.seed)
     try:
         cases = _cases(given, is_plan_file(args.source), args.caps, setting)
@@ -140,7 +144,9 @@ def _run(args: argparse.Namespace) -> int:
         raise CallError(str(error)) from error
     best = min(cases, key=lambda case: case.timeline.step_s)
     printer = Printer(args.json)
-    source = f"read from {args.ready}" if args.ready else "assumed: in proportion to size"
+    source = (
+        f"read from {args.ready}" if args.ready is not None else "assumed: in proportion to size"
+    )
     printer.show(_table(cases, best, target, f"ready times {source}"))
     printer.write_text(args.json, _json(cases, best, target))
     printer.write_text(args.trace, best.timeline.to_chrome_trace())

@@ -47,7 +47,8 @@ from fddp.engine import Engine
 from fddp.errors import FddpError, InternalError, PlanMismatchError
 from fddp.leaves import distributed_context, param_set, serves_some
 from fddp.observe import make_info
-from fddp.session import Outcome, Session
+from fddp.session import Session
+from fddp.setting import Outcome
 from fddp.tree import flatten
 
 

@@ -292,7 +292,7 @@ class _Search:
                 ranks = [int(rank) for rank in json.loads(parcel.note)]
                 if len(parcel.descriptors) != 2 * len(ranks) or not set(ranks) <= set(host):
                     raise ValueError(f"the leader of the host sent {parcel.note[:40]!r}")
-            except (ValueError, TypeError, RecursionError) as error:
+            except (ValueError, TypeError, OverflowError, RecursionError) as error:
                 parcel.close()
                 raise ValueError(f"a parcel makes no sense: {error}") from error
             self._keep(ranks, parcel.descriptors)
