@@ -291,6 +291,8 @@ def _answer(call: _Call, store: dist.Store) -> _Answer:
             world_size=call.world_size,
             timeout=timedelta(seconds=60),
         )
+        # A rank whose function needs no other could be gone before the others have connected.
+        dist.barrier()
         result = call.fn(call.rank, call.world_size, *call.args)
         pickle.dumps(result)
     except BaseException:
