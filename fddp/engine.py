@@ -100,12 +100,15 @@ class Engine:
         self._scale = WeightScale(self.transport.world_size, scaling=schedule.scaling)
         self._round: Round | None = None
         self._closed_by = ""  # why no further step may start
+        self._gave_way = False
         self._instead = (
             "build a new one on a working group, or go on with this one's plan and state there: "
             "sync = sync.rebuild(group)"
         )
         self._watch: list[Session] | None = None
         self._current: weakref.ref[Session] | None = None  # the newest
+        # Steps that have begun and not ended, by number; a loss function may take steps itself.
+        self._running: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self.recorder = Recorder("GradSync", self, self.transport)
         self._group = weakref.ref(resolve(request.span.group))
 
@@ -113,6 +116,23 @@ class Engine:
     def is_shut(self) -> bool:
         """Whether no further step may start."""
         return bool(self._closed_by)
+
+    @property
+    def gave_way(self) -> bool:
+        """Whether another goes on in its place."""
+        return self._gave_way
+
+    @property
+    def closed_text(self) -> str:
+        """Why no further step may start, and what to do."""
+        return (
+            f"this GradSync, or what it belongs to, is closed ({self._closed_by}); {self._instead}"
+        )
+
+    @property
+    def runs_step(self) -> bool:
+        """Whether a synchronisation has begun and not ended."""
+        return len(self._running) > 0
 
     @property
     def in_round(self) -> bool:
@@ -206,6 +226,8 @@ class Engine:
                 self.transport.abandon()
                 self.shut(f"{type(error).__name__}: {error}")
             raise
+        finally:
+            self._running.pop(session.setting.step, None)
         self.last_failed = False
         self.finished = self.step
         if self.hook_states is not None:
@@ -277,7 +299,7 @@ class Engine:
     def give_way(self, reason: str, instead: str) -> None:
         """Closes it in favour of another, which callers are pointed to."""
         self.shut(reason)
-        self._closed_by, self._instead = reason, instead
+        self._closed_by, self._instead, self._gave_way = reason, instead, True
 
     @property
     def scale(self) -> WeightScale:
@@ -381,10 +403,7 @@ class Engine:
 
     def _check_open(self) -> None:
         if self._closed_by:
-            raise ClosedError(
-                f"this GradSync, or what it belongs to, is closed ({self._closed_by}); "
-                f"{self._instead}"
-            )
+            raise ClosedError(self.closed_text)
         if self.in_backward:
             raise ReentryError(
                 f"rank {self.transport.rank}: a step was called while backward of another step of "
@@ -417,6 +436,7 @@ class Engine:
         self.step += 1
         session = Session(setting)
         self._current = weakref.ref(session)
+        self._running[session.setting.step] = session
         return session
 
     def _take_note(self, session: Session) -> ControlReport:

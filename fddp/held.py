@@ -43,7 +43,7 @@ class Held:
         """Takes a tree apart.
 
         Raises:
-            TypeError: a leaf is neither a dense tensor nor a number, text or None.
+            TypeError: a leaf is neither a plain, dense tensor nor a number, text or None.
         """
         leaves, treedef = flatten(tree)
         arrays = [None if _is_plain(leaf) else leaf for leaf in leaves]
@@ -51,12 +51,11 @@ class Held:
         pairs = zip(leaves, tensors, strict=True)
         held = [leaf if _is_plain(leaf) else tensor for leaf, tensor in pairs]
         for path, leaf in zip(treedef.paths, held, strict=True):
-            is_dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided
-            if not _is_plain(leaf) and (not is_dense or leaf.is_meta):
-                kind = getattr(leaf, "layout", type(leaf).__name__) if not is_dense else "meta"
+            kind = "" if _is_plain(leaf) else _not_dense(leaf)
+            if kind:
                 raise TypeError(
-                    f"leaf {path!r} is a {kind}; leaves are dense tensors with memory, numbers, "
-                    f"text or None"
+                    f"leaf {path!r} is a {kind}; leaves are plain, dense tensors with memory (of a "
+                    f"DTensor, its to_local()), numbers, text or None"
                 )
         return cls(held, treedef, *_containers(tree, treedef.paths))
 
@@ -122,6 +121,17 @@ def room_for(description: str, own: Held | None) -> Held:
 
 def _is_plain(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, (bool, int, float, str))
+
+
+def _not_dense(leaf: Any) -> str:
+    """What a leaf is whose bytes are not all of it; empty for a dense tensor."""
+    if type(leaf) not in (Tensor, torch.nn.Parameter):
+        return type(leaf).__name__
+    if leaf.layout is not torch.strided:
+        return str(leaf.layout)
+    if leaf.is_quantized:  # scale and zero point are not among its bytes
+        return f"quantized tensor ({leaf.dtype})"
+    return "meta tensor" if leaf.is_meta else ""
 
 
 def _containers(tree: Any, paths: Sequence[str]) -> tuple[str, str]:

@@ -51,7 +51,9 @@ def pieces(sizes: Sequence[int], most: int) -> Iterator[list[Stretch]]:
         yield piece
 
 
-def pass_on_(transport: Transport, runs: Sequence[Tensor], src: int, what: str) -> None:
+def pass_on_(
+    transport: Transport, runs: Sequence[Tensor], src: int, what: str, *, keeps: bool = True
+) -> None:
     """Writes rank `src`'s bytes into those of all ranks; a collective call.
 
     Args:
@@ -59,6 +61,7 @@ def pass_on_(transport: Transport, runs: Sequence[Tensor], src: int, what: str) 
         runs: tensors of bytes, shape `(n,)`, of the same sizes on all ranks; rank `src` reads its.
         src: whose bytes are passed on.
         what: in words, for errors.
+        keeps: whether this rank writes them; False where its runs have them already.
     """
     sizes = [run.numel() for run in runs]
     longest = min(PIECE_BYTES, sum(sizes))
@@ -73,7 +76,7 @@ def pass_on_(transport: Transport, runs: Sequence[Tensor], src: int, what: str) 
             for part, place in places:
                 travelling[place].copy_(part)
         transport.broadcast(travelling, src).wait(what)
-        if transport.rank != src:
+        if keeps and transport.rank != src:
             for part, place in places:
                 part.copy_(travelling[place])
 

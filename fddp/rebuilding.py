@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from fddp.agree import Terms, exchange
 from fddp.arrays import leaf_specs
 from fddp.engine import Engine
-from fddp.errors import InternalError, PlanMismatchError, ReentryError
+from fddp.errors import ClosedError, InternalError, PlanMismatchError, ReentryError
 from fddp.failures import text_of
 from fddp.hooks.hook import Hook
 from fddp.interop.foreign import holds_foreign
@@ -129,12 +129,20 @@ def renewed(old: Engine, span: Span) -> Engine:
     """An engine that goes on where this one stopped, on other ranks; a collective call.
 
     The old one is closed once the new one works.
+
+    Raises:
+        ClosedError: another goes on in its place already.
+        ReentryError: one of its steps runs, whose transport would be closed.
+        Exception: as from making an engine.
     """
-    if old.in_backward:
+    if old.runs_step:
+        part = "backward" if old.in_backward else "the loss function"
         raise ReentryError(
-            f"rank {old.transport.rank}: rebuild was called while backward of a step runs; call it "
-            f"between steps"
+            f"rebuild was called while {part} of a step runs; call it between steps, when the step "
+            f"has returned or raised"
         )
+    if old.gave_way:
+        raise ClosedError(f"rebuild was called a second time: {old.closed_text}")
     name: Any = old.terms.transport
     engine = _opened(Continuation(span, name, old.timeout_s, old.program.foreign, old))
     old.give_way(

@@ -33,18 +33,20 @@ def reconcile(
 
     Args:
         tree: this rank's state: parameters, optimizer state, hook state, the position in the data;
-            a tree of dense tensors, numbers, text and None. Ranks may have different trees. None
-            for a rank that has no state. Not written.
+            a tree of plain, dense tensors, numbers, text and None. Ranks may have different trees.
+            None for a rank that has no state. Not written.
         group: as in `GradSync`.
         step: how many steps this state has seen, 0 or more; anything where `tree` is None.
         timeout_s: as in `GradSync`.
 
     Returns:
-        `(tree, step)` of the newest state. On a rank that holds the same bits it is the tree that
-        was passed; elsewhere the tensors are new, on the device of the rank's own leaf of the same
-        path, or else of the same type as at the source. The containers are the rank's own where its
-        tree has the same paths; else dicts, OrderedDicts, lists and tuples as at the source. A rank
-        gets arrays of JAX where it passed some, and tensors where it passed None.
+        `(tree, step)` of the newest state. On a rank whose tree is of that step and has the same
+        paths and bits it is the tree that was passed. Elsewhere the tensors are new, on the device
+        of the rank's own leaf of the same path, or else of the same type as at the source. They are
+        plain: no `nn.Parameter`, `requires_grad` is False, and leaves that were one tensor are
+        several. The containers are dicts, OrderedDicts, lists and tuples as at the source. Where
+        either tree has others, such as named tuples, a rank whose tree has the same paths keeps its
+        own. A rank that passed arrays of JAX in the containers that it gets back gets some.
 
     Raises:
         PlanMismatchError: no rank has a state; a rank's tree or step makes no sense; or a rank
@@ -125,9 +127,10 @@ def _pass_on(transport: Transport, own: Held | None, newest: _Newest) -> tuple[H
     wanted, length = told[newest.rank]
     if own is not None and all(theirs == wanted for theirs, _ in told):
         return own, True
+    has_it = whole != "" and whole == wanted
     text = pass_on_text(transport, text, length, newest.rank, _WHAT)
     found, failure = own, None
-    if transport.rank != newest.rank:
+    if not has_it:
         try:
             found = room_for(text, own)
         except Exception as error:
@@ -135,11 +138,11 @@ def _pass_on(transport: Transport, own: Held | None, newest: _Newest) -> tuple[H
     _agree(transport, failure, None)
     if found is None:
         raise InternalError("a rank has neither a state nor a failure")
-    pass_on_(transport, found.runs(), newest.rank, _WHAT)
-    if transport.rank != newest.rank:
+    pass_on_(transport, found.runs(), newest.rank, _WHAT, keeps=not has_it)
+    if not has_it:
         found = found.laid_out_as(own)
     _check(transport, found, newest)
-    return found, transport.rank == newest.rank
+    return found, has_it
 
 
 def _agree(transport: Transport, failure: Exception | None, value: T) -> list[tuple[str, T]]:

@@ -28,10 +28,12 @@ from fddp.inputs import check_no_transform
 from fddp.interop.foreign import adapted
 from fddp.transports import Group
 from fddp.tree import flatten
+from fddp.untraced import untraced
 
 _PIECES = 512  # of which digests are compared at a time, in the search for an element
 _SMALL_BYTES = 4096  # that ranks show each other as they are
 _LONGEST = 56  # characters of a value that are shown
+_BEFORE = 8  # of them before the first that differs
 _MOST_RANKS = 8  # that an error names of one side
 _WAY_OUT = (
     "take one rank's values on all, with fddp.broadcast or fddp.reconcile, or go back to a "
@@ -39,7 +41,12 @@ _WAY_OUT = (
     "differ, and updates of parameters from what is not synchronised"
 )
 
+_OUTSIDE = (
+    "call check_replicas outside of the compiled function: it compares values, and a graph has none"
+)
 
+
+@untraced(_OUTSIDE)
 def check_replicas(
     tree: Any, group: Group | Communicator | None = None, *, every: int = 1, step: int = 0
 ) -> None:
@@ -64,7 +71,8 @@ def check_replicas(
             calls. The group stays usable.
         PeerError: another rank's tree can't be read.
         TypeError, ValueError: this rank's can't, or `every` is no number above 0.
-        TransformError: within a `torch.func` transform.
+        TransformError: within a `torch.func` transform, or under a tracer. `torch.compile` breaks
+            its graph at the call.
         RankLostError, SyncTimeoutError: a rank did not come.
 
     Example:
@@ -86,9 +94,15 @@ def check_replicas(
         return
     communicator = communicator_of(group, None)
     what = "check_replicas"
+    problem: Exception | None = None
+    try:
+        check_no_transform(what, "call it outside of the transform")
+    except Exception as error:  # told to the others below, where no transform is active
+        problem = error
     with communicator.lock, outside_tracing(), torch.inference_mode(False):
         try:
-            check_no_transform("check_replicas", "call it outside of the transform")
+            if problem is not None:
+                raise problem
             own = _own(tree)
             what = own.text
         except Exception as error:
@@ -166,6 +180,11 @@ def _tensor(path: str, leaf: Any) -> Tensor:
             f"check_replicas: leaf {path!r} is a {kind}; pass a plain, dense tensor (of a DTensor, "
             f"its to_local())"
         )
+    if leaf.is_quantized:
+        raise TypeError(
+            f"check_replicas: leaf {path!r} is quantized ({leaf.dtype}), and its scale is not in "
+            f"its bytes; pass its int_repr(), scales and zero points"
+        )
     if leaf.device.type == "meta":
         raise TypeError(f"check_replicas: leaf {path!r} is on the meta device, and has no values")
     return leaf
@@ -238,7 +257,7 @@ class _Place(NamedTuple):
 
     Attributes:
         position: in order.
-        values: in words, by rank.
+        values: in words, whole, by rank; alike only where ranks do not differ here.
     """
 
     position: int
@@ -247,8 +266,11 @@ class _Place(NamedTuple):
 
 def _values(communicator: Communicator, what: str, own: str) -> list[str]:
     """What ranks have, in words, by rank."""
-    told = meeting.gather(communicator, what, own.encode()[:_LONGEST].ljust(_LONGEST))
-    return [text.decode(errors="replace").strip() for text in told]
+    run = own.encode()
+    lengths = meeting.gather(communicator, what, len(run).to_bytes(8, "big"))
+    sizes = [int.from_bytes(length, "big") for length in lengths]
+    told = meeting.gather(communicator, what, run.ljust(max(sizes)))
+    return [text[:size].decode() for text, size in zip(told, sizes, strict=True)]
 
 
 def _first_difference(communicator: Communicator, leaf: Tensor, what: str) -> _Place:
@@ -284,8 +306,31 @@ def _first_apart(rows: Sequence[np.ndarray[Any, Any]]) -> int:
 def _at(place: _Place, sides: list[list[int]], shape: tuple[int, ...]) -> str:
     spot = tuple(int(i) for i in np.unravel_index(place.position, shape)) if shape else ()
     where = f"at index {spot if len(spot) != 1 else spot[0]}" if spot else "its value"
-    values = ", ".join(f"{place.values[side[0]]} on rank {side[0]}" for side in sides[:2])
-    return f"; {where}: {values}"
+    one, *rest = (side[0] for side in sides)
+    # Of three sides, the second may differ from the first in a later element only.
+    apart = (rank for rank in rest if place.values[rank] != place.values[one])
+    two = next(apart, rest[0])
+    mine, theirs = _cut(place.values[one], place.values[two])
+    return f"; {where}: {mine} on rank {one}, {theirs} on rank {two}"
+
+
+def _cut(one: str, two: str) -> tuple[str, str]:
+    """Two texts that differ, so short that they can be shown; both have the first difference.
+
+    >>> _cut("12", "13")
+    ('12', '13')
+    >>> _cut("a" * 70 + "b", "a" * 70 + "c")
+    ('...aaaaaaaab', '...aaaaaaaac')
+    """
+    pairs = zip(one, two, strict=False)
+    apart = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(two)))
+    start = 0 if max(len(one), len(two)) <= _LONGEST else max(0, apart - _BEFORE)
+    return _from(one, start), _from(two, start)
+
+
+def _from(text: str, start: int) -> str:
+    stop = start + _LONGEST
+    return "..." * (start > 0) + text[start:stop] + "..." * (len(text) > stop)
 
 
 def _signed(word: bytes) -> int:

@@ -446,7 +446,10 @@ class GradSync:
             ValueError: on this rank, which is named on the others: the mesh has another number of
                 ranks; the algorithm leaves shards, whose owners would change; or the schedule was
                 passed in, for another number of ranks.
-            ReentryError: called within a backward pass.
+            ReentryError: called within one of its steps: in the loss function or in backward.
+            ClosedError: it has been rebuilt before; go on with what that returned.
+            TypeError: `group` is no group, so that the others can't be told: they wait for this
+                rank until their time is over.
             RankLostError, SyncTimeoutError: a rank of the group did not come.
 
         Example:

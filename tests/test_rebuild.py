@@ -361,6 +361,56 @@ def test_carried_state_of_hooks() -> None:
     assert same_bits([first, *rebuilt([ahead, behind, None], states, hook=hook)])
 
 
+def test_state_of_hooks_on_the_ranks_that_are_left() -> None:
+    """What callers carry, and what engines do, goes on with 0 and 2 of three ranks."""
+    hook = hooks.top_k(0.25)
+
+    def grads_of(rank: int, step: int) -> Any:
+        torch.manual_seed(10 * rank + step)
+        return fddp.tree_map(torch.randn_like, mlp())
+
+    def begin(group: Any) -> Any:
+        sync = fddp.GradSync(mlp(), group=group, hook=hook, **SMALL)
+        state = sync.init_state()
+        for number in range(2):
+            _, state = sync.update(grads_of(group.rank, number), state)
+        return sync, state
+
+    left = [fddp.loopback(3, begin)[rank] for rank in (0, 2)]
+    plan = left[0][0].plan
+
+    def go_on(group: Any) -> Any:
+        old, state = left[group.rank]
+        grads = grads_of(group.rank, 2)
+        with fddp.GradSync(plan, group=group, hook=hook) as fresh:
+            expected = fresh.update(grads, state)
+            without = fresh.update(grads, fresh.init_state())
+        with old.rebuild(group) as new:
+            assert new.plan == plan
+            return new.update(grads, state), expected, without
+
+    for found, expected, without in fddp.loopback(2, go_on):
+        assert same_bits([found, expected])
+        assert not same_bits([found, without]), "residuals count"
+
+    def carry(group: Any) -> Any:
+        sync = fddp.GradSync(mlp(), group=group, **SMALL)
+        sync._engine.set_hook(hook)
+        carry_step(sync._engine, 1 + group.rank)
+        return sync
+
+    syncs = [fddp.loopback(3, carry)[rank] for rank in (0, 2)]
+    own = [sync._engine.hook_states for sync in syncs]
+    assert not same_bits(own)
+
+    def held(sync: fddp.GradSync) -> Any:
+        states = sync._engine.hook_states
+        carry_step(sync._engine, 1)
+        return states
+
+    assert same_bits([own, rebuilt(syncs, held)])
+
+
 # Shards
 
 
@@ -496,6 +546,63 @@ def test_not_within_a_backward_pass() -> None:
     for seen, _ in fddp.loopback(2, run):
         assert seen.kinds[0] == "ReentryError"
         assert "rebuild was called while backward of a step runs" in seen.text
+
+
+def test_not_within_a_loss_function() -> None:
+    """Nor after another step has been taken in it, nor where it was closed in it."""
+
+    def run(group: Any) -> Any:
+        sync = fddp.GradSync(mlp(), group=group, **SMALL)
+        plain = sync.value_and_grad(mlp_loss)
+
+        def loss_fn(p: Any, x: Tensor, first: Any) -> Tensor:
+            first()
+            sync.rebuild(group)
+            return mlp_loss(p, x)
+
+        step = sync.value_and_grad(loss_fn)
+        x = batch(0, 0)
+        told = [
+            ending(lambda: step(mlp(), x, lambda: None)),
+            ending(lambda: step(mlp(), x, lambda: plain(mlp(), x))),
+        ]
+        after = sync(mlp())  # it is as it was
+        told.append(ending(lambda: step(mlp(), x, sync.close)))
+        return told, after, sync.rebuild(group)(mlp())
+
+    for told, *_ in fddp.loopback(2, run):
+        alone, nested, _ = told
+        for seen in (alone, nested):
+            assert seen.kinds[0] == "ReentryError"
+            assert "rebuild was called while the loss function of a step runs" in seen.text
+            assert seen.text.count("rank 0") <= 1, seen.text
+
+
+def test_not_a_second_time() -> None:
+    def run(group: Any) -> Any:
+        old = fddp.GradSync(mlp(), group=group, **SMALL)
+        new = old.rebuild(group)
+        seen = ending(lambda: old.rebuild(group))
+        return seen, new(mlp())
+
+    for seen, _ in fddp.loopback(2, run):
+        assert seen.kinds[0] == "ClosedError"
+        assert "rebuild was called a second time" in seen.text
+        assert "take steps with the one that it returned" in seen.text
+
+
+@pytest.mark.parametrize("group", ["x", 3, ["a"]])
+def test_what_is_no_group(group: Any) -> None:
+    sync = made(1)[0]
+    for call in (
+        lambda: sync.rebuild(group),
+        lambda: fddp.GradSync.join(group),
+        lambda: fddp.GradSync(mlp(), group=group),
+        lambda: fddp.reconcile(1.0, group, step=0),
+    ):
+        with pytest.raises(TypeError, match=f"group must be .* got a {type(group).__name__}"):
+            call()
+    assert rebuilt([sync], lambda sync: sync.world_size) == [1], "it is as it was"
 
 
 def test_a_rank_that_is_lost_meanwhile() -> None:

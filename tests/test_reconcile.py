@@ -21,6 +21,7 @@ from fddp.transports.base import Transport
 from fddp.tree import flatten
 from ranks import Launch
 from test_errors import ending
+from test_replicas import Tagged, quantized
 
 Moments = namedtuple("Moments", ["first", "second"])
 DTYPES = [
@@ -161,6 +162,46 @@ def test_nothing_travels_where_all_have_it() -> None:
         assert 20 in sent
 
 
+def test_a_rank_that_has_it_keeps_its_tree() -> None:
+    """Though others have to be sent it; nothing is written where it is."""
+
+    def run(group: Any, late: int) -> Any:
+        w = torch.arange(12.0).view(3, 4).t()  # not in order in memory
+        tree = {"w": w, "p": torch.nn.Parameter(torch.ones(2)), "n": 1}
+        version = w._version
+        mine = None if group.rank == late else tree
+        found, _ = fddp.reconcile(mine, group, step=5)
+        fddp.check_replicas(found, group)
+        return found is tree, w._version == version
+
+    with mock.patch.object(passing, "PIECE_BYTES", 7):
+        assert fddp.loopback(3, run, 2) == [(True, True), (True, True), (False, True)]
+        assert fddp.loopback(3, run, 0) == [(False, True), (True, True), (True, True)]
+
+
+def test_the_same_bits_of_another_step() -> None:
+    def run(group: Any) -> Any:
+        tree = {"w": torch.ones(2)}
+        found, step = fddp.reconcile(tree, group, step=[5, 5, 4][group.rank])
+        return found is tree, step
+
+    assert fddp.loopback(3, run) == [(True, 5), (True, 5), (False, 5)]
+
+
+def test_what_new_tensors_are() -> None:
+    def run(group: Any) -> Any:
+        tied = torch.nn.Parameter(torch.full((2,), float(group.rank)))
+        tree = [tied, tied] if group.rank else (tied, tied)
+        found, _ = fddp.reconcile(tree, group, step=group.rank)
+        one, two = found
+        return type(found), type(one), one.requires_grad, one is two
+
+    assert fddp.loopback(2, run) == [
+        (list, Tensor, False, False),  # containers as at the source
+        (list, torch.nn.Parameter, True, True),
+    ]
+
+
 def test_bits_that_change_on_the_way_are_seen_by_all() -> None:
     broadcast = Transport.broadcast
 
@@ -260,6 +301,8 @@ def refusals(trees: list[Any], steps: list[Any]) -> list[Any]:
         ([1.0, [{1}]], [1, 1], "rank 1 can't take part: TypeError: leaf '0' is a set"),
         ([1.0, torch.eye(2).to_sparse()], [1, 1], "leaf '' is a torch.sparse_coo"),
         ([1.0, torch.empty(2, device="meta")], [1, 1], "leaf '' is a meta"),
+        ([1.0, quantized()["w"]], [1, 1], "leaf '' is a quantized tensor (torch.qint8)"),
+        ([1.0, torch.ones(2).as_subclass(Tagged)], [1, 1], "leaf '' is a Tagged"),
         (
             [None, Moments(1, 2)],
             [0, 1],

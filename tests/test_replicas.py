@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -297,10 +298,22 @@ def against_an_operator(group: Any) -> tuple[Ending, float]:
     return seen, fddp.psum(one, group).item()
 
 
+class Tagged(Tensor):
+    """A subclass, as DTensor is one."""
+
+
+def quantized() -> dict[str, Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is about to drop them
+        return {"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}
+
+
 BAD = {
     "an object": ({"w": object()}, "TypeError", "leaf 'w' is a object"),
     "sparse": ({"w": torch.eye(2).to_sparse()}, "TypeError", "torch.sparse_coo"),
     "meta": ({"w": torch.empty(2, device="meta")}, "TypeError", "meta device"),
+    "a subclass": ({"w": torch.zeros(2).as_subclass(Tagged)}, "TypeError", "leaf 'w' is a Tagged"),
+    "quantized": (quantized(), "TypeError", "leaf 'w' is quantized (torch.qint8)"),
 }
 
 
@@ -326,6 +339,88 @@ def test_a_tree_that_cannot_be_read(case: str) -> None:
 def test_a_period_that_is_no_number(every: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         fddp.check_replicas({}, every=every)
+
+
+def in_grad(tree: Any, group: Any) -> None:
+    torch.func.grad(lambda x: (fddp.check_replicas({"w": x}, group), x.sum())[1])(tree["w"])
+
+
+def in_vmap(tree: Any, group: Any) -> None:
+    torch.func.vmap(lambda x: (fddp.check_replicas({"w": x}, group), x)[1])(tree["w"])
+
+
+@pytest.mark.parametrize("check", [in_grad, in_vmap])
+@pytest.mark.parametrize("alone", [False, True])
+def test_not_in_a_transform(check: Any, alone: bool) -> None:
+    def run(group: Any) -> Ending:
+        own = {"w": torch.ones(2)}
+        within = group.rank == 0 or not alone
+        seen = ending(lambda: (check if within else fddp.check_replicas)(own, group))
+        fddp.check_replicas(own, group)  # the group goes on
+        return seen
+
+    bad, told = fddp.loopback(2, run)
+    assert bad.kinds[0] == "TransformError"
+    assert told.kinds[0] == ("PeerError" if alone else "TransformError")
+    for seen in (bad, told):
+        assert f"check_replicas was called inside torch.func.{check.__name__[3:]}" in seen.text
+
+
+def test_a_compiled_function_breaks_its_graph() -> None:
+    def run(group: Any) -> Any:
+        def step(x: Tensor) -> Tensor:
+            y = x + 1
+            fddp.check_replicas({"w": x}, group)
+            return y * 2
+
+        def other(x: Tensor) -> Tensor:
+            fddp.check_replicas({"w": x}, group)
+            return x
+
+        compiled = torch.compile(step, backend="eager")
+        equal = compiled(torch.ones(2)).tolist()
+        differing = ending(lambda: compiled(torch.ones(2) * group.rank))
+        whole = torch.compile(other, backend="eager", fullgraph=True)
+        return equal, differing, ending(lambda: whole(torch.ones(2))).text
+
+    torch._dynamo.reset()
+    for equal, differing, whole in fddp.loopback(2, run):
+        assert equal == [4.0, 4.0]
+        assert differing.kinds[0] == "DesyncError"
+        assert "at index 0: 0.0 on rank 0, 1.0 on rank 1" in differing.text
+        assert "call check_replicas outside of the compiled function" in whole
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (lambda rank: "a" * 60 + str(rank), "...aaaaaaaa0' on rank 0, ...aaaaaaaa1' on rank 1"),
+        (lambda rank: 10**70 + rank, "...000000000 on rank 0, ...000000001 on rank 1"),
+        (lambda rank: "é" * 60 + str(rank), "...éééééééé0' on rank 0, ...éééééééé1' on rank 1"),
+        (
+            lambda rank: f"{rank}" + "b" * 100,
+            f"'0{'b' * 54}... on rank 0, '1{'b' * 54}... on rank 1",
+        ),
+        (lambda rank: 10 ** (60 + rank), "...00000000 on rank 0, ...000000000 on rank 1"),
+    ],
+)
+def test_long_values_are_shown_where_they_differ(value: Any, told: str) -> None:
+    def run(group: Any) -> str:
+        return ending(lambda: fddp.check_replicas({"n": value(group.rank)}, group)).text
+
+    for text in fddp.loopback(2, run):
+        assert f"; its value: {told};" in text
+
+
+def test_three_sides() -> None:
+    """Of which the first two differ in a later element only."""
+
+    def run(group: Any) -> str:
+        own = torch.tensor([[1.0, 2.0], [1.0, 3.0], [9.0, 2.0]][group.rank])
+        return ending(lambda: fddp.check_replicas(own, group)).text
+
+    for text in fddp.loopback(3, run):
+        assert "at index 0: 1.0 on rank 0, 9.0 on rank 2" in text
 
 
 def test_one_collective_where_all_is_well() -> None:

@@ -77,10 +77,18 @@ def resolve(group: Group | None) -> dist.ProcessGroup | LoopbackGroup:
 
     Raises:
         FddpError: there is no default group.
+        TypeError: `group` is no group.
         ValueError: a `DeviceMesh` of several dimensions, or this process is no member.
     """
     if isinstance(group, LoopbackGroup):
         return group
+    passed: object = group
+    is_group = isinstance(passed, dist.ProcessGroup | DeviceMesh | None)
+    if not is_group and passed != dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(
+            f"group must be a process group, a DeviceMesh of one dimension or the group of "
+            f"fddp.loopback, got a {type(group).__name__}"
+        )
     if not dist.is_initialized():
         raise FddpError(
             "no process group: start the program with torchrun and call "

@@ -78,7 +78,6 @@ class C10dTransport(Transport):
         self._failure: Failure | None = None
         self._communicators: dict[tuple[int, ...], dict[str, Communicator]] = {}
         self._roll = RollCall(group.get_group_store(), self.rank, self.world_size)
-        self._asked = 0  # number of the question that this rank has put while it waited
         self.slot, self._at_desk = desks.enter(group, self.timeout_s)
         self.slot.alarm = self._roll.alarm
         weakref.finalize(self, self.slot.desk.drop, self.slot).atexit = False
@@ -196,13 +195,14 @@ class C10dTransport(Transport):
             ToldError: another rank has met a failure.
             LeftError: another rank has failed the step that this one is in.
         """
-        self.slot.begin(what)
+        wait = self.slot.begin(what)
         if news and self._roll.failed():
             raise ToldError("another rank reported a failure")
         if (peer := self.slot.desk.doomed(self.slot)) is not None:
             raise LeftError(peer)
-        if not self._asked and time.perf_counter() - begin_s > self.timeout_s / 4:
-            self._asked = self.slot.desk.ask()
+        now_s = time.perf_counter()
+        if now_s - begin_s > self.timeout_s / 4:
+            wait.ask(self.slot.desk, now_s)
 
     def fail(
         self, what: str, error: Exception, ranks: tuple[int, ...], at: tuple[int, str] = (-1, "")
@@ -245,7 +245,7 @@ class C10dTransport(Transport):
         asked = [*silent, *(rank for rank in self._everyone if rank not in silent)]
         some = sorted(asked[:MOST_RANKS])
         numbers = {rank: self._at_desk[rank] for rank in some}
-        told = self.slot.desk.answers(list(numbers.values()), self._asked, self._grace_s)
+        told = self.slot.desk.answers(list(numbers.values()), self.slot.since, self._grace_s)
         return in_words({self.names((rank,)): told.get(numbers[rank]) for rank in some})
 
     @property

@@ -18,14 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from fddp.transports.whereabouts import Desk, Doing, Slot
+from fddp.transports.whereabouts import ASK_AGAIN_S, Desk, Doing, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.1, 5.0  # from one look for questions to the next
+_LEAST_PAUSE_S = 0.1  # from one look for questions to the next
+# Less than the two seconds for which one waits for answers; but a store serves so many at a time.
+_LOOKS_PER_S, _LONG_PAUSE_S, _LONGEST_PAUSE_S = 1000, 1.0, 5.0
 _PER_TIMEOUT = 8  # looks in the time that an operation may take
-_AWAKE_S = 10.0  # how long a rank looks often, once it was asked
+_AWAKE_S = 2 * ASK_AGAIN_S  # how long a rank looks often, once it was asked
+_AWAKE_LOOKS_PER_S = 10_000
 _END_S = 0.5  # what the thread gets to end in order
 
 _lock = threading.RLock()  # a transport may be collected while one is opened
@@ -39,24 +42,29 @@ class StoreDesk(Desk):
     Args:
         store: that all ranks of the job share.
         rank: this rank's number in it.
+        size: ranks of the job.
     """
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         super().__init__()
         self._store = dist.PrefixStore("fddp/whereabouts", store)
         self._rank = rank
+        self._size = size
         self._timeouts_s: dict[Slot, float] = {}
         self._clerk: _Clerk | None = None
 
-    def enter(self, key: str, timeout_s: float) -> tuple[Slot, _Clerk]:
-        """A slot for a transport that is being opened, and who answers for it; the caller has the
-        lock."""
+    def enter(self, key: str, timeout_s: float) -> tuple[Slot, _Clerk | None]:
+        """A slot for a transport that is being opened, and who answers for it, if anybody could
+        ask; the caller has the lock."""
         slot = self.open(key)
         self._timeouts_s[slot] = timeout_s
-        if self._clerk is None:
+        if self._size == 1:
+            return slot, None
+        if self._clerk is None or self._clerk.ended:
             self._clerk = _Clerk(self)
         shortest_s = min(tuple(self._timeouts_s.values()))
-        self._clerk.pause_s = min(max(shortest_s / _PER_TIMEOUT, _LEAST_PAUSE_S), _MOST_PAUSE_S)
+        self._clerk.pause_s = pause_s(shortest_s, self._size)
+        self._clerk.awake_pause_s = awake_pause_s(shortest_s, self._size)
         return slot, self._clerk
 
     def drop(self, slot: Slot) -> None:
@@ -65,6 +73,9 @@ class StoreDesk(Desk):
         clerk = self._clerk
         if clerk is not None:
             clerk.mail.put(slot)
+        else:
+            super().leave(slot)
+            self._timeouts_s.pop(slot, None)
 
     def leave(self, slot: Slot) -> None:
         super().leave(slot)
@@ -85,7 +96,7 @@ class StoreDesk(Desk):
 
     def tell(self) -> None:
         with contextlib.suppress(RuntimeError):
-            self.answer(self._store, self._store.add("questions", 0), ended=True)
+            self.answer(self._store, _question(self._store), ended=True)
 
     def answer(self, store: dist.Store, question: int, *, ended: bool = False) -> None:
         """Puts what this rank does where the others look for it."""
@@ -128,11 +139,14 @@ class _Clerk:
 
     Attributes:
         pause_s: from one look to the next.
+        awake_pause_s: the same once it was asked.
+        ended: whether the store is gone.
         mail: slots that are to be left; None to look anew how long to pause, or to end.
     """
 
     def __init__(self, desk: StoreDesk) -> None:
-        self.pause_s = _MOST_PAUSE_S
+        self.pause_s = self.awake_pause_s = _LONGEST_PAUSE_S
+        self.ended = False
         self.mail: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
         self._desk = weakref.ref(desk)
         self._store = desk._store
@@ -166,7 +180,7 @@ class _Clerk:
         store: dist.Store | None = None
         while True:
             now_s = time.perf_counter()
-            pause_s = _LEAST_PAUSE_S if now_s < awake_until_s else self.pause_s
+            pause_s = self.awake_pause_s if now_s < awake_until_s else self.pause_s
             if not self._is_due(looked_s + pause_s - now_s):
                 continue
             looked_s, desk = time.perf_counter(), self._desk()
@@ -175,13 +189,26 @@ class _Clerk:
             try:
                 if store is None:
                     store = self._store.clone()  # type: ignore[attr-defined]
-                question = store.add("questions", 0)
+                question = _question(store)
                 if question not in (0, heard):
                     desk.answer(store, question)
-                    heard, awake_until_s = question, time.perf_counter() + _AWAKE_S
-            except Exception:  # the store is gone, and with it whoever could ask
-                return
+                    heard, desk.heard_s = question, time.perf_counter()
+                    awake_until_s = desk.heard_s + _AWAKE_S
+            except Exception:  # of this connection, or the store is gone with whoever could ask
+                store = None
+                self.ended = self._is_gone()
+                if self.ended:
+                    return
             del desk
+
+    def _is_gone(self) -> bool:
+        """Whether the store is, by the rank's own connection. To connect anew where nobody listens
+        would take minutes."""
+        try:
+            self._store.check(["questions"])
+        except Exception:
+            return True
+        return False
 
     def _is_due(self, within_s: float) -> bool:
         """Waits for mail; whether none came, or it is the end."""
@@ -195,6 +222,31 @@ class _Clerk:
         return self._stopped or desk is None
 
 
+def pause_s(timeout_s: float, size: int) -> float:
+    """How long a rank pauses from one look for questions to the next.
+
+    Args:
+        timeout_s: the shortest time limit of its transports.
+        size: ranks of the job.
+
+    >>> [pause_s(timeout_s, 8) for timeout_s in (0.5, 4.0, 1800.0)]
+    [0.1, 0.5, 1.0]
+    >>> [pause_s(1800.0, size) for size in (1000, 3000, 30000)]
+    [1.0, 3.0, 5.0]
+    """
+    most_s = min(max(size / _LOOKS_PER_S, _LONG_PAUSE_S), _LONGEST_PAUSE_S)
+    return min(max(timeout_s / _PER_TIMEOUT, _LEAST_PAUSE_S), most_s)
+
+
+def awake_pause_s(timeout_s: float, size: int) -> float:
+    """The same once it was asked.
+
+    >>> [awake_pause_s(1800.0, size) for size in (8, 5000)]
+    [0.1, 0.5]
+    """
+    return min(max(size / _AWAKE_LOOKS_PER_S, _LEAST_PAUSE_S), pause_s(timeout_s, size))
+
+
 def enter(group: dist.ProcessGroup, timeout_s: float) -> tuple[Slot, list[int]]:
     """A slot for a transport over `group`, and the numbers of its ranks at the desk."""
     world = dist.group.WORLD if dist.is_initialized() else None
@@ -203,10 +255,18 @@ def enter(group: dist.ProcessGroup, timeout_s: float) -> tuple[Slot, list[int]]:
     with _lock:
         desk = _desks.get(host)
         if desk is None:
-            desk = _desks[host] = StoreDesk(host.get_group_store(), dist.get_rank(host))
-        slot, clerk = desk.enter(str(members), timeout_s)
-    clerk.look_anew()
+            rank, size = dist.get_rank(host), dist.get_world_size(host)
+            desk = _desks[host] = StoreDesk(host.get_group_store(), rank, size)
+        # Groups of the same ranks have names of their own, the same on all ranks.
+        slot, clerk = desk.enter(f"{members} of {group.group_name!r}", timeout_s)
+    if clerk is not None:
+        clerk.look_anew()
     return slot, ranks
+
+
+def _question(store: dist.Store) -> int:
+    """Number of the last question; 0 if there was none. Writes nothing, which `add` would."""
+    return int(store.get("questions")) if store.check(["questions"]) else 0
 
 
 def _stop_all() -> None:

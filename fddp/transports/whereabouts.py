@@ -4,8 +4,10 @@
 So each rank keeps in mind what it is waiting for and what it finished last, on each of its
 transports: a reference to a text that exists anyway. Nothing is told in the good case. A rank that
 has waited for a quarter of its time limit, or whose operation has failed, asks; a thread of every
-rank looks for questions now and then, and answers, also while its rank computes. Where the ranks
-are is then part of the error, whichever transports of the job they are on.
+rank looks for questions now and then, and answers, also while its rank computes. Threads that were
+asked look more often for a while, and ranks that go on waiting ask again, so that there are answers
+soon when the time is over. Where the ranks are is then part of the error, whichever transports of
+the job they are on.
 """
 
 from __future__ import annotations
@@ -14,11 +16,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fddp.collectives.sites import is_inside
 
 MOST_RANKS = 16  # that one error tells of, so that ten thousand ranks may fail at a time
+ASK_AGAIN_S = 5.0  # from one question of a rank that waits for long to its next
+
+_LIBRARY = str(Path(threading.__file__).parent) + "/"
 
 
 class Doing(NamedTuple):
@@ -66,7 +72,7 @@ class Slot:
 
     Attributes:
         label: the transport in the user's words ("GradSync #1"); empty for those without a name.
-        key: the same for this transport on all its ranks, and for no other.
+        key: the same for this transport on all its ranks, and for no other of the job.
         waits: what is being waited for, once that takes long.
         done: what was finished last.
         in_step: number of the step in whose loss function this rank is, or None.
@@ -87,10 +93,18 @@ class Slot:
         self.alarm: Callable[[int], str | None] = _no_alarm
         self.close: Callable[[], None] | None = None
 
-    def begin(self, what: str) -> None:
+    def begin(self, what: str) -> _Wait:
         """A wait takes long."""
-        if self.waits is None:
-            self.waits = _Wait(what, threading.get_ident())
+        wait = self.waits
+        if wait is None:
+            wait = self.waits = _Wait(what, threading.get_ident())
+        return wait
+
+    @property
+    def since(self) -> int:
+        """Number of the first question that was put in the present wait; 0 if there was none."""
+        wait = self.waits
+        return 0 if wait is None else wait.since
 
     def finish(self, what: str) -> None:
         """An operation is done."""
@@ -110,9 +124,30 @@ class Slot:
         return f"{what} of {self.label}" if self.label else what
 
 
-class _Wait(NamedTuple):
-    what: str
-    thread: int
+class _Wait:
+    """One wait that takes long.
+
+    Attributes:
+        since: number of the first question that was put for it; 0 if there was none.
+    """
+
+    __slots__ = ("_asked_s", "since", "thread", "what")
+
+    def __init__(self, what: str, thread: int) -> None:
+        self.what = what
+        self.thread = thread
+        self.since = 0
+        self._asked_s = 0.0
+
+    def ask(self, desk: Desk, now_s: float) -> None:
+        """Ask, unless that was done lately."""
+        if not self.since:
+            self.since = desk.ask()
+        elif now_s - max(self._asked_s, desk.heard_s) > ASK_AGAIN_S:
+            desk.ask()
+        else:
+            return
+        self._asked_s = now_s
 
 
 class Desk:
@@ -122,6 +157,7 @@ class Desk:
         slots: of the transports that are open.
         last: that on which an operation was finished last.
         gave_up: the last operation that failed; empty once another transport was opened.
+        heard_s: when a question was heard last, by `time.perf_counter`.
         abandoned: transports by their keys that a failure has closed here, and that others may
             still take for open.
     """
@@ -130,6 +166,7 @@ class Desk:
         self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self.last: Slot | None = None
         self.gave_up = ""
+        self.heard_s = float("-inf")
         self.abandoned: dict[str, Slot] = {}
 
     def open(self, key: str) -> Slot:
@@ -210,12 +247,19 @@ class Desk:
 def line_of(thread: int | None) -> str:
     """Where a thread of this process is in the user's code; empty where that can't be told."""
     frame = sys._current_frames().get(thread or 0)
-    while frame is not None and is_inside(frame.f_code.co_filename, (threading.__file__,)):
+    while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return ""
     code: Any = frame.f_code
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+
+
+def _is_users(filename: str) -> bool:
+    """Whether it is neither fddp's, nor torch's, nor of the standard library."""
+    if filename.startswith(_LIBRARY):
+        return "-packages/" in filename and not is_inside(filename, ())
+    return not filename.startswith("<frozen ") and not is_inside(filename, ())
 
 
 def _no_alarm(step: int) -> str | None:
