@@ -61,7 +61,7 @@ sanitize:
 	$(SANITIZED)/processes processes 4 100000 2
 	$(SANITIZED)/processes kill 3 30 1
 
-# Some fifteen minutes: 210 faults, each kind at each stage over each transport (`ARGS="--seed 3"` for
+# Some five minutes: 210 faults, each kind at each stage over each transport (`ARGS="--seed 3"` for
 # others); then a run under torchrun that loses a rank ten times.
 chaos: $(INSTALLED)
 	PYTHONPATH=tests $(RUN) -m chaos $(ARGS)
