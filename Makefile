@@ -75,7 +75,8 @@ disagree: $(INSTALLED)
 soak: $(INSTALLED)
 	PYTHONPATH=tests $(RUN) -m soak --minutes 30 --steps 20000
 
-# Some twenty minutes: the shared-memory core under AddressSanitizer, then the functions of fddp._C.
+# Some twenty minutes, and ten to build: the shared-memory core under AddressSanitizer, then the functions
+# of fddp._C, of a build of its own. Allocations too large for the machine are to fail, as elsewhere.
 FUZZED := build/fuzz
 FUZZ_SECONDS ?= 600
 FUZZ_SEED ?= 1
@@ -85,7 +86,13 @@ fuzz: $(INSTALLED)
 	$(CXX) $(FUZZ) -c tests/native/fuzz_driver.cpp -o $(FUZZED)/driver.o
 	$(CXX) $(FUZZ) -fsanitize-coverage=trace-pc tests/native/shm_fuzz.cpp $(wildcard fddp/csrc/shm/*.cpp) $(FUZZED)/driver.o -o $(FUZZED)/shm
 	cd $(FUZZED) && ./shm $(FUZZ_SECONDS) $(FUZZ_SEED)
-	cd $(FUZZED) && PYTHONPATH=$(CURDIR)/tests OMP_NUM_THREADS=1 $(CURDIR)/$(BIN)/python -m fuzz --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
+	$(BIN)/cmake -S fddp/csrc -B $(FUZZED)/extension -G Ninja -DCMAKE_BUILD_TYPE=Release \
+	  -DCMAKE_CXX_COMPILER=$(CXX) -DFDDP_SANITIZE=address,undefined -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+	$(BIN)/cmake --build $(FUZZED)/extension
+	cd $(FUZZED) && LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
+	  PYTHONPATH=$(CURDIR)/tests OMP_NUM_THREADS=1 $(CURDIR)/$(BIN)/python -m fuzz \
+	  --extension extension --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
 clean:
 	rm -rf $(VENV) build dist

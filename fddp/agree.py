@@ -14,6 +14,8 @@ from typing import Any
 
 from fddp.build import Algorithm, make_schedule
 from fddp.errors import InternalError, PlanMismatchError
+from fddp.failures import text_of
+from fddp.heard import Form, OneOf, heard, maybe, nonsense, read
 from fddp.hooks.hook import Hook
 from fddp.leafspec import LeafSpec
 from fddp.nonfinite import Policy
@@ -21,6 +23,31 @@ from fddp.plan import BucketPlan, plan_leaves, rebucket
 from fddp.schedule import Schedule
 from fddp.topology import Topology
 from fddp.transports.base import Transport
+
+LEAF_DETAILS: Form = [(str, [int], str, maybe([int]), str, bool)]
+"""What `leaf_details` gives, as ranks tell it."""
+
+_SUMMARY: Form = OneOf(
+    (
+        {"failure": str},
+        {
+            "given": bool,
+            "transport": str,
+            "reduce_dtype": maybe(str),
+            "algorithm": str,
+            "mesh": str,
+            "schedule": maybe(str),
+            "caps": [int],
+            "hook": maybe(str),
+            "rebuild": maybe(str),
+            "skips_unused": bool,
+            "deterministic": bool,
+            "nonfinite": str,
+            "leaves": str,
+            "plan": str,
+        },
+    )
+)
 
 _WAY_OUT = {
     "given": "pass a plan on every rank or on none",
@@ -159,10 +186,10 @@ def agree(transport: Transport, terms: Terms | None, failure: Exception | None) 
         Exception: `failure`, on the rank that has it.
     """
     if terms is None:
-        summary: dict[str, object] = {"failure": f"{type(failure).__name__}: {failure}"}
+        summary: dict[str, object] = {"failure": text_of(failure) if failure else "it has none"}
     else:
         summary = terms.summary()
-    told = exchange(transport, summary)
+    told = exchange(transport, summary, _SUMMARY)
     if failure is not None:
         failure.args = (f"rank {transport.rank}: {failure}", *failure.args[1:])
         raise failure
@@ -177,9 +204,9 @@ def agree(transport: Transport, terms: Terms | None, failure: Exception | None) 
     plans_only = all({**other, "plan": None} == {**told[0], "plan": None} for other in told)
     if plans_only and not terms.given:
         slots = {leaf: slot for slot, leaf in enumerate(terms.plan.reduced)}
-        orders = exchange(transport, [slots[leaf] for leaf in terms.plan.order])
+        orders = exchange(transport, [slots[leaf] for leaf in terms.plan.order], [int])
         return replace(terms, plan=_reordered(terms.plan, orders[0]))
-    details = exchange(transport, terms.leaves())
+    details = exchange(transport, terms.leaves(), LEAF_DETAILS)
     raise PlanMismatchError(_difference(differing[0], told, details))
 
 
@@ -189,7 +216,7 @@ def agree_on_hook(transport: Transport, hook: Hook[Any] | None) -> None:
     Raises:
         PlanMismatchError: on every rank, if any two differ.
     """
-    names = exchange(transport, _hook_name(hook), "hooks")
+    names = exchange(transport, _hook_name(hook), maybe(str), "hooks")
     for rank, other in enumerate(names):
         if other != names[0]:
             raise PlanMismatchError(
@@ -201,13 +228,28 @@ def _hook_name(hook: Hook[Any] | None) -> str | None:
     return None if hook is None else hook.name
 
 
-def exchange(transport: Transport, value: object, end: str = "terms") -> list[Any]:
-    """Every rank's value, by rank; values are what JSON holds. `end` as for `Transport`."""
-    return [json.loads(text) for text in transport.exchange(json.dumps(value).encode(), end)]
+def exchange(transport: Transport, value: object, form: Form, end: str = "terms") -> list[Any]:
+    """Every rank's value, by rank; a collective call.
+
+    Args:
+        transport: carries them.
+        value: what JSON holds.
+        form: of every rank's.
+        end: as for `Transport.exchange`.
+
+    Raises:
+        DesyncError: what a rank says is of another form, on every rank; or as `Transport.exchange`.
+    """
+    return heard(
+        transport.exchange(json.dumps(value).encode(), end), lambda text: read(text, form), end
+    )
 
 
 def _reordered(plan: BucketPlan, slots: list[int]) -> BucketPlan:
     reduced = plan.reduced
+    if sorted(slots) != [*range(len(reduced))]:
+        problem = ValueError(f"its order does not have each of {len(reduced)} leaves once")
+        raise nonsense(0, "terms", problem)
     return plan_leaves(plan.leaves, order=[reduced[s] for s in slots], caps_bytes=plan.caps_bytes)
 
 

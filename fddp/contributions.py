@@ -12,8 +12,8 @@ from fddp.buffers import BufferPool
 from fddp.expect import Arrivals, expected_counts
 from fddp.layout import Layout
 from fddp.leaves import Arriving, Visible, eager_slot
-from fddp.pack import pack_, pack_add_
-from fddp.peaks import plus, stays_finite
+from fddp.pack import pack_, pack_add_, plus
+from fddp.peaks import stays_finite
 from fddp.program import Program
 from fddp.scaling import WeightScale
 from fddp.shards import Chunk

@@ -66,9 +66,9 @@ class ControlLayout:
 
     Example:
         >>> ControlLayout(leaves=2, buckets=1).size
-        11
+        14
         >>> ControlLayout(leaves=2, buckets=1, format="float32", limb_bits=23).size
-        194
+        197
     """
 
     leaves: int
@@ -88,6 +88,7 @@ class ControlLayout:
         lengths = {
             "fingerprint": self._limbs(_FINGERPRINT_BITS),
             "active": 1,
+            "method": 3,  # how many ranks have one, its number, and the square of that
             "weight": self._limbs(_WEIGHT_BITS),
             "weight_squared": self._limbs(_WEIGHT_BITS),
             "has_next": 1,
@@ -115,6 +116,8 @@ class ControlWord:
     Attributes:
         fingerprint: integer below 2**32 that must be the same on all ranks (plan and step).
         weight: this rank's weight; 0 contributes nothing.
+        method: a number below 16 that must be the same on all ranks whose weight is above 0; 0 goes
+            with any.
         used: for each reduced leaf, whether this rank has a gradient for it.
         late: for each bucket, whether a gradient arrived after its launch.
         has_next: whether this rank has input for another step.
@@ -128,6 +131,7 @@ class ControlWord:
     weight: float
     used: Sequence[bool]
     late: Sequence[bool]
+    method: int = 0
     has_next: bool = True
     nonfinite: bool = False
     large: bool = False
@@ -140,7 +144,8 @@ class ControlReport:
     """What all ranks know after the reduction; the same on each.
 
     Attributes:
-        agreed: whether all ranks had the same fingerprint.
+        agreed: whether all ranks had the same fingerprint, and those that bring something the same
+            method.
         active: number of ranks with a weight above zero.
         total_weight: sum of weights.
         total_squared: sum of squared weights.
@@ -178,7 +183,7 @@ def encode(layout: ControlLayout, word: ControlWord) -> npt.NDArray[np.floating[
         >>> layout = ControlLayout(leaves=2, buckets=1)
         >>> word = ControlWord(fingerprint=7, weight=3.0, used=(True, False), late=(False,))
         >>> encode(layout, word)
-        array([7., 1., 3., 9., 1., 0., 0., 0., 0., 1., 0.])
+        array([7., 1., 0., 0., 0., 3., 9., 1., 0., 0., 0., 0., 1., 0.])
     """
     vector = np.zeros(layout.size, dtype=layout.format)
     fields, bits = layout.fields, layout.limb_bits
@@ -194,7 +199,9 @@ def encode(layout: ControlLayout, word: ControlWord) -> npt.NDArray[np.floating[
         vector[fields["fingerprint"].start] = word.fingerprint
         vector[fields["weight"].start] = word.weight
         vector[fields["weight_squared"].start] = word.weight * word.weight
-    vector[fields["active"].start] = word.weight > 0.0
+    if word.weight > 0.0:
+        vector[fields["active"]] = 1.0
+        vector[fields["method"]] = word.method > 0, word.method, word.method**2
     start = fields["has_next"].start
     vector[start : start + 4] = word.has_next, word.nonfinite, word.large, word.failed
     vector[fields["late"]] = word.late
@@ -221,17 +228,22 @@ def decode(
         fingerprint: this rank's own; every rank notices when one differs, because the sum then
             is not `world_size` times its own.
         world_size: number of ranks in the sum.
+
+    Methods are alike where the sum of their squares is no more than it must be (Cauchy and
+    Schwarz), which holds for the ranks that bring something without knowing which these are.
     """
     fields, bits = layout.fields, layout.limb_bits
     own = _limbs_of(fingerprint, bits or _FINGERPRINT_BITS, fields["fingerprint"].stop)
     weight, squared = total[fields["weight"]], total[fields["weight_squared"]]
+    callers, methods, squares = total[fields["method"]].tolist()
+    prints = [limb * world_size for limb in own]
     has_next, nonfinite, large, failed = total[fields["has_next"].start :][:4].tolist()
     order: Sequence[int] = ()
     if layout.with_order:
         seats = total[fields["order"]]
         order = np.argsort(seats, kind="stable")[np.count_nonzero(seats == 0.0) :].tolist()
     return ControlReport(
-        agreed=total[fields["fingerprint"]].tolist() == [limb * world_size for limb in own],
+        agreed=total[fields["fingerprint"]].tolist() == prints and callers * squares == methods**2,
         active=int(total[fields["active"].start]),
         total_weight=_read(layout, weight),
         total_squared=_read(layout, squared),

@@ -36,6 +36,9 @@ CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "control"
 
 FloatArray = npt.NDArray[np.float64]
 
+MOST_S = 1e9
+"""Longest time of a step, of a byte, of backward: so that no product of them is beyond floats."""
+
 
 class Sample(NamedTuple):
     """One measured collective.
@@ -80,8 +83,8 @@ class CostModel:
             disturb it, 0.5 if it takes twice as long, as where both need the same cores.
 
     Raises:
-        ValueError: a number that is negative or not finite, an overlap that is not in (0, 1], or an
-            unknown algorithm.
+        ValueError: seconds below 0 or above 1e9, an overlap that is not in [1e-9, 1], or an unknown
+            algorithm.
 
     Example:
         >>> cost = CostModel(alpha_s=1e-5, beta_s_per_byte=1e-9)
@@ -99,10 +102,12 @@ class CostModel:
     def __post_init__(self) -> None:
         for name in ("alpha_s", "beta_s_per_byte"):
             value = getattr(self, name)
-            if not _is_number(value) or not 0.0 <= value < math.inf:
-                raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
-        if not _is_number(self.overlap) or not 0.0 < self.overlap <= 1.0:
-            raise ValueError(f"overlap must be above 0 and at most 1, got {self.overlap!r}")
+            if not _is_number(value) or not 0.0 <= value <= MOST_S:
+                raise ValueError(f"{name} must be a number from 0 to {MOST_S:.0e}, got {value!r}")
+        if not _is_number(self.overlap) or not 1 / MOST_S <= self.overlap <= 1.0:
+            raise ValueError(
+                f"overlap must be a number from {1 / MOST_S:.0e} to 1, got {self.overlap!r}"
+            )
         _check_algorithm(self.algorithm)
 
     @overload

@@ -28,11 +28,13 @@ from fddp.errors import (
     UnevenError,
 )
 from fddp.expect import Arrivals
+from fddp.failures import text_of
 from fddp.flight import Recorder
 from fddp.flight_dumps import note_failure
 from fddp.hooks.attaching import Attached
 from fddp.hooks.hook import Hook
 from fddp.inputs import outside_transforms
+from fddp.methods import Method
 from fddp.nonfinite import Policy
 from fddp.plan import BucketPlan
 from fddp.program import Program, make_program
@@ -101,6 +103,7 @@ class Engine:
         self._round: Round | None = None
         self._closed_by = ""  # why no further step may start
         self._gave_way = False
+        self._named = "this GradSync, or what it belongs to,"
         self._instead = (
             "build a new one on a working group, or go on with this one's plan and state there: "
             "sync = sync.rebuild(group)"
@@ -125,9 +128,22 @@ class Engine:
     @property
     def closed_text(self) -> str:
         """Why no further step may start, and what to do."""
-        return (
-            f"this GradSync, or what it belongs to, is closed ({self._closed_by}); {self._instead}"
-        )
+        return f"{self._named} is closed ({self._closed_by}); {self._instead}"
+
+    def name_it(self, what: str, instead: str) -> None:
+        """What callers know it as, and what to do once it is closed, for the text of errors."""
+        self._named, self._instead = what, instead
+
+    def check_usable(self) -> None:
+        """Raises where no further step may start, also because its transport failed between steps.
+
+        Raises:
+            ClosedError: so it is; the text says why, and what to do.
+        """
+        if self.transport.closed_by and not self._closed_by:
+            self.shut(self.transport.closed_by)
+        if self._closed_by:
+            raise ClosedError(self.closed_text)
 
     @property
     def runs_step(self) -> bool:
@@ -162,8 +178,12 @@ class Engine:
 
     # Steps
 
-    def open(self, *, with_stats: bool) -> Session:
+    def open(self, method: Method, *, with_stats: bool) -> Session:
         """A session for the next step.
+
+        Args:
+            method: the call that it belongs to, on all ranks that bring something.
+            with_stats: whether times, norm and finiteness are wanted.
 
         Raises:
             ClosedError: there can be none.
@@ -178,6 +198,7 @@ class Engine:
             raise UnevenError(f"rank {self.transport.rank} at step {self.step}: {turn.problem()}")
         session = self._session(
             self.program,
+            method,
             self._scale,
             self.attached,
             with_stats=with_stats,
@@ -202,7 +223,10 @@ class Engine:
             raise InternalError("shards are gathered only where steps leave some")
         scale = WeightScale(self.transport.world_size)
         # Parameters may be infinite, masks for instance.
-        return self._session(self.gathering, scale, None, with_stats=False, nonfinite="propagate")
+        method = Method.ALL_GATHER
+        return self._session(
+            self.gathering, method, scale, None, with_stats=False, nonfinite="propagate"
+        )
 
     def close(self, session: Session) -> Outcome:
         """Runs a session to its end, and takes note of it.
@@ -223,8 +247,11 @@ class Engine:
                 self.recorder.fail()
                 note_failure(error, breaks=True)
                 # A step was left half done: ranks no longer agree on what comes next.
-                self.transport.abandon()
-                self.shut(f"{type(error).__name__}: {error}")
+                reason = text_of(error)
+                self.transport.raise_alarm(session.setting.step, type(error).__name__)
+                self.transport.abandon(reason)
+                self.transport.slot.desk.doubtful_s = time.perf_counter()
+                self.shut(reason)
             raise
         finally:
             self._running.pop(session.setting.step, None)
@@ -293,7 +320,7 @@ class Engine:
     def shut(self, reason: str) -> None:
         """Frees the communicator and all memory; a second call does nothing."""
         self._pool.clear()
-        self.transport.close()
+        self.transport.close(reason)
         self._closed_by = self._closed_by or reason
 
     def give_way(self, reason: str, instead: str) -> None:
@@ -326,7 +353,7 @@ class Engine:
 
     def fail_step(self, error: BaseException) -> None:
         """Takes part in the next synchronisation only to say what went wrong; raises it."""
-        session = self.open(with_stats=False)
+        session = self.open(Method.NOTHING, with_stats=False)
         session.fail(error)
         self.close(session)
 
@@ -402,18 +429,18 @@ class Engine:
             self.gathering = make_program(gather, rank, with_order=False, foreign=foreign)
 
     def _check_open(self) -> None:
-        if self._closed_by:
-            raise ClosedError(self.closed_text)
+        self.check_usable()
         if self.in_backward:
             raise ReentryError(
-                f"rank {self.transport.rank}: a step was called while backward of another step of "
-                f"the same GradSync runs, where ranks reach it at different points; call it in the "
-                f"loss function itself, or use a GradSync of its own for it"
+                f"a step was called on rank {self.transport.rank} while backward of another step "
+                f"of the same GradSync runs, where ranks reach it at different points; call it in "
+                f"the loss function itself, or use a GradSync of its own for it"
             )
 
     def _session(
         self,
         program: Program,
+        method: Method,
         scale: WeightScale,
         attached: Attached | None,
         *,
@@ -427,6 +454,7 @@ class Engine:
             self._pool,
             scale,
             self.step,
+            method,
             with_stats,
             self.recorder,
             attached,

@@ -16,7 +16,10 @@ from fddp.stragglers import StepRecord
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_SECONDS = (
+    *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005),
+    *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0),
+)
 
 
 def step_figures(info: SyncInfo, record: StepRecord) -> dict[str, float]:
@@ -33,7 +36,7 @@ def step_figures(info: SyncInfo, record: StepRecord) -> dict[str, float]:
         ...         return step_figures(info, monitor.steps[-1])
         >>> figures = fddp.loopback(1, figures)[0]
         >>> figures["grad_norm"], figures["active_ranks"], sorted(figures)[-3:]
-        (5.0, 1.0, ['skipped', 'total_weight', 'wait_s'])
+        (5.0, 1.0, ['sync_s', 'total_weight', 'wait_s'])
     """
     figures = {f"{phase}_s": seconds for phase, seconds in record.phases_s.items()}
     return {

@@ -5,7 +5,8 @@ Texts are exchanged only then: the control word says that something failed, not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from fddp.control import ControlReport
@@ -29,23 +30,28 @@ if TYPE_CHECKING:
     from fddp.schedule import Op
 
 
+_LONGEST_TEXT = 8000  # characters of an error that others are told
+
+
 class Told(NamedTuple):
     """What one rank says of its step.
 
     Attributes:
         step: its number, as text.
         digest: `shared_digest` of its schedule.
+        method: the call that it is in; empty where it brings nothing.
         abandoned: keys of transports that it left half way through a call, each with a tab.
         failure: what went wrong there; empty if nothing did.
     """
 
     step: str
     digest: str
+    method: str
     abandoned: str
     failure: str
 
 
-def exchange(transport: Transport, step: int, digest: str, failure: str) -> list[Told]:
+def exchange(transport: Transport, step: int, digest: str, method: str, failure: str) -> list[Told]:
     """Every rank's account, by rank; a collective call.
 
     What any rank has left half way through a call of an operator is closed on all of them, so that
@@ -53,10 +59,19 @@ def exchange(transport: Transport, step: int, digest: str, failure: str) -> list
     """
     desk = transport.slot.desk
     abandoned = "\t".join(desk.abandoned)
-    payload = f"{step}\n{digest}\n{abandoned}\n{failure}".encode(errors="backslashreplace")
-    told = [Told(*text.decode().split("\n", 3)) for text in transport.exchange(payload, "failures")]
+    own = Told(str(step), digest, method, abandoned, failure)
+    payload = "\n".join(own).encode(errors="backslashreplace")
+    told = [_told(text) for text in transport.exchange(payload, "failures")]
     desk.close_abandoned([key for account in told for key in account.abandoned.split("\t") if key])
     return told
+
+
+def _told(text: bytes) -> Told:
+    """An account; of one that makes no sense, that it makes none."""
+    parts = text.decode(errors="replace").split("\n", len(Told._fields) - 1)
+    if len(parts) == len(Told._fields):
+        return Told(*parts)
+    return Told("unknown", "unknown", "", "", f"it says {reprlib.repr(text)}, which makes no sense")
 
 
 def locate(error: BaseException, program: Program, op: Op | None, step: int) -> None:
@@ -84,16 +99,17 @@ def locate(error: BaseException, program: Program, op: Op | None, step: int) -> 
 
 
 def text_of(error: BaseException) -> str:
-    """An error in words."""
+    """An error in words, cut where it is too long to be told to every rank."""
     try:
-        return f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
     except Exception:  # an error that can't be printed must not keep the others waiting
         return type(error).__name__
+    more = len(text) - _LONGEST_TEXT
+    return f"{text[:_LONGEST_TEXT]}... ({more:,} more characters)" if more > 0 else text
 
 
-def peer_error(step: int, told: Sequence[Told]) -> PeerError:
-    """The error of the ranks that did not fail."""
-    failures = {rank: account.failure for rank, account in enumerate(told) if account.failure}
+def peer_error(step: int, failures: Mapping[int, str]) -> PeerError:
+    """The error of the ranks that did not fail, from what went wrong on the others."""
     lines = [f"rank {rank} failed at step {step}: {text}" for rank, text in failures.items()]
     advice = "no gradients were produced on any rank; the group is in step and can go on"
     return PeerError("; ".join([*lines, advice]), failures)
@@ -102,12 +118,27 @@ def peer_error(step: int, told: Sequence[Told]) -> PeerError:
 def desync_error(rank: int, told: Sequence[Told]) -> DesyncError:
     """The error of ranks that met in one control word while not in step."""
     mine = told[rank]
-    other = next(r for r, account in enumerate(told) if account[:2] != mine[:2])
+    other = next((r for r, account in enumerate(told) if account[:2] != mine[:2]), None)
+    if other is None:
+        return _swapped(told)
     theirs = told[other]
     return DesyncError(
         f"rank {rank} is at step {mine.step} with plan {mine.digest[:12]}, rank {other} at step "
         f"{theirs.step} with plan {theirs.digest[:12]}; every rank must synchronise equally often "
         f"with one GradSync (fddp.uneven does this for loops of unequal length)"
+    )
+
+
+def _swapped(told: Sequence[Told]) -> DesyncError:
+    """The error of ranks that are in the same step by different calls."""
+    first: dict[str, int] = {}
+    for rank, account in enumerate(told):
+        if account.method:
+            first.setdefault(account.method, rank)
+    sides = " and ".join(f"{method} on rank {rank}" for method, rank in first.items())
+    return DesyncError(
+        f"step {told[0].step} is {sides}; every rank must make the same calls of one GradSync in "
+        f"the same order (a rank without a part in a call may pass weight=0)"
     )
 
 

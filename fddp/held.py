@@ -12,12 +12,20 @@ import torch
 from torch import Tensor
 
 from fddp.containers import containers_from_json, containers_to_json
+from fddp.heard import Form, OneOf, read
 from fddp.interop.foreign import ForeignTreeDef, adapted
+from fddp.leafspec import MAX_COUNT
 from fddp.tree import TreeDef, flatten
 
 #: what a leaf may be
 Leaf: TypeAlias = Tensor | bool | int | float | str | None
 
+_DESCRIPTION: Form = {
+    "paths": [str],
+    "leaves": [OneOf(((str, [int], str), {"float": str}, {"int": str}, bool, str, None))],
+    "containers": str,
+    "obstacle": str,
+}
 _DIGEST_CHARS = 16
 _HASHED_BYTES = 16 * 1024 * 1024  # of another device's memory, brought over at once
 
@@ -100,10 +108,16 @@ def room_for(description: str, own: Held | None) -> Held:
 
     Raises:
         ValueError: its containers can't be made here, or the text is no description.
+        RuntimeError: there is no memory for it.
     """
-    document = json.loads(description)
+    document = read(description, _DESCRIPTION)
     paths, kinds = tuple(document["paths"]), document["leaves"]
     containers, obstacle = document["containers"], document["obstacle"]
+    if len(kinds) != len(paths) or bool(containers) == bool(obstacle):
+        raise ValueError(
+            f"the description has {len(kinds)} leaves, {len(paths)} paths, and containers "
+            f"{containers!r:.40} with the obstacle {obstacle!r:.40}"
+        )
     known = own is not None and own.treedef.paths == paths
     likes: Sequence[Leaf] = own.leaves if own is not None and known else [None] * len(paths)
     leaves = [_room(kind, like) for kind, like in zip(kinds, likes, strict=True)]
@@ -159,13 +173,37 @@ def _room(kind: Any, like: Leaf) -> Leaf:
     if isinstance(kind, list):
         name, shape, device = kind
         dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype):
+        if not isinstance(dtype, torch.dtype) or str(dtype) != f"torch.{name}":
             raise ValueError(f"a leaf is of {name!r:.40}, which this torch does not have")
-        home = like.device if isinstance(like, Tensor) else torch.device(device)
+        if not all(0 <= size <= MAX_COUNT for size in shape):
+            raise ValueError(f"a leaf is of shape {shape}")
+        home = like.device if isinstance(like, Tensor) else _device(device)
         return torch.empty(shape, dtype=dtype, device=home)
     if isinstance(kind, dict):
-        return float.fromhex(kind["float"]) if "float" in kind else int(kind["int"], 16)
+        return _number(kind)
     return kind  # type: ignore[no-any-return]
+
+
+def _device(name: str) -> torch.device:
+    try:
+        found = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"a leaf is on {name!r:.40}, which is no device: {error}") from error
+    if name != found.type or name == "meta":
+        raise ValueError(f"a leaf is on {name!r:.40}, which is no type of device with memory")
+    return found
+
+
+def _number(kind: dict[str, str]) -> int | float:
+    """The number that `_described` wrote: of the many ways to write it, this one."""
+    ((of, text),) = kind.items()
+    try:
+        number = float.fromhex(text) if of == "float" else int(text, 16)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"a leaf is the {of} {text!r:.40}: {error}") from error
+    if _described(number) != kind:
+        raise ValueError(f"a leaf is the {of} {text!r:.40}, which nobody writes so")
+    return number
 
 
 def _laid_out(leaf: Leaf, like: Leaf) -> Leaf:

@@ -20,6 +20,7 @@ from fddp.contributions import Part
 from fddp.control import ControlReport
 from fddp.errors import NonFiniteError, RankLostError, SyncTimeoutError
 from fddp.flight import Recorder
+from fddp.heard import heard
 from fddp.hooks.hook import Hook
 from fddp.nonfinite import Account, Finder, Holding, Policy, StopStepError, nonfinite_error
 from fddp.peaks import MOST_AFTER, bound
@@ -155,7 +156,7 @@ class Judge:
         own = account.encode()
         entry = self._recorder.launched("exchange of counts", step, len(own))
         entry.waited_s = entry.launched_s
-        accounts = [Account.decode(text) for text in transport.exchange(own)]
+        accounts = heard(transport.exchange(own), Account.decode, "counts")
         entry.done_s = time.perf_counter()
         wires = {
             program.paths[leaf]: program.schedule.wire_dtypes[number]

@@ -56,7 +56,7 @@ def next_loss_scale(
 
     Raises:
         TypeError: `all_finite` is neither True nor False, `scale` no `LossScale`, its factor no
-            number, or `every` or the streak no integer.
+            number, or an option is not of its type.
         ValueError: a factor or an option that makes no sense, or a factor outside of the bounds,
             which a step could only move the wrong way.
 
@@ -76,6 +76,14 @@ def next_loss_scale(
         raise TypeError(
             f"all_finite is True or False, got {all_finite!r}; pass info.all_finite of the step"
         )
+    for name, factor in (
+        ("growth", growth),
+        ("backoff", backoff),
+        ("least", least),
+        ("most", most),
+    ):
+        if isinstance(factor, bool) or not hasattr(factor, "__float__"):
+            raise TypeError(f"{name} is a real number, got {factor!r}")
     for name, count in ("every", every), ("the streak of a loss scale", scale.streak):
         if isinstance(count, bool) or not hasattr(count, "__index__"):
             raise TypeError(f"{name} is a number of steps, an int, got {count!r}")

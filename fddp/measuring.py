@@ -156,7 +156,7 @@ def _check(
     transport: Transport, sizes_bytes: Sequence[int], repeats: int, device: torch.device
 ) -> None:
     sizes = [*sizes_bytes] if isinstance(sizes_bytes, Sequence) else sizes_bytes
-    told = exchange(transport, f"{sizes!r}, {repeats!r} and {device.type}", "measurements")
+    told = exchange(transport, f"{sizes!r}, {repeats!r} and {device.type}", str, "measurements")
     for rank, theirs in enumerate(told):
         if theirs != told[0]:
             raise PlanMismatchError(

@@ -6,32 +6,29 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from fddp.collectives.communicators import Communicator, communicator_of
 from fddp.collectives.operators import all_gather
-from fddp.errors import ClosedError
+from fddp.ddp import DistributedDataParallel
+from fddp.errors import ClosedError, PeerError, PlanMismatchError
 from fddp.flight_log import names
 from fddp.info import SyncInfo
 from fddp.monitor_report import MonitorReport
-from fddp.stragglers import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    WAIT,
-    RankSummary,
-    StepRecord,
-    summarize,
-)
+from fddp.phases import INPUT, OF_STEPS, WAIT, Covered, step_phases
+from fddp.stragglers import RankSummary, StepRecord, summarize
 from fddp.sync import GradSync
 from fddp.traces import chrome_trace, steps_from_json, steps_to_json
+from fddp.waiting import waits_since
 
 if TYPE_CHECKING:
     from fddp.transports import Group
 
-_OWN_NAMES = (INPUT, FORWARD, BACKWARD, WAIT, "step", "behind")
+_OWN_NAMES = (INPUT, *OF_STEPS, "step", "behind")
+_UNFIT = -1  # in place of `every`, on a rank whose arguments make no sense
 _MOST_NAMED = 1000  # phases that are kept between two steps
 
 
@@ -51,14 +48,14 @@ class Monitor:
     Durations are compared, never clocks of different ranks. They are the host's: where an
     accelerator works behind the host's back, its time shows in the phase in which the host waits.
 
-    Making one is a collective call if nothing else has opened the group's communicator before,
-    which it shares with operators such as `fddp.pmean`. All ranks pass the same `every`, and call
-    `observe` after each step, in rounds without input of `fddp.uneven`, too: a report waits for all
-    of them.
+    Making one is a collective call, on the communicator of operators such as `fddp.pmean`. All
+    ranks pass the same `every`, and call `observe` after each step, in rounds without input of
+    `fddp.uneven`, too: a report waits for all of them.
 
     Args:
         sync_or_group: whose ranks to compare: a `GradSync`, a `Communicator`, or what a `GradSync`
-            takes as its group; None for the default group.
+            takes as its group; None for the default group. A wrapped module
+            (`fddp.DistributedDataParallel`) takes the times of its steps from then on.
         every: how often `observe` makes a report, in steps; None for only when `report` is called.
         window: the newest steps of a rank that a report is about, and a trace shows.
         exporters: are handed each step and each report.
@@ -67,6 +64,8 @@ class Monitor:
         ValueError: `every` or `window` is below 1.
         TypeError: there is nothing to communicate on, or an argument is of another type.
         ClosedError: the `GradSync` is closed.
+        PlanMismatchError: ranks passed different `every`.
+        PeerError: another rank raised a ValueError or TypeError.
 
     Example:
         >>> import fddp, time, torch
@@ -88,32 +87,28 @@ class Monitor:
 
     def __init__(
         self,
-        sync_or_group: GradSync | Group | Communicator | None = None,
+        sync_or_group: GradSync | DistributedDataParallel | Group | Communicator | None = None,
         *,
         every: int | None = None,
         window: int = 100,
         exporters: Sequence[Exporter] = (),
     ) -> None:
-        if every is not None:
-            _check_count("every", every)
-        _check_count("window", window)
-        for exporter in exporters:
-            if not all(callable(getattr(exporter, name, None)) for name in ("step", "report")):
-                raise TypeError(
-                    f"an exporter has the methods step(info, record) and report(report), got "
-                    f"{exporter!r:.80}"
-                )
         group = sync_or_group
         if isinstance(group, GradSync):
             if group._engine.is_shut:
                 raise ClosedError("this GradSync is closed; pass one that takes steps")
             group = group._engine.group
+        elif isinstance(group, DistributedDataParallel):
+            group.keep_sync_info()
+            group = group.process_group
         self._communicator = communicator_of(group, None)
+        _agree_on(every, _problem(every, window, exporters), self._communicator)
         self._every = every
         self._exporters = tuple(exporters)
         self._steps: deque[StepRecord] = deque(maxlen=window)
+        self._newest: SyncInfo | None = None
         self._named: deque[_Named] = deque(maxlen=_MOST_NAMED)
-        self._inner_s: list[float] = []  # of phases that are open: what those within them took
+        self._open: list[_Inner] = []  # of phases that are open: what lies within them
 
     @property
     def rank(self) -> int:
@@ -129,8 +124,9 @@ class Monitor:
         """Takes note of a step, right after it; no communication but where a report is due.
 
         Args:
-            info: what the step gave with `with_info=True`. Of `sync(grads)` the forward and the
-                backward pass lie before the call, in "input", unless `phase` measures them.
+            info: what the step gave with `with_info=True`, or the wrapped module's `sync_info`. Of
+                `sync(grads)` the forward and the backward pass lie before the call, in "input",
+                unless `phase` measures them. One that was observed already is passed over.
 
         Returns:
             A report after each `every` steps, as counted by `info.step`, on all ranks; else None.
@@ -145,6 +141,9 @@ class Monitor:
                 f"observe takes the SyncInfo of a step with with_info=True, got a "
                 f"{type(info).__name__}"
             )
+        if info is self._newest:
+            return None
+        self._newest = info
         record = self._record(info)
         self._steps.append(record)
         is_due = self._every is not None and (info.step + 1) % self._every == 0
@@ -159,7 +158,8 @@ class Monitor:
     def phase(self, name: str) -> Iterator[None]:
         """Measures what is done between two steps by itself, which is else part of "input".
 
-        What a phase within takes counts as that one's alone. The newest 1000 of a step are kept.
+        What a phase within takes counts as that one's alone, and waiting for other ranks (in
+        `fddp.pmean`, for instance) as "wait". The newest 1000 of a step are kept.
 
         Args:
             name: "update", for instance.
@@ -172,16 +172,19 @@ class Monitor:
             raise TypeError(f"the name of a phase is a text, got {name!r:.80}")
         if not name or name in _OWN_NAMES:
             raise ValueError(f"{name!r} can't be a phase's name; choose another")
-        self._inner_s.append(0.0)
+        self._open.append(_Inner())
         start_s = time.perf_counter()
         try:
             yield
         finally:
             end_s = time.perf_counter()
-            inner_s = self._inner_s.pop()
-            if self._inner_s:
-                self._inner_s[-1] += end_s - start_s
-            self._named.append(_Named(name, start_s, end_s, end_s - start_s - inner_s))
+            within = self._open.pop()
+            waited_s = Covered(waits_since(start_s)).within(start_s, end_s)
+            own_s = end_s - start_s - within.lasted_s - (waited_s - within.waited_s)
+            self._named.append(_Named(name, start_s, end_s, own_s))
+            if self._open:
+                self._open[-1].lasted_s += end_s - start_s
+                self._open[-1].waited_s += waited_s
 
     def report(self) -> MonitorReport:
         """Where the time of the newest steps went on each rank; a collective call.
@@ -202,7 +205,8 @@ class Monitor:
     def _make_report(self) -> MonitorReport:
         own = summarize(self.rank, self._steps).to_json() if self._steps else ""
         told = self._told(own)
-        return MonitorReport.of(map(RankSummary.from_json, told))
+        ranks = [RankSummary.from_json(text, rank) for rank, text in enumerate(told)]
+        return MonitorReport.of(ranks)
 
     def _export(self, report: MonitorReport) -> None:
         for exporter in self._exporters:
@@ -224,24 +228,29 @@ class Monitor:
         _check_count("steps", steps)
         newest = list(self._steps)[-steps:]
         told = self._told(steps_to_json(newest) if newest else "")
-        return chrome_trace(dict(enumerate(map(steps_from_json, told))))
+        return chrome_trace({r: steps_from_json(text, r) for r, text in enumerate(told)})
 
     def _record(self, info: SyncInfo) -> StepRecord:
         times = info.timeline
         phases_s: dict[str, float] = {}
         before = self._steps[-1] if self._steps else None
+        waited_s = 0.0
         if before is not None and before.step + 1 == info.step:
             end_s = before.times.end_s
-            between_s = times.begun_s - end_s
+            # The forward pass of one step may lie before the end of another.
+            times = replace(times, begun_s=max(times.begun_s, end_s))
             for name, start_s, stop_s, own_s in self._named:
                 if end_s <= start_s <= stop_s <= times.begun_s:
                     phases_s[name] = phases_s.get(name, 0.0) + own_s
+            waits = tuple(wait for wait in waits_since(end_s) if wait[1] <= times.begun_s)
+            waited_s = sum(stop_s - start_s for start_s, stop_s in waits)
+            between_s = times.begun_s - end_s - waited_s
             phases_s[INPUT] = max(0.0, between_s - sum(phases_s.values()))
+            times = replace(times, waits=waits + times.waits)
         later = [named for named in self._named if named.start_s >= times.end_s]
         self._named = deque(later, maxlen=_MOST_NAMED)
-        phases_s[FORWARD] = max(0.0, times.backward_start_s - times.begun_s)
-        phases_s[BACKWARD] = times.backward_end_s - times.backward_start_s
-        phases_s[WAIT] = times.exposed_s
+        phases_s |= step_phases(times)
+        phases_s[WAIT] += waited_s
         return StepRecord(info.step, phases_s, times)
 
     def _told(self, text: str) -> list[str]:
@@ -265,13 +274,21 @@ class Monitor:
         return [bytes(row[:length]).decode() for row, (length,) in pairs]
 
 
+@dataclass
+class _Inner:
+    """What the phases within a phase took together, and what of that was waiting."""
+
+    lasted_s: float = 0.0
+    waited_s: float = 0.0
+
+
 class _Named(NamedTuple):
     """Something that was measured by itself, on the clock of `time.perf_counter`."""
 
     name: str
     start_s: float
     end_s: float
-    own_s: float  # without what was measured within
+    own_s: float  # without what was measured within, and without waiting
 
 
 def _gathered(tensor: torch.Tensor, communicator: Communicator) -> list[list[int]]:
@@ -281,8 +298,52 @@ def _gathered(tensor: torch.Tensor, communicator: Communicator) -> list[list[int
     return rows
 
 
+def _problem(
+    every: object, window: object, exporters: Sequence[Exporter]
+) -> TypeError | ValueError | None:
+    """What is wrong with a monitor's arguments on this rank."""
+    try:
+        if every is not None:
+            _check_count("every", every)
+        _check_count("window", window)
+        for exporter in exporters:
+            if not all(callable(getattr(exporter, name, None)) for name in ("step", "report")):
+                raise TypeError(
+                    f"an exporter has the methods step(info, record) and report(report), got "
+                    f"{exporter!r:.80}"
+                )
+    except (TypeError, ValueError) as error:
+        return error
+    return None
+
+
+def _agree_on(
+    every: int | None, problem: TypeError | ValueError | None, communicator: Communicator
+) -> None:
+    """Ranks that report after different steps would wait for each other, each in another call.
+
+    Raises:
+        PlanMismatchError: `every` is not the same on all ranks; on all of them.
+        PeerError: another rank has a problem.
+    """
+    own = _UNFIT if problem is not None else 0 if every is None else every
+    told = [number for (number,) in _gathered(torch.tensor([own]), communicator)]
+    if problem is not None:
+        raise problem
+    where = f"Monitor on rank {communicator.rank} of {len(told)}"
+    for rank, number in enumerate(told):
+        if number == _UNFIT:
+            raise PeerError(f"{where}: rank {rank} passed an argument that it can't take")
+    for rank, number in enumerate(told):
+        if number != told[0]:
+            raise PlanMismatchError(
+                f"{where}: every is {told[0] or None} on rank 0 and {number or None} on rank "
+                f"{rank}; pass the same on every rank"
+            )
+
+
 def _check_count(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} is a number of steps, got {value!r:.80}")
-    if value < 1:
+    if not 1 <= value < 2**63:
         raise ValueError(f"{name} must be 1 or more, got {value}")

@@ -7,19 +7,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from fddp.flight_log import names
-from fddp.stragglers import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    WAIT,
-    RankSummary,
-    Spread,
-    Straggler,
-    find_stragglers,
-)
+from fddp.phases import INPUT, OF_STEPS
+from fddp.stragglers import LEAST_STEPS, RankSummary, Spread, Straggler, find_stragglers
 from fddp.tables import plain_table
-
-_PHASES = (INPUT, FORWARD, BACKWARD, WAIT)
 
 
 @dataclass(frozen=True)
@@ -49,7 +39,7 @@ class MonitorReport:
     def phases(self) -> tuple[str, ...]:
         """The phases that any rank has, in order of a step."""
         names = dict.fromkeys(name for rank in self.ranks for name in rank.phases)
-        order = (INPUT, *(n for n in names if n not in _PHASES), FORWARD, BACKWARD, WAIT)
+        order = (INPUT, *(n for n in names if n != INPUT and n not in OF_STEPS), *OF_STEPS)
         return tuple(name for name in order if name in names)
 
     def to_json(self) -> str:
@@ -76,8 +66,13 @@ class MonitorReport:
                 f"no finding: the ranks have observed different steps ({self._steps}); call "
                 f"observe(info) on every rank after each step"
             )
+        if len(self.ranks) == 1:
+            return "no straggler: there is one rank"
+        steps = min(rank.own.steps for rank in self.ranks)
+        if steps < LEAST_STEPS:
+            return f"no finding: too few steps ({steps} of {LEAST_STEPS})"
         if not self.stragglers:
-            return "no straggler: until its backward ends, no rank takes longer than the others"
+            return "no straggler: no rank takes longer for its own part than the others"
         return "\n".join(
             f"rank {one.rank} holds the others up by {one.behind_s * 1e3:.1f} ms a step "
             f"({one.share:.0%} of it), most of all in {one.phase} "

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fddp.errors import NonFiniteError
+from fddp.heard import Each, Form, read
 from fddp.layout import Layout, views
 
 Policy = Literal["propagate", "skip", "raise"]
@@ -26,6 +27,8 @@ Holding = Literal["alike", "parts", "own"]
 
 MOST_NAMED = 100
 """Leaves that one rank tells the others of."""
+
+_ACCOUNT: Form = (Each((int, int)), Each((int, int)), int)
 
 _MOST_WRITTEN = 3  # of them in the message, for each rank
 
@@ -72,8 +75,12 @@ class Account(NamedTuple):
 
     @classmethod
     def decode(cls, text: bytes) -> Account:
-        """What `encode` gave."""
-        own, sums, left_out = json.loads(text)
+        """What `encode` gave.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        own, sums, left_out = read(text, _ACCOUNT)
         return cls(_counts(own), _counts(sums), left_out)
 
 
@@ -185,8 +192,7 @@ def nonfinite_error(
         >>> accounts = [Account({}, {}), Account({"w": Count(nan=2, inf=1)}, {})]
         >>> print(nonfinite_error(7, accounts, {"w": "float32"}))
         step 7: gradients are not finite: rank 1 has 2 NaN and 1 infinity in leaf 'w'; no rank \
-got any gradients, and the group can go on: leave this batch out, or build the GradSync with \
-nonfinite='skip'
+got any gradients, and the group can go on: leave this batch out, or ask for nonfinite='skip'
     """
     counts = {rank: dict(account.own) for rank, account in enumerate(accounts) if account.own}
     overflowed = {} if counts else _joined(accounts, holding)
@@ -195,7 +201,7 @@ nonfinite='skip'
         found = "; ".join(f"rank {rank} has {_listed(own)}" for rank, own in counts.items())
         text = (
             f"step {step}: gradients are not finite: {found}; {way_on}: leave this batch out, or "
-            f"build the GradSync with nonfinite='skip'"
+            f"ask for nonfinite='skip'"
         )
     elif holding == "own":
         sums = {rank: account.sums for rank, account in enumerate(accounts) if account.sums}

@@ -12,13 +12,28 @@ from fddp.reducer import Action
 from fddp.session import Session
 from fddp.setting import BucketState, Outcome
 from fddp.timeline import BucketTimes, StepTimes
+from fddp.waiting import waits_since
 
 
-def make_info(session: Session, outcome: Outcome, backward_s: tuple[float, float]) -> SyncInfo:
-    """What a session showed; `backward_s` is when backward began and ended."""
+def make_info(
+    session: Session,
+    outcome: Outcome,
+    backward_s: tuple[float, float],
+    *,
+    begun_s: float = math.inf,
+) -> SyncInfo:
+    """What a session showed, on the thread that has ended it.
+
+    Args:
+        session: a finished one, with stamps.
+        outcome: what it ended with.
+        backward_s: when backward began and ended.
+        begun_s: when the forward pass began, if that was before the session was opened.
+    """
     program, report, setting = session.setting.program, outcome.report, session.setting
     end_s = time.perf_counter()
     stats = outcome.stats or Stats(math.nan, False)
+    begun_s = min(begun_s, session.opened_s, backward_s[0])
     flags = list(zip(program.reduced, report.used, strict=True))
     return SyncInfo(
         step=setting.step,
@@ -37,7 +52,9 @@ def make_info(session: Session, outcome: Outcome, backward_s: tuple[float, float
             *backward_s,
             end_s,
             _leaves_s(session),
-            begun_s=min(session.opened_s, backward_s[0]),
+            begun_s=begun_s,
+            waits=waits_since(begun_s),
+            hooks=tuple(session.hook_spans),
         ),
         trace=_trace(session),
         skipped=outcome.skipped,

@@ -86,6 +86,18 @@ def pack_add_(
     return pack_foreach.pack_add_(buffer, layout, sources, scale)
 
 
+def plus(bound: float, peak: float) -> float:
+    """A bound on magnitudes of sums, from bounds of two summands: infinite only if one of these is,
+    because two finite ones that add up to infinity would speak of a gradient.
+
+    Example:
+        >>> import math
+        >>> plus(1.0, 2.0), plus(1e308, 1e308) < math.inf, plus(1.0, math.inf)
+        (3.0, True, inf)
+    """
+    return cast(float, ext.load().plus(bound, peak))
+
+
 def scale_(buffer: Tensor, scale: float = 1.0, *, stats: bool = True) -> Stats:
     """Multiplies a whole buffer in place, and measures the result in the same pass.
 

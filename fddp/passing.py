@@ -8,10 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fddp.heard import nonsense
 from fddp.transports.base import Transport
 
 PIECE_BYTES = 32 * 1024 * 1024
 """How much travels at once; as much memory is needed meanwhile."""
+
+MOST_TEXT_BYTES = 2**31
+"""Longer texts are taken for nonsense, before there is memory for them."""
 
 
 class Stretch(NamedTuple):
@@ -82,10 +86,19 @@ def pass_on_(
 
 
 def pass_on_text(transport: Transport, text: str, length: int, src: int, what: str) -> str:
-    """Rank `src`'s text on all ranks, which know its length in ASCII; a collective call."""
+    """Rank `src`'s text on all ranks, which know its length in ASCII; a collective call.
+
+    Raises:
+        DesyncError: it is no such text, or `length` can't be one's; on every rank.
+    """
+    if not 0 <= length <= MOST_TEXT_BYTES:
+        raise nonsense(src, what, ValueError(f"its text has {length} bytes"))
     if transport.rank == src:
         run = torch.frombuffer(bytearray(text.encode("ascii")), dtype=torch.uint8)
     else:
         run = torch.empty(length, dtype=torch.uint8, device="cpu")
     pass_on_(transport, [run], src, what)
-    return run.numpy().tobytes().decode("ascii")
+    try:
+        return run.numpy().tobytes().decode("ascii")
+    except ValueError as error:
+        raise nonsense(src, what, error) from error

@@ -70,14 +70,3 @@ def stays_finite(source: str, wire: str, factor: float) -> bool:
     if source not in RANGES or wire not in RANGES:
         return False
     return RANGES[source].largest * factor <= RANGES[wire].largest
-
-
-def plus(peak: float, other: float) -> float:
-    """A bound on magnitudes of sums; infinite only if one of the two is.
-
-    Example:
-        >>> plus(1.0, 2.0), plus(1e308, 1e308) < math.inf, plus(1.0, math.inf)
-        (3.0, True, inf)
-    """
-    are_finite = math.isfinite(peak) and math.isfinite(other)
-    return min(peak + other, sys.float_info.max) if are_finite else peak + other

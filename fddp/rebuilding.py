@@ -18,6 +18,7 @@ from fddp.arrays import leaf_specs
 from fddp.engine import Engine
 from fddp.errors import ClosedError, InternalError, PlanMismatchError, ReentryError
 from fddp.failures import text_of
+from fddp.heard import Form
 from fddp.hooks.hook import Hook
 from fddp.interop.foreign import holds_foreign
 from fddp.leafspec import LeafSpec
@@ -50,6 +51,10 @@ class Standing(NamedTuple):
     keeps_state: bool
     digest: str
     length: int
+
+
+_STANDING: Form = (str, int, int, float, bool, str, int)
+"""What is wrong on a rank, and its `Standing`, as ranks tell them."""
 
 
 @dataclass
@@ -95,7 +100,8 @@ class Continuation:
                 problem = error
         text = "" if own is None else terms_to_json(own)
         mine = _standing(self.old, own, text)
-        told = exchange(transport, [text_of(problem) if problem else "", *mine], "standing")
+        own_account = [text_of(problem) if problem else "", *mine]
+        told = exchange(transport, own_account, _STANDING, "standing")
         if problem is not None:
             raise problem
         for rank, theirs in enumerate(told):
@@ -220,7 +226,7 @@ def _states(
         engine.checked_states(states, "the GradSync before")
     except Exception as error:
         problem = error
-    told = exchange(engine.transport, text_of(problem) if problem else "", "hook state")
+    told = exchange(engine.transport, text_of(problem) if problem else "", str, "hook state")
     if problem is not None:
         raise problem
     for rank, theirs in enumerate(told):

@@ -12,6 +12,7 @@ import torch
 from fddp.agree import exchange
 from fddp.errors import DesyncError, InternalError, PlanMismatchError
 from fddp.failures import text_of
+from fddp.heard import Form, maybe, nonsense
 from fddp.held import Held, room_for
 from fddp.inputs import check_no_transform, outside_transforms
 from fddp.passing import pass_on_, pass_on_text
@@ -105,8 +106,11 @@ def _newest(
     transport: Transport, own: Held | None, step: int | None, failure: Exception | None
 ) -> _Newest:
     """Whose state is taken; raises on all ranks where one can't take part."""
-    told = _agree(transport, failure, None if own is None else step)
+    told = _agree(transport, failure, None if own is None else step, maybe(int))
     steps = [theirs for _, theirs in told]
+    for rank, theirs in enumerate(steps):
+        if theirs is not None and theirs < 0:
+            raise nonsense(rank, "own state", ValueError(f"its step is {theirs}"))
     held = [theirs for theirs in steps if theirs is not None]
     if not held:
         raise PlanMismatchError(
@@ -123,7 +127,7 @@ def _pass_on(transport: Transport, own: Held | None, newest: _Newest) -> tuple[H
         whole = _whole(own, own.digests())
     if transport.rank == newest.rank and own is not None:
         text = own.description()
-    told = exchange(transport, [whole, len(text)], "newest state")
+    told = exchange(transport, [whole, len(text)], (str, int), "newest state")
     wanted, length = told[newest.rank]
     if own is not None and all(theirs == wanted for theirs, _ in told):
         return own, True
@@ -135,7 +139,7 @@ def _pass_on(transport: Transport, own: Held | None, newest: _Newest) -> tuple[H
             found = room_for(text, own)
         except Exception as error:
             failure = error
-    _agree(transport, failure, None)
+    _agree(transport, failure, None, None)
     if found is None:
         raise InternalError("a rank has neither a state nor a failure")
     pass_on_(transport, found.runs(), newest.rank, _WHAT, keeps=not has_it)
@@ -145,9 +149,12 @@ def _pass_on(transport: Transport, own: Held | None, newest: _Newest) -> tuple[H
     return found, has_it
 
 
-def _agree(transport: Transport, failure: Exception | None, value: T) -> list[tuple[str, T]]:
+def _agree(
+    transport: Transport, failure: Exception | None, value: T, form: Form
+) -> list[tuple[str, T]]:
     """Every rank's value, if none has failed."""
-    told = exchange(transport, [text_of(failure) if failure else "", value], "own state")
+    mine = [text_of(failure) if failure else "", value]
+    told = exchange(transport, mine, (str, form), "own state")
     for rank, (problem, _) in enumerate(told):
         if problem:
             raise PlanMismatchError(f"rank {rank} can't take part: {problem}") from failure
@@ -157,11 +164,11 @@ def _agree(transport: Transport, failure: Exception | None, value: T) -> list[tu
 def _check(transport: Transport, found: Held, newest: _Newest) -> None:
     """Raises on every rank where one holds other bits than the source."""
     digests = found.digests()
-    told = exchange(transport, _whole(found, digests), "digest")
+    told = exchange(transport, _whole(found, digests), str, "digest")
     differing = [rank for rank, theirs in enumerate(told) if theirs != told[newest.rank]]
     if not differing:
         return
-    leaves = exchange(transport, digests, "leaf digests")
+    leaves = exchange(transport, digests, (str,) * len(digests), "leaf digests")
     pairs = zip(leaves[newest.rank], leaves[differing[0]], strict=True)
     leaf = next(i for i, (wanted, theirs) in enumerate(pairs) if wanted != theirs)
     raise DesyncError(

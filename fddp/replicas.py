@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Sequence
 from operator import index
 from typing import Any, NamedTuple, cast
@@ -21,20 +20,18 @@ from fddp.arrays import leaf_specs
 from fddp.collectives import meeting
 from fddp.collectives.communicators import Communicator, communicator_of
 from fddp.collectives.outside import outside_tracing
-from fddp.collectives.sites import call_site
+from fddp.collectives.sites import call_chain
 from fddp.digests import bytes_of, digest_of, element_at, hash_words
 from fddp.errors import DesyncError
 from fddp.inputs import check_no_transform
 from fddp.interop.foreign import adapted
+from fddp.sides import apart_of, digests_told, named, sides_of, values_told
 from fddp.transports import Group
 from fddp.tree import flatten
 from fddp.untraced import untraced
 
 _PIECES = 512  # of which digests are compared at a time, in the search for an element
 _SMALL_BYTES = 4096  # that ranks show each other as they are
-_LONGEST = 56  # characters of a value that are shown
-_BEFORE = 8  # of them before the first that differs
-_MOST_RANKS = 8  # that an error names of one side
 _WAY_OUT = (
     "take one rank's values on all, with fddp.broadcast or fddp.reconcile, or go back to a "
     "checkpoint; what makes replicas part are steps that some ranks leave out, random numbers that "
@@ -67,10 +64,10 @@ def check_replicas(
     Raises:
         DesyncError: ranks differ. The text names the first leaf in canonical order that does, who
             differs from whom, both digests, and the first element with both values; `path` and
-            `ranks` are attributes. Or ranks have trees of different structure, or are in different
-            calls. The group stays usable.
-        PeerError: another rank's tree can't be read.
-        TypeError, ValueError: this rank's can't, or `every` is no number above 0.
+            `ranks` are attributes. Or ranks have trees of different structure, passed another
+            `step` or `every`, or are in different calls. The group stays usable.
+        PeerError: another rank's tree can't be read, or its `step` or `every` makes no sense.
+        TypeError, ValueError: this rank's can't, or don't.
         TransformError: within a `torch.func` transform, or under a tracer. `torch.compile` breaks
             its graph at the call.
         RankLostError, SyncTimeoutError: a rank did not come.
@@ -88,27 +85,27 @@ def check_replicas(
         >>> fddp.loopback(2, compare)
         [('w', (0, 1)), ('w', (0, 1))]
     """
-    if isinstance(every, bool) or index(every) < 1:
-        raise ValueError(f"every={every!r} must be a number of steps above 0")
-    if step % every:
+    problem = _period_problem(every, step)
+    if problem is None and step % every:
         return
     communicator = communicator_of(group, None)
     what = "check_replicas"
-    problem: Exception | None = None
     try:
         check_no_transform(what, "call it outside of the transform")
-    except Exception as error:  # told to the others below, where no transform is active
-        problem = error
+    except Exception as error:
+        problem = problem or error
+    # A problem is told to the others below, where no transform is active.
     with communicator.lock, outside_tracing(), torch.inference_mode(False):
         try:
             if problem is not None:
                 raise problem
-            own = _own(tree)
+            own = _own(tree, _when(every, step))
             what = own.text
         except Exception as error:
             meeting.refuse(communicator, communicator.place(()), what, error)
         told = meeting.compare(communicator, what, own.fingerprint, own.value, own.told())
         if told is not None:
+            _check_when([told[rank]["when"] for rank in sorted(told)], own.text)
             raise _error(communicator, own, {rank: t["digests"] for rank, t in told.items()})
 
 
@@ -117,6 +114,7 @@ class _Own(NamedTuple):
 
     Attributes:
         text: the call in words.
+        when: at which step, and how often.
         leaves: tensors, one for each leaf that is not None.
         numbers: what leaves were that are numbers of Python; None for the others.
         details: path, shape, dtype and device of each, as operators tell them.
@@ -124,6 +122,7 @@ class _Own(NamedTuple):
     """
 
     text: str
+    when: str
     leaves: list[Tensor]
     numbers: list[Any]
     details: list[list[object]]
@@ -131,8 +130,8 @@ class _Own(NamedTuple):
 
     @property
     def fingerprint(self) -> int:
-        """64 bits, signed, alike on ranks whose trees have one structure."""
-        return _signed(hashlib.sha256(json.dumps(self.details).encode()).digest())
+        """64 bits, signed, alike on ranks that compare trees of one structure at one step."""
+        return _signed(hashlib.sha256(json.dumps([self.details, self.when]).encode()).digest())
 
     @property
     def value(self) -> int:
@@ -142,10 +141,43 @@ class _Own(NamedTuple):
     def told(self) -> dict[str, Any]:
         """What the others are told where ranks differ."""
         details = ["check_replicas", [], -1, False, self.details, []]
-        return {"text": self.text, "details": details, "digests": self.digests}
+        said = {"text": self.text, "details": details, "digests": self.digests}
+        return {**said, "when": self.when}
 
 
-def _own(tree: Any) -> _Own:
+def _period_problem(every: Any, step: Any) -> Exception | None:
+    """What is wrong with the numbers that say when a check is due."""
+    for name, value in (("every", every), ("step", step)):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            return TypeError(f"check_replicas: {name}={value!r} must be an int, a number of steps")
+    if index(every) < 1:
+        return ValueError(f"check_replicas: every={every!r} must be a number of steps above 0")
+    return None
+
+
+def _when(every: int, step: int) -> str:
+    """Empty for the defaults.
+
+    >>> _when(1, 0), _when(10, 20)
+    ('', ' at step 20, every=10')
+    """
+    return "" if (every, step) == (1, 0) else f" at step {index(step)}, every={index(every)}"
+
+
+def _check_when(whens: list[str], text: str) -> None:
+    """Whether all ranks are at one step; replicas of different steps may well differ."""
+    if len(set(whens)) == 1:
+        return
+    sides = sides_of([whens.index(when) for when in whens])
+    told = "; ".join(f"{named(side)}{whens[side[0]] or ' without a step'}" for side in sides)
+    raise DesyncError(
+        f"{text}: ranks check at different steps, or not equally often: {told}; pass the same step "
+        f"and the same every on all ranks; replicas were not compared",
+        ranks=apart_of(sides),
+    )
+
+
+def _own(tree: Any, when: str) -> _Own:
     found, treedef = adapted(*flatten(tree), "tree")
     paths, leaves, numbers = [], [], []
     for path, leaf in zip(treedef.paths, found, strict=True):
@@ -161,8 +193,8 @@ def _own(tree: Any) -> _Own:
         for spec, number in zip(specs, numbers, strict=True)
     ]
     count = "1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves"
-    text = f"check_replicas of {count}, called at {call_site()}"
-    return _Own(text, leaves, numbers, details, [digest_of(leaf) for leaf in leaves])
+    text = f"check_replicas of {count}{when}, called at {call_chain()}"
+    return _Own(text, when, leaves, numbers, details, [digest_of(leaf) for leaf in leaves])
 
 
 def _tensor(path: str, leaf: Any) -> Tensor:
@@ -202,54 +234,21 @@ def _error(communicator: Communicator, own: _Own, digests: dict[int, list[int]])
     leaf, column = next((i, c) for i, c in enumerate(columns) if len(set(c)) > 1)
     path, shape, dtype, _ = own.details[leaf]
     differing = [i for i in range(len(own.details)) if len({d[i] for d in digests.values()}) > 1]
-    sides = _sides(column)
+    sides = sides_of(column)
     tensor, number = own.leaves[leaf], own.numbers[leaf]
     if number is None:
         place = _first_difference(communicator, tensor, own.text)
     else:
         place = _Place(0, _values(communicator, own.text, repr(number)))
-    ranks = tuple(rank for side in sides[1:] for rank in side)
-    if len({len(side) for side in sides}) == 1:
-        ranks = tuple(range(len(column)))  # no side is the larger one
     others = len(differing) - 1
     more = f"; {others} more leaves differ" if others > 1 else "; one more leaf differs" * others
     return DesyncError(
         f"{own.text}: replicas differ, first in leaf {path!r} of shape "
-        f"{tuple(cast(list[int], shape))}, {dtype}: {_told(sides, column)}"
+        f"{tuple(cast(list[int], shape))}, {dtype}: {digests_told(sides, column)}"
         f"{_at(place, sides, tuple(cast(list[int], shape)))}{more}; {_WAY_OUT}",
         path=str(path),
-        ranks=ranks,
+        ranks=apart_of(sides),
     )
-
-
-def _sides(column: Sequence[int]) -> list[list[int]]:
-    """Ranks by what they have, most first; the lower ranks of two equally large sides first.
-
-    >>> _sides([7, 5, 7, 7, 5, 9])
-    [[0, 2, 3], [1, 4], [5]]
-    """
-    counts = Counter(column)
-    values = sorted(counts, key=lambda value: (-counts[value], column.index(value)))
-    return [[rank for rank, other in enumerate(column) if other == value] for value in values]
-
-
-def _told(sides: list[list[int]], column: Sequence[int]) -> str:
-    parts = [f"{_ranks(side)} {_have(side)} digest {column[side[0]]:016x}" for side in sides]
-    rest = len(parts) - _MOST_RANKS
-    return ", ".join(parts[:_MOST_RANKS]) + (f" and {rest} more digests" if rest > 0 else "")
-
-
-def _have(side: list[int]) -> str:
-    return "has" if len(side) == 1 else "have"
-
-
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > _MOST_RANKS:
-        shown = ", ".join(map(str, ranks[: _MOST_RANKS - 1]))
-        return f"ranks {shown} and {len(ranks) - _MOST_RANKS + 1} others"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 class _Place(NamedTuple):
@@ -306,31 +305,7 @@ def _first_apart(rows: Sequence[np.ndarray[Any, Any]]) -> int:
 def _at(place: _Place, sides: list[list[int]], shape: tuple[int, ...]) -> str:
     spot = tuple(int(i) for i in np.unravel_index(place.position, shape)) if shape else ()
     where = f"at index {spot if len(spot) != 1 else spot[0]}" if spot else "its value"
-    one, *rest = (side[0] for side in sides)
-    # Of three sides, the second may differ from the first in a later element only.
-    apart = (rank for rank in rest if place.values[rank] != place.values[one])
-    two = next(apart, rest[0])
-    mine, theirs = _cut(place.values[one], place.values[two])
-    return f"; {where}: {mine} on rank {one}, {theirs} on rank {two}"
-
-
-def _cut(one: str, two: str) -> tuple[str, str]:
-    """Two texts that differ, so short that they can be shown; both have the first difference.
-
-    >>> _cut("12", "13")
-    ('12', '13')
-    >>> _cut("a" * 70 + "b", "a" * 70 + "c")
-    ('...aaaaaaaab', '...aaaaaaaac')
-    """
-    pairs = zip(one, two, strict=False)
-    apart = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(two)))
-    start = 0 if max(len(one), len(two)) <= _LONGEST else max(0, apart - _BEFORE)
-    return _from(one, start), _from(two, start)
-
-
-def _from(text: str, start: int) -> str:
-    stop = start + _LONGEST
-    return "..." * (start > 0) + text[start:stop] + "..." * (len(text) > stop)
+    return f"; {where}: {values_told(sides, place.values)}"
 
 
 def _signed(word: bytes) -> int:

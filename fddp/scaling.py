@@ -4,10 +4,11 @@ A rank contributes `weight * gradient / reference` and the reduced sum is multip
 `reference / total_weight`. The reference must be known on every rank before the total is, so it is
 agreed one step ahead, from the control word of the step before.
 
-While all ranks weigh the same, the reference is exactly `world_size * weight`: what is multiplied
-in before is then `1 / world_size`, nothing is multiplied in after, and the arithmetic is that of
-DistributedDataParallel. Otherwise it is a power of two, so that no bits are lost by it and a result
-does not depend on earlier steps.
+The reference is the number of ranks times a power of two, so that no bits are lost by it and a
+result does not depend on earlier steps: a run that goes on from a checkpoint, where the unit begins
+at 1 again, has the bits of one that was not interrupted. While all ranks weigh the same power of
+two, 1 for instance, what is multiplied in before is `1 / world_size`, nothing is multiplied in
+after, and the arithmetic is that of DistributedDataParallel.
 
 A schedule may also leave the division by the number of ranks to the collective ("average"), or to
 the correction after it ("after").
@@ -23,6 +24,8 @@ from typing import Literal
 _LOWEST_RATIO = 1.0 / 64.0
 # By how much it may differ from the unit, either way, before wider formats do.
 _WIDEST_RATIO = 2.0**40
+# Weights whose squares overflow are refused before they come near it.
+_LARGEST_UNIT = 2.0**960
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,9 @@ class WeightScale:
         ratio = total_weight / active / self.unit
         return 1.0 / _WIDEST_RATIO <= ratio <= _WIDEST_RATIO
 
-    def exact(self, total_weight: float) -> WeightScale:
-        """The scale that needs no correction for this total."""
-        return replace(self, unit=total_weight / self.world_size)
+    def fitting(self, total_weight: float, active: int) -> WeightScale:
+        """The scale of the smallest unit at which a float16 sum of these weights can't overflow."""
+        return replace(self, unit=_power_of_two(total_weight / active))
 
     def next(self, total_weight: float, total_squared: float, active: int) -> WeightScale:
         """The scale to use in the following step, from this step's totals over ranks.
@@ -86,9 +89,15 @@ class WeightScale:
             >>> WeightScale(2).next(total_weight=90.0, total_squared=4500.0, active=2).unit
             128.0
         """
-        mean = total_weight / active
+        fitting = self.fitting(total_weight, active)
         if total_squared * active == total_weight * total_weight:
-            return replace(self, unit=mean)
+            return fitting
         # One bit of headroom: weights vary from step to step, and a mean above the unit means
         # that float16 buckets are reduced twice.
-        return replace(self, unit=2.0 ** (math.ceil(math.log2(mean)) + 1))
+        return replace(fitting, unit=2.0 * fitting.unit)
+
+
+def _power_of_two(least: float) -> float:
+    """The smallest that is not below `least`; bounded, since it is multiplied by ranks."""
+    mantissa, exponent = math.frexp(min(least, _LARGEST_UNIT))
+    return math.ldexp(1.0, exponent - (mantissa == 0.5))

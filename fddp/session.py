@@ -42,13 +42,16 @@ from fddp.hooks.running import HookedWork
 from fddp.hooks.stepping import HookedStep
 from fddp.judging import Judge
 from fddp.layout import Stats
+from fddp.methods import Method
 from fddp.nonfinite import StopStepError
 from fddp.reducer import Action
-from fddp.results import Devices, Results
+from fddp.results import Results
 from fddp.scaling import WeightScale
 from fddp.schedule import RETAINED_DTYPES, Op, rides
-from fddp.setting import BucketState, Outcome, Setting
+from fddp.setting import Outcome, Setting
 from fddp.sparse import gather_sparse
+from fddp.step_memory import StepMemory
+from fddp.timeline import Interval
 from fddp.transports.base import Work
 
 _BACKWARD = frozenset({"pack", "all_reduce", "reduce_scatter", "all_gather"})
@@ -69,6 +72,7 @@ class Session:
         failure: what went wrong on this rank.
         opened_s: when it was opened, on the clock of `time.perf_counter`; NaN where no times are
             wanted.
+        method: the call, which ranks that bring something have in common.
         orderly: whether the step ended, well or not, with all collectives done.
         report: what the control word said, once it is in.
         log: what was done, each with the number of gradients that had arrived by then.
@@ -89,22 +93,22 @@ class Session:
     def __post_init__(self) -> None:
         self._program = self.setting.program
         self._ops = self._program.schedule.ops
+        self.method = self.setting.method
         self.opened_s = time.perf_counter() if self.setting.with_stats else math.nan
         self._begun_s = math.nan
         self._cursor = 0
         self._ended = False
         self._lock = threading.RLock()
-        self.buckets = [BucketState() for _ in self._program.plan.buckets]
+        self._memory = StepMemory(self.setting)
+        self.buckets = self._memory.buckets
         self._works: dict[int, Work | HookedWork] = {}
         self._notes = StepNotes(self.setting.recorder, self._program.schedule, self.setting.step)
         self._awaited: set[int] = set()  # operations that need no more waiting for
         self._at: Op | None = None  # the operation under way; None for what is in no schedule
         self._broken: BaseException | None = None
-        self._control: Tensor | None = None
         self._carrier = self._program.schedule.carrier
-        self._devices = Devices()
         self._results = Results(
-            self._program, self.setting.with_stats, self._devices, self.setting.pool
+            self._program, self.setting.with_stats, self._memory.devices, self.setting.pool
         )
         attached = self.setting.attached
         self._judge = Judge(
@@ -138,11 +142,7 @@ class Session:
         self.contributions = contributions
         if self.setting.nonfinite == "raise":
             contributions.hold()
-        for bucket in self._program.plan.buckets:
-            if bucket.device not in self._devices:
-                leaf = leaves[bucket.leaves[0]]
-                if leaf is not None:
-                    self._devices[bucket.device] = leaf.device
+        self._memory.place(leaves)
 
     def ready_times_s(self) -> dict[int, float]:
         """For each leaf with a gradient type, when its last gradient came, on the clock of
@@ -150,6 +150,11 @@ class Session:
         leaves = self._program.differentiated
         times_s = self.contributions.ready_times_s() or [self._begun_s] * len(leaves)
         return dict(zip(leaves, times_s, strict=True))
+
+    @property
+    def hook_spans(self) -> Sequence[Interval]:
+        """When the hook was at work, or waited; see `HookedStep.spans`."""
+        return self._hook.spans
 
     def buffer_of(self, bucket: int) -> Tensor:
         """The memory of a dense bucket, from the pool."""
@@ -210,7 +215,7 @@ class Session:
         if report is None:
             return self._stopped()
         self.hook_states = self._hook.new_states(self.hook_states, report)
-        self._lend_buffers()
+        self._memory.lend()
         self.orderly = True
         self.log.append((self.contributions.arrived(), Action("finish")))
         return Outcome(self._results.leaves, report, self._results.stats)
@@ -308,7 +313,7 @@ class Session:
     def _pack(self, position: int, op: Op) -> None:
         state = self.buckets[op.bucket]
         if op.region.buffer == "repair":
-            state.repair = self._buffer(op.bucket)
+            state.repair = self._memory.acquire(op.bucket)
             self._fill(state.repair, position, op)
         else:
             self._fill(self.buffer_of(op.bucket), position, op)
@@ -344,7 +349,7 @@ class Session:
 
     def _communicate(self, position: int, op: Op) -> None:
         state, transport = self.buckets[op.bucket], self.setting.transport
-        own, stamp = self._travelling(position, op), self.setting.with_stats
+        own, stamp = self._memory.travelling(position, op), self.setting.with_stats
         average = self._program.schedule.scaling == "average" and not self._hook.is_raw
         if op.when == "always" and math.isnan(state.launch_s):
             state.launch_s = time.perf_counter()
@@ -376,27 +381,8 @@ class Session:
     def _add(self, position: int, op: Op) -> None:
         if self.buckets[op.bucket].buffer is None:
             self.buffer_of(op.bucket).zero_()  # it was idle
-        self._memory(op).add_(self._memory(op._replace(region=op.region._replace(buffer="repair"))))
-
-    def _memory(self, op: Op) -> Tensor:
-        """What an operation works on, on this rank."""
-        state = self.buckets[op.bucket]
-        memory = state.repair if op.region.buffer == "repair" else state.buffer
-        if memory is None:
-            raise InternalError(f"{op.kind} of bucket {op.bucket} before it was packed")
-        start, stop = self._program.extent(op)
-        return memory[start:stop]
-
-    def _travelling(self, position: int, op: Op) -> Tensor:
-        """What a collective works on, on this rank: with the word behind it that it carries, which
-        is all of it where the bucket is idle."""
-        if position != self._carrier:
-            return self._memory(op)
-        if self._control is None:
-            raise InternalError("the control word was to be carried before it was written")
-        if op.bucket in self.setting.idle:
-            return self._control
-        return self.buffer_of(op.bucket)[op.region.start :]
+        repair = op._replace(region=op.region._replace(buffer="repair"))
+        self._memory.of(op).add_(self._memory.of(repair))
 
     def _send_control(self, position: int, op: Op) -> None:
         layout = self._program.control
@@ -405,6 +391,7 @@ class Session:
         contributions = NOTHING if self.failure else self.contributions
         word = ControlWord(
             fingerprint=self._program.fingerprint(self.setting.step),
+            method=self.method,
             weight=contributions.weight,
             used=contributions.used(self._program),
             late=contributions.late(self._program),
@@ -414,17 +401,11 @@ class Session:
             failed=self.failure is not None,
             order=self._order() if layout.with_order else (),
         )
-        vector, transport = torch.from_numpy(encode(layout, word)), self.setting.transport
+        vector = torch.from_numpy(encode(layout, word))
+        lying = self._memory.put_word(op, vector, self.buffer_of)
         if not rides(op):
-            self._control = vector.to(transport.control_device)
             self._notes.launched(position)
-            self._works[position] = transport.all_reduce(self._control, soon=True)
-        elif op.bucket in self.setting.idle:
-            self._control = vector.to(self._device_of(op.bucket))
-        else:
-            buffer = self.buffer_of(op.bucket)
-            self._control = buffer[self._program.schedule.buffer_numels[op.bucket] :]
-            self._control.copy_(vector)
+            self._works[position] = self.setting.transport.all_reduce(lying, soon=True)
         self.log.append((self.contributions.arrived(), Action("control")))
 
     def _order(self) -> tuple[int, ...]:
@@ -445,7 +426,7 @@ class Session:
         gathered = gather_sparse(
             spec,
             self._program.schedule.wire_dtypes[op.bucket],
-            self._devices[spec.device],
+            self._memory.devices[spec.device],
             [(source, factor) for source, factor in parts if source is not None],
             self.setting.transport,
             f"{self._what(op)} of step {self.setting.step}",
@@ -480,14 +461,11 @@ class Session:
 
     def _read_control(self) -> ControlReport:
         self._wait(self._program.word_position)
-        if self._control is None:
-            raise InternalError("the control word was read before it was sent")
-        transport = self.setting.transport
         return decode(
             self._program.control,
-            self._control.cpu().numpy(),
+            self._memory.word.cpu().numpy(),
             fingerprint=self._program.fingerprint(self.setting.step),
-            world_size=transport.world_size,
+            world_size=self.setting.transport.world_size,
         )
 
     def _give_up(self, report: ControlReport, unfit: FddpError | None) -> None:
@@ -499,14 +477,16 @@ class Session:
             self.orderly = True
             raise unfit
         self._at = None
-        told = exchange(transport, step, self._program.schedule.shared_digest, self._told)
+        method = self.method if self.contributions.weight > 0.0 else Method.NOTHING
+        digest = self._program.schedule.shared_digest
+        told = exchange(transport, step, digest, method.text, self._told)
         self.told = [account.failure for account in told]
         self.orderly = True
         if not report.agreed:
             raise desync_error(transport.rank, told) from self.failure
         if self.failure is not None:
             self._raise(self.failure)
-        raise peer_error(step, told)
+        raise peer_error(step, {rank: text for rank, text in enumerate(self.told) if text})
 
     def _raise(self, error: BaseException) -> NoReturn:
         """Lets go of an error while raising it: its traceback leads back here, and would keep the
@@ -531,7 +511,7 @@ class Session:
             raise InternalError("a step was left out before the control word was read")
         self._at = None
         error = self._judge.error(self.setting.transport, self.setting.step)
-        self._lend_buffers()
+        self._memory.lend()
         self.orderly = True
         if error is not None:
             self._raise(error)
@@ -548,13 +528,6 @@ class Session:
             return "between steps"
         return "after backward" if self._ended else "in forward"
 
-    def _lend_buffers(self) -> None:
-        """Their memory is used again once nobody holds a result over it."""
-        for bucket, state in enumerate(self.buckets):
-            for memory in (state.repair, state.buffer):
-                if memory is not None:
-                    self.setting.pool.lend(bucket, memory)
-
     def _scale_before(self, op: Op) -> WeightScale:
         """The scale that an operation packs with."""
         if self._hook.is_raw:
@@ -563,34 +536,27 @@ class Session:
         return self._scale(op.bucket)
 
     def _scale(self, bucket: int) -> WeightScale:
-        """The agreed scale, or the exact one for a bucket that is reduced again."""
+        """The agreed scale, or one that fits for a bucket that is reduced again."""
         scale = self.setting.scale
         schedule = self._program.schedule
         is_narrow = schedule.wire_dtypes[bucket] in RETAINED_DTYPES
         if self.report is not None and is_narrow and bucket in schedule.retained:
             report = self.report
             if not scale.keeps_range(report.total_weight, report.active):
-                return scale.exact(report.total_weight)
+                return scale.fitting(report.total_weight, report.active)
         return scale
 
     def _roomy_buffer(self, bucket: int) -> Tensor:
-        """As `_buffer`; a rank without memory makes room for zeros, to end the step with them."""
+        """As `StepMemory.acquire`; a rank without memory makes room for zeros, to end the step with
+        them."""
         try:
-            return self._buffer(bucket)
+            return self._memory.acquire(bucket)
         except (RuntimeError, MemoryError) as error:
             if self.report is not None:
                 raise  # too late to tell the others through the control word
             self.fail(error)
             self.setting.pool.clear()
-            return self._buffer(bucket)
-
-    def _buffer(self, bucket: int) -> Tensor:
-        dtype = getattr(torch, self._program.schedule.wire_dtypes[bucket])
-        numel = self._program.buffer_numels[bucket]
-        return self.setting.pool.acquire(bucket, numel, dtype, self._device_of(bucket))
-
-    def _device_of(self, bucket: int) -> torch.device:
-        return self._devices[self._program.plan.buckets[bucket].device]
+            return self._memory.acquire(bucket)
 
 
 _HANDLERS: dict[str, Callable[[Session, int, Op], None]] = {

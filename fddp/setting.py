@@ -14,6 +14,7 @@ from fddp.flight import Recorder
 from fddp.hooks.attaching import Attached
 from fddp.hooks.running import HookedWork
 from fddp.layout import Stats
+from fddp.methods import Method
 from fddp.nonfinite import Policy
 from fddp.program import Program
 from fddp.scaling import WeightScale
@@ -59,6 +60,7 @@ class Setting:
         pool: memory for buckets.
         scale: the agreed unit of weight.
         step: number of this synchronisation.
+        method: the call that it belongs to.
         with_stats: whether times, norm and finiteness are wanted.
         recorder: takes note of operations.
         attached: the communication hook, if there is one.
@@ -72,6 +74,7 @@ class Setting:
     pool: BufferPool
     scale: WeightScale
     step: int
+    method: Method
     with_stats: bool
     recorder: Recorder
     attached: Attached | None = None

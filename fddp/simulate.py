@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fddp.cost import CollectiveKind, CostModel, FloatArray
+from fddp.cost import MOST_S, CollectiveKind, CostModel, FloatArray
 from fddp.errors import ScheduleError
 from fddp.leafspec import ITEM_BYTES, LeafSpec
 from fddp.ride import control_layout
@@ -38,6 +38,9 @@ from fddp.topology import Topology
 
 Cost = CostModel | Mapping[str, CostModel]
 ReadyTimes = Sequence[float] | npt.NDArray[np.floating] | Mapping[str, float]
+
+MOST_SPREAD = 10.0
+"""Of jitter: one rank in a thousand is then slower by a factor of 10**13."""
 
 _DURING_BACKWARD = frozenset({"pack", "all_reduce", "reduce_scatter", "all_gather"})
 _MOST_RANKS = 2**22  # that are simulated one by one: some 100 bytes each, for each group of axes
@@ -61,7 +64,7 @@ class Jitter:
         straggler_factor: what their factor is multiplied by.
 
     Raises:
-        ValueError: a spread below 0, a rate outside [0, 1], or a factor that is not positive.
+        ValueError: a spread outside [0, 10], a rate outside [0, 1], or a factor outside (0, 1e9].
 
     Example:
         >>> Jitter(straggler_rate=1.0, straggler_factor=1.5).draw(2, seed=0)
@@ -73,13 +76,14 @@ class Jitter:
     straggler_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.spread < math.inf:
-            raise ValueError(f"spread must be finite and at least 0, got {self.spread!r}")
+        if not 0.0 <= self.spread <= MOST_SPREAD:
+            raise ValueError(f"spread must be from 0 to {MOST_SPREAD:g}, got {self.spread!r}")
         if not 0.0 <= self.straggler_rate <= 1.0:
             raise ValueError(f"straggler_rate must be in [0, 1], got {self.straggler_rate!r}")
-        if not 0.0 < self.straggler_factor < math.inf:
+        if not 0.0 < self.straggler_factor <= MOST_S:
             raise ValueError(
-                f"straggler_factor must be finite and above 0, got {self.straggler_factor!r}"
+                f"straggler_factor must be above 0 and at most {MOST_S:.0e}, got "
+                f"{self.straggler_factor!r}"
             )
 
     def draw(self, ranks: int, seed: int) -> FloatArray:
@@ -118,8 +122,9 @@ def simulate(
         The timeline of the rank that is the last to finish, with the step time of each rank.
 
     Raises:
-        ValueError: times that are negative, infinite, missing or of another length; an axis without
-            a model; a late bucket that the plan does not have; jitter on over 4 million ranks.
+        ValueError: times that are negative, above 1e9, missing or of another length; an axis
+            without a model; a late bucket that the plan does not have; jitter on over 4 million
+            ranks.
         ScheduleError: operations that wait for later ones, or name buckets, axes or shards that
             do not exist.
 
@@ -173,7 +178,7 @@ def ready_seconds(
         ready_times_s: as in `simulate`; NaN becomes 0.
 
     Raises:
-        ValueError: times that are negative, infinite, missing or of another length.
+        ValueError: times that are negative, above 1e9, missing or of another length.
     """
     if isinstance(ready_times_s, Mapping):
         given = _by_path(leaves, reduced, ready_times_s)
@@ -187,11 +192,11 @@ def ready_seconds(
     times_s = np.zeros(len(leaves))
     kept = list(reduced)
     times_s[kept] = np.nan_to_num(given[kept], nan=0.0, posinf=np.inf, neginf=-np.inf)
-    wrong = np.flatnonzero((times_s < 0.0) | np.isinf(times_s))
+    wrong = np.flatnonzero((times_s < 0.0) | (times_s > MOST_S))
     if wrong.size:
         leaf = int(wrong[0])
         raise ValueError(
-            f"ready_times_s must be finite and at least 0, or NaN for a leaf without gradient; "
+            f"ready_times_s must be from 0 to {MOST_S:.0e}, or NaN for a leaf without gradient; "
             f"leaf {leaf} ({leaves[leaf].path!r}) has {float(times_s[leaf])!r}"
         )
     return times_s

@@ -11,11 +11,15 @@ the unit of the norms, and norms of gradients vary by factors.
 from __future__ import annotations
 
 import math
+import sys
 from statistics import median
 from typing import NamedTuple
 
 _NORMAL = 1.4826
 """Standard deviations of a normal distribution in one median absolute deviation."""
+
+_LOWEST, _HIGHEST = math.log(math.ulp(0.0)), math.log(sys.float_info.max)
+"""Between these are the logarithms of all floats."""
 
 
 class NormVerdict(NamedTuple):
@@ -78,8 +82,8 @@ def check_norm(
     Raises:
         TypeError: the norm, or an entry of the history, is no real number, or an option is not of
             its type.
-        ValueError: a negative norm, an option that makes no sense, or a history with NaN or
-            infinity, after which nothing would be a spike.
+        ValueError: a negative norm, an option that makes no sense, or a history with what is the
+            logarithm of no norm, after which nothing would be a spike.
 
     Example:
         >>> history = NormHistory()
@@ -94,20 +98,20 @@ def check_norm(
         1.1 False 2.33
     """
     grad_norm = _norm(grad_norm)
-    _check_history(history)
+    logs = _logs(history)
     _check_options(deviations, least_factor, window, warmup)
     limit, middle = math.inf, math.nan
-    if history.logs:
-        middle = median(history.logs)
-    if len(history.logs) >= warmup:
-        spread = _NORMAL * median(abs(log - middle) for log in history.logs)
+    if logs:
+        middle = median(logs)
+    if len(logs) >= warmup:
+        spread = _NORMAL * median(abs(log - middle) for log in logs)
         limit = middle + max(deviations * spread, math.log(least_factor))
     is_finite = math.isfinite(grad_norm)
     log = math.log(grad_norm) if is_finite and grad_norm > 0.0 else math.nan
     verdict = NormVerdict(not is_finite or log > limit, _exp(limit), _exp(middle))
     if math.isnan(log):
         return history, verdict
-    return NormHistory((*history.logs, min(log, limit))[-window:]), verdict
+    return NormHistory((*logs, min(log, limit))[-window:]), verdict
 
 
 def _exp(log: float) -> float:
@@ -132,7 +136,8 @@ def _norm(grad_norm: float) -> float:
     return norm
 
 
-def _check_history(history: NormHistory) -> None:
+def _logs(history: NormHistory) -> tuple[float, ...]:
+    """A history's entries, which may have been loaded as other numbers than floats."""
     logs = getattr(history, "logs", None)
     if not isinstance(logs, (tuple, list)):
         raise TypeError(
@@ -145,14 +150,18 @@ def _check_history(history: NormHistory) -> None:
                 f"history holds floats, got a {type(log).__name__} at position {place}; turn what "
                 f"was loaded into floats"
             )
-        if not math.isfinite(log):
+        if not _LOWEST <= log <= _HIGHEST:
             raise ValueError(
-                f"history holds finite logarithms, got {log} at position {place}; check_norm puts "
-                f"none of these there: begin anew with NormHistory()"
+                f"history holds logarithms of norms, got {float(log)} at position {place}; "
+                f"check_norm puts none of these there: begin anew with NormHistory()"
             )
+    return tuple(map(float, logs))
 
 
 def _check_options(deviations: float, least_factor: float, window: int, warmup: int) -> None:
+    for name, factor in ("deviations", deviations), ("least_factor", least_factor):
+        if isinstance(factor, bool) or not hasattr(factor, "__float__"):
+            raise TypeError(f"{name} is a real number, got {factor!r}")
     for name, count in ("window", window), ("warmup", warmup):
         if isinstance(count, bool) or not hasattr(count, "__index__"):
             raise TypeError(f"{name} is a number of norms, an int, got {count!r}")

@@ -12,13 +12,15 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
+from fddp.heard import Each, Form
+from fddp.phases import INPUT, WAIT
+from fddp.reading import check_least, told_by
 from fddp.timeline import StepTimes
 
-INPUT, FORWARD, BACKWARD, WAIT = "input", "forward", "backward", "wait"
-
-_LEAST_STEPS = 9  # of fewer, noise of 10% names somebody in more than 1% of the reports
+LEAST_STEPS = 9  # of fewer, noise of 10% names somebody in more than 1% of the reports
 _SIGMAS = 4.0  # by how many standard errors a rank must be behind
 _LEAST_SHARE = 0.02  # of the step
 _LEAST_S = 5e-4  # below which hosts differ by what else they do
@@ -32,10 +34,11 @@ class StepRecord(NamedTuple):
     Attributes:
         step: its number.
         phases_s: seconds by phase: "input" is what lay between the step before and this one, less
-            what was measured by itself, which has names of its own; "forward"; "backward"; "wait"
-            is what was left to do and to wait for after backward. "input" is missing where the step
-            before was not observed.
-        times: when things happened, on this rank's clock.
+            what was measured by itself, which has names of its own; "forward"; "backward"; "hook"
+            is what a communication hook did, if there is one; "sync" is what else was done after
+            backward. Waiting for other ranks counts as "wait" and as nothing else. "input" is
+            missing where the step before was not observed.
+        times: when things happened, on this rank's clock; its waits begin with those of "input".
     """
 
     step: int
@@ -118,18 +121,59 @@ class RankSummary:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> RankSummary:
-        """What `to_json` wrote."""
-        read: dict[str, Any] = json.loads(text)
-        return cls(
-            rank=read["rank"],
-            first=read["first"],
-            last=read["last"],
-            phases={name: Spread(*spread) for name, spread in read["phases"].items()},
-            own=Spread(*read["own"]),
-            step=Spread(*read["step"]),
-            buckets=tuple(BucketSpread(*bucket) for bucket in read["buckets"]),
-        )
+    def from_json(cls, text: str, rank: int) -> RankSummary:
+        """What `to_json` wrote.
+
+        Args:
+            text: what a rank told.
+            rank: its number.
+
+        Raises:
+            ValueError: it is something else; names the rank, and says what.
+
+        Example:
+            >>> times = StepTimes((), 1.0, 3.0, 4.0)
+            >>> told = summarize(1, [StepRecord(0, {"backward": 2.0, "wait": 1.0}, times)])
+            >>> RankSummary.from_json(told.to_json(), 1) == told
+            True
+        """
+        return told_by(rank, "summary of its steps", text, _SUMMARY, partial(_summary, rank))
+
+
+_SPREAD: Form = (float, float, float, int)
+_SUMMARY: Form = {
+    "rank": int,
+    "first": int,
+    "last": int,
+    "phases": Each(_SPREAD),
+    "own": _SPREAD,
+    "step": _SPREAD,
+    "buckets": [(int, float, float, float)],
+}
+
+
+def _summary(rank: int, read: dict[str, Any]) -> RankSummary:
+    if read["rank"] != rank:
+        raise ValueError(f"it is of rank {read['rank']}")
+    check_least(0, {"first": read["first"], "last": read["last"]})
+    for bucket, *_ in read["buckets"]:
+        check_least(0, {"bucket": bucket})
+    return RankSummary(
+        rank=rank,
+        first=read["first"],
+        last=read["last"],
+        phases={name: _spread(spread) for name, spread in read["phases"].items()},
+        own=_spread(read["own"]),
+        step=_spread(read["step"]),
+        buckets=tuple(BucketSpread(*bucket) for bucket in read["buckets"]),
+    )
+
+
+def _spread(read: list[Any]) -> Spread:
+    spread = Spread(*read)
+    check_least(0, spread._asdict())
+    check_least(1, {"steps": spread.steps})
+    return spread
 
 
 def summarize(rank: int, steps: Sequence[StepRecord]) -> RankSummary:
@@ -211,7 +255,7 @@ def find_stragglers(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
         >>> found.rank, found.phase, f"{found.behind_s * 1e3:.0f} ms"
         (1, 'forward', '50 ms')
     """
-    if len(summaries) < 2 or min(summary.own.steps for summary in summaries) < _LEAST_STEPS:
+    if len(summaries) < 2 or min(summary.own.steps for summary in summaries) < LEAST_STEPS:
         return ()
     if len({(summary.first, summary.last) for summary in summaries}) > 1:
         return ()

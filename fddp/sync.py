@@ -24,7 +24,9 @@ from fddp.inputs import (
     matched_shards,
     outside_transforms,
 )
+from fddp.interop.foreign import ForeignTreeDef
 from fddp.meshes import Mesh, span_of
+from fddp.methods import Method
 from fddp.nonfinite import Policy
 from fddp.observe import make_info
 from fddp.plan import BucketPlan
@@ -191,7 +193,7 @@ class GradSync:
             ValueError: the algorithm leaves shards, see `reduce_scatter`; or the hook keeps state,
                 see `update`.
         """
-        form = _Form("replicated_mean", "sync(grads)", "reduce_scatter(grads)")
+        form = _Form("replicated_mean", Method.CALL, Method.REDUCE_SCATTER)
         mean, *rest = self._sync_tree(form, grads, weight, with_info)
         return (mean, *rest) if with_info else mean
 
@@ -224,7 +226,7 @@ class GradSync:
             >>> fddp.loopback(2, two_steps)[0]
             ([4.0, 0.0], [0.0, 6.0])
         """
-        form = _Form("replicated_mean", "update(grads, state)", "reduce_scatter(grads)")
+        form = _Form("replicated_mean", Method.UPDATE, Method.REDUCE_SCATTER)
         mean, new_state, *infos = self._sync_tree(form, grads, weight, with_info, state)
         return mean, new_state, *infos
 
@@ -251,7 +253,7 @@ class GradSync:
             TreeMismatchError: as for a call, or a tensor whose elements share memory (an expanded
                 one) and so can't be written.
         """
-        form = _Form("replicated_mean", "reduce_(grads)", "reduce_scatter(grads)", in_place=True)
+        form = _Form("replicated_mean", Method.REDUCE, Method.REDUCE_SCATTER, in_place=True)
         mean, *rest = self._sync_tree(form, grads, weight, with_info)
         return (mean, *rest) if with_info else mean
 
@@ -283,7 +285,7 @@ class GradSync:
             >>> fddp.loopback(2, halves)
             [([1.5, 3.0], [1.5, 3.0, 4.5]), ([4.5], [1.5, 3.0, 4.5])]
         """
-        form = _Form("sharded_mean", "reduce_scatter(grads)", "sync(grads)")
+        form = _Form("sharded_mean", Method.REDUCE_SCATTER, Method.CALL)
         mean, *rest = self._sync_tree(form, grads, weight, with_info)
         return (mean, *rest) if with_info else mean
 
@@ -303,9 +305,10 @@ class GradSync:
             PeerError: another rank raised one.
             ValueError: the algorithm is not "reduce_scatter".
         """
-        form = _Form("sharded_mean", "all_gather(shards)", "sync(grads)")
+        form = _Form("sharded_mean", Method.ALL_GATHER, Method.CALL)
         fits = form.result == self.schedule.result
-        session = self._engine.open_gathering() if fits else self._engine.open(with_stats=False)
+        engine = self._engine
+        session = engine.open_gathering() if fits else engine.open(form.method, with_stats=False)
         treedef: TreeDef | None = None
         try:
             form.check(self.schedule)
@@ -332,7 +335,7 @@ class GradSync:
             TreeMismatchError: the tree has other leaves than the plan.
             ValueError: the algorithm is not "reduce_scatter".
         """
-        _Form("sharded_mean", "shard(tree)", "the tree itself").check(self.schedule)
+        _check_fit("shard(tree)", "sharded_mean", "the tree itself", self.schedule)
         leaves, treedef = matched_leaves(tree, self._engine.program, "tree")
         return treedef.unflatten(shards_of(self._engine.program, leaves))
 
@@ -531,7 +534,7 @@ class GradSync:
     ) -> tuple[Any, ...]:
         """The tree of results, the new state if one was given, and the info if it is wanted."""
         start_s = time.perf_counter()
-        session = self._engine.open(with_stats=with_info)
+        session = self._engine.open(form.method, with_stats=with_info)
         program = session.setting.program
         treedef: TreeDef | None = None
         own: Sequence[Tensor | None] = ()
@@ -539,6 +542,9 @@ class GradSync:
             form.check(self.schedule)
             session.hook_states = self._engine.checked_states(state, "update(grads, state)")
             own, treedef = matched_leaves(grads, program, "gradients")
+            if isinstance(treedef, ForeignTreeDef):
+                # JAX has differentiated already what other ranks differentiate in their step.
+                session.method = Method.NOTHING
             check_no_derivatives(own, program, "gradients", graphs=True)
             if form.in_place:
                 check_writable(own, treedef, program)
@@ -559,29 +565,34 @@ class _Form(NamedTuple):
 
     Attributes:
         result: what the schedule must leave.
-        call: the call in words, for errors.
+        method: the call.
         instead: what serves where it leaves something else.
         in_place: whether results are written into the caller's tensors.
     """
 
     result: Result
-    call: str
-    instead: str
+    method: Method
+    instead: Method
     in_place: bool = False
 
     def check(self, schedule: Schedule) -> None:
-        """Whether the call has a meaning here.
+        """As `_check_fit`."""
+        _check_fit(self.method.text, self.result, self.instead.text, schedule)
 
-        Raises:
-            ValueError: the schedule leaves something else.
-            TransformError: a `torch.func` transform is active.
-        """
-        check_no_transform(self.call)
-        if schedule.result != self.result:
-            raise ValueError(
-                f"{self.call} needs a GradSync whose schedule gives a {self.result}; this one's "
-                f"gives a {schedule.result}: use {self.instead}, or build it with another algorithm"
-            )
+
+def _check_fit(call: str, result: Result, instead: str, schedule: Schedule) -> None:
+    """Whether a call has a meaning here.
+
+    Raises:
+        ValueError: the schedule leaves something else.
+        TransformError: a `torch.func` transform is active.
+    """
+    check_no_transform(call)
+    if schedule.result != result:
+        raise ValueError(
+            f"{call} needs a GradSync whose schedule gives a {result}; this one's gives a "
+            f"{schedule.result}: use {instead}, or build it with another algorithm"
+        )
 
 
 def _written(own: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> list[Tensor | None]:

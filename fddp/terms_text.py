@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_args
 
 from fddp.agree import Rebuild, Terms, leaf_details
+from fddp.build import Algorithm
 from fddp.errors import PlanMismatchError
+from fddp.heard import Form, OneOf, maybe, read
 from fddp.hooks.hook import Hook
-from fddp.leafspec import LeafSpec
+from fddp.leafspec import ITEM_BYTES, MAX_COUNT, LeafSpec
+from fddp.nonfinite import Policy
 from fddp.plan import BucketPlan
 from fddp.schedule import Schedule
 from fddp.topology import Topology
-from fddp.transports import Transport
+from fddp.transports import Transport, TransportName
 
 _NOT_PLAIN = frozenset({"plan", "topology", "schedule", "rebuild", "hook"})
+_TERMS: Form = {
+    "given": bool,
+    "transport": OneOf(get_args(TransportName)),
+    "reduce_dtype": maybe(OneOf(tuple(ITEM_BYTES))),
+    "algorithm": OneOf(get_args(Algorithm)),
+    "skips_unused": bool,
+    "deterministic": bool,
+    "nonfinite": OneOf(get_args(Policy)),
+    "plan": str,
+    "topology": [(str, int)],
+    "schedule": maybe(str),
+    "rebuild": maybe(([int], bool)),
+}
 
 
 def topology_over(before: Topology, axes: Topology | None, world_size: int) -> Topology:
@@ -36,8 +52,12 @@ def topology_over(before: Topology, axes: Topology | None, world_size: int) -> T
 
 def brought_along(own: Terms, text: str) -> Terms:
     """This rank's terms with the newest plan, if that may be another one; ranks compare them next,
-    and say where they differ."""
-    document = json.loads(text)
+    and say where they differ.
+
+    Raises:
+        ValueError: the text is none that `terms_to_json` writes.
+    """
+    document = read(text, _TERMS)
     theirs = BucketPlan.from_json(document["plan"])
     mine = [own.plan.leaves[i] for i in own.plan.reduced]
     may_differ = not own.given and own.schedule is None and own.algorithm != "reduce_scatter"
@@ -99,10 +119,15 @@ def terms_from_json(
     hook: Hook[Any] | None,
     leaves: tuple[LeafSpec, ...] | None,
 ) -> Terms:
-    """The terms that another rank wrote, on a rank that has none."""
-    document = json.loads(text)
+    """The terms that another rank wrote, on a rank that has none.
+
+    Raises:
+        ValueError: the text is none that `terms_to_json` writes, or does not fit the group.
+        PlanMismatchError: the plan does not fit `leaves`.
+    """
+    document = read(text, _TERMS)
     plan, schedule = BucketPlan.from_json(document.pop("plan")), document.pop("schedule")
-    theirs = Topology(**dict(document.pop("topology")))
+    theirs = _topology(document.pop("topology"))
     return Terms(
         plan=plan if leaves is None else _on_leaves(plan, leaves),
         topology=topology_over(theirs, axes, transport.world_size),
@@ -113,5 +138,17 @@ def terms_from_json(
     )
 
 
+def _topology(axes: list[list[Any]]) -> Topology:
+    found: dict[str, int] = dict(axes)
+    if len(found) < len(axes):
+        raise ValueError(f"two of the axes {axes} have one name")
+    return Topology(**found)
+
+
 def _rebuild(document: Any) -> Rebuild | None:
-    return None if document is None else Rebuild(tuple(document[0]), document[1])
+    if document is None:
+        return None
+    caps_bytes, from_back = document
+    if not caps_bytes or not all(1 <= cap <= MAX_COUNT for cap in caps_bytes):
+        raise ValueError(f"the plan is to be rebuilt with the caps {caps_bytes!r:.80}")
+    return Rebuild(tuple(caps_bytes), from_back)

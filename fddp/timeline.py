@@ -6,9 +6,12 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from fddp.tables import plain_table
+
+Interval: TypeAlias = tuple[float, float]
+"""From when to when something lasted."""
 
 COMPUTE = "compute"
 """The lane of what a rank does alone; every other lane is that of a group."""
@@ -160,6 +163,8 @@ class StepTimes:
             none did.
         begun_s: the call began; what lies before backward is the forward pass. NaN where that is
             not known.
+        waits: when this rank waited for others, in order.
+        hooks: when its communication hook was at work or waited, in order.
     """
 
     buckets: tuple[BucketTimes, ...]
@@ -168,6 +173,8 @@ class StepTimes:
     end_s: float
     leaves_s: tuple[float, ...] = ()
     begun_s: float = math.nan
+    waits: tuple[Interval, ...] = ()
+    hooks: tuple[Interval, ...] = ()
 
     @property
     def ready_times_s(self) -> tuple[float, ...]:

@@ -7,8 +7,11 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fddp.stragglers import BACKWARD, FORWARD, INPUT, WAIT, StepRecord
-from fddp.timeline import COMPUTE, BucketTimes, StepTimes
+from fddp.heard import Each, Form
+from fddp.phases import BACKWARD, FORWARD, HOOK, INPUT, OF_STEPS, SYNC, WAIT
+from fddp.reading import check_least, told_by
+from fddp.stragglers import StepRecord
+from fddp.timeline import COMPUTE, BucketTimes, Interval, StepTimes
 
 _THREADS = (COMPUTE, "communication")
 
@@ -25,21 +28,68 @@ def steps_to_json(steps: Sequence[StepRecord]) -> str:
                 record.times.backward_end_s,
                 record.times.end_s,
                 record.times.begun_s,
+                record.times.waits,
+                record.times.hooks,
             )
             for record in steps
         ]
     )
 
 
-def steps_from_json(text: str) -> list[StepRecord]:
-    """What `steps_to_json` wrote."""
-    steps = []
-    for step, phases_s, buckets, start_s, end_s, done_s, begun_s in json.loads(text):
-        times = tuple(BucketTimes(*bucket) for bucket in buckets)
-        steps.append(
-            StepRecord(step, phases_s, StepTimes(times, start_s, end_s, done_s, begun_s=begun_s))
-        )
-    return steps
+def steps_from_json(text: str, rank: int) -> list[StepRecord]:
+    """What `steps_to_json` wrote.
+
+    Args:
+        text: what a rank told.
+        rank: its number.
+
+    Raises:
+        ValueError: it is something else; names the rank, and says what.
+    """
+    return told_by(rank, "steps", text, _STEPS, lambda read: [_step(*of) for of in read])
+
+
+_INTERVALS: Form = [(float, float)]
+_STEPS: Form = [
+    (
+        int,
+        Each(float),
+        [(int, int, float, float, float)],
+        *(float, float, float, float),
+        _INTERVALS,
+        _INTERVALS,
+    )
+]
+
+
+def _step(
+    step: int,
+    phases_s: dict[str, float],
+    buckets: list[list[Any]],
+    start_s: float,
+    end_s: float,
+    done_s: float,
+    begun_s: float,
+    waits: list[list[float]],
+    hooks: list[list[float]],
+) -> StepRecord:
+    check_least(0, {**phases_s, "step": step})
+    for bucket, nbytes, *_ in buckets:
+        check_least(0, {"bucket": bucket, "nbytes": nbytes})
+    times = StepTimes(
+        buckets=tuple(BucketTimes(*bucket) for bucket in buckets),
+        backward_start_s=start_s,
+        backward_end_s=end_s,
+        end_s=done_s,
+        begun_s=begun_s,
+        waits=_intervals(waits),
+        hooks=_intervals(hooks),
+    )
+    return StepRecord(step, phases_s, times)
+
+
+def _intervals(read: list[list[float]]) -> tuple[Interval, ...]:
+    return tuple((start_s, end_s) for start_s, end_s in read)
 
 
 def chrome_trace(steps: Mapping[int, Sequence[StepRecord]]) -> str:
@@ -47,7 +97,8 @@ def chrome_trace(steps: Mapping[int, Sequence[StepRecord]]) -> str:
     (https://ui.perfetto.dev) and chrome://tracing.
 
     A process of the trace stands for a rank, with a thread for what it does itself and one for
-    communication. When a collective began is not measured; see `StepTimes.to_timeline`.
+    communication. Waits for other ranks, and the work of communication hooks, lie within the phases
+    in which they happened. When a collective began is not measured; see `StepTimes.to_timeline`.
 
     Clocks of ranks are set so that their last collectives of a step end together, in the median:
     none can end before all ranks take part. So moments on different ranks can be compared to within
@@ -59,15 +110,18 @@ def chrome_trace(steps: Mapping[int, Sequence[StepRecord]]) -> str:
     Example:
         >>> def on_a_clock_from(s):
         ...     buckets = (BucketTimes(0, 8, s + 2.0, s + 2.0, s + 4.0),)
-        ...     times = StepTimes(buckets, s + 1.0, s + 3.0, s + 4.5, begun_s=s)
-        ...     return [StepRecord(0, {"forward": 1.0, "backward": 2.0, "wait": 1.5}, times)]
+        ...     waits = ((s + 3.0, s + 4.0),)
+        ...     times = StepTimes(buckets, s + 1.0, s + 3.0, s + 4.5, begun_s=s, waits=waits)
+        ...     phases_s = {"forward": 1.0, "backward": 2.0, "sync": 0.5, "wait": 1.0}
+        ...     return [StepRecord(0, phases_s, times)]
         >>> trace = json.loads(chrome_trace({0: on_a_clock_from(100.0), 1: on_a_clock_from(7.0)}))
         >>> for event in trace["traceEvents"]:
         ...     if event["ph"] == "X" and event["pid"] == 1:
         ...         print(event["name"], event["ts"], event["dur"])
         forward 0.0 1000000.0
         backward 1000000.0 2000000.0
-        wait 3000000.0 1500000.0
+        sync 3000000.0 1500000.0
+        wait 3000000.0 1000000.0
         bucket 0 2000000.0 2000000.0
     """
     offsets = _offsets(steps)
@@ -101,8 +155,10 @@ def _met_s(times: StepTimes) -> float:
 
 
 def _begin_s(record: StepRecord) -> float:
-    between_s = sum(s for p, s in record.phases_s.items() if p not in (FORWARD, BACKWARD, WAIT))
-    return record.times.begun_s - between_s
+    """When the step before ended, as far as that is known."""
+    begun_s = record.times.begun_s
+    own_s = sum(s for p, s in record.phases_s.items() if p not in OF_STEPS)
+    return begun_s - own_s - sum(e - s for s, e in record.times.waits if e <= begun_s)
 
 
 def _events(record: StepRecord, rank: int, origin_s: float) -> Iterator[dict[str, Any]]:
@@ -112,26 +168,28 @@ def _events(record: StepRecord, rank: int, origin_s: float) -> Iterator[dict[str
         (INPUT, begin_s, times.begun_s),
         (FORWARD, times.begun_s, times.backward_start_s),
         (BACKWARD, times.backward_start_s, times.backward_end_s),
-        (WAIT, times.backward_end_s, times.end_s),
+        (SYNC, times.backward_end_s, times.end_s),
+        *((HOOK, *span) for span in times.hooks),
+        *((WAIT, *span) for span in times.waits),
     )
     for name, start_s, end_s in parts:
         if end_s > start_s:
             own = args if name != INPUT else {**args, **_named_ms(record)}
             yield _span(name, rank, 0, start_s - origin_s, end_s - origin_s, own)
+    nbytes = {bucket.bucket: bucket.nbytes for bucket in times.buckets}
     for span in times.to_timeline(rank).spans:
         if span.lane != COMPUTE:
             start_s = span.start_s + times.backward_start_s - origin_s
             end_s = span.end_s + times.backward_start_s - origin_s
             launch_s = span.launch_s + times.backward_start_s - origin_s
             own = {**args, "bucket": span.bucket, "launch_us": launch_s * 1e6}
-            own["bytes"] = times.buckets[span.bucket].nbytes
+            own["bytes"] = nbytes[span.bucket]
             yield _span(span.label, rank, 1, start_s, end_s, own)
 
 
 def _named_ms(record: StepRecord) -> dict[str, float]:
     """What lay between two steps, by name."""
-    of_steps = (FORWARD, BACKWARD, WAIT)
-    return {f"{p}_ms": s * 1e3 for p, s in record.phases_s.items() if p not in of_steps}
+    return {f"{p}_ms": s * 1e3 for p, s in record.phases_s.items() if p not in OF_STEPS}
 
 
 def _span(
@@ -141,7 +199,7 @@ def _span(
         "name": name,
         "cat": _THREADS[thread],
         "ph": "X",
-        "ts": start_s * 1e6,
+        "ts": max(0.0, start_s * 1e6),  # the first is 0 but for rounding
         "dur": max(0.0, end_s - start_s) * 1e6,
         "pid": rank,
         "tid": thread,

@@ -18,6 +18,7 @@ from fddp.agree import exchange
 from fddp.cost import CostModel
 from fddp.engine import Engine
 from fddp.errors import PeerError, PlanMismatchError, UnevenError
+from fddp.heard import Form, nonsense, read
 from fddp.measuring import DEFAULT_SIZES_BYTES, largest, measure_axes
 from fddp.optimal import Target, optimal_plan
 from fddp.plan import Bucket, BucketPlan, plan_leaves
@@ -27,6 +28,21 @@ from fddp.simulate import simulate
 _WARM_STEPS = 2  # until a plan has been rebuilt and memory is warm
 _TIMED_STEPS = 2  # of each plan in a round
 _EVERYTHING_BYTES = 2**62
+_PLAN: Form = {
+    "buckets": [
+        {
+            "leaves": [int],
+            "offsets": [int],
+            "numel": int,
+            "dtype": str,
+            "device": str,
+            "cap_bytes": int,
+            "sparse": bool,
+        }
+    ],
+    "caps": [int],
+    "order": [int],
+}
 
 
 @dataclass(frozen=True)
@@ -105,7 +121,7 @@ def tune(engine: Engine, call: Callable[[], object], rounds: int) -> TuneReport:
 
 
 def _check(engine: Engine, rounds: int) -> None:
-    told = exchange(engine.transport, repr(rounds), "tuning")
+    told = exchange(engine.transport, repr(rounds), str, "tuning")
     if len({*told}) > 1:
         raise PlanMismatchError(
             f"rounds are {', '.join(told)} by rank; tune with the same on every rank"
@@ -193,8 +209,11 @@ def _planned(
     if transport.rank == 0:
         target = Target(costs, terms.topology, terms.algorithm, terms.deterministic)
         own = _encoded(optimal_plan(before.leaves, before.order, ready_s, target))
-    plan = _decoded(transport.exchange(own)[0], before)
-    digests = exchange(transport, plan.shared_digest)
+    try:
+        plan = _decoded(transport.exchange(own)[0], before)
+    except ValueError as error:
+        raise nonsense(0, "tuning", error) from error
+    digests = exchange(transport, plan.shared_digest, str)
     if len({*digests}) > 1:
         raise PlanMismatchError(
             f"the tuned plan has the digests {[digest[:12] for digest in digests]} by rank; build "
@@ -216,8 +235,16 @@ def _encoded(plan: BucketPlan) -> bytes:
 
 
 def _decoded(text: bytes, before: BucketPlan) -> BucketPlan:
-    document: dict[str, Any] = json.loads(text)
+    """What `_encoded` gave, on this rank's leaves.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    document: dict[str, Any] = read(text, _PLAN)
     reduced = before.reduced
+    slots = [*document["order"], *(slot for b in document["buckets"] for slot in b["leaves"])]
+    if not all(0 <= slot < len(reduced) for slot in slots):
+        raise ValueError(f"a plan of {len(reduced)} leaves has another")
     buckets = []
     for fields in document["buckets"]:
         leaves = tuple(reduced[slot] for slot in fields.pop("leaves"))

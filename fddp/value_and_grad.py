@@ -21,6 +21,7 @@ from fddp.inputs import (
     matched_leaves,
 )
 from fddp.leaves import LeafSet, leaf_set
+from fddp.methods import Method
 from fddp.observe import make_info
 from fddp.program import Program
 from fddp.session import Session
@@ -117,7 +118,7 @@ class ValueAndGrad:
         **kwargs: Any,
     ) -> Any:
         """See the class."""
-        session = self._engine.open(with_stats=self._with_info)
+        session = self._engine.open(Method.VALUE_AND_GRAD, with_stats=self._with_info)
         transport = session.setting.transport
         computed = None
         transport.slot.in_step = session.setting.step

@@ -264,14 +264,23 @@ def another_gradient(change: Callable[[Scene, dict[str, Tensor], str], None]) ->
     return act
 
 
-def update_and_call(scene: Scene) -> None:
-    """Two ways to the same step: no difference between ranks."""
+def swapped_methods(scene: Scene) -> None:
+    """Two calls of one `GradSync`, each of which averages gradients of the same leaves."""
     sync = scene.sync()
-    if scene.is_odd:
-        grads, _ = sync.update(scene.grads(0), sync.init_state())
-        scene.check(grads, 0)
-    else:
-        scene.mean(sync)
+    backward = sync.value_and_grad(
+        lambda params: sum((p * (scene.rank + 1)).sum() for p in params.values())
+    )
+    ways: dict[str, Callable[[int], Any]] = {
+        "call": lambda step: sync(scene.grads(step)),
+        "update": lambda step: sync.update(scene.grads(step), sync.init_state())[0],
+        "reduce_": lambda step: sync.reduce_(scene.grads(step)),
+        "value_and_grad": lambda step: fddp.tree_map(
+            lambda grad: grad * (step + 1), backward(fddp.tree_map(torch.ones_like, scene.tree))[1]
+        ),
+    }
+    calls = [*enumerate(scene.rng.sample(sorted(ways), 2))]
+    for step, way in reversed(calls) if scene.is_odd else calls:
+        scene.check(ways[way](step), step)
 
 
 def other_timeout(scene: Scene) -> None:
@@ -434,7 +443,7 @@ KINDS: dict[str, Kind] = {
     "plan": Kind(other_plan),
     "schedule": Kind(other_schedule),
     "timeout": Kind(other_timeout, agrees=True),
-    "update and call": Kind(update_and_call, agrees=True),
+    "methods of one sync": Kind(swapped_methods),
     "step number": Kind(step_number),
     "step skipped": Kind(step_skipped, may_end=True),
     "step more": Kind(step_more, may_end=True),

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from chaos.driver import Nursery, carry_out, undisturbed, ways
-from chaos.faults import STAGES, TRANSPORTS, Fault, draw, parse
-from chaos.verdict import Error, Run, Seen, problems
+from chaos.faults import STAGES, TRANSPORTS, WAYS, Fault, draw, parse
+from chaos.verdict import Error, Run, Seen, problems, promise
 
 SEED = 7
 SIDE_BY_SIDE = 4
@@ -50,6 +50,10 @@ def test_faults_are_drawn_alike_and_of_all_kinds() -> None:
         for transport in TRANSPORTS
         for stage in stages
     }
+    assert {(fault.kind, fault.way) for fault in faults} == {
+        (kind, way) for kind in STAGES for way in WAYS
+    }
+    assert {fault.way for fault in faults[:20]} == set(WAYS)
     assert all(parse(fault.text) == fault for fault in faults)
     assert all(0 <= fault.rank < fault.world_size for fault in faults)
 
@@ -134,3 +138,14 @@ def test_a_run_that_is_to_go_on_must_end_as_without_the_fault() -> None:
     failed = [replace(SURVIVOR, exitcode=40 + rank) for rank in range(3)]
     failed[1] = replace(failed[1], fault_s=100.0)
     assert problems(fault, Run(tuple(failed)), "state") != []
+
+
+def test_a_wrapped_module_promises_less_outside_of_backward() -> None:
+    for kind, by_module in ("error in loss", "lost"), ("error in data", "lost"):
+        fault = replace(FAULT, kind=kind, stage=STAGES[kind][0])
+        assert promise(fault) == "told"
+        assert promise(replace(fault, way="module")) == by_module
+    for kind in "no bucket memory", "kill", "long stop", "short stop", "closed socket":
+        assert promise(replace(FAULT, kind=kind, way="module")) == promise(
+            replace(FAULT, kind=kind)
+        )

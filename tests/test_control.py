@@ -12,7 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fddp.control import ControlLayout, ControlReport, ControlWord, decode, encode, limb_bits
+from fddp.control import (
+    MOST_RANKS,
+    ControlLayout,
+    ControlReport,
+    ControlWord,
+    decode,
+    encode,
+    limb_bits,
+)
 from fddp.scaling import WeightScale
 
 
@@ -20,12 +28,14 @@ from fddp.scaling import WeightScale
 def steps(draw: st.DrawFn) -> tuple[ControlLayout, list[ControlWord]]:
     leaves, buckets = draw(st.integers(0, 8)), draw(st.integers(0, 4))
     layout = ControlLayout(leaves, buckets, with_order=draw(st.booleans()))
+    method = draw(st.integers(0, 15))
     words = [
         ControlWord(
             fingerprint=7,
             weight=float(draw(st.integers(0, 2_000_000))),
             used=draw(st.lists(st.booleans(), min_size=leaves, max_size=leaves)),
             late=draw(st.lists(st.booleans(), min_size=buckets, max_size=buckets)),
+            method=method,
             has_next=draw(st.booleans()),
             nonfinite=draw(st.booleans()),
             large=draw(st.booleans()),
@@ -56,6 +66,29 @@ def test_the_sum_tells_every_rank_the_same(step: tuple[ControlLayout, list[Contr
     late = [b for b in range(layout.buckets) if any(word.late[b] for word in words)]
     assert report.late == tuple(late)
     assert report.order == (tuple(words[0].order) if layout.with_order else ())
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 15), st.sampled_from([0.0, 2.5])), min_size=2, max_size=6),
+    st.sampled_from([ControlLayout(0, 0), ControlLayout(0, 0, format="float32", limb_bits=21)]),
+)
+def test_methods_are_alike_on_ranks_that_bring_something(
+    ranks: list[tuple[int, float]], layout: ControlLayout
+) -> None:
+    words = [ControlWord(7, weight, (), (), method=method) for method, weight in ranks]
+    total = np.sum([encode(layout, word) for word in words], axis=0, dtype=layout.format)
+    report = decode(layout, total, fingerprint=7, world_size=len(words))
+    assert report.agreed == (len({method for method, weight in ranks if method and weight}) <= 1)
+
+
+def test_methods_are_compared_exactly_on_as_many_ranks_as_there_can_be() -> None:
+    layout = ControlLayout(0, 0, format="float32", limb_bits=limb_bits("float32", MOST_RANKS))
+    word = encode(layout, ControlWord(7, 1.0, (), (), method=15))
+    other = encode(layout, ControlWord(7, 1.0, (), (), method=14))
+    for last, agreed in (word, True), (other, False):
+        total = word * np.float32(MOST_RANKS - 1) + last
+        report = decode(layout, total, fingerprint=7, world_size=MOST_RANKS)
+        assert report.agreed is agreed
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=6))
@@ -180,9 +213,8 @@ def test_the_agreed_unit_keeps_float16_in_range(weights: list[int]) -> None:
     assert scale.keeps_range(total, world_size)
     assert sum(scale.before(weight) for weight in weights) <= 1.0 + 1e-12
     assert scale.reference * scale.after(total) == pytest.approx(scale.reference**2 / total)
-    if len(set(weights)) > 1:
-        mantissa, _ = np.frexp(scale.unit)
-        assert mantissa == 0.5, "a unit that is no power of two would cost bits"
+    mantissa, _ = np.frexp(scale.unit)
+    assert mantissa == 0.5, "a unit that is no power of two would cost bits"
 
 
 @pytest.mark.parametrize(

@@ -150,14 +150,14 @@ def test_samples_that_say_nothing(samples: list[Sample], message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((-1.0, 0.0), "alpha_s must be a finite number of at least 0, got -1.0"),
-        ((0.0, math.inf), "beta_s_per_byte must be a finite number"),
+        ((-1.0, 0.0), r"alpha_s must be a number from 0 to 1e\+09, got -1.0"),
+        ((0.0, math.inf), "beta_s_per_byte must be a number from 0"),
         ((math.nan, 0.0), "alpha_s must be"),
         ((True, 0.0), "alpha_s must be"),
         (("1", 0.0), "alpha_s must be"),
         ((0.0, 0.0, "star"), "algorithm must be one of ring, tree, direct, got 'star'"),
-        ((0.0, 0.0, "ring", 0.0), "overlap must be above 0 and at most 1, got 0.0"),
-        ((0.0, 0.0, "ring", 1.5), "overlap must be above 0 and at most 1, got 1.5"),
+        ((0.0, 0.0, "ring", 0.0), "overlap must be a number from 1e-09 to 1, got 0.0"),
+        ((0.0, 0.0, "ring", 1.5), "overlap must be a number from 1e-09 to 1, got 1.5"),
     ],
 )
 def test_bad_models(arguments: tuple[Any, ...], message: str) -> None:

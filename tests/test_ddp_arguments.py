@@ -51,9 +51,9 @@ def parameters_of(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
 
 
 def test_the_signature_is_that_of_the_installed_torch() -> None:
-    *ours, own = parameters_of(fddp.DistributedDataParallel.__init__)
+    *ours, transport, nonfinite = parameters_of(fddp.DistributedDataParallel.__init__)
     assert ours == parameters_of(TorchDDP.__init__)
-    assert own == ("transport", "auto")
+    assert (transport, nonfinite) == (("transport", "auto"), ("nonfinite", "propagate"))
     with pytest.raises(TypeError, match="positional argument"):
         fddp.DistributedDataParallel(nn.Linear(2, 2), *(value for _, value in ours[1:]), "auto")
 

@@ -177,8 +177,8 @@ def test_a_rank_that_fails_keeps_its_gradients(monkeypatch: pytest.MonkeyPatch) 
 
 
 def failing(open_session: Callable[..., Any]) -> Callable[..., Any]:
-    def opened(**options: Any) -> Any:
-        session = open_session(**options)
+    def opened(*args: Any, **options: Any) -> Any:
+        session = open_session(*args, **options)
         session.fail(ValueError("not today"))
         return session
 

@@ -264,6 +264,13 @@ def test_weights_of_another_unit_have_other_bits() -> None:
     whole, cut = (fddp.loopback(3, weighted, unit)[0] for unit in (1.0, 0.3))
     assert whole != cut
 
+    def alike(group: Any, weight: float) -> str:
+        with fddp.GradSync(parameters(), group=group, deterministic=True) as sync:
+            return digest(sync(gradients(group.rank), weight=weight))
+
+    ones, threes = (fddp.loopback(3, alike, weight)[0] for weight in (1.0, 3.0))
+    assert ones != threes
+
 
 def test_hooks_have_other_bits() -> None:
     assert mean_digest(3, options={"hook": fddp.hooks.bf16_compress}) != mean_digest(3)

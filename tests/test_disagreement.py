@@ -7,6 +7,7 @@ each over gloo and shared memory, in place of a few.
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -24,7 +25,7 @@ import fddp
 from disagreement import KINDS, Case, Seen, cases, play, problems
 from fddp.collectives.communicators import communicator_of
 from fddp.transports import open_transport
-from ranks import RankPool, launch_over, split_into_hosts
+from ranks import Launch, RankPool, launch_over, split_into_hosts
 from test_errors import Ending, ending
 
 MANY = int(os.environ.get("DISAGREEMENTS", "0")) or len(KINDS)
@@ -131,7 +132,9 @@ def test_what_ranks_wait_for(ranks: RankPool, transport: str) -> None:
         assert seen.kinds[0] == "SyncTimeoutError"
         assert "GradSync #1" in seen.text
         assert "GradSync #2" in seen.text
-        assert f"test_disagreement.py:{line_of('(second if rank else first)(W)')}" in seen.text
+        called = line_of("(second if rank else first)(W)")
+        assert f"test_disagreement.py:{called} in <lambda>, from " in seen.text
+        assert f"test_disagreement.py:{called} in waiting" in seen.text, "who called that"
     assert f"rank 0: {one}" in first.text
     assert f"rank 1: {two}" in first.text or gave_up in first.text
     assert f"rank 1: {two}" in second.text
@@ -150,9 +153,10 @@ def test_a_rank_that_computes(ranks: RankPool, transport: str) -> None:
     assert "rank 0: waiting for bucket 0 (w) of step 1 of GradSync #1, called at" in seen.text
     line = line_of("time.sleep(2.5)")
     assert (
-        f"rank 1: at {__file__}:{line} in waiting, after bucket 0 (w) of step 0 of GradSync #2"
+        f"rank 1: at {__file__}:{line} in waiting, from "  # the lines of tests/ranks.py
         in seen.text
     )
+    assert "in _serve, after bucket 0 (w) of step 0 of GradSync #2" in seen.text
 
 
 def test_a_rank_that_opens_something_else(ranks: RankPool) -> None:
@@ -265,6 +269,47 @@ def test_a_rank_that_fails_beside_an_operator(ranks: RankPool, transport: str) -
             )
 
 
+def operator_on_one_rank(group: Any, transport: str) -> list[Any]:
+    """Rank 1 alone calls an operator in its loss, until the step's time is over on the others."""
+    told: list[Any] = [fddp.pmean(W, group)["w"].tolist()]
+    with fddp.GradSync(W, group=group, transport=transport, timeout_s=LATE_S) as sync:
+        rank = sync.rank
+
+        def loss(params: Any) -> torch.Tensor:
+            own = params["w"] * 1.0
+            return (fddp.pmean(own, group) if rank == 1 else own).sum()
+
+        begin_s = time.perf_counter()
+        told.append(ending(lambda: sync.value_and_grad(loss)(W)))
+        told.append(time.perf_counter() - begin_s)
+    for number in (1.0, 2.0):
+        told.append(fddp.pmean(torch.tensor(rank + number), group).item())
+    return told
+
+
+def operator_on_one_process(rank: int, n: int, transport: str) -> list[Any]:
+    group = dist.new_group(list(range(n)))  # others may go on with the default one
+    return operator_on_one_rank(group, transport)
+
+
+def check_operator_on_one_rank(told_of: list[list[Any]]) -> None:
+    for first, seen, took_s, *means in told_of:
+        assert first == W["w"].tolist()
+        assert seen.kinds[0] == "SyncTimeoutError"
+        assert took_s < LATE_S + 5.0  # not the operator's time, which is that of its group
+        assert means == [2.0, 3.0]
+
+
+def test_operators_go_on_after_a_step_that_was_left_half_done() -> None:
+    """All ranks open anew what one has left half way through a call of its own."""
+    check_operator_on_one_rank(fddp.loopback(3, operator_on_one_rank, "auto", timeout_s=60.0))
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_operators_of_processes_go_on_after_it(ranks: RankPool, transport: str) -> None:
+    check_operator_on_one_rank(ranks.run(3, operator_on_one_process, transport))
+
+
 # Calls of one sync that ranks swap
 
 BIG = {"w": torch.ones(3000), "b": torch.ones(5)}
@@ -296,6 +341,53 @@ def swap_calls(rank: int, n: int, transport: Any, deterministic: bool) -> list[E
     return seen
 
 
+CAPS = ("bucket_cap_mb", "first_bucket_mb")
+LEAVES = {f"w{i}": torch.ones(300) for i in range(6)}
+
+
+def swap_amid_buckets(rank: int, n: int, transport: Any) -> list[Ending]:
+    """A rank in a step of six buckets waits for the last one first, whose word it needs."""
+    seen = []
+    for pair in ("step", "set_hook"), ("set_hook", "step"):
+        options: Any = {"transport": transport, **dict.fromkeys(CAPS, 0.0011)}
+        with fddp.GradSync(LEAVES, timeout_s=1.0, **options) as sync:
+            assert len(sync.plan.buckets) == 6
+            calls = {"step": lambda: sync(LEAVES), "set_hook": lambda: sync._engine.set_hook(None)}
+            seen.append(ending(calls[pair[rank % 2]]))
+        dist.barrier()
+    return seen
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_swapped_calls_amid_buckets(ranks: RankPool, transport: str) -> None:
+    for told in ranks.run(3, swap_amid_buckets, transport):
+        for seen in told:
+            assert seen.kinds[0] == "DesyncError", seen
+            assert re.search(
+                "rank 0 all_(reduce|gather) of .*, rank 1 all_(reduce|gather)", seen.text
+            )
+
+
+def swap_on_threads(group: Any, odd: int, seen: dict[int, Ending]) -> None:
+    """A rank ends with its error while others have still to meet theirs."""
+    sync = fddp.GradSync(LEAVES, group=group, **dict.fromkeys(CAPS, 0.0011))
+    calls = [lambda: sync(LEAVES), lambda: sync._engine.set_hook(None)]
+    for call in reversed(calls) if group.rank == odd else calls:
+        seen[group.rank] = ending(call)
+        if seen[group.rank].kinds:
+            return
+
+
+def test_swapped_calls_on_threads_are_told_on_every_rank() -> None:
+    for turn in range(60):
+        seen: dict[int, Ending] = {}
+        fddp.loopback(3, swap_on_threads, turn % 3, seen, timeout_s=5.0)
+        assert [seen[rank].kinds[:1] for rank in range(3)] == [("DesyncError",)] * 3, seen
+        for own in seen.values():
+            assert f"rank {turn % 3} all_" in own.text
+            assert own.text.count(" all_") == 2
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
 def test_swapped_calls_of_one_sync(ranks: RankPool, transport: str, deterministic: bool) -> None:
@@ -305,6 +397,39 @@ def test_swapped_calls_of_one_sync(ranks: RankPool, transport: str, deterministi
             assert seen.kinds[0] == "DesyncError", seen
             assert "rank 0" in seen.text
             assert "rank 1" in seen.text
+
+
+def swap_methods(group: Any) -> list[Ending]:
+    params = {"w": torch.ones(4)}
+    hundreds = {"w": torch.full((4,), 100.0)}
+    seen = []
+    with fddp.GradSync(params, group=group) as sync:
+        step = sync.value_and_grad(lambda params: params["w"].sum())
+        pairs = [
+            (lambda: sync(hundreds), lambda: step(params)),
+            (lambda: sync.reduce_(hundreds), lambda: sync(hundreds)),
+            (lambda: step(params), lambda: sync.update(hundreds, ())),
+        ]
+        for pair in pairs:
+            seen.append(ending(pair[sync.rank % 2]))
+            seen.append(ending(lambda: sync(params)))  # all can go on
+        # A rank that brings nothing may meet any call.
+        call = (lambda: sync(hundreds, weight=0.0)) if sync.rank == 1 else lambda: step(params)[1]
+        assert call()["w"].tolist() == [1.0] * 4
+    return seen
+
+
+def test_swapped_methods_of_one_sync(launch: Launch) -> None:
+    """The same leaves in the same step: only the calls tell that they have nothing in common."""
+    words = [
+        "step 0 is sync(grads) on rank 0 and a step of value_and_grad on rank 1",
+        "step 2 is reduce_(grads) on rank 0 and sync(grads) on rank 1",
+        "step 4 is a step of value_and_grad on rank 0 and update(grads, state) on rank 1",
+    ]
+    for told in launch(3, swap_methods):
+        assert [seen.kinds[:1] for seen in told] == [("DesyncError",), ("no error",)] * 3
+        for text, seen in zip(words, told[::2], strict=True):
+            assert text in seen.text
 
 
 # Failures of operators on a bare group

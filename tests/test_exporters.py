@@ -32,12 +32,13 @@ def train(group: Any, *exporters: Any) -> fddp.Monitor:
         return monitor
 
 
-def make_report(*forward_s: float) -> MonitorReport:
+def make_report(*forward_s: float, first: int = 0, steps: int = 9) -> MonitorReport:
     times = StepTimes((), 1.0, 2.0, 3.0, begun_s=0.5)
     summaries = []
     for rank, own_s in enumerate(forward_s):
         phases_s = {"input": 0.002, "forward": own_s, "wait": 0.1 - own_s}
-        summaries.append(summarize(rank, [StepRecord(n, phases_s, times) for n in range(9)]))
+        numbers = range(first * rank, first * rank + steps)
+        summaries.append(summarize(rank, [StepRecord(n, phases_s, times) for n in numbers]))
     return MonitorReport.of(summaries)
 
 
@@ -171,6 +172,22 @@ def test_the_figure_frames_what_holds_the_others_up() -> None:
         "input", "forward", "wait", "holds the others up"
     ]  # fmt: skip
     assert "rank 1 holds the others up by 50.0 ms a step" in ax.get_title()
-    plain = plot_ranks(make_report(0.01, 0.01)).axes[0]
-    assert plain.get_title() == "steps 0 to 8: no straggler"
-    assert not plain.patches
+
+
+def test_the_figure_says_what_the_report_finds() -> None:
+    alike, few = make_report(0.01, 0.01), make_report(0.01, 0.06, steps=8)
+    parted = make_report(0.01, 0.06, first=9)
+    for report, title in (
+        (
+            alike,
+            "steps 0 to 8: no straggler: no rank takes longer for its own part than the others",
+        ),
+        (few, "steps 0 to 7: no finding: too few steps (8 of 9)"),
+        (parted, parted.finding),
+    ):
+        ax = plot_ranks(report).axes[0]
+        assert ax.get_title().replace("\n", " ") == title
+        assert report.finding in title
+        assert not ax.patches
+    many = plot_ranks(make_report(*[0.01] * 5, *[0.06] * 4)).axes[0].get_title().splitlines()
+    assert [line.count(" holds the others up by 50.0 ms") for line in many] == [1, 1, 1]

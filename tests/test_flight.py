@@ -468,3 +468,39 @@ def test_what_is_no_signal_is_refused(tmp_path: Path, bad: Any) -> None:
 def test_nothing_is_installed_at_import() -> None:
     assert "fddp.flight_dumps" in sys.modules
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def test_torn_files_of_a_directory_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a disk leaves them that was full."""
+    with fddp.dump_flights(tmp_path) as dumps:
+        whole = dumps.write("whole").with_suffix(".json")
+    half = tmp_path / "flight-half.json"
+    half.write_text(whole.read_text()[:40])
+    (tmp_path / "flight-none.json").write_text("")
+    assert main(["flight", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "1 flight of 1 process"
+    assert lines[1].startswith(f"left out: {str(half)!r}: no flight: it is not JSON: ")
+    assert lines[2].startswith(f"left out: {str(tmp_path / 'flight-none.json')!r}: no flight: ")
+    with pytest.raises(SystemExit, match="2"):
+        main(["flight", str(whole), str(half)])
+    assert "flight-half.json': no flight" in capsys.readouterr().err
+
+
+def test_a_rank_that_is_lost_to_a_wrapped_forward_leaves_a_flight(tmp_path: Path) -> None:
+    def run(group: Any) -> str:
+        module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        model = fddp.DistributedDataParallel(module, process_group=group)
+        model(torch.ones(3, 2)).sum().backward()
+        if group.rank == 1:
+            return ""
+        with fddp.dump_flights(tmp_path), pytest.raises(fddp.errors.RankLostError) as caught:
+            model(torch.ones(3, 2))
+        return str(caught.value)
+
+    text = fddp.loopback(2, run)[0]
+    (path,) = tmp_path.glob("*.txt")
+    assert text.endswith(f"; what this process did before is in {str(path)!r}")
+    assert "GradSync #" in path.read_text()

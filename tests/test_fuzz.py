@@ -23,10 +23,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fddp
+from fddp import ext
 from fddp.cli import main
 from fddp.cost import CostModel
 from fddp.flight_log import Flight, FlightLog, FlightOp
 from fddp.plan import LeafSpec, plan_leaves
+from fddp.transports.asking import AskedStore, Asker
 from fddp.transports.descriptors import Door, dial
 from fddp.transports.native import Status, make_arena, make_team, view_arena
 from fddp.transports.neighbours import Council, _is_place, _Search
@@ -276,7 +278,7 @@ def test_what_the_store_of_a_group_holds(payload: bytes) -> None:
     store = torch.distributed.HashStore()
     calls = [RollCall(store, rank, 2) for rank in range(2)]
     for call in calls:
-        call.store = store
+        call.store = AskedStore(store, Asker())
     calls[0].report(Report("timeout", (0, 1)))
     store.set("report/1", payload)
     store.set("alarm", payload)
@@ -387,6 +389,20 @@ def hostile_arguments(rank: int, world_size: int) -> dict[str, int]:
         name = one_input(chance.randbytes(chance.randrange(1, 200)))
         tried[name] = tried.get(name, 0) + 1
     return tried
+
+
+def test_layouts_live_as_long_as_slots_that_are_armed() -> None:
+    """What AddressSanitizer found: the memory of a layout that Python had let go of was read."""
+    module = ext.load()
+    leaves = module.LeafSet([torch.ones(3)])
+    buffer = torch.zeros(3)
+    slot = module.EagerSlot(0, buffer, module.Layout([0], [(3,)], [(1,)], 3), 2.0)
+    leaves.arm(module.BucketMembers([[0]]), [1], [slot], lambda *_: None)
+    del slot
+    others = [module.Layout([0], [(5,)], [(1,)], 5) for _ in range(100)]  # in that memory
+    leaves.leaves[0].sum().backward()
+    assert buffer.tolist() == [2.0, 2.0, 2.0]
+    assert len(others) == 100
 
 
 # The command line

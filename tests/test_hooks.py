@@ -81,6 +81,12 @@ def test_ranks_get_the_same_bits(launch: Launch, hook: Hook[Any]) -> None:
         assert largest_difference(mean, wanted) <= tolerance * largest * 2
 
 
+@pytest.mark.parametrize("hook", HOOKS, ids=name_of)
+def test_four_ranks_get_the_same_bits(hook: Hook[Any]) -> None:
+    """Of sums of more than two numbers the association matters."""
+    assert same_bits([means for means, _ in fddp.loopback(4, steps, hook)])
+
+
 # Against plain references: one leaf, so that the bucket is the leaf
 
 

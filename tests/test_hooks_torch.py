@@ -32,6 +32,7 @@ from fddp.hooks import (
     chain,
     fp16_compress,
 )
+from fddp.methods import Method
 from hook_models import SMALL, grads, late_loss, params
 from models import largest_difference, rand, same_bits
 from ranks import Launch, RankPool
@@ -370,7 +371,7 @@ def test_ranks_at_rest_count_as_zeros_where_they_may() -> None:
         own = torch.tensor([4.0, 6.0])
         hook = TorchHook(None, lambda _, bucket: finished(bucket.buffer() / 2))
         with fddp.GradSync({"w": own}, group=group, hook=hook) as sync:
-            session = sync._engine.open(with_stats=False)
+            session = sync._engine.open(Method.CALL, with_stats=False)
             session.lets_rest = True
             weight = 1.0 - group.rank
             session.begin(TreeContributions(session.setting.program, [own], weight), [own])

@@ -13,9 +13,10 @@ PACKAGE = Path(__file__).parent.parent / "fddp"
 # A package stands for the modules in it.
 LAYERS = {
     "core": """
-        build check containers control cost errors expect flight_log leafspec loss_scale
-        monitor_report optimal parting peaks plan plan_text reducer ride scaling schedule
-        schedule_text simulate spikes stragglers tables timeline topology traces
+        build check containers control cost errors expect flight_log heard leafspec loss_scale
+        methods monitor_report optimal parting peaks phases plan plan_text reading reducer ride
+        scaling schedule schedule_text sides simulate spikes stragglers tables timeline topology
+        traces
     """,
     "edge": """
         arrays digests ext jax_nodes known_trees layout leaves native_ops nonfinite pack
@@ -26,8 +27,8 @@ LAYERS = {
         contributions ddp demo donating engine examples exporters failures flight
         flight_dumps functionalize held hooks info inputs interop judging launch measuring
         meshes monitor observe passing program progress rebuilding reconcile replicas
-        request results session setting sparse sync terms_text testing transforms transports tuning
-        uneven value_and_grad viz
+        request results session setting sparse step_memory sync terms_text testing transforms
+        transports tuning uneven value_and_grad viz waiting
     """,
 }
 LAYER_OF_LISTED = {module: layer for layer, names in LAYERS.items() for module in names.split()}

@@ -79,6 +79,8 @@ def test_what_makes_no_sense(scale: LossScale, options: dict[str, Any], text: st
     ("scale", "all_finite", "options", "text"),
     [
         (LossScale(), None, {}, "all_finite is True or False, got None; pass info.all_finite"),
+        (LossScale(), True, {"growth": "2"}, "growth is a real number, got '2'"),
+        (LossScale(), True, {"most": None}, "most is a real number, got None"),
         (LossScale(), True, {"every": 1.5}, "every is a number of steps, an int, got 1.5"),
         (LossScale(8.0, 1.5), True, {}, "the streak of a loss scale is a number of steps"),
         ((8.0, 1), True, {}, r"scale is a LossScale of two numbers, got \(8.0, 1\)"),

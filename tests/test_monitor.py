@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import fddp
+from fddp.hooks import AllReduce, Bucket, BucketSpec, Future, Hook
 from fddp.monitor_report import MonitorReport
+from fddp.results import Results
+from fddp.schedule import Op
+from fddp.session import Session
 from fddp.stragglers import RankSummary, StepRecord, summarize
 from fddp.timeline import BucketTimes, StepTimes
 from fddp.traces import chrome_trace, steps_from_json, steps_to_json
@@ -38,47 +46,168 @@ class Delayed(torch.autograd.Function):
         return grad
 
 
-def loss(params: Any, x: Tensor, where: str) -> Tensor:
-    if where == "forward":
+@dataclass(frozen=True)
+class Sluggish(Hook[tuple[()]]):
+    """The sum as it is, from a hook that takes its time where `HERE` says so."""
+
+    def init(self, spec: BucketSpec) -> tuple[()]:
+        return ()
+
+    def apply(
+        self, state: tuple[()], bucket: Bucket, all_reduce: AllReduce
+    ) -> Future[tuple[Tensor, tuple[()]]]:
+        pause("hook" if bucket.spec.is_last else "hook in backward")
+
+        def take(total: Tensor) -> tuple[Tensor, tuple[()]]:
+            if bucket.spec.is_last:
+                pause("end of hook")
+            return total, state
+
+        return all_reduce(bucket.buffer.clone()).map(take)
+
+
+HERE = {"where": ""}  # what takes longer on this rank
+PHASE_OF = {
+    "pack": "sync",
+    "unpack": "sync",
+    "pack in backward": "backward",
+    "hook in backward": "hook",
+    "end of hook": "hook",
+    "before a pmean": "forward",
+}
+
+
+def pause(where: str) -> None:
+    if HERE["where"] == where:
         time.sleep(DELAY_S)
+
+
+def slow_parts() -> ExitStack:
+    """Packing and unpacking pause, too."""
+    fill, take = Session._fill, Results.unpack
+
+    def filled(session: Session, buffer: Tensor, position: int, op: Op) -> None:
+        is_last = op.bucket == session.setting.program.schedule.sequence[-1]
+        pause("pack" if is_last else "pack in backward")
+        fill(session, buffer, position, op)
+
+    def taken(results: Results, position: int, bucket: int, *args: Any) -> None:
+        if bucket == 0:
+            pause("unpack")
+        take(results, position, bucket, *args)
+
+    with ExitStack() as patched:
+        patched.enter_context(mock.patch.object(Session, "_fill", filled))
+        patched.enter_context(mock.patch.object(Results, "unpack", taken))
+        return patched.pop_all()
+
+
+def loss(params: Any, x: Tensor) -> Tensor:
+    pause("forward")
     value = mlp_loss(params, x)
-    return Delayed.apply(value) if where == "backward" else value
+    pause("before a pmean")
+    if HERE["pmean"]:
+        # Ranks that wait here for another's input or forward are not slow themselves.
+        value = value + 0.0 * fddp.pmean(x.sum())
+    return Delayed.apply(value) if HERE["where"] == "backward" else value
 
 
 def watched(rank: int, world_size: int, transport: str, cases: Sequence[tuple[int, str]]) -> Any:
-    found = []
-    with fddp.GradSync(mlp(), transport=transport) as sync:
+    return [watched_once(rank, transport, slow, where) for slow, where in cases]
+
+
+def watched_once(rank: int, transport: str, slow: int, where: str) -> Any:
+    hook = Sluggish() if "hook" in where else None
+    HERE.update(where="", pmean="pmean" if "pmean" in where else "")
+    with (
+        fddp.GradSync(mlp(), transport=transport, first_bucket_mb=1e-4, hook=hook) as sync,
+        slow_parts(),
+    ):
         assert sync.transport == transport
+        assert len(sync.plan.buckets) > 1
         step = sync.value_and_grad(loss, with_info=True)
-        step(mlp(), batch(rank, 0), "")
-        for slow, where in cases:
-            monitor = fddp.Monitor(sync)
-            for number in range(STEPS):
-                if (slow, where) == (rank, "input"):
-                    time.sleep(DELAY_S)
-                with monitor.phase("update"):
-                    if (slow, where) == (rank, "update"):
-                        time.sleep(DELAY_S)
-                _, _, info = step(mlp(), batch(rank, number), where if slow == rank else "")
-                monitor.observe(info)
-            report = monitor.report()
-            found.append((slow, where, report.straggler, str(report)))
-    return found
+        step(mlp(), batch(rank, 0))
+        HERE["where"] = where if slow == rank else ""
+        monitor = fddp.Monitor(sync)
+        for number in range(STEPS):
+            pause("input")
+            with monitor.phase("update"):
+                pause("update")
+            _, _, info = step(mlp(), batch(rank, number))
+            monitor.observe(info)
+        report, trace = monitor.report(), monitor.trace()
+    return slow, where, report.straggler, str(report), trace
 
 
 @pytest.mark.parametrize(("transport", "world_size"), [("shm", 3), ("c10d", 2)])
 def test_a_delay_is_attributed_to_its_rank_and_phase(
     ranks: RankPool, transport: str, world_size: int
 ) -> None:
-    cases = [(1, "input"), (0, "forward"), (world_size - 1, "backward"), (0, "update")]
+    last = world_size - 1
+    cases = [(1, "input"), (0, "forward"), (last, "backward"), (0, "update"), (1, "pack")]
+    cases += [(0, "pack in backward"), (last, "unpack"), (1, "hook"), (0, "hook in backward")]
+    cases += [(last, "end of hook"), (1, "before a pmean")]
     told = ranks.run(world_size, watched, transport, cases)
     for found in told:
-        for slow, where, straggler, text in found:
-            assert straggler is not None, text
-            assert (straggler.rank, straggler.phase) == (slow, where), text
+        for slow, where, straggler, text, trace in found:
+            assert straggler is not None, f"{where}: {text}"
+            phase = PHASE_OF.get(where, where)
+            assert (straggler.rank, straggler.phase) == (slow, phase), f"{where}: {text}"
             assert straggler.behind_s > DELAY_S / 2, text
+            assert straggler.phase_behind_s > DELAY_S / 2, text
             assert f"rank {slow} holds the others up by" in text
-    assert [case[3] for case in told[0]] == [case[3] for case in told[1]], "the same on all ranks"
+            names = [e["name"] for e in check_events(trace) if e["pid"] == slow]
+            assert ("hook" in names) == ("hook" in where)
+            assert set(names) >= {"input", "forward", "backward", "sync"}
+    assert [case[3:] for case in told[0]] == [case[3:] for case in told[1]], "alike on all ranks"
+
+
+def wrapped(rank: int, world_size: int, cases: Sequence[tuple[int, str]]) -> Any:
+    found = []
+    for slow, where in cases:
+        model = fddp.DistributedDataParallel(Slow())
+        assert model.sync_info is None
+        HERE["where"] = where if slow == rank else ""
+        monitor = fddp.Monitor(model)
+        for number in range(STEPS + 5):  # beyond those that DDP's log takes
+            with model.no_sync():
+                model(batch(rank, number)).square().mean().backward()
+            if number:
+                monitor.observe(model.sync_info)  # no news: passed over
+            model(batch(rank, number)).square().mean().backward()
+            monitor.observe(model.sync_info)
+        assert [record.step for record in monitor.steps] == list(range(STEPS + 5))
+        found.append((slow, where, monitor.report()))
+    return found
+
+
+class Slow(torch.nn.Linear):
+    """Has its forward or backward pass take longer."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pause("forward")
+        value = super().forward(x)
+        return Delayed.apply(value) if HERE["where"] == "backward" else value
+
+
+def test_delays_of_wrapped_modules_are_attributed(ranks: RankPool) -> None:
+    for found in ranks.run(2, wrapped, [(1, "forward"), (0, "backward")]):
+        for slow, where, report in found:
+            straggler, text = report.straggler, str(report)
+            assert straggler is not None, text
+            # What micro-batches before the last take is in "input".
+            assert straggler.rank == slow, text
+            behind_s = {
+                phase: report.ranks[slow].phases[phase].median_s
+                - report.ranks[1 - slow].phases[phase].median_s
+                for phase in ("input", where)
+            }
+            assert min(behind_s.values()) > DELAY_S / 2, text
+            assert straggler.phase in behind_s
+            assert straggler.behind_s > 1.5 * DELAY_S, text
 
 
 def record_of(step: int, phases_s: dict[str, float]) -> StepRecord:
@@ -114,7 +243,7 @@ def test_phases_add_up_to_the_time_between_ends_of_steps() -> None:
     assert [record.step for record in monitor.steps] == list(range(5))
     assert "input" not in monitor.steps[0].phases_s
     for before, record in zip(monitor.steps, monitor.steps[1:], strict=False):
-        assert list(record.phases_s) == ["input", "forward", "backward", "wait"]
+        assert list(record.phases_s) == ["input", "forward", "backward", "sync", "wait"]
         took_s = record.times.end_s - before.times.end_s
         assert sum(record.phases_s.values()) == pytest.approx(took_s)
         assert all(s >= 0.0 for s in record.phases_s.values())
@@ -139,7 +268,8 @@ def test_named_phases_belong_to_the_step_that_follows() -> None:
             return monitor.steps
 
     steps = fddp.loopback(1, run)[0]
-    assert list(steps[2].phases_s) == ["update", "loading", "input", "forward", "backward", "wait"]
+    names = ["update", "loading", "input", "forward", "backward", "sync", "wait"]
+    assert list(steps[2].phases_s) == names
     assert steps[2].phases_s["loading"] >= 0.01 > steps[2].phases_s["input"]
 
 
@@ -220,6 +350,30 @@ def test_options_that_make_no_sense(options: dict[str, Any], kind: str) -> None:
     assert fddp.loopback(1, lambda g: ending(lambda: fddp.Monitor(g, **options)).kinds[0]) == [kind]
 
 
+def test_ranks_make_their_monitors_alike() -> None:
+    def run(group: Any) -> list[str]:
+        def made(**options: Any) -> str:
+            return ending(lambda: fddp.Monitor(group, **options)).text
+
+        return [
+            made(every=3 - group.rank),
+            made(every=None if group.rank else 3),
+            made(every=3, window=9 * (1 - group.rank)),
+            made(every=3, window=4 + group.rank),
+        ]
+
+    one, two = fddp.loopback(2, run)
+    assert one[:3] == [
+        "Monitor on rank 0 of 2: every is 3 on rank 0 and 2 on rank 1; pass the same on every rank",
+        "Monitor on rank 0 of 2: every is 3 on rank 0 and None on rank 1; pass the same on every "
+        "rank",
+        "Monitor on rank 0 of 2: rank 1 passed an argument that it can't take",
+    ]
+    assert [text.replace("on rank 1 of", "on rank 0 of") for text in two[:2]] == one[:2]
+    assert two[2] == "window must be 1 or more, got 0"
+    assert one[3] == two[3] == ending(lambda: None).text
+
+
 def test_what_can_not_be_observed_is_told() -> None:
     def run(group: Any) -> list[str]:
         sync = fddp.GradSync(mlp(), group=group)
@@ -283,6 +437,54 @@ def test_rounds_without_input_are_observed_too() -> None:
     assert fddp.loopback(2, run) == [[1, 1, 3, 3]] * 2
 
 
+def test_who_waits_between_steps_is_not_slow() -> None:
+    """In the votes of `uneven` and in operators, with names of phases or without."""
+
+    def run(group: Any) -> Any:
+        def inputs() -> Iterator[Tensor]:
+            for number in range(STEPS):
+                time.sleep(DELAY_S * group.rank)
+                yield batch(0, number)
+
+        with fddp.GradSync(mlp(), group=group) as sync:
+            step, monitor = sync.value_and_grad(mlp_loss, with_info=True), fddp.Monitor(sync)
+            for x in fddp.uneven(inputs(), sync):
+                with monitor.phase("metrics"):
+                    time.sleep(DELAY_S * group.rank)
+                    with monitor.phase("mean"):
+                        fddp.pmean(torch.ones(3), group)
+                monitor.observe(step(mlp(), x)[2])
+            return monitor.steps, monitor.report()
+
+    told = fddp.loopback(2, run)
+    for steps, _ in told:
+        for before, record in itertools.pairwise(steps):
+            took_s = record.times.end_s - before.times.end_s
+            assert sum(record.phases_s.values()) == pytest.approx(took_s)
+    quick, slow = (rank.phases for rank in told[0][1].ranks)
+    assert slow["input"].median_s >= DELAY_S
+    assert slow["metrics"].median_s >= DELAY_S
+    assert quick["wait"].median_s > DELAY_S
+    # Where votes and means counted as the rank's own, these would be as long as its waits.
+    assert quick["input"].median_s < DELAY_S / 2.0
+    assert quick["mean"].median_s < DELAY_S / 2.0
+
+
+def test_steps_of_several_syncs_may_be_observed_by_one_monitor() -> None:
+    """A critic and a generator, whose steps have numbers of their own."""
+
+    def train(group: Any) -> tuple[int, int]:
+        params = {"w": torch.ones(3)}
+        with fddp.GradSync(params, group=group) as often, fddp.GradSync(params, group=group) as now:
+            monitor = fddp.Monitor(group, window=4)
+            for sync in [often] * 9 + [now] * 2:
+                monitor.observe(sync(params, with_info=True)[1])
+            (own, _) = monitor.report().ranks
+            return own.first, own.last
+
+    assert fddp.loopback(2, train) == [(7, 1)] * 2
+
+
 def test_a_rank_in_another_call_is_told() -> None:
     def run(group: Any) -> Any:
         monitor = fddp.Monitor(group)
@@ -321,8 +523,10 @@ def test_a_report_shows_phases_buckets_and_the_finding() -> None:
     ]
     assert json.loads(report.to_json())["stragglers"][0][:2] == [1, "forward"]
     alone = MonitorReport.of([rank(0, 0.010)])
-    assert str(alone).endswith(
-        "no straggler: until its backward ends, no rank takes longer than the others"
+    assert str(alone).endswith("no straggler: there is one rank")
+    alike = [rank(0, 0.010), rank(1, 0.010)]
+    assert MonitorReport.of(alike).finding == (
+        "no straggler: no rank takes longer for its own part than the others"
     )
 
 
@@ -352,12 +556,18 @@ def check_events(text: str) -> list[dict[str, Any]]:
             assert isinstance(event["cat"], str)
             spans.append(event)
     for lane in {(event["pid"], event["tid"]) for event in spans}:
-        ends = 0.0
+        open_until: list[float] = []
         for event in sorted(
-            (e for e in spans if (e["pid"], e["tid"]) == lane), key=lambda e: e["ts"]
+            (e for e in spans if (e["pid"], e["tid"]) == lane), key=lambda e: (e["ts"], -e["dur"])
         ):
-            assert event["ts"] >= ends - 1e-2, "spans of a thread nest, or follow each other"
-            ends = event["ts"] + event["dur"]
+            while open_until and open_until[-1] <= event["ts"] + 1e-2:
+                open_until.pop()
+            end = event["ts"] + event["dur"]
+            if open_until:
+                # Collectives follow each other; of two that end together, one may have no length.
+                assert event["name"] in ("hook", "wait") if event["tid"] == 0 else not event["dur"]
+                assert end <= open_until[-1] + 1e-2, "spans of a thread nest, or follow each other"
+            open_until.append(end)
     return spans
 
 
@@ -373,7 +583,7 @@ def test_a_trace_holds_all_ranks_and_steps() -> None:
     assert {span["args"]["step"] for span in spans} == {2, 3, 4, 5}
     for rank in (0, 1):
         names = [s["name"] for s in spans if s["pid"] == rank and s["args"]["step"] == 5]
-        assert {"input", "forward", "backward", "wait", "bucket 0"} <= set(names)
+        assert {"input", "forward", "backward", "sync", "bucket 0"} <= set(names)
     assert all(span["args"]["bytes"] > 0 for span in spans if span["tid"] == 1)
 
 
@@ -398,11 +608,12 @@ def test_clocks_are_set_by_the_ends_of_collectives() -> None:
 
 def test_steps_travel_as_they_are() -> None:
     monitor, _ = fddp.loopback(1, lambda group: train(group, 3))[0]
-    read = steps_from_json(steps_to_json(monitor.steps))
+    read = steps_from_json(steps_to_json(monitor.steps), 0)
     for one, two in zip(read, monitor.steps, strict=True):
         assert (one.step, one.phases_s) == (two.step, two.phases_s)
         assert one.times.buckets == two.times.buckets
         assert one.times.begun_s == two.times.begun_s
+        assert (one.times.waits, one.times.hooks) == (two.times.waits, two.times.hooks)
     assert check_events(chrome_trace({})) == []
 
 

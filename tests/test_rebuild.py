@@ -19,6 +19,7 @@ import fddp
 from fddp import hooks
 from fddp.contributions import TreeContributions
 from fddp.engine import Engine
+from fddp.methods import Method
 from fddp.testing import param_trees
 from fddp.tree import flatten
 from models import batch, largest_difference, mean_gradients, mlp, mlp_loss, same_bits
@@ -329,7 +330,7 @@ def test_what_was_made_of_the_old_one_says_where_to_go() -> None:
 
 
 def carry_step(engine: Engine, factor: float) -> None:
-    session = engine.open(with_stats=False)
+    session = engine.open(Method.CALL, with_stats=False)
     leaves = [leaf * factor for leaf in flatten(mlp())[0]]
     session.begin(TreeContributions(engine.program, leaves, 1.0), leaves)
     engine.close(session)

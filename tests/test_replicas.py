@@ -22,6 +22,7 @@ from test_broadcast import NAMES, rank_of
 from test_errors import Ending, ending
 
 WORDS = 2**64
+W = torch.ones(3)
 
 
 @pytest.fixture(params=["shm", "c10d", "loopback"])
@@ -335,10 +336,55 @@ def test_a_tree_that_cannot_be_read(case: str) -> None:
     assert text in told.text
 
 
-@pytest.mark.parametrize("every", [0, -1, True, 0.5])
-def test_a_period_that_is_no_number(every: Any) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        fddp.check_replicas({}, every=every)
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("every", 0, "every=0 must be a number of steps above 0"),
+        ("every", -1, "every=-1 must be a number of steps above 0"),
+        ("every", True, "every=True must be an int"),
+        ("every", "3", "every='3' must be an int"),
+        ("step", None, "step=None must be an int"),
+        ("step", 2.0, "step=2.0 must be an int"),
+    ],
+)
+def test_periods_that_are_no_numbers(name: str, value: Any, told: str) -> None:
+    """On one rank, whose check the others would wait for."""
+
+    def run(group: Any) -> Ending:
+        numbers = {"every": 2, "step": 4, **({name: value} if group.rank == 1 else {})}
+        seen = ending(lambda: fddp.check_replicas({"w": W}, group, **numbers))
+        fddp.check_replicas({"w": W}, group)  # the group goes on
+        return seen
+
+    first, second = fddp.loopback(2, run)
+    assert second.kinds[0] in ("TypeError", "ValueError")
+    assert told in second.text
+    assert first.kinds[0] == "PeerError"
+    assert f"rank 1 can't take part: {second.kinds[0]}: check_replicas: {told}" in first.text
+
+
+@pytest.mark.parametrize("numbers", [{"every": 3}, {"step": 12}], ids=str)
+@pytest.mark.parametrize("moves", [False, True])
+def test_ranks_at_different_checks(numbers: dict[str, int], moves: bool) -> None:
+    """Whether or not what they hold has the same bits."""
+
+    def run(group: Any) -> fddp.DesyncError:
+        own = {"every": 2, "step": 6, **(numbers if group.rank == 1 else {})}
+        tree = {"w": torch.tensor(float(group.rank * moves))}
+        with pytest.raises(fddp.DesyncError) as caught:
+            fddp.check_replicas(tree, group, **own)
+        fddp.check_replicas({"w": W}, group, every=2, step=6)
+        return caught.value
+
+    theirs = {"every": 2, "step": 6, **numbers}
+    for rank, error in enumerate(fddp.loopback(3, run)):
+        own = theirs if rank == 1 else {"every": 2, "step": 6}
+        assert f"check_replicas of 1 leaf at step {own['step']}, every={own['every']}" in str(error)
+        assert (
+            f"ranks 0 and 2 at step 6, every=2; rank 1 at step {theirs['step']}, "
+            f"every={theirs['every']}; pass the same step and the same every" in str(error)
+        )
+        assert (error.path, error.ranks) == ("", (1,))
 
 
 def in_grad(tree: Any, group: Any) -> None:

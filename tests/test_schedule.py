@@ -26,7 +26,7 @@ from fddp.ride import with_own_word
 from fddp.schedule import CONTROL_REGION, Op, Region, Schedule, Topology, chunk
 from models import batch, mlp, mlp_loss
 from ranks import Launch
-from test_check import chains, right_chains
+from schedules import chains, right_chains
 
 WORLD = Topology(world=2)
 

@@ -141,7 +141,7 @@ class Plain:
         """By the formula of a ring, from the bytes that the rank itself holds."""
         n, alpha_s, beta, _ = self.link(op.axes)
         if op.kind == "control":
-            nbytes = 8.0 * (8 + len(self.schedule.plan.buckets) + len(self.schedule.plan.order))
+            nbytes = 8.0 * (11 + len(self.schedule.plan.buckets) + len(self.schedule.plan.order))
         else:
             places = dict(
                 zip(
@@ -351,9 +351,10 @@ def test_the_word_rides_at_the_cost_of_its_bytes() -> None:
         "all_reduce 0",
         "all_reduce 1",
     ]
-    # Two limbs of the fingerprint, 92 of each weight, four counts, two buckets and two leaves.
+    # Two limbs of the fingerprint, 92 of each weight, five counts, three of the method, two
+    # buckets and two leaves.
     timeline = simulate(riding, CostModel(0.0, 1e-9), ready_s)
-    assert timeline.step_s == pytest.approx(0.011 + 4e-9 * (2 + 92 + 92 + 5 + 2 + 2), abs=1e-12)
+    assert timeline.step_s == pytest.approx(0.011 + 4e-9 * (2 + 92 + 92 + 5 + 3 + 2 + 2), abs=1e-12)
 
 
 def test_overlap_slows_what_runs_beside_backward() -> None:
@@ -365,10 +366,10 @@ def test_overlap_slows_what_runs_beside_backward() -> None:
     assert (last.launch_s, last.start_s) == (pytest.approx(0.010), first.end_s)
     assert last.end_s == pytest.approx(0.01125)
     assert control.launch_s == 0.010
-    assert timeline.step_s == control.end_s == pytest.approx(0.01125 + 96e-9)
+    assert timeline.step_s == control.end_s == pytest.approx(0.01125 + 120e-9)
     assert timeline.hidden_s == pytest.approx(0.003)
-    assert timeline.communication_s == pytest.approx(0.00425 + 96e-9)
-    assert timeline.exposed_s == pytest.approx(0.00125 + 96e-9)
+    assert timeline.communication_s == pytest.approx(0.00425 + 120e-9)
+    assert timeline.exposed_s == pytest.approx(0.00125 + 120e-9)
 
 
 def test_leaves_without_a_gradient_hold_nothing_up() -> None:
@@ -428,9 +429,10 @@ def test_jitter_is_drawn_from_its_seed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((-0.1,), "spread must be finite and at least 0, got -0.1"),
+        ((-0.1,), "spread must be from 0 to 10, got -0.1"),
+        ((10.5,), "spread must be from 0 to 10, got 10.5"),
         ((0.0, 2.0), r"straggler_rate must be in \[0, 1\], got 2.0"),
-        ((0.0, 0.1, 0.0), "straggler_factor must be finite and above 0, got 0.0"),
+        ((0.0, 0.1, 0.0), r"straggler_factor must be above 0 and at most 1e\+09, got 0.0"),
         ((math.nan,), "spread must be"),
     ],
 )
@@ -459,6 +461,7 @@ def test_ten_thousand_ranks() -> None:
         ([0.1, -0.5], r"leaf 1 \('b'\) has -0.5"),
         ([math.inf, 0.1], r"leaf 0 \('a'\) has inf"),
         ([-math.inf, 0.1], r"leaf 0 \('a'\) has -inf"),
+        ([0.1, 1e10], r"must be from 0 to 1e\+09, .* leaf 1 \('b'\) has 10000000000.0"),
         ({"a": 0.1}, "has 1 paths; the plan of 2 leaves needs 'b' and 0 more"),
         ({"a": 0.1, "b": 0.1, "c": 0.1}, "the plan of 2 leaves does not know 'c'"),
     ],

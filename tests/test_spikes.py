@@ -161,6 +161,8 @@ def test_options_that_make_no_sense(options: dict[str, float], text: str) -> Non
         ({"grad_norm": None}, "a norm is a real number, got a NoneType; pass SyncInfo.grad_norm"),
         ({"grad_norm": True}, "a norm is a real number, got a bool"),
         ({"window": 128.0}, r"window is a number of norms, an int, got 128\.0"),
+        ({"deviations": "6"}, "deviations is a real number, got '6'"),
+        ({"least_factor": True}, "least_factor is a real number, got True"),
         ({"warmup": True}, "warmup is a number of norms, an int, got True"),
         ({"history": (0.0,)}, "history is a NormHistory, got a tuple; begin with NormHistory"),
         ({"history": NormHistory(("1",))}, "history holds floats, got a str at position 0"),
@@ -171,10 +173,18 @@ def test_what_is_of_another_type(options: dict[str, Any], text: str) -> None:
         check_norm(**{"history": NormHistory(), "grad_norm": 1.0, **options})
 
 
-@pytest.mark.parametrize("odd", [math.nan, math.inf])
+@pytest.mark.parametrize("odd", [math.nan, math.inf, 710.0, -745.0])
 def test_a_history_in_which_nothing_would_be_a_spike_is_refused(odd: float) -> None:
-    with pytest.raises(ValueError, match=f"finite logarithms, got {odd} at position 1"):
+    with pytest.raises(ValueError, match=f"logarithms of norms, got {odd} at position 1"):
         check_norm(NormHistory((0.0, odd)), 1.0)
+
+
+def test_a_history_that_was_loaded_as_tensors() -> None:
+    history, _ = after([1.0, 1.1, 0.9, 1.0, 1.2])
+    tensors = NormHistory(tuple(map(torch.tensor, history.logs)))
+    same, verdict = check_norm(tensors, 8.0, **QUICK)
+    assert verdict.is_spike is True
+    assert all(type(log) is float for log in same.logs)
 
 
 def test_a_norm_beyond_floats_is_infinite() -> None:

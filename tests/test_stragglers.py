@@ -165,4 +165,4 @@ def test_a_spread_is_robust_and_travels(seconds: list[float]) -> None:
     spread = Spread.of(seconds)
     assert min(seconds) <= spread.median_s <= max(seconds) == spread.most_s
     summary = summary_of(3, [{"forward": s} for s in seconds])
-    assert RankSummary.from_json(summary.to_json()) == summary
+    assert RankSummary.from_json(summary.to_json(), 3) == summary

@@ -270,7 +270,9 @@ def close_on_rank(group: Group) -> None:
         lambda: transport.exchange(b"more"),
     ]
     for use in uses:
-        with pytest.raises(ClosedError, match=r"is closed \(close\(\) was called\); open a new"):
+        with pytest.raises(
+            ClosedError, match=r"is closed \(close\(\) was called\); make what uses"
+        ):
             use()
 
 

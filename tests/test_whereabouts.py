@@ -200,7 +200,7 @@ def answer_after_an_error(rank: int, n: int) -> str:
 
 def test_an_error_that_passes_silences_nobody(ranks: RankPool) -> None:
     heard, _ = ranks.run(2, answer_after_an_error)
-    assert "in answer_after_an_error, after " in heard
+    assert "in answer_after_an_error, from " in heard
 
 
 def go_on_after_the_end(rank: int, n: int) -> tuple[bool, bool]:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fddp.agree import exchange, leaf_details, leaf_difference
+from fddp.agree import LEAF_DETAILS, exchange, leaf_details, leaf_difference
 from fddp.arrays import leaf_specs
 from fddp.errors import PlanMismatchError, TransformError
+from fddp.failures import text_of
+from fddp.heard import Form
 from fddp.inputs import check_no_transform, outside_transforms
 from fddp.interop.foreign import adapted
 from fddp.leafspec import LeafSpec
@@ -24,6 +26,8 @@ AT_ONCE_BYTES = 250 * 1024 * 1024
 
 # The same where values are written over those that are there.
 _WRITTEN_AT_ONCE_BYTES = 32 * 1024 * 1024
+
+_TOLD: Form = (str, object, LEAF_DETAILS)  # what is wrong, source, leaves
 
 
 def broadcast(
@@ -96,8 +100,8 @@ def _specs(paths: Sequence[str], leaves: Sequence[Any]) -> list[LeafSpec]:
 def _check_alike(
     transport: Transport, details: list[list[object]], src: int, failure: Exception | None
 ) -> None:
-    problem = f"{type(failure).__name__}: {failure}" if failure else ""
-    told = exchange(transport, [problem, None if failure else src, details])
+    problem = text_of(failure) if failure else ""
+    told = exchange(transport, [problem, None if failure else src, details], _TOLD)
     for rank, (theirs_problem, theirs_src, theirs) in enumerate(told):
         if theirs_problem:
             raise PlanMismatchError(f"rank {rank} can't take part: {theirs_problem}") from failure

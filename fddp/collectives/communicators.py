@@ -11,7 +11,6 @@ destroyed groups.
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fddp.agree import exchange
 from fddp.collectives.memory import Memory
 from fddp.collectives.of_groups import OfGroups, is_destroyed
 from fddp.collectives.outside import outside_tracing
@@ -195,7 +195,7 @@ class Communicator:
             text_of(problem) if problem else "",
             self.begun,
         ]
-        told = [json.loads(text) for text in self.transport.exchange(json.dumps(mine).encode())]
+        told = exchange(self.transport, mine, (str, int, str, int))
         if problem is not None:
             raise problem
         for rank, theirs in enumerate(told):
@@ -250,6 +250,8 @@ def communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> Co
         return Communicator(group, mesh=mesh)  # which says what is missing
     known = _of_groups.of(key)
     found = known.get(span.topology)
+    if found is not None:
+        found.transport.slot.desk.settle()
     if found is None or found.closed is not None:
         begun = 0 if found is None else found.begun
         found = known[span.topology] = Communicator(group, mesh=mesh, _begun=begun)

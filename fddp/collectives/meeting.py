@@ -22,6 +22,7 @@ import torch
 
 from fddp.errors import DesyncError, FddpError, PeerError
 from fddp.failures import text_of
+from fddp.heard import Form, OneOf, nonsense, read
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +34,23 @@ if TYPE_CHECKING:
 
 _WORD = 4  # fingerprint, number, position, whether it failed
 _LENGTH_BYTES = 8
+_MOST_BYTES = 2**31  # of what one rank says; more is taken for nonsense
+
+_DETAILS: Form = (
+    str,  # operator
+    OneOf(((), ([str], int))),  # who takes part; empty for `check_replicas`
+    int,
+    bool,
+    [(str, [int], str, str)],  # leaves
+    [[int]],  # buckets
+)
+_CALL: dict[str, Form] = {
+    "text": str,
+    "details": _DETAILS,
+    "roles": [str],
+    "call": (int, int),
+}
+_TOLD = OneOf(({"error": str, "text": str}, _CALL, {**_CALL, "digests": [int], "when": str}))
 
 
 class Meeting(NamedTuple):
@@ -255,13 +273,22 @@ def _exchange(
     payload = json.dumps(mine, default=str).encode()
     lengths = _gather(communicator, place, what, len(payload).to_bytes(_LENGTH_BYTES, "big"))
     sizes = [int.from_bytes(text, "big") for text in lengths]
+    if max(sizes) > _MOST_BYTES:
+        raise DesyncError(
+            f"{what}: ranks are to tell what they call in {sizes} bytes, which makes no sense; run "
+            f"the same version of fddp on every rank"
+        )
     texts = _gather(communicator, place, what, payload.ljust(max(sizes), b"\0"))
     ranks: Sequence[int] = range(place.size)
     if place.axes and communicator.topology is not None:
         ranks = communicator.topology.group(place.axes, communicator.rank)
-    return {
-        rank: json.loads(text[:size]) for rank, text, size in zip(ranks, texts, sizes, strict=True)
-    }
+    told = {}
+    for rank, text, size in zip(ranks, texts, sizes, strict=True):
+        try:
+            told[rank] = read(text[:size], _TOLD)
+        except ValueError as error:
+            raise nonsense(rank, what, error) from error
+    return told
 
 
 def _gather(communicator: Communicator, place: Place, what: str, payload: bytes) -> list[bytes]:

@@ -14,6 +14,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from fddp.launch import launch
+from fddp.leafspec import MAX_COUNT
+from fddp.plan_text import MIB
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -139,6 +141,16 @@ def positive(text: str) -> float:
         value = math.nan
     if not 0.0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
+
+
+def cap(text: str) -> float:
+    """A cap of buckets in MiB."""
+    value = positive(text)
+    if not 1 <= value * MIB <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(
+            f"must be a cap of at least one byte and below 2**63, in MiB, got {text!r}"
+        )
     return value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from fddp.commands.common import Commands, Printer, add_ranks, launched, positive, require, whole
+from fddp.commands.common import Commands, Printer, add_ranks, cap, launched, require, whole
 
 if TYPE_CHECKING:
     from fddp.demo.rank import Options
@@ -31,7 +31,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--bucket-cap-mb",
-        type=positive,
+        type=cap,
         default=0.25,
         metavar="MIB",
         help="size at which a bucket is closed, in MiB (default: %(default)s)",

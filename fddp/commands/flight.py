@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from fddp.commands.common import CallError, Commands
@@ -31,15 +32,38 @@ def add(commands: Commands) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    paths = [path for source in args.source for path in _files(source)]
-    flights = [_read(path) for path in paths]
-    print(f"{len(flights)} flights of {len({(f.host, f.pid) for f in flights})} processes")
+    paths, flights, torn = _all(args.source)
+    processes = len({(f.host, f.pid) for f in flights})
+    counted = f"{len(flights)} flight{'s' if len(flights) > 1 else ''}"
+    print(f"{counted} of {processes} process{'es' if processes > 1 else ''}")
+    for problem in torn:
+        print(f"left out: {problem}")
     for parting in partings(flights):
         print(f"\n{parting.text}")
     if args.all:
         for path, flight in zip(paths, flights, strict=True):
             print(f"\n{path}\n{flight}")
     return 0
+
+
+def _all(sources: Sequence[Path]) -> tuple[list[Path], list[Flight], list[CallError]]:
+    """The files, the flight of each, and what is wrong with those of directories that are torn: a
+    disk that was full is no reason to say nothing of the others."""
+    paths, flights, torn = [], [], []
+    for source in sources:
+        for path in _files(source):
+            try:
+                flight = _read(path)
+            except CallError as error:
+                if path is source:
+                    raise
+                torn.append(error)
+            else:
+                paths.append(path)
+                flights.append(flight)
+    if not flights:
+        raise torn[0]
+    return paths, flights, torn
 
 
 def _files(source: Path) -> list[Path]:

@@ -9,9 +9,9 @@ from fddp.commands.common import (
     CallError,
     Commands,
     Printer,
+    cap,
     output,
     output_or_stdout,
-    positive,
     require,
 )
 from fddp.commands.sources import SOURCE_HELP, is_plan_file, load_plan
@@ -36,13 +36,13 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--bucket-cap-mb",
-        type=positive,
+        type=cap,
         metavar="MIB",
         help="size at which a bucket is closed, in MiB (default: 25)",
     )
     parser.add_argument(
         "--first-bucket-mb",
-        type=positive,
+        type=cap,
         metavar="MIB",
         help="the same for the first bucket (default: 1)",
     )

@@ -16,6 +16,7 @@ from fddp.commands.common import (
     CallError,
     Commands,
     Printer,
+    cap,
     output,
     output_or_stdout,
     positive,
@@ -276,10 +277,7 @@ def _is_time(value: object) -> bool:
 
 
 def _caps(text: str) -> tuple[float, ...]:
-    caps_mb = tuple(dict.fromkeys(positive(part) for part in text.split(",")))
-    if min(caps_mb) * MIB < 1.0:
-        raise argparse.ArgumentTypeError(f"must be caps of at least one byte, got {text!r}")
-    return caps_mb
+    return tuple(dict.fromkeys(map(cap, text.split(","))))
 
 
 def _jitter(text: str) -> Jitter:

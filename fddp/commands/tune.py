@@ -11,10 +11,10 @@ from fddp.commands.common import (
     Commands,
     Printer,
     add_ranks,
+    cap,
     launched,
     output,
     output_or_stdout,
-    positive,
     require,
     whole,
 )
@@ -68,7 +68,7 @@ def add(commands: Commands) -> None:
     add_ranks(parser, _MAX_RANKS)
     parser.add_argument(
         "--bucket-cap-mb",
-        type=positive,
+        type=cap,
         default=25.0,
         metavar="MIB",
         help="cap of the plan to start from, in MiB (default: %(default)s)",

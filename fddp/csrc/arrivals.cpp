@@ -21,12 +21,12 @@ namespace {
 // The clock of Python's time.perf_counter.
 double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
+}  // namespace
+
 double plus(double bound, double peak) {
   if (std::isinf(bound) || std::isinf(peak)) return std::numeric_limits<double>::infinity();
   return std::min(bound + peak, std::numeric_limits<double>::max());
 }
-
-}  // namespace
 
 Arrivals::Arrivals(std::vector<at::Tensor> leaves) : leaves_(std::move(leaves)) {
   counts_.resize(leaves_.size(), 0);
@@ -249,6 +249,7 @@ void Arrivals::wait_for_streams(int64_t bucket) {
 
 void bind_arrivals(py::module_& m) {
   using namespace fddp;
+  m.def("plus", &plus, py::arg("bound"), py::arg("peak"));
   py::class_<BucketMembers, std::shared_ptr<BucketMembers>>(m, "BucketMembers")
       .def(py::init([](std::vector<std::vector<int64_t>> leaves) {
              return std::make_shared<BucketMembers>(BucketMembers{std::move(leaves)});
@@ -261,11 +262,10 @@ void bind_arrivals(py::module_& m) {
            }),
            py::arg("together"), py::arg("layout"), py::arg("early"));
   py::class_<EagerSlot>(m, "EagerSlot")
-      .def(py::init([](int64_t leaf, at::Tensor buffer, const Layout& layout, double scale) {
-             return EagerSlot{leaf, std::move(buffer), &layout, scale};
+      .def(py::init([](int64_t leaf, at::Tensor buffer, std::shared_ptr<Layout> layout, double scale) {
+             return EagerSlot{leaf, std::move(buffer), std::move(layout), scale};
            }),
-           py::arg("leaf"), py::arg("buffer"), py::arg("layout"), py::arg("scale"),
-           py::keep_alive<1, 4>());
+           py::arg("leaf"), py::arg("buffer"), py::arg("layout").none(false), py::arg("scale"));
   py::class_<Arrivals, std::shared_ptr<Arrivals>>(m, "Arrivals")
       .def_property_readonly("leaves", &Arrivals::leaves)
       .def("disarm", &Arrivals::disarm)

@@ -34,9 +34,12 @@ struct BucketPacking {
 struct EagerSlot {
   int64_t leaf;
   at::Tensor buffer;
-  const Layout* layout;  // kept alive by the caller while the set is armed
+  std::shared_ptr<const Layout> layout;
   double scale;
 };
+
+// A bound on magnitudes of sums, from bounds of two summands; infinite only if one of these is.
+double plus(double bound, double peak);
 
 class Arrivals {
  public:

@@ -127,7 +127,7 @@ void check_buffer(const at::Tensor& buffer, int64_t numel) {
 
 void bind_layout(py::module_& m) {
   using Rows = std::vector<std::vector<int64_t>>;
-  py::class_<fddp::Layout>(m, "Layout")
+  py::class_<fddp::Layout, std::shared_ptr<fddp::Layout>>(m, "Layout")
       .def(py::init(torch::wrap_pybind_function(
           [](std::vector<int64_t> offsets, Rows shapes, Rows strides, int64_t numel) {
             return fddp::Layout(std::move(offsets), std::move(shapes), std::move(strides), numel);

@@ -11,6 +11,7 @@ void bind_operands(py::module_&);
 void bind_pack(py::module_&);
 void bind_params(py::module_&);
 void bind_shm(py::module_&);
+void bind_stamps(py::module_&);
 void bind_storage(py::module_&);
 void bind_trees(py::module_&);
 void bind_xla_ffi(py::module_&);
@@ -28,6 +29,7 @@ PYBIND11_MODULE(_C, m) {
   bind_digest(m);
   bind_freeing(m);
   bind_shm(m);
+  bind_stamps(m);
   bind_trees(m);
   bind_xla_ffi(m);
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,13 +24,31 @@ from fddp.ddp.reducer import Reducer
 from fddp.ddp.request import ModuleRequest
 from fddp.ddp.steps import Steps, Switches
 from fddp.ddp.watch import Watch
-from fddp.errors import InternalError
+from fddp.errors import FddpError, InternalError
 from fddp.hooks import cast as cast_hook
 from fddp.meshes import Span
 from fddp.transports import Group
 
 # Untyped, and so are its methods.
 _TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
+
+
+@dataclass
+class Meetings:
+    """What this rank has done together with the others around forward passes.
+
+    Attributes:
+        held: how many it has been to: one before and one after each forward pass.
+        is_open: whether one is under way, or was left by an exception.
+        some_sync: whether a rank that has input said, within `join`, that its backward pass will
+            synchronise gradients.
+        failure: of the last step that this rank shadowed within `join`, if it failed.
+    """
+
+    held: int = 0
+    is_open: bool = False
+    some_sync: bool = False
+    failure: FddpError | None = None
 
 
 class Holder(_TorchDDP):  # type: ignore[misc]
@@ -71,6 +90,7 @@ class Holder(_TorchDDP):  # type: ignore[misc]
         self._watch = Watch(self.module, self._options.ignored)
         self._steps: Steps | None = None
         self._all_delayed = not self._watch.params
+        self._meetings = Meetings()
         self._delayed = self._delay(*self._delays)
 
     def _delay(self, named: Any, trigger: Tensor | None) -> Delayed | None:
@@ -126,6 +146,7 @@ class Holder(_TorchDDP):  # type: ignore[misc]
             span=Span(cast(Group, self.process_group), None),
             last_is_small=os.environ.get("DDP_SET_LAST_BUCKET_CAP", "0") == "1",
             transport=self._transport,
+            nonfinite=self._nonfinite,
         )
 
     def _facts(self, steps: Steps) -> Facts:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fddp.ddp.bad_numbers import check_steps_wait
 from fddp.ddp.holder import Holder
 from fddp.hooks import Hook, TorchHook, builtin
 
@@ -75,12 +76,19 @@ class Hooked(Holder):
     def _setup_in_backward_optimizers(self) -> None:
         """Has optimizers that run in backward wait for the mean; see
         `torch.distributed.optim._apply_optimizer_in_backward`."""
+        if any(hasattr(param, "_in_backward_optimizers") for param in self._module_parameters):
+            check_steps_wait(self._nonfinite, "_apply_optimizer_in_backward")
         # The hook finds no views of buckets in `.grad` during backward, in either mode.
         as_view, self.gradient_as_bucket_view = self.gradient_as_bucket_view, False
         try:
             super()._setup_in_backward_optimizers()
         finally:
             self.gradient_as_bucket_view = as_view
+
+    def _register_fused_optim(self, *args: Any, **kwargs: Any) -> None:
+        """Has an optimizer step in a hook, bucket by bucket; as torch's."""
+        check_steps_wait(self._nonfinite, "_register_fused_optim")
+        super()._register_fused_optim(*args, **kwargs)
 
     @property
     def comm_hook_state(self) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fddp.ddp.holder import Holder
+from fddp.info import SyncInfo
 from fddp.plan import BucketPlan
 from fddp.timeline import Timeline
 
@@ -16,6 +17,36 @@ class Observed(Holder):
     def plan(self) -> BucketPlan:
         """The bucket plan in force."""
         return self.steps.engine.program.plan
+
+    @property
+    def skipped(self) -> bool:
+        """Whether all ranks left out the last step, under `nonfinite="skip"`."""
+        return self._steps is not None and self._steps.skipped
+
+    def keep_sync_info(self) -> None:
+        """Takes the times of every step from now on, at the cost of `with_info=True`; see
+        `sync_info`. A `Monitor` that is made on the wrapped module calls it."""
+        self._recorder.keeps_all = True
+
+    @property
+    def sync_info(self) -> SyncInfo | None:
+        """What the last step showed whose times were taken: each one after `keep_sync_info()`, else
+        those of `timeline`. None before the first.
+
+        The forward pass begins with the call of the wrapped module (of several, with the last), and
+        backward when a gradient reaches one of its outputs.
+
+        Example:
+            >>> import fddp, torch
+            >>> def train(group):
+            ...     model = torch.nn.Linear(2, 1, bias=False)
+            ...     ddp = fddp.DistributedDataParallel(model, process_group=group)
+            ...     ddp(torch.tensor([[3.0, 4.0]])).sum().backward()
+            ...     return ddp.sync_info.step, ddp.sync_info.grad_norm
+            >>> fddp.loopback(2, train)
+            [(0, 5.0), (0, 5.0)]
+        """
+        return self._recorder.info
 
     def timeline(self) -> Timeline:
         """When everything happened in the last step whose times were taken: number 0 to 10, then

@@ -17,6 +17,7 @@ class Recorder:
     Attributes:
         log: what has been logged; None until a plan is known.
         sample_rate: after the first ten steps, one in so many is recorded.
+        keeps_all: whether times of all other steps are taken, too, and not logged.
         forward_start_s: when the last forward began.
         info: the last step that was recorded.
     """
@@ -24,17 +25,18 @@ class Recorder:
     def __init__(self, sample_rate: int = SAMPLE_RATE) -> None:
         self.log: Log | None = None
         self.sample_rate = sample_rate
+        self.keeps_all = False
         self.forward_start_s = time.perf_counter()
         self.info: SyncInfo | None = None
 
     def wants(self, step: int) -> bool:
-        """Whether a step is to be recorded; they count from 0."""
-        return step == 0 or is_sampled(step, self.sample_rate)
+        """Whether times of a step are to be taken; they count from 0."""
+        return self.keeps_all or self._logs(step)
 
     def record(self, info: SyncInfo, plan: BucketPlan, *, has_rebuilt: bool, reduced: int) -> None:
         """Records a step that ran with this plan, and reduced so many of its buckets."""
         self.info = info
-        if self.log is None:
+        if self.log is None or not self._logs(info.step):
             return
         self.log = self.log.recorded(
             Step(
@@ -47,6 +49,9 @@ class Recorder:
                 reduced=reduced,
             )
         )
+
+    def _logs(self, step: int) -> bool:
+        return step == 0 or is_sampled(step, self.sample_rate)
 
     def set_error_and_log(self, text: str) -> None:
         """Logs an error; the name is that of DDP's logger, in whose place this stands."""

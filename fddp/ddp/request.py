@@ -10,6 +10,7 @@ from torch import Tensor
 from fddp.agree import Rebuild, Terms
 from fddp.ddp.arguments import Options
 from fddp.meshes import Span
+from fddp.nonfinite import Policy
 from fddp.plan import plan_leaves
 from fddp.planning import plan_buckets
 from fddp.topology import Topology
@@ -27,6 +28,7 @@ class ModuleRequest:
         last_is_small: whether the first cap is that of the bucket which leaves last, also once the
             plan has been rebuilt (`DDP_SET_LAST_BUCKET_CAP`).
         transport: name of the transport.
+        nonfinite: what becomes of a step with a number that is not finite.
     """
 
     params: Mapping[str, Tensor]
@@ -34,6 +36,7 @@ class ModuleRequest:
     span: Span
     last_is_small: bool = False
     transport: TransportName = "auto"
+    nonfinite: Policy = "propagate"
 
     usable_timeout_s = None  # the group's own
     is_foreign = False
@@ -69,4 +72,5 @@ class ModuleRequest:
             schedule=None,
             rebuild=Rebuild(self.options.rebuilt_caps_bytes, self.last_is_small),
             skips_unused=self.options.skip_all_reduce_unused_params,
+            nonfinite=self.nonfinite,
         )

@@ -81,7 +81,7 @@ def _check_alike(transport: Transport, tensors: list[Tensor]) -> None:
     shapes = [(str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
     if transport.agreed.get("buffers") == shapes:
         return
-    told = exchange(transport, [f"{dtype} {shape}" for dtype, shape in shapes], "buffers")
+    told = exchange(transport, [f"{dtype} {shape}" for dtype, shape in shapes], [str], "buffers")
     for rank, theirs in enumerate(told):
         if theirs != told[0]:
             pairs = enumerate(zip_longest(told[0], theirs, fillvalue="none"))

@@ -19,11 +19,13 @@ What is wrapped may change between steps. Parameters that are frozen stay in the
 one is unfrozen, replaced or added, the rank can't take part in a step of the old plan, nor in the
 making of a new one before all ranks are ready for it. So it fails its next step with
 `ParametersChangedError`, its gradients untouched. If all ranks have, they make a new plan and
-repeat the step; otherwise all of them raise.
+repeat the step; otherwise all of them raise. Where a rank fails for another reason, that is what
+the others raise, and the comparison is left to the next step.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import warnings
@@ -39,13 +41,16 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from fddp.contributions import BackwardContributions, Contributions, TreeContributions
+from fddp.ddp.bad_numbers import skip_in_context_problem
 from fddp.ddp.recorder import Recorder
 from fddp.ddp.request import ModuleRequest
 from fddp.ddp.usage import Usage, Use
 from fddp.ddp.weak import weakly
 from fddp.engine import Engine
 from fddp.errors import FddpError, InternalError, PlanMismatchError
+from fddp.failures import peer_error
 from fddp.leaves import distributed_context, param_set, serves_some
+from fddp.methods import Method
 from fddp.observe import make_info
 from fddp.session import Session
 from fddp.setting import Outcome
@@ -92,6 +97,9 @@ class Steps:
         usage: which parameters steps used.
         is_stopped: whether gradients are left alone.
         work: what else is to be waited for at the end of a step.
+        skipped: whether all ranks left out the last step for a number that is not finite.
+        has_failed: whether the last step ended with an error, in good order on all ranks, and
+            nothing has been communicated since.
     """
 
     def __init__(
@@ -104,7 +112,7 @@ class Steps:
         replace: bool,
         recorder: Recorder,
     ) -> None:
-        self.engine = Engine(request)
+        self.engine = _engine(request)
         transport = self.engine.transport
         self.usage = Usage(
             request.params,
@@ -122,8 +130,11 @@ class Steps:
         self._end: weakref.ref[_End] | None = None
         self._broken: BaseException | None = None
         self._begun_s = 0.0
+        self._touched_s = math.inf  # when the backward pass that runs has reached an output
         self._changed = False
         self.is_stopped = False
+        self.skipped = False
+        self.has_failed = False
         self._put: Callable[[Sequence[Tensor | None]], None] = partial(_write, ())
         self._context: int | None = None  # of distributed autograd
         self._expects = False  # gradients, whether or not they come by an output
@@ -191,6 +202,8 @@ class Steps:
     def _touched(self) -> None:
         with self._lock:
             if self._switches.backward and not self.is_stopped:
+                if not self._is_touched:
+                    self._touched_s = time.perf_counter()
                 self._is_touched = True
                 self._set.watch(True)
                 self._queue_end(required=not serves_some())
@@ -218,7 +231,9 @@ class Steps:
         try:
             self._begun_s = time.perf_counter()
             step = self.engine.step
-            session = self._session = self.engine.open(with_stats=self._recorder.wants(step))
+            session = self._session = self.engine.open(
+                Method.MODULE, with_stats=self._recorder.wants(step)
+            )
             self.engine.in_backward = True
             session.lets_rest = self.usage.joining
             if self._changed and not again:
@@ -289,6 +304,8 @@ class Steps:
             raise
         session = self._session
         self._put(outcome.leaves)
+        if outcome.skipped:
+            self._drop()
         self._set.forget_use()
         self._wait_for_work()
         self.usage.note(Use(here, self._users(outcome.report.users)))
@@ -296,7 +313,12 @@ class Steps:
             program = session.setting.program
             idle = session.setting.idle - set(outcome.report.late)
             self._recorder.record(
-                make_info(session, outcome, (self._begun_s, end_s)),
+                make_info(
+                    session,
+                    outcome,
+                    (min(self._touched_s, self._begun_s), end_s),
+                    begun_s=self._recorder.forward_start_s,
+                ),
                 program.plan,
                 has_rebuilt=not program.control.with_order,
                 reduced=len(program.plan.buckets) - len(idle),
@@ -317,26 +339,43 @@ class Steps:
         if self._session is None:
             raise InternalError("a step was to be closed that was not open")
         self.engine.in_backward = False
-        outcome = self.engine.close(self._session)
+        outcome = self._end_of(self._session)
         contributions = self._session.contributions
         if isinstance(contributions, BackwardContributions):
             self.engine.arrivals = contributions.arrivals()
+        return outcome
+
+    def _end_of(self, session: Session) -> Outcome:
+        self.skipped = self.has_failed = False
+        try:
+            outcome = self.engine.close(session)
+        except BaseException:
+            self.has_failed = not self.engine.is_shut
+            raise
+        self.skipped = outcome.skipped
         return outcome
 
     def _repeat(self) -> Outcome:
         """Makes a new plan with all ranks, and takes the step again."""
         told = self._session.told if self._session else []
         rank = self.engine.transport.rank
+        failures = {
+            other: text
+            for other, text in enumerate(told)
+            if text and not text.startswith(ParametersChangedError.__name__)
+        }
+        if failures:  # ahead of its forward pass, maybe: it has not looked at its parameters
+            raise peer_error(self.engine.step - 1, failures)
         for other, text in enumerate(told):
-            if not text.startswith(ParametersChangedError.__name__):
+            if not text:
                 raise PlanMismatchError(
                     f"the wrapped module has other parameters than before on rank {rank}, and on "
-                    f"rank {other} it has not{f' ({text})' if text else ''}; freeze, unfreeze and "
-                    f"replace parameters on all ranks between the same two steps"
+                    f"rank {other} it has not; freeze, unfreeze and replace parameters on all "
+                    f"ranks between the same two steps"
                 )
         hook, step = self.engine.hook, self.engine.step
         self.engine.shut("the parameters changed")
-        self.engine = Engine(self._request)
+        self.engine = _engine(self._request)
         self.engine.step = step
         if hook is not None:
             self.engine.set_hook(hook)
@@ -353,20 +392,51 @@ class Steps:
 
         grads = get_gradients(context)
         own = [grads.get(param) for param in self._params]
-        self._session = self.engine.open(with_stats=False)
+        self._session = self.engine.open(Method.MODULE, with_stats=False)
+        if self.engine.terms.nonfinite == "skip":
+            self._session.fail(ValueError(skip_in_context_problem()))
+            return
         self._session.begin(TreeContributions(self.engine.program, own, 1.0), self._params)
         self._put = partial(_write, own)
 
     def take_part(self, weight: float) -> None:
         """A step without a backward pass on this rank, whose gradients stay as they are."""
         self.give_up_stale()
-        session = self.engine.open(with_stats=False)
+        session = self.engine.open(Method.MODULE, with_stats=False)
         session.lets_rest = True
         nothing = Contributions()
         nothing.weight = weight
         session.begin(nothing, self._params)
-        self.engine.close(session)
+        self._end_of(session)
         self._wait_for_work()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the step that the other ranks take with what went wrong on this one; nothing within
+        a backward pass that still runs.
+
+        Raises:
+            As `Engine.close`: `error`, if the others could be told.
+        """
+        with self._lock:
+            if self._end is not None and self._end() is not None:
+                return
+            self._end = None
+            self._session = self._session or self.engine.open(Method.NOTHING, with_stats=False)
+            self._session.fail(error)
+            try:
+                self._close()
+            finally:
+                self._put_back()
+                self._expects = False
+                self._set.watch(False)
+                self._let_go()
+
+    @property
+    def is_broken_off(self) -> bool:
+        """Whether a backward pass ended before its step."""
+        with self._lock:
+            is_over = self._end is None or self._end() is None
+            return self._session is not None and is_over
 
     def close(self) -> None:
         """Frees the communicator."""
@@ -400,12 +470,18 @@ class Steps:
                 for number in program.member_numbers[bucket]:
                     self._params[program.differentiated[number]].grad = None
 
+    def _drop(self) -> None:
+        """Leaves no gradient of a step that was left out, nor what was accumulated before it: the
+        two have been added up."""
+        for param in self._params:
+            param.grad = None
+
     def _let_go(self) -> None:
         self._set.disarm()
         self.engine.in_backward = False
         self.work.clear()
         self._session = self._broken = self._context = None
-        self._is_touched = False
+        self._is_touched, self._touched_s = False, math.inf
         self._put = partial(_write, ())
 
     def give_up_stale(self) -> None:
@@ -416,7 +492,12 @@ class Steps:
             self._end = None
             if self._session is None:
                 return
-            self._session.fail(RuntimeError("backward was broken off on this rank"))
+            self._session.fail(
+                RuntimeError(
+                    "backward was broken off on this rank, where its error was raised; inside of "
+                    "`with ddp.in_step():` all ranks are told which"
+                )
+            )
             try:
                 self._close()
             except Exception as error:
@@ -439,6 +520,14 @@ class _End:
 
     def __call__(self) -> None:
         self._steps.finish(required=self._required)
+
+
+def _engine(request: ModuleRequest) -> Engine:
+    engine = Engine(request)
+    engine.name_it(
+        "this DistributedDataParallel", "make a new one of its module, on a working group"
+    )
+    return engine
 
 
 def _write(targets: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> None:

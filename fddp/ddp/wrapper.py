@@ -16,19 +16,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 
 from fddp.ddp.arguments import Arguments, checked, group_of
+from fddp.ddp.bad_numbers import check_policy
+from fddp.ddp.failing import Failing
 from fddp.ddp.hooking import Hooked
-from fddp.ddp.joining import ModuleJoinHook, any_rank, last_rank
+from fddp.ddp.joining import ModuleJoin, ModuleJoinHook, last_rank, notify, some_sync
 from fddp.ddp.mixed import MixedPrecision
 from fddp.ddp.observing import Observed
 from fddp.ddp.outputs import find_tensors
 from fddp.ddp.states import broadcast_buffers, broadcast_module, buffers_of
 from fddp.ddp.tensor_parallel import make_local_
 from fddp.errors import InternalError
+from fddp.flight_dumps import failures_noted
+from fddp.nonfinite import Policy
 from fddp.transports import TransportName
 
 # What is made anew where a wrapper is copied or unpickled.
@@ -40,10 +44,11 @@ _NOT_STATE = (
     "_watch",
     "_recorder",
     "_delayed",
+    "_meetings",
 )
 
 
-class DistributedDataParallel(Observed, Hooked):
+class DistributedDataParallel(Observed, Hooked, Failing):
     """A module whose gradients are averaged over ranks while backward runs.
 
     Takes the place of `torch.nn.parallel.DistributedDataParallel`: the same arguments, methods and
@@ -76,10 +81,16 @@ class DistributedDataParallel(Observed, Hooked):
         batched_grad_copy: without effect: small gradients are always packed together.
         forward_sync_buffers: every forward starts with rank 0's buffers.
         transport: as for `GradSync`; torch's class has no such argument.
+        nonfinite: what becomes of a step in which a rank's gradient, or a sum, is NaN or infinite;
+            torch's class has no such argument. "propagate" puts what came out into `.grad`. "skip"
+            leaves the step out on all ranks: every `.grad` that the wrapper looks after is None, so
+            that an optimizer passes over it, and `skipped` is True. "raise" is a `NonFiniteError`
+            on every rank, which names ranks and parameters.
 
     Raises:
         PlanMismatchError: ranks' parameters differ; on every rank. A RuntimeError, as DDP's is.
-        RuntimeError, ValueError: as torch's, for arguments that make no sense.
+        RuntimeError, ValueError: as torch's, for arguments that make no sense; and where
+            `nonfinite` can't hold for all parameters, because some have a delayed all-reduce.
 
     Example:
         >>> import torch
@@ -117,6 +128,7 @@ class DistributedDataParallel(Observed, Hooked):
         forward_sync_buffers: bool | None = None,
         *,
         transport: TransportName = "auto",
+        nonfinite: Policy = "propagate",
     ) -> None:
         Module.__init__(self)
         Joinable.__init__(self)
@@ -142,7 +154,9 @@ class DistributedDataParallel(Observed, Hooked):
             forward_sync_buffers,
         )
         self.process_group = group_of(arguments)
+        check_policy(nonfinite, delays=delay_all_reduce_named_params is not None)
         self._transport = transport
+        self._nonfinite = nonfinite
         make_local_(module, device_mesh)
         self._options = checked(module, arguments)
         self._expose(module, self._options)
@@ -202,18 +216,25 @@ class DistributedDataParallel(Observed, Hooked):
             self._raise_pending()
             steps.usage.begin_forward()
         steps.usage.joining = self._join_config.enable
-        work = Join.notify_join_context(self)
-        if work is not None:
-            steps.work.append(work.wait)
         if changed or not steps.intact():
             steps.change(self._request())
             self._recorder.renumber(steps.usage.names)
         if torch.is_grad_enabled():
             steps.begin_forward()
+        self._meet()
+
+    def _meet(self) -> None:
+        """What ranks do together before the module's own forward."""
+        self._meetings.is_open = True
+        self.steps.has_failed = False
+        if self._join_config.enable:
+            notify(self)
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
-            any_rank(steps.engine.transport, mine=syncs)
+            some_sync(self, mine=self._syncs)
+        self._meetings.held += 1
+        self._meetings.is_open = False
 
     @property
     def _syncs(self) -> bool:
@@ -236,12 +257,19 @@ class DistributedDataParallel(Observed, Hooked):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _post_forward(self, output: Any) -> Any:
-        if self._check_sync_bufs_post_fwd():
-            self._sync_buffers()
+        self._meet_again()
         self.require_forward_param_sync = self._syncs
         if self._syncs and not self._watch.all_frozen:
             self.steps.expect(find_tensors(output))
         return output
+
+    def _meet_again(self) -> None:
+        """What ranks do together after the module's own forward."""
+        self._meetings.is_open = True
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        self._meetings.held += 1
+        self._meetings.is_open = False
 
     def _raise_pending(self) -> None:
         """Raises what is to be said of the last step."""
@@ -295,11 +323,12 @@ class DistributedDataParallel(Observed, Hooked):
         """Brings buffers to rank 0's values, or to those of a rank that still has inputs."""
         if torch._C._current_graph_task_id() >= 0:
             return  # a checkpoint runs forward again, and ranks may be at different points
+        self.steps.engine.check_usable()
         transport = self.steps.engine.transport
         src = 0
         if self._join_config.enable:
             src = last_rank(transport, mine=has_inputs) or 0
-        with torch.no_grad(), torch.inference_mode(False):
+        with failures_noted(), torch.no_grad(), torch.inference_mode(False):
             if not hasattr(self, "buffer_hook"):
                 broadcast_buffers(transport, self.module, self._options.ignored, src)
                 return
@@ -308,6 +337,32 @@ class DistributedDataParallel(Observed, Hooked):
             self.steps.work += [future.wait for future in futures or ()]
 
     # Uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> ModuleJoin:
+        """For loops over inputs of unequal length, as torch's: within it ranks that have none left
+        shadow what the others do.
+
+        Args:
+            divide_by_initial_world_size: whether ranks that have joined still count in the mean.
+            enable: False does nothing.
+            throw_on_early_termination: all ranks raise once one has no input left.
+
+        Raises:
+            RankLostError, SyncTimeoutError: a rank is gone or has left the block with an error, or
+                did not come; inside.
+            RuntimeError: a rank has no input left, and callers asked for this error; inside.
+        """
+        return ModuleJoin(
+            self,
+            divide=divide_by_initial_world_size,
+            enable=enable,
+            throw_on_early_termination=throw_on_early_termination,
+        )
 
     def join_hook(self, **kwargs: Any) -> ModuleJoinHook:
         """What `torch.distributed.algorithms.join.Join` calls on ranks without further input.

@@ -16,7 +16,9 @@ backend. So the next bucket leaves only when the one before is done.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +28,10 @@ from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce
 from fddp.program import Program
 from fddp.schedule import Op
+from fddp.timeline import Interval
 from fddp.transports.base import Transport, Work
+
+T = TypeVar("T")
 
 
 class Collectives(AllReduce):
@@ -94,7 +99,8 @@ class Collectives(AllReduce):
         own = f"{kind} of {tensor.dtype} {tuple(tensor.shape)}"
         if transport.agreed.get(place) == own:
             return
-        told = [text.decode() for text in transport.exchange(own.encode(), "hook operations")]
+        texts = transport.exchange(own.encode(), "hook operations")
+        told = [text.decode(errors="replace") for text in texts]
         for rank, theirs in enumerate(told):
             if theirs != told[0]:
                 raise DesyncError(
@@ -165,6 +171,7 @@ class HookedWork:
         op: the operation that it takes the place of.
         own: the operation's memory, shape `(n,)`.
         what: the bucket in words, for errors.
+        spans: takes when the hook's stages ran; None for where that is not wanted.
 
     Attributes:
         settled: whether the result was taken.
@@ -177,8 +184,10 @@ class HookedWork:
         op: Op,
         own: Tensor,
         what: str,
+        spans: list[Interval] | None = None,
     ) -> None:
         self.settled = False
+        self._spans = spans
         self._future = future
         self.op = op
         self.own = own
@@ -207,9 +216,11 @@ class HookedWork:
 
     def advance(self, *, block: bool) -> bool:
         """Starts the next stage, if there is one; see `Future.advance`."""
+        if not self.pending:
+            return True
         try:
             with torch.no_grad():
-                return not self.pending or self._future.advance(block=block)
+                return self._timed(lambda: self._future.advance(block=block))
         except (RankLostError, SyncTimeoutError) as error:
             error.bucket = self.op.bucket  # which need not be the one that the session is at
             raise
@@ -219,7 +230,17 @@ class HookedWork:
         self.settled = True
         future, self._future = self._future, Future.of(None)
         try:
-            return future.wait()
+            return self._timed(future.wait)
         except (RankLostError, SyncTimeoutError) as error:
             error.bucket = self.op.bucket
             raise
+
+    def _timed(self, stage: Callable[[], T]) -> T:
+        """What a stage gives, after taking note of when it ran."""
+        if self._spans is None:
+            return stage()
+        start_s = perf_counter()
+        try:
+            return stage()
+        finally:
+            self._spans.append((start_s, perf_counter()))

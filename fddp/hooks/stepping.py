@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fddp.hooks.running import Collectives, HookedWork, Line
 from fddp.program import Program
 from fddp.scaling import WeightScale
 from fddp.schedule import Op
+from fddp.timeline import Interval
 from fddp.transports.base import Transport, Work
 
 
@@ -28,6 +30,10 @@ class HookedStep:
         transport: carries the collectives.
         scale: the agreed unit of weight.
         stamp: whether to record when collectives are done.
+
+    Attributes:
+        spans: when the hook was at work, or waited, on the clock of `time.perf_counter`; with
+            stamps only.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class HookedStep:
         self._transport = transport
         self._scale = scale
         self._stamp = stamp
+        self.spans: list[Interval] = []
         self._line = Line()
         self._new_states: dict[int, Any] = {}  # by bucket, of reductions that have ended
         self._failure: Exception | None = None
@@ -77,12 +84,16 @@ class HookedStep:
             self._transport, self._program, op.axes, op.bucket, what, stamp=self._stamp
         )
         state = states[op.bucket] if states else hook.init(spec)
+        start_s = perf_counter()
         try:
             with torch.no_grad():
                 future = hook.apply(state, Bucket(spec, own, reference), collectives)
         except Exception as error:
             future = self._instead(error, own)
-        work = HookedWork(future, collectives, op, own, what)
+        spans = self.spans if self._stamp else None
+        if spans is not None:
+            spans.append((start_s, perf_counter()))
+        work = HookedWork(future, collectives, op, own, what, spans)
         self._line.join(work)
         return work
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fddp.hooks.casting import fp16_compress
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce, Bucket, BucketSpec, Hook, HookError, allreduce
 from fddp.hooks.numbers import real, restored
+from fddp.waiting import note_wait
 
 
 class GradBucket:
@@ -113,7 +115,10 @@ class TorchHook(Hook[tuple[()]]):
             )
 
         def take() -> tuple[Tensor, tuple[()]]:
-            result = restored(self._single(future.wait(), spec, numel), spec.dtype)
+            start_s = perf_counter()
+            value = future.wait()
+            note_wait(start_s, perf_counter())
+            result = restored(self._single(value, spec, numel), spec.dtype)
             if as_it_is:
                 return result, state
             for grad, value in zip(grads, _parts(result, spec), strict=True):

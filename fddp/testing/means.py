@@ -75,7 +75,7 @@ def assert_mean(
     result = call(own) if weights is None else call(own, weight=weights[sync.rank])
     counted = [1.0] * sync.world_size if weights is None else [float(w) for w in weights]
     problem = before.problem() or _problem(sync, trees, counted, result, rtol)
-    told = exchange(sync._engine.transport, [problem, _bits(sync, result, problem)])
+    told = exchange(sync._engine.transport, [problem, _bits(sync, result, problem)], (str, object))
     for rank, (text, _) in enumerate(told):
         if text:
             raise AssertionError(f"rank {rank}: {text}")

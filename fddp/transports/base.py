@@ -16,16 +16,18 @@ A backend implements `_start`, `_connect` and `_release`.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from functools import cached_property
+from time import perf_counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
 from fddp.errors import ClosedError, DesyncError, PlanMismatchError
+from fddp.heard import nonsense
 from fddp.transports.operation import Operation, check_operation, check_tensor
+from fddp.waiting import note_wait
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from fddp.transports.whereabouts import Slot
 
 _LENGTH_BYTES = 8  # that tell how long a payload is
+_MOST_BYTES = 2**31  # of a payload; more is taken for nonsense, before there is memory for it
 _END_BYTES = 16  # that tell what it is for
 _AT_ONCE_BYTES = 1000  # of a payload that travel with its length
 
@@ -47,7 +50,6 @@ class Work(ABC):
 
     _results: tuple[Tensor, ...] = ()
 
-    @abstractmethod
     def wait(self, what: str) -> None:
         """Block until the operation has finished; a second call does nothing, or raises again.
 
@@ -64,6 +66,13 @@ class Work(ABC):
             DesyncError: ranks met in different operations (only where the backend can tell).
             ClosedError: the transport was closed before the operation had finished.
         """
+        start_s = perf_counter()
+        self._wait(what)
+        note_wait(start_s, perf_counter())
+
+    @abstractmethod
+    def _wait(self, what: str) -> None:
+        """As `wait`, which notes how long it takes; see [Note: time spent waiting]."""
 
     @property
     @abstractmethod
@@ -298,6 +307,10 @@ class Transport(ABC):
         told = [text[_END_BYTES:] for text in told]
         lengths = [int.from_bytes(text[:_LENGTH_BYTES], "big") for text in told]
         longest = max(lengths)
+        if longest > _MOST_BYTES:
+            raise nonsense(
+                lengths.index(longest), ends[0], ValueError(f"it has {longest} bytes to tell")
+            )
         if longest <= _AT_ONCE_BYTES:
             whole = [text[_LENGTH_BYTES:] for text in told]
         else:
@@ -319,19 +332,27 @@ class Transport(ABC):
             text: what went wrong.
         """
 
-    def close(self) -> None:
+    @property
+    def closed_by(self) -> str:
+        """Why no new operation may start; empty while one may."""
+        return self._closed or ""
+
+    def close(self, reason: str = "close() was called") -> None:
         """Free threads, sockets and buffers; a second call does nothing.
+
+        Args:
+            reason: why, for the errors of later operations.
 
         Operations that have not finished are given up, and raise `ClosedError` when waited for;
         ranks that wait for them see this rank as lost.
         """
         if self._closed is None:
-            self._closed = "close() was called"
+            self._closed = reason
             self._release()
 
-    def abandon(self) -> None:
+    def abandon(self, reason: str) -> None:
         """As `close`, in the middle of operations that other ranks wait for: they are told."""
-        self.close()
+        self.close(reason)
 
     def __enter__(self) -> Self:
         return self
@@ -370,7 +391,7 @@ class Transport(ABC):
         if self._closed is not None:
             raise ClosedError(
                 f"{operation.kind} on rank {self.rank}: this {self.name} transport is closed "
-                f"({self._closed}); open a new one on a working group"
+                f"({self._closed}); make what uses it anew, on a working group"
             )
         check_operation(operation, self.rank)
         if len(operation.ranks) == 1:
@@ -414,11 +435,11 @@ class _LoneWork(Work):
     done = True
 
     def __init__(self, stamp: bool) -> None:
-        self._done_s = time.perf_counter() if stamp else None
+        self._done_s = perf_counter() if stamp else None
 
     @property
     def done_s(self) -> float | None:
         return self._done_s
 
-    def wait(self, what: str) -> None:
+    def _wait(self, what: str) -> None:
         return

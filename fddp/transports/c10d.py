@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import threading
 import time
 import weakref
@@ -27,17 +28,14 @@ from torch.distributed import distributed_c10d
 
 from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError
 from fddp.transports import desks
+from fddp.transports.asking import SilentError, asker_of
 from fddp.transports.base import Transport, Work
-from fddp.transports.communicators import (
-    Communicator,
-    LateError,
-    LeftError,
-    Seat,
-    ToldError,
-    connect,
-)
+from fddp.transports.communicators import Communicator, Seat, connect
 from fddp.transports.endings import Failure, explain
+from fddp.transports.forking import IN_A_FORK, check_not_inherited, own
+from fddp.transports.processes import has_ended, is_stopped
 from fddp.transports.rollcall import Report, RollCall
+from fddp.transports.waits import EndedError, LateError, LeftError, ToldError
 from fddp.transports.whereabouts import MOST_RANKS, in_words
 
 if TYPE_CHECKING:
@@ -45,9 +43,13 @@ if TYPE_CHECKING:
 
     from fddp.transports.communicators import Flight
     from fddp.transports.operation import Operation
+    from fddp.transports.processes import Process
     from fddp.transports.rollcall import Verdict
 
 _GRACE_S = 2.0  # how long a failing rank waits for the others to say that they live
+_LOOK_FOR_ENDS_S = 1.0  # how long a rank has waited in an operation when it looks for processes
+_OWN_MODULES = {"fddp", "torch", *sys.stdlib_module_names}  # from which errors of a backend come
+_MOST_WORKS = 256  # that are remembered before those that are over are dropped
 _FREEING_S = 1.0  # how long `close` waits for the backend to end, which goes on after that
 
 
@@ -65,6 +67,7 @@ class C10dTransport(Transport):
     def __init__(
         self, group: dist.ProcessGroup, timeout_s: float | None = None, title: str = "transport"
     ) -> None:
+        check_not_inherited(group)
         self._group = weakref.ref(group)  # [Note: communicators of groups]
         self._backends = _backends(group)
         devices = [torch.device(device) for device in self._backends]
@@ -77,10 +80,15 @@ class C10dTransport(Transport):
         self.on_failure: Callable[[str], None] | None = None
         self._failure: Failure | None = None
         self._communicators: dict[tuple[int, ...], dict[str, Communicator]] = {}
-        self._roll = RollCall(group.get_group_store(), self.rank, self.world_size)
+        self._works: list[weakref.ref[_C10dWork]] = []  # in order, with some that are over
+        self._began_s = 0.0  # the wait that is under way, or the last one
+        store = group.get_group_store()
+        self._roll = RollCall(store, self.rank, self.world_size, asker_of(group))
         self.slot, self._at_desk = desks.enter(group, self.timeout_s)
         self.slot.alarm = self._roll.alarm
+        self._processes: dict[int, Process] | None = None  # of ranks that this one can look for
         weakref.finalize(self, self.slot.desk.drop, self.slot).atexit = False
+        own(self)  # [Note: forks]
         try:
             self._open(title)
         except BaseException:
@@ -88,30 +96,36 @@ class C10dTransport(Transport):
             raise
 
     def _open(self, title: str) -> None:
-        what = "opening a c10d transport"
-        self.slot.begin(f"the opening of a {title}")
-        look = partial(self.look, f"the opening of a {title}", time.perf_counter(), news=False)
+        what = f"the opening of a {title}"
+        self.slot.begin(what)
+        look = partial(self.look, what, self.begin(), news=False)
         try:
             absent = self._roll.open(self.timeout_s, look)
         except RuntimeError as error:
             raise self.fail(what, error, self._everyone) from error
         self.slot.key += f"/{self._roll.count}"
         if absent:
-            doings = self._doings(absent)
-            self.slot.fail(f"the opening of a {title}")
+            doings = self._doings(absent, self.slot.since)
+            self.slot.fail(what)
             self.slot.desk.tell()
             raise SyncTimeoutError(
-                f"{what} on rank {self.rank} of {self.world_size}: {self.names(absent)} did not "
-                f"open theirs within timeout_s={self.timeout_s}; every rank of the group must, in "
-                f"the same order. What each does: {doings}",
+                f"opening a {title} on rank {self.rank} of {self.world_size}: "
+                f"{self.names(absent)} did not open theirs within timeout_s={self.timeout_s}; "
+                f"every rank of the group must, in the same order. What each does: {doings}",
                 absent,
             )
+        self._processes = self._told_processes()  # while the store answers
         self._connect([self._everyone])
+
+    def begin(self, ago_s: float = 0.0) -> float:
+        """The time at which a wait begins, or has begun so long ago."""
+        self._began_s = time.perf_counter() - ago_s
+        return self._began_s
 
     def call(self, title: str) -> None:
         """Give it a name for errors, on which all ranks have agreed, with a number behind it."""
         try:
-            self.slot.label = f"{title} #{self._roll.number(title)}"
+            self.slot.label = f"{title} #{self._roll.number(title, self.timeout_s)}"
         except RuntimeError as error:
             raise self.fail(f"the opening of a {title}", error, self._everyone) from error
         self.slot.finish("the opening")
@@ -129,12 +143,16 @@ class C10dTransport(Transport):
                 raise ClosedError(
                     f"the process group of rank {self.rank} is gone; open a new transport"
                 )
-            seat = Seat(group, self.rank, ranks, self._roll, self.timeout_s)
+            what = f"opening a communicator of {len(ranks)} ranks"
+            look = partial(self.look, what, self.begin())
+            seat = Seat(group, self.rank, ranks, self._roll, self.timeout_s, look)
             try:
                 self._communicators[ranks] = connect(seat, self._backends)
             except RuntimeError as error:
-                what = f"opening a communicator of {len(ranks)} ranks"
                 raise self.fail(what, error, ranks) from error
+            wait = self.slot.waits
+            if wait is not None and wait.what == what:
+                self.slot.finish(what)
 
     def _start(self, operation: Operation) -> Work:
         communicator = self._communicators[operation.ranks].get(operation.tensor.device.type)
@@ -145,17 +163,37 @@ class C10dTransport(Transport):
                 "move the tensor, or initialise the group with a backend for that device"
             )
         try:
-            return _C10dWork(self, communicator, operation)
+            work = _C10dWork(self, communicator, operation)
         except RuntimeError as error:
             raise self.fail(str(operation), error, operation.ranks) from error
+        if len(self._works) == _MOST_WORKS:
+            self._works = [ref for ref in self._works if _is_open(ref)]
+        self._works.append(weakref.ref(work))
+        return work
+
+    def first_open(self, pending: _Pending) -> _Pending:
+        """The first operation of the same ranks that did not go well. Where ranks part, it is the
+        one that tells; those behind it have just nobody to meet."""
+        for ref in self._works:
+            work = ref()
+            other = None if work is None else work.pending
+            if other is None or other.communicator is not pending.communicator:
+                continue
+            if not other.flight.arrived_well and other.place < pending.place:
+                return other
+        return pending
+
+    def disown(self) -> None:
+        """See [Note: forks]."""
+        self._closed = self._closed or IN_A_FORK
 
     def raise_alarm(self, step: int, text: str) -> None:
         self._roll.raise_alarm(step, text)
 
-    def abandon(self) -> None:
+    def abandon(self, reason: str) -> None:
         if self._closed is None:
             self.tell_of_leaving()
-        self.close()
+        self.close(reason)
 
     def tell_of_leaving(self) -> None:
         """Tell ranks that wait for this one that it will not come."""
@@ -179,21 +217,28 @@ class C10dTransport(Transport):
     def _await(self, pending: _Pending, what: str) -> None:
         if self._closed is not None and not pending.flight.arrived:
             raise RuntimeError(f"the transport was closed ({self._closed})")
-        look = partial(self.look, what, time.perf_counter())
+        operation = pending.operation
+        # Who has sent its part of a broadcast is done with it, and may end.
+        among = () if operation.kind == "broadcast" else operation.ranks
+        look = partial(self.look, what, self.begin(), among=among)
         pending.communicator.wait(pending.flight, look)
         self.slot.finish(what)
 
-    def look(self, what: str, begin_s: float, *, news: bool = True) -> None:
+    def look(
+        self, what: str, begin_s: float, *, news: bool = True, among: tuple[int, ...] | None = None
+    ) -> None:
         """What a rank does now and then while it waits for `what`, since `begin_s`.
 
         Args:
             what: the operation in the caller's words.
             begin_s: by `time.perf_counter`.
             news: whether failures of this transport are to be asked for.
+            among: ranks without which `what` can't be done; None for all.
 
         Raises:
             ToldError: another rank has met a failure.
             LeftError: another rank has failed the step that this one is in.
+            EndedError: the process of another rank has ended.
         """
         wait = self.slot.begin(what)
         if news and self._roll.failed():
@@ -201,8 +246,31 @@ class C10dTransport(Transport):
         if (peer := self.slot.desk.doomed(self.slot)) is not None:
             raise LeftError(peer)
         now_s = time.perf_counter()
+        if not news or now_s - begin_s > _LOOK_FOR_ENDS_S:
+            self._check_processes(self._everyone if among is None else among, anew=not news)
         if now_s - begin_s > self.timeout_s / 4:
             wait.ask(self.slot.desk, now_s)
+
+    def _check_processes(self, among: tuple[int, ...], *, anew: bool) -> None:
+        """Raises where a rank has ended, of which its connections do not tell: there is none yet,
+        or a process that it forked holds them."""
+        if anew or self._processes is None:
+            self._processes = self._told_processes()
+        ended = tuple(rank for rank in self._which(has_ended) if rank in among)
+        if ended:
+            lost = self._roll.unreported(ended)
+            raise EndedError(lost) if lost else ToldError("another rank reported a failure")
+
+    def _told_processes(self) -> dict[int, Process]:
+        told = self.slot.desk.processes()
+        ranks = enumerate(self._at_desk)
+        return {rank: told[number] for rank, number in ranks if number in told}
+
+    def _which(self, holds: Callable[[Process], bool]) -> tuple[int, ...]:
+        """Ranks of this host for whose process this holds."""
+        if self._processes is None:
+            self._processes = self._told_processes()
+        return tuple(rank for rank, process in self._processes.items() if holds(process))
 
     def fail(
         self, what: str, error: Exception, ranks: tuple[int, ...], at: tuple[int, str] = (-1, "")
@@ -214,7 +282,12 @@ class C10dTransport(Transport):
             error: what the backend raised.
             ranks: who took part.
             at: how many operations of these ranks came before it, and the operation itself.
+
+        Raises:
+            RuntimeError: `error` itself, where that is none of the backend's.
         """
+        if _is_the_users(error):
+            raise error
         with self.lock:
             if self._failure is None:
                 if self._closed is not None:
@@ -231,21 +304,46 @@ class C10dTransport(Transport):
             with contextlib.suppress(RuntimeError):
                 self._roll.report(Report("told", ranks, *at))
             return Failure(str(error), late=False, silent=(), peer=peer)
-        failure = _diagnose(self._roll, error, Report("told", ranks, *at), self._grace_s)
+        if isinstance(error, EndedError):
+            with contextlib.suppress(RuntimeError):
+                self._roll.report(Report("dead", error.ranks))
+            return Failure(str(error), late=False, silent=error.ranks)
+        waited_s, report = time.perf_counter() - self._began_s, Report("told", ranks, *at)
+        ended = partial(self._which, has_ended)
+        failure = _diagnose(self._roll, error, report, self._grace_s, ended, self._unheard)
+        if failure.store:
+            return failure._replace(silent=self._seen())
+        if failure.gave_up:
+            failure = failure._replace(waited_s=waited_s)
         return self._with_doings(failure)
+
+    def _seen(self) -> tuple[int, ...]:
+        """Ranks that have ended or are stopped, as far as the system tells, where no store does."""
+        return self._which(lambda process: has_ended(process) or is_stopped(process))
+
+    def _unheard(self, silent: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of the ranks that were waited for in vain of which there is no sign of life: where
+        one has ended, others may compute, and not know it yet."""
+        if not silent:
+            return ()
+        numbers = {self._at_desk[rank]: rank for rank in silent}
+        told = self.slot.desk.answers(list(numbers), 0, self._grace_s)
+        return tuple(rank for number, rank in numbers.items() if told.get(number) is None)
 
     def _with_doings(self, failure: Failure) -> Failure:
         """With what the ranks do, those first that have said nothing, where some came late."""
-        if not failure.late or failure.silent is None or failure.mismatch:
+        if not failure.late or failure.mismatch:
             return failure
-        return failure._replace(doings=self._doings(failure.silent))
+        # Ranks that gave up before this one asked anything have said so then.
+        since = self.slot.since or (1 if failure.gave_up else 0)
+        return failure._replace(doings=self._doings(failure.silent, since))
 
-    def _doings(self, silent: tuple[int, ...]) -> str:
+    def _doings(self, silent: tuple[int, ...], since: int) -> str:
         """What ranks do, in words; those first that have said nothing."""
         asked = [*silent, *(rank for rank in self._everyone if rank not in silent)]
         some = sorted(asked[:MOST_RANKS])
         numbers = {rank: self._at_desk[rank] for rank in some}
-        told = self.slot.desk.answers(list(numbers.values()), self.slot.since, self._grace_s)
+        told = self.slot.desk.answers(list(numbers.values()), since, self._grace_s)
         return in_words({self.names((rank,)): told.get(numbers[rank]) for rank in some})
 
     @property
@@ -258,7 +356,7 @@ class C10dTransport(Transport):
             if self._failure is None:
                 verdict: Verdict = "timeout" if failure.late else "dead"
                 with contextlib.suppress(RuntimeError):
-                    self._roll.report(Report(verdict, failure.silent or ()))
+                    self._roll.report(Report(verdict, failure.silent))
                 self._end(what, self._with_doings(failure))
 
     def explain(self, what: str) -> FddpError:
@@ -267,6 +365,15 @@ class C10dTransport(Transport):
             raise InternalError(f"{what} failed, and nothing tells why")
         where = f"{what} on rank {self.rank} of {self.world_size}"
         return explain(self._failure, where, self.names, self.timeout_s)
+
+    def tell_of_parting(self, text: str) -> None:
+        """Tell ranks for which it shows only later that they met in different operations."""
+        self._roll.tell_of_parting(text)
+
+    @property
+    def parting(self) -> str:
+        """What was told of that; empty if nothing was."""
+        return self._roll.parting()
 
     @property
     def failed(self) -> bool:
@@ -305,32 +412,38 @@ class _C10dWork(Work):
         self, transport: C10dTransport, communicator: Communicator, operation: Operation
     ) -> None:
         self._transport = transport
-        self._pending: _Pending | None = _Pending(
+        self.pending: _Pending | None = _Pending(
             communicator, communicator.issue(operation), operation, communicator.issued
         )
         self._error: FddpError | None = None
-        self._watch = communicator.watch(self._pending.flight) if operation.stamp else None
+        self._watch = communicator.watch(self.pending.flight) if operation.stamp else None
 
     @property
     def done(self) -> bool:
-        pending = self._pending
+        pending = self.pending
         return pending is None or self._transport._closed is not None or pending.flight.arrived
 
     @property
     def done_s(self) -> float | None:
         return None if self._watch is None else self._watch()
 
-    def wait(self, what: str) -> None:
-        pending, self._pending = self._pending, None
+    def _wait(self, what: str) -> None:
+        pending, self.pending = self.pending, None
         if pending is not None:
             try:
                 self._transport._await(pending, what)
             except RuntimeError as error:
-                ranks, at = pending.operation.ranks, (pending.place, str(pending.operation))
+                ranks, first = pending.operation.ranks, self._transport.first_open(pending)
+                at = first.place, str(first.operation)
                 self._error = self._transport.fail(what, error, ranks, at)
                 self._error.__cause__ = error
         if self._error is not None:
             raise self._error
+
+
+def _is_open(ref: weakref.ref[_C10dWork]) -> bool:
+    work = ref()
+    return work is not None and work.pending is not None
 
 
 class _Pending(NamedTuple):
@@ -342,7 +455,14 @@ class _Pending(NamedTuple):
     place: int  # among the operations of its ranks
 
 
-def _diagnose(roll: RollCall, error: Exception, report: Report, grace_s: float) -> Failure:
+def _diagnose(
+    roll: RollCall,
+    error: Exception,
+    report: Report,
+    grace_s: float,
+    ended: Callable[[], tuple[int, ...]],
+    unheard: Callable[[tuple[int, ...]], tuple[int, ...]],
+) -> Failure:
     """Tell the others, and hear from them, how the operation of `report` that raised `error` ended.
 
     Silent alone means little: a rank that takes no part in what failed may be busy elsewhere.
@@ -352,21 +472,49 @@ def _diagnose(roll: RollCall, error: Exception, report: Report, grace_s: float) 
     verdict: Verdict = "broken"
     if isinstance(error, ToldError):
         verdict = "told"
-    elif isinstance(error, LateError) or re.search("timeout|timed out", text, re.IGNORECASE):
+    elif isinstance(error, (LateError, SilentError)) or _is_late(text):
         verdict = "timeout"
+    late = verdict == "timeout"
     try:
         roll.report(report._replace(verdict=verdict))
-        reports = roll.reports(grace_s)
+        reports = roll.reports(grace_s, ended)
+        gone = tuple(rank for rank in ended() if rank not in reports)
+        if gone:
+            roll.report(report._replace(verdict="dead", ranks=gone))
+    except SilentError:
+        return Failure(text, late, (), store="silent")
     except RuntimeError:
-        return Failure(text, verdict == "timeout", None)
+        return Failure(text, late, (), store="gone")
     awaited = {r for told in reports.values() if told.verdict != "told" for r in told.ranks}
     dead = {r for told in reports.values() if told.verdict == "dead" for r in told.ranks}
+    dead |= set(gone)
+    timed_out = tuple(rank for rank, told in sorted(reports.items()) if told.verdict == "timeout")
+    silent = tuple(sorted(dead or awaited - reports.keys()))
     return Failure(
         text,
-        late=any(told.verdict == "timeout" for told in reports.values()),
-        silent=tuple(sorted(dead or awaited - reports.keys())),
+        late=bool(timed_out) and not gone,
+        silent=silent if dead or timed_out else unheard(silent),
         mismatch="" if dead else _mismatch(reports, report),
+        gave_up=() if late else timed_out,
     )
+
+
+def _is_the_users(error: Exception) -> bool:
+    """Whether it came out of code that is neither torch's nor ours: a signal handler."""
+    trace = error.__traceback__
+    while trace is not None:
+        module = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+        if module not in _OWN_MODULES:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _is_late(text: str) -> bool:
+    """Whether a backend ended an operation because of the time."""
+    # gloo calls it a timeout, too, that it has tried to connect often enough.
+    words = text.lower()
+    return ("timeout" in words or "timed out" in words) and "refused" not in words
 
 
 def _mismatch(reports: Mapping[int, Report], own: Report) -> str:

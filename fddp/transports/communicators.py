@@ -7,7 +7,6 @@ groups that are registered there.
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 import time
 from datetime import timedelta
@@ -19,7 +18,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fddp import ext
+from fddp.transports.connecting import connected
+from fddp.transports.forking import own
 from fddp.transports.ordered import sum_in_order_
+from fddp.transports.waits import LateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,18 +35,6 @@ _LONGEST_PAUSE_S = 0.05  # of the thread that looks whether gloo is freed
 _LOOK_AROUND = timedelta(seconds=0.25)  # how often a waiting rank looks for the others' failures
 
 
-class LateError(RuntimeError):
-    """An operation did not finish in time."""
-
-
-class ToldError(RuntimeError):
-    """Another rank reported a failure while this one waited."""
-
-
-class LeftError(RuntimeError):
-    """Another rank has failed the step that this one is in, and will not come."""
-
-
 class Seat(NamedTuple):
     """A rank's place among the ranks of a communicator that is to be made."""
 
@@ -53,6 +43,7 @@ class Seat(NamedTuple):
     ranks: tuple[int, ...]  # who takes part, ascending, by their numbers in the transport
     roll: RollCall
     timeout_s: float
+    look: Callable[[], None]  # for waits while it is made, as `Communicator.wait` has
 
     @property
     def place(self) -> int:
@@ -62,7 +53,7 @@ class Seat(NamedTuple):
     def store(self) -> dist.Store:
         """A part of the group's store for these ranks of this transport alone."""
         name = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]  # of any number of them
-        return dist.PrefixStore(f"ranks/{name}", self.roll.store)
+        return dist.PrefixStore(f"ranks/{name}", self.roll.store.raw)
 
 
 class Flight(NamedTuple):
@@ -74,6 +65,18 @@ class Flight(NamedTuple):
     @property
     def arrived(self) -> bool:
         return all(work.is_completed() for work in self.works)
+
+    @property
+    def arrived_well(self) -> bool:
+        """Whether it is over, and nothing went wrong."""
+        if not self.arrived:
+            return False
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError:
+            return False
+        return True
 
 
 class Communicator:
@@ -89,12 +92,14 @@ class Communicator:
     """
 
     _averages = False  # whether the backend can divide a sum by the number of ranks
+    _is_owner = False  # whether the backend goes with this; torch holds those of its own groups
 
     def __init__(self, backend: Any, seat: Seat) -> None:
         self._backend = backend
         self._place = seat.place
         self.issued = 0  # operations so far
         self._sources = {rank: place for place, rank in enumerate(seat.ranks)}
+        own(self)  # [Note: forks]
 
     def issue(self, operation: Operation) -> Flight:
         """Start `operation`; torch's own errors (RuntimeError) pass through."""
@@ -168,12 +173,16 @@ class Communicator:
     def watch(self, flight: Flight) -> Callable[[], float | None]:
         """A function that tells when all had arrived, once it has: `time.perf_counter()` seconds.
 
-        The stamp is taken on the backend's thread, which may wait some milliseconds for Python.
+        The stamp is taken on the backend's thread, which must not ask for Python's lock: where the
+        interpreter has ended, that is SIGABRT instead of the process's own exit code.
         """
-        stamps: list[float] = []
-        for work in flight.works:
-            work.get_future().add_done_callback(lambda _: stamps.append(time.perf_counter()))
-        return lambda: max(stamps) if len(stamps) == len(flight.works) else None
+        stamps = [ext.load().Stamp(work) for work in flight.works]
+
+        def arrived_s() -> float | None:
+            ended_s = [stamp.ended_s for stamp in stamps]
+            return None if None in ended_s else max(ended_s)
+
+        return arrived_s
 
     def free(self, *, failed: bool) -> None:
         """Give up threads and connections; nothing may be issued any more.
@@ -182,9 +191,15 @@ class Communicator:
         """
         self._backend = None
 
+    def disown(self) -> None:
+        """See [Note: forks]."""
+        if self._is_owner and self._backend is not None:
+            ext.load().Freeing(self._backend).keep()
+
 
 class GlooCommunicator(Communicator):
-    """gloo, connected through the seat's store. Blocks while the ranks connect to each other.
+    """gloo, connected through the seat's store. Blocks while the ranks connect to each other, see
+    [Note: connecting].
 
     [Note: news of a failure] gloo tells only the neighbours of a dead rank, and its `abort` does
     nothing: the other ranks would wait for the whole timeout. So a rank that meets a failure
@@ -192,22 +207,24 @@ class GlooCommunicator(Communicator):
     """
 
     _averages = True
+    _is_owner = True
 
     def __init__(self, seat: Seat) -> None:
         timeout = timedelta(seconds=seat.timeout_s)
         size = len(seat.ranks)
-        super().__init__(dist.ProcessGroupGloo(seat.store, seat.place, size, timeout), seat)
+
+        def make(store: dist.Store) -> dist.ProcessGroupGloo:
+            return dist.ProcessGroupGloo(store, seat.place, size, timeout)
+
+        backend, self._meeting = connected(make, seat.store, seat.timeout_s, seat.look)
+        super().__init__(backend, seat)
         self._timeout_s = seat.timeout_s
         self._spare = _Spare()
-        self._process = os.getpid()
 
     def free(self, *, failed: bool) -> None:
         freeing = ext.load().Freeing(self._backend)
         super().free(failed=failed)
-        if os.getpid() == self._process:
-            freeing.begin()  # [Note: freeing waits]
-        else:
-            freeing.keep()
+        freeing.begin()  # [Note: freeing waits]
         pause_s = 0.0005
         while not freeing.done:
             time.sleep(pause_s)
@@ -273,6 +290,7 @@ class NcclCommunicator(Communicator):
     """nccl; connects at the first operation on the current device."""
 
     _averages = True
+    _is_owner = True
 
     def __init__(self, seat: Seat) -> None:
         options = c10d.ProcessGroupNCCL.Options()

@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from fddp.heard import Form, read
+from fddp.transports.asking import GLANCE_S, AskedStore, Asker, asker_of
+from fddp.transports.processes import Process, numbering, own_line, parsed
 from fddp.transports.whereabouts import ASK_AGAIN_S, Desk, Doing, Slot
 
 if TYPE_CHECKING:
@@ -30,10 +33,14 @@ _PER_TIMEOUT = 8  # looks in the time that an operation may take
 _AWAKE_S = 2 * ASK_AGAIN_S  # how long a rank looks often, once it was asked
 _AWAKE_LOOKS_PER_S = 10_000
 _END_S = 0.5  # what the thread gets to end in order
+_ANSWER: Form = (int, bool, [str], str, str)  # question, whether at the end, and a `Doing`
+_MOST_WAITS, _MOST_CHARS = 8, 1000  # of one rank's answer that an error shows
 
 _lock = threading.RLock()  # a transport may be collected while one is opened
 _desks: weakref.WeakKeyDictionary[Any, StoreDesk] = weakref.WeakKeyDictionary()
 _running: weakref.WeakSet[_Clerk] = weakref.WeakSet()
+# Of groups in whose store this process is named: those of their ranks, when it answered last.
+_known: weakref.WeakKeyDictionary[Any, dict[int, Process]] = weakref.WeakKeyDictionary()
 
 
 class StoreDesk(Desk):
@@ -43,15 +50,34 @@ class StoreDesk(Desk):
         store: that all ranks of the job share.
         rank: this rank's number in it.
         size: ranks of the job.
+        asker: that puts this process's questions to the store.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, asker: Asker | None = None) -> None:
         super().__init__()
-        self._store = dist.PrefixStore("fddp/whereabouts", store)
+        self._asked = AskedStore(store, asker or Asker()).part("fddp/whereabouts")
+        self._store = self._asked.raw
         self._rank = rank
         self._size = size
         self._timeouts_s: dict[Slot, float] = {}
         self._clerk: _Clerk | None = None
+        host = numbering()
+        self._processes = f"processes/{host}" if host else ""  # where nobody can be looked for
+        self.known: dict[int, Process] = {}  # of them, when the store answered last
+
+    def tell_process(self) -> None:
+        """Says, once in the life of the group, which process this is."""
+        with contextlib.suppress(RuntimeError, ValueError):  # not every store can append
+            if self._processes:
+                self._asked.append(self._processes, own_line(self._rank))
+
+    def processes(self) -> dict[int, Process]:
+        """Those of the ranks that this one can look for, as far as they have told."""
+        store = self._asked.within(GLANCE_S)
+        with contextlib.suppress(RuntimeError, ValueError):
+            if self._processes and store.check([self._processes]):
+                self.known.update(parsed(store.get(self._processes).decode(errors="replace")))
+        return self.known
 
     def enter(self, key: str, timeout_s: float) -> tuple[Slot, _Clerk | None]:
         """A slot for a transport that is being opened, and who answers for it, if anybody could
@@ -90,15 +116,25 @@ class StoreDesk(Desk):
             clerk.stop()
 
     def ask(self) -> int:
-        with contextlib.suppress(RuntimeError):
-            return self._store.add("questions", 1)
+        with contextlib.suppress(RuntimeError, ValueError):
+            return self._asked.within(GLANCE_S).add("questions", 1)
         return 0
 
     def tell(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self.answer(self._store, _question(self._store), ended=True)
+        with contextlib.suppress(RuntimeError, ValueError):
+            self.answer(self._asked, _question(self._asked), ended=True)
 
-    def answer(self, store: dist.Store, question: int, *, ended: bool = False) -> None:
+    def tell_abandoned(self, key: str) -> None:
+        with contextlib.suppress(RuntimeError, ValueError):
+            self._asked.within(GLANCE_S).set(f"abandoned/{key}", "")
+
+    def told_abandoned(self, keys: Sequence[str]) -> list[str]:
+        store = self._asked.within(GLANCE_S)
+        with contextlib.suppress(RuntimeError, ValueError):
+            return [key for key in keys if store.check([f"abandoned/{key}"])]
+        return super().told_abandoned(keys)
+
+    def answer(self, store: AskedStore | dist.Store, question: int, *, ended: bool = False) -> None:
         """Puts what this rank does where the others look for it."""
         told = json.dumps([question, ended, *self.doing()])
         store.set(f"answer/{self._rank}", told)
@@ -120,15 +156,17 @@ class StoreDesk(Desk):
 
     def _read(self, rank: int, question: int, since: int, found: dict[int, Doing | None]) -> bool:
         """Whether a rank has answered, or has said where it ended."""
-        if not self._store.check([f"answer/{rank}"]):
+        if not self._asked.check([f"answer/{rank}"]):
             return False
         try:
-            asked, ended, waits, last, at = json.loads(self._store.get(f"answer/{rank}"))
-            if asked < question and not (ended and since and asked >= since):
-                return False
-            found[rank] = Doing(tuple(map(str, waits)), str(last), str(at))
-        except (ValueError, TypeError, RecursionError):  # no answer that makes sense
+            asked, ended, waits, last, at = read(self._asked.get(f"answer/{rank}"), _ANSWER)
+        except ValueError:  # no answer that makes sense
             found[rank] = None
+            return True
+        if asked < question and not (ended and since and asked >= since):
+            return False
+        shown = [_shown(text) for text in waits[:_MOST_WAITS]]
+        found[rank] = Doing(tuple(shown), _shown(last), _shown(at))
         return True
 
 
@@ -256,7 +294,11 @@ def enter(group: dist.ProcessGroup, timeout_s: float) -> tuple[Slot, list[int]]:
         desk = _desks.get(host)
         if desk is None:
             rank, size = dist.get_rank(host), dist.get_world_size(host)
-            desk = _desks[host] = StoreDesk(host.get_group_store(), rank, size)
+            desk = _desks[host] = StoreDesk(host.get_group_store(), rank, size, asker_of(group))
+            if host not in _known:
+                _known[host] = {}
+                desk.tell_process()
+            desk.known = _known[host]
         # Groups of the same ranks have names of their own, the same on all ranks.
         slot, clerk = desk.enter(f"{members} of {group.group_name!r}", timeout_s)
     if clerk is not None:
@@ -264,7 +306,13 @@ def enter(group: dist.ProcessGroup, timeout_s: float) -> tuple[Slot, list[int]]:
     return slot, ranks
 
 
-def _question(store: dist.Store) -> int:
+def _shown(text: str) -> str:
+    """What a rank says, as part of an error."""
+    short = text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}..."
+    return short if short.isprintable() else repr(short)
+
+
+def _question(store: AskedStore | dist.Store) -> int:
     """Number of the last question; 0 if there was none. Writes nothing, which `add` would."""
     return int(store.get("questions")) if store.check(["questions"]) else 0
 

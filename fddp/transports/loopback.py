@@ -116,18 +116,29 @@ class LoopbackGroup:
         self._world = world
         self._opened = 0
         self._named: Counter[str] = Counter()
-        world.desks[rank] = ThreadDesk()
+        world.desks[rank] = ThreadDesk(world.abandoned)
 
     def __repr__(self) -> str:
         return f"LoopbackGroup(rank={self.rank}, size={self.size})"
 
 
 class ThreadDesk(Desk):
-    """What a rank does that is a thread."""
+    """What a rank does that is a thread.
 
-    def __init__(self) -> None:
+    Args:
+        told: transports by their keys that any rank has left half way through a call.
+    """
+
+    def __init__(self, told: set[str]) -> None:
         super().__init__()
         self._thread = threading.get_ident()
+        self._told = told
+
+    def tell_abandoned(self, key: str) -> None:
+        self._told.add(key)
+
+    def told_abandoned(self, keys: Sequence[str]) -> list[str]:
+        return [key for key in keys if key in self._told]
 
     def doing(self, main_thread: int | None = None) -> Doing:
         return super().doing(self._thread)
@@ -231,7 +242,7 @@ class _LoopbackWork(Work):
     def done_s(self) -> float | None:
         return self._meeting.done_s if self._stamp else None
 
-    def wait(self, what: str) -> None:
+    def _wait(self, what: str) -> None:
         if self._error is None:
             self._error = self._outcome(what)
         if self._error is not None:
@@ -249,21 +260,28 @@ class _LoopbackWork(Work):
         peer = partial(transport._desk.doomed, slot)
         missing = transport._world.wait(meeting, transport.timeout_s, peer)
         if meeting.mismatch is not None:
-            return DesyncError(
-                f"{what} on rank {transport.rank} of {transport.world_size}: ranks met in "
-                f"different operations: {meeting.mismatch}; all ranks must issue the same "
-                "operations in the same order"
-            )
+            return self._desync(what, meeting.mismatch)
         if not missing:
             slot.finish(what)
             return None
-        error = transport._explain(what, missing, peer())
+        if any(missing.values()) and (parted := transport._world.parting(meeting)):
+            # Nobody comes for what lies behind the operations in which ranks have parted.
+            error: FddpError = self._desync(what, parted)
+        else:
+            error = transport._explain(what, missing, peer())
         slot.fail(what)
         if isinstance(error, SyncTimeoutError):
             transport._world.give_up(transport.rank, transport._channel)
         transport._closed = f"{what} failed"
         transport._release()
         return error
+
+    def _desync(self, what: str, parted: str) -> DesyncError:
+        return DesyncError(
+            f"{what} on rank {self._transport.rank} of {self._transport.world_size}: ranks met in "
+            f"different operations: {parted}; all ranks must issue the same operations in the same "
+            f"order"
+        )
 
 
 class _Appointment(NamedTuple):
@@ -300,8 +318,10 @@ class _World:
         self._meetings: dict[_Appointment, _Meeting] = {}
         self._departed: dict[_Departure, str] = {}
         self._gave_up: set[tuple[int, int]] = set()  # ranks and channels
+        self._parted: dict[tuple[int, tuple[int, ...]], str] = {}  # by channel and ranks
         self._alarms: dict[int, tuple[int, str]] = {}  # by channel: a step that fails, and why
         self.desks: dict[int, Desk] = {}  # by rank
+        self.abandoned: set[str] = set()  # keys of transports; threads add, and nobody removes
 
     def open(
         self,
@@ -342,6 +362,7 @@ class _World:
             meeting.operations[rank] = operation
             if meeting.mismatch is None and str(operation) != str(first):
                 meeting.mismatch = f"rank {first_rank} {first}, rank {rank} {operation}"
+                self._parted.setdefault(appointment[:2], meeting.mismatch)
             if len(meeting.operations) == len(appointment.ranks):
                 del self._meetings[appointment]
                 if meeting.mismatch is None:
@@ -358,6 +379,11 @@ class _World:
         with self._changed:
             self._changed.wait_for(lambda: self._is_over(meeting) or left() is not None, timeout_s)
             return self._missing_at(meeting)
+
+    def parting(self, meeting: _Meeting) -> str:
+        """The different operations in which its ranks met before; empty where they did not."""
+        with self._changed:
+            return self._parted.get(meeting.appointment[:2], "")
 
     def give_up(self, rank: int, channel: int) -> None:
         """Say that `rank` leaves `channel` because others did not come in time."""

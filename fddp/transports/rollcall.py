@@ -11,16 +11,19 @@ import json
 import time
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
-import torch.distributed as dist
+from fddp.transports.asking import ANSWER_S, GLANCE_S, AskedStore, Asker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
+
+    import torch.distributed as dist
 
 #: how an operation ended on the rank that reports: no answer in time, a broken connection, the end
 #: of other ranks that it saw, or the news of any of these from another rank
 Verdict = Literal["timeout", "broken", "dead", "told"]
 
 
+_MOST_CHARS = 2000  # of what another rank tells
 _LOOK_AROUND_S = 0.25  # how often a rank looks at what the others do while it waits for them
 
 
@@ -49,11 +52,14 @@ class RollCall:
         count: number of the opening, the same on all ranks.
     """
 
-    store: dist.Store
+    store: AskedStore
     count: int
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self._group_store = store
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, asker: Asker | None = None
+    ) -> None:
+        self._group_store = AskedStore(store, asker or Asker())
+        self.store, self.count = self._group_store.part("fddp/0"), 0  # of none: openings begin at 1
         self._rank = rank
         self._world_size = world_size
 
@@ -65,22 +71,28 @@ class RollCall:
         Args:
             timeout_s: the longest to wait.
             look: called now and then meanwhile; what it raises ends the opening on all ranks.
+
+        Raises:
+            SilentError: the store did not answer in that time.
         """
         deadline_s = time.perf_counter() + timeout_s
+
+        def in_time(store: AskedStore) -> AskedStore:
+            return store.within(max(deadline_s - time.perf_counter(), GLANCE_S))
+
         while True:
-            count = self._group_store.add(f"fddp/opened/{self._rank}", 1)
-            self.store = dist.PrefixStore(f"fddp/{count}", self._group_store)
-            self.count = count
-            if self.store.check(["outcome"]):
+            count = in_time(self._group_store).add(f"fddp/opened/{self._rank}", 1)
+            self.store, self.count = self._group_store.part(f"fddp/{count}"), count
+            if in_time(self.store).check(["outcome"]):
                 continue
-            self.store.set(f"here/{self._rank}", "")
+            in_time(self.store).set(f"here/{self._rank}", "")
             stopped: BaseException | None = None
             try:
                 absent = self._absent("here", deadline_s, look=look)
             except Exception as error:
                 absent, stopped = (), error
             ends = absent or stopped is not None
-            outcome = self.store.compare_set("outcome", "", "stop" if ends else "go")
+            outcome = in_time(self.store).compare_set("outcome", "", "stop" if ends else "go")
             if outcome == b"go":
                 return ()
             if stopped is not None:
@@ -88,10 +100,15 @@ class RollCall:
             if absent:
                 return absent
 
-    def number(self, name: str) -> int:
+    def number(self, name: str, timeout_s: float) -> int:
         """How many transports over the group were given this name before, and this one: the same
-        on all ranks, which name theirs in one order."""
-        return self._group_store.add(f"fddp/named/{name}/{self._rank}", 1)
+        on all ranks, which name theirs in one order.
+
+        Args:
+            name: what it is for.
+            timeout_s: what the store gets to answer.
+        """
+        return self._group_store.within(timeout_s).add(f"fddp/named/{name}/{self._rank}", 1)
 
     def raise_alarm(self, step: int, text: str) -> None:
         """Tell ranks that are in the loss function of a step that it fails on all of them."""
@@ -102,17 +119,29 @@ class RollCall:
     def alarm(self, step: int) -> str | None:
         """Which rank failed in this step, and how, if that was told."""
         try:
-            if not self.store.check(["alarm"]):
+            if not self.store.within(GLANCE_S).check(["alarm"]):
                 return None
             failed, text = json.loads(self.store.get("alarm"))
         except (RuntimeError, ValueError, TypeError):  # the store is gone, or holds no alarm
             return None
         return str(text) if failed == step else None
 
+    def tell_of_parting(self, text: str) -> None:
+        """Tell ranks for which it shows only later that they met in different operations."""
+        with contextlib.suppress(RuntimeError, ValueError):
+            self.store.set("parted", text)
+
+    def parting(self) -> str:
+        """What was told of that; empty if nothing was."""
+        with contextlib.suppress(RuntimeError, ValueError):
+            if self.store.check(["parted"]):
+                return self.store.get("parted").decode(errors="replace")[:_MOST_CHARS]
+        return ""
+
     def failed(self) -> bool:
         """Whether some rank has reported a failure; False where the store does not answer."""
         try:
-            return self.store.check(["failed"])
+            return self.store.within(GLANCE_S).check(["failed"])
         except RuntimeError:
             return False
 
@@ -123,15 +152,29 @@ class RollCall:
             self.store.set("dead", "")
         self.store.set("failed", "")
 
-    def reports(self, grace_s: float) -> dict[int, Report]:
+    def reports(
+        self, grace_s: float, ended: Callable[[], tuple[int, ...]] = lambda: ()
+    ) -> dict[int, Report]:
         """What the ranks that reported tell, waiting at most `grace_s` for all of them.
 
-        Nobody is waited for once a rank has told who is dead.
+        Nobody is waited for once a rank has told who is dead, or has `ended` without a report.
         """
         deadline_s = time.perf_counter() + grace_s
-        silent = self._absent("report", deadline_s, lambda: self._all_set(["dead"]))
+
+        def enough() -> bool:
+            gone = [f"report/{rank}" for rank in ended()]
+            return self._all_set(["dead"]) or not all(self._all_set([key]) for key in gone)
+
+        silent = self._absent("report", deadline_s, enough)
         told = {rank: self._read(rank) for rank in range(self._world_size) if rank not in silent}
         return {rank: report for rank, report in told.items() if report is not None}
+
+    def unreported(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of these ranks that have reported nothing, or of which the store does not tell: a
+        rank that reported has lived to raise an error, and may have ended for it."""
+        with contextlib.suppress(RuntimeError):
+            return tuple(rank for rank in ranks if not self._all_set([f"report/{rank}"]))
+        return ranks
 
     def _read(self, rank: int) -> Report | None:
         """What a rank reports; None where that makes no sense, as if it had not."""
@@ -157,7 +200,7 @@ class RollCall:
         keys = {rank: f"{name}/{rank}" for rank in range(self._world_size)}
         pause_s = 0.0005
         # Not `store.wait`: some stores time it in whole seconds, some bar other users meanwhile.
-        while not self._all_set(keys.values()):
+        while not self._all_set(list(keys.values()), deadline_s):
             if time.perf_counter() > deadline_s or enough():
                 return tuple(rank for rank, key in keys.items() if not self._all_set([key]))
             if time.perf_counter() > next_look_s:
@@ -167,5 +210,8 @@ class RollCall:
             pause_s = min(2 * pause_s, 0.05)
         return ()
 
-    def _all_set(self, keys: Iterable[str]) -> bool:
-        return self.store.check(list(keys))
+    def _all_set(self, keys: list[str], deadline_s: float = 0.0) -> bool:
+        """Whether these keys are there; the store may answer until then, if that is longer than it
+        has anyhow."""
+        left_s = deadline_s - time.perf_counter()
+        return (self.store.within(left_s) if left_s > ANSWER_S else self.store).check(keys)

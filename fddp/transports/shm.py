@@ -18,10 +18,11 @@ import torch
 
 from fddp.errors import ClosedError, DesyncError, FddpError
 from fddp.transports.base import Transport, Work
-from fddp.transports.communicators import ToldError
 from fddp.transports.endings import Failure
+from fddp.transports.forking import IN_A_FORK, own
 from fddp.transports.native import Status, make_team
 from fddp.transports.neighbours import Council
+from fddp.transports.waits import ToldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from fddp.transports.operation import Operation
 
 _OK = int(Status.OK)
+_LEFT = "it closed its transport"
 _LOOK_AROUND_S = 0.25  # how often a waiting rank comes back to Python, and looks for news
 
 
@@ -57,6 +59,7 @@ class ShmTransport(Transport):
         self.slot = c10d.slot
         # No cycle keeps what is dropped without close().
         c10d.on_failure = _weakly(weakref.WeakMethod(self._fall))
+        own(self)  # [Note: forks]
         if self.world_size > 1 and neighbours.share(self._everyone):
             try:
                 self._open_teams([self._everyone])
@@ -133,13 +136,17 @@ class ShmTransport(Transport):
         devices = self._open_teams(groups)
         self._c10d._connect([ranks for ranks in groups if ranks not in self._teams or devices])
 
+    def disown(self) -> None:
+        """See [Note: forks]."""
+        self._closed = self._closed or IN_A_FORK
+
     def raise_alarm(self, step: int, text: str) -> None:
         self._c10d.raise_alarm(step, text)
 
-    def abandon(self) -> None:
+    def abandon(self, reason: str) -> None:
         if self._closed is None:
             self._c10d.tell_of_leaving()
-        self.close()
+        self.close(reason)
 
     def _release(self) -> None:
         self._free()
@@ -215,7 +222,7 @@ class ShmTransport(Transport):
 
     # Failures
 
-    def _ended(self, what: str, table: _Table) -> FddpError:
+    def _ended(self, what: str, table: _Table, waited_s: float) -> FddpError:
         """The error that `what` ends with, whose table ended with a failure."""
         with self._c10d.lock:
             if self._c10d.failed:
@@ -225,9 +232,12 @@ class ShmTransport(Transport):
                     f"{what} on rank {self.rank} of {self.world_size}: the transport was closed "
                     f"({self._closed})"
                 )
-            failure = _failure(table, self.rank)
+            failure = _failure(table, self.rank, waited_s)
             if failure is None:
                 return self._heard(what)
+            if failure.text == _LEFT:
+                # Why, if it was for what this rank would have seen as well, had it come sooner.
+                failure = failure._replace(mismatch=self._c10d.parting)
             self._closed = f"{what} failed"
             self._spread(failure)
             self._c10d.end(what, failure)
@@ -246,7 +256,7 @@ class ShmTransport(Transport):
 
     def _spread(self, failure: Failure | None) -> None:
         """Tell it on the boards of all teams."""
-        gone = () if failure is None else failure.silent or ()
+        gone = () if failure is None else failure.silent
         for team, ranks in self._teams.values():
             members = [ranks.index(rank) for rank in gone if rank in ranks]
             if failure is None or not members:
@@ -302,50 +312,63 @@ class _ShmWork(Work):
     def done_s(self) -> float | None:
         return self._passage.done_s if self._stamp else None
 
-    def wait(self, what: str) -> None:
-        if self._passage.wait(_LOOK_AROUND_S) == _OK:
+    def _wait(self, what: str) -> None:
+        status = self._passage.wait(_LOOK_AROUND_S)
+        if status == _OK:
             self._transport.slot.finish(what)
             return
         if self._error is None:
-            self._error = self._outcome(what)
+            waited_s = _LOOK_AROUND_S if status == Status.PENDING else 0.0
+            self._error = self._outcome(what, waited_s)
         if self._error is not None:
             raise self._error
 
-    def _outcome(self, what: str) -> FddpError | None:
-        transport, begin_s = self._transport, time.perf_counter()
+    def _outcome(self, what: str, waited_s: float) -> FddpError | None:
+        transport = self._transport
+        begin_s = transport._c10d.begin(waited_s)
         while (status := self._passage.wait(_LOOK_AROUND_S)) == Status.PENDING:
             try:
-                transport._c10d.look(what, begin_s, news=transport._looks_around)
+                # The team itself sees who has ended.
+                transport._c10d.look(what, begin_s, news=transport._looks_around, among=())
             except RuntimeError as news:
                 return transport._c10d.fail(what, news, ())
         if status == Status.OK:
             transport.slot.finish(what)
             return None
         if status != Status.MISMATCH:
-            return transport._ended(what, self._table)
+            return transport._ended(what, self._table, time.perf_counter() - begin_s)
         told = [
             f"rank {rank} {_in_words(descriptor, self._table.ranks)}"
             for rank, descriptor in zip(self._table.ranks, self._passage.descriptors(), strict=True)
         ]
+        parted = _first_two(told)
+        transport._c10d.tell_of_parting(parted)
         return DesyncError(
             f"{what} on rank {transport.rank} of {transport.world_size}: ranks met in different "
-            f"operations: {_first_two(told)}; all ranks must issue the same operations in the "
+            f"operations: {parted}; all ranks must issue the same operations in the "
             "same order"
         )
 
 
-def _failure(table: _Table, own_rank: int) -> Failure | None:
+def _failure(table: _Table, own_rank: int, waited_s: float) -> Failure | None:
     """What ended a team; None where that was a failure elsewhere, of which it was only told."""
     status, members, _ = table.team.failure
     if status not in (Status.LOST, Status.TIMEOUT, Status.BROKEN):
         return None
     ranks = tuple(table.ranks[member] for member in members)
     if status == Status.TIMEOUT:
-        return Failure("timed out", True, tuple(rank for rank in ranks if rank != own_rank))
+        others = tuple(rank for rank in table.ranks if rank not in ranks)
+        return Failure(
+            "timed out",
+            True,
+            tuple(rank for rank in ranks if rank != own_rank),
+            waited_s=waited_s,
+            gave_up=others if own_rank in ranks else (),
+        )
     if status == Status.BROKEN:
         return Failure("what it wrote to shared memory makes no sense", False, ranks)
     left = any(table.team.states[member] == "left" for member in members)
-    return Failure("it closed its transport" if left else "its process has ended", False, ranks)
+    return Failure(_LEFT if left else "its process has ended", False, ranks)
 
 
 def _in_words(descriptor: dict[str, Any], ranks: tuple[int, ...]) -> str:

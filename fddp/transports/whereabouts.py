@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from fddp.collectives.sites import is_inside
+from fddp.collectives.sites import own_lines
+from fddp.transports.processes import Process
 
 MOST_RANKS = 16  # that one error tells of, so that ten thousand ranks may fail at a time
+_HEARS_WITHIN_S = 1.0  # in which ranks hear that their step has failed: they look every 0.25 s
 ASK_AGAIN_S = 5.0  # from one question of a rank that waits for long to its next
-
-_LIBRARY = str(Path(threading.__file__).parent) + "/"
 
 
 class Doing(NamedTuple):
@@ -33,7 +33,7 @@ class Doing(NamedTuple):
     Attributes:
         waits: what it waits for; none if it waits for nothing.
         last: what it finished last, or gave up; empty if there was nothing yet.
-        at: the line of its main thread.
+        at: the line of its main thread, and the lines that called it.
     """
 
     waits: tuple[str, ...] = ()
@@ -119,6 +119,7 @@ class Slot:
         self.waits = None
         if self.close is not None:
             self.desk.abandoned[self.key] = self
+            self.desk.tell_abandoned(self.key)
 
     def named(self, what: str) -> str:
         return f"{what} of {self.label}" if self.label else what
@@ -160,6 +161,8 @@ class Desk:
         heard_s: when a question was heard last, by `time.perf_counter`.
         abandoned: transports by their keys that a failure has closed here, and that others may
             still take for open.
+        doubtful_s: when a step was last left half done here, by `time.perf_counter`, until what
+            other ranks have abandoned in it is closed; None where there is nothing to look for.
     """
 
     def __init__(self) -> None:
@@ -168,6 +171,7 @@ class Desk:
         self.gave_up = ""
         self.heard_s = float("-inf")
         self.abandoned: dict[str, Slot] = {}
+        self.doubtful_s: float | None = None
 
     def open(self, key: str) -> Slot:
         """A slot for a transport that has been opened."""
@@ -198,9 +202,7 @@ class Desk:
         for slot in list(self.slots):
             wait = slot.waits
             if wait is not None:
-                line = "" if "called at" in wait.what else line_of(wait.thread)
-                at = f", called at {line}" if line else ""
-                waits.append(f"{slot.named(wait.what)}{at}")
+                waits.append(f"{slot.named(wait.what)}{_called(wait.what, line_of(wait.thread))}")
         last = self.last
         done = last.named(last.done) if last is not None and last.done else ""
         ident = threading.main_thread().ident if main_thread is None else main_thread
@@ -224,7 +226,35 @@ class Desk:
         for key in keys:
             self.abandoned.pop(key, None)
 
+    def settle(self) -> None:
+        """Closes the transports that any rank has left half way through a call, in a step that was
+        left half done on all of them: they could not exchange which these are.
+
+        A rank that waits in such a call hears of the step's end somewhat later than the others.
+        """
+        if self.doubtful_s is None:
+            return
+        until_s, self.doubtful_s = self.doubtful_s + _HEARS_WITHIN_S, None
+        slots = [slot for slot in list(self.slots) if slot.close is not None]
+        keys = [*(slot.key for slot in slots), *self.abandoned]
+        found = self.told_abandoned(keys)
+        while keys and not found and time.perf_counter() < until_s:
+            time.sleep(0.02)
+            found = self.told_abandoned(keys)
+        self.close_abandoned(found)
+
     # What follows is told to the others; alone there is nobody to tell.
+
+    def processes(self) -> dict[int, Process]:
+        """Processes of ranks of the job that this one can look for."""
+        return {}
+
+    def tell_abandoned(self, key: str) -> None:
+        """Says that this rank has left a transport half way through a call."""
+
+    def told_abandoned(self, keys: Sequence[str]) -> list[str]:
+        """Those of these transports of which any rank has said so."""
+        return [key for key in keys if key in self.abandoned]
 
     def ask(self) -> int:
         """Makes the others say what they do; the number of the question."""
@@ -245,21 +275,27 @@ class Desk:
 
 
 def line_of(thread: int | None) -> str:
-    """Where a thread of this process is in the user's code; empty where that can't be told."""
-    frame = sys._current_frames().get(thread or 0)
-    while frame is not None and not _is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    code: Any = frame.f_code
-    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+    """Where a thread of this process is in the user's code, and who called that; empty where that
+    can't be told."""
+    return own_lines(sys._current_frames().get(thread or 0))
 
 
-def _is_users(filename: str) -> bool:
-    """Whether it is neither fddp's, nor torch's, nor of the standard library."""
-    if filename.startswith(_LIBRARY):
-        return "-packages/" in filename and not is_inside(filename, ())
-    return not filename.startswith("<frozen ") and not is_inside(filename, ())
+def _called(what: str, lines: str) -> str:
+    """What goes behind an operation, of the lines from which it was called. Operators name the
+    first of them: behind these goes what called that, unless they run in a backward pass.
+
+    >>> _called("bucket 0 of step 9", "sums.py:3 in mean, from train.py:8 in main")
+    ', called at sums.py:3 in mean, from train.py:8 in main'
+    >>> _called("psum of 1 leaf, called at sums.py:3", "sums.py:3 in mean, from train.py:8 in main")
+    ', from train.py:8 in main'
+    >>> _called("backward of psum, called at sums.py:3", "train.py:9 in main, from run.py:2 in run")
+    ''
+    """
+    if "called at" not in what:
+        return f", called at {lines}" if lines else ""
+    first, _, outer = lines.partition(", from ")
+    is_first = what.endswith(f"called at {first.rpartition(' in ')[0]}")
+    return f", from {outer}" if outer and is_first else ""
 
 
 def _no_alarm(step: int) -> str | None:

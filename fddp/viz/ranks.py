@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from fddp.monitor_report import MonitorReport
-from fddp.stragglers import BACKWARD, FORWARD, INPUT, WAIT
+from fddp.phases import BACKWARD, FORWARD, HOOK, INPUT, SYNC, WAIT
 from fddp.viz import canvas
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLOURS = {INPUT: canvas.PURPLE, FORWARD: canvas.GREEN, BACKWARD: canvas.BLUE, WAIT: "#DDDDDD"}
-_OTHERS = (canvas.ORANGE, canvas.GREY, "#56B4E9", "#F0E442")
+_COLOURS = {
+    INPUT: canvas.PURPLE,
+    FORWARD: canvas.GREEN,
+    BACKWARD: canvas.BLUE,
+    HOOK: "#F0E442",
+    SYNC: canvas.ORANGE,
+    WAIT: "#DDDDDD",
+}
+_OTHERS = (canvas.GREY, "#56B4E9", "#A6761D", "#666666")
+_TITLE_LINES = 3  # of more stragglers the frames tell
+_TITLE_WIDTH = 105  # letters of a line
 _BAR = 0.7  # share of its row
 _ROW_IN = 0.32
 _MOST_IN = 12.0
@@ -44,8 +54,8 @@ def plot_ranks(report: MonitorReport, ax: Axes | None = None) -> Figure:
         ...     phases_s = {"forward": forward_s, "wait": 0.1 - forward_s}
         ...     return summarize(rank, [StepRecord(n, phases_s, times) for n in range(9)])
         >>> report = MonitorReport.of([rank_that_needs(0, 0.02), rank_that_needs(1, 0.08)])
-        >>> plot_ranks(report).axes[0].get_title()
-        'steps 0 to 8: rank 1 holds the others up by 60.0 ms a step, most of all in forward'
+        >>> print(plot_ranks(report).axes[0].get_title())
+        steps 0 to 8: rank 1 holds the others up by 60.0 ms a step (60% of it), most of all in ...
     """
     ranks = report.ranks
     if ax is None:
@@ -85,14 +95,12 @@ def _colours(phases: tuple[str, ...]) -> dict[str, str]:
 
 
 def _title(report: MonitorReport) -> str:
-    first, last = report.ranks[0].first, report.ranks[0].last
-    one = report.straggler
-    if one is None:
-        return f"steps {first} to {last}: no straggler"
-    return (
-        f"steps {first} to {last}: rank {one.rank} holds the others up by "
-        f"{one.behind_s * 1e3:.1f} ms a step, most of all in {one.phase}"
-    )
+    spans = {(rank.first, rank.last) for rank in report.ranks}
+    first, last = min(spans)
+    # Where ranks are about different steps, the finding says which.
+    text = report.finding if len(spans) > 1 else f"steps {first} to {last}: {report.finding}"
+    lines = [part for line in text.splitlines() for part in wrap(line, _TITLE_WIDTH)]
+    return "\n".join(lines[:_TITLE_LINES])
 
 
 def _frame_(ax: Axes, bars: list[canvas.Bar]) -> None:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 _START_S = 60.0
 _TESTS = Path(__file__).parent.parent
-#: by transport and number of ranks
-Digests: TypeAlias = dict[tuple[str, int], str]
+#: by transport, number of ranks and way of training
+Digests: TypeAlias = dict[tuple[str, int, str], str]
 
 
 class Nursery:
@@ -121,8 +121,8 @@ def undisturbed(nursery: Nursery, faults: Iterable[Fault], side_by_side: int) ->
     digests: Digests = {}
     kept = [fault for fault in faults if promise(fault) in (GOES_ON, TOLD)]
     calm = [
-        Fault("none", 0, "none", 0, transport, size, timeout_s=60.0)
-        for transport, size in dict.fromkeys(map(ways, kept))
+        Fault("none", 0, "none", 0, transport, size, timeout_s=60.0, way=way)
+        for transport, size, way in dict.fromkeys(map(ways, kept))
     ]
     for fault, run in carry_out(calm, nursery, side_by_side):
         digest = run.ranks[0].digest or ""
@@ -133,10 +133,10 @@ def undisturbed(nursery: Nursery, faults: Iterable[Fault], side_by_side: int) ->
     return digests
 
 
-def ways(fault: Fault) -> tuple[str, int]:
-    """What carries the buckets, and the number of ranks."""
+def ways(fault: Fault) -> tuple[str, int, str]:
+    """What carries the buckets, the number of ranks, and how these train."""
     falls_back = (fault.kind, fault.stage) == ("full shm", "construction")
-    return "c10d" if falls_back else fault.transport, fault.world_size
+    return "c10d" if falls_back else fault.transport, fault.world_size, fault.way
 
 
 def _begin(fault: Fault, nursery: Nursery, folder: str, number: int) -> _Case:

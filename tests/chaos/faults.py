@@ -44,6 +44,7 @@ STAGES: dict[str, tuple[str, ...]] = {
 }
 
 TRANSPORTS = ("c10d", "shm")
+WAYS = ("function", "module")
 WORLD_SIZES = (2, 3, 4)
 _TRIES = 100  # to draw another fault than those before
 #: exchanges of a construction before which a fault can strike, from 0
@@ -63,6 +64,8 @@ class Fault:
         world_size: number of ranks.
         timeout_s: of the ranks' operations.
         duration_s: of a stop; 0 elsewhere.
+        way: how the program trains: by `value_and_grad` within `uneven`, or by
+            `DistributedDataParallel`.
     """
 
     kind: str
@@ -73,6 +76,7 @@ class Fault:
     world_size: int
     timeout_s: float = TIMEOUT_S
     duration_s: float = 0.0
+    way: str = "function"
 
     @property
     def text(self) -> str:
@@ -142,4 +146,5 @@ def _draw(source: random.Random, kind: str, transport: str, stage: str) -> Fault
         transport,
         world_size,
         duration_s=duration_s,
+        way=source.choice(WAYS),
     )

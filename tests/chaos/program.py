@@ -8,7 +8,7 @@ import json
 import os
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,37 +17,17 @@ import torch
 import torch.distributed as dist
 
 import fddp
+from chaos import training
 from chaos.faults import STEPS
 from chaos.striking import Striker, open_files
 from chaos.verdict import BUILDS_ANEW, TOLD, Error, exitcode, promise
-from fddp.hooks.hook import Hook
 from models import batch, mlp, mlp_loss
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from chaos.faults import Fault
-    from fddp.hooks.future import Future
 
-_SMALL = {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0003}
 _ENOUGH = 2  # errors, where one is promised
 _SETTLING_S = 3.0  # beyond the timeout, that gloo may take to free what was pending
-
-
-@dataclass(frozen=True)
-class FaultyHook(Hook[tuple[()]]):
-    """Sums, unless the fault strikes; the same for all ranks."""
-
-    def init(self, spec: Any) -> tuple[()]:
-        return ()
-
-    def apply(self, state: Any, bucket: Any, all_reduce: Any) -> Future[Any]:
-        stage = {0: "first bucket", 1: "between buckets"}.get(bucket.spec.index, "")
-        _STRIKERS[0].at(stage, _STRIKERS[0].sync._engine.step - 1)  # type: ignore[union-attr]
-        return all_reduce(bucket.buffer).map(lambda total: (total, state))
-
-
-_STRIKERS: list[Striker] = []
 
 
 class Program:
@@ -56,24 +36,44 @@ class Program:
     def __init__(self, fault: Fault, rank: int, store_port: int, log_fd: int, ask_fd: int) -> None:
         self.fault, self.rank = fault, rank
         self._log_fd = log_fd
+        self.done = 0
         self.params = mlp()
         self.leaves = [leaf for layer in self.params.values() for leaf in layer.values()]
-        self.optimizer = torch.optim.Adam(self.leaves, lr=0.01)
-        self.done = 0
+        self.group: dist.ProcessGroup | None = None
+        self.optimize()
         self.caught = 0
         tell = lambda: self.log(fault_s=time.monotonic())  # noqa: E731
         self.striker = Striker(fault, rank, tell, ask_fd, store_port)
-        _STRIKERS[:] = [self.striker]
+        training.STRIKERS[:] = [self.striker]
         self.store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
 
     def log(self, **told: Any) -> None:
         os.write(self._log_fd, json.dumps(told).encode() + b"\n")
 
+    def optimize(self) -> None:
+        """Makes an optimizer for the leaves, which keeps what it had found before."""
+        before = self.optimizer.state_dict() if self.done else None
+        self.optimizer = torch.optim.Adam(self.leaves, lr=0.01)
+        if before is not None:
+            self.optimizer.load_state_dict(before)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.before = self.digest()
+        self.log(step=self.done, digest=self.before)
+
+    def update(self) -> None:
+        """A step ends."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.done += 1
+        self.before = self.digest()
+
     def digest(self) -> str:
         """Of parameters and optimizer state."""
         state = hashlib.sha256()
         for leaf in self.leaves:
-            state.update(leaf.numpy().tobytes())
+            state.update(leaf.detach().numpy().tobytes())
             for _, value in sorted(self.optimizer.state[leaf].items()):
                 state.update(value.numpy().tobytes())
         return state.hexdigest()
@@ -86,6 +86,7 @@ class Program:
             world_size=self.fault.world_size,
             timeout=timedelta(seconds=60),
         )
+        training.groups(self)
         self._warm_up()
         before = held()
         self.striker.files = open_files()
@@ -115,65 +116,32 @@ class Program:
             raise AssertionError(f"after a sync that was closed in order: {more}")
 
     def _train(self) -> None:
-        sync = None
+        way = None
         while self.done < STEPS:
             self.before = self.digest()
             try:
-                if sync is None:
-                    sync = self.striker.sync = self._build()
-                self._loop(sync)
+                if way is None:
+                    way = training.start(self)
+                    self.striker.engine = way.engine
+                way.train()
             except BaseException as error:
                 if isinstance(error, SystemExit):
                     raise
-                self._take_note(error, sync)
+                self._take_note(error, way)
                 if self.fault.kind in BUILDS_ANEW:
-                    assert sync is not None
-                    sync.close()
-                    sync = self.striker.sync = None
+                    assert way is not None
+                    way.close()
+                    way = self.striker.engine = None
                 elif promise(self.fault) != TOLD or self.caught > _ENOUGH:
                     break
-        if sync is not None:
-            sync.close()
-        self.striker.sync = None
+        if way is not None:
+            way.close()
+        self.striker.engine = None
 
-    def _build(self) -> fddp.GradSync:
-        fault = self.fault
-        full = (fault.kind, fault.stage) == ("full shm", "construction")
-        return fddp.GradSync(
-            self.params,
-            **_SMALL,
-            transport="auto" if full and fault.transport == "shm" else fault.transport,
-            timeout_s=fault.timeout_s,
-            hook=FaultyHook() if fault.kind == "error in hook" else None,
-        )
-
-    def _loop(self, sync: fddp.GradSync) -> None:
-        step = sync.value_and_grad(self._loss)
-        for x in fddp.uneven(self._data(), sync):
-            self.before = self.digest()
-            self.log(step=self.done, digest=self.before)
-            _, grads = step(self.params, x)
-            self.striker.at("update", self.done)
-            for name, layer in self.params.items():
-                for key, leaf in layer.items():
-                    leaf.grad = grads[name][key]
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            self.done += 1
-            self.before = self.digest()
-
-    def _data(self) -> Iterator[Any]:
-        for number in range(self.done, STEPS):
-            if self.fault.kind == "error in data":
-                self.striker.at("update", number)
-            yield batch(self.rank, number)
-
-    def _loss(self, params: Any, x: Any) -> Any:
-        self.striker.at("forward", self.done)
-        return mlp_loss(params, x)
-
-    def _take_note(self, error: BaseException, sync: fddp.GradSync | None) -> None:
-        at_s, step = time.monotonic(), -1 if sync is None else sync._engine.step - 1
+    def _take_note(
+        self, error: BaseException, way: training.Functional | training.Wrapped | None
+    ) -> None:
+        at_s, step = time.monotonic(), -1 if way is None else way.engine.step - 1
         told = Error(
             tuple(kind.__name__ for kind in type(error).__mro__),
             str(error),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from chaos.faults import Fault
-    from fddp import GradSync
+    from fddp.engine import Engine
     from fddp.schedule import Op
 
 _COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
@@ -53,8 +53,8 @@ class Striker:
         self._ask_fd = ask_fd
         self._store_port = store_port
         self._struck = False
-        self._dry: GradSync | None = None  # that gets no memory any more
-        self.sync: GradSync | None = None
+        self._dry: Engine | None = None  # that gets no memory any more
+        self.engine: Engine | None = None  # once there is one
         self.files: set[int] = set()  # that were open before there was a sync
 
     def at(self, stage: str, step: int) -> None:
@@ -106,11 +106,11 @@ class Striker:
     _no_bucket_memory = _no_bucket_memory_at_all = _huge_tensor
 
     def _full_shm(self) -> None:
-        if self.sync is None:
+        if self.engine is None:
             limit = (1 << 20, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         else:
-            engine = self.sync._engine
+            engine = self.engine
             engine._pool.clear()
             if hasattr(engine.transport, "_arena"):
                 stand_in = mock.Mock(wraps=engine.transport._arena)
@@ -146,12 +146,12 @@ class Striker:
                 self.strike()
 
         def watched_acquire(pool: BufferPool, key: Any, *args: Any) -> Any:
-            if self._fault.kind.startswith("no bucket memory") and self.sync is not None:
+            if self._fault.kind.startswith("no bucket memory") and self.engine is not None:
                 stage = {0: "first bucket", 1: "between buckets"}.get(key, "")
-                if self.is_due(stage, self.sync._engine.step - 1):
-                    self._dry = self.sync if self._fault.kind.endswith("at all") else None
+                if self.is_due(stage, self.engine.step - 1):
+                    self._dry = self.engine if self._fault.kind.endswith("at all") else None
                     self.strike()
-                if self._dry is self.sync:
+                if self._dry is self.engine:
                     self._huge_tensor()
             return acquire(pool, key, *args)
 

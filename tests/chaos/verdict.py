@@ -67,6 +67,13 @@ class Run:
 
 def promise(fault: Fault) -> str:
     """Which of the promises holds under a fault."""
+    kept = _promise(fault)
+    if fault.way == "module" and kept == TOLD and fault.kind != "no bucket memory":
+        return LOST  # outside of backward nothing of a wrapped module runs; the program ends
+    return kept
+
+
+def _promise(fault: Fault) -> str:
     if fault.kind in ("interrupt", "huge tensor"):
         # Elsewhere it ends the program, or comes in the middle of a step's operations.
         return TOLD if fault.stage == "forward" else LOST
@@ -179,7 +186,7 @@ def _others(fault: Fault, kept: str, error: Error) -> list[str]:
         named = f"rank {fault.rank} failed at step {error.at_step}" in error.text
         right = error.kinds[0] == "PeerError" and named
         return [] if right else [f"no PeerError that names it: {error.kinds[0]}: {error.text}"]
-    if error.at_step < 0:  # a rank that is not there yet can't be told from one that is lost
+    if error.at_step < 0 and fault.kind != "kill":  # what lives and is not there yet may come
         kinds: Sequence[str] = ("RankLostError", "SyncTimeoutError")
     else:
         kinds = ("SyncTimeoutError",) if kept == LATE else ("RankLostError",)

@@ -2,9 +2,10 @@
 
     PYTHONPATH=tests python -m fuzz --seconds 600 --seed 1
 
-With atheris installed, `--atheris` has it choose the inputs; without, they are drawn at random and
-mutated. The input that is being tried is in the file `fuzz-input`, which a crash leaves behind;
-`--replay FILE` tries it again.
+`--extension DIR` takes the extension from a directory where it was built, with sanitizers as a rule
+(see the Makefile). With atheris installed, `--atheris` has it choose the inputs; without, they are
+drawn at random and mutated. The input that is being tried is in the file `fuzz-input`, which a
+crash leaves behind; `--replay FILE` tries it again.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import argparse
 import collections
 import faulthandler
 import importlib
+import importlib.util
 import mmap
 import random
 import sys
 import time
 from pathlib import Path
 
+from fddp import ext
 from fuzz.targets import one_input
 
 _LONGEST = 256
@@ -45,8 +48,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--atheris", action="store_true", help="have atheris choose the inputs")
     parser.add_argument("--replay", type=Path, metavar="FILE")
+    parser.add_argument("--extension", type=Path, metavar="DIR", help="of another build of it")
     args = parser.parse_args()
-    faulthandler.enable()
+    if args.extension is None:
+        faulthandler.enable()
+    else:  # sanitizers tell more of a crash
+        _take_extension(args.extension)
+    print(f"the extension is {ext.load().__file__}", flush=True)
     if args.replay is not None:
         told = args.replay.read_bytes()
         print(one_input(told[8 : 8 + int.from_bytes(told[:8], "little")]))
@@ -54,6 +62,17 @@ def main() -> None:
         _by_atheris(args.seconds, args.seed)
     else:
         _by_chance(args.seconds, args.seed)
+
+
+def _take_extension(folder: Path) -> None:
+    """Has fddp use the build of its extension that lies in a directory."""
+    (library,) = folder.glob("_C.*.so")
+    spec = importlib.util.spec_from_file_location("fddp._C", library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["fddp._C"] = module
+    spec.loader.exec_module(module)
 
 
 def _by_atheris(seconds: float, seed: int) -> None:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from fddp import ext
@@ -107,6 +108,37 @@ def _loose(draw: Draw) -> None:
             module.Lenders().add(draw.anything())
         case _:
             module.Lenders().lent(draw.anything())
+
+
+_ARRAYS: tuple[Callable[[np.ndarray, Draw], Any], ...] = (
+    lambda a, _: a,
+    lambda a, _: a[::-1],
+    lambda a, _: a[::2],
+    lambda a, _: a.T,
+    lambda a, d: a[..., : d.below(4)],
+    lambda a, d: np.broadcast_to(a, (d.below(3), *a.shape)),
+    lambda a, d: np.lib.stride_tricks.as_strided(a, a.shape, [d.below(9)] * a.ndim),
+    lambda a, _: memoryview(a)[1:],
+    lambda a, _: a.tobytes(),
+    lambda a, _: a.astype("S3"),
+    lambda a, d: d.anything(),
+)
+
+
+def _digests(draw: Draw) -> None:
+    """Memory of all forms; and what takes next to anything."""
+    module = ext.load()
+    shape = tuple(draw.below(5) for _ in range(draw.below(3))) or (draw.below(64) * 1023,)
+    array = np.ones(shape, draw.one_of(("u1", "<i2", ">i8", "f4", "c16", "?")))
+    match draw.below(6):
+        case 0:
+            module.shm_available_bytes(draw.anything())
+        case 1:
+            draw.one_of((module.XlaLoan, module.Freeing, module.GraphView))(draw.anything())
+        case 2:
+            module.serves_some(), module.distributed_context()
+        case _:
+            module.digest_bytes(draw.one_of(_ARRAYS)(array, draw))
 
 
 def _tree(draw: Draw, depth: int = 3) -> Any:
@@ -281,6 +313,7 @@ TARGETS: Mapping[str, Callable[[Draw], None]] = MappingProxyType(
         "copying": _copying,
         "copying again": _copying,
         "loose tensors": _loose,
+        "digests": _digests,
         "trees": _trees,
         "operands": _operands,
         "arrivals": _arrivals,

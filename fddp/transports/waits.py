@@ -1,0 +1,27 @@
+"""What ends a wait for other ranks, other than what was waited for."""
+
+from __future__ import annotations
+
+
+class LateError(RuntimeError):
+    """An operation did not finish in time."""
+
+
+class ToldError(RuntimeError):
+    """Another rank reported a failure while this one waited."""
+
+
+class EndedError(RuntimeError):
+    """The processes of some ranks have ended.
+
+    Attributes:
+        ranks: these.
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        super().__init__("its process has ended")
+        self.ranks = ranks
+
+
+class LeftError(RuntimeError):
+    """Another rank has failed the step that this one is in, and will not come."""
