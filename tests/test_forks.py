@@ -17,7 +17,7 @@ import torch
 
 import fddp
 from models import batch, mlp, mlp_loss
-from ranks import RankPool, run_fresh, split_into_hosts
+from ranks import run_fresh, split_into_hosts
 
 _LONGEST_S = 30.0  # that a forked process may take
 _FORKS = multiprocessing.get_context("fork")
@@ -111,10 +111,13 @@ def may_have_children() -> Any:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_forked_processes_end_and_leave_their_parent_alone(ranks: RankPool, transport: str) -> None:
-    for codes in ranks.run(2, fork, transport):
-        assert len(codes) == 15
-        assert set(codes.values()) == {0}, codes
+def test_forked_processes_end_and_leave_their_parent_alone(transport: str) -> None:
+    """On processes of their own: of those of other tests, torch's groups may be left in garbage,
+    which a child that collects it frees, without their threads."""
+    for outcome in run_fresh(2, fork, transport):
+        assert outcome.error is None
+        assert len(outcome.result) == 15
+        assert {how: code for how, code in outcome.result.items() if code != 0} == {}
 
 
 def outlived(rank: int, world_size: int) -> tuple[str, tuple[int, ...], float]:

@@ -177,6 +177,7 @@ def test_grad(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # in torch's own jvp
 def test_vmap_and_jvp() -> None:
+    torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     apply, params, buffers = fddp.functionalize(module)
     stacked = {name: torch.stack([p, 2 * p]).detach() for name, p in params.items()}
