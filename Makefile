@@ -15,7 +15,7 @@ TOOLS := $(VENV)/.tools
 INSTALLED := $(VENV)/.installed
 NATIVE := pyproject.toml $(wildcard fddp/csrc/* fddp/csrc/*/*)
 
-.PHONY: test demo lint bench bench-gpu sanitize chaos disagree soak fuzz clean
+.PHONY: test demo lint bench bench-gpu sanitize chaos disagree soak fuzz fuzz-atheris fuzzed-extension clean
 
 # Two workers, because most tests wait: for processes to start, or for each other.
 test: lint
@@ -75,24 +75,31 @@ disagree: $(INSTALLED)
 soak: $(INSTALLED)
 	PYTHONPATH=tests $(RUN) -m soak --minutes 30 --steps 20000
 
-# Some twenty minutes, and ten to build: the shared-memory core under AddressSanitizer, then the functions
-# of fddp._C, of a build of its own. Allocations too large for the machine are to fail, as elsewhere.
+# The shared-memory core, then the functions of fddp._C, both under AddressSanitizer: some twenty
+# minutes, and ten to build. `fuzz-atheris` has libFuzzer choose the inputs of fddp._C, by atheris.
+# Allocations too large for the machine are to fail, as elsewhere.
 FUZZED := build/fuzz
 FUZZ_SECONDS ?= 600
 FUZZ_SEED ?= 1
 FUZZ := $(STRICTLY) -fsanitize=address,undefined -fno-sanitize-recover=all
-fuzz: $(INSTALLED)
-	mkdir -p $(FUZZED)
+FUZZ_RUN := ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
+  OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests:$(CURDIR)/$(FUZZED)/atheris \
+  $(CURDIR)/$(BIN)/python -m fuzz --extension extension --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
+fuzz: fuzzed-extension
 	$(CXX) $(FUZZ) -c tests/native/fuzz_driver.cpp -o $(FUZZED)/driver.o
 	$(CXX) $(FUZZ) -fsanitize-coverage=trace-pc tests/native/shm_fuzz.cpp $(wildcard fddp/csrc/shm/*.cpp) $(FUZZED)/driver.o -o $(FUZZED)/shm
 	cd $(FUZZED) && ./shm $(FUZZ_SECONDS) $(FUZZ_SEED)
-	$(BIN)/cmake -S fddp/csrc -B $(FUZZED)/extension -G Ninja -DCMAKE_BUILD_TYPE=Release \
-	  -DCMAKE_CXX_COMPILER=$(CXX) -DFDDP_SANITIZE=address,undefined -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+	cd $(FUZZED) && LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" $(FUZZ_RUN)
+
+fuzz-atheris: fuzzed-extension
+	$(BIN)/python -m pip install --quiet --upgrade --target $(FUZZED)/atheris atheris
+	cd $(FUZZED) && LD_PRELOAD=$(CURDIR)/$(FUZZED)/atheris/asan_with_fuzzer.so $(FUZZ_RUN) --atheris
+
+fuzzed-extension: $(INSTALLED)
+	mkdir -p $(FUZZED)
+	CXX="$(CXX)" $(BIN)/cmake -S fddp/csrc -B $(FUZZED)/extension -G Ninja -DCMAKE_BUILD_TYPE=Release \
+	  -DFDDP_SANITIZE=address,undefined -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
 	$(BIN)/cmake --build $(FUZZED)/extension
-	cd $(FUZZED) && LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
-	  PYTHONPATH=$(CURDIR)/tests OMP_NUM_THREADS=1 $(CURDIR)/$(BIN)/python -m fuzz \
-	  --extension extension --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
 clean:
 	rm -rf $(VENV) build dist

@@ -14,8 +14,6 @@ On NCCL the host does not wait for buckets, so failures there surface through to
 from __future__ import annotations
 
 import contextlib
-import re
-import sys
 import threading
 import time
 import weakref
@@ -28,18 +26,19 @@ from torch.distributed import distributed_c10d
 
 from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError
 from fddp.transports import desks
-from fddp.transports.asking import SilentError, asker_of
+from fddp.transports.asking import asker_of
 from fddp.transports.base import Transport, Work
 from fddp.transports.communicators import Communicator, Seat, connect
+from fddp.transports.diagnosis import diagnose, is_the_users
 from fddp.transports.endings import Failure, explain
 from fddp.transports.forking import IN_A_FORK, check_not_inherited, own
 from fddp.transports.processes import has_ended, is_stopped
 from fddp.transports.rollcall import Report, RollCall
-from fddp.transports.waits import EndedError, LateError, LeftError, ToldError
+from fddp.transports.waits import EndedError, LeftError, ToldError
 from fddp.transports.whereabouts import MOST_RANKS, in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from fddp.transports.communicators import Flight
     from fddp.transports.operation import Operation
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 
 _GRACE_S = 2.0  # how long a failing rank waits for the others to say that they live
 _LOOK_FOR_ENDS_S = 1.0  # how long a rank has waited in an operation when it looks for processes
-_OWN_MODULES = {"fddp", "torch", *sys.stdlib_module_names}  # from which errors of a backend come
 _MOST_WORKS = 256  # that are remembered before those that are over are dropped
 _FREEING_S = 1.0  # how long `close` waits for the backend to end, which goes on after that
 
@@ -286,7 +284,7 @@ class C10dTransport(Transport):
         Raises:
             RuntimeError: `error` itself, where that is none of the backend's.
         """
-        if _is_the_users(error):
+        if is_the_users(error):
             raise error
         with self.lock:
             if self._failure is None:
@@ -310,7 +308,7 @@ class C10dTransport(Transport):
             return Failure(str(error), late=False, silent=error.ranks)
         waited_s, report = time.perf_counter() - self._began_s, Report("told", ranks, *at)
         ended = partial(self._which, has_ended)
-        failure = _diagnose(self._roll, error, report, self._grace_s, ended, self._unheard)
+        failure = diagnose(self._roll, error, report, self._grace_s, ended, self._unheard)
         if failure.store:
             return failure._replace(silent=self._seen())
         if failure.gave_up:
@@ -453,81 +451,6 @@ class _Pending(NamedTuple):
     flight: Flight
     operation: Operation  # holds the tensor
     place: int  # among the operations of its ranks
-
-
-def _diagnose(
-    roll: RollCall,
-    error: Exception,
-    report: Report,
-    grace_s: float,
-    ended: Callable[[], tuple[int, ...]],
-    unheard: Callable[[tuple[int, ...]], tuple[int, ...]],
-) -> Failure:
-    """Tell the others, and hear from them, how the operation of `report` that raised `error` ended.
-
-    Silent alone means little: a rank that takes no part in what failed may be busy elsewhere.
-    """
-    # Without gloo's own source line in front and its general advice behind.
-    text = re.sub(r"^\[[^\]]*\] |\. This is typically.*", "", str(error).split("\n", 1)[0])
-    verdict: Verdict = "broken"
-    if isinstance(error, ToldError):
-        verdict = "told"
-    elif isinstance(error, (LateError, SilentError)) or _is_late(text):
-        verdict = "timeout"
-    late = verdict == "timeout"
-    try:
-        roll.report(report._replace(verdict=verdict))
-        reports = roll.reports(grace_s, ended)
-        gone = tuple(rank for rank in ended() if rank not in reports)
-        if gone:
-            roll.report(report._replace(verdict="dead", ranks=gone))
-    except SilentError:
-        return Failure(text, late, (), store="silent")
-    except RuntimeError:
-        return Failure(text, late, (), store="gone")
-    awaited = {r for told in reports.values() if told.verdict != "told" for r in told.ranks}
-    dead = {r for told in reports.values() if told.verdict == "dead" for r in told.ranks}
-    dead |= set(gone)
-    timed_out = tuple(rank for rank, told in sorted(reports.items()) if told.verdict == "timeout")
-    silent = tuple(sorted(dead or awaited - reports.keys()))
-    return Failure(
-        text,
-        late=bool(timed_out) and not gone,
-        silent=silent if dead or timed_out else unheard(silent),
-        mismatch="" if dead else _mismatch(reports, report),
-        gave_up=() if late else timed_out,
-    )
-
-
-def _is_the_users(error: Exception) -> bool:
-    """Whether it came out of code that is neither torch's nor ours: a signal handler."""
-    trace = error.__traceback__
-    while trace is not None:
-        module = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
-        if module not in _OWN_MODULES:
-            return True
-        trace = trace.tb_next
-    return False
-
-
-def _is_late(text: str) -> bool:
-    """Whether a backend ended an operation because of the time."""
-    # gloo calls it a timeout, too, that it has tried to connect often enough.
-    words = text.lower()
-    return ("timeout" in words or "timed out" in words) and "refused" not in words
-
-
-def _mismatch(reports: Mapping[int, Report], own: Report) -> str:
-    """What ranks are in that met in one place with different operations; empty if none did."""
-    met = {
-        rank: told.operation
-        for rank, told in sorted(reports.items())
-        if told.place >= 0 and (told.ranks, told.place) == (own.ranks, own.place)
-    }
-    first = next(iter(met.values()), "")
-    if all(operation == first for operation in met.values()):
-        return ""
-    return ", ".join(f"rank {rank} {operation}" for rank, operation in met.items())
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
