@@ -268,7 +268,7 @@ def swapped_methods(scene: Scene) -> None:
     """Two calls of one `GradSync`, each of which averages gradients of the same leaves."""
     sync = scene.sync()
     backward = sync.value_and_grad(
-        lambda params: sum((p * (scene.rank + 1)).sum() for p in params.values())
+        lambda params: sum((p * (scene.rank + 1)).sum().real for p in params.values())
     )
     ways: dict[str, Callable[[int], Any]] = {
         "call": lambda step: sync(scene.grads(step)),
