@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import fddp
-from fddp.transports.base import Transport
+from called import collectives_called
 from models import rand, same_bits
 from ranks import Launch, RankPool
 
@@ -392,15 +392,7 @@ def _alone(
 
 
 def test_a_good_step_costs_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    for name in ("all_reduce", "reduce_scatter", "all_gather_in_place", "exchange"):
-        method: Callable[..., Any] = getattr(Transport, name)
-
-        def counted(self: Any, *args: Any, _name: str = name, _do: Any = method, **kw: Any) -> Any:
-            calls.append(_name)
-            return _do(self, *args, **kw)
-
-        monkeypatch.setattr(Transport, name, counted)
+    calls = collectives_called(monkeypatch)
 
     def made(policy: Any) -> list[str]:
         def run(group: Any) -> None:

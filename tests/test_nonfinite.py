@@ -17,8 +17,8 @@ from torch.nn import functional as F  # noqa: N812 - as everywhere
 from torch.utils.checkpoint import checkpoint
 
 import fddp
+from called import collectives_called
 from fddp.nonfinite import MOST_NAMED, Account, Count, nonfinite_error
-from fddp.transports.base import Transport
 from models import same_bits
 from ranks import launch_over
 from spoiled_trees import (
@@ -353,15 +353,7 @@ def test_unknown_policies() -> None:
 def test_a_good_step_costs_no_collective_and_no_look_at_results(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[str] = []
-    for name in ("all_reduce", "reduce_scatter", "all_gather_in_place", "exchange"):
-        method: Callable[..., Any] = getattr(Transport, name)
-
-        def counted(self: Any, *args: Any, _name: str = name, _do: Any = method, **kw: Any) -> Any:
-            calls.append(_name)
-            return _do(self, *args, **kw)
-
-        monkeypatch.setattr(Transport, name, counted)
+    calls = collectives_called(monkeypatch)
     for name in ("scale_", "unpack_"):
         kernel: Callable[..., Any] = getattr(fddp.pack, name)  # type: ignore[attr-defined]
 
