@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import fddp
 from fddp.cli import main
 from fddp.flight import SIZE
 from fddp.flight_log import Flight, FlightOp
+from polling import soon
 from ranks import RankPool
 from test_errors import ending
 
@@ -279,13 +279,6 @@ def interrupted(rank: int, world_size: int, transport: str, directory: str) -> A
     assert signal.signal(signal.SIGUSR1, before) != before, "the earlier handler is back"
     (path,) = Path(directory).glob("*.txt")
     return result, earlier, path.read_text()
-
-
-def soon(holds: Callable[[], object]) -> bool:
-    deadline_s = time.monotonic() + 20.0
-    while not holds() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    return bool(holds())
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])

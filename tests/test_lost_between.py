@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -15,7 +16,8 @@ import torch.distributed as dist
 import fddp
 from fddp.transports import desks
 from models import batch, mlp, mlp_loss
-from ranks import run_fresh, split_into_hosts
+from ranks import launch_over, run_fresh, split_into_hosts
+from test_errors import ending
 
 TIMEOUT_S = 20.0
 LOST = 1
@@ -66,6 +68,32 @@ def test_a_rank_that_ends_between_two_calls_is_lost(transport: str) -> None:
             assert (kind, ranks) == ("RankLostError", (LOST,)), (name, text)
             assert f"rank {LOST}" in text.replace("on rank", "")
             assert took_s < TIMEOUT_S / 2, (name, took_s)
+
+
+def leave_a_loop(group: Any) -> Any:
+    """Rank 1 makes one step less, closes its GradSync, and goes on to the next one."""
+    with fddp.GradSync(mlp(), group=group, timeout_s=TIMEOUT_S) as sync:
+        rank, begin_s = sync.rank, 0.0
+        sync(mlp())
+        if rank != LOST:
+            begin_s = time.perf_counter()
+            seen = ending(lambda: sync(mlp()))
+    took_s = time.perf_counter() - begin_s
+    with fddp.GradSync(mlp(), group=group, timeout_s=TIMEOUT_S) as sync:
+        sync(mlp())
+    return None if rank == LOST else (seen, took_s)
+
+
+@pytest.mark.parametrize("launch", ["c10d", "shm", "loopback"])
+def test_a_rank_that_has_closed_in_order_is_named(
+    launch: str, request: pytest.FixtureRequest
+) -> None:
+    """It is alive, and answers who asks where it is; what ends there is told apart from a crash."""
+    told = launch_over(launch, request)(3, leave_a_loop)
+    for seen, took_s in (told[0], told[2]):
+        assert seen.kinds[0] == "RankLostError", seen
+        assert re.search(r"lost rank 1 \(?(it closed|left) its transport", seen.text), seen.text
+        assert took_s < TIMEOUT_S / 2
 
 
 def end_early(rank: int, world_size: int, transport: str) -> Any:

@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -300,6 +301,26 @@ def test_who_leaves_is_lost_to_those_who_wait() -> None:
     assert outcome(waiting) == {_C.SHM_LOST}
     assert crew.teams[0].failure[:2] == (_C.SHM_LOST, (2,))
     assert crew.teams[0].states[2] == "left"
+
+
+@pytest.mark.parametrize("numel", [_COPIED, _IN_PLACE])
+def test_what_others_have_finished_is_finished(numel: int) -> None:
+    """Also by a rank that comes to it only when another has failed in what follows."""
+    crew = crew_of(3)
+    late = [arena.empty(numel, torch.float32).fill_(n) for n, arena in enumerate(crew.arenas)]
+    pairs = zip(crew.teams, late, strict=True)
+    first = [team.start("all_reduce", own, soon=True) for team, own in pairs]
+    if numel == _IN_PLACE:
+        assert first[2].wait(0.05) == _C.SHM_PENDING, "its part is done, but for the end"
+    with ThreadPoolExecutor() as waiting:
+        assert set(waiting.map(lambda own: own.wait(20.0), first[:2])) == {_C.SHM_OK}
+    crew.teams[1].leave()
+    behind = [crew.teams[rank].start("all_reduce", torch.ones(numel)) for rank in (0, 2)]
+    assert behind[0].wait(20.0) == _C.SHM_LOST
+    assert first[2].wait(20.0) == _C.SHM_OK
+    assert late[2].unique().tolist() == [3.0]
+    assert behind[1].wait(20.0) == _C.SHM_LOST
+    assert crew.teams[2].failure[:2] == (_C.SHM_LOST, (1,))
 
 
 def test_leaving_ends_what_is_pending_here() -> None:

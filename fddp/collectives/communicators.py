@@ -32,6 +32,7 @@ from fddp.planning import MIB_BYTES
 from fddp.request import CAP_MB, LONGEST_S
 from fddp.topology import Topology
 from fddp.transports import Group, LoopbackGroup, TransportName, open_transport
+from fddp.transports.collected import when_collected
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -126,7 +127,7 @@ class Communicator:
         self.memory = Memory(self.transport)
         self.recorder = Recorder("Communicator", self, self.transport)
         # One that is dropped frees its connections, too.
-        weakref.finalize(self, self.transport.close).atexit = False
+        when_collected(self, self.transport.close)
         _by_number[self.number] = self
 
     @property

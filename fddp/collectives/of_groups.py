@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fddp.topology import Topology
+from fddp.transports.collected import when_collected
 
 
 class Closable(Protocol):
@@ -25,9 +27,9 @@ T = TypeVar("T", bound=Closable)
 class OfGroups(Generic[T]):
     """For each group, and the axes laid over it, what was made for them.
 
-    Holds no group. What was made is closed when its group is gone; at the latest when a group is
-    looked up for the first time after the other was destroyed, because torch keeps some groups that
-    it has destroyed.
+    Holds no group. What was made is closed soon after its group is gone; at the latest when a group
+    is looked up for the first time after the other was destroyed, because torch keeps some groups
+    that it has destroyed.
     """
 
     def __init__(self) -> None:
@@ -57,7 +59,7 @@ class OfGroups(Generic[T]):
             for other in [other for other in self._made if is_destroyed(other)]:
                 _close_all(self._made.pop(other))
             known = self._made.setdefault(group, {})
-            weakref.finalize(group, _close_all, known).atexit = False
+            when_collected(group, partial(_close_all, known))
             return known
 
 

@@ -28,8 +28,9 @@ from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError
 from fddp.transports import desks
 from fddp.transports.asking import asker_of
 from fddp.transports.base import Transport, Work
+from fddp.transports.collected import when_collected
 from fddp.transports.communicators import Communicator, Seat, connect
-from fddp.transports.diagnosis import diagnose, is_the_users
+from fddp.transports.diagnosis import Unheard, diagnose, is_the_users
 from fddp.transports.endings import Failure, explain
 from fddp.transports.forking import IN_A_FORK, check_not_inherited, own
 from fddp.transports.processes import has_ended, is_stopped
@@ -85,7 +86,7 @@ class C10dTransport(Transport):
         self.slot, self._at_desk = desks.enter(group, self.timeout_s)
         self.slot.alarm = self._roll.alarm
         self._processes: dict[int, Process] | None = None  # of ranks that this one can look for
-        weakref.finalize(self, self.slot.desk.drop, self.slot).atexit = False
+        when_collected(self, partial(self.slot.desk.leave, self.slot))
         own(self)  # [Note: forks]
         try:
             self._open(title)
@@ -98,10 +99,9 @@ class C10dTransport(Transport):
         self.slot.begin(what)
         look = partial(self.look, what, self.begin(), news=False)
         try:
-            absent = self._roll.open(self.timeout_s, look)
+            absent = self._roll.open(self.timeout_s, look, partial(self._enter, self.slot.key))
         except RuntimeError as error:
             raise self.fail(what, error, self._everyone) from error
-        self.slot.key += f"/{self._roll.count}"
         if absent:
             doings = self._doings(absent, self.slot.since)
             self.slot.fail(what)
@@ -114,6 +114,9 @@ class C10dTransport(Transport):
             )
         self._processes = self._told_processes()  # while the store answers
         self._connect([self._everyone])
+
+    def _enter(self, group_key: str, count: int) -> None:
+        self.slot.key = f"{group_key}/{count}"
 
     def begin(self, ago_s: float = 0.0) -> float:
         """The time at which a wait begins, or has begun so long ago."""
@@ -319,14 +322,20 @@ class C10dTransport(Transport):
         """Ranks that have ended or are stopped, as far as the system tells, where no store does."""
         return self._which(lambda process: has_ended(process) or is_stopped(process))
 
-    def _unheard(self, silent: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of the ranks that were waited for in vain of which there is no sign of life: where
-        one has ended, others may compute, and not know it yet."""
+    def _unheard(self, silent: tuple[int, ...]) -> Unheard:
+        """Those of the ranks that were waited for in vain that will not come: where one has ended,
+        others may compute, and not know it yet."""
         if not silent:
-            return ()
-        numbers = {self._at_desk[rank]: rank for rank in silent}
-        told = self.slot.desk.answers(list(numbers), 0, self._grace_s)
-        return tuple(rank for number, rank in numbers.items() if told.get(number) is None)
+            return Unheard()
+        told = self.slot.desk.answers([self._at_desk[r] for r in silent], 0, self._grace_s)
+        doings = {rank: told.get(self._at_desk[rank]) for rank in silent}
+        lost = tuple(rank for rank, doing in doings.items() if doing is None)
+        closed = tuple(
+            rank
+            for rank, doing in doings.items()
+            if doing is not None and self.slot.key not in doing.transports
+        )
+        return Unheard(lost, self._roll.unreported(closed))  # it reports before it closes for that
 
     def _with_doings(self, failure: Failure) -> Failure:
         """With what the ranks do, those first that have said nothing, where some came late."""

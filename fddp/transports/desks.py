@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import json
-import queue
 import threading
 import time
 import weakref
@@ -33,7 +33,7 @@ _PER_TIMEOUT = 8  # looks in the time that an operation may take
 _AWAKE_S = 2 * ASK_AGAIN_S  # how long a rank looks often, once it was asked
 _AWAKE_LOOKS_PER_S = 10_000
 _END_S = 0.5  # what the thread gets to end in order
-_ANSWER: Form = (int, bool, [str], str, str)  # question, whether at the end, and a `Doing`
+_ANSWER: Form = (int, bool, [str], str, str, [str])  # question, whether at the end, and a `Doing`
 _MOST_WAITS, _MOST_CHARS = 8, 1000  # of one rank's answer that an error shows
 
 _lock = threading.RLock()  # a transport may be collected while one is opened
@@ -93,16 +93,6 @@ class StoreDesk(Desk):
         self._clerk.awake_pause_s = awake_pause_s(shortest_s, self._size)
         return slot, self._clerk
 
-    def drop(self, slot: Slot) -> None:
-        """Its transport is gone, without having been closed. Takes no lock: the garbage collector
-        calls this, in the midst of anything."""
-        clerk = self._clerk
-        if clerk is not None:
-            clerk.mail.put(slot)
-        else:
-            super().leave(slot)
-            self._timeouts_s.pop(slot, None)
-
     def leave(self, slot: Slot) -> None:
         super().leave(slot)
         clerk = None
@@ -159,14 +149,15 @@ class StoreDesk(Desk):
         if not self._asked.check([f"answer/{rank}"]):
             return False
         try:
-            asked, ended, waits, last, at = read(self._asked.get(f"answer/{rank}"), _ANSWER)
+            told = read(self._asked.get(f"answer/{rank}"), _ANSWER)
         except ValueError:  # no answer that makes sense
             found[rank] = None
             return True
+        asked, ended, waits, last, at, transports = told
         if asked < question and not (ended and since and asked >= since):
             return False
         shown = [_shown(text) for text in waits[:_MOST_WAITS]]
-        found[rank] = Doing(tuple(shown), _shown(last), _shown(at))
+        found[rank] = Doing(tuple(shown), _shown(last), _shown(at), tuple(transports))
         return True
 
 
@@ -179,13 +170,12 @@ class _Clerk:
         pause_s: from one look to the next.
         awake_pause_s: the same once it was asked.
         ended: whether the store is gone.
-        mail: slots that are to be left; None to look anew how long to pause, or to end.
     """
 
     def __init__(self, desk: StoreDesk) -> None:
         self.pause_s = self.awake_pause_s = _LONGEST_PAUSE_S
         self.ended = False
-        self.mail: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
+        self._told = threading.Event()  # to look anew how long to pause, or to end
         self._desk = weakref.ref(desk)
         self._store = desk._store
         self._stopped = self._started = False
@@ -197,7 +187,7 @@ class _Clerk:
         with _lock:
             starts, self._started = not self._started and not self._stopped, True
         if not starts:
-            self.mail.put(None)
+            self._told.set()
             return
         if not _running:
             # A thread that comes back from the store to an interpreter that has ended aborts.
@@ -208,7 +198,7 @@ class _Clerk:
 
     def stop(self) -> None:
         self._stopped = True
-        self.mail.put(None)
+        self._told.set()
         _running.discard(self)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_END_S)
@@ -249,15 +239,11 @@ class _Clerk:
         return False
 
     def _is_due(self, within_s: float) -> bool:
-        """Waits for mail; whether none came, or it is the end."""
-        try:
-            left = self.mail.get(timeout=max(within_s, 0.0))
-        except queue.Empty:
+        """Waits so long, or until it is told something; whether it is time to look, or the end."""
+        if not self._told.wait(max(within_s, 0.0)):
             return True
-        desk = self._desk()
-        if left is not None and desk is not None:
-            desk.leave(left)
-        return self._stopped or desk is None
+        self._told.clear()
+        return self._stopped
 
 
 def pause_s(timeout_s: float, size: int) -> float:
@@ -300,7 +286,8 @@ def enter(group: dist.ProcessGroup, timeout_s: float) -> tuple[Slot, list[int]]:
                 desk.tell_process()
             desk.known = _known[host]
         # Groups of the same ranks have names of their own, the same on all ranks.
-        slot, clerk = desk.enter(f"{members} of {group.group_name!r}", timeout_s)
+        name = hashlib.sha256(f"{members} of {group.group_name!r}".encode()).hexdigest()[:16]
+        slot, clerk = desk.enter(name, timeout_s)
     if clerk is not None:
         clerk.look_anew()
     return slot, ranks

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fddp.transports.asking import SilentError
-from fddp.transports.endings import Failure
+from fddp.transports.endings import CLOSED, Failure
 from fddp.transports.waits import LateError, ToldError
 
 if TYPE_CHECKING:
@@ -18,13 +18,25 @@ if TYPE_CHECKING:
 _OWN_MODULES = {"fddp", "torch", *sys.stdlib_module_names}  # from which errors of a backend come
 
 
+class Unheard(NamedTuple):
+    """Ranks that will not come.
+
+    Attributes:
+        lost: those without a sign of life.
+        closed: those that have closed their side in order, and go on elsewhere.
+    """
+
+    lost: tuple[int, ...] = ()
+    closed: tuple[int, ...] = ()
+
+
 def diagnose(
     roll: RollCall,
     error: Exception,
     report: Report,
     grace_s: float,
     ended: Callable[[], tuple[int, ...]],
-    unheard: Callable[[tuple[int, ...]], tuple[int, ...]],
+    unheard: Callable[[tuple[int, ...]], Unheard],
 ) -> Failure:
     """Tell the others, and hear from them, how the operation of `report` that raised `error` ended.
 
@@ -34,7 +46,7 @@ def diagnose(
         report: what this rank tells; its verdict is filled in.
         grace_s: how long others may take to tell.
         ended: asks which ranks of this host have ended.
-        unheard: of ranks that were waited for in vain, those without a sign of life.
+        unheard: of ranks that were waited for in vain, those that will not come.
 
     Silent alone means little: a rank that takes no part in what failed may be busy elsewhere.
     """
@@ -61,10 +73,13 @@ def diagnose(
     dead |= set(gone)
     timed_out = tuple(rank for rank, told in sorted(reports.items()) if told.verdict == "timeout")
     silent = tuple(sorted(dead or awaited - reports.keys()))
+    if not dead and not timed_out:
+        lost, closed = unheard(silent)
+        silent, text = (lost, text) if lost or not closed else (closed, CLOSED)
     return Failure(
         text,
         late=bool(timed_out) and not gone,
-        silent=silent if dead or timed_out else unheard(silent),
+        silent=silent,
         mismatch="" if dead else _mismatch(reports, report),
         gave_up=() if late else timed_out,
     )

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
+#: what is seen of a rank that has closed its side of a transport in order
+CLOSED = "it closed its transport"
+
+
 class Failure(NamedTuple):
     """What is known of the failure that closed a transport."""
 

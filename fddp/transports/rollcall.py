@@ -63,7 +63,12 @@ class RollCall:
         self._rank = rank
         self._world_size = world_size
 
-    def open(self, timeout_s: float, look: Callable[[], None]) -> tuple[int, ...]:
+    def open(
+        self,
+        timeout_s: float,
+        look: Callable[[], None] = lambda: None,
+        enter: Callable[[int], None] = lambda count: None,
+    ) -> tuple[int, ...]:
         """Wait for every rank to open; the ranks that did not come in time, none if all are there.
 
         [Note: openings end alike]
@@ -71,6 +76,7 @@ class RollCall:
         Args:
             timeout_s: the longest to wait.
             look: called now and then meanwhile; what it raises ends the opening on all ranks.
+            enter: called with the number of the opening, before others can see this rank in it.
 
         Raises:
             SilentError: the store did not answer in that time.
@@ -85,6 +91,7 @@ class RollCall:
             self.store, self.count = self._group_store.part(f"fddp/{count}"), count
             if in_time(self.store).check(["outcome"]):
                 continue
+            enter(count)
             in_time(self.store).set(f"here/{self._rank}", "")
             stopped: BaseException | None = None
             try:

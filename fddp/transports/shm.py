@@ -18,7 +18,7 @@ import torch
 
 from fddp.errors import ClosedError, DesyncError, FddpError
 from fddp.transports.base import Transport, Work
-from fddp.transports.endings import Failure
+from fddp.transports.endings import CLOSED, Failure
 from fddp.transports.forking import IN_A_FORK, own
 from fddp.transports.native import Status, make_team
 from fddp.transports.neighbours import Council
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from fddp.transports.operation import Operation
 
 _OK = int(Status.OK)
-_LEFT = "it closed its transport"
 _LOOK_AROUND_S = 0.25  # how often a waiting rank comes back to Python, and looks for news
 
 
@@ -235,7 +234,7 @@ class ShmTransport(Transport):
             failure = _failure(table, self.rank, waited_s)
             if failure is None:
                 return self._heard(what)
-            if failure.text == _LEFT:
+            if failure.text == CLOSED:
                 # Why, if it was for what this rank would have seen as well, had it come sooner.
                 failure = failure._replace(mismatch=self._c10d.parting)
             self._closed = f"{what} failed"
@@ -368,7 +367,7 @@ def _failure(table: _Table, own_rank: int, waited_s: float) -> Failure | None:
     if status == Status.BROKEN:
         return Failure("what it wrote to shared memory makes no sense", False, ranks)
     left = any(table.team.states[member] == "left" for member in members)
-    return Failure(_LEFT if left else "its process has ended", False, ranks)
+    return Failure(CLOSED if left else "its process has ended", False, ranks)
 
 
 def _in_words(descriptor: dict[str, Any], ranks: tuple[int, ...]) -> str:

@@ -34,11 +34,13 @@ class Doing(NamedTuple):
         waits: what it waits for; none if it waits for nothing.
         last: what it finished last, or gave up; empty if there was nothing yet.
         at: the line of its main thread, and the lines that called it.
+        transports: keys of those that are open there.
     """
 
     waits: tuple[str, ...] = ()
     last: str = ""
     at: str = ""
+    transports: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """What goes behind the rank's name.
@@ -181,16 +183,12 @@ class Desk:
         return slot
 
     def leave(self, slot: Slot) -> None:
-        """Its transport is closed."""
+        """Its transport is closed, or gone."""
         self.slots.discard(slot)
         if self.last is slot and not self.gave_up:
             self.gave_up = slot.named(slot.done)
         if self.last is slot:
             self.last = None
-
-    def drop(self, slot: Slot) -> None:
-        """Its transport is gone, without having been closed."""
-        self.leave(slot)
 
     def doing(self, main_thread: int | None = None) -> Doing:
         """What this rank does right now.
@@ -206,7 +204,8 @@ class Desk:
         last = self.last
         done = last.named(last.done) if last is not None and last.done else ""
         ident = threading.main_thread().ident if main_thread is None else main_thread
-        return Doing(tuple(sorted(waits)), self.gave_up or done, line_of(ident))
+        at, keys = line_of(ident), tuple(slot.key for slot in list(self.slots))
+        return Doing(tuple(sorted(waits)), self.gave_up or done, at, keys)
 
     def doomed(self, own: Slot) -> str | None:
         """Why an operation on `own` will never be, in words: this rank is in the loss function of a

@@ -86,6 +86,7 @@ struct alignas(64) Seat {
   alignas(64) std::atomic<State> state;
   std::atomic<Status> status;                          // how it failed
   std::atomic<uint64_t> about[kMostMembers / 64];      // and which members it blames, as bits
+  std::atomic<uint64_t> finished;                      // operations that it finished before
   alignas(64) Descriptor ring[kRing];
 };
 

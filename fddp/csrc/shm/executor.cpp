@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 namespace fddp::shm {
@@ -31,8 +32,7 @@ void block_signals() {
 // pending; what it would have to wait for, if anything.
 Team::Need Team::advance(uint64_t until, bool only_copied, Ended& ended) {
   while (true) {
-    // A member that comes late would find that all had come, although they have given up on it.
-    if (any_failed()) settle(told(), ended);
+    const uint64_t end_of_sound = sound();
     OperationPtr front;
     OperationPtr next;
     Need need;
@@ -41,13 +41,19 @@ Team::Need Team::advance(uint64_t until, bool only_copied, Ended& ended) {
       if (failure_.status != Status::kOk) return {};
       if (posted_ < issued_) post_all();
       pop(ended);
-      if (pending_.empty() || front_ > until) return {};
-      front = pending_.front();
-      if (executed_ < posted_) next = pending_[executed_ - front_];
-      // Not announced for want of room, which peers make.
-      else if (executed_ < issued_ && released_ < executed_) {
-        need.phase = trail_[released_ % kRing].phase;
+      if (front_ < end_of_sound) {
+        if (pending_.empty() || front_ > until) return {};
+        front = pending_.front();
+        if (executed_ < std::min(posted_, end_of_sound)) next = pending_[executed_ - front_];
+        // Not announced for want of room, which peers make.
+        else if (executed_ == posted_ && executed_ < issued_ && released_ < executed_) {
+          need.phase = trail_[released_ % kRing].phase;
+        }
       }
+    }
+    if (!front) {
+      settle(told(), ended);
+      return {};
     }
     if (front->number_ < executed_) {
       if (all_reached(front->target_)) {
@@ -248,6 +254,12 @@ void Team::settle(const Failure& failure, Ended& ended) {
     const std::lock_guard lock(queue_);
     if (failure_.status != Status::kOk || failure.status == Status::kOk) return;
     failure_ = failure;
+    uint64_t finished = front_;
+    for (const OperationPtr& operation : pending_) {
+      if (operation->status() == Status::kPending) break;
+      ++finished;
+    }
+    seat(me()).finished.store(finished);
     // Peers may be about to write into what is pending.
     if (!pending_.empty()) options_.arena->retire();
     for (OperationPtr& operation : pending_) {
@@ -310,12 +322,16 @@ bool Team::satisfied(const Need& need) const {
          (need.front_phase && all_reached(*need.front_phase));
 }
 
-bool Team::any_failed() const {
+// The number of the first operation that a member has given up, if one has; those before have all
+// that they need. A member that comes late to one that was given up would find that all had come.
+uint64_t Team::sound() const {
+  uint64_t first = std::numeric_limits<uint64_t>::max();
   for (size_t m = 0; m < members(); ++m) {
     const State state = seat(m).state.load();
-    if (m != me() && state != State::kHere && state != State::kLeft) return true;
+    if (m == me() || state == State::kHere || state == State::kLeft) continue;
+    first = std::min(first, seat(m).finished.load());
   }
-  return false;
+  return first;
 }
 
 // Who holds up the operation in front.
@@ -351,7 +367,7 @@ void Team::run() {
       if (need.any()) look_after(need, ended);
     }
     if (need.any()) {
-      sleep_on(board_->bell, kSlice, [&] { return stopping_ || satisfied(need) || any_failed(); });
+      sleep_on(board_->bell, kSlice, [&] { return stopping_ || satisfied(need) || until >= sound(); });
     }
     lock.lock();
     if (waiters_ > 0) {

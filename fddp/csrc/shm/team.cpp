@@ -211,6 +211,7 @@ void Team::release() {
 Status Team::wait(Operation& operation, Nanoseconds longest) {
   if (operation.status() != Status::kPending) return operation.status();
   const auto until = Clock::now() + longest;
+  const auto doomed = [&] { return operation.number() >= sound(); };
   {
     const std::lock_guard lock(queue_);
     ++waiters_;
@@ -219,14 +220,14 @@ Status Team::wait(Operation& operation, Nanoseconds longest) {
     Ended ended;
     Need need;
     const auto ready = [&] {
-      return operation.status() != Status::kPending || satisfied(need) || any_failed();
+      return operation.status() != Status::kPending || satisfied(need) || doomed();
     };
     {
       const std::lock_guard lock(executor_);
       need = advance(operation.number_, false, ended);
     }
     if (operation.status() != Status::kPending) break;
-    if (spins_ && patience_.spin(ready) && !any_failed()) continue;
+    if (spins_ && patience_.spin(ready) && !doomed()) continue;
     {
       const std::lock_guard lock(executor_);
       need = advance(operation.number_, false, ended);

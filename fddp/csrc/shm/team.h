@@ -186,7 +186,7 @@ class Team {
   bool all_posted(uint64_t count) const;
   bool all_reached(uint64_t phase) const;
   bool satisfied(const Need& need) const;
-  bool any_failed() const;
+  uint64_t sound() const;
   Members missing(const Need& need) const;
   void run();
 
