@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from fddp.options import check_counts, check_real
+
 
 class LossScale(NamedTuple):
     """The factor on the loss, and what decides about the next one.
@@ -76,17 +78,8 @@ def next_loss_scale(
         raise TypeError(
             f"all_finite is True or False, got {all_finite!r}; pass info.all_finite of the step"
         )
-    for name, factor in (
-        ("growth", growth),
-        ("backoff", backoff),
-        ("least", least),
-        ("most", most),
-    ):
-        if isinstance(factor, bool) or not hasattr(factor, "__float__"):
-            raise TypeError(f"{name} is a real number, got {factor!r}")
-    for name, count in ("every", every), ("the streak of a loss scale", scale.streak):
-        if isinstance(count, bool) or not hasattr(count, "__index__"):
-            raise TypeError(f"{name} is a number of steps, an int, got {count!r}")
+    check_real(growth=growth, backoff=backoff, least=least, most=most)
+    check_counts("steps", every=every, **{"the streak of a loss scale": scale.streak})
     if not (math.isfinite(scale.factor) and scale.factor > 0.0):
         raise ValueError(f"a loss scale is finite and above 0, got {scale.factor}")
     if scale.streak < 0:

@@ -15,6 +15,8 @@ import sys
 from statistics import median
 from typing import NamedTuple
 
+from fddp.options import check_counts, check_real
+
 _NORMAL = 1.4826
 """Standard deviations of a normal distribution in one median absolute deviation."""
 
@@ -159,12 +161,8 @@ def _logs(history: NormHistory) -> tuple[float, ...]:
 
 
 def _check_options(deviations: float, least_factor: float, window: int, warmup: int) -> None:
-    for name, factor in ("deviations", deviations), ("least_factor", least_factor):
-        if isinstance(factor, bool) or not hasattr(factor, "__float__"):
-            raise TypeError(f"{name} is a real number, got {factor!r}")
-    for name, count in ("window", window), ("warmup", warmup):
-        if isinstance(count, bool) or not hasattr(count, "__index__"):
-            raise TypeError(f"{name} is a number of norms, an int, got {count!r}")
+    check_real(deviations=deviations, least_factor=least_factor)
+    check_counts("norms", window=window, warmup=warmup)
     if not (math.isfinite(deviations) and deviations > 0.0):
         raise ValueError(f"deviations must be finite and above 0, got {deviations}")
     if not (math.isfinite(least_factor) and least_factor > 1.0):

@@ -14,9 +14,9 @@ PACKAGE = Path(__file__).parent.parent / "fddp"
 LAYERS = {
     "core": """
         build check containers control cost errors expect flight_log heard leafspec loss_scale
-        methods monitor_report optimal parting peaks phases plan plan_text reading reducer ride
-        scaling schedule schedule_text sides simulate spikes stragglers tables timeline topology
-        traces
+        methods monitor_report optimal options parting peaks phases plan plan_text reading reducer
+        ride scaling schedule schedule_text sides simulate spikes stragglers tables timeline
+        topology traces
     """,
     "edge": """
         arrays digests ext jax_nodes known_trees layout leaves native_ops nonfinite pack
