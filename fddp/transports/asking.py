@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 ANSWER_S = 2.0  # what a store gets to answer, unless more is at stake
 GLANCE_S = 0.25  # the same where an operation goes on without the answer
@@ -149,6 +149,10 @@ class AskedStore:
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
         return self._asker.ask(lambda: self.raw.compare_set(key, expected, value), self._within_s)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Not every store can."""
+        self._asker.ask(lambda: [self.raw.delete_key(key) for key in keys], self._within_s)
 
     def append(self, key: str, value: str) -> None:
         """Not every store can."""

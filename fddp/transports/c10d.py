@@ -124,7 +124,10 @@ class C10dTransport(Transport):
         return self._began_s
 
     def call(self, title: str) -> None:
-        """Give it a name for errors, on which all ranks have agreed, with a number behind it."""
+        """Give it a name for errors, on which all ranks have agreed by an exchange, with a number
+        behind it."""
+        device = self.control_device.type
+        self._roll.forget(self._communicators[self._everyone][device].addresses)
         try:
             self.slot.label = f"{title} #{self._roll.number(title, self.timeout_s)}"
         except RuntimeError as error:

@@ -50,10 +50,15 @@ class Seat(NamedTuple):
         return self.ranks.index(self.rank)
 
     @property
-    def store(self) -> dist.Store:
-        """A part of the group's store for these ranks of this transport alone."""
+    def part(self) -> str:
+        """Name of the part of the group's store for these ranks of this transport alone."""
         name = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]  # of any number of them
-        return dist.PrefixStore(f"ranks/{name}", self.roll.store.raw)
+        return f"ranks/{name}"
+
+    @property
+    def store(self) -> dist.Store:
+        """That part."""
+        return dist.PrefixStore(self.part, self.roll.store.raw)
 
 
 class Flight(NamedTuple):
@@ -93,6 +98,7 @@ class Communicator:
 
     _averages = False  # whether the backend can divide a sum by the number of ranks
     _is_owner = False  # whether the backend goes with this; torch holds those of its own groups
+    addresses: tuple[str, ...] = ()  # keys of the transport's store that others found this rank by
 
     def __init__(self, backend: Any, seat: Seat) -> None:
         self._backend = backend
@@ -218,6 +224,7 @@ class GlooCommunicator(Communicator):
 
         backend, self._meeting = connected(make, seat.store, seat.timeout_s, seat.look)
         super().__init__(backend, seat)
+        self.addresses = tuple(f"{seat.part}/{key}" for key in self._meeting.told)
         self._timeout_s = seat.timeout_s
         self._spare = _Spare()
 

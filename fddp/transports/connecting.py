@@ -32,15 +32,21 @@ class Meeting(dist.Store):
     Args:
         store: the part.
         timeout_s: the longest that a key is waited for.
+
+    Attributes:
+        given_up: whether the opening is.
+        told: keys that this rank has set.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:
         super().__init__()
         self.given_up = False
+        self.told: list[str] = []
         self._store = store
         self._deadline_s = time.perf_counter() + timeout_s
 
     def set(self, key: str, value: str) -> None:
+        self.told.append(key)
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 from fddp.transports.asking import ANSWER_S, GLANCE_S, AskedStore, Asker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch.distributed as dist
 
@@ -106,6 +106,17 @@ class RollCall:
                 raise stopped
             if absent:
                 return absent
+
+    def forget(self, addresses: Sequence[str]) -> None:
+        """All ranks have opened, and are connected: what this one put there for it goes, because a
+        store forgets nothing by itself.
+
+        Args:
+            addresses: keys of this transport's part that others found this rank by.
+        """
+        keys = [f"here/{self._rank}", *addresses, *(["outcome"] if self._rank == 0 else [])]
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            self.store.within(GLANCE_S).delete(keys)
 
     def number(self, name: str, timeout_s: float) -> int:
         """How many transports over the group were given this name before, and this one: the same
