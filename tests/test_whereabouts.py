@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import fddp
 from fddp.collectives.communicators import communicator_of
-from fddp.transports import c10d, desks, whereabouts
+from fddp.transports import desks, peers, whereabouts
 from fddp.transports.desks import StoreDesk
 from ranks import RankPool
 from test_errors import Ending, ending
@@ -42,7 +42,7 @@ def pause_for_long(rank: int, n: int) -> Ending:
     with (
         mock.patch.object(desks, "_AWAKE_S", 0.8),
         mock.patch.object(whereabouts, "ASK_AGAIN_S", 0.1),
-        mock.patch.object(c10d, "_GRACE_S", 0.5),
+        mock.patch.object(peers, "_GRACE_S", 0.5),
         fddp.GradSync(W, timeout_s=3.0) as sync,
     ):
         clerk = desk_of(sync)._clerk
@@ -68,7 +68,7 @@ def test_ranks_that_are_asked_stay_awake(ranks: RankPool) -> None:
 @pytest.mark.parametrize("timeout_s", [0.5, 1.5, 8.0, 40.0, 60.0, 1800.0])
 def test_pauses_are_shorter_than_the_time_for_answers(timeout_s: float) -> None:
     """In jobs of up to a thousand ranks, whether or not they were asked before."""
-    grace_s = min(c10d._GRACE_S, timeout_s / 4)
+    grace_s = min(peers._GRACE_S, timeout_s / 4)
     for size in (2, 16, 1000):
         assert desks.pause_s(timeout_s, size) <= max(grace_s / 2, desks._LEAST_PAUSE_S)
 

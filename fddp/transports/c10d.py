@@ -30,23 +30,20 @@ from fddp.transports.asking import asker_of
 from fddp.transports.base import Transport, Work
 from fddp.transports.collected import when_collected
 from fddp.transports.communicators import Communicator, Seat, connect
-from fddp.transports.diagnosis import Unheard, diagnose, is_the_users
+from fddp.transports.diagnosis import diagnose, is_the_users
 from fddp.transports.endings import Failure, explain
 from fddp.transports.forking import IN_A_FORK, check_not_inherited, own
-from fddp.transports.processes import has_ended, is_stopped
+from fddp.transports.peers import Peers
 from fddp.transports.rollcall import Report, RollCall
 from fddp.transports.waits import EndedError, LeftError, ToldError
-from fddp.transports.whereabouts import MOST_RANKS, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fddp.transports.communicators import Flight
     from fddp.transports.operation import Operation
-    from fddp.transports.processes import Process
     from fddp.transports.rollcall import Verdict
 
-_GRACE_S = 2.0  # how long a failing rank waits for the others to say that they live
 _LOOK_FOR_ENDS_S = 1.0  # how long a rank has waited in an operation when it looks for processes
 _MOST_WORKS = 256  # that are remembered before those that are over are dropped
 _FREEING_S = 1.0  # how long `close` waits for the backend to end, which goes on after that
@@ -83,9 +80,9 @@ class C10dTransport(Transport):
         self._began_s = 0.0  # the wait that is under way, or the last one
         store = group.get_group_store()
         self._roll = RollCall(store, self.rank, self.world_size, asker_of(group))
-        self.slot, self._at_desk = desks.enter(group, self.timeout_s)
+        self.slot, at_desk = desks.enter(group, self.timeout_s)
         self.slot.alarm = self._roll.alarm
-        self._processes: dict[int, Process] | None = None  # of ranks that this one can look for
+        self._peers = Peers(self._roll, self.slot, at_desk, self._global_ranks, self.timeout_s)
         when_collected(self, partial(self.slot.desk.leave, self.slot))
         own(self)  # [Note: forks]
         try:
@@ -103,16 +100,17 @@ class C10dTransport(Transport):
         except RuntimeError as error:
             raise self.fail(what, error, self._everyone) from error
         if absent:
-            doings = self._doings(absent, self.slot.since)
+            doings = self._peers.doings(absent, self.slot.since)
             self.slot.fail(what)
             self.slot.desk.tell()
             raise SyncTimeoutError(
                 f"opening a {title} on rank {self.rank} of {self.world_size}: "
-                f"{self.names(absent)} did not open theirs within timeout_s={self.timeout_s}; "
-                f"every rank of the group must, in the same order. What each does: {doings}",
+                f"{self._peers.names(absent)} did not open theirs within "
+                f"timeout_s={self.timeout_s}; every rank of the group must, in the same order. "
+                f"What each does: {doings}",
                 absent,
             )
-        self._processes = self._told_processes()  # while the store answers
+        self._peers.meet()  # while the store answers
         self._connect([self._everyone])
 
     def _enter(self, group_key: str, count: int) -> None:
@@ -251,30 +249,9 @@ class C10dTransport(Transport):
             raise LeftError(peer)
         now_s = time.perf_counter()
         if not news or now_s - begin_s > _LOOK_FOR_ENDS_S:
-            self._check_processes(self._everyone if among is None else among, anew=not news)
+            self._peers.check_there(self._everyone if among is None else among, anew=not news)
         if now_s - begin_s > self.timeout_s / 4:
             wait.ask(self.slot.desk, now_s)
-
-    def _check_processes(self, among: tuple[int, ...], *, anew: bool) -> None:
-        """Raises where a rank has ended, of which its connections do not tell: there is none yet,
-        or a process that it forked holds them."""
-        if anew or self._processes is None:
-            self._processes = self._told_processes()
-        ended = tuple(rank for rank in self._which(has_ended) if rank in among)
-        if ended:
-            lost = self._roll.unreported(ended)
-            raise EndedError(lost) if lost else ToldError("another rank reported a failure")
-
-    def _told_processes(self) -> dict[int, Process]:
-        told = self.slot.desk.processes()
-        ranks = enumerate(self._at_desk)
-        return {rank: told[number] for rank, number in ranks if number in told}
-
-    def _which(self, holds: Callable[[Process], bool]) -> tuple[int, ...]:
-        """Ranks of this host for whose process this holds."""
-        if self._processes is None:
-            self._processes = self._told_processes()
-        return tuple(rank for rank, process in self._processes.items() if holds(process))
 
     def fail(
         self, what: str, error: Exception, ranks: tuple[int, ...], at: tuple[int, str] = (-1, "")
@@ -313,32 +290,12 @@ class C10dTransport(Transport):
                 self._roll.report(Report("dead", error.ranks))
             return Failure(str(error), late=False, silent=error.ranks)
         waited_s, report = time.perf_counter() - self._began_s, Report("told", ranks, *at)
-        ended = partial(self._which, has_ended)
-        failure = diagnose(self._roll, error, report, self._grace_s, ended, self._unheard)
+        failure = diagnose(self._roll, self._peers, error, report)
         if failure.store:
-            return failure._replace(silent=self._seen())
+            return failure._replace(silent=self._peers.seen())
         if failure.gave_up:
             failure = failure._replace(waited_s=waited_s)
         return self._with_doings(failure)
-
-    def _seen(self) -> tuple[int, ...]:
-        """Ranks that have ended or are stopped, as far as the system tells, where no store does."""
-        return self._which(lambda process: has_ended(process) or is_stopped(process))
-
-    def _unheard(self, silent: tuple[int, ...]) -> Unheard:
-        """Those of the ranks that were waited for in vain that will not come: where one has ended,
-        others may compute, and not know it yet."""
-        if not silent:
-            return Unheard()
-        told = self.slot.desk.answers([self._at_desk[r] for r in silent], 0, self._grace_s)
-        doings = {rank: told.get(self._at_desk[rank]) for rank in silent}
-        lost = tuple(rank for rank, doing in doings.items() if doing is None)
-        closed = tuple(
-            rank
-            for rank, doing in doings.items()
-            if doing is not None and self.slot.key not in doing.transports
-        )
-        return Unheard(lost, self._roll.unreported(closed))  # it reports before it closes for that
 
     def _with_doings(self, failure: Failure) -> Failure:
         """With what the ranks do, those first that have said nothing, where some came late."""
@@ -346,19 +303,7 @@ class C10dTransport(Transport):
             return failure
         # Ranks that gave up before this one asked anything have said so then.
         since = self.slot.since or (1 if failure.gave_up else 0)
-        return failure._replace(doings=self._doings(failure.silent, since))
-
-    def _doings(self, silent: tuple[int, ...], since: int) -> str:
-        """What ranks do, in words; those first that have said nothing."""
-        asked = [*silent, *(rank for rank in self._everyone if rank not in silent)]
-        some = sorted(asked[:MOST_RANKS])
-        numbers = {rank: self._at_desk[rank] for rank in some}
-        told = self.slot.desk.answers(list(numbers.values()), since, self._grace_s)
-        return in_words({self.names((rank,)): told.get(numbers[rank]) for rank in some})
-
-    @property
-    def _grace_s(self) -> float:
-        return min(_GRACE_S, self.timeout_s / 4)
+        return failure._replace(doings=self._peers.doings(failure.silent, since))
 
     def end(self, what: str, failure: Failure) -> None:
         """Close after a failure that was seen elsewhere, and tell those who wait here."""
@@ -374,7 +319,7 @@ class C10dTransport(Transport):
         if self._failure is None:
             raise InternalError(f"{what} failed, and nothing tells why")
         where = f"{what} on rank {self.rank} of {self.world_size}"
-        return explain(self._failure, where, self.names, self.timeout_s)
+        return explain(self._failure, where, self._peers.names, self.timeout_s)
 
     def tell_of_parting(self, text: str) -> None:
         """Tell ranks for which it shows only later that they met in different operations."""
@@ -407,14 +352,6 @@ class C10dTransport(Transport):
         self._failure = failure
         self._closed = f"{what} failed"
         self._release()
-
-    def names(self, ranks: tuple[int, ...]) -> str:
-        """Ranks as the user knows them: with the global number where that is another one."""
-        return ", ".join(
-            f"rank {rank}"
-            + (f" (global {self._global_ranks[rank]})" if self._global_ranks[rank] != rank else "")
-            for rank in ranks
-        )
 
 
 class _C10dWork(Work):

@@ -4,49 +4,29 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fddp.transports.asking import SilentError
 from fddp.transports.endings import CLOSED, Failure
 from fddp.transports.waits import LateError, ToldError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
+    from fddp.transports.peers import Peers
     from fddp.transports.rollcall import Report, RollCall, Verdict
 
 _OWN_MODULES = {"fddp", "torch", *sys.stdlib_module_names}  # from which errors of a backend come
 
 
-class Unheard(NamedTuple):
-    """Ranks that will not come.
-
-    Attributes:
-        lost: those without a sign of life.
-        closed: those that have closed their side in order, and go on elsewhere.
-    """
-
-    lost: tuple[int, ...] = ()
-    closed: tuple[int, ...] = ()
-
-
-def diagnose(
-    roll: RollCall,
-    error: Exception,
-    report: Report,
-    grace_s: float,
-    ended: Callable[[], tuple[int, ...]],
-    unheard: Callable[[tuple[int, ...]], Unheard],
-) -> Failure:
+def diagnose(roll: RollCall, peers: Peers, error: Exception, report: Report) -> Failure:
     """Tell the others, and hear from them, how the operation of `report` that raised `error` ended.
 
     Args:
         roll: by which ranks tell each other.
+        peers: the other ranks.
         error: what the backend raised, or what ended the wait.
         report: what this rank tells; its verdict is filled in.
-        grace_s: how long others may take to tell.
-        ended: asks which ranks of this host have ended.
-        unheard: of ranks that were waited for in vain, those that will not come.
 
     Silent alone means little: a rank that takes no part in what failed may be busy elsewhere.
     """
@@ -60,8 +40,8 @@ def diagnose(
     late = verdict == "timeout"
     try:
         roll.report(report._replace(verdict=verdict))
-        reports = roll.reports(grace_s, ended)
-        gone = tuple(rank for rank in ended() if rank not in reports)
+        reports = roll.reports(peers.grace_s, peers.ended)
+        gone = tuple(rank for rank in peers.ended() if rank not in reports)
         if gone:
             roll.report(report._replace(verdict="dead", ranks=gone))
     except SilentError:
@@ -74,7 +54,7 @@ def diagnose(
     timed_out = tuple(rank for rank, told in sorted(reports.items()) if told.verdict == "timeout")
     silent = tuple(sorted(dead or awaited - reports.keys()))
     if not dead and not timed_out:
-        lost, closed = unheard(silent)
+        lost, closed = peers.unheard(silent)
         silent, text = (lost, text) if lost or not closed else (closed, CLOSED)
     return Failure(
         text,
