@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fddp.errors import TreeMismatchError
+from fddp.agree import exchange
+from fddp.errors import PlanMismatchError, TreeMismatchError
 from fddp.sync import GradSync
 from fddp.transports import Group
 from fddp.tree import flatten, tree_map
@@ -78,6 +79,18 @@ class Periodic:
         return tuple(name for name, n in self.periods if since >= 0 and since % n == 0)
 
 
+class _Average(GradSync):
+    """Averages parameters once. Ranks that average gradients do not meet in it."""
+
+    _title = "parameter average"
+
+
+class _PeriodicAverage(GradSync):
+    """Averages parameters when that is due."""
+
+    _title = "periodic average"
+
+
 class Averager:
     """Averages trees over ranks when it is due. Making it is a collective call.
 
@@ -93,7 +106,7 @@ class Averager:
         timeout_s: as in `GradSync`.
 
     Raises:
-        PlanMismatchError: ranks differ in their trees; on every rank.
+        PlanMismatchError: ranks differ in their trees, or in when averages are due; on every rank.
         ValueError: the mesh has other axes than `when` has periods for.
 
     Example:
@@ -125,7 +138,10 @@ class Averager:
         self._syncs: dict[tuple[str, ...], GradSync] = {}
         try:
             for axes, span in _spans(when, mesh).items():
-                self._syncs[axes] = GradSync(tree, group=group, mesh=span, timeout_s=timeout_s)
+                self._syncs[axes] = _PeriodicAverage(
+                    tree, group=group, mesh=span, timeout_s=timeout_s
+                )
+            _check_alike(next(iter(self._syncs.values())), when)
         except BaseException:
             self.close()
             raise
@@ -145,18 +161,27 @@ class Averager:
 
         Raises:
             TreeMismatchError: the tree has other leaves than at construction.
+            DesyncError: an average is due on other ranks after another step.
             WeightError, PeerError: as calling a `GradSync`.
         """
-        axes = self.when.due(step)
-        return _mean(self._syncs[axes], tree, weight) if axes else tree
+        sync = self._due(step)
+        return tree if sync is None else _mean(sync, tree, weight)
 
     def average_(self, tree: Any, step: int, *, weight: float = 1.0) -> None:
         """Like `average`, but writes the means into the tensors of `tree`, for instance
         `dict(module.named_parameters())`."""
+        sync = self._due(step)
+        if sync is not None:
+            _check_whole(sync, tree)
+            sync.reduce_(tree, weight=weight)
+
+    def _due(self, step: int) -> GradSync | None:
+        """What averages after this step."""
         axes = self.when.due(step)
-        if axes:
-            _check_whole(self._syncs[axes], tree)
-            self._syncs[axes].reduce_(tree, weight=weight)
+        if not axes:
+            return None
+        self._syncs[axes]._engine.when = f" (the average after step {step})"
+        return self._syncs[axes]
 
     def close(self) -> None:
         """Frees the communicators; a second call does nothing."""
@@ -188,6 +213,7 @@ def average(
 
     Raises:
         PlanMismatchError: ranks differ in their trees; on every rank.
+        DesyncError: another rank makes a `GradSync` or an `Averager` instead; on every rank.
         WeightError, PeerError: as calling a `GradSync`.
 
     Example:
@@ -197,7 +223,7 @@ def average(
         >>> fddp.loopback(2, lambda group: average(own(group.rank), group=group))
         [{'w': tensor(0.5000), 'seen': tensor(0)}, {'w': tensor(0.5000), 'seen': tensor(1)}]
     """
-    with GradSync(tree, group=group, timeout_s=timeout_s) as sync:
+    with _Average(tree, group=group, timeout_s=timeout_s) as sync:
         return _mean(sync, tree, weight)
 
 
@@ -229,6 +255,17 @@ def _check_whole(sync: GradSync, tree: Any) -> None:
                     f"leaf {spec.path!r} to average is None where the averager was made for "
                     f"{spec.dtype} of shape {spec.shape}; pass all parameters"
                 )
+            )
+
+
+def _check_alike(sync: GradSync, when: Periodic) -> None:
+    """Raises where ranks would average at different steps; `sync` is over all of them."""
+    told = exchange(sync._engine.transport, str(when), str, "averages")
+    for rank, theirs in enumerate(told):
+        if theirs != told[0]:
+            raise PlanMismatchError(
+                f"averages are due by {told[0]} on rank 0 and by {theirs} on rank {rank}; pass the "
+                f"same on every rank"
             )
 
 

@@ -21,6 +21,7 @@ from fddp.errors import (
     ClosedError,
     DesyncError,
     InternalError,
+    PeerError,
     RankLostError,
     ReentryError,
     SyncTimeoutError,
@@ -46,6 +47,8 @@ from fddp.session import Session
 from fddp.setting import Outcome, Setting
 from fddp.transports import Group, Transport, open_transport, resolve
 from fddp.uneven import Round
+
+_LONGEST_ALARM = 500  # characters
 
 
 class Engine:
@@ -73,6 +76,8 @@ class Engine:
         finished: the number after that of the last synchronisation that went through; 0 before.
         timeout_s: what the caller gave for it.
         recorder: takes note of operations.
+        when: what callers say of when the next synchronisation is; ranks that say otherwise are
+            not in step.
     """
 
     def __init__(self, request: Asking) -> None:
@@ -80,7 +85,7 @@ class Engine:
         self.timeout_s = request.usable_timeout_s
         self._groups: list[tuple[str, ...]] = []  # those that the transport has opened
         self.transport = open_transport(
-            request.span.group, usable_transport(request), request.usable_timeout_s, "GradSync"
+            request.span.group, usable_transport(request), request.usable_timeout_s, request.title
         )
         self.attached: Attached | None = None
         self.hook_states: tuple[Any, ...] | None = None
@@ -97,6 +102,7 @@ class Engine:
         self.step = 0
         self.finished = 0
         self.last_failed = False
+        self.when = ""
         self._idle: frozenset[int] = frozenset()
         self._pool = BufferPool(self.transport.empty)
         self._scale = WeightScale(self.transport.world_size, scaling=schedule.scaling)
@@ -355,7 +361,19 @@ class Engine:
         """Takes part in the next synchronisation only to say what went wrong; raises it."""
         session = self.open(Method.NOTHING, with_stats=False)
         session.fail(error)
+        self.raise_alarm(session.setting.step, error)
         self.close(session)
+
+    def raise_alarm(self, step: int, error: BaseException) -> None:
+        """Tells ranks that wait for this one in operators which their loss function calls. Nobody
+        else looks for it, and those in another step do not take it for theirs.
+
+        Args:
+            step: its number.
+            error: what went wrong here; of a `PeerError` the rank that failed has told.
+        """
+        if not isinstance(error, PeerError):
+            self.transport.raise_alarm(step, text_of(error)[:_LONGEST_ALARM])
 
     def init_states(self) -> tuple[Any, ...]:
         """The hook's state of each bucket before the first step; () where there is none to keep."""
@@ -460,6 +478,7 @@ class Engine:
             attached,
             idle,
             nonfinite,
+            self.when,
         )
         self.step += 1
         session = Session(setting)

@@ -37,7 +37,7 @@ class Told(NamedTuple):
     """What one rank says of its step.
 
     Attributes:
-        step: its number, as text.
+        step: its number, and what callers say of when that is.
         digest: `shared_digest` of its schedule.
         method: the call that it is in; empty where it brings nothing.
         abandoned: keys of transports that it left half way through a call, each with a tab.
@@ -51,7 +51,7 @@ class Told(NamedTuple):
     failure: str
 
 
-def exchange(transport: Transport, step: int, digest: str, method: str, failure: str) -> list[Told]:
+def exchange(transport: Transport, step: str, digest: str, method: str, failure: str) -> list[Told]:
     """Every rank's account, by rank; a collective call.
 
     What any rank has left half way through a call of an operator is closed on all of them, so that
@@ -59,7 +59,7 @@ def exchange(transport: Transport, step: int, digest: str, method: str, failure:
     """
     desk = transport.slot.desk
     abandoned = "\t".join(desk.abandoned)
-    own = Told(str(step), digest, method, abandoned, failure)
+    own = Told(step, digest, method, abandoned, failure)
     payload = "\n".join(own).encode(errors="backslashreplace")
     told = [_told(text) for text in transport.exchange(payload, "failures")]
     desk.close_abandoned([key for account in told for key in account.abandoned.split("\t") if key])

@@ -140,7 +140,7 @@ class Program:
             shard = shard[: len(shard) - len(op.axes)]
         return _own(op.region, shard, self.places)
 
-    def fingerprint(self, step: int) -> int:
+    def fingerprint(self, step: str) -> int:
         """Number below 2**32 on which ranks agree if they are at one step of one plan."""
         return zlib.crc32(f"{self.schedule.shared_digest}:{step}".encode())
 

@@ -85,6 +85,8 @@ class Continuation:
     newest: Standing | None = field(default=None, init=False)
     parted: bool = field(default=False, init=False)
 
+    title = "GradSync"
+
     def terms(self, transport: Transport) -> Terms:
         """What ranks must have in common, mostly from the newest of them; a collective call.
 

@@ -37,6 +37,10 @@ class Asking(Protocol):
         """The axes of the ranks."""
 
     @property
+    def title(self) -> str:
+        """What it is for, in a word; ranks meet in the same only."""
+
+    @property
     def transport(self) -> TransportName:
         """Name of the transport."""
 
@@ -73,6 +77,7 @@ class Request:
         hook: how buckets are reduced.
         deterministic: as for `GradSync`.
         nonfinite: what becomes of a step with a number that is not finite.
+        title: what it is for, in a word.
     """
 
     source: Any
@@ -88,6 +93,7 @@ class Request:
     hook: Hook[Any] | None
     deterministic: bool = False
     nonfinite: Policy = "propagate"
+    title: str = "GradSync"
 
     @property
     def usable_timeout_s(self) -> float | None:

@@ -390,7 +390,7 @@ class Session:
             self.fail(failure)
         contributions = NOTHING if self.failure else self.contributions
         word = ControlWord(
-            fingerprint=self._program.fingerprint(self.setting.step),
+            fingerprint=self._program.fingerprint(self.setting.moment),
             method=self.method,
             weight=contributions.weight,
             used=contributions.used(self._program),
@@ -464,7 +464,7 @@ class Session:
         return decode(
             self._program.control,
             self._memory.word.cpu().numpy(),
-            fingerprint=self._program.fingerprint(self.setting.step),
+            fingerprint=self._program.fingerprint(self.setting.moment),
             world_size=self.setting.transport.world_size,
         )
 
@@ -479,7 +479,7 @@ class Session:
         self._at = None
         method = self.method if self.contributions.weight > 0.0 else Method.NOTHING
         digest = self._program.schedule.shared_digest
-        told = exchange(transport, step, digest, method.text, self._told)
+        told = exchange(transport, self.setting.moment, digest, method.text, self._told)
         self.told = [account.failure for account in told]
         self.orderly = True
         if not report.agreed:

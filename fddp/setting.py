@@ -67,6 +67,7 @@ class Setting:
         idle: buckets that are left out, because no rank used them in the step before; a gradient
             for one makes it late. The same on all ranks.
         nonfinite: what becomes of the step if a number is not finite.
+        when: what callers say of when this is, in words that are the same on all ranks.
     """
 
     program: Program
@@ -80,3 +81,9 @@ class Setting:
     attached: Attached | None = None
     idle: frozenset[int] = frozenset()
     nonfinite: Policy = "propagate"
+    when: str = ""
+
+    @property
+    def moment(self) -> str:
+        """The step in words that must be the same on all ranks."""
+        return f"{self.step}{self.when}"

@@ -102,6 +102,8 @@ class GradSync:
         [tensor([1.5000, 1.5000]), tensor([1.5000, 1.5000])]
     """
 
+    _title = "GradSync"
+
     def __init__(
         self,
         params_or_plan: Any,
@@ -134,6 +136,7 @@ class GradSync:
             hook=hook,
             deterministic=deterministic,
             nonfinite=nonfinite,
+            title=self._title,
         )
         with outside_transforms(), failures_noted():
             self._engine = Engine(request)

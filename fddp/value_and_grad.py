@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fddp.backward import backward
 from fddp.contributions import Accumulated, BackwardContributions
-from fddp.errors import InternalError, LossError, PeerError
-from fddp.failures import text_of
+from fddp.errors import InternalError, LossError
 from fddp.inputs import (
     check_no_derivatives,
     check_no_transform,
@@ -37,8 +36,6 @@ INSTEAD_IN_A_GRAPH = (
     "fddp.pmean(grads, group) inside"
 )
 """What torch.compile says of it with `fullgraph=True`."""
-
-_LONGEST_ALARM = 500  # characters
 
 
 class _Computed(NamedTuple):
@@ -130,9 +127,7 @@ class ValueAndGrad:
                 computed = self._compute(session, args, kwargs, accumulated)
         except BaseException as error:
             session.fail(error)
-            if not isinstance(error, PeerError):
-                # Others may wait for this rank in operators that the loss function calls.
-                transport.raise_alarm(session.setting.step, text_of(error)[:_LONGEST_ALARM])
+            self._engine.raise_alarm(session.setting.step, error)
         finally:
             transport.slot.in_step = None
         outcome = self._engine.close(session)

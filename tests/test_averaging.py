@@ -122,6 +122,30 @@ def test_ranks_count_by_their_weight(launch: Launch) -> None:
     check_mean(launch(3, averaged, weights), mean(3, weights))
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_of_weight_0_keeps_its_nan_to_itself(launch: Launch, world_size: int) -> None:
+    """And gets the mean of the others. Without a weight its NaN is everybody's."""
+    for found in launch(world_size, spoiled):
+        whole, weighted, in_place = found
+        assert all(leaf.isnan().all() for leaf in whole.values())
+        assert same_bits([weighted, in_place])
+        expected = sum(r for r in range(world_size) if r != 1) / (world_size - 1)
+        assert all((leaf == expected).all() for leaf in weighted.values())
+
+
+def spoiled(group: Any) -> Any:
+    rank = rank_of(group)
+    value = float("nan") if rank == 1 else float(rank)
+    own = {"w": torch.full((3,), value), "c": torch.full((2,), value, dtype=torch.complex64)}
+    sound = all(bool(leaf.isfinite().all()) for leaf in own.values())
+    in_place = fddp.tree_map(torch.clone, own)
+    with Averager(own, Periodic(1), group=group) as averager:
+        whole = averager.average(own, 0)
+        weighted = averager.average(own, 1, weight=float(sound))
+        averager.average_(in_place, 2, weight=float(sound))
+    return whole, weighted, in_place
+
+
 def averaged(group: Any, weights: list[float] | None) -> Any:
     rank = rank_of(group)
     own = tree(rank)
@@ -298,6 +322,46 @@ def test_ranks_must_have_the_same_tree(launch: Launch) -> None:
 def unlike(group: Any) -> Ending:
     names = ["a", "b"] if rank_of(group) else ["a"]
     return ending(lambda: average({name: torch.zeros(1) for name in names}, group=group))
+
+
+def test_ranks_must_average_at_the_same_steps(launch: Launch) -> None:
+    sides = "at step 0 (the average after step 4)", "at step 0 (the average after step 5)"
+    for made, averaged, value in launch(2, at_other_steps):
+        assert made.kinds[0] == "PlanMismatchError"
+        assert "by Periodic(periods=(('world', 2),), warmup_steps=0) on rank 0 and by" in made.text
+        assert averaged.kinds[0] == "DesyncError"
+        assert all(side in averaged.text for side in sides)
+        assert value == 0.5, "all can go on"
+
+
+def at_other_steps(group: Any) -> tuple[Ending, Ending, float]:
+    rank, params = rank_of(group), {"w": torch.full((3,), float(rank_of(group)))}
+    made = ending(lambda: Averager(params, Periodic(2 + rank), group=group))
+    with Averager(params, Periodic(1), group=group) as averager:
+        averaged = ending(lambda: averager.average(params, 4 + rank))
+        averager.average_(params, 6)
+    return made, averaged, params["w"][0].item()
+
+
+def test_averages_of_parameters_and_of_gradients_do_not_meet(launch: Launch) -> None:
+    once, often, value = "parameter average", "periodic average", 0.5
+    for told in launch(2, averaging_what_others_do_not):
+        assert [end.kinds[0] for end in told[:-1]] == ["DesyncError"] * 3
+        sides = [("GradSync", once), (once, often), (often, "GradSync")]
+        for end, (first, second) in zip(told[:-1], sides, strict=True):
+            assert f"rank 0 opens a {first} where rank 1 opens a {second}" in end.text
+        assert told[-1] == value, "all can go on"
+
+
+def averaging_what_others_do_not(group: Any) -> list[Any]:
+    rank, own = rank_of(group), torch.tensor(float(rank_of(group)))
+    calls = [
+        lambda: fddp.GradSync(own, group=group)(own),
+        lambda: average(own, group=group),
+        lambda: Averager(own, Periodic(1), group=group).average(own, 0),
+    ]
+    ends = [ending(calls[(number + rank) % 3]) for number in range(3)]
+    return [*ends, average(own, group=group).item()]
 
 
 @pytest.mark.parametrize("call", ["average", "average_"])

@@ -54,15 +54,14 @@ def test_the_thread_is_there_for_as_long_as_it_may_be_wanted() -> None:
     things = [Thing(), Thing()]
     for number, thing in enumerate(things):
         closer.watch(thing, lambda number=number: closed.append(number))  # type: ignore[misc]
-    thread = closer._thread
-    assert thread is not None
+    assert closer._has_thread
     things.pop(0)
     del thing
     assert soon(lambda: closed == [0])
-    assert thread.is_alive()
+    assert closer._has_thread
     things.clear()
     assert soon(lambda: closed == [0, 1])
-    assert soon(lambda: not thread.is_alive())
+    assert soon(lambda: not closer._has_thread)
     more = Thing()
     closer.watch(more, lambda: closed.append(2))
     del more

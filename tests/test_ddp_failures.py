@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import signal
+import time
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -152,6 +153,84 @@ def test_processes_tell_each_other(ranks: RankPool, place: str) -> None:
         assert found.said.startswith(f"{begins}{'' if rank == BAD else runs[BAD].said}")
         for mine, other in zip(found.grads, wanted.grads, strict=True):
             assert_close(mine, other)
+
+
+# Beside operators
+
+
+class Meeting(Refuser):
+    """Averages in the midst of its forward pass, and so in its backward pass."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(with_buffers=True)
+        self.group = group
+
+    def forward(self, x: Tensor, through: tuple[int, ...] = (0, 1, 2)) -> Tensor:
+        return fddp.pmean(super().forward(x, through), self.group)
+
+
+def steps_beside_operators(group: Any, place: str, hooked: bool) -> tuple[list[str], float, Any]:
+    model = Refuser(with_buffers=True) if hooked else Meeting(group)
+    ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
+    if hooked:  # operators of hooks, which run on ranks that have failed as well
+        own = fddp.Communicator(group)
+        ddp._register_buffer_comm_hook(own, mean_of_first, _BufferCommHookLocation.POST_FORWARD)
+        ddp.register_comm_hook(own, mean_by_operator)
+    rank, said = rank_of(group), []
+    begin_s = time.perf_counter()
+    for number in range(STEPS):
+        try:
+            fails = place if (number, rank) == (FAILING, BAD) else ""
+            take(ddp, rank, number, fails, in_parts=False)
+        except (ValueError, fddp.PeerError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said, time.perf_counter() - begin_s, grads(ddp.module)
+
+
+def mean_of_first(own: Any, buffers: dict[str, Tensor]) -> list[Any]:
+    """A buffer hook that calls an operator."""
+    mean = buffers["norm.running_mean"].data
+    mean.copy_(fddp.pmean(mean, own))
+    return []
+
+
+def mean_by_operator(own: Any, bucket: Any) -> Any:
+    """A communication hook that calls an operator."""
+    future: Any = torch.futures.Future()
+    future.set_result(fddp.pmean(bucket.buffer(), own))
+    return future
+
+
+def check_beside_operators(runs: list[Any], wanted: list[Any]) -> None:
+    for rank, (said, took_s, found) in enumerate(runs):
+        assert took_s < 15.0, "not once their time was over"
+        assert len(said) == 1
+        assert said[0].startswith("ValueError" if rank == BAD else "PeerError: ")
+        assert f"rank {BAD} failed" in said[0] or rank == BAD
+        assert runs[BAD][0][0] in said[0]
+        assert_close(found, wanted[rank][2])
+
+
+@functools.cache
+def undisturbed_operators(*, hooked: bool) -> list[Any]:
+    return fddp.loopback(3, steps_beside_operators, "", hooked)
+
+
+@pytest.mark.parametrize("place", ["input", "forward", "loss", "graph"])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_what_is_raised_is_told_to_ranks_in_operators(place: str, hooked: bool) -> None:
+    runs = fddp.loopback(3, steps_beside_operators, place, hooked)
+    check_beside_operators(runs, undisturbed_operators(hooked=hooked))
+
+
+def steps_of_processes_beside_operators(rank: int, world_size: int, place: str) -> Any:
+    return steps_beside_operators(dist.group.WORLD, place, False)
+
+
+@pytest.mark.parametrize("place", ["input", "graph"])
+def test_what_is_raised_is_told_to_processes_in_operators(ranks: RankPool, place: str) -> None:
+    runs = ranks.run(3, steps_of_processes_beside_operators, place)
+    check_beside_operators(runs, undisturbed_operators(hooked=False))
 
 
 # Loops of unequal length

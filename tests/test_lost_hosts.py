@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -205,3 +207,30 @@ def test_what_a_signal_handler_raises_is_raised(ranks: RankPool) -> None:
     for transport in ("shm", "c10d"):
         told = ranks.run(2, fail_in_a_handler, transport)
         assert told[0] == "PreemptedError: by the scheduler"
+
+
+def fail_at_any_moment(rank: int, world_size: int, transport: str) -> list[str]:
+    """Handlers run as soon as a function of torch returns, also one that raises by itself."""
+    seen, rng = [], random.Random(5)
+    for _ in range(12):
+        with fddp.GradSync(TREE, timeout_s=20.0, transport=transport) as sync:
+            sync(TREE)
+            if rank == 0:
+                signal.signal(signal.SIGALRM, preempt)
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.01, 0.1))
+            try:
+                for _ in range(40):
+                    time.sleep(0.01 * rank)
+                    sync(TREE)
+                seen.append("no error")
+            except RuntimeError as error:
+                seen.append(type(error).__name__)
+        dist.barrier()
+    return seen
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_it_is_raised_at_any_moment(ranks: RankPool, transport: str) -> None:
+    first, second = ranks.run(2, fail_at_any_moment, transport)
+    assert first == ["PreemptedError"] * 12
+    assert set(second) <= {"RankLostError", "PeerError"}

@@ -406,6 +406,34 @@ def check_source(runs: list[Any], how: str, culprits: tuple[int, ...]) -> None:
     assert same_bits([after for _, _, after, _ in runs])
 
 
+def failing_source_beside_operators(group: Any) -> tuple[Ending, float, float]:
+    """Rank 1 has no batch for the second round, where the others average in their loss function."""
+    rank = group_rank(group)
+
+    def source() -> Iterator[float]:
+        yield 1.0
+        if rank == 1:
+            raise BoomError(7, "in the source")
+        yield 2.0
+
+    params = {"w": torch.ones(())}
+    with fddp.GradSync(params, group=group, timeout_s=30.0) as sync:
+        step = sync.value_and_grad(lambda p, x: fddp.pmean(p["w"] * x, group))
+        begin_s = time.perf_counter()
+        seen = ending(lambda: [step(params, x) for x in fddp.uneven(source(), sync)])
+        took_s = time.perf_counter() - begin_s
+        again = [step(params, x)[1]["w"].item() for x in fddp.uneven([3.0], sync)]
+    return seen, took_s, again[0]
+
+
+def test_a_source_that_fails_is_told_to_ranks_in_operators(launch: Launch) -> None:
+    for rank, (seen, took_s, again) in enumerate(launch(3, failing_source_beside_operators)):
+        assert took_s < 10.0, "not once their time was over"
+        assert again == 3.0
+        assert "boom 7 in the source" in seen.text
+        assert seen.kinds[0] == ("BoomError" if rank == 1 else "PeerError")
+
+
 def test_an_error_in_the_body_ends_the_loop_on_all_ranks() -> None:
     def run(group: Any) -> Any:
         def loss_fn(p: Any, x: Tensor) -> Tensor:

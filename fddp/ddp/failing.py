@@ -30,7 +30,8 @@ class Failing(Holder):
 
         It holds the input, forward passes, loss function and backward pass of one step, on every
         rank. The exception goes on where it was raised; the others get a `PeerError` with its text
-        at the end of their backward pass. No rank has gradients of the step, and all can go on.
+        at the end of their backward pass, or in the operator in which they wait for this rank. No
+        rank has gradients of the step, and all can go on.
         Nothing is communicated where nothing is raised.
 
         Inside are one step and its earlier micro-batches under `no_sync`; a block of micro-batches
@@ -61,6 +62,7 @@ class Failing(Holder):
             self._steps.give_up_stale()  # an earlier step, of which others wait for the end
         self._meetings.is_open = False
         step, held = self._next_step, self._meetings.held
+        self._enter()
         try:
             yield
         except BaseException as error:
@@ -68,6 +70,18 @@ class Failing(Holder):
             if steps is not None:
                 self._tell(steps, error, self._meetings.held - held)
             raise
+        finally:
+            self._leave()
+
+    def _enter(self) -> None:
+        self._meetings.in_step = True
+        if self._steps is not None:
+            self._steps.enter()
+
+    def _leave(self) -> None:
+        self._meetings.in_step = False
+        if self._steps is not None:
+            self._steps.leave()
 
     @property
     def _next_step(self) -> int:
@@ -90,6 +104,7 @@ class Failing(Holder):
         """
         raised_at = error.__traceback__
         try:
+            steps.raise_alarm(error)  # first: they may be in the midst of their forward pass
             if not steps.is_broken_off:
                 if meetings == 0:
                     self._meet()

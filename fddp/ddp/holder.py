@@ -42,12 +42,14 @@ class Meetings:
         is_open: whether one is under way, or was left by an exception.
         some_sync: whether a rank that has input said, within `join`, that its backward pass will
             synchronise gradients.
+        in_step: whether this rank is within a step that it fails with the others.
         failure: of the last step that this rank shadowed within `join`, if it failed.
     """
 
     held: int = 0
     is_open: bool = False
     some_sync: bool = False
+    in_step: bool = False
     failure: FddpError | None = None
 
 
@@ -119,6 +121,8 @@ class Holder(_TorchDDP):  # type: ignore[misc]
         if self._steps is None:
             try:
                 self._steps = self._make_steps()
+                if self._meetings.in_step:
+                    self._steps.enter()
             except AttributeError as error:  # which a property must not raise
                 raise InternalError(f"the steps could not be made: {error}") from error
         return self._steps

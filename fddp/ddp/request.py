@@ -40,6 +40,7 @@ class ModuleRequest:
 
     usable_timeout_s = None  # the group's own
     is_foreign = False
+    title = "GradSync"
 
     def terms(self, transport: Transport) -> Terms:
         """What ranks must have in common.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import zip_longest
 
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -11,18 +10,35 @@ from torch.nn import Module
 
 from fddp.agree import exchange
 from fddp.collectives.broadcast import broadcast_, broadcast_tensors
-from fddp.errors import DesyncError
+from fddp.errors import DesyncError, PlanMismatchError
+from fddp.heard import Each
 from fddp.pack import storage_use_count
 from fddp.transports import Transport
+
+_SHAPES = Each(str)  # dtype and shape, by name
 
 
 def broadcast_module(
     transport: Transport, module: Module, ignored: Collection[str], src: int, *, buffers: bool
 ) -> None:
-    """Writes rank `src`'s parameters, and buffers if wanted, into those of all ranks."""
-    own_params = (param for name, param in module.named_parameters() if name not in ignored)
-    own_buffers = buffers_of(module, ignored).values() if buffers else ()
-    broadcast_(transport, [tensor.detach() for tensor in (*own_params, *own_buffers)], src)
+    """Writes rank `src`'s parameters, and buffers if wanted, into those of all ranks.
+
+    Raises:
+        PlanMismatchError: ranks have others; on every rank, before anything has moved.
+    """
+    own: dict[str, Tensor] = {
+        name: param for name, param in module.named_parameters() if name not in ignored
+    }
+    if buffers:
+        own |= buffers_of(module, ignored)
+    names = sorted(own)  # ranks may have registered them in another order
+    tensors = [own[name].detach() for name in names]
+    told = exchange(transport, _shapes(names, tensors), _SHAPES, "module")
+    if (difference := _difference(told)) is not None:
+        raise PlanMismatchError(
+            f"{difference}; build the module alike on all ranks, or pass init_sync=False"
+        )
+    broadcast_(transport, tensors, src)
 
 
 def buffers_of(module: Module, ignored: Collection[str]) -> dict[str, Tensor]:
@@ -37,13 +53,19 @@ def broadcast_buffers(
 
     They stay the same tensors, written without a new version, unless a graph still needs the values
     of a step before: then new tensors take their places.
+
+    Raises:
+        DesyncError: ranks have other buffers, or others than before; on every rank.
     """
     named = buffers_of(module, ignored)
-    own = [buffer.detach() for buffer in named.values()]
-    received = _broadcast(transport, own, src)
-    for buffer, mine, value in zip(named.values(), own, received, strict=True):
-        if value is mine:
-            continue
+    names = sorted(named)
+    own = [named[name].detach() for name in names]
+    _check_alike(transport, names, own)
+    received = broadcast_tensors(transport, own, src)
+    if transport.rank == src:
+        return
+    for name, mine, value in zip(names, own, received, strict=True):
+        buffer = named[name]
         if _is_held(buffer, mine):
             _replace(module, buffer, value)
         else:
@@ -64,30 +86,31 @@ def _replace(module: Module, buffer: Tensor, value: Tensor) -> None:
                 submodule._buffers[name] = value
 
 
-def _broadcast(transport: Transport, tensors: list[Tensor], src: int) -> list[Tensor]:
-    """Rank `src`'s values; on that rank, the tensors themselves."""
-    _check_alike(transport, tensors)
-    values = broadcast_tensors(transport, tensors, src)
-    return tensors if transport.rank == src else values
-
-
-def _check_alike(transport: Transport, tensors: list[Tensor]) -> None:
-    """Compares the shapes of buffers over ranks when they are no longer those of before: backends
-    end the process where sizes differ.
-
-    Raises:
-        DesyncError: they differ; on every rank.
-    """
-    shapes = [(str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
-    if transport.agreed.get("buffers") == shapes:
+def _check_alike(transport: Transport, names: list[str], tensors: list[Tensor]) -> None:
+    """Compares buffers over ranks when they are no longer those of before: backends end the process
+    where sizes differ."""
+    known = [(n, tensor.dtype, tensor.shape) for n, tensor in zip(names, tensors, strict=True)]
+    if transport.agreed.get("buffers") == known:
         return
-    told = exchange(transport, [f"{dtype} {shape}" for dtype, shape in shapes], [str], "buffers")
+    told = exchange(transport, _shapes(names, tensors), _SHAPES, "buffers")
+    if (difference := _difference(told)) is not None:
+        raise DesyncError(
+            f"{difference}; keep buffers alike on all ranks, or pass broadcast_buffers=False"
+        )
+    transport.agreed["buffers"] = known
+
+
+def _shapes(names: list[str], tensors: list[Tensor]) -> dict[str, str]:
+    """What ranks must have in common, by name."""
+    pairs = zip(names, tensors, strict=True)
+    return {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in pairs}
+
+
+def _difference(told: list[dict[str, str]]) -> str | None:
+    """Where the first two ranks differ that do."""
     for rank, theirs in enumerate(told):
-        if theirs != told[0]:
-            pairs = enumerate(zip_longest(told[0], theirs, fillvalue="none"))
-            number, (mine, other) = next((k, pair) for k, pair in pairs if pair[0] != pair[1])
-            raise DesyncError(
-                f"buffer {number} of a module is {mine} on rank 0 and {other} on rank {rank}; keep "
-                f"buffers alike on all ranks, or pass broadcast_buffers=False"
-            )
-    transport.agreed["buffers"] = shapes
+        for name in sorted(told[0].keys() | theirs.keys()):
+            mine, other = told[0].get(name, "missing"), theirs.get(name, "missing")
+            if mine != other:
+                return f"{name!r} of the module is {mine} on rank 0 and {other} on rank {rank}"
+    return None

@@ -151,6 +151,25 @@ class Steps:
         self._ranks: Mapping[str, int] = {}  # the same by name
         self._set = param_set(self._params, weakly(self._begin))
 
+    # Of others that fail
+
+    def enter(self) -> None:
+        """From now on operators end here where another rank has failed the step that comes."""
+        self.engine.transport.slot.in_step = self.engine.step
+
+    def leave(self) -> None:
+        """What this rank waits for from now on, others bring whether or not they have failed."""
+        self.engine.transport.slot.in_step = None
+
+    def raise_alarm(self, error: BaseException) -> None:
+        """Tells ranks that wait in operators within the step which `fail` is about to end."""
+        with self._lock:
+            if self._runs_backward:
+                return
+            session = self._session
+            step = self.engine.step if session is None else session.setting.step
+            self.engine.raise_alarm(step, error)
+
     # Forward
 
     def begin_forward(self) -> None:
@@ -236,6 +255,8 @@ class Steps:
             )
             self.engine.in_backward = True
             session.lets_rest = self.usage.joining
+            if session.setting.attached is not None:
+                self.leave()  # hooks may call operators, and run on ranks that have failed as well
             if self._changed and not again:
                 session.fail(ParametersChangedError("the parameters are others than in the plan"))
                 return
@@ -347,6 +368,7 @@ class Steps:
 
     def _end_of(self, session: Session) -> Outcome:
         self.skipped = self.has_failed = False
+        self.leave()
         try:
             outcome = self.engine.close(session)
         except BaseException:
@@ -418,7 +440,7 @@ class Steps:
             As `Engine.close`: `error`, if the others could be told.
         """
         with self._lock:
-            if self._end is not None and self._end() is not None:
+            if self._runs_backward:
                 return
             self._end = None
             self._session = self._session or self.engine.open(Method.NOTHING, with_stats=False)
@@ -430,6 +452,11 @@ class Steps:
                 self._expects = False
                 self._set.watch(False)
                 self._let_go()
+
+    @property
+    def _runs_backward(self) -> bool:
+        """Whether a backward pass has begun a step, and not ended."""
+        return self._end is not None and self._end() is not None
 
     @property
     def is_broken_off(self) -> bool:

@@ -333,7 +333,14 @@ class DistributedDataParallel(Observed, Hooked, Failing):
                 broadcast_buffers(transport, self.module, self._options.ignored, src)
                 return
             hook = self.buffer_hook
-            futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
+            # It may call operators, and runs on ranks that have failed as well.
+            slot, in_step = transport.slot, transport.slot.in_step
+            slot.in_step = None
+            try:
+                state, buffers = hook.buffer_comm_hook_state, self.named_module_buffers
+                futures = hook.buffer_comm_hook(state, buffers)
+            finally:
+                slot.in_step = in_step
             self.steps.work += [future.wait for future in futures or ()]
 
     # Uneven inputs

@@ -9,13 +9,17 @@ than it may. A question that was put can't be taken back; while it is open no ot
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch.distributed as dist
+
+from fddp.transports import exiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,8 +44,8 @@ class Asker:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._questions: queue.SimpleQueue[_Question[Any]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._questions: queue.SimpleQueue[_Question[Any] | None] = queue.SimpleQueue()
+        self._serving = 0  # the process that has the thread: one that is forked off has none
         self._open_since_s: float | None = None
 
     def ask(self, question: Callable[[], T], within_s: float) -> T:
@@ -56,20 +60,29 @@ class Asker:
             within_s = max(_LEAST_S, min(within_s, since_s + within_s - time.perf_counter()))
         with self._lock:
             self._questions.put(asked)
-            # A thread that was forked away is not alive, either.
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="fddp-store", daemon=True)
-                self._thread.start()
+            starts = self._serving != os.getpid()
+            self._serving = os.getpid()
+        if starts:
+            self._start()
         return asked.answer(within_s)
+
+    def _start(self) -> None:
+        try:
+            exiting.start(self._run, "fddp-store", partial(self._questions.put, None))
+        except BaseException:
+            self._serving = 0
+            raise
 
     def _run(self) -> None:
         while True:
             try:
                 question = self._questions.get(timeout=_IDLE_S)
             except queue.Empty:
+                question = None
+            if question is None:
                 with self._lock:
                     if self._questions.empty():
-                        self._thread = None
+                        self._serving = 0
                         return
                 continue
             self._open_since_s = time.perf_counter()

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fddp.errors import ClosedError, DesyncError, PlanMismatchError
+from fddp.errors import ClosedError, DesyncError, InternalError, PlanMismatchError
 from fddp.heard import nonsense
 from fddp.transports.operation import Operation, check_operation, check_tensor
 from fddp.waiting import note_wait
@@ -293,6 +293,8 @@ class Transport(ABC):
             DesyncError: ranks compare different things; on every rank. No payload was taken.
             FddpError: as an operation that fails.
         """
+        if len(end.encode()) > _END_BYTES:
+            raise InternalError(f"ranks would compare {end!r}, of more than {_END_BYTES} bytes")
         what = f"exchange of {end} ({len(payload)} bytes)"
         length = len(payload).to_bytes(_LENGTH_BYTES, "big")
         head = end.encode().ljust(_END_BYTES) + length + payload[:_AT_ONCE_BYTES]

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError
-from fddp.transports import desks
+from fddp.transports import desks, exiting
 from fddp.transports.asking import asker_of
 from fddp.transports.base import Transport, Work
 from fddp.transports.collected import when_collected
@@ -83,12 +83,15 @@ class C10dTransport(Transport):
         self.slot, at_desk = desks.enter(group, self.timeout_s)
         self.slot.alarm = self._roll.alarm
         self._peers = Peers(self._roll, self.slot, at_desk, self._global_ranks, self.timeout_s)
-        when_collected(self, partial(self.slot.desk.leave, self.slot))
         own(self)  # [Note: forks]
         try:
+            when_collected(self, partial(self.slot.desk.leave, self.slot))
             self._open(title)
-        except BaseException:
+        except FddpError:
             self.close()
+            raise
+        except BaseException:
+            self.abandon("its opening was interrupted")
             raise
 
     def _open(self, title: str) -> None:
@@ -205,16 +208,14 @@ class C10dTransport(Transport):
 
     def _release(self) -> None:
         self.slot.desk.leave(self.slot)
+        failed = self._failure is not None
+        made = {c for some in list(self._communicators.values()) for c in some.values()}
+        over = threading.Event()
+        freeing = [communicator.free(failed=failed, over=over) for communicator in made]
         # On a thread of its own, for [Note: freeing waits]; in order it does not, or not for long.
-        thread = threading.Thread(target=self._free, name="fddp-c10d-close", daemon=True)
-        thread.start()
-        if self._failure is None:
+        thread = exiting.start(partial(_finish, freeing), "fddp-c10d-close", over.set)
+        if not failed:
             thread.join(_FREEING_S)
-
-    def _free(self) -> None:
-        for communicators in list(self._communicators.values()):
-            for communicator in set(communicators.values()):
-                communicator.free(failed=self._failure is not None)
 
     def _await(self, pending: _Pending, what: str) -> None:
         if self._closed is not None and not pending.flight.arrived:
@@ -386,6 +387,11 @@ class _C10dWork(Work):
                 self._error.__cause__ = error
         if self._error is not None:
             raise self._error
+
+
+def _finish(freeing: Sequence[Callable[[], None]]) -> None:
+    for finish in freeing:
+        finish()
 
 
 def _is_open(ref: weakref.ref[_C10dWork]) -> bool:

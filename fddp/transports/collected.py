@@ -14,6 +14,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
+from fddp.transports import exiting
 from fddp.transports.forking import own
 
 if TYPE_CHECKING:
@@ -28,23 +29,37 @@ class _Closer:
 
     def disown(self) -> None:
         """See [Note: forks]. What the parent has dropped is the parent's to close."""
-        self._lock = threading.Lock()
-        self._dropped: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.RLock()
+        self._dropped: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._watched = 0
-        self._thread: threading.Thread | None = None
+        self._has_thread = self._ended = False
 
     def watch(self, thing: object, close: Callable[[], None]) -> None:
         with self._lock:
+            starts, self._has_thread = not self._has_thread, True
             self._watched += 1
-            if self._thread is None:
-                own(self)
-                self._thread = threading.Thread(target=self._run, name="fddp-closer", daemon=True)
-                self._thread.start()
+        if starts:
+            self._start()
         weakref.finalize(thing, self._dropped.put, close).atexit = False
 
+    def _start(self) -> None:
+        own(self)
+        try:
+            exiting.start(self._run, "fddp-closer", self._end)
+        except BaseException:
+            self._watched -= 1
+            self._has_thread = False
+            raise
+
+    def _end(self) -> None:
+        self._ended = True
+        self._dropped.put(None)
+
     def _run(self) -> None:
-        while True:
+        while not self._ended:
             close = self._dropped.get()
+            if close is None:
+                return
             try:
                 close()
             except Exception:  # there is nobody to raise it to
@@ -52,8 +67,8 @@ class _Closer:
             del close  # and what it refers to
             with self._lock:
                 self._watched -= 1
-                if self._watched == 0:
-                    self._thread = None
+                self._has_thread = self._watched > 0
+                if not self._has_thread:
                     return
 
 

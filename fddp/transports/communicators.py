@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from fddp import ext
 from fddp.transports.connecting import connected
+from fddp.transports.diagnosis import is_the_users
 from fddp.transports.forking import own
 from fddp.transports.ordered import sum_in_order_
 from fddp.transports.waits import LateError
@@ -190,12 +191,21 @@ class Communicator:
 
         return arrived_s
 
-    def free(self, *, failed: bool) -> None:
+    def free(self, *, failed: bool, over: threading.Event) -> Callable[[], None]:
         """Give up threads and connections; nothing may be issued any more.
 
-        [Note: freeing waits]
+        Args:
+            failed: whether ranks may be lost.
+            over: set when the process is about to end, with which all of this goes.
+
+        Returns:
+            What is left to do, on a thread that may wait. [Note: freeing waits]
         """
-        self._backend = None
+        backend, self._backend = self._backend, None
+        return partial(self._end, backend, failed=failed)
+
+    def _end(self, backend: Any, *, failed: bool) -> None:
+        """What takes long; the reference goes with the thread that this runs on."""
 
     def disown(self) -> None:
         """See [Note: forks]."""
@@ -228,14 +238,12 @@ class GlooCommunicator(Communicator):
         self._timeout_s = seat.timeout_s
         self._spare = _Spare()
 
-    def free(self, *, failed: bool) -> None:
+    def free(self, *, failed: bool, over: threading.Event) -> Callable[[], None]:
         freeing = ext.load().Freeing(self._backend)
-        super().free(failed=failed)
-        freeing.begin()  # [Note: freeing waits]
-        pause_s = 0.0005
-        while not freeing.done:
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        # Here, not on that thread: Python's lock is let go of meanwhile, see [Note: exits].
+        self._backend = None
+        freeing.begin()
+        return partial(_await_end, freeing, over)
 
     def _reduce_scatter(self, operation: Operation) -> Flight:
         # gloo's own is an all-reduce of a copy. That each rank sends each other one its chunk, and
@@ -337,12 +345,11 @@ class NcclCommunicator(Communicator):
 
         return done_s
 
-    def free(self, *, failed: bool) -> None:
+    def _end(self, backend: Any, *, failed: bool) -> None:
         if failed:
-            self._backend.abort()
+            backend.abort()
         else:
-            self._backend.shutdown()
-        super().free(failed=failed)
+            backend.shutdown()
 
 
 class GroupCommunicator(Communicator):
@@ -358,10 +365,9 @@ class GroupCommunicator(Communicator):
         )
         super().__init__(group, seat)
 
-    def free(self, *, failed: bool) -> None:
+    def _end(self, backend: Any, *, failed: bool) -> None:
         if dist.is_initialized():
-            dist.destroy_process_group(self._backend)
-        super().free(failed=failed)
+            dist.destroy_process_group(backend)
 
 
 def connect(seat: Seat, backends: dict[str, str]) -> dict[str, Communicator]:
@@ -407,11 +413,20 @@ def _add_up_(mine: Sequence[Tensor], theirs: Sequence[Tensor], place: int) -> No
         own += chunk
 
 
+def _await_end(freeing: Any, over: threading.Event) -> None:
+    """Until a backend is freed, on the thread of `Freeing`, or that is left to the system."""
+    pause_s = 0.0005
+    while not (freeing.done or over.wait(pause_s)):
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
 def _finishes(work: dist.Work, within: timedelta) -> bool:
     """Whether `work` finishes `within` that time; raises what it failed with."""
     try:
         work.wait(within)
-    except RuntimeError:
+    except RuntimeError as error:
+        if is_the_users(error):
+            raise
         if not work.is_completed():
             return False
         work.wait()  # raises what it failed with; returns if it finished just after `within`

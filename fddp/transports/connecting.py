@@ -13,10 +13,12 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from fddp.transports import exiting
 from fddp.transports.waits import LateError
 
 if TYPE_CHECKING:
@@ -34,16 +36,19 @@ class Meeting(dist.Store):
         timeout_s: the longest that a key is waited for.
 
     Attributes:
-        given_up: whether the opening is.
         told: keys that this rank has set.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:
         super().__init__()
-        self.given_up = False
+        self._given_up = False
         self.told: list[str] = []
         self._store = store
         self._deadline_s = time.perf_counter() + timeout_s
+
+    def give_up(self) -> None:
+        """Ends waits for keys, also those to come."""
+        self._given_up = True
 
     def set(self, key: str, value: str) -> None:
         self.told.append(key)
@@ -62,7 +67,7 @@ class Meeting(dist.Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         pause_s = 0.0005
         while not self._store.check(keys):
-            if self.given_up or time.perf_counter() > self._deadline_s:
+            if self._given_up or time.perf_counter() > self._deadline_s:
                 raise LateError(f"no rank has set {keys[0]}")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -92,7 +97,7 @@ def connected(
             if time.perf_counter() > deadline_s:
                 raise LateError(f"timed out after {timeout_s} s")
     except BaseException:
-        meeting.given_up = True
+        meeting.give_up()
         raise
     return attempt.result(), meeting
 
@@ -105,10 +110,7 @@ class _Attempt:
         self.ended.acquire()
         self._results: list[Any] = []
         self._error: Exception | None = None
-        arguments = (connect, meeting)
-        threading.Thread(
-            target=self._run, args=arguments, name="fddp-connecting", daemon=True
-        ).start()
+        exiting.start(partial(self._run, connect, meeting), "fddp-connecting", meeting.give_up)
 
     def _run(self, connect: Callable[[Meeting], Any], meeting: Meeting) -> None:
         try:

@@ -7,7 +7,6 @@ no default group, a group's own store takes its place.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import hashlib
 import json
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from fddp.heard import Form, read
+from fddp.transports import exiting
 from fddp.transports.asking import GLANCE_S, AskedStore, Asker, asker_of
 from fddp.transports.processes import Process, numbering, own_line, parsed
 from fddp.transports.whereabouts import ASK_AGAIN_S, Desk, Doing, Slot
@@ -38,7 +38,6 @@ _MOST_WAITS, _MOST_CHARS = 8, 1000  # of one rank's answer that an error shows
 
 _lock = threading.RLock()  # a transport may be collected while one is opened
 _desks: weakref.WeakKeyDictionary[Any, StoreDesk] = weakref.WeakKeyDictionary()
-_running: weakref.WeakSet[_Clerk] = weakref.WeakSet()
 # Of groups in whose store this process is named: those of their ranks, when it answered last.
 _known: weakref.WeakKeyDictionary[Any, dict[int, Process]] = weakref.WeakKeyDictionary()
 
@@ -179,29 +178,30 @@ class _Clerk:
         self._desk = weakref.ref(desk)
         self._store = desk._store
         self._stopped = self._started = False
-        self._thread = threading.Thread(target=self._run, name="fddp-whereabouts", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def look_anew(self) -> None:
-        """Starts it, or tells it of another pause. Not under the lock: a thread that starts may be
-        where garbage is collected, and transports with it that take the lock."""
+        """Starts it, or tells it of another pause. Not under the lock, see [Note: exits]."""
         with _lock:
             starts, self._started = not self._started and not self._stopped, True
         if not starts:
             self._told.set()
             return
-        if not _running:
-            # A thread that comes back from the store to an interpreter that has ended aborts.
-            atexit.unregister(_stop_all)
-            atexit.register(_stop_all)
-        _running.add(self)
-        self._thread.start()
+        try:
+            self._thread = exiting.start(self._run, "fddp-whereabouts", self._end)
+        except BaseException:
+            self._started = False
+            raise
 
     def stop(self) -> None:
+        self._end()
+        thread = self._thread
+        if thread is not None and threading.current_thread() is not thread:
+            thread.join(_END_S)
+
+    def _end(self) -> None:
         self._stopped = True
         self._told.set()
-        _running.discard(self)
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(_END_S)
 
     def _run(self) -> None:
         heard, awake_until_s, looked_s = -1, 0.0, time.perf_counter()
@@ -277,19 +277,22 @@ def enter(group: dist.ProcessGroup, timeout_s: float) -> tuple[Slot, list[int]]:
     members = dist.get_process_group_ranks(group)
     host, ranks = (world, members) if world is not None else (group, list(range(len(members))))
     with _lock:
-        desk = _desks.get(host)
+        desk, is_new = _desks.get(host), host not in _known
         if desk is None:
             rank, size = dist.get_rank(host), dist.get_world_size(host)
             desk = _desks[host] = StoreDesk(host.get_group_store(), rank, size, asker_of(group))
-            if host not in _known:
-                _known[host] = {}
-                desk.tell_process()
-            desk.known = _known[host]
+            desk.known = _known.setdefault(host, {})
         # Groups of the same ranks have names of their own, the same on all ranks.
         name = hashlib.sha256(f"{members} of {group.group_name!r}".encode()).hexdigest()[:16]
         slot, clerk = desk.enter(name, timeout_s)
-    if clerk is not None:
-        clerk.look_anew()
+    try:
+        if is_new:
+            desk.tell_process()
+        if clerk is not None:
+            clerk.look_anew()
+    except BaseException:
+        desk.leave(slot)
+        raise
     return slot, ranks
 
 
@@ -302,8 +305,3 @@ def _shown(text: str) -> str:
 def _question(store: AskedStore | dist.Store) -> int:
     """Number of the last question; 0 if there was none. Writes nothing, which `add` would."""
     return int(store.get("questions")) if store.check(["questions"]) else 0
-
-
-def _stop_all() -> None:
-    for clerk in list(_running):
-        clerk.stop()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fddp.transports.rollcall import Report, RollCall, Verdict
 
 _OWN_MODULES = {"fddp", "torch", *sys.stdlib_module_names}  # from which errors of a backend come
+_HANDLERS = "torch.utils.data."  # of signals, which tell of workers that have ended
 
 
 def diagnose(roll: RollCall, peers: Peers, error: Exception, report: Report) -> Failure:
@@ -55,7 +56,7 @@ def diagnose(roll: RollCall, peers: Peers, error: Exception, report: Report) -> 
     silent = tuple(sorted(dead or awaited - reports.keys()))
     if not dead and not timed_out:
         lost, closed = peers.unheard(silent)
-        silent, text = (lost, text) if lost or not closed else (closed, CLOSED)
+        silent, text = (closed, CLOSED) if closed else (lost, text)
     return Failure(
         text,
         late=bool(timed_out) and not gone,
@@ -66,11 +67,11 @@ def diagnose(roll: RollCall, peers: Peers, error: Exception, report: Report) -> 
 
 
 def is_the_users(error: Exception) -> bool:
-    """Whether it came out of code that is neither torch's nor ours: a signal handler."""
+    """Whether it came out of a signal handler: code that no backend has."""
     trace = error.__traceback__
     while trace is not None:
-        module = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
-        if module not in _OWN_MODULES:
+        module = str(trace.tb_frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] not in _OWN_MODULES or module.startswith(_HANDLERS):
             return True
         trace = trace.tb_next
     return False

@@ -77,10 +77,12 @@ class Processes(dict[int, int]):
     having been closed, as a wrapped module is.
     """
 
+    _close = staticmethod(os.close)  # modules may be gone before this is
+
     def close(self) -> None:
         """Closes all; a second call does nothing."""
         while self:
-            os.close(self.popitem()[1])
+            self._close(self.popitem()[1])
 
     def __del__(self) -> None:
         self.close()

@@ -22,7 +22,9 @@ class Unheard(NamedTuple):
     """Ranks that will not come.
 
     Attributes:
-        lost: those without a sign of life.
+        lost: those that do not answer; those of which the system says that they live only where
+            there are no others. A rank may be unable to answer for a while, and one that has closed
+            all its transports answers no more.
         closed: those that have closed their side in order, and go on elsewhere.
     """
 
@@ -117,7 +119,9 @@ class Peers:
             return Unheard()
         told = self._slot.desk.answers([self._at_desk[r] for r in silent], 0, self.grace_s)
         doings = {rank: told.get(self._at_desk[rank]) for rank in silent}
-        lost = tuple(rank for rank, doing in doings.items() if doing is None)
+        mute = tuple(rank for rank, doing in doings.items() if doing is None)
+        living = set(self._processes or ()) - set(self.ended())
+        lost = tuple(rank for rank in mute if rank not in living) or mute
         closed = tuple(
             rank
             for rank, doing in doings.items()

@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
 from fddp.transports.asking import ANSWER_S, GLANCE_S, AskedStore, Asker
+from fddp.transports.diagnosis import is_the_users
+from fddp.transports.waits import ToldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -80,6 +83,7 @@ class RollCall:
 
         Raises:
             SilentError: the store did not answer in that time.
+            ToldError: the opening was interrupted on another rank.
         """
         deadline_s = time.perf_counter() + timeout_s
 
@@ -95,8 +99,8 @@ class RollCall:
             in_time(self.store).set(f"here/{self._rank}", "")
             stopped: BaseException | None = None
             try:
-                absent = self._absent("here", deadline_s, look=look)
-            except Exception as error:
+                absent = self._absent("here", deadline_s, look=partial(self._look, look))
+            except BaseException as error:
                 absent, stopped = (), error
             ends = absent or stopped is not None
             outcome = in_time(self.store).compare_set("outcome", "", "stop" if ends else "go")
@@ -106,6 +110,11 @@ class RollCall:
                 raise stopped
             if absent:
                 return absent
+
+    def _look(self, look: Callable[[], None]) -> None:
+        look()
+        if self.failed():
+            raise ToldError("another rank reported a failure")
 
     def forget(self, addresses: Sequence[str]) -> None:
         """All ranks have opened, and are connected: what this one put there for it goes, because a
@@ -160,7 +169,9 @@ class RollCall:
         """Whether some rank has reported a failure; False where the store does not answer."""
         try:
             return self.store.within(GLANCE_S).check(["failed"])
-        except RuntimeError:
+        except RuntimeError as error:
+            if is_the_users(error):
+                raise
             return False
 
     def report(self, report: Report) -> None:

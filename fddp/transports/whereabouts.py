@@ -157,7 +157,6 @@ class Desk:
     """What one rank does on all its transports, as far as this rank knows itself.
 
     Attributes:
-        slots: of the transports that are open.
         last: that on which an operation was finished last.
         gave_up: the last operation that failed; empty once another transport was opened.
         heard_s: when a question was heard last, by `time.perf_counter`.
@@ -168,23 +167,32 @@ class Desk:
     """
 
     def __init__(self) -> None:
-        self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()
+        self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()  # of transports that are open
         self.last: Slot | None = None
         self.gave_up = ""
         self.heard_s = float("-inf")
         self.abandoned: dict[str, Slot] = {}
         self.doubtful_s: float | None = None
 
+    @property
+    def open_slots(self) -> list[Slot]:
+        """Those of the transports that are open now; other threads may open and close some."""
+        while True:
+            try:
+                return list(self._slots)
+            except RuntimeError:  # one of them just did
+                continue
+
     def open(self, key: str) -> Slot:
         """A slot for a transport that has been opened."""
         slot = Slot(self, key)
-        self.slots.add(slot)
+        self._slots.add(slot)
         self.gave_up = ""
         return slot
 
     def leave(self, slot: Slot) -> None:
         """Its transport is closed, or gone."""
-        self.slots.discard(slot)
+        self._slots.discard(slot)
         if self.last is slot and not self.gave_up:
             self.gave_up = slot.named(slot.done)
         if self.last is slot:
@@ -197,20 +205,21 @@ class Desk:
             main_thread: identifies the thread whose line is told; None for the process's own.
         """
         waits = []
-        for slot in list(self.slots):
+        slots = self.open_slots
+        for slot in slots:
             wait = slot.waits
             if wait is not None:
                 waits.append(f"{slot.named(wait.what)}{_called(wait.what, line_of(wait.thread))}")
         last = self.last
         done = last.named(last.done) if last is not None and last.done else ""
         ident = threading.main_thread().ident if main_thread is None else main_thread
-        at, keys = line_of(ident), tuple(slot.key for slot in list(self.slots))
-        return Doing(tuple(sorted(waits)), self.gave_up or done, at, keys)
+        keys = tuple(slot.key for slot in slots)
+        return Doing(tuple(sorted(waits)), self.gave_up or done, line_of(ident), keys)
 
     def doomed(self, own: Slot) -> str | None:
         """Why an operation on `own` will never be, in words: this rank is in the loss function of a
         step in which another rank has failed, and which fails on all ranks for that."""
-        for slot in list(self.slots):
+        for slot in self.open_slots:
             if slot is not own and slot.in_step is not None:
                 told = slot.alarm(slot.in_step)
                 if told is not None:
@@ -219,7 +228,7 @@ class Desk:
 
     def close_abandoned(self, keys: Sequence[str]) -> None:
         """Closes the transports that any rank has left half way through a call."""
-        for slot in [*self.slots, *self.abandoned.values()]:
+        for slot in [*self.open_slots, *self.abandoned.values()]:
             if slot.key in keys and slot.close is not None:
                 slot.close()
         for key in keys:
@@ -234,7 +243,7 @@ class Desk:
         if self.doubtful_s is None:
             return
         until_s, self.doubtful_s = self.doubtful_s + _HEARS_WITHIN_S, None
-        slots = [slot for slot in list(self.slots) if slot.close is not None]
+        slots = [slot for slot in self.open_slots if slot.close is not None]
         keys = [*(slot.key for slot in slots), *self.abandoned]
         found = self.told_abandoned(keys)
         while keys and not found and time.perf_counter() < until_s:
