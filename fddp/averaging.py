@@ -8,6 +8,10 @@ across hosts.
 
 When to average is decided by a value, `Periodic`. The averages are those of a `GradSync` over the
 tree of parameters.
+
+An average has no policy for bad numbers: NaN or infinity in one rank's parameters reaches all
+ranks. A rank that finds some in its own can pass `weight=0`, which adds nothing to the mean, NaN
+neither, and gets the mean of the others.
 """
 
 from __future__ import annotations

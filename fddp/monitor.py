@@ -18,7 +18,7 @@ from fddp.errors import ClosedError, PeerError, PlanMismatchError
 from fddp.flight_log import names
 from fddp.info import SyncInfo
 from fddp.monitor_report import MonitorReport
-from fddp.phases import INPUT, OF_STEPS, WAIT, Covered, step_phases
+from fddp.phases import INPUT, MONITOR, OF_STEPS, WAIT, Covered, step_phases
 from fddp.stragglers import RankSummary, StepRecord, summarize
 from fddp.sync import GradSync
 from fddp.traces import chrome_trace, steps_from_json, steps_to_json
@@ -27,7 +27,7 @@ from fddp.waiting import waits_since
 if TYPE_CHECKING:
     from fddp.transports import Group
 
-_OWN_NAMES = (INPUT, *OF_STEPS, "step", "behind")
+_OWN_NAMES = (INPUT, *OF_STEPS, MONITOR, "step", "behind")
 _UNFIT = -1  # in place of `every`, on a rank whose arguments make no sense
 _MOST_NAMED = 1000  # phases that are kept between two steps
 
@@ -108,6 +108,8 @@ class Monitor:
         self._steps: deque[StepRecord] = deque(maxlen=window)
         self._newest: SyncInfo | None = None
         self._named: deque[_Named] = deque(maxlen=_MOST_NAMED)
+        # Apart from these, so that many of them don't push it out.
+        self._spent: deque[_Named] = deque(maxlen=_MOST_NAMED)
         self._open: list[_Inner] = []  # of phases that are open: what lies within them
 
     @property
@@ -144,14 +146,15 @@ class Monitor:
         if info is self._newest:
             return None
         self._newest = info
-        record = self._record(info)
-        self._steps.append(record)
-        is_due = self._every is not None and (info.step + 1) % self._every == 0
-        report = self._make_report() if is_due else None
-        for exporter in self._exporters:
-            exporter.step(info, record)
-        if report is not None:
-            self._export(report)
+        with self._measured(MONITOR, self._spent):
+            record = self._record(info)
+            self._steps.append(record)
+            is_due = self._every is not None and (info.step + 1) % self._every == 0
+            report = self._make_report() if is_due else None
+            for exporter in self._exporters:
+                exporter.step(info, record)
+            if report is not None:
+                self._export(report)
         return report
 
     @contextmanager
@@ -172,6 +175,11 @@ class Monitor:
             raise TypeError(f"the name of a phase is a text, got {name!r:.80}")
         if not name or name in _OWN_NAMES:
             raise ValueError(f"{name!r} can't be a phase's name; choose another")
+        with self._measured(name, self._named):
+            yield
+
+    @contextmanager
+    def _measured(self, name: str, into: deque[_Named]) -> Iterator[None]:
         self._open.append(_Inner())
         start_s = time.perf_counter()
         try:
@@ -181,7 +189,7 @@ class Monitor:
             within = self._open.pop()
             waited_s = Covered(waits_since(start_s)).within(start_s, end_s)
             own_s = end_s - start_s - within.lasted_s - (waited_s - within.waited_s)
-            self._named.append(_Named(name, start_s, end_s, own_s))
+            into.append(_Named(name, start_s, end_s, own_s))
             if self._open:
                 self._open[-1].lasted_s += end_s - start_s
                 self._open[-1].waited_s += waited_s
@@ -198,8 +206,9 @@ class Monitor:
             RankLostError, SyncTimeoutError: a rank did not come.
             What an exporter raises, after that.
         """
-        report = self._make_report()
-        self._export(report)
+        with self._measured(MONITOR, self._spent):
+            report = self._make_report()
+            self._export(report)
         return report
 
     def _make_report(self) -> MonitorReport:
@@ -226,9 +235,10 @@ class Monitor:
             TypeError, ValueError: `steps` is no number from 1 on.
         """
         _check_count("steps", steps)
-        newest = list(self._steps)[-steps:]
-        told = self._told(steps_to_json(newest) if newest else "")
-        return chrome_trace({r: steps_from_json(text, r) for r, text in enumerate(told)})
+        with self._measured(MONITOR, self._spent):
+            newest = list(self._steps)[-steps:]
+            told = self._told(steps_to_json(newest) if newest else "")
+            return chrome_trace({r: steps_from_json(text, r) for r, text in enumerate(told)})
 
     def _record(self, info: SyncInfo) -> StepRecord:
         times = info.timeline
@@ -237,9 +247,15 @@ class Monitor:
         waited_s = 0.0
         if before is not None and before.step + 1 == info.step:
             end_s = before.times.end_s
-            # The forward pass of one step may lie before the end of another.
-            times = replace(times, begun_s=max(times.begun_s, end_s))
-            for name, start_s, stop_s, own_s in self._named:
+            if times.begun_s < end_s:
+                # The forward pass of one step may lie before the end of another. What is left of it
+                # comes after the monitor, which came at that end.
+                came = (of.end_s for of in self._spent if of.end_s <= times.backward_start_s)
+                begun_s = max((end_s, *came))
+                of_step = tuple(wait for wait in times.waits if wait[0] >= begun_s)
+                times = replace(times, begun_s=begun_s, waits=of_step)
+            phases_s[MONITOR] = 0.0
+            for name, start_s, stop_s, own_s in (*self._named, *self._spent):
                 if end_s <= start_s <= stop_s <= times.begun_s:
                     phases_s[name] = phases_s.get(name, 0.0) + own_s
             waits = tuple(wait for wait in waits_since(end_s) if wait[1] <= times.begun_s)
@@ -247,8 +263,8 @@ class Monitor:
             between_s = times.begun_s - end_s - waited_s
             phases_s[INPUT] = max(0.0, between_s - sum(phases_s.values()))
             times = replace(times, waits=waits + times.waits)
-        later = [named for named in self._named if named.start_s >= times.end_s]
-        self._named = deque(later, maxlen=_MOST_NAMED)
+        _forget_(self._named, times.end_s)
+        _forget_(self._spent, times.end_s)
         phases_s |= step_phases(times)
         phases_s[WAIT] += waited_s
         return StepRecord(info.step, phases_s, times)
@@ -289,6 +305,13 @@ class _Named(NamedTuple):
     start_s: float
     end_s: float
     own_s: float  # without what was measured within, and without waiting
+
+
+def _forget_(measured: deque[_Named], before_s: float) -> None:
+    """Takes out what began before a moment. In place: what is being measured is yet to come."""
+    later = [of for of in measured if of.start_s >= before_s]
+    measured.clear()
+    measured.extend(later)
 
 
 def _gathered(tensor: torch.Tensor, communicator: Communicator) -> list[list[int]]:

@@ -7,8 +7,15 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from fddp.flight_log import names
-from fddp.phases import INPUT, OF_STEPS
-from fddp.stragglers import LEAST_STEPS, RankSummary, Spread, Straggler, find_stragglers
+from fddp.phases import INPUT, MONITOR, OF_STEPS
+from fddp.stragglers import (
+    LEAST_STEPS,
+    RankSummary,
+    Spread,
+    Straggler,
+    find_monitored,
+    find_stragglers,
+)
 from fddp.tables import plain_table
 
 
@@ -37,9 +44,10 @@ class MonitorReport:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The phases that any rank has, in order of a step."""
+        """The phases that any rank has, in order of a step; what is the monitor's comes last."""
         names = dict.fromkeys(name for rank in self.ranks for name in rank.phases)
-        order = (INPUT, *(n for n in names if n != INPUT and n not in OF_STEPS), *OF_STEPS)
+        own = (INPUT, *OF_STEPS, MONITOR)
+        order = (INPUT, *(name for name in names if name not in own), *OF_STEPS, MONITOR)
         return tuple(name for name in order if name in names)
 
     def to_json(self) -> str:
@@ -71,14 +79,20 @@ class MonitorReport:
         steps = min(rank.own.steps for rank in self.ranks)
         if steps < LEAST_STEPS:
             return f"no finding: too few steps ({steps} of {LEAST_STEPS})"
-        if not self.stragglers:
-            return "no straggler: no rank takes longer for its own part than the others"
-        return "\n".join(
+        none = "no straggler: no rank takes longer for its own part than the others"
+        lines = [
             f"rank {one.rank} holds the others up by {one.behind_s * 1e3:.1f} ms a step "
             f"({one.share:.0%} of it), most of all in {one.phase} "
             f"({one.phase_behind_s * 1e3:+.1f} ms)"
             for one in self.stragglers
-        )
+        ]
+        # Not the rank's own part, but what the others wait for.
+        exporters = [
+            f"exporters of the monitor take {one.behind_s * 1e3:.1f} ms a step ({one.share:.0%} of "
+            f"it) longer on rank {one.rank} than on the others"
+            for one in find_monitored(self.ranks)
+        ]
+        return "\n".join([*(lines or [none]), *exporters])
 
     @property
     def _steps(self) -> str:

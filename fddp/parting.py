@@ -9,8 +9,19 @@ from typing import NamedTuple
 from fddp.flight_log import Flight, FlightLog, FlightOp, names, shown
 
 _MOST_MEMBERS = 8  # that are told of one group
+_MOST_REASON = 240  # characters of a reason that are told
+_APART_S = 1.0  # between flights, from which on it is told
 
 Key = tuple[str, tuple[int, ...], int]  # name, members, which of several
+
+
+class _Taken(NamedTuple):
+    """The log of a rank, and the flight that first showed a failure in it, if any did."""
+
+    at_s: float
+    log: FlightLog
+    failed_s: float = 0.0
+    reason: str = ""
 
 
 class Parting(NamedTuple):
@@ -56,42 +67,61 @@ def partings(flights: Iterable[Flight]) -> list[Parting]:
           rank 0: at step 3, in backward; last: 8, all_reduce of bucket 0 (w) of step 3, waited for
           rank 1: at step 3, in backward; last: 7, all_reduce of bucket 0 (w) of step 3, done
     """
-    newest: dict[tuple[Key, int], tuple[float, FlightLog]] = {}
-    for flight in flights:
+    newest: dict[tuple[Key, int], _Taken] = {}
+    for flight in sorted(flights, key=lambda flight: flight.taken_s):
         met: Counter[tuple[Key, int]] = Counter()
         for log in flight.logs:
             # Groups of the same ranks have names in common; each process has them in one order.
             alike = ((log.name, log.members, 0), log.rank)
             seat = ((log.name, log.members, met[alike]), log.rank)
             met[alike] += 1
-            if seat not in newest or flight.taken_s >= newest[seat][0]:
-                newest[seat] = (flight.taken_s, log)
-    groups: dict[Key, dict[int, tuple[float, FlightLog]]] = {}
+            newest[seat] = _newer(newest.get(seat), flight, log)
+    groups: dict[Key, dict[int, _Taken]] = {}
     for (key, rank), taken in newest.items():
         groups.setdefault(key, {})[rank] = taken
     return [_parting(*key[:2], dict(sorted(groups[key].items()))) for key in sorted(groups)]
 
 
-def _parting(
-    name: str, members: tuple[int, ...], taken: Mapping[int, tuple[float, FlightLog]]
-) -> Parting:
-    made_s = max(log.made_s for _, log in taken.values())
-    logs = {rank: log for rank, (taken_s, log) in taken.items() if taken_s >= made_s}
+def _newer(before: _Taken | None, flight: Flight, log: FlightLog) -> _Taken:
+    """What to go by after one more flight of a rank; that of a launcher's signal may follow the
+    failure's, and has another reason."""
+    if not any(op.state == "failed" for op in log.ops):
+        return _Taken(flight.taken_s, log)
+    if before is not None and before.reason and before.log.made_s == log.made_s:
+        return before._replace(at_s=flight.taken_s, log=log)
+    return _Taken(flight.taken_s, log, flight.taken_s, flight.reason)
+
+
+def _parting(name: str, members: tuple[int, ...], taken: Mapping[int, _Taken]) -> Parting:
+    made_s = max(one.log.made_s for one in taken.values())
+    logs = {rank: one.log for rank, one in taken.items() if one.at_s >= made_s}
     # A clock may be set back between the making and the flight; then there is nothing to go by.
-    logs = logs or {rank: log for rank, (_, log) in taken.items()}
+    logs = logs or {rank: one.log for rank, one in taken.items()}
     number, ranks, finding = _finding(logs, members)
     lines = [f"{shown(name)}, {_span(members)}: {finding}"]
-    lines += [f"  {names([rank], members)}: {log.at}; {_last(log)}" for rank, log in logs.items()]
+    first_s = min((taken[r].failed_s for r in logs if taken[r].reason), default=0.0)
+    for rank, log in logs.items():
+        lines.append(f"  {names([rank], members)}: {log.at}; {_last(log)}")
+        if taken[rank].reason:
+            lines.append(f"    {_why(taken[rank], first_s)}")
     absent = [rank for rank in range(len(members)) if rank not in taken]
     if absent:
         lines.append(f"  {names(absent, members)}: no flight")
-    for rank, (taken_s, _) in taken.items():
+    for rank, one in taken.items():
         if rank not in logs:
             lines.append(
                 f"  {names([rank], members)}: no flight; one of a run before is left out, taken "
-                f"{made_s - taken_s:.1f} s before the others' {shown(name)} was made"
+                f"{made_s - one.at_s:.1f} s before the others' {shown(name)} was made"
             )
     return Parting(name, members, number, ranks, "\n".join(lines))
+
+
+def _why(one: _Taken, first_s: float) -> str:
+    """Why it failed: who has not come, or was late, may be known of this alone."""
+    line = shown(next(iter(one.reason.splitlines()), ""))
+    line = line if len(line) <= _MOST_REASON else f"{line[: _MOST_REASON - 2]}.."
+    later_s = one.failed_s - first_s
+    return f"{later_s:.1f} s later: {line}" if later_s >= _APART_S else line
 
 
 def _span(members: Sequence[int]) -> str:

@@ -19,6 +19,8 @@ INPUT, FORWARD, BACKWARD, HOOK, SYNC, WAIT = (
     "wait",
 )
 OF_STEPS = (FORWARD, BACKWARD, HOOK, SYNC, WAIT)
+MONITOR = "monitor"
+"""What a monitor takes between two steps, its exporters above all."""
 
 
 class Covered:

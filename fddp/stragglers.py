@@ -10,16 +10,17 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from fddp.heard import Each, Form
-from fddp.phases import INPUT, WAIT
+from fddp.phases import INPUT, MONITOR, WAIT
 from fddp.reading import check_least, told_by
 from fddp.timeline import StepTimes
 
+_NOT_OWN = (WAIT, MONITOR)
 LEAST_STEPS = 9  # of fewer, noise of 10% names somebody in more than 1% of the reports
 _SIGMAS = 4.0  # by how many standard errors a rank must be behind
 _LEAST_SHARE = 0.02  # of the step
@@ -36,8 +37,9 @@ class StepRecord(NamedTuple):
         phases_s: seconds by phase: "input" is what lay between the step before and this one, less
             what was measured by itself, which has names of its own; "forward"; "backward"; "hook"
             is what a communication hook did, if there is one; "sync" is what else was done after
-            backward. Waiting for other ranks counts as "wait" and as nothing else. "input" is
-            missing where the step before was not observed.
+            backward. Waiting for other ranks counts as "wait" and as nothing else, and what the
+            monitor and its exporters did since the step before as "monitor". "input" and "monitor"
+            are missing where the step before was not observed.
         times: when things happened, on this rank's clock; its waits begin with those of "input".
     """
 
@@ -47,8 +49,8 @@ class StepRecord(NamedTuple):
 
     @property
     def own_s(self) -> float:
-        """Seconds in which the rank did not wait for others."""
-        return sum(s for phase, s in self.phases_s.items() if phase != WAIT)
+        """Seconds in which the rank neither waited for others nor ran its monitor."""
+        return sum(s for phase, s in self.phases_s.items() if phase not in _NOT_OWN)
 
 
 class Spread(NamedTuple):
@@ -103,7 +105,7 @@ class RankSummary:
         first: number of the first step.
         last: number of the last.
         phases: by phase, what it took.
-        own: what all phases but "wait" took together.
+        own: what all phases but "wait" and "monitor" took together.
         step: what the whole step took, with what lay before it.
         buckets: in plan order; of the steps that ran with the last one's number of buckets.
     """
@@ -255,31 +257,64 @@ def find_stragglers(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
         >>> found.rank, found.phase, f"{found.behind_s * 1e3:.0f} ms"
         (1, 'forward', '50 ms')
     """
-    if len(summaries) < 2 or min(summary.own.steps for summary in summaries) < LEAST_STEPS:
-        return ()
-    if len({(summary.first, summary.last) for summary in summaries}) > 1:
-        return ()
-    step_s = statistics.median(summary.step.median_s for summary in summaries)
     found = []
-    for mine in summaries:
-        others = [summary for summary in summaries if summary is not mine]
-        behind_s, error_s = _lead(mine.own, [other.own for other in others])
-        if behind_s <= max(_SIGMAS * error_s, _LEAST_SHARE * step_s, _LEAST_S):
-            continue
-        nothing = Spread(0.0, 0.0, 0.0, mine.own.steps)
+    for at, behind_s, share in _behind(summaries, [summary.own for summary in summaries]):
+        mine = summaries[at]
         leads = {
-            phase: _lead(spread, [other.phases.get(phase, nothing) for other in others])[0]
-            for phase, spread in mine.phases.items()
-            if phase != WAIT
+            phase: _lead([_of_phase(summary, phase) for summary in summaries], at)[0]
+            for phase in mine.phases
+            if phase not in _NOT_OWN
         }
         phase = max(leads, key=lambda name: leads[name])
-        share = behind_s / step_s if step_s > 0.0 else 0.0
         found.append(Straggler(mine.rank, phase, behind_s, leads[phase], share))
     return tuple(sorted(found, key=lambda one: -one.behind_s))
 
 
-def _lead(mine: Spread, others: Sequence[Spread]) -> tuple[float, float]:
-    """By how much a median lies above the others', and the standard error of that."""
+def find_monitored(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
+    """The ranks whose monitors take longer than the others', by the measure of `find_stragglers`.
+
+    Exporters do: the others wait for the rank, which is not slow itself.
+
+    Example:
+        >>> def rank_with_exporters(rank, monitor_s):
+        ...     phases_s = {"input": 0.001, "monitor": monitor_s, "backward": 0.020}
+        ...     times = StepTimes((), 1.0, 3.0, 4.0)
+        ...     return summarize(rank, [StepRecord(n, phases_s, times) for n in range(9)])
+        >>> ranks = [rank_with_exporters(0, 0.010), rank_with_exporters(1, 0.0)]
+        >>> [(one.rank, one.phase) for one in find_monitored(ranks)], find_stragglers(ranks)
+        ([(0, 'monitor')], ())
+    """
+    taken = [_of_phase(summary, MONITOR) for summary in summaries]
+    found = [
+        Straggler(summaries[at].rank, MONITOR, behind_s, behind_s, share)
+        for at, behind_s, share in _behind(summaries, taken)
+    ]
+    return tuple(sorted(found, key=lambda one: -one.behind_s))
+
+
+def _behind(
+    summaries: Sequence[RankSummary], spreads: Sequence[Spread]
+) -> Iterator[tuple[int, float, float]]:
+    """Whose spread lies above the others' beyond noise: its position, by how much, and as a share
+    of the step."""
+    if len(summaries) < 2 or min(summary.own.steps for summary in summaries) < LEAST_STEPS:
+        return
+    if len({(summary.first, summary.last) for summary in summaries}) > 1:
+        return
+    step_s = statistics.median(summary.step.median_s for summary in summaries)
+    for at in range(len(spreads)):
+        behind_s, error_s = _lead(spreads, at)
+        if behind_s > max(_SIGMAS * error_s, _LEAST_SHARE * step_s, _LEAST_S):
+            yield at, behind_s, behind_s / step_s if step_s > 0.0 else 0.0
+
+
+def _of_phase(summary: RankSummary, phase: str) -> Spread:
+    return summary.phases.get(phase, Spread(0.0, 0.0, 0.0, summary.own.steps))
+
+
+def _lead(spreads: Sequence[Spread], at: int) -> tuple[float, float]:
+    """By how much one's median lies above the others', and the standard error of that."""
+    mine, others = spreads[at], [*spreads[:at], *spreads[at + 1 :]]
     middle_s = statistics.median_low(other.median_s for other in others)
     other = next(other for other in others if other.median_s == middle_s)
     return mine.median_s - middle_s, math.hypot(mine.error_s, other.error_s)

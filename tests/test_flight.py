@@ -466,7 +466,7 @@ def test_nothing_is_installed_at_import() -> None:
 def test_torn_files_of_a_directory_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a disk leaves them that was full."""
+    """As a copy leaves them that was interrupted."""
     with fddp.dump_flights(tmp_path) as dumps:
         whole = dumps.write("whole").with_suffix(".json")
     half = tmp_path / "flight-half.json"

@@ -243,7 +243,8 @@ def test_phases_add_up_to_the_time_between_ends_of_steps() -> None:
     assert [record.step for record in monitor.steps] == list(range(5))
     assert "input" not in monitor.steps[0].phases_s
     for before, record in zip(monitor.steps, monitor.steps[1:], strict=False):
-        assert list(record.phases_s) == ["input", "forward", "backward", "sync", "wait"]
+        names = ["monitor", "input", "forward", "backward", "sync", "wait"]
+        assert list(record.phases_s) == names
         took_s = record.times.end_s - before.times.end_s
         assert sum(record.phases_s.values()) == pytest.approx(took_s)
         assert all(s >= 0.0 for s in record.phases_s.values())
@@ -268,7 +269,7 @@ def test_named_phases_belong_to_the_step_that_follows() -> None:
             return monitor.steps
 
     steps = fddp.loopback(1, run)[0]
-    names = ["update", "loading", "input", "forward", "backward", "sync", "wait"]
+    names = ["monitor", "update", "loading", "input", "forward", "backward", "sync", "wait"]
     assert list(steps[2].phases_s) == names
     assert steps[2].phases_s["loading"] >= 0.01 > steps[2].phases_s["input"]
 
@@ -299,7 +300,7 @@ def train_record() -> list[StepRecord]:
     return [record_of(0, {"forward": 1.0, "wait": 1.0})]
 
 
-@pytest.mark.parametrize("name", ["", "step", "behind", "input", None, 3, ("a", 1)])
+@pytest.mark.parametrize("name", ["", "step", "behind", "input", "monitor", None, 3, ("a", 1)])
 def test_names_that_no_phase_can_have(name: Any) -> None:
     def run(group: Any) -> str:
         return ending(lambda: fddp.Monitor(group).phase(name).__enter__()).kinds[0]
@@ -310,7 +311,8 @@ def test_names_that_no_phase_can_have(name: Any) -> None:
 def test_phases_within_phases_count_once() -> None:
     def run(group: Any) -> Any:
         with fddp.GradSync(mlp(), group=group) as sync:
-            step, monitor = sync.value_and_grad(mlp_loss, with_info=True), fddp.Monitor(sync)
+            step = sync.value_and_grad(mlp_loss, with_info=True)
+            monitor = fddp.Monitor(sync, exporters=[Leisurely()])
             for number in range(2):
                 monitor.observe(step(mlp(), batch(0, number))[2])
                 if number == 0:
@@ -332,6 +334,7 @@ def test_phases_within_phases_count_once() -> None:
     assert kept == 1000
     phases_s, times = steps[1].phases_s, steps[1].times
     assert phases_s["clipping"] >= 0.05 > phases_s["update"] >= 0.01
+    assert phases_s["monitor"] >= DELAY_S, "2000 others have not pushed it out"
     took_s = times.end_s - steps[0].times.end_s
     assert sum(phases_s.values()) == pytest.approx(took_s)
 
@@ -421,6 +424,82 @@ def test_an_exporter_that_fails_on_one_rank_leaves_the_others_their_report() -> 
     full, well = fddp.loopback(2, run)
     assert [kinds[0] for kinds in full[0]] == ["OSError", "OSError"]
     assert well == ([("no error",)] * 2, 2)
+
+
+class Leisurely:
+    """An exporter that takes its time."""
+
+    def step(self, info: Any, record: Any) -> None:
+        time.sleep(DELAY_S)
+
+    def report(self, report: Any) -> None:
+        time.sleep(DELAY_S)
+
+
+def check_steps_add_up(steps: Sequence[StepRecord]) -> None:
+    for before, record in itertools.pairwise(steps):
+        took_s = record.times.end_s - before.times.end_s
+        assert sum(record.phases_s.values()) == pytest.approx(took_s)
+        assert all(s >= 0.0 for s in record.phases_s.values())
+
+
+@pytest.mark.parametrize("slow", [None, 0, 1])
+def test_what_exporters_take_is_no_phase_of_the_rank(slow: int | None) -> None:
+    """They are slow on rank 0, and are told apart from the input of the same rank, or another's."""
+
+    def run(group: Any) -> tuple[fddp.Monitor, MonitorReport]:
+        exporters = [Leisurely()] if group.rank == 0 else []
+        with fddp.GradSync(mlp(), group=group) as sync:
+            step = sync.value_and_grad(mlp_loss, with_info=True)
+            monitor = fddp.Monitor(sync, every=4, exporters=exporters)
+            for number in range(STEPS):
+                if group.rank == slow:
+                    time.sleep(DELAY_S)
+                monitor.observe(step(mlp(), batch(0, number))[2])
+            return monitor, monitor.report()
+
+    (monitor, report), (_, other) = fddp.loopback(2, run)
+    check_steps_add_up(monitor.steps)
+    quick_s, most_s = 0.4 * DELAY_S, 1.6 * DELAY_S
+    phases = report.ranks[0].phases
+    assert phases["monitor"].median_s >= DELAY_S
+    assert report.ranks[1].phases["monitor"].median_s < quick_s
+    assert "exporters of the monitor take" in report.finding.splitlines()[-1]
+    assert "longer on rank 0 than on the others" in report.finding
+    assert str(report) == str(other)
+    held = [one for one in report.stragglers if one.behind_s > quick_s]
+    assert [(one.rank, one.phase) for one in held] == ([] if slow is None else [(slow, "input")])
+    assert all(one.behind_s < most_s for one in held), "the input's delay alone"
+    if slow != 0:
+        assert phases["input"].median_s < quick_s
+    inputs = [e["args"] for e in check_events(monitor_trace(monitor)) if e["name"] == "input"]
+    assert all(own["monitor_ms"] >= 1e3 * DELAY_S for own in inputs)
+
+
+def monitor_trace(monitor: fddp.Monitor) -> str:
+    """Of its own rank alone."""
+    return chrome_trace({0: monitor.steps})
+
+
+def test_what_exporters_take_amid_the_next_forward_pass_is_no_part_of_that() -> None:
+    """Both calls of a wrapped module come before both backward passes."""
+
+    def run(group: Any) -> fddp.Monitor:
+        model = fddp.DistributedDataParallel(torch.nn.Linear(8, 1), process_group=group)
+        exporters = [Leisurely()] if group.rank == 0 else []
+        monitor = fddp.Monitor(model, every=2, exporters=exporters)
+        for _ in range(2):
+            for output in [model(torch.ones(2, 8)) for _ in range(2)]:
+                output.sum().backward()
+                assert model.sync_info is not None
+                monitor.observe(model.sync_info)
+        return monitor
+
+    monitor = fddp.loopback(2, run)[0]
+    check_steps_add_up(monitor.steps)
+    for record in monitor.steps[1:]:
+        assert record.phases_s["monitor"] >= DELAY_S > 2.0 * record.phases_s["forward"]
+    check_events(monitor_trace(monitor))
 
 
 def test_rounds_without_input_are_observed_too() -> None:

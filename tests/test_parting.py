@@ -64,6 +64,24 @@ def test_ranks_that_wait_for_one_without_a_flight() -> None:
     assert "rank 2: no flight" in told.text
 
 
+def test_ranks_that_failed_tell_why_and_how_much_later() -> None:
+    """A launcher's signal after the failure does not take the reason's place."""
+    log = log_of(0, op_of(7, state="failed"), size=2)
+    first = replace(flight_of(log), reason=f"no word from rank 1\n{'x' * 999}")
+    ended = replace(flight_of(log, taken_s=1.8e9 + 9.0), reason="SIGTERM")
+    late = log_of(1, op_of(7, state="failed"), size=2)
+    other = replace(flight_of(late, taken_s=1.8e9 + 5.0), reason="s" * 999)
+    for flights in ([first, ended, other], [ended, other, first]):
+        (told,) = partings(flights)
+        lines = told.text.splitlines()
+        assert lines[2] == "    no word from rank 1"
+        assert lines[4] == f"    5.0 s later: {'s' * 238}.."
+        assert len(lines) == 5
+    again = flight_of(replace(log, made_s=1.8e9 + 1.0), taken_s=1.8e9 + 9.0)
+    (told,) = partings([first, again])
+    assert "no word from rank 1" not in told.text, "that was a run before"
+
+
 def test_what_was_not_waited_for_is_not_what_ranks_wait_for() -> None:
     """A later operation is waited for first where the control word rides in it."""
     ops = (op_of(6, state="failed", waited_s=None), op_of(7, state="failed"))
@@ -138,6 +156,7 @@ def test_ranks_of_a_part_of_the_job_have_both_numbers() -> None:
         "GradSync #1, ranks 0 to 2 (global 0, 2, 9): rank 1 (global 2) has not come to operation "
         "7, all_reduce of bucket 0 (w0) of step 5, and rank 0 waits",
         "  rank 0: at step 5, in backward; last: 7, all_reduce of bucket 0 (w0) of step 5, failed",
+        "    as an example",
         "  rank 1 (global 2): at step 5, in backward; last: 6, all_reduce of bucket 0 (w0) of "
         "step 5, done",
         "  rank 2 (global 9): no flight",

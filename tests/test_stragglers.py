@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fddp.monitor_report import MonitorReport
-from fddp.stragglers import RankSummary, Spread, StepRecord, find_stragglers, summarize
+from fddp.stragglers import (
+    RankSummary,
+    Spread,
+    StepRecord,
+    find_monitored,
+    find_stragglers,
+    summarize,
+)
 from fddp.timeline import StepTimes
 
 
@@ -77,6 +84,26 @@ def test_noise_makes_no_straggler() -> None:
             find_stragglers([summary_of(r, steps_from(noises[r], 0.003)) for r in range(4)])
         )
     assert named <= 2
+
+
+def test_a_monitor_is_no_part_of_its_rank() -> None:
+    def report_of(*monitor_s: float, slow: int | None = None) -> MonitorReport:
+        return MonitorReport.of(
+            summary_of(r, [{"input": 0.03 if r == slow else 0.01, "monitor": s}] * 9)
+            for r, s in enumerate(monitor_s)
+        )
+
+    told = "exporters of the monitor take 20.0 ms a step (65% of it) longer on rank 0 than on the "
+    none = "no straggler: no rank takes longer for its own part than the others"
+    slow = "holds the others up by 20.0 ms a step ({}% of it), most of all in input (+20.0 ms)"
+    assert report_of(0.04, 0.02).finding.splitlines()[0] == none
+    assert report_of(0.04, 0.02, 0.02).finding == f"{none}\n{told}others"
+    assert report_of(0.04, 0.02, 0.02, slow=0).finding == f"rank 0 {slow.format(65)}\n{told}others"
+    told = told.replace("65%", "39%")  # of a longer median step
+    assert report_of(0.04, 0.02, 0.02, slow=1).finding == f"rank 1 {slow.format(39)}\n{told}others"
+    assert report_of(1e-4, 0.0).finding == none
+    assert find_monitored([summary_of(0, [{"input": 0.01, "monitor": 1.0}] * 9)]) == ()
+    assert find_monitored([summary_of(r, [{"monitor": 1.0 - r}] * 8) for r in range(2)]) == ()
 
 
 def test_half_of_the_ranks_may_be_slow() -> None:

@@ -47,8 +47,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _all(sources: Sequence[Path]) -> tuple[list[Path], list[Flight], list[CallError]]:
-    """The files, the flight of each, and what is wrong with those of directories that are torn: a
-    disk that was full is no reason to say nothing of the others."""
+    """The files, the flight of each, and what is wrong with those of directories that are torn: one
+    that was copied in part is no reason to say nothing of the others."""
     paths, flights, torn = [], [], []
     for source in sources:
         for path in _files(source):

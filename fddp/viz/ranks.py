@@ -6,7 +6,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from fddp.monitor_report import MonitorReport
-from fddp.phases import BACKWARD, FORWARD, HOOK, INPUT, SYNC, WAIT
+from fddp.phases import BACKWARD, FORWARD, HOOK, INPUT, MONITOR, SYNC, WAIT
 from fddp.viz import canvas
 
 if TYPE_CHECKING:
@@ -20,8 +20,9 @@ _COLOURS = {
     HOOK: "#F0E442",
     SYNC: canvas.ORANGE,
     WAIT: "#DDDDDD",
+    MONITOR: "#666666",
 }
-_OTHERS = (canvas.GREY, "#56B4E9", "#A6761D", "#666666")
+_OTHERS = (canvas.GREY, "#56B4E9", "#A6761D")
 _TITLE_LINES = 3  # of more stragglers the frames tell
 _TITLE_WIDTH = 105  # letters of a line
 _BAR = 0.7  # share of its row
