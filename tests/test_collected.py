@@ -68,6 +68,19 @@ def test_the_thread_is_there_for_as_long_as_it_may_be_wanted() -> None:
     assert soon(lambda: closed == [0, 1, 2])
 
 
+def test_what_was_closed_is_watched_no_more() -> None:
+    closer, closed = _Closer(), []
+    things = [Thing(), Thing()]
+    first, second = [closer.watch(thing, lambda: closed.append(1)) for thing in things]
+    first()
+    first()
+    assert closer._has_thread
+    second()
+    assert soon(lambda: not closer._has_thread)
+    things.clear()
+    assert closed == []
+
+
 def test_one_that_can_not_be_closed_holds_up_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     closer, closed = _Closer(), []
 

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 
 import fddp
-from fddp.transports import desks, exiting
+from fddp.transports import collected, desks, exiting
 from fddp.transports.asking import asker_of
-from fddp.transports.collected import _closer
+from fddp.transports.collected import _Closer, _closer
 from fddp.transports.whereabouts import Desk
-from polling import soon
 from ranks import Launch, launch_over
 from test_errors import Ending, ending
 
@@ -140,10 +139,11 @@ def fail_to_start(world: Any) -> list[tuple[str, Ending, bool]]:
                 raise RuntimeError("can't start new thread")
             return start(run, title, stop)
 
-        soon(lambda: not _closer._has_thread)
-        time.sleep(0.7)
         group = dist.new_group([0, 1])
-        with mock.patch.object(exiting, "start", fail_once):
+        with (
+            mock.patch.object(collected, "_closer", _Closer()),
+            mock.patch.object(exiting, "start", fail_once),
+        ):
             seen = ending(lambda: fddp.GradSync(W, group=group, timeout_s=5.0))  # noqa: B023
         dist.barrier()
         sync = fddp.GradSync(W, group=group)

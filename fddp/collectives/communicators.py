@@ -127,7 +127,7 @@ class Communicator:
         self.memory = Memory(self.transport)
         self.recorder = Recorder("Communicator", self, self.transport)
         # One that is dropped frees its connections, too.
-        when_collected(self, self.transport.close)
+        self._was_closed = when_collected(self, self.transport.close)
         _by_number[self.number] = self
 
     @property
@@ -175,6 +175,7 @@ class Communicator:
 
     def close(self) -> None:
         """Frees connections and memory; a second call does nothing."""
+        self._was_closed()
         self.known.clear()
         self.memory.clear()
         self.transport.close()

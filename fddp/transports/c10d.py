@@ -83,9 +83,10 @@ class C10dTransport(Transport):
         self.slot, at_desk = desks.enter(group, self.timeout_s)
         self.slot.alarm = self._roll.alarm
         self._peers = Peers(self._roll, self.slot, at_desk, self._global_ranks, self.timeout_s)
+        self._was_closed: Callable[[], None] = _nothing
         own(self)  # [Note: forks]
         try:
-            when_collected(self, partial(self.slot.desk.leave, self.slot))
+            self._was_closed = when_collected(self, partial(self.slot.desk.leave, self.slot))
             self._open(title)
         except FddpError:
             self.close()
@@ -207,6 +208,7 @@ class C10dTransport(Transport):
             self._roll.report(Report("dead", (self.rank,)))
 
     def _release(self) -> None:
+        self._was_closed()
         self.slot.desk.leave(self.slot)
         failed = self._failure is not None
         made = {c for some in list(self._communicators.values()) for c in some.values()}
@@ -387,6 +389,10 @@ class _C10dWork(Work):
                 self._error.__cause__ = error
         if self._error is not None:
             raise self._error
+
+
+def _nothing() -> None:
+    """Is there to close before it is opened."""
 
 
 def _finish(freeing: Sequence[Callable[[], None]]) -> None:

@@ -12,13 +12,16 @@ import queue
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from fddp.transports import exiting
 from fddp.transports.forking import own
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    _Dropped = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class _Closer:
@@ -30,17 +33,19 @@ class _Closer:
     def disown(self) -> None:
         """See [Note: forks]. What the parent has dropped is the parent's to close."""
         self._lock = threading.RLock()
-        self._dropped: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._dropped: _Dropped = queue.SimpleQueue()
         self._watched = 0
         self._has_thread = self._ended = False
 
-    def watch(self, thing: object, close: Callable[[], None]) -> None:
+    def watch(self, thing: object, close: Callable[[], None]) -> Callable[[], None]:
         with self._lock:
             starts, self._has_thread = not self._has_thread, True
             self._watched += 1
         if starts:
             self._start()
-        weakref.finalize(thing, self._dropped.put, close).atexit = False
+        finalizer = weakref.finalize(thing, self._dropped.put, close)
+        finalizer.atexit = False
+        return partial(_forget, finalizer, self._dropped)
 
     def _start(self) -> None:
         own(self)
@@ -72,14 +77,26 @@ class _Closer:
                     return
 
 
+def _forget(finalizer: weakref.finalize[Any, Any], dropped: _Dropped) -> None:
+    if finalizer.detach() is not None:
+        dropped.put(_nothing)
+
+
+def _nothing() -> None:
+    """Is left to close of what was closed."""
+
+
 _closer = _Closer()
 
 
-def when_collected(thing: object, close: Callable[[], None]) -> None:
+def when_collected(thing: object, close: Callable[[], None]) -> Callable[[], None]:
     """Calls `close` some time after `thing` was dropped; not when the process ends before.
 
     Args:
         thing: that can be referred to weakly.
         close: what to call then; must not refer to `thing`.
+
+    Returns:
+        What to call where `thing` was closed by its owner; a second call does nothing.
     """
-    _closer.watch(thing, close)
+    return _closer.watch(thing, close)
