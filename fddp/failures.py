@@ -6,6 +6,8 @@ Texts are exchanged only then: the control word says that something failed, not 
 from __future__ import annotations
 
 import reprlib
+import signal
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -145,7 +147,10 @@ def _swapped(told: Sequence[Told]) -> DesyncError:
 def unpackable(
     program: Program, bucket: int, buffer: Tensor, contributions: Contributions, error: Exception
 ) -> Exception:
-    """The error of gradients that can't be packed into a bucket's buffer, by path."""
+    """The error of gradients that can't be packed into a bucket's buffer, by path; what a signal
+    handler raised meanwhile stays as it is."""
+    if _is_of_a_handler(error):
+        return error
     problem = TreeMismatchError(f"{program.describe(bucket)} can't be packed: {error}")
     problem.__cause__ = error
     for part in contributions.parts(bucket):
@@ -156,6 +161,12 @@ def unpackable(
                     f"bucket is on {buffer.device}; move it there"
                 )
     return problem
+
+
+def _is_of_a_handler(error: Exception) -> bool:
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = [getattr(handler, "__code__", None) for handler in handlers if callable(handler)]
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def unfit_error(

@@ -215,10 +215,10 @@ def fail_at_any_moment(rank: int, world_size: int, transport: str) -> list[str]:
     for _ in range(12):
         with fddp.GradSync(TREE, timeout_s=20.0, transport=transport) as sync:
             sync(TREE)
-            if rank == 0:
-                signal.signal(signal.SIGALRM, preempt)
-                signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.01, 0.1))
+            signal.signal(signal.SIGALRM, preempt)
             try:
+                if rank == 0:
+                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.01, 0.1))
                 for _ in range(40):
                     time.sleep(0.01 * rank)
                     sync(TREE)
