@@ -33,20 +33,20 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	mkdir -p $(BENCH)
 	rm -f $(BENCH)/*.json
-	$(RUN) -m fddp.bench.transports --json $(BENCH)/transports.json
-	$(RUN) -m fddp bench --rounds 7 --json $(BENCH)/steps.json
-	$(RUN) -m fddp bench --ranks 4 --rounds 5 --models mlp small --json $(BENCH)/crowded.json
-	$(RUN) -m fddp.bench.memory --models mlp --json $(BENCH)/memory.json
-	$(RUN) -m fddp.bench.leaves --json $(BENCH)/leaves.json
-	$(RUN) -m fddp.bench.packing --json $(BENCH)/packing.json
-	$(RUN) -m fddp.bench.functional --json $(BENCH)/functional.json
-	$(RUN) -m fddp.bench.jax_trees --json $(BENCH)/jax_trees.json
-	$(RUN) -m fddp.bench.alone
-	$(RUN) -m fddp.bench.simulated
-	$(RUN) -m fddp.bench.figures $(addprefix $(BENCH)/,$(addsuffix .json,transports steps crowded memory leaves packing functional jax_trees))
+	$(RUN) -m benchmarks.transports --json $(BENCH)/transports.json
+	$(RUN) -m benchmarks --rounds 7 --json $(BENCH)/steps.json
+	$(RUN) -m benchmarks --ranks 4 --rounds 5 --models mlp small --json $(BENCH)/crowded.json
+	$(RUN) -m benchmarks.memory --models mlp --json $(BENCH)/memory.json
+	$(RUN) -m benchmarks.per_parameter --json $(BENCH)/leaves.json
+	$(RUN) -m benchmarks.packing --json $(BENCH)/packing.json
+	$(RUN) -m benchmarks.operators --json $(BENCH)/functional.json
+	$(RUN) -m benchmarks.jax_trees --json $(BENCH)/jax_trees.json
+	$(RUN) -m benchmarks.planning
+	$(RUN) -m benchmarks.simulator_accuracy
+	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports steps crowded memory leaves packing functional jax_trees))
 
 bench-gpu: $(INSTALLED)
-	$(RUN) -m fddp.bench.gpu
+	$(RUN) -m benchmarks.gpu
 
 # The shared-memory core alone, without torch: some five minutes. What a sanitizer finds is an error.
 SANITIZED := build/sanitize
@@ -64,16 +64,16 @@ sanitize:
 # Some five minutes: 210 faults, each kind at each stage over each transport (`ARGS="--seed 3"` for
 # others); then a run under torchrun that loses a rank ten times.
 chaos: $(INSTALLED)
-	PYTHONPATH=tests $(RUN) -m chaos $(ARGS)
-	$(RUN) -m fddp.examples.elastic --kills 10
+	$(RUN) -m tests.faults.chaos $(ARGS)
+	$(RUN) -m examples.elastic --kills 10
 
 # 1,000 generated disagreements on threads, 100 each over gloo and shared memory: some six minutes.
 disagree: $(INSTALLED)
-	DISAGREEMENTS=1000 $(RUN) -m pytest --timeout 900 tests/test_disagreement.py
+	DISAGREEMENTS=1000 $(RUN) -m pytest --timeout 900 tests/faults/test_disagreement.py
 
 # Half an hour of mixed steps; ends with status 1 where anything grew.
 soak: $(INSTALLED)
-	PYTHONPATH=tests $(RUN) -m soak --minutes 30 --steps 20000
+	$(RUN) -m tests.faults.soak --minutes 30 --steps 20000
 
 # The shared-memory core, then the functions of fddp._C, both under AddressSanitizer: some twenty
 # minutes, and ten to build. `fuzz-atheris` has libFuzzer choose the inputs of fddp._C, by atheris.
@@ -83,8 +83,8 @@ FUZZ_SECONDS ?= 600
 FUZZ_SEED ?= 1
 FUZZ := $(STRICTLY) -fsanitize=address,undefined -fno-sanitize-recover=all
 FUZZ_RUN := ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
-  OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests:$(CURDIR)/$(FUZZED)/atheris \
-  $(CURDIR)/$(BIN)/python -m fuzz --extension extension --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
+  OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR):$(CURDIR)/$(FUZZED)/atheris \
+  $(CURDIR)/$(BIN)/python -m tests.faults.fuzz --extension extension --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 fuzz: fuzzed-extension
 	$(CXX) $(FUZZ) -c tests/native/fuzz_driver.cpp -o $(FUZZED)/driver.o
 	$(CXX) $(FUZZ) -fsanitize-coverage=trace-pc tests/native/shm_fuzz.cpp $(wildcard fddp/csrc/shm/*.cpp) $(FUZZED)/driver.o -o $(FUZZED)/shm

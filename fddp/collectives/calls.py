@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fddp.collectives.communicators import Communicator
-    from fddp.collectives.programs import Program
-    from fddp.collectives.sites import Site
+    from fddp.collectives.communicator import Communicator
+    from fddp.collectives.operator_program import Program
+    from fddp.telemetry.call_site import Site
 
 
 class Application:

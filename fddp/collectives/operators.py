@@ -22,25 +22,26 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fddp.collectives import meeting, tracing
-from fddp.collectives.calls import Application, Call
-from fddp.collectives.communicators import Communicator, communicator_of
-from fddp.collectives.functions import (
+from fddp.collectives import dynamo as tracing
+from fddp.collectives import handshake as meeting
+from fddp.collectives.autograd import (
     FddpLinear,
     FddpMaximum,
     FddpMeanOnBackward,
     has_rules,
     largest,
 )
-from fddp.collectives.outside import outside_tracing
-from fddp.collectives.patterns import Asked, Taken, take_apart
-from fddp.collectives.primitive import run
-from fddp.collectives.programs import Operator, Place
-from fddp.collectives.sites import Site, call_site
+from fddp.collectives.call_cache import Asked, Taken, take_apart
+from fddp.collectives.calls import Application, Call
+from fddp.collectives.communicator import Communicator, communicator_of
+from fddp.collectives.execute import run
+from fddp.collectives.operator_program import Operator, Place
+from fddp.core.plan.plan import BucketPlan
 from fddp.errors import FddpError
-from fddp.meshes import Mesh
-from fddp.plan import BucketPlan
-from fddp.transports import Group
+from fddp.runtime.guards import outside_tracing
+from fddp.telemetry.call_site import Site, call_site
+from fddp.transport import Group
+from fddp.transport.mesh import Mesh
 
 Tree = TypeVar("Tree")
 Axis = str | Sequence[str] | None

@@ -17,7 +17,7 @@ void bind_trees(py::module_&);
 void bind_xla_ffi(py::module_&);
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "Compiled parts of fddp. Import them through fddp.ext, which checks the build first.";
+  m.doc() = "Compiled parts of fddp. Import them through fddp.native.extension, which checks the build first.";
   m.attr("torch_version") = FDDP_TORCH_VERSION;
   bind_layout(m);
   bind_operands(m);

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.nn.parameter import UninitializedParameter
 
+from fddp.core.plan.leaf import MAX_COUNT
 from fddp.errors import NoGradientError
-from fddp.leafspec import MAX_COUNT
-from fddp.planning import MIB_BYTES
-from fddp.request import CAP_MB
-from fddp.transports import LoopbackGroup
+from fddp.sync.request import CAP_MB
+from fddp.transport import LoopbackGroup
+from fddp.tree.planner import MIB_BYTES
 
 _TO_CALLER = 4  # frames from a warning to the call of the constructor
 
@@ -45,8 +45,8 @@ class Arguments:
         check_reduction: deprecated, and without effect.
         gradient_as_bucket_view: whether `.grad` may lie in a bucket's memory.
         static_graph: whether every step uses the same parameters equally often.
-        delay_all_reduce_named_params, param_to_hook_all_reduce: see `fddp.ddp.delayed`.
-        mixed_precision: see `fddp.ddp.mixed`.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: see `fddp.ddp.delayed_all_reduce`.
+        mixed_precision: see `fddp.ddp.mixed_precision`.
         skip_all_reduce_unused_params: whether buckets that no rank has used are left out.
         bucket_cap_mb_list: caps of the first, second, ... bucket, instead of `bucket_cap_mb`.
         batched_grad_copy: how gradients get into their buckets; without effect.

@@ -12,9 +12,9 @@ from math import isnan
 from types import MappingProxyType
 from typing import TypeAlias
 
+from fddp.core.plan.plan import BucketPlan
+from fddp.core.timeline import StepTimes
 from fddp.ddp.arguments import Options
-from fddp.plan import BucketPlan
-from fddp.timeline import StepTimes
 
 SAMPLE_RATE = 100
 """Every how many steps one is recorded, after the first ten; torch's default."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fddp.agree import Rebuild, Terms
+from fddp.core.plan.plan import plan_leaves
+from fddp.core.schedule.topology import Topology
 from fddp.ddp.arguments import Options
-from fddp.meshes import Span
-from fddp.nonfinite import Policy
-from fddp.plan import plan_leaves
-from fddp.planning import plan_buckets
-from fddp.topology import Topology
-from fddp.transports import Transport, TransportName
+from fddp.runtime.agreement import Rebuild, Terms
+from fddp.runtime.nonfinite import Policy
+from fddp.transport import Transport, TransportName
+from fddp.transport.mesh import Span
+from fddp.tree.planner import plan_buckets
 
 
 @dataclass(frozen=True)

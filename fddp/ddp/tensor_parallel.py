@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Size, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fddp.ddp.stand_ins import StandIns
+from fddp.ddp.parameter_swap import StandIns
 
 if TYPE_CHECKING:  # `torch.distributed.tensor` takes a second to import
     from torch.distributed.tensor.placement_types import Placement

@@ -21,19 +21,19 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 
 from fddp.ddp.arguments import Arguments, checked, group_of
-from fddp.ddp.bad_numbers import check_policy
-from fddp.ddp.failing import Failing
-from fddp.ddp.hooking import Hooked
-from fddp.ddp.joining import ModuleJoin, ModuleJoinHook, last_rank, notify, some_sync
-from fddp.ddp.mixed import MixedPrecision
-from fddp.ddp.observing import Observed
+from fddp.ddp.broadcast import broadcast_buffers, broadcast_module, buffers_of
+from fddp.ddp.comm_hooks import Hooked
+from fddp.ddp.failure_scope import Failing
+from fddp.ddp.introspection import Observed
+from fddp.ddp.join import ModuleJoin, ModuleJoinHook, last_rank, notify, some_sync
+from fddp.ddp.mixed_precision import MixedPrecision
+from fddp.ddp.nonfinite import check_policy
 from fddp.ddp.outputs import find_tensors
-from fddp.ddp.states import broadcast_buffers, broadcast_module, buffers_of
 from fddp.ddp.tensor_parallel import make_local_
 from fddp.errors import InternalError
-from fddp.flight_dumps import failures_noted
-from fddp.nonfinite import Policy
-from fddp.transports import TransportName
+from fddp.runtime.nonfinite import Policy
+from fddp.telemetry.flight.dump import failures_noted
+from fddp.transport import TransportName
 
 # What is made anew where a wrapper is copied or unpickled.
 _NOT_STATE = (

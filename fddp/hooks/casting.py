@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fddp.hooks.compressing import Compressed, Compressor, Stateless
+from fddp.hooks.compression import Compressed, Compressor, Stateless
+from fddp.hooks.flat import real, restored
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce, Bucket, BucketSpec
-from fddp.hooks.numbers import real, restored
 
 
 @dataclass(frozen=True)

@@ -42,4 +42,4 @@ from fddp.testing.strategies import param_trees as param_trees
 from fddp.testing.strategies import plans as plans
 from fddp.testing.strategies import schedules as schedules
 from fddp.testing.strategies import topologies as topologies
-from fddp.transports import loopback as loopback
+from fddp.transport import loopback as loopback

@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fddp.collectives.communicators import Communicator, communicator_of
-from fddp.meshes import Mesh
-from fddp.transports import Group
-from fddp.tree import flatten
+from fddp.collectives.communicator import Communicator, communicator_of
+from fddp.transport import Group
+from fddp.transport.mesh import Mesh
+from fddp.tree.pytree import flatten
 
 _STEP = 1e-6  # of differences, in float64
 _Vector: TypeAlias = Callable[[Tensor], Tensor]

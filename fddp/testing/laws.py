@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fddp.check import check_schedule
+from fddp.core.check import check_schedule
+from fddp.core.protocol.readiness import on_backward_end, on_ready, start
+from fddp.core.schedule.schedule import Op, Schedule, meets
 from fddp.errors import ScheduleError
-from fddp.reducer import on_backward_end, on_ready, start
-from fddp.schedule import Op, Schedule, meets
 
 
 def assert_schedule_ok(schedule: Schedule) -> None:
@@ -36,9 +36,9 @@ def assert_same_collectives(
 ) -> tuple[Op, ...]:
     """Asserts that ranks issue the same collectives in the same order, whatever arrives on each.
 
-    Each rank's step is carried out by the pure law (`fddp.reducer`): which buckets are late there
-    follows from what arrives. What a rank decides after the control word, it decides by what all
-    ranks have told; before it, by what it knows itself.
+    Each rank's step is carried out by the pure law (`protocol.readiness`): which buckets are late
+    there follows from what arrives. What a rank decides after the control word, it decides by what
+    all ranks have told; before it, by what it knows itself.
 
     Args:
         schedule: the operations.

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fddp.agree import exchange
-from fddp.sync import GradSync
-from fddp.tree import flatten
+from fddp.runtime.agreement import exchange
+from fddp.sync.grad_sync import GradSync
+from fddp.tree.pytree import flatten
 
 _Leaves = Sequence[Tensor | None]
 

@@ -15,12 +15,12 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fddp.build import Algorithm, make_schedule
-from fddp.leafspec import LeafSpec, dense_strides
-from fddp.plan import BucketPlan, plan_leaves
-from fddp.schedule import Scaling, Schedule
-from fddp.topology import Topology
-from fddp.tree import flatten
+from fddp.core.plan.leaf import LeafSpec, dense_strides
+from fddp.core.plan.plan import BucketPlan, plan_leaves
+from fddp.core.schedule.builder import Algorithm, make_schedule
+from fddp.core.schedule.schedule import Scaling, Schedule
+from fddp.core.schedule.topology import Topology
+from fddp.tree.pytree import flatten
 
 DTYPES = (
     torch.float32,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from fddp.monitor_report import MonitorReport
-from fddp.phases import BACKWARD, FORWARD, HOOK, INPUT, MONITOR, SYNC, WAIT
+from fddp.telemetry.phases import BACKWARD, FORWARD, HOOK, INPUT, MONITOR, SYNC, WAIT
+from fddp.telemetry.report import MonitorReport
 from fddp.viz import canvas
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def plot_ranks(report: MonitorReport, ax: Axes | None = None) -> Figure:
         ImportError: matplotlib is missing.
 
     Example:
-        >>> from fddp.stragglers import StepRecord, summarize
-        >>> from fddp.timeline import StepTimes
+        >>> from fddp.telemetry.stragglers import StepRecord, summarize
+        >>> from fddp.core.timeline import StepTimes
         >>> def rank_that_needs(rank, forward_s):
         ...     times = StepTimes((), 1.0, 3.0, 4.0)
         ...     phases_s = {"forward": forward_s, "wait": 0.1 - forward_s}

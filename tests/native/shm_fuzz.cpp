@@ -5,9 +5,9 @@
 // drives it elsewhere. The first byte says what the others are for.
 
 #include "../../fddp/csrc/shm/arena.h"
-#include "../../fddp/csrc/shm/blocks.h"
+#include "../../fddp/csrc/shm/allocator.h"
 #include "../../fddp/csrc/shm/half.h"
-#include "../../fddp/csrc/shm/moves.h"
+#include "../../fddp/csrc/shm/algorithms.h"
 #include "../../fddp/csrc/shm/sums.h"
 #include "../../fddp/csrc/shm/team.h"
 

@@ -10,7 +10,7 @@
 
 #pragma once
 
-#include "blocks.h"
+#include "allocator.h"
 
 #include <atomic>
 #include <cstddef>

@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "bell.h"
+#include "futex.h"
 #include "sums.h"
 
 #include <atomic>

@@ -1,6 +1,6 @@
 #include "sums.h"
 
-#include "../loops.h"
+#include "../tensor/loops.h"
 #include "half.h"
 
 #include <algorithm>

@@ -12,10 +12,10 @@
 #pragma once
 
 #include "arena.h"
-#include "bell.h"
+#include "futex.h"
 #include "board.h"
-#include "moves.h"
-#include "watch.h"
+#include "algorithms.h"
+#include "process_watch.h"
 
 #include <atomic>
 #include <bitset>

@@ -1,0 +1,203 @@
+"""The same questions on a GPU: `python -m benchmarks.gpu`, which `make bench-gpu` runs.
+
+One device and one rank: pack and unpack against the device's own copy, and steps against those of
+torch's DDP. Where there is no GPU it says so, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.table import Table
+from torch import nn
+
+from benchmarks.bounds import Figure, at_least, at_most, console, figures_table, to_values
+from benchmarks.competitors import (
+    DETERMINISTIC,
+    FDDP,
+    LOCAL_FUNCTION,
+    LOCAL_MODULE,
+    OVER_GLOO,
+    makers,
+)
+from benchmarks.measure import Series, measure, ratio
+from benchmarks.models import WORKLOADS, Workload, stack
+from benchmarks.packing import make_bucket
+from fddp.cli.progress import Stages
+from fddp.native.pack import pack_, unpack_
+
+_LEAVES = 300
+_NUMEL = (1 << 30) // 4 // _LEAVES  # 1 GiB of float32 in all
+_STEPS = 10
+_WARM_UP = 4
+_COPY = "one copy"
+
+#: larger than those for a CPU, so that the device has something to do
+MODELS = {
+    "mlp": stack("MLP, 8 layers of 4096x4096", layers=8, width=4096, rows=512),
+    "small": WORKLOADS["small"],
+    "transformer": WORKLOADS["transformer"],
+    "conv": WORKLOADS["conv"],
+}
+
+
+def main() -> None:
+    """Measures and prints; about a minute."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no CUDA device here: nothing was measured")
+        return
+    card = torch.cuda.get_device_name()
+    print(f"on {card}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    device = torch.device("cuda", torch.cuda.current_device())
+    open_group(device)
+    try:
+        with Stages(shown=True) as stages:
+            packing = packing_times(device, args.rounds, stages)
+            steps = {
+                name: step_times(workload, device, args.rounds, stages)
+                for name, workload in MODELS.items()
+            }
+    finally:
+        dist.destroy_process_group()
+    console().print(_packing_table(packing))
+    for name, series in steps.items():
+        console().print(_steps_table(MODELS[name].title, series))
+    found = figures(packing, steps)
+    console().print(figures_table(found))
+    if args.json is not None:
+        args.json.write_text(json.dumps({"card": card, "figures": to_values(found)}, indent=2))
+
+
+def open_group(device: torch.device) -> None:
+    """A default group of this process alone, for tensors on the CPU and on `device`."""
+    torch.cuda.set_device(device)
+    store = dist.HashStore()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=device
+    )
+
+
+def packing_times(
+    device: torch.device, rounds: int, stages: Stages, leaves: int = _LEAVES, numel: int = _NUMEL
+) -> dict[str, Series]:
+    """Times of packing and unpacking float32 leaves, and of one copy of as many bytes."""
+    bucket = make_bucket(leaves, numel, torch.float32, device)
+    flat = torch.randn(bucket.buffer.numel(), device=device)
+    sources, layout, buffer, _ = bucket
+    calls: dict[str, Callable[[], object]] = {
+        _COPY: lambda: buffer.copy_(flat),
+        "pack_": lambda: pack_(buffer, layout, sources),
+        "pack_, scaled": lambda: pack_(buffer, layout, sources, 0.5),
+        "unpack_": lambda: unpack_(sources, layout, buffer, stats=False),
+        "unpack_, scaled": lambda: unpack_(sources, layout, buffer, 0.5, stats=False),
+    }
+    stages.begin(f"packing {buffer.nbytes >> 20} MiB in {leaves} leaves", rounds)
+    return measure(_finished(calls, device), rounds, 5, stages.advance)
+
+
+def step_times(
+    workload: Workload, device: torch.device, rounds: int, stages: Stages
+) -> dict[str, Series]:
+    """Steps of one rank: local only, fddp, and DDP in its modes."""
+    placed = _on(workload, device)
+    batch = placed.batch(0)
+    has_buffers = any(True for _ in placed.build().buffers())
+    field = [
+        make(placed, batch)
+        for name, make in makers(has_buffers).items()
+        if OVER_GLOO not in name and name != DETERMINISTIC
+    ]
+    for contestant in field:
+        for _ in range(_WARM_UP):
+            contestant.step()
+    stages.begin(workload.title, rounds)
+    steps = _finished({contestant.name: contestant.step for contestant in field}, device)
+    series = measure(steps, rounds, _STEPS, stages.advance)
+    for contestant in field:
+        contestant.close()
+    return series
+
+
+def figures(
+    packing: Mapping[str, Series], steps: Mapping[str, Mapping[str, Series]]
+) -> list[Figure]:
+    """What is held against a bound."""
+    found = [
+        at_least(0.8, f"bandwidth / device copy, {name}", "1 GiB", ratio(packing[_COPY], times))
+        for name, times in packing.items()
+        if name != _COPY
+    ]
+    for model, series in steps.items():
+        theirs = min(
+            (times for name, times in series.items() if name.startswith("DDP ")),
+            key=lambda times: times.median_s,
+        )
+        found += [
+            at_most(1.0, "step, one rank / best DDP", f"{model}, {name}", ratio(times, theirs))
+            for name, times in series.items()
+            if name.startswith(FDDP)
+        ]
+    return found
+
+
+def _on(workload: Workload, device: torch.device) -> Workload:
+    def build() -> nn.Module:
+        return workload.build().to(device)
+
+    return replace(workload, build=build, batch=lambda rank: workload.batch(rank).to(device))
+
+
+def _finished(
+    calls: Mapping[str, Callable[[], object]], device: torch.device
+) -> dict[str, Callable[[], object]]:
+    """Each call, and waiting until the device has done it."""
+    if device.type != "cuda":
+        return dict(calls)
+
+    def finishing(call: Callable[[], object]) -> Callable[[], object]:
+        def run() -> None:
+            call()
+            torch.cuda.synchronize()
+
+        return run
+
+    return {name: finishing(call) for name, call in calls.items()}
+
+
+def _packing_table(series: Mapping[str, Series]) -> Table:
+    table = Table(title="1 GiB of float32 in 300 leaves", box=box.SIMPLE_HEAVY)
+    table.add_column("")
+    for heading in ("ms", "GB/s read and written"):
+        table.add_column(heading, justify="right")
+    moved = 2 * 4 * _LEAVES * _NUMEL
+    for name, times in series.items():
+        table.add_row(name, f"{times.median_s * 1e3:.2f}", f"{moved / times.median_s / 1e9:.0f}")
+    return table
+
+
+def _steps_table(title: str, series: Mapping[str, Series]) -> Table:
+    table = Table(title=f"{title}, one rank", box=box.SIMPLE_HEAVY)
+    table.add_column("")
+    for heading in ("ms", "less local step"):
+        table.add_column(heading, justify="right")
+    for name, times in series.items():
+        is_function = name in (FDDP, LOCAL_FUNCTION)
+        local = series[LOCAL_FUNCTION if is_function else LOCAL_MODULE]
+        more_s = times.median_s - local.median_s
+        table.add_row(name, f"{times.median_s * 1e3:.2f}", f"{more_s * 1e3:.2f}")
+    return table
+
+
+if __name__ == "__main__":
+    main()

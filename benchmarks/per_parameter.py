@@ -1,0 +1,163 @@
+"""What a parameter costs, whatever its size: `python -m benchmarks.per_parameter`.
+
+One rank, so that nothing is communicated; tiny parameters, so that little is copied; a loss that
+touches all of them in one operation. A step's time beyond the local step grows with the number of
+parameters, and the slope of that is what hooks and bookkeeping take for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich import box
+from rich.table import Table
+from torch import Tensor, nn
+
+from benchmarks.bounds import Figure, at_most, console, figures_table, to_values
+from benchmarks.competitors import FDDP, LOCAL_FUNCTION, LOCAL_MODULE, makers
+from benchmarks.measure import Ratio, Series, difference, measure, spread
+from benchmarks.models import Functional, Workload
+from fddp.cli.launch import launch
+from fddp.cli.progress import Stages
+
+_COUNTS = (250, 500, 1000, 2000)
+_FLOATS = 8
+_STEPS = 20
+_WARM_UP = 4
+_OURS = (FDDP, "fddp.DDP default", "fddp.DDP view")
+_THEIRS = ("DDP default", "DDP view")
+_BOUND_US = 1.0
+
+
+class _Leaves(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        own = [nn.Parameter(torch.randn(_FLOATS)) for _ in range(count)]
+        for number, leaf in enumerate(own):
+            self.register_parameter(f"p{number:05}", leaf)
+        self._own = tuple(own)  # reading thousands of attributes would be most of the step
+
+    def forward(self, factor: Tensor) -> Tensor:
+        return _loss(list(self._own), factor)
+
+
+def _loss(leaves: list[Tensor], factor: Tensor) -> Tensor:
+    return (torch.cat(leaves) * factor).sum()
+
+
+def workload(count: int) -> Workload:
+    """As many parameters, of a few elements each."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return _Leaves(count)
+
+    def to_function(module: nn.Module) -> Functional:
+        return Functional([leaf.detach().clone() for leaf in module.parameters()], _loss)
+
+    return Workload(f"{count} parameters", build, to_function, lambda rank: torch.tensor(2.0))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Steps with one number of parameters: by contestant, beyond the local step of its form."""
+
+    count: int
+    local_s: float
+    added: dict[str, Series]
+
+
+def main() -> None:
+    """Measures and prints; about half a minute."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
+    args = parser.parse_args()
+    cases = launch(1, run_rank, args.rounds)[0]
+    console().print(_table(cases))
+    console().print(figures_table(figures(cases)))
+    if args.json is not None:
+        args.json.write_text(_to_json(cases))
+
+
+def run_rank(rounds: int, counts: tuple[int, ...] = _COUNTS) -> list[Case]:
+    """All numbers of parameters."""
+    cases = []
+    with Stages(shown=True) as stages:
+        for count in counts:
+            about = workload(count)
+            stages.begin(about.title, rounds)
+            made = {name: make(about, about.batch(0)) for name, make in makers(False).items()}
+            field = [made[name] for name in (LOCAL_MODULE, LOCAL_FUNCTION, *_OURS, *_THEIRS)]
+            for contestant in field:
+                for _ in range(_WARM_UP):
+                    contestant.step()
+            series = measure({c.name: c.step for c in field}, rounds, _STEPS, stages.advance)
+            local = {"module": series[LOCAL_MODULE], "function": series[LOCAL_FUNCTION]}
+            added = {c.name: difference(series[c.name], local[c.form]) for c in field[2:]}
+            cases.append(Case(count, series[LOCAL_MODULE].median_s, added))
+            for contestant in made.values():
+                contestant.close()
+    return cases
+
+
+def slope_us(cases: list[Case], name: str) -> Ratio:
+    """Microseconds for each parameter: the slope of a straight line, round by round.
+
+    Example:
+        >>> cases = [Case(n, 0.0, {"x": Series((1e-3 + 2e-6 * n,))}) for n in (100, 200, 400)]
+        >>> round(slope_us(cases, "x").median, 6)
+        2.0
+    """
+    counts = [case.count for case in cases]
+    rounds = zip(*(case.added[name].rounds_s for case in cases), strict=True)
+    return spread(float(np.polyfit(counts, added_s, 1)[0]) * 1e6 for added_s in rounds)
+
+
+def figures(cases: list[Case]) -> list[Figure]:
+    """What is held against a bound."""
+    what = "us a parameter, hook and bookkeeping"
+    return [at_most(_BOUND_US, what, name, slope_us(cases, name)) for name in _OURS]
+
+
+def _table(cases: list[Case]) -> Table:
+    table = Table(
+        title="One rank, parameters of 8 floats: ms beyond the local step",
+        caption="median of rounds; slope: us a parameter (lowest-highest round)",
+        box=box.SIMPLE_HEAVY,
+        pad_edge=False,
+    )
+    table.add_column("")
+    for case in cases:
+        table.add_column(str(case.count), justify="right")
+    table.add_column("slope", justify="right", no_wrap=True)
+    table.add_row("local step", *(f"{case.local_s * 1e3:.2f}" for case in cases), "")
+    for name in (*_OURS, *_THEIRS):
+        slope = slope_us(cases, name)
+        table.add_row(
+            name,
+            *(f"{case.added[name].median_s * 1e3:.2f}" for case in cases),
+            f"{slope.median:.2f} ({slope.low:.2f}-{slope.high:.2f})",
+        )
+    return table
+
+
+def _to_json(cases: list[Case]) -> str:
+    values = [
+        {
+            "parameters": case.count,
+            "local_s": case.local_s,
+            "added_s": {name: series.rounds_s for name, series in case.added.items()},
+        }
+        for case in cases
+    ]
+    return json.dumps({"cases": values, "figures": to_values(figures(cases))}, indent=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""The benchmark's figures, as tables and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich import box
+from rich.table import Table
+
+from benchmarks.bounds import Figure, at_most, figures_table, to_values
+from benchmarks.competitors import FDDP, LOCAL_FUNCTION, LOCAL_MODULE, OVER_GLOO, twin
+from benchmarks.measure import Ratio, Series, difference, ratio, spread
+
+_EXPOSED_FUNCTION = 0.25
+_EXPOSED_WRAPPER = 0.35
+_BUSY_LOAD = 1.0  # starting the ranks makes some, too
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contestant and its times.
+
+    Attributes:
+        name: of the contestant.
+        form: "module" or "function".
+        is_ddp: whether it is a mode of torch's DDP.
+        transport: how its gradients travel.
+        series: its steps.
+    """
+
+    name: str
+    form: str
+    is_ddp: bool
+    transport: str
+    series: Series
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it only computes."""
+        return self.name in (LOCAL_MODULE, LOCAL_FUNCTION)
+
+    @property
+    def is_wrapper(self) -> bool:
+        """Whether it is fddp's wrapper."""
+        return twin(self.name) is not None
+
+
+@dataclass(frozen=True)
+class ModelResult:
+    """One model's figures.
+
+    Attributes:
+        title: of the model.
+        tensors: number of its parameter tensors.
+        elements: number of their elements, of float32.
+        steps: number of steps that counted, in each contestant's turn of a round.
+        entries: one for each contestant.
+    """
+
+    title: str
+    tensors: int
+    elements: int
+    steps: int
+    entries: tuple[Entry, ...]
+
+    @property
+    def best_ddp(self) -> Entry:
+        """The mode of DDP with the lowest median."""
+        return min((e for e in self.entries if e.is_ddp), key=lambda e: e.series.median_s)
+
+    def versus_best(self, entry: Entry) -> Ratio:
+        """An entry's step against the best DDP mode's, round by round."""
+        return ratio(entry.series, self.best_ddp.series)
+
+    def versus_twin(self, wrapper: Entry) -> Ratio:
+        """fddp's wrapper against DDP in the same mode, round by round."""
+        return ratio(wrapper.series, self.entry(twin(wrapper.name)).series)
+
+    def exposed(self, entry: Entry) -> Series:
+        """Its steps beyond the same round's local step of the same form."""
+        local = LOCAL_MODULE if entry.form == "module" else LOCAL_FUNCTION
+        return difference(entry.series, self.entry(local).series)
+
+    def exposed_versus_best(self, entry: Entry) -> Ratio:
+        """What it adds to its local step, over what the best DDP mode adds, round by round.
+
+        Infinite in a round in which the latter added nothing, which is noise and proves nothing.
+        """
+        pairs = zip(self.exposed(entry).rounds_s, self.exposed(self.best_ddp).rounds_s, strict=True)
+        return spread(a / b if b > 0.0 else math.inf for a, b in pairs)
+
+    def entry(self, name: str | None) -> Entry:
+        """The contestant of that name."""
+        return next(entry for entry in self.entries if entry.name == name)
+
+
+@dataclass(frozen=True)
+class SmallResult:
+    """One small tensor.
+
+    Attributes:
+        nbytes: its size.
+        transport: what fddp takes by itself.
+        bare: a blocking all-reduce over gloo.
+        over_gloo: `sync([tensor])` over gloo.
+        fddp: the same over the transport that it takes by itself.
+    """
+
+    nbytes: int
+    transport: str
+    bare: Series
+    over_gloo: Series
+    fddp: Series
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was measured.
+
+    Attributes:
+        ranks: number of ranks, of one thread each.
+        rounds: number of rounds.
+        load: average of the minute before.
+        models: by name.
+        small: by size.
+    """
+
+    ranks: int
+    rounds: int
+    load: float
+    models: dict[str, ModelResult]
+    small: tuple[SmallResult, ...]
+
+
+def figures(report: Report) -> list[Figure]:
+    """What is held against a bound. With more ranks than cores that is the step alone."""
+    crowded = report.ranks > (os.cpu_count() or 1)
+    found = _crowded(report) if crowded else _exposed(report) + _over_gloo(report)
+    return sorted(found, key=lambda figure: figure.what)
+
+
+def _exposed(report: Report) -> list[Figure]:
+    found = []
+    for name, model in report.models.items():
+        for entry in model.entries:
+            if entry.name == FDDP:
+                bound, what = _EXPOSED_FUNCTION, "exposed, function / best DDP"
+            elif entry.is_wrapper and not entry.name.endswith(OVER_GLOO):
+                bound, what = _EXPOSED_WRAPPER, "exposed, wrapper / best DDP"
+            else:
+                continue
+            value = model.exposed_versus_best(entry)
+            found.append(at_most(bound, what, _case(name, entry), value))
+    return found
+
+
+def _over_gloo(report: Report) -> list[Figure]:
+    return [
+        at_most(
+            1.0,
+            f"step over gloo, {'wrapper' if entry.is_wrapper else 'function'} / best DDP",
+            _case(name, entry),
+            model.versus_best(entry),
+        )
+        for name, model in report.models.items()
+        for entry in model.entries
+        if entry.name.endswith(OVER_GLOO)
+    ]
+
+
+def _crowded(report: Report) -> list[Figure]:
+    what = f"step, {report.ranks} ranks on {os.cpu_count()} cores / best DDP"
+    return [
+        at_most(
+            1.0,
+            what,
+            _case(name, entry),
+            model.versus_best(entry),
+        )
+        for name, model in report.models.items()
+        for entry in model.entries
+        if (entry.name == FDDP or entry.is_wrapper) and not entry.name.endswith(OVER_GLOO)
+    ]
+
+
+def _case(model: str, entry: Entry) -> str:
+    mode = entry.name.removesuffix(OVER_GLOO).removeprefix(FDDP).removeprefix(".DDP")
+    return f"{model},{mode}" if mode else model
+
+
+def tables(report: Report) -> list[Table]:
+    """For people; `benchmarks.bounds.WIDTH` columns wide at most."""
+    return [
+        *map(_model_table, report.models.values()),
+        _small_table(report.small),
+        figures_table(figures(report)),
+    ]
+
+
+def warning(report: Report) -> str:
+    """What to know before the figures are believed; empty where there is nothing."""
+    if report.load < _BUSY_LOAD:
+        return ""
+    return (
+        f"The load average was {report.load:.1f} before the first step: other programs were at "
+        f"work, and these figures are about them as well."
+    )
+
+
+def to_json(report: Report) -> str:
+    """For programs; times in seconds."""
+    return json.dumps(
+        {
+            "environment": {
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "machine": platform.machine(),
+                "cores": os.cpu_count(),
+                "ranks": report.ranks,
+                "threads_per_rank": 1,
+                "load_before": report.load,
+            },
+            "rounds": report.rounds,
+            "models": {name: _model_values(model) for name, model in report.models.items()},
+            "small": [
+                {
+                    "nbytes": small.nbytes,
+                    "transport": small.transport,
+                    "all_reduce_s": small.bare.median_s,
+                    "over_gloo_s": small.over_gloo.median_s,
+                    "fddp_s": small.fddp.median_s,
+                }
+                for small in report.small
+            ],
+            "figures": to_values(figures(report)),
+        },
+        indent=2,
+    )
+
+
+def _model_values(model: ModelResult) -> dict[str, Any]:
+    return {
+        "title": model.title,
+        "tensors": model.tensors,
+        "elements": model.elements,
+        "steps_per_round": model.steps,
+        "best_ddp": model.best_ddp.name,
+        "contestants": {
+            entry.name: {
+                "form": entry.form,
+                "transport": entry.transport,
+                "median_s": entry.series.median_s,
+                "rounds_s": entry.series.rounds_s,
+                **({} if entry.is_local else _synced_values(model, entry)),
+            }
+            for entry in model.entries
+        },
+    }
+
+
+def _synced_values(model: ModelResult, entry: Entry) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "exposed_s": model.exposed(entry).median_s,
+        "step_ratio": model.versus_best(entry)._asdict(),
+        "exposed_ratio": model.exposed_versus_best(entry)._asdict(),
+    }
+    return values | ({"same_mode_ratio": model.versus_twin(entry)} if entry.is_wrapper else {})
+
+
+def _model_table(model: ModelResult) -> Table:
+    best = model.best_ddp.name
+    table = Table(
+        title=f"{model.title} ({model.elements / 1e6:.1f} M parameters in {model.tensors} tensors)",
+        caption="ms: median of rounds (lowest-highest); exposed: step less local step in its form; "
+        f"ratios: round by round, to {best}",
+        box=box.SIMPLE_HEAVY,
+        pad_edge=False,
+    )
+    table.add_column("")
+    for heading in ("via", "step", "exposed", "step ratio", "exposed ratio"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for entry in model.entries:
+        local = entry.is_local
+        table.add_row(
+            entry.name,
+            "" if local else entry.transport,
+            _ms(entry.series),
+            "" if local else f"{model.exposed(entry).median_s * 1e3:.1f}",
+            "" if local else _text(model.versus_best(entry)),
+            "" if local else _text(model.exposed_versus_best(entry)),
+        )
+    return table
+
+
+def _small_table(results: Iterable[SmallResult]) -> Table:
+    table = Table(
+        title="One small tensor: what sync(grads) costs beside an all-reduce",
+        box=box.SIMPLE_HEAVY,
+    )
+    table.add_column("us")
+    for heading in ("all-reduce, gloo", "sync, gloo", "sync", "via", "sync, gloo / all-reduce"):
+        table.add_column(heading, justify="right")
+    for small in results:
+        table.add_row(
+            f"{small.nbytes} bytes",
+            *(f"{s.median_s * 1e6:.0f}" for s in (small.bare, small.over_gloo, small.fddp)),
+            small.transport,
+            _text(ratio(small.over_gloo, small.bare)),
+        )
+    return table
+
+
+def _ms(series: Series) -> str:
+    rounds_ms = [time_s * 1e3 for time_s in series.rounds_s]
+    return f"{series.median_s * 1e3:.3g} ({min(rounds_ms):.3g}-{max(rounds_ms):.3g})"
+
+
+def _text(value: Ratio) -> str:
+    return f"{value.median:.2f} ({value.low:.2f}-{value.high:.2f})"

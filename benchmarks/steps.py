@@ -1,0 +1,103 @@
+"""What each rank of the benchmark does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fddp
+from benchmarks.competitors import FLAT, LOCAL_FUNCTION, LOCAL_MODULE, Contestant, contestants
+from benchmarks.measure import Series, measure
+from benchmarks.models import WORKLOADS, Workload
+from benchmarks.report import Entry, ModelResult, Report, SmallResult
+from fddp.cli.progress import Stages
+
+_WARM_UP = 4  # steps; DDP and fddp rebuild their buckets after the first
+_SMALL_BYTES = (4, 65536, 1048576)
+_SMALL_CALLS = 50
+
+
+class Options(NamedTuple):
+    """What the command line gives.
+
+    Attributes:
+        models: names from `WORKLOADS`.
+        rounds: number of rounds.
+        quick: whether a turn has one step that counts, instead of the workload's number.
+    """
+
+    models: tuple[str, ...]
+    rounds: int
+    quick: bool
+
+
+def run_rank(options: Options) -> Report | None:
+    """Measures all of it; a collective call. Rank 0 gets the report."""
+    load, _, _ = os.getloadavg()
+    with Stages(shown=dist.get_rank() == 0) as stages:
+        models = {name: _model(WORKLOADS[name], options, stages) for name in options.models}
+        stages.begin("one small tensor", len(_SMALL_BYTES) * options.rounds)
+        small = tuple(_small(nbytes, options, stages.advance) for nbytes in _SMALL_BYTES)
+    if dist.get_rank() != 0:
+        return None
+    return Report(dist.get_world_size(), options.rounds, load, models, small)
+
+
+def _model(workload: Workload, options: Options, stages: Stages) -> ModelResult:
+    stages.begin(workload.title, options.rounds)
+    batch = workload.batch(dist.get_rank())
+    field = contestants(workload, batch)
+    for contestant in field:
+        for _ in range(_WARM_UP):
+            contestant.step()
+    check_gradients(field)
+    steps = 1 if options.quick else workload.steps
+    series = measure({c.name: c.step for c in field}, options.rounds, steps, stages.advance)
+    entries = tuple(Entry(c.name, c.form, c.is_ddp, c.transport, series[c.name]) for c in field)
+    for contestant in field:
+        contestant.close()
+    parameters = [parameter.numel() for parameter in workload.build().parameters()]
+    return ModelResult(workload.title, len(parameters), sum(parameters), steps, entries)
+
+
+def check_gradients(field: list[Contestant]) -> None:
+    """Whether all that synchronise gave the same gradients in their last step.
+
+    Raises:
+        RuntimeError: one gave others; the time it takes for them means nothing.
+    """
+    expected = next(c for c in field if c.name == FLAT).gradients()
+    for contestant in field:
+        if contestant.name in (LOCAL_MODULE, LOCAL_FUNCTION):
+            continue
+        found = contestant.gradients()
+        if len(found) != len(expected) or not all(map(_close, found, expected)):
+            raise RuntimeError(
+                f"{contestant.name!r} gave other gradients than {FLAT!r}: not worth timing"
+            )
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Up to the rounding of float32 in sums over a batch."""
+    return a.shape == b.shape and bool((a - b).norm() <= 1e-4 * b.norm())
+
+
+def _small(nbytes: int, options: Options, after_round: Callable[[], None]) -> SmallResult:
+    """What fddp adds to an all-reduce: what it must tell beside the gradients, and bookkeeping."""
+    tensor = torch.zeros(nbytes // 4)
+    with fddp.GradSync([tensor]) as sync, fddp.GradSync([tensor], transport="c10d") as over_gloo:
+        steps = {
+            "bare": lambda: dist.all_reduce(tensor),
+            "gloo": lambda: over_gloo([tensor]),
+            "fddp": lambda: sync([tensor]),
+        }
+        steps["gloo"](), steps["fddp"]()  # the first call rebuilds the plan
+        calls = 1 if options.quick else _SMALL_CALLS
+        series: dict[str, Series] = measure(steps, options.rounds, calls, after_round)
+        transport = sync.transport
+    return SmallResult(nbytes, transport, series["bare"], series["gloo"], series["fddp"])

@@ -1,0 +1,171 @@
+"""What commands share: kinds of arguments, mistakes, launching, and writing files."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from fddp.cli.launch import launch
+from fddp.core.plan.leaf import MAX_COUNT
+from fddp.core.plan.text import MIB
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import RenderableType
+
+T = TypeVar("T")
+
+Commands: TypeAlias = "argparse._SubParsersAction[Any]"
+
+PROG = "python -m fddp"
+STDOUT = Path("-")
+
+#: extras of the package, by library: the name of its module, of its package, and of the extra
+_EXTRAS = {
+    "rich": ("rich", "demo"),
+    "sklearn": ("scikit-learn", "demo"),
+    "matplotlib": ("matplotlib", "viz"),
+}
+
+
+class CallError(Exception):
+    """The call can't be served as it is: told in one line, with exit code 2."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))  # errors of others may have several lines
+
+
+def require(*modules: str) -> None:
+    """Asks for optional libraries.
+
+    Raises:
+        CallError: some are missing; it says how to install them.
+    """
+    missing = [_EXTRAS[name] for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        packages = " and ".join(package for package, _ in missing)
+        extras = ",".join(dict.fromkeys(extra for _, extra in missing))
+        raise CallError(f"needs {packages}: pip install fddp[{extras}]")
+
+
+def launched(prog: str, ranks: int, fn: Callable[..., T], *args: Any) -> T:
+    """What `fn` returned on rank 0; ends this process with one line where a rank failed."""
+    try:
+        return launch(ranks, fn, *args)[0]
+    except ChildFailedError:
+        print(f"{prog}: a rank failed; its error is above", file=sys.stderr)
+        sys.exit(1)
+    except SignalException as error:
+        print(f"{prog}: ended by {error.sigval.name}", file=sys.stderr)
+        sys.exit(128 + error.sigval)
+
+
+class Printer:
+    """Prints tables and writes files, and says so. Needs rich.
+
+    Args:
+        json: where a command's JSON goes; for `STDOUT`, all else goes to the standard error.
+        width: columns of the output where it is no terminal.
+    """
+
+    def __init__(self, json: Path | None = None, width: int = 80) -> None:
+        from rich.console import Console
+
+        self._console = Console(highlight=False, stderr=json == STDOUT)
+        if not self._console.is_terminal:
+            self._console.width = width
+
+    def show(self, renderable: RenderableType) -> None:
+        """Prints a table, or a text that may be long."""
+        self._console.print(renderable, markup=False, soft_wrap=isinstance(renderable, str))
+
+    def write_text(self, path: Path | None, text: str) -> None:
+        """Writes a text, if it is wanted."""
+        if path == STDOUT:
+            print(text)
+        elif path is not None:
+            self._write(path, lambda: path.write_text(text, encoding="utf-8"))
+
+    def write_png(self, path: Path, figure: Figure) -> None:
+        """Writes a figure."""
+        self._write(path, lambda: figure.savefig(path, format="png", dpi=150))
+
+    def _write(self, path: Path, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            raise CallError(f"can't write {str(path)!r}: {error.strerror}") from error
+        self.show(f"written to {path}")
+
+
+# Arguments
+
+
+def add_ranks(parser: argparse.ArgumentParser, most: int) -> None:
+    """Declares `--ranks`, of a command that starts processes."""
+    parser.add_argument(
+        "--ranks",
+        type=whole(1, most),
+        default=2,
+        metavar="N",
+        help="processes, one thread each (default: %(default)s)",
+    )
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Whole numbers within bounds."""
+    wanted = f"a whole number of at least {least}" + (f" and at most {most}" if most else "")
+
+    def parse(text: str) -> int:
+        value = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+        if value is None or value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
+        return value
+
+    return parse
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
+
+
+def cap(text: str) -> float:
+    """A cap of buckets in MiB."""
+    value = positive(text)
+    if not 1 <= value * MIB <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(
+            f"must be a cap of at least one byte and below 2**63, in MiB, got {text!r}"
+        )
+    return value
+
+
+def output(text: str) -> Path:
+    """A file that can be made."""
+    path = Path(text)
+    try:
+        fits = not path.is_dir() and path.parent.is_dir()
+    except OSError:  # a name that is too long
+        fits = False
+    if not fits:
+        raise argparse.ArgumentTypeError(f"must be a file in a directory that exists, got {text!r}")
+    return path
+
+
+def output_or_stdout(text: str) -> Path:
+    """The same, or `STDOUT` for "-"."""
+    return STDOUT if text == "-" else output(text)

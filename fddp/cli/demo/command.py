@@ -1,0 +1,57 @@
+"""`python -m fddp demo`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from fddp.cli.common import PROG, Commands, Printer, add_ranks, cap, launched, require, whole
+
+if TYPE_CHECKING:
+    from fddp.cli.demo.rank import Options
+
+_MAX_RANKS = 16  # with many more, some would have no images at all
+
+
+def add(commands: Commands) -> None:
+    """Declares the command."""
+    parser = commands.add_parser(
+        "demo",
+        help="train a small network on several ranks and check the result",
+        description="Trains a small convolutional network on scikit-learn's digits, and checks it "
+        "against one process. Exit code 1 if a check fails.",
+    )
+    add_ranks(parser, _MAX_RANKS)
+    parser.add_argument(
+        "--epochs",
+        type=whole(1),
+        default=8,
+        metavar="N",
+        help="times to go over the data (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--bucket-cap-mb",
+        type=cap,
+        default=0.25,
+        metavar="MIB",
+        help="size at which a bucket is closed, in MiB (default: %(default)s)",
+    )
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    require("rich", "sklearn")
+    from fddp.cli.demo.rank import Options
+
+    return run_demo(Options(args.ranks, args.epochs, args.bucket_cap_mb))
+
+
+def run_demo(options: Options) -> int:
+    """Runs the demo and prints its table; the exit code."""
+    from fddp.cli.demo.rank import run_rank
+    from fddp.cli.demo.report import checks, table
+
+    report = launched(f"{PROG} demo", options.ranks, run_rank, options)
+    assert report is not None  # it is rank 0's
+    Printer().show(table(report))
+    return 0 if all(check.passed for check in checks(report).values()) else 1

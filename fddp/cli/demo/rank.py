@@ -1,0 +1,82 @@
+"""What each rank of the demo does."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+import fddp
+from fddp.cli.demo.compare import ROUNDS, difference, difference_between_ranks, step_times
+from fddp.cli.demo.data import load, own_batches
+from fddp.cli.demo.model import Params, init_params, score
+from fddp.cli.demo.report import Report
+from fddp.cli.demo.train import Trained, train, train_alone
+from fddp.cli.progress import Stages
+
+_FIRST_STEPS = 2  # in which the buckets are not in their final order
+
+
+class Options(NamedTuple):
+    """What the command line gives.
+
+    Attributes:
+        ranks: number of processes.
+        epochs: number of times to go over the data.
+        bucket_cap_mb: MiB at which a bucket is closed, the first one too.
+        train: the loop; tests put a faulty one here.
+    """
+
+    ranks: int
+    epochs: int
+    bucket_cap_mb: float
+    train: Callable[..., Trained] = train
+
+
+def run_rank(options: Options) -> Report | None:
+    """Trains, then compares; a collective call. Rank 0 gets the report."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    cap_mb = options.bucket_cap_mb
+    data, held_out = load()
+    initial = fddp.broadcast(init_params(seed=rank))
+    with (
+        fddp.GradSync(initial, bucket_cap_mb=cap_mb, first_bucket_mb=cap_mb) as sync,
+        Stages(shown=rank == 0) as stages,
+    ):
+        stages.begin("training on all ranks", options.epochs)
+
+        def after_epoch(params: Params) -> None:
+            if rank == 0:
+                loss, accuracy = score(params, held_out)
+                stages.advance()
+                stages.note(f"loss {loss:.4f}, accuracy {accuracy:.1%}")
+
+        params, infos = options.train(initial, data, sync, options.epochs, after_epoch)
+        between_ranks = difference_between_ranks(params)
+
+        stages.begin("timing steps beside DDP", ROUNDS)
+        batch = next(own_batches(data, 0, rank, ranks))
+        times = step_times(params, batch, sync, cap_mb, stages.advance)
+        # All that is collective is done: from here on the other ranks need not wait.
+        if rank != 0:
+            return None
+
+        stages.begin("training in one process", options.epochs)
+        alone = train_alone(initial, data, ranks, options.epochs, stages.advance)
+
+        hidden = [info.timeline.hidden_fraction for info in infos[_FIRST_STEPS:] or infos]
+        return Report(
+            ranks=ranks,
+            epochs=options.epochs,
+            images=data.size,
+            steps=len(infos),
+            transport=sync.transport,
+            score=score(params, held_out),
+            between_ranks=between_ranks,
+            from_one_process=difference(params, alone),
+            times=times,
+            bucket_bytes=tuple(bucket.nbytes for bucket in infos[-1].timeline.buckets),
+            hidden=statistics.median(hidden),
+        )

@@ -1,0 +1,91 @@
+"""What the demo found, its checks, and its table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table
+
+from examples.common import Check
+from fddp.cli.demo.compare import StepTimes
+from fddp.cli.demo.model import Score
+
+#: What rounding may do to a parameter of this network (float64, of the order of 1): ranks sum a
+#: batch's gradients in another order than one process, which changes their last bits (1e-16), and
+#: training carries that on. A rank left out or a wrong weight shows at 1e-3 and above.
+ROUNDING = 1e-10
+
+
+@dataclass(frozen=True)
+class Report:
+    """A finished run, as rank 0 saw it.
+
+    Attributes:
+        ranks: number of processes.
+        epochs: number of times that they went over the data.
+        images: number of images trained on.
+        steps: number of steps of each rank.
+        transport: name of the transport.
+        score: on the images held out.
+        between_ranks: largest absolute difference of a parameter from rank 0's.
+        from_one_process: the same between rank 0 and one process with the whole batches.
+        times: time of a step, beside DDP's.
+        bucket_bytes: size of each bucket, in launch order.
+        hidden: share of the time with a bucket in flight in which backward still ran; median of
+            the steps.
+    """
+
+    ranks: int
+    epochs: int
+    images: int
+    steps: int
+    transport: str
+    score: Score
+    between_ranks: float
+    from_one_process: float
+    times: StepTimes
+    bucket_bytes: tuple[int, ...]
+    hidden: float
+
+
+def checks(report: Report) -> dict[str, Check]:
+    """What must hold for the run to count as right, by the name of its row.
+
+    Example:
+        >>> from fddp.cli.demo.compare import StepTimes
+        >>> score, times = Score(loss=0.1, accuracy=0.97), StepTimes(fddp_s=4e-3, ddp_s=4e-3)
+        >>> report = Report(2, 1, 1437, 12, "c10d", score, 0.0, 0.5, times, (1024,), 0.5)
+        >>> for name, check in checks(report).items():
+        ...     print(f"{name}: {check}")
+        difference between ranks: passed: must be 0
+        difference from one process: FAILED: at most 1e-10
+    """
+    return {
+        "difference between ranks": Check(report.between_ranks, 0.0),
+        "difference from one process": Check(report.from_one_process, ROUNDING),
+    }
+
+
+def table(report: Report) -> Table:
+    """The report for people; 80 columns wide at most."""
+    rows = Table(
+        title=f"{report.images} digits, epochs: {report.epochs}, ranks: {report.ranks}, "
+        f"transport: {report.transport}",
+        caption="difference: the largest of any parameter",
+        box=box.SIMPLE_HEAVY,
+        show_header=False,
+    )
+    rows.add_row("steps", f"{report.steps}", "weighted by number of images")
+    rows.add_row("loss on held-out images", f"{report.score.loss:.4f}", "")
+    rows.add_row("accuracy on held-out images", f"{report.score.accuracy:.1%}", "")
+    for name, check in checks(report).items():
+        rows.add_row(name, f"{check.value:.1e}" if check.value else "0", str(check))
+    ratio = report.times.fddp_s / report.times.ddp_s
+    rows.add_row("step with fddp", f"{report.times.fddp_s * 1e3:.2f} ms", "loss and gradients")
+    rows.add_row("step with torch DDP", f"{report.times.ddp_s * 1e3:.2f} ms", "the same buckets")
+    rows.add_row("fddp / DDP", f"{ratio:.2f}", "of medians, taken in turn")
+    sizes = ", ".join(f"{size / 1048576:.2f}" for size in report.bucket_bytes)
+    rows.add_row("buckets", f"{len(report.bucket_bytes)}", f"{sizes} MiB")
+    rows.add_row("communication hidden", f"{report.hidden:.0%}", "behind backward, median step")
+    return rows

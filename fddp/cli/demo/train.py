@@ -1,0 +1,82 @@
+"""The training loop on several ranks, and the same training in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import fddp
+from fddp.cli.demo.data import Batch, own_batches, whole_batches
+from fddp.cli.demo.model import Params, loss_fn
+
+_LEARNING_RATE = 0.1
+
+
+class Trained(NamedTuple):
+    """What a rank has after training.
+
+    Attributes:
+        params: the final parameters.
+        infos: one for each step.
+    """
+
+    params: Params
+    infos: list[fddp.SyncInfo]
+
+
+def train(
+    params: Params,
+    data: Batch,
+    sync: fddp.GradSync,
+    epochs: int,
+    after_epoch: Callable[[Params], None],
+) -> Trained:
+    """Plain gradient descent, each rank on its part of the data.
+
+    Ranks have different numbers of images. So in some rounds their batches differ in size, which
+    `weight_fn` tells, and in the last ones some have no batch, which `fddp.uneven` covers.
+
+    Args:
+        params: the same on all ranks; not written.
+        data: all images to train on; the same on all ranks.
+        sync: made for `params`.
+        epochs: number of times to go over the data.
+        after_epoch: called with the parameters so far.
+    """
+    infos = []
+    step = sync.value_and_grad(loss_fn, weight_fn=_images, with_info=True)
+    for epoch in range(epochs):
+        batches = own_batches(data, epoch, sync.rank, sync.world_size)
+        for batch in fddp.uneven(batches, sync):
+            _, grads, info = step(params, batch)
+            params = fddp.tree_map(_descend, params, grads)
+            infos.append(info)
+        after_epoch(params)
+    return Trained(params, infos)
+
+
+def train_alone(
+    params: Params, data: Batch, ranks: int, epochs: int, after_epoch: Callable[[], None]
+) -> Params:
+    """The same descent in one process without fddp, each step on what all ranks have together."""
+    grad_fn = torch.func.grad(loss_fn)
+    for epoch in range(epochs):
+        for batch in whole_batches(data, epoch, ranks):
+            grads = grad_fn(params, batch)
+            params = {
+                name: {key: _descend(layer[key], grads[name][key]) for key in layer}
+                for name, layer in params.items()
+            }
+        after_epoch()
+    return params
+
+
+def _descend(param: Tensor, grad: Tensor) -> Tensor:
+    return param - _LEARNING_RATE * grad
+
+
+def _images(params: Params, batch: Batch) -> int:
+    return batch.size

@@ -1,0 +1,86 @@
+"""`python -m fddp flight`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from fddp.cli.common import CallError, Commands
+from fddp.telemetry.flight.divergence import partings
+from fddp.telemetry.flight.log import Flight
+
+_MOST_BYTES = 64 * 2**20  # of one file; one of a hundred GradSyncs has 2 MiB
+
+
+def add(commands: Commands) -> None:
+    """Declares the command."""
+    parser = commands.add_parser(
+        "flight",
+        help="read what ranks wrote down before they failed, and say where they parted",
+        description="Lines up flights of several ranks, as fddp.dump_flights writes them.",
+    )
+    parser.add_argument(
+        "source",
+        nargs="+",
+        type=Path,
+        metavar="SOURCE",
+        help="a JSON file of a flight, or a directory, of which all flight-*.json are read",
+    )
+    parser.add_argument("--all", action="store_true", help="print every operation, too")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    paths, flights, torn = _all(args.source)
+    processes = len({(f.host, f.pid) for f in flights})
+    counted = f"{len(flights)} flight{'s' if len(flights) > 1 else ''}"
+    print(f"{counted} of {processes} process{'es' if processes > 1 else ''}")
+    for problem in torn:
+        print(f"left out: {problem}")
+    for parting in partings(flights):
+        print(f"\n{parting.text}")
+    if args.all:
+        for path, flight in zip(paths, flights, strict=True):
+            print(f"\n{path}\n{flight}")
+    return 0
+
+
+def _all(sources: Sequence[Path]) -> tuple[list[Path], list[Flight], list[CallError]]:
+    """The files, the flight of each, and what is wrong with those of directories that are torn: one
+    that was copied in part is no reason to say nothing of the others."""
+    paths, flights, torn = [], [], []
+    for source in sources:
+        for path in _files(source):
+            try:
+                flight = _read(path)
+            except CallError as error:
+                if path is source:
+                    raise
+                torn.append(error)
+            else:
+                paths.append(path)
+                flights.append(flight)
+    if not flights:
+        raise torn[0]
+    return paths, flights, torn
+
+
+def _files(source: Path) -> list[Path]:
+    if not source.is_dir():
+        return [source]
+    found = sorted(source.glob("flight-*.json"))
+    if not found:
+        raise CallError(f"there is no flight-*.json in {str(source)!r}")
+    return found
+
+
+def _read(path: Path) -> Flight:
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise CallError(f"{str(path)!r} is no flight: it has more than {_MOST_BYTES} bytes")
+        return Flight.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CallError(f"can't read {str(path)!r}: {error.strerror}") from error
+    except ValueError as error:
+        raise CallError(f"{str(path)!r}: {error}") from error

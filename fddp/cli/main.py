@@ -1,0 +1,57 @@
+"""The command line, `python -m fddp`.
+
+Exit codes: 0 all went well, 1 a check or a rank failed, 2 the call makes no sense or a library is
+missing, 128 + n ended by signal n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from fddp.cli import flight, plan, simulate, tune
+from fddp.cli.common import PROG, CallError
+from fddp.cli.demo import command as demo
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; the exit code.
+
+    Args:
+        argv: arguments without the program's name; None for those of the process.
+
+    Raises:
+        SystemExit: a wrong argument or a missing library (code 2), or help was asked for (0).
+    """
+    parser = Parser(prog=PROG, description="Functional distributed data parallelism.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (demo, plan, simulate, tune, flight):
+        command.add(commands)
+    return run(parser, argv)
+
+
+def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+    """Parses arguments and runs the command that they choose; as `main`."""
+    args = parser.parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = args.run
+    try:
+        code = command(args)
+        sys.stdout.flush()
+    except CallError as error:
+        args.parser.exit(2, f"{args.parser.prog}: error: {error}\n")
+    except OSError as error:  # of what is written; the reader of a pipe may have left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to flush
+        if not isinstance(error, BrokenPipeError):
+            args.parser.exit(1, f"{args.parser.prog}: error: {error}\n")
+        return 1
+    return code
+
+
+class Parser(argparse.ArgumentParser):
+    """Tells of a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")

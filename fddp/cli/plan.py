@@ -1,0 +1,84 @@
+"""`python -m fddp plan`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from fddp.cli.common import CallError, Commands, Printer, cap, output, output_or_stdout, require
+from fddp.cli.sources import SOURCE_HELP, is_plan_file, load_plan
+from fddp.core.plan.plan import BucketPlan
+from fddp.core.plan.text import MIB, summary
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def add(commands: Commands) -> None:
+    """Declares the command."""
+    parser = commands.add_parser(
+        "plan",
+        help="show the buckets in which gradients are reduced",
+        description="Shows the bucket plan of a tree of parameters or of an nn.Module.",
+    )
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help=SOURCE_HELP,
+    )
+    parser.add_argument(
+        "--bucket-cap-mb",
+        type=cap,
+        metavar="MIB",
+        help="size at which a bucket is closed, in MiB (default: 25)",
+    )
+    parser.add_argument(
+        "--first-bucket-mb",
+        type=cap,
+        metavar="MIB",
+        help="the same for the first bucket (default: 1)",
+    )
+    parser.add_argument(
+        "--json", type=output_or_stdout, metavar="FILE", help="write the plan there; - to stdout"
+    )
+    parser.add_argument("--png", type=output, metavar="FILE", help="draw the plan there")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    require("rich", *(["matplotlib"] if args.png else []))
+    if is_plan_file(args.source) and (args.bucket_cap_mb or args.first_bucket_mb):
+        raise CallError(f"the caps of {args.source!r} are fixed, as it is a plan already")
+    plan = load_plan(args.source, args.bucket_cap_mb or 25.0, args.first_bucket_mb or 1.0)
+    printer = Printer(args.json)
+    printer.show(_table(plan))
+    printer.write_text(args.json, plan.to_json())
+    if args.png:
+        from fddp.viz import plot_plan
+
+        printer.write_png(args.png, plot_plan(plan))
+    return 0
+
+
+def _table(plan: BucketPlan) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=summary(plan), caption=f"digest {plan.digest}", box=box.SIMPLE_HEAVY)
+    table.add_column("bucket", justify="right")
+    table.add_column("leaves", justify="right")
+    table.add_column("first to last leaf", overflow="fold")
+    table.add_column("dtype, device")
+    table.add_column("MiB", justify="right")
+    table.add_column("cap MiB", justify="right")
+    for number, bucket in enumerate(plan.buckets):
+        ends = dict.fromkeys(plan.paths[leaf] for leaf in (bucket.leaves[0], bucket.leaves[-1]))
+        table.add_row(
+            str(number),
+            str(len(bucket.leaves)),
+            " to ".join(ends),
+            f"{bucket.dtype}, {bucket.device}",
+            f"{bucket.nbytes / MIB:.4g}",
+            "sparse" if bucket.sparse else f"{bucket.cap_bytes / MIB:.4g}",
+        )
+    return table

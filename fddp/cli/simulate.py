@@ -1,0 +1,290 @@
+"""`python -m fddp simulate`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fddp.cli.common import (
+    CallError,
+    Commands,
+    Printer,
+    cap,
+    output,
+    output_or_stdout,
+    positive,
+    require,
+    whole,
+)
+from fddp.cli.link_arguments import COST_HELP, axis_cost, cost_of, topology
+from fddp.cli.sources import SOURCE_HELP, is_plan_file, load_plan, read
+from fddp.core.plan.plan import BucketPlan, plan_leaves
+from fddp.core.plan.text import MIB
+from fddp.core.schedule.builder import make_schedule
+from fddp.core.sim.cost import CostModel
+from fddp.core.sim.optimal import Target, optimal_plan
+from fddp.core.sim.simulator import Jitter, ReadyTimes, ready_seconds, simulate
+from fddp.core.timeline import Timeline
+from fddp.errors import FddpError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
+_FIRST_CAP_MB = 1.0
+
+
+class _Case(NamedTuple):
+    """A plan that was simulated."""
+
+    name: str
+    cap_mb: float | None  # None for plans that have no single cap
+    plan: BucketPlan
+    timeline: Timeline
+
+
+class _Setting(NamedTuple):
+    """What all plans are simulated with."""
+
+    target: Target
+    ready_times_s: ReadyTimes
+    jitter: Jitter | None
+    seed: int
+
+
+def add(commands: Commands) -> None:
+    """Declares the command."""
+    parser = commands.add_parser(
+        "simulate",
+        help="say how long a step would take, and which buckets would be best",
+        description="Simulates steps with buckets of several caps and with the best buckets that "
+        "are found. Needs no ranks.",
+    )
+    parser.add_argument("source", metavar="SOURCE", help=SOURCE_HELP)
+    parser.add_argument(
+        "--topology",
+        type=topology,
+        required=True,
+        metavar="AXIS=N,...",
+        help="the ranks as named axes, outermost first, such as host=12,local=8",
+    )
+    parser.add_argument(
+        "--cost", type=axis_cost, required=True, action="append", metavar="COST", help=COST_HELP
+    )
+    parser.add_argument(
+        "--algorithm",
+        choices=("all_reduce", "hierarchical", "reduce_scatter"),
+        default="all_reduce",
+        help="how buckets are reduced (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--caps",
+        type=_caps,
+        default=(1.0, 5.0, 25.0, 100.0),
+        metavar="MIB,...",
+        help="bucket caps to try, in MiB (default: 1,5,25,100); first buckets close at 1 MiB",
+    )
+    ready = parser.add_mutually_exclusive_group(required=True)
+    ready.add_argument(
+        "--backward-ms",
+        type=positive,
+        metavar="MS",
+        help="length of backward; gradients arrive in the order of the plan, each after a time in "
+        "proportion to its size",
+    )
+    ready.add_argument(
+        "--ready",
+        metavar="FILE",
+        help="JSON of measured times: an object from paths to seconds since the start of the step "
+        "(null: no gradient), or a list with one for each leaf of the plan",
+    )
+    parser.add_argument(
+        "--jitter",
+        type=_jitter,
+        metavar="SPREAD[,RATE,FACTOR]",
+        help="how ranks differ: standard deviation of the logarithm of their slowness, and the "
+        "share of stragglers and their factor",
+    )
+    parser.add_argument(
+        "--seed", type=whole(0), default=0, metavar="N", help="of the jitter (default: 0)"
+    )
+    parser.add_argument(
+        "--trace", type=output, metavar="FILE", help="write the fastest step there, for Perfetto"
+    )
+    parser.add_argument(
+        "--json",
+        type=output_or_stdout,
+        metavar="FILE",
+        help="write all results and the fastest plan there; - to stdout",
+    )
+    parser.add_argument(
+        "--png", type=output, metavar="FILE", help="draw step times and the fastest step there"
+    )
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    require("rich", *(["matplotlib"] if args.png else []))
+    given = load_plan(args.source)
+    target = Target(cost_of(args.cost, args.topology), args.topology, args.algorithm)
+    times = (
+        _ready_file(args.ready)
+        if args.ready is not None
+        else _spread(given, args.backward_ms / 1e3)
+    )
+    setting = _Setting(target, times, args.jitter, args.seed)
+    try:
+        cases = _cases(given, is_plan_file(args.source), args.caps, setting)
+    except (FddpError, ValueError) as error:
+        raise CallError(str(error)) from error
+    best = min(cases, key=lambda case: case.timeline.step_s)
+    printer = Printer(args.json)
+    source = (
+        f"read from {args.ready}" if args.ready is not None else "assumed: in proportion to size"
+    )
+    printer.show(_table(cases, best, target, f"ready times {source}"))
+    printer.write_text(args.json, _json(cases, best, target))
+    printer.write_text(args.trace, best.timeline.to_chrome_trace())
+    if args.png:
+        printer.write_png(args.png, _figure(cases, best))
+    return 0
+
+
+def _spread(plan: BucketPlan, backward_s: float) -> list[float]:
+    """Ready times by leaf: gradients arrive in the plan's order, each after its share by size."""
+    numels = np.array([plan.leaves[leaf].numel for leaf in plan.order], dtype=np.float64)
+    shares = np.cumsum(numels) / max(numels.sum(), 1.0)
+    times_s = [math.nan] * len(plan.leaves)
+    for leaf, share in zip(plan.order, shares.tolist(), strict=True):
+        times_s[leaf] = backward_s * share
+    for leaf in plan.order[-1:]:
+        times_s[leaf] = backward_s  # also where all leaves are empty
+    return times_s
+
+
+def _cases(
+    given: BucketPlan, is_fixed: bool, caps_mb: Sequence[float], setting: _Setting
+) -> list[_Case]:
+    """The given plan if it is one, one for each cap, and the best, all simulated."""
+    leaves, target = given.leaves, setting.target
+    times_s = ready_seconds(leaves, given.reduced, setting.ready_times_s)
+    order = sorted(given.order, key=lambda leaf: times_s[leaf])
+    plans: list[tuple[str, float | None, BucketPlan]] = []
+    if is_fixed:
+        plans.append(("as given", None, given))
+    for cap_mb in caps_mb:
+        caps_bytes = [int(cap * MIB) for cap in (min(_FIRST_CAP_MB, cap_mb), cap_mb)]
+        plan = plan_leaves(leaves, order=order, caps_bytes=caps_bytes)
+        plans.append((f"cap {cap_mb:.4g} MiB", cap_mb, plan))
+    plans.append(("optimal", None, optimal_plan(leaves, given.order, times_s.tolist(), target)))
+    cases = []
+    for name, plan_cap_mb, plan in plans:
+        schedule = make_schedule(plan, target.topology, algorithm=target.algorithm)
+        timeline = simulate(
+            schedule, target.cost, setting.ready_times_s, jitter=setting.jitter, seed=setting.seed
+        )
+        cases.append(_Case(name, plan_cap_mb, plan, timeline))
+    return cases
+
+
+def _table(cases: Sequence[_Case], best: _Case, target: Target, caption: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title=f"{target.algorithm} on {target.topology}", caption=caption, box=box.SIMPLE_HEAVY
+    )
+    table.add_column("plan")
+    for heading in ("buckets", "step ms", "backward ms", "exposed ms", "hidden"):
+        table.add_column(heading, justify="right")
+    for case in cases:
+        timeline = case.timeline
+        table.add_row(
+            case.name,
+            str(len(case.plan.buckets)),
+            f"{timeline.step_s * 1e3:.3f}",
+            f"{timeline.backward_end_s * 1e3:.3f}",
+            f"{timeline.exposed_s * 1e3:.3f}",
+            f"{timeline.hidden_fraction:.0%}",
+            style="bold" if case is best else "",
+        )
+    return table
+
+
+def _json(cases: Sequence[_Case], best: _Case, target: Target) -> str:
+    cost = target.cost
+    models = {"": cost} if isinstance(cost, CostModel) else cost
+    document: dict[str, Any] = {
+        "topology": dict(target.topology.axes),
+        "algorithm": target.algorithm,
+        "cost": {axis: asdict(model) for axis, model in models.items()},
+        "results": [
+            {
+                "plan": case.name,
+                "cap_mb": case.cap_mb,
+                "buckets": len(case.plan.buckets),
+                "digest": case.plan.digest,
+                "step_s": case.timeline.step_s,
+                "backward_s": case.timeline.backward_end_s,
+                "exposed_s": case.timeline.exposed_s,
+                "hidden_fraction": case.timeline.hidden_fraction,
+            }
+            for case in cases
+        ],
+        "fastest": best.name,
+        "fastest_plan": json.loads(best.plan.to_json()),
+    }
+    return json.dumps(document, indent=2)
+
+
+def _figure(cases: Sequence[_Case], best: _Case) -> Figure:
+    """Step times by cap above the timeline of the fastest step."""
+    from matplotlib.figure import Figure
+
+    from fddp.viz import plot_caps, plot_timeline
+
+    figure = Figure(figsize=(8.0, 6.5), layout="constrained")
+    above, below = figure.subplots(2, 1)
+    by_cap = {case.cap_mb: case.timeline.step_s for case in cases if case.cap_mb is not None}
+    others = {case.name: case.timeline.step_s for case in cases if case.cap_mb is None}
+    plot_caps(by_cap, levels_s=others, ax=above)
+    plot_timeline(best.timeline, ax=below)
+    return figure
+
+
+def _ready_file(path: str) -> ReadyTimes:
+    try:
+        times = json.loads(read(path))
+    except (ValueError, RecursionError) as error:
+        raise CallError(f"{path}: not a JSON document: {error}") from error
+    values = list(times.values()) if isinstance(times, dict) else times
+    if not isinstance(values, list) or not all(_is_time(value) for value in values):
+        raise CallError(f"{path}: must hold an object or a list of seconds (or null)")
+    seconds = [math.nan if value is None else float(value) for value in values]
+    return dict(zip(times, seconds, strict=True)) if isinstance(times, dict) else seconds
+
+
+def _is_time(value: object) -> bool:
+    # JSON's integers may be larger than any float.
+    is_number = isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
+    return value is None or is_number
+
+
+def _caps(text: str) -> tuple[float, ...]:
+    return tuple(dict.fromkeys(map(cap, text.split(","))))
+
+
+def _jitter(text: str) -> Jitter:
+    parts = text.split(",")
+    try:
+        if len(parts) not in (1, 3):
+            raise ValueError("it takes one number or three")
+        return Jitter(*map(float, parts))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be SPREAD or SPREAD,RATE,FACTOR: {error}") from None

@@ -1,0 +1,121 @@
+"""What commands work on: found by a name such as `package.module:name` or `file.py:name`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from fddp.cli.common import CallError
+from fddp.core.plan.plan import BucketPlan
+from fddp.errors import FddpError
+from fddp.tree.planner import plan_buckets
+
+SOURCE_HELP = (
+    "package.module:name or file.py:name of a tree of arrays, of an nn.Module, or of a function "
+    "that returns one; or FILE.json with a plan"
+)
+
+
+def load_plan(source: str, bucket_cap_mb: float = 25.0, first_bucket_mb: float = 1.0) -> BucketPlan:
+    """The plan in a JSON file, as it is, or one for the tree or module that a name leads to.
+
+    Raises:
+        CallError: there is nothing to plan there.
+    """
+    try:
+        if is_plan_file(source):
+            return BucketPlan.from_json(read(source))
+        tree = _tree_of(load(source))
+        return plan_buckets(tree, bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb)
+    except (FddpError, TypeError, ValueError) as error:
+        raise CallError(f"{source}: {error}") from error
+
+
+def is_plan_file(source: str) -> bool:
+    """Whether this names the JSON of a plan."""
+    return source.endswith(".json")
+
+
+def load(source: str) -> Any:
+    """What a name leads to; what a function or class there returns, called without arguments.
+
+    Raises:
+        CallError: the name is wrong, or code that it leads to raises.
+    """
+    where, colon, name = source.rpartition(":")
+    if not colon or not where or not name.isidentifier():
+        raise CallError(
+            f"{source!r} must be package.module:name or file.py:name, where name is a tree, an "
+            f"nn.Module, or a function that returns one"
+        )
+    module = _load_file(where) if where.endswith(".py") else _load_module(where)
+    if not hasattr(module, name):
+        raise CallError(f"{where!r} has no {name!r}")
+    found = getattr(module, name)
+    if not callable(found) or isinstance(found, nn.Module):
+        return found
+    try:
+        return found()
+    except (Exception, SystemExit) as error:
+        raise CallError(f"{source} raised {_described(error)}") from error
+
+
+def read(path: str) -> str:
+    """The text of a file.
+
+    Raises:
+        CallError: it can't be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise CallError(f"can't read {path!r}: {error.strerror}") from error
+
+
+def _tree_of(value: Any) -> Any:
+    """A module's parameters that have gradients, by name and in its order; else the value."""
+    if not isinstance(value, nn.Module):
+        return value
+    return {name: param for name, param in value.named_parameters() if param.requires_grad}
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            raise CallError(f"there is no module {error.name!r}") from error
+        raise CallError(f"importing {name!r} raised {_described(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise CallError(f"importing {name!r} raised {_described(error)}") from error
+
+
+def _load_file(path: str) -> ModuleType:
+    if not Path(path).is_file():
+        raise CallError(f"there is no file {path!r}")
+    spec = importlib.util.spec_from_file_location(f"fddp_source_{Path(path).stem}", path)
+    if spec is None or spec.loader is None:
+        raise CallError(f"{path!r} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for theirs
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise CallError(f"importing {path!r} raised {_described(error)}") from error
+    return module
+
+
+def _described(error: BaseException) -> str:
+    """The error and where it was raised, in one line."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) or not frames:
+        return text
+    return f"{text} ({frames[-1].filename}, line {frames[-1].lineno})"

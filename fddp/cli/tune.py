@@ -1,0 +1,159 @@
+"""`python -m fddp tune`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fddp.cli.common import (
+    PROG,
+    CallError,
+    Commands,
+    Printer,
+    add_ranks,
+    cap,
+    launched,
+    output,
+    output_or_stdout,
+    require,
+    whole,
+)
+from fddp.cli.sources import load
+from fddp.errors import FddpError
+from fddp.sync.autotune import TuneReport
+from fddp.sync.grad_sync import GradSync
+from fddp.tree.planner import plan_buckets
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_MAX_RANKS = 64
+
+
+class Options(NamedTuple):
+    """What every rank is told.
+
+    Attributes:
+        source: name of what makes the step; see `_load_step`.
+        bucket_cap_mb: cap of the plan to start from, MiB.
+        rounds: how often each plan is tried.
+    """
+
+    source: str
+    bucket_cap_mb: float
+    rounds: int
+
+
+class _Step(NamedTuple):
+    loss_fn: Callable[..., Any]
+    params: Any
+    args: tuple[Any, ...]
+
+
+def add(commands: Commands) -> None:
+    """Declares the command."""
+    parser = commands.add_parser(
+        "tune",
+        help="measure real steps on ranks of this host, and find faster buckets",
+        description="Starts ranks on this host, measures the links and when gradients are ready, "
+        "plans, and takes steps with the old and the new plan in turn.",
+    )
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="package.module:name or file.py:name of a function that returns (loss_fn, params, "
+        "*args); a step is the gradient of loss_fn(params, *args) with respect to params. Every "
+        "rank calls it, in its process group",
+    )
+    add_ranks(parser, _MAX_RANKS)
+    parser.add_argument(
+        "--bucket-cap-mb",
+        type=cap,
+        default=25.0,
+        metavar="MIB",
+        help="cap of the plan to start from, in MiB (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=whole(1),
+        default=5,
+        metavar="N",
+        help="how often each plan is tried (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json",
+        type=output_or_stdout,
+        metavar="FILE",
+        help="write the plan that was kept there, for GradSync or fddp plan; - to stdout",
+    )
+    parser.add_argument("--png", type=output, metavar="FILE", help="draw both plans there")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    require("rich", *(["matplotlib"] if args.png else []))
+    options = Options(args.source, args.bucket_cap_mb, args.rounds)
+    _check(_load_step(options.source), options)
+    report = launched(f"{PROG} tune", args.ranks, run_rank, options)
+    printer = Printer(args.json)
+    printer.show(_table(report, args.ranks))
+    printer.write_text(args.json, (report.after if report.adopted else report.before).to_json())
+    if args.png:
+        from fddp.viz import compare_plans
+
+        figure = compare_plans(report.before, report.after, names=("before", "after"))
+        printer.write_png(args.png, figure)
+    return 0
+
+
+def run_rank(options: Options) -> TuneReport:
+    """One rank: takes steps and tunes them."""
+    step = _load_step(options.source)
+    with GradSync(step.params, bucket_cap_mb=options.bucket_cap_mb) as sync:
+        return sync.tune(
+            sync.value_and_grad(step.loss_fn), step.params, *step.args, rounds=options.rounds
+        )
+
+
+def _load_step(source: str) -> _Step:
+    found = load(source)
+    if not isinstance(found, tuple) or len(found) < 2 or not callable(found[0]):
+        raise CallError(f"{source} must return (loss_fn, params, *args), got {found!r:.60}")
+    loss_fn, params, *args = found
+    return _Step(loss_fn, params, tuple(args))
+
+
+def _check(step: _Step, options: Options) -> None:
+    """Finds here, before ranks are started, what can't be planned."""
+    try:
+        plan_buckets(step.params, bucket_cap_mb=options.bucket_cap_mb)
+    except (FddpError, TypeError, ValueError) as error:
+        raise CallError(f"{options.source}: {error}") from error
+
+
+def _table(report: TuneReport, ranks: int) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    kept = "after" if report.adopted else "before"
+    table = Table(
+        title=f"a step on {ranks} ranks over gloo; kept: {kept}",
+        caption=", ".join(
+            f"{axis}: {model.alpha_s * 1e6:.3g} µs and {model.beta_s_per_byte * 1e9:.3g} ns a "
+            f"byte, overlap {model.overlap:.2f}"
+            for axis, model in report.costs.items()
+        ),
+        box=box.SIMPLE_HEAVY,
+    )
+    table.add_column("plan")
+    for heading in ("buckets", "simulated ms", "measured ms"):
+        table.add_column(heading, justify="right")
+    for name, plan, simulated_s, measured_s in (
+        ("before", report.before, report.simulated_before_s, report.measured_before_s),
+        ("after", report.after, report.simulated_after_s, report.measured_after_s),
+    ):
+        times = (f"{seconds * 1e3:.2f}" for seconds in (simulated_s, measured_s))
+        table.add_row(name, str(len(plan.buckets)), *times)
+    table.add_row("gain", "", f"{report.expected_gain:+.1%}", f"{report.measured_gain:+.1%}")
+    return table

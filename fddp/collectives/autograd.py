@@ -1,0 +1,243 @@
+"""Operators as functions of autograd: every rule is an operator again, so that derivatives of all
+orders, in both modes and under `vmap`, exist.
+
+[Note: forward mode twice]
+What the `jvp` of a function of autograd does with plain operations has no tangents of an outer
+level: torch (2.13) loses them without a word. So each `jvp` here applies functions of autograd and
+nothing else.
+"""
+
+# What torch calls with positional arguments of its own choosing has no other signature.
+# mypy: disable-error-code="override,no-untyped-call"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fddp.collectives.calls import Call
+from fddp.collectives.execute import run
+from fddp.native.operands import first_without_memory, have_derivatives
+
+
+class FddpLinear(torch.autograd.Function):
+    """All operators but `pmax`: linear, so that tangents go through the same operator, and
+    cotangents through its transpose. None stands for zeros, and is sent as such: a rank whose
+    result nobody used meets the others all the same."""
+
+    @staticmethod
+    def forward(call: Call, *leaves: Tensor | None) -> tuple[Tensor, ...]:
+        return tuple(run(call, leaves))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.call = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        call: Call = ctx.call
+        inexact = call.program.inexact
+        results = FddpLinear.apply(call.transposed(), *[cotangents[k] for k in inexact])
+        return (None, *spread(results, inexact, len(call.program.units)))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        inexact = call.program.inexact
+        results = FddpLinear.apply(call.tangent(), *[tangents[k] for k in inexact])
+        return tuple(spread(results, inexact, len(call.program.units)))
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], call: Call, *leaves: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        operator = call.program.operator
+        takes_rows, gives_rows = operator == "reduce_scatter", operator == "all_gather"
+        batched = _batched(leaves, in_dims[1:], info.batch_size, int(takes_rows))
+        results = FddpLinear.apply(call.batched(info.batch_size), *batched)
+        return results, (int(gives_rows),) * len(results)
+
+
+class FddpMaximum(torch.autograd.Function):
+    """`pmax`; gives the largest values, and behind these, for each unit that can have derivatives,
+    the share of the derivative that this rank's elements have in it."""
+
+    @staticmethod
+    def forward(call: Call, *leaves: Tensor) -> tuple[Tensor, ...]:
+        rows = run(call, leaves)
+        largest = [row.amax(0) for row in rows]
+        shares = [_share(rows[k], largest[k], leaves[k]) for k in call.program.inexact]
+        return (*largest, *shares)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.call = inputs[0]
+        shares = output[len(ctx.call.program.units) :]
+        ctx.mark_non_differentiable(*shares)
+        ctx.save_for_backward(*shares)
+        ctx.save_for_forward(*shares)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        call: Call = ctx.call
+        inexact = call.program.inexact
+        totals = FddpLinear.apply(call.summing("backward"), *[cotangents[k] for k in inexact])
+        shared = [s * t for s, t in zip(ctx.saved_tensors, totals, strict=True)]
+        return (None, *spread(shared, inexact, len(call.program.units)))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        inexact = call.program.inexact
+        shared = [
+            None if tangents[k] is None else FddpScaled.apply(share, tangents[k])
+            for share, k in zip(ctx.saved_tensors, inexact, strict=True)
+        ]
+        results = FddpLinear.apply(call.summing("jvp"), *shared)
+        own = spread(results, inexact, len(call.program.units))
+        return (*own, *([None] * len(inexact)))
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], call: Call, *leaves: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        batched = _batched(leaves, in_dims[1:], info.batch_size, 0)
+        results = FddpMaximum.apply(call.batched(info.batch_size), *batched)
+        return results, (0,) * len(results)
+
+
+class FddpMeanOnBackward(torch.autograd.Function):
+    """`sync_on_backward`: the identity, whose cotangents are averaged."""
+
+    @staticmethod
+    def forward(call: Call, *leaves: Tensor) -> tuple[Tensor, ...]:
+        return tuple(leaf.view_as(leaf) for leaf in leaves)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.call = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        call: Call = ctx.call
+        inexact = call.program.inexact
+        results = FddpLinear.apply(call.averaging("backward"), *[cotangents[k] for k in inexact])
+        return (None, *spread(results, inexact, len(call.program.units)))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if t is None else FddpPassed.apply(t) for t in tangents)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], call: Call, *leaves: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        batched = _batched(leaves, in_dims[1:], info.batch_size, 0)
+        results = FddpMeanOnBackward.apply(call.batched(info.batch_size), *batched)
+        return results, (0,) * len(results)
+
+
+class FddpScaled(torch.autograd.Function):
+    """A product with a factor that has no derivatives; see [Note: forward mode twice]."""
+
+    @staticmethod
+    def forward(factor: Tensor, value: Tensor) -> Tensor:
+        return factor * value
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[None, Tensor]:
+        (factor,) = ctx.saved_tensors
+        return None, FddpScaled.apply(factor, cotangent)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, tangent: Tensor) -> Tensor:
+        (factor,) = ctx.saved_tensors
+        return FddpScaled.apply(factor, tangent)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], factor: Tensor, value: Tensor
+    ) -> tuple[Tensor, int]:
+        return FddpScaled.apply(*_batched((factor, value), in_dims, info.batch_size, 0)), 0
+
+
+class FddpPassed(torch.autograd.Function):
+    """A view of all of it; see [Note: forward mode twice]."""
+
+    @staticmethod
+    def forward(value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return cotangent
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return FddpPassed.apply(tangent)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], value: Tensor) -> tuple[Tensor, Any]:
+        return FddpPassed.apply(value), in_dims[0]
+
+
+def has_rules(leaves: Sequence[Any]) -> bool:
+    """Whether anything would be lost if an operator ran on these leaves as on plain tensors."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or have_derivatives(leaves, graphs=torch.is_grad_enabled())
+        or first_without_memory(leaves) >= 0
+    )
+
+
+def largest(call: Call, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """`pmax` of leaves without derivatives."""
+    return [rows.amax(0) for rows in run(call, leaves)]
+
+
+def _batched(
+    leaves: Sequence[Tensor | None], dims: Sequence[int | None], size: int, at: int
+) -> list[Tensor | None]:
+    """Leaves with the batch at one place. What is batched on one rank may not be on another, so
+    that all leaves are expanded to the same shapes."""
+    moved: list[Tensor | None] = []
+    for leaf, dim in zip(leaves, dims, strict=True):
+        if leaf is None:
+            moved.append(None)
+        elif dim is None:
+            leaf = leaf.unsqueeze(at)
+            moved.append(leaf.expand(*leaf.shape[:at], size, *leaf.shape[at + 1 :]))
+        else:
+            moved.append(leaf.movedim(dim, at))
+    return moved
+
+
+def spread(results: Sequence[Any], positions: Sequence[int], count: int) -> list[Any]:
+    """Results at their positions, and None elsewhere."""
+    whole: list[Any] = [None] * count
+    for k, result in zip(positions, results, strict=True):
+        whole[k] = result
+    return whole
+
+
+def _share(row: Tensor, largest: Tensor, own: Tensor) -> Tensor:
+    """What each element has of the derivative: shared equally among those that attain the maximum.
+    NaN is the largest, and attained by all that are NaN."""
+    attained = (row == largest) | (row.isnan() & largest.isnan())
+    mine = (own == largest) | (own.isnan() & largest.isnan())
+    return mine.to(own.dtype) / attained.sum(0)

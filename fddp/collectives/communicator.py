@@ -1,0 +1,320 @@
+"""Communicators of the operators: an own transport over a group, opened once.
+
+[Note: communicators of groups]
+Who passes a bare group gets the communicator that belongs to it and to the axes laid over it; it is
+opened by the first operator that is called on them, by all ranks. It goes with the group: nothing
+here, nor in a transport, holds a group alive, and a communicator is closed when its group is gone;
+at the latest when a communicator is opened after the group was destroyed, because torch keeps some
+destroyed groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fddp.collectives.group_registry import OfGroups, is_destroyed
+from fddp.collectives.operator_program import Place
+from fddp.core.schedule.topology import Topology
+from fddp.errors import ClosedError, DesyncError, PlanMismatchError
+from fddp.native.recycled_buffers import Memory
+from fddp.runtime.agreement import exchange
+from fddp.runtime.failures import text_of
+from fddp.runtime.guards import outside_tracing
+from fddp.sync.request import CAP_MB, LONGEST_S
+from fddp.telemetry.flight.recorder import Recorder
+from fddp.transport import Group, LoopbackGroup, TransportName, open_transport
+from fddp.transport.lifetime.finalizer import when_collected
+from fddp.transport.mesh import Mesh, span_of
+from fddp.tree.planner import MIB_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from typing_extensions import Self
+
+    from fddp.transport import Transport
+
+_MOST_BETWEEN = 2**16
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+_of_groups: OfGroups[Communicator] = OfGroups()
+
+
+class Communicator:
+    """What operators run on: an own transport over a group of ranks, opened once.
+
+    Making one is a collective call. Operators take it where they take a group; operators on one
+    communicator meet in the order in which they are called, and never mix with those on another.
+
+    Args:
+        group: as for `GradSync`.
+        mesh: the axes of the ranks, as for `GradSync`; the groups along them are opened, too.
+        bucket_cap_mb: MiB at which a bucket is closed, of what operators plan themselves.
+        transport: as for `GradSync`.
+        timeout_s: seconds that any operation may take; None for the group's own limit.
+
+    Attributes:
+        rank: this rank's number.
+        world_size: ranks in the group.
+        topology: the axes of the ranks, or None.
+        number: by which operators in traced graphs find it in this process.
+        transport: carries the collectives.
+        begun: calls of all ranks that this rank has begun, also on those that came before it.
+        belongs_to: the group that it goes with; None where a caller made it.
+        cap_bytes: `bucket_cap_mb` in bytes.
+        recorder: takes note of operators.
+
+    Raises:
+        PlanMismatchError: ranks passed different axes or caps.
+        ValueError, TypeError: an argument makes no sense.
+        SyncTimeoutError: some ranks did not open theirs.
+
+    Example:
+        >>> import fddp, torch
+        >>> def mean_rank(group):
+        ...     with fddp.Communicator(group) as ranks:
+        ...         return fddp.pmean(torch.tensor(float(ranks.rank)), ranks).item()
+        >>> fddp.loopback(2, mean_rank)
+        [0.5, 0.5]
+    """
+
+    def __init__(
+        self,
+        group: Group | None = None,
+        *,
+        mesh: Mesh | None = None,
+        bucket_cap_mb: float = CAP_MB,
+        transport: TransportName = "auto",
+        timeout_s: float | None = None,
+        _begun: int = 0,
+    ) -> None:
+        span = span_of(group, mesh)
+        problem = span.problem or _problem(bucket_cap_mb, timeout_s)
+        loopback = isinstance(span.group, LoopbackGroup)
+        name = transport if transport in ("shm", "c10d") and not loopback else "auto"
+        usable_s = None if problem else timeout_s
+        self.cap_bytes = 0 if problem else int(bucket_cap_mb * MIB_BYTES)
+        self.topology = span.topology
+        self.number = next(_numbers)
+        self.label = str(self.number)  # which tracers take for a constant, as no number is
+        self.lock = threading.RLock()
+        self.known: dict[Any, Any] = {}  # what operators have worked out; see `patterns.py`
+        self.begun = _begun
+        self.belongs_to: weakref.ref[Any] | None = None
+        self._meetings: dict[Place, int] = {}
+        self._between: dict[Place, int] = {}  # calls since the last meeting that did not meet
+        self._places: dict[tuple[str, ...], Place] = {}
+        with outside_tracing(), torch.inference_mode(False):
+            self.transport: Transport = open_transport(span.group, name, usable_s, "Communicator")
+            if problem is None and transport not in ("auto", self.transport.name):
+                problem = ValueError(
+                    f"transport={transport!r} does not fit this group; pass 'auto' or "
+                    f"{self.transport.name!r}"
+                )
+            try:
+                self._agree(problem)
+                self._divide()
+            except BaseException:
+                self.transport.close()
+                raise
+        self.memory = Memory(self.transport)
+        self.recorder = Recorder("Communicator", self, self.transport)
+        # One that is dropped frees its connections, too.
+        self._was_closed = when_collected(self, self.transport.close)
+        _by_number[self.number] = self
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self.transport.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the group."""
+        return self.transport.world_size
+
+    @property
+    def closed(self) -> str | None:
+        """Why it can't be used any more; None while it can."""
+        return self.transport._closed
+
+    def at(self) -> tuple[int, str]:
+        """For flights: it has no steps, and is open or not."""
+        return -1, "open" if self.closed is None else "closed"
+
+    def place(self, axes: tuple[str, ...]) -> Place:
+        """This rank's place among the ranks that meet along these axes, of the topology and in its
+        order."""
+        known = self._places.get(axes)
+        if known is None:
+            ranks: Iterable[int] = range(self.world_size)
+            if axes and self.topology is not None:
+                ranks = self.topology.group(axes, self.rank)
+            ranks = tuple(ranks)
+            known = self._places[axes] = Place(axes, len(ranks), ranks.index(self.rank))
+        return known
+
+    def met(self, place: Place) -> int:
+        """The ranks of a place have met: a number for their call, the same on all of them."""
+        meetings = self._meetings[place] = self._meetings.get(place, 0) + 1
+        self._between[place] = 0
+        return meetings * _MOST_BETWEEN
+
+    def passed(self, place: Place) -> int:
+        """A number for a call in which they do not meet, as it will in its backward. It counts from
+        the last meeting, so that ranks which differ in such calls agree again after the next."""
+        between = self._between[place] = (self._between.get(place, 0) + 1) % _MOST_BETWEEN
+        return self._meetings.get(place, 0) * _MOST_BETWEEN + between
+
+    def close(self) -> None:
+        """Frees connections and memory; a second call does nothing."""
+        self._was_closed()
+        self.known.clear()
+        self.memory.clear()
+        self.transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        axes = f", {self.topology}" if self.topology else ""
+        return f"Communicator(rank {self.rank} of {self.world_size}, {self.transport.name}{axes})"
+
+    def _agree(self, problem: Exception | None) -> None:
+        mine = [
+            str(self.topology),
+            self.cap_bytes,
+            text_of(problem) if problem else "",
+            self.begun,
+        ]
+        told = exchange(self.transport, mine, (str, int, str, int))
+        if problem is not None:
+            raise problem
+        for rank, theirs in enumerate(told):
+            if theirs[2]:
+                raise PlanMismatchError(f"rank {rank} can't make a communicator: {theirs[2]}")
+            if theirs[3] != told[0][3]:
+                raise DesyncError(
+                    f"the operators of a group are to go on after a failure that ranks met in "
+                    f"different calls: rank 0 has called {told[0][3]}, rank {rank} {theirs[3]}; "
+                    f"make a new group, or a fddp.Communicator, on every rank"
+                )
+            if theirs != told[0]:
+                raise PlanMismatchError(
+                    f"a communicator has mesh {told[0][0]} and buckets of {told[0][1]} bytes on "
+                    f"rank 0, and mesh {theirs[0]} and {theirs[1]} bytes on rank {rank}; pass the "
+                    f"same mesh and bucket_cap_mb on every rank"
+                )
+
+    def _divide(self) -> None:
+        if self.topology is None:
+            return
+        names = self.topology.names
+        groups = [
+            some for size in range(1, len(names)) for some in itertools.combinations(names, size)
+        ]
+        self.transport.divide(self.topology, groups)
+
+
+def communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> Communicator:
+    """What an operator runs on that was given a group and axes.
+
+    See [Note: communicators of groups].
+
+    Raises:
+        ClosedError: a `Communicator` that was closed.
+        TypeError: `group` is nothing to communicate on.
+        Exception: as from making a `Communicator`.
+    """
+    if isinstance(group, Communicator):
+        return _given(group, mesh)
+    if not isinstance(group, dist.ProcessGroup | DeviceMesh | LoopbackGroup | None):
+        raise TypeError(
+            f"group must be a process group, a DeviceMesh of one dimension, a Communicator or the "
+            f"group of fddp.loopback, got a {type(group).__name__}"
+            + ("; a group can't be batched by vmap" if isinstance(group, torch.Tensor) else "")
+        )
+    span = span_of(group, mesh)
+    key: Any = span.group if span.group is not None else dist.group.WORLD
+    if isinstance(key, DeviceMesh) and key.ndim == 1:
+        key = key.get_group()
+    if key is None:
+        return Communicator(group, mesh=mesh)  # which says what is missing
+    known = _of_groups.of(key)
+    found = known.get(span.topology)
+    if found is not None:
+        found.transport.slot.desk.settle()
+    if found is None or found.closed is not None:
+        begun = 0 if found is None else found.begun
+        found = known[span.topology] = Communicator(group, mesh=mesh, _begun=begun)
+        found.belongs_to = weakref.ref(key)
+        may_be_reopened(found)
+    return found
+
+
+def may_be_reopened(communicator: Communicator) -> None:
+    """Lets a step that fails on all ranks close it on all of them, where any rank left it half way
+    through a call; who uses it opens another."""
+    communicator.transport.slot.close = _Closing(communicator)
+
+
+class _Closing:
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = weakref.ref(communicator)
+
+    def __call__(self) -> None:
+        communicator = self._communicator()
+        if communicator is not None:
+            communicator.close()
+            communicator.begun = 0  # all ranks have heard of it, and begin anew
+
+
+def numbered(number: int) -> Communicator:
+    """The communicator of this number.
+
+    Raises:
+        ClosedError: it is gone.
+    """
+    found = _by_number.get(number)
+    if found is not None and found.belongs_to is not None and is_destroyed(found.belongs_to()):
+        found.close()
+        found = None
+    if found is None:
+        raise ClosedError(
+            f"communicator {number} of this process is gone, with its group; trace or compile anew"
+        )
+    return found
+
+
+def _given(communicator: Communicator, mesh: Mesh | None) -> Communicator:
+    if communicator.closed is not None:
+        raise ClosedError(
+            f"{communicator} is closed ({communicator.closed}); make a new one on every rank"
+        )
+    axes = mesh if isinstance(mesh, Topology | None) else Topology.from_group(mesh)
+    if axes is not None and axes != communicator.topology:
+        raise ValueError(
+            f"mesh={mesh} was passed with a communicator whose mesh is {communicator.topology}; "
+            f"leave mesh= out, or give it to Communicator"
+        )
+    return communicator
+
+
+def _problem(cap_mb: object, timeout_s: object) -> Exception | None:
+    if not (isinstance(cap_mb, (int, float)) and 1 <= cap_mb * MIB_BYTES < 2**63):
+        return ValueError(f"bucket_cap_mb must be a number of MiB above 0, got {cap_mb!r}")
+    if timeout_s is None or (isinstance(timeout_s, (int, float)) and 0 < timeout_s <= LONGEST_S):
+        return None
+    return ValueError(
+        f"timeout_s must be above 0 and at most {LONGEST_S} seconds, got {timeout_s!r}"
+    )

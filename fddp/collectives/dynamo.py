@@ -1,0 +1,159 @@
+"""Operators where dynamo traces: the tree is taken apart in the trace, the rest is one call in it.
+
+Dynamo refuses functions of autograd that have rules for forward mode, and follows no bookkeeping.
+So what it records is a call of `_in_graph`, with leaves and constants; ahead-of-time autograd, or
+the backend, then runs that function as Python would, and records the operators of `graph_ops.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fddp.collectives import handshake as meeting
+from fddp.collectives.autograd import FddpLinear, FddpMaximum, FddpMeanOnBackward
+from fddp.collectives.call_cache import Asked, program_of, tiles
+from fddp.collectives.calls import Application, Call
+from fddp.collectives.communicator import Communicator, communicator_of, numbered
+from fddp.collectives.operator_program import Place
+from fddp.core.plan.plan import BucketPlan
+from fddp.runtime.guards import outside_tracing
+from fddp.telemetry.call_site import is_inside
+from fddp.transport import LoopbackGroup
+from fddp.tree.pytree import flatten
+
+
+def operate(
+    operator: str,
+    tree: Any,
+    group: Any,
+    mesh: Any,
+    axis: Any,
+    plan: Any,
+    root: Any = None,
+    tiled: bool = False,
+) -> Any:
+    """What the operator of this name does, written so that dynamo can trace it."""
+    label = group.label if isinstance(group, Communicator) else _open(group, mesh)
+    _prepare()
+    leaves, treedef = flatten(tree)
+    present = [k for k, leaf in enumerate(leaves) if leaf is not None]
+    results = _in_graph(
+        operator,
+        label,
+        axis,
+        root,
+        tiled,
+        None if plan is None else _plan_text(plan),
+        treedef.paths,
+        tuple(present),
+        _traced_site(),
+        *[leaves[k] for k in present],
+    )
+    whole: list[Any] = [None] * len(leaves)
+    for position, result in zip(present, results, strict=True):
+        whole[position] = result
+    return treedef.unflatten(whole)
+
+
+# What follows dynamo calls while it traces, with constants, and takes the results for constants.
+
+
+def _open(group: Any, mesh: Any) -> str:
+    if isinstance(group, LoopbackGroup):
+        raise TypeError(
+            "a group of fddp.loopback in a compiled function: dynamo keeps graphs for the process, "
+            "and these ranks are threads of one; run the ranks as processes (torchrun)"
+        )
+    with outside_tracing():
+        return communicator_of(group, mesh).label
+
+
+def _prepare() -> None:
+    torch.compiler.allow_in_graph(_in_graph)  # type: ignore[no-untyped-call]
+
+
+def _plan_text(plan: BucketPlan) -> str:
+    return plan.to_json()
+
+
+def _traced_site() -> str:
+    """The innermost line of the code being traced that is neither fddp's nor torch's."""
+    context = torch._guards.TracingContext.try_get()
+    if context is None:
+        return ""
+    for frame in reversed(torch._guards.TracingContext.extract_stack()):
+        if not is_inside(frame.filename, ()):
+            return f"{frame.filename}:{frame.lineno}"
+    return ""
+
+
+# What `torch._dynamo.assume_constant_result` sets, without loading dynamo.
+_FUNCTIONS: tuple[Any, ...] = (_open, _prepare, _plan_text, _traced_site)
+for _function in _FUNCTIONS:
+    _function._dynamo_marked_constant = True
+
+
+def _in_graph(
+    operator: Any,
+    label: str,
+    axis: Any,
+    root: Any,
+    tiled: bool,
+    plan_text: str | None,
+    paths: Sequence[str],
+    present: Sequence[int],
+    site: str,
+    *leaves: Tensor,
+) -> tuple[Tensor, ...]:
+    """An operator on the leaves that are there, for a graph."""
+    from fddp.collectives.operators import checked_root, meeting_place
+    from fddp.collectives.torch_library import number
+
+    communicator = numbered(int(label))
+    communicator, place = meeting_place(operator, communicator, None, axis)
+    try:
+        own_root = checked_root(root, place) if operator == "broadcast_from" else -1
+        plan = None if plan_text is None else BucketPlan.from_json(plan_text)
+        asked = Asked(operator, place, own_root, plan, tiled)
+        leaves = tuple(tiles(asked, list(leaves), [paths[k] for k in present]))
+        program = program_of(communicator, asked, paths, present, _examples(leaves))
+    except Exception as error:
+        _refuse(communicator, place, f"{operator}, called at {site}", error)
+    application = Application(site)  # type: ignore[arg-type]  # its text
+    number(application)
+    call = Call(communicator, program, application)
+    if operator == "sync_on_backward":
+        return FddpMeanOnBackward.apply(call, *leaves)  # type: ignore[no-any-return, no-untyped-call]
+    if operator == "pmax":
+        results = FddpMaximum.apply(call, *leaves)  # type: ignore[no-untyped-call]
+        return tuple(results[: len(leaves)])
+    results = FddpLinear.apply(call, *leaves)  # type: ignore[no-untyped-call]
+    if tiled and operator == "all_gather":
+        return tuple(result.flatten(0, 1) for result in results)
+    return tuple(results)
+
+
+def _examples(leaves: Sequence[Any]) -> list[Any]:
+    """Tensors that look like the leaves, with numbers for sizes: a program is for one shape of
+    each, so that sizes that dynamo has taken for variables become constants here."""
+    dense = [isinstance(leaf, Tensor) and leaf.layout is torch.strided for leaf in leaves]
+    shapes = [
+        [int(size) for size in leaf.shape] if is_dense else None
+        for leaf, is_dense in zip(leaves, dense, strict=True)
+    ]
+    with outside_tracing():
+        return [
+            leaf
+            if shape is None
+            else torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(shape)
+            for leaf, shape in zip(leaves, shapes, strict=True)
+        ]
+
+
+def _refuse(communicator: Communicator, place: Place, what: str, error: Exception) -> NoReturn:
+    with outside_tracing():
+        meeting.refuse(communicator, place, what, error)

@@ -1,0 +1,300 @@
+"""Ranks make sure that they are in the same operator before data moves.
+
+[Note: who meets whom]
+Backends answer mismatched sizes by hanging or by wrong numbers. So each operator begins with one
+small all-gather of four numbers, the same on all ranks whatever they are about to do: a fingerprint
+of operator, leaves and buckets; for derivatives the number of the call that is meant, or in graphs
+its position among those that were traced; and whether this rank can't take part. All ranks read the
+same rows, and so decide alike. Where rows differ they exchange texts, and all of them raise: no
+data has moved, and the communicator stays usable. Numbers and positions count only between ranks
+that have one, because one rank may run a graph and another not. While the numbers travel, the first
+bucket is packed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+
+from fddp.core.protocol.messages import Form, OneOf, nonsense, read
+from fddp.errors import DesyncError, FddpError, PeerError
+from fddp.runtime.failures import text_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fddp.collectives.calls import Call
+    from fddp.collectives.communicator import Communicator
+    from fddp.collectives.operator_program import Place
+    from fddp.transport import Work
+
+_WORD = 4  # fingerprint, number, position, whether it failed
+_LENGTH_BYTES = 8
+_MOST_BYTES = 2**31  # of what one rank says; more is taken for nonsense
+
+_DETAILS: Form = (
+    str,  # operator
+    OneOf(((), ([str], int))),  # who takes part; empty for `check_replicas`
+    int,
+    bool,
+    [(str, [int], str, str)],  # leaves
+    [[int]],  # buckets
+)
+_CALL: dict[str, Form] = {
+    "text": str,
+    "details": _DETAILS,
+    "roles": [str],
+    "call": (int, int),
+}
+_TOLD = OneOf(({"error": str, "text": str}, _CALL, {**_CALL, "digests": [int], "when": str}))
+
+
+class Meeting(NamedTuple):
+    """Rows on their way.
+
+    Attributes:
+        call: what this rank is about to do.
+        rows: in which all ranks' words arrive, one behind the other.
+        work: carries them.
+    """
+
+    call: Call
+    rows: Tensor
+    work: Work
+
+    def settle(self) -> None:
+        """Waits until all ranks are known to be in the same operator.
+
+        Raises:
+            DesyncError: they are not; on every rank of the group.
+            PeerError: another rank can't take part; on every rank that can.
+            RankLostError, SyncTimeoutError: a rank did not come.
+        """
+        self.work.wait(self.call.text)
+        told = self.rows.tolist()
+        if told != told[:_WORD] * self.call.program.place.size:
+            _look(self.call, told)
+
+
+def begin(call: Call) -> Meeting | None:
+    """Starts telling the others what this rank is about to do; None where there are no others."""
+    place = call.program.place
+    if place.size == 1:
+        return None
+    rows = _rows(call.communicator, place)
+    number, position = _numbers(call)
+    own = (_fingerprint(call), number, position, 0)
+    return Meeting(call, rows, _tell(call.communicator, place, rows, own))
+
+
+def refuse(communicator: Communicator, place: Place, what: str, error: Exception) -> NoReturn:
+    """Tells the others that this rank can't take part, and why; raises it.
+
+    Args:
+        communicator: on which the others wait, or will.
+        place: with whom.
+        what: the operator and its call site.
+        error: what is wrong here.
+    """
+    if place.size > 1 and communicator.closed is None:
+        try:
+            rows = _rows(communicator, place)
+            _tell(communicator, place, rows, (0, -1, -1, 1)).wait(what)
+            _exchange(communicator, place, what, {"error": text_of(error), "text": what})
+        except FddpError as nobody:
+            raise error from nobody
+    raise error
+
+
+def _rows(communicator: Communicator, place: Place) -> Tensor:
+    known: dict[Place, Tensor] = communicator.known.setdefault("rows", {})
+    rows = known.get(place)
+    if rows is None:
+        device = communicator.transport.control_device
+        rows = communicator.transport.empty(place.size * _WORD, torch.int64, device)
+        known[place] = rows
+    return rows
+
+
+def _tell(
+    communicator: Communicator, place: Place, rows: Tensor, own: tuple[int, int, int, int]
+) -> Work:
+    if not place.axes:
+        communicator.begun += 1
+    mine = torch.tensor(own, dtype=torch.int64, device="cpu")
+    rows[place.own * _WORD : (place.own + 1) * _WORD].copy_(mine)
+    return communicator.transport.all_gather_in_place(rows, axes=place.axes, soon=True)
+
+
+def _numbers(call: Call) -> tuple[int, int]:
+    """Which call a derivative is of; -1 for what is not known."""
+    of = call.application
+    if not call.roles:
+        return -1, -1
+    return -1 if of.number is None else of.number, -1 if of.position is None else of.position
+
+
+def _fingerprint(call: Call) -> int:
+    """64 bits that are alike on ranks that may meet."""
+    known: dict[tuple[str, ...], int] = call.program.__dict__.setdefault("_fingerprints", {})
+    found = known.get(call.roles)
+    if found is None:
+        text = call.program.digest + "/".join(call.roles).encode()
+        digest = hashlib.sha256(text).digest()
+        found = known[call.roles] = int.from_bytes(digest[:8], "big", signed=True)
+    return found
+
+
+def _look(call: Call, told_rows: list[int]) -> None:
+    """Ranks wrote different words; what follows depends on what all of them read alone."""
+    place = call.program.place
+    rows = [told_rows[k : k + _WORD] for k in range(0, len(told_rows), _WORD)]
+    fingerprints, numbers, positions, failed = (set(column) for column in zip(*rows, strict=True))
+    are_one_call = len(numbers - {-1}) < 2 and len(positions - {-1}) < 2
+    if len(fingerprints) == 1 and are_one_call and failed == {0}:
+        return
+    mine = {
+        "text": call.text,
+        "details": call.program.details,
+        "roles": call.roles,
+        "call": _numbers(call),
+    }
+    told = _exchange(call.communicator, place, call.text, mine)
+    _check_failures(call.text, call.communicator.rank, told)
+    raise DesyncError(_difference(told))
+
+
+def compare(
+    communicator: Communicator, what: str, fingerprint: int, value: int, mine: dict[str, Any]
+) -> dict[int, dict[str, Any]] | None:
+    """Whether all ranks of a communicator have one value, by the words with which operators begin.
+
+    Args:
+        communicator: on which all ranks call this; operators of others are told apart.
+        what: the call in words.
+        fingerprint: what must be alike on ranks that meet; 64 bits, signed.
+        value: what may differ; as the fingerprint.
+        mine: what the others are told where anything differs, with `text` and `details` as
+            operators tell them.
+
+    Returns:
+        None where all are alike, else what each rank said.
+
+    Raises:
+        DesyncError: ranks are in different calls; on every rank.
+        PeerError: another rank can't take part; on every rank that can.
+        RankLostError, SyncTimeoutError: a rank did not come.
+    """
+    place = communicator.place(())
+    if place.size == 1:
+        return None
+    rows = _rows(communicator, place)
+    _tell(communicator, place, rows, (fingerprint, value, -1, 0)).wait(what)
+    words = rows.tolist()
+    if words == words[:_WORD] * place.size:
+        return None
+    told = _exchange(communicator, place, what, {"roles": [], "call": [-1, -1], **mine})
+    _check_failures(what, communicator.rank, told)
+    if any(_key(other) != _key(told[0]) for other in told.values()):
+        raise DesyncError(_difference(told))
+    return told
+
+
+def gather(communicator: Communicator, what: str, payload: bytes) -> list[bytes]:
+    """Every rank's payload, by rank; they must be of one length, on which ranks have agreed."""
+    return _gather(communicator, communicator.place(()), what, payload)
+
+
+def _check_failures(what: str, rank: int, told: Mapping[int, dict[str, Any]]) -> None:
+    failures = {rank: t["error"] for rank, t in told.items() if t.get("error")}
+    if failures:
+        lines = [f"{told[r]['text']}: rank {r} can't take part: {e}" for r, e in failures.items()]
+        raise PeerError(
+            f"{what}, on rank {rank}, met another rank in {'; '.join(lines)}; nothing was "
+            f"communicated, and the communicator can be used on",
+            failures,
+        )
+
+
+def _key(told: dict[str, Any]) -> tuple[Any, ...]:
+    return (told["details"], told["roles"], told["call"])
+
+
+def _difference(told: Mapping[int, dict[str, Any]]) -> str:
+    ranks = list(told)
+    first = told[ranks[0]]
+    other = next((r for r in ranks if _key(told[r]) != _key(first)), ranks[-1])
+    second = told[other]
+    reason = _reason(ranks[0], first, other, second)
+    where = "; ".join(f"rank {rank}: {t['text']}" for rank, t in told.items())
+    return (
+        f"ranks met in different operators: {where}; {reason}; all ranks must call the same "
+        f"operators on like trees in the same order (branches that depend on a rank's own data "
+        f"must not decide about it); nothing was communicated"
+    )
+
+
+def _reason(one: int, first: dict[str, Any], two: int, second: dict[str, Any]) -> str:
+    names = ("operator", "ranks", "root", "choice of tiled")
+    for name, mine, theirs in zip(names, first["details"], second["details"], strict=False):
+        if mine != theirs:
+            return f"the {name} is {mine} on rank {one} and {theirs} on rank {two}"
+    mine, theirs = first["details"][4], second["details"][4]
+    for ours, others in zip(mine, theirs, strict=False):
+        if ours != others:
+            return f"rank {one} has {_leaf(ours)} where rank {two} has {_leaf(others)}"
+    if len(mine) != len(theirs):
+        longer, who = (mine, one) if len(mine) > len(theirs) else (theirs, two)
+        extra = _leaf(longer[min(len(mine), len(theirs))])
+        return f"only rank {who} has {extra}"
+    if first["details"][5] != second["details"][5]:
+        return "the leaves are alike, but not the buckets: pass the same plan on every rank"
+    if first["roles"] != second["roles"]:
+        return "they are differentiated otherwise"
+    return (
+        f"rank {one} means another call of it than rank {two}, because one of them does not "
+        f"differentiate both"
+    )
+
+
+def _leaf(detail: list[Any]) -> str:
+    path, shape, dtype, device = detail
+    return f"leaf {path!r} of shape {tuple(shape)}, {dtype} on {device}"
+
+
+def _exchange(
+    communicator: Communicator, place: Place, what: str, mine: dict[str, Any]
+) -> dict[int, dict[str, Any]]:
+    """What each rank that meets here says, by rank of the communicator."""
+    payload = json.dumps(mine, default=str).encode()
+    lengths = _gather(communicator, place, what, len(payload).to_bytes(_LENGTH_BYTES, "big"))
+    sizes = [int.from_bytes(text, "big") for text in lengths]
+    if max(sizes) > _MOST_BYTES:
+        raise DesyncError(
+            f"{what}: ranks are to tell what they call in {sizes} bytes, which makes no sense; run "
+            f"the same version of fddp on every rank"
+        )
+    texts = _gather(communicator, place, what, payload.ljust(max(sizes), b"\0"))
+    ranks: Sequence[int] = range(place.size)
+    if place.axes and communicator.topology is not None:
+        ranks = communicator.topology.group(place.axes, communicator.rank)
+    told = {}
+    for rank, text, size in zip(ranks, texts, sizes, strict=True):
+        try:
+            told[rank] = read(text[:size], _TOLD)
+        except ValueError as error:
+            raise nonsense(rank, what, error) from error
+    return told
+
+
+def _gather(communicator: Communicator, place: Place, what: str, payload: bytes) -> list[bytes]:
+    n, width = place.size, len(payload)
+    rows = torch.zeros(n, width, dtype=torch.uint8, device="cpu")
+    rows[place.own].copy_(torch.tensor(list(payload), dtype=torch.uint8, device="cpu"))
+    flat = rows.view(-1).to(communicator.transport.control_device)
+    communicator.transport.all_gather_in_place(flat, axes=place.axes).wait(what)
+    return [row.numpy().tobytes() for row in flat.cpu().view(n, width)]

@@ -1,0 +1,229 @@
+"""Operators on the leaves of one tree, made ready to run: what travels together, and where it lies.
+
+A program is about *units*: what one rank's place in the operator holds. `all_gather` takes units
+and gives them with a new leading axis of ranks; `reduce_scatter` takes these and gives units; all
+others take and give units. So an operator and its transpose have the same units and buckets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Literal, TypeAlias
+
+import torch
+
+from fddp.core.plan.leaf import ITEM_BYTES, LeafSpec
+from fddp.native.layout import Layout, contiguous_strides
+
+#: `sum_to` is the transpose of `broadcast_from`: the sum to the root, and zeros elsewhere
+Operator: TypeAlias = Literal[
+    "psum", "pmean", "pmax", "all_gather", "reduce_scatter", "broadcast_from", "sum_to"
+]
+
+TRANSPOSES: Mapping[Operator, Operator] = MappingProxyType(
+    {
+        "psum": "psum",
+        "pmean": "pmean",
+        "all_gather": "reduce_scatter",
+        "reduce_scatter": "all_gather",
+        "broadcast_from": "sum_to",
+        "sum_to": "broadcast_from",
+    }
+)
+"""The adjoint of each linear operator; see [Note: one function of all ranks]."""
+
+_MOST_SIZES = 16  # of batches that are remembered
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank's place among the ranks that meet.
+
+    Attributes:
+        axes: the axes along which they meet; () for all ranks.
+        size: how many they are.
+        own: this rank's number among them.
+    """
+
+    axes: tuple[str, ...]
+    size: int
+    own: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Units that travel in one buffer.
+
+    Attributes:
+        members: their positions among the program's units.
+        dtype: theirs.
+        device: theirs.
+        numels: elements of each.
+        numel: elements of all of them.
+        layout: where each lies; None for dtypes that are only moved about, one behind the other.
+    """
+
+    members: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    numels: list[int]
+    numel: int
+    layout: Layout | None
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """An operator over certain leaves.
+
+    Attributes:
+        operator: what is done.
+        place: who takes part.
+        root: whose values `broadcast_from` takes, by place; -1 elsewhere.
+        units: the leaves, None left out, contiguous.
+        devices: where each lives.
+        buckets: which units travel together, in the order in which they leave.
+        batch: sizes of the axes that `vmap` added to each unit, outermost first.
+        tiled: whether the caller's leaves have no axis of ranks of their own.
+    """
+
+    operator: Operator
+    place: Place
+    root: int
+    units: tuple[LeafSpec, ...]
+    devices: tuple[torch.device, ...]
+    buckets: tuple[tuple[int, ...], ...]
+    batch: tuple[int, ...] = ()
+    tiled: bool = False
+
+    @cached_property
+    def loads(self) -> tuple[Load, ...]:
+        """What travels, in order."""
+        return tuple(self._load(members) for members in self.buckets)
+
+    @cached_property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of each unit."""
+        return tuple(getattr(torch, unit.dtype) for unit in self.units)
+
+    @cached_property
+    def inexact(self) -> tuple[int, ...]:
+        """Positions of the units that can have derivatives."""
+        return tuple(k for k, d in enumerate(self.dtypes) if d.is_floating_point or d.is_complex)
+
+    @cached_property
+    def text(self) -> str:
+        """The operator and its leaves in words."""
+        along = f" along {', '.join(self.place.axes)}" if self.place.axes else ""
+        root = f" root {self.root}" if self.root >= 0 else ""
+        name = f"{self.operator}{root}{along}"
+        if not self.units:
+            return f"{name} of no leaves"
+        first, last = self.units[0].path, self.units[-1].path
+        paths = repr(first) if len(self.units) == 1 else f"{first!r} .. {last!r}"
+        count = "1 leaf" if len(self.units) == 1 else f"{len(self.units)} leaves"
+        return f"{name} of {count} ({paths})"
+
+    @cached_property
+    def details(self) -> list[object]:
+        """What must be alike on all ranks that meet, as JSON holds it."""
+        leaves = [[u.path, list(u.shape), u.dtype, u.device] for u in self.units]
+        place = [list(self.place.axes), self.place.size]
+        buckets = [list(bucket) for bucket in self.buckets]
+        return [self.operator, place, self.root, self.tiled, leaves, buckets]
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Of the details: equal on ranks that may meet."""
+        return hashlib.sha256(json.dumps(self.details).encode()).digest()
+
+    @cached_property
+    def transposed(self) -> Program:
+        """The adjoint, which takes what this gives, over the units that can have derivatives."""
+        adjoint = self.differentiable._as(TRANSPOSES[self.operator])
+        if self.operator not in ("psum", "pmean"):
+            adjoint.__dict__["transposed"] = self.differentiable
+        return adjoint
+
+    @cached_property
+    def differentiable(self) -> Program:
+        """The same over the units that can have derivatives."""
+        if len(self.inexact) == len(self.units):
+            return self
+        number = {unit: k for k, unit in enumerate(self.inexact)}
+        kept = [[number[k] for k in bucket if k in number] for bucket in self.buckets]
+        return replace(
+            self,
+            units=tuple(self.units[k] for k in self.inexact),
+            devices=tuple(self.devices[k] for k in self.inexact),
+            buckets=tuple(tuple(bucket) for bucket in kept if bucket),
+        )
+
+    @cached_property
+    def summing(self) -> Program:
+        """The sum of the units that can have derivatives."""
+        return self.differentiable._as("psum")
+
+    @cached_property
+    def averaging(self) -> Program:
+        """Their mean."""
+        return self.differentiable._as("pmean")
+
+    def batched(self, size: int) -> Program:
+        """The same over units with a leading axis of this size."""
+        known = self._batched.get(size)
+        if known is None:
+            units = tuple(u._replace(shape=(size, *u.shape)) for u in self.units)
+            known = replace(self, units=units, batch=(size, *self.batch))
+            if len(self._batched) >= _MOST_SIZES:
+                self._batched.clear()
+            self._batched[size] = known
+        return known
+
+    @cached_property
+    def _batched(self) -> dict[int, Program]:
+        return {}
+
+    def _as(self, operator: Operator) -> Program:
+        return self if operator == self.operator else replace(self, operator=operator)
+
+    def _load(self, members: tuple[int, ...]) -> Load:
+        units = [self.units[k] for k in members]
+        numels = [unit.numel for unit in units]
+        *offsets, numel = accumulate(numels, initial=0)
+        layout = None
+        if units[0].dtype in ITEM_BYTES:
+            shapes = tuple(unit.shape for unit in units)
+            strides = tuple(contiguous_strides(shape) for shape in shapes)
+            layout = Layout(tuple(offsets), shapes, strides, numel)
+        dtype, device = self.dtypes[members[0]], self.devices[members[0]]
+        return Load(members, dtype, device, numels, numel, layout)
+
+
+def bucketed(
+    units: Sequence[LeafSpec], devices: Sequence[torch.device], cap_bytes: int
+) -> tuple[tuple[int, ...], ...]:
+    """Units that travel together: of one dtype and device, in order, closed once at the cap.
+
+    >>> units = [LeafSpec("a", (3,), "float32"), LeafSpec("n", (), "int64")]
+    >>> bucketed([*units, LeafSpec("z", (2,), "float32")], [torch.device("cpu")] * 3, 1024)
+    ((0, 2), (1,))
+    """
+    closed: list[list[int]] = []
+    filling: dict[tuple[str, torch.device], list[int]] = {}
+    sizes: dict[tuple[str, torch.device], int] = {}
+    for k, (unit, device) in enumerate(zip(units, devices, strict=True)):
+        kind = (unit.dtype, device)
+        if kind not in filling:
+            filling[kind], sizes[kind] = [], 0
+            closed.append(filling[kind])
+        filling[kind].append(k)
+        sizes[kind] += unit.numel * getattr(torch, unit.dtype).itemsize
+        if sizes[kind] >= cap_bytes:
+            del filling[kind]
+    return tuple(map(tuple, closed))

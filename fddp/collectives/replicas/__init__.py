@@ -1,0 +1,1 @@
+"""Broadcast, comparison and reconciliation of replicas."""

@@ -1,0 +1,163 @@
+"""Collectives on whole trees, for the start of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fddp.core.plan.leaf import LeafSpec
+from fddp.core.protocol.messages import Form
+from fddp.errors import PlanMismatchError, TransformError
+from fddp.runtime.agreement import LEAF_DETAILS, exchange, leaf_details, leaf_difference
+from fddp.runtime.failures import text_of
+from fddp.runtime.inputs import check_no_transform, outside_transforms
+from fddp.transport import Group, open_transport
+from fddp.transport.base import Transport
+from fddp.tree.describe import leaf_specs
+from fddp.tree.foreign import adapted
+from fddp.tree.pytree import flatten
+
+AT_ONCE_BYTES = 250 * 1024 * 1024
+"""How much a broadcast sends at once; as much memory is needed meanwhile."""
+
+# The same where values are written over those that are there.
+_WRITTEN_AT_ONCE_BYTES = 32 * 1024 * 1024
+
+_TOLD: Form = (str, object, LEAF_DETAILS)  # what is wrong, source, leaves
+
+
+def broadcast(
+    tree: Any, src: int = 0, *, group: Group | None = None, timeout_s: float | None = None
+) -> Any:
+    """A copy of rank `src`'s tree on every rank; a collective call.
+
+    Args:
+        tree: tensors of any dtype and layout; None stays None. Ranks must have the same paths,
+            shapes and dtypes. Not written.
+        src: rank in the group whose values are taken.
+        group: as in `GradSync`.
+        timeout_s: as in `GradSync`.
+
+    Returns:
+        A new tree of the same structure. Leaves of one dtype and device travel together.
+
+    Raises:
+        PlanMismatchError: ranks differ in their trees, a leaf is no tensor, or a `torch.func`
+            transform or a tracer is active; on every rank. `broadcast_from` works in transforms.
+
+    Example:
+        >>> import fddp, torch
+        >>> fddp.loopback(2, lambda g: fddp.broadcast({"w": torch.tensor(g.rank)}, 1, group=g))
+        [{'w': tensor(1)}, {'w': tensor(1)}]
+    """
+    transformed = _transform_error()
+    with outside_transforms(), open_transport(group, "auto", timeout_s, "broadcast") as transport:
+        failure: Exception | None = None
+        details: list[list[object]] = []
+        try:
+            if transformed is not None:
+                raise transformed
+            src = index(src)
+            leaves, treedef = adapted(*flatten(tree), "tree")
+            details = leaf_details(_specs(treedef.paths, leaves))
+        except Exception as error:
+            failure = error
+        _check_alike(transport, details, src, failure)
+        tensors = [
+            leaf.detach().resolve_conj().resolve_neg() for leaf in leaves if leaf is not None
+        ]
+        copies = iter(broadcast_tensors(transport, tensors, src))
+        return treedef.unflatten([None if leaf is None else next(copies) for leaf in leaves])
+
+
+def _transform_error() -> TransformError | None:
+    try:
+        check_no_transform(
+            "broadcast(tree)",
+            "call it outside; fddp.broadcast_from works there, and differentiates",
+        )
+    except TransformError as error:
+        return error
+    return None
+
+
+def _specs(paths: Sequence[str], leaves: Sequence[Any]) -> list[LeafSpec]:
+    for path, leaf in zip(paths, leaves, strict=True):
+        is_dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided
+        if leaf is not None and not is_dense:
+            raise PlanMismatchError(
+                f"leaf {path!r} is a {getattr(leaf, 'layout', type(leaf).__name__)}; broadcast "
+                f"takes dense tensors"
+            )
+    # Memory may be laid out otherwise on each rank.
+    return [spec._replace(strides=None) for spec in leaf_specs(paths, leaves)]
+
+
+def _check_alike(
+    transport: Transport, details: list[list[object]], src: int, failure: Exception | None
+) -> None:
+    problem = text_of(failure) if failure else ""
+    told = exchange(transport, [problem, None if failure else src, details], _TOLD)
+    for rank, (theirs_problem, theirs_src, theirs) in enumerate(told):
+        if theirs_problem:
+            raise PlanMismatchError(f"rank {rank} can't take part: {theirs_problem}") from failure
+        if theirs_src != told[0][1]:
+            raise PlanMismatchError(
+                f"src is {told[0][1]} on rank 0 and {theirs_src} on rank {rank}; pass one src"
+            )
+        if theirs != told[0][2]:
+            raise PlanMismatchError(leaf_difference(rank, told[0][2], theirs))
+    if src not in range(transport.world_size):
+        raise PlanMismatchError(
+            f"src={src!r} is no rank of a group of {transport.world_size}; ranks count from 0"
+        )
+
+
+def broadcast_tensors(transport: Transport, tensors: Sequence[Tensor], src: int) -> list[Tensor]:
+    """Copies of rank `src`'s tensors. Those of one dtype and device travel together."""
+    copies: dict[int, Tensor] = {}
+    for members in _batches(tensors, AT_ONCE_BYTES):
+        together = _broadcast(transport, [tensors[i] for i in members], src)
+        copies.update(zip(members, together, strict=True))
+    return [copies[i] for i in range(len(tensors))]
+
+
+def broadcast_(transport: Transport, tensors: Sequence[Tensor], src: int) -> None:
+    """Writes rank `src`'s tensors into those of all ranks, some at a time."""
+    for members in _batches(tensors, _WRITTEN_AT_ONCE_BYTES):
+        flat = torch.cat([tensors[i].reshape(-1) for i in members])
+        transport.broadcast(flat, src).wait("the broadcast of a module")
+        if transport.rank == src:
+            continue
+        parts = torch.split(flat, [tensors[i].numel() for i in members])
+        for i, part in zip(members, parts, strict=True):
+            tensors[i].copy_(part.view(tensors[i].shape))
+
+
+def _batches(tensors: Sequence[Tensor], most_bytes: int) -> list[list[int]]:
+    """Positions of tensors that travel together: one dtype and device, and not too many bytes."""
+    batches: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for i, tensor in enumerate(tensors):
+        kind = (tensor.dtype, tensor.device)
+        if kind not in batches or sizes[kind] >= most_bytes:
+            batches.setdefault(kind, []).append([])
+            sizes[kind] = 0
+        batches[kind][-1].append(i)
+        sizes[kind] += tensor.nbytes
+    return [batch for group in batches.values() for batch in group]
+
+
+def _broadcast(transport: Transport, tensors: list[Tensor], src: int) -> list[Tensor]:
+    """Copies of rank `src`'s tensors, through one flat buffer."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    transport.broadcast(flat, src).wait("the broadcast of a tree")
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [
+        torch.empty_like(tensor).copy_(part.view(tensor.shape))
+        for tensor, part in zip(tensors, parts, strict=True)
+    ]

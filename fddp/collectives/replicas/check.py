@@ -1,0 +1,318 @@
+"""Whether replicas still hold the same: digests of trees, compared over ranks.
+
+Ranks compare one number for the whole tree. Only where it differs do they look for the leaf, and in
+it for the element.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from operator import index
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fddp.collectives import handshake as meeting
+from fddp.collectives.communicator import Communicator, communicator_of
+from fddp.collectives.replicas.divergence import (
+    apart_of,
+    digests_told,
+    named,
+    sides_of,
+    values_told,
+)
+from fddp.errors import DesyncError
+from fddp.native.digest import bytes_of, digest_of, element_at, hash_words
+from fddp.runtime.guards import outside_tracing
+from fddp.runtime.inputs import check_no_transform
+from fddp.runtime.untraced import untraced
+from fddp.telemetry.call_site import call_chain
+from fddp.transport import Group
+from fddp.tree.describe import leaf_specs
+from fddp.tree.foreign import adapted
+from fddp.tree.pytree import flatten
+
+_PIECES = 512  # of which digests are compared at a time, in the search for an element
+_SMALL_BYTES = 4096  # that ranks show each other as they are
+_WAY_OUT = (
+    "take one rank's values on all, with fddp.broadcast or fddp.reconcile, or go back to a "
+    "checkpoint; what makes replicas part are steps that some ranks leave out, random numbers that "
+    "differ, and updates of parameters from what is not synchronised"
+)
+
+_OUTSIDE = (
+    "call check_replicas outside of the compiled function: it compares values, and a graph has none"
+)
+
+
+@untraced(_OUTSIDE)
+def check_replicas(
+    tree: Any, group: Group | Communicator | None = None, *, every: int = 1, step: int = 0
+) -> None:
+    """Raises on every rank if ranks hold different trees; a collective call.
+
+    Bits are compared: -0.0 differs from 0.0, and NaN equals a NaN of the same bits. A tree is read
+    once, and ranks exchange 32 bytes each. The first call on a group opens a communicator, which
+    operators on that group use, too.
+
+    Args:
+        tree: tensors of any dtype, device and strides, arrays of JAX, and numbers of Python; None
+            stays None. Parameters, buffers, the state of an optimizer. Not written.
+        group: whose ranks are compared, as in `fddp.pmean`; the default group for None.
+        every: the check is due at every so many steps.
+        step: number of this step; where `step % every` is not 0, this returns at once, without
+            communication. The same on all ranks.
+
+    Raises:
+        DesyncError: ranks differ. The text names the first leaf in canonical order that does, who
+            differs from whom, both digests, and the first element with both values; `path` and
+            `ranks` are attributes. Or ranks have trees of different structure, passed another
+            `step` or `every`, or are in different calls. The group stays usable.
+        PeerError: another rank's tree can't be read, or its `step` or `every` makes no sense.
+        TypeError, ValueError: this rank's can't, or don't.
+        TransformError: within a `torch.func` transform, or under a tracer. `torch.compile` breaks
+            its graph at the call.
+        RankLostError, SyncTimeoutError: a rank did not come.
+
+    Example:
+        >>> import fddp, torch
+        >>> def compare(group):
+        ...     params = {"w": torch.arange(4.0), "b": torch.zeros(2)}
+        ...     fddp.check_replicas(params, group)
+        ...     params["w"][2] += group.rank
+        ...     try:
+        ...         fddp.check_replicas(params, group, every=10, step=20)
+        ...     except fddp.DesyncError as error:
+        ...         return error.path, error.ranks
+        >>> fddp.loopback(2, compare)
+        [('w', (0, 1)), ('w', (0, 1))]
+    """
+    problem = _period_problem(every, step)
+    if problem is None and step % every:
+        return
+    communicator = communicator_of(group, None)
+    what = "check_replicas"
+    try:
+        check_no_transform(what, "call it outside of the transform")
+    except Exception as error:
+        problem = problem or error
+    # A problem is told to the others below, where no transform is active.
+    with communicator.lock, outside_tracing(), torch.inference_mode(False):
+        try:
+            if problem is not None:
+                raise problem
+            own = _own(tree, _when(every, step))
+            what = own.text
+        except Exception as error:
+            meeting.refuse(communicator, communicator.place(()), what, error)
+        told = meeting.compare(communicator, what, own.fingerprint, own.value, own.told())
+        if told is not None:
+            _check_when([told[rank]["when"] for rank in sorted(told)], own.text)
+            raise _error(communicator, own, {rank: t["digests"] for rank, t in told.items()})
+
+
+class _Own(NamedTuple):
+    """This rank's tree, digested.
+
+    Attributes:
+        text: the call in words.
+        when: at which step, and how often.
+        leaves: tensors, one for each leaf that is not None.
+        numbers: what leaves were that are numbers of Python; None for the others.
+        details: path, shape, dtype and device of each, as operators tell them.
+        digests: of each.
+    """
+
+    text: str
+    when: str
+    leaves: list[Tensor]
+    numbers: list[Any]
+    details: list[list[object]]
+    digests: list[int]
+
+    @property
+    def fingerprint(self) -> int:
+        """64 bits, signed, alike on ranks that compare trees of one structure at one step."""
+        return _signed(hashlib.sha256(json.dumps([self.details, self.when]).encode()).digest())
+
+    @property
+    def value(self) -> int:
+        """64 bits, signed, alike on ranks whose trees are."""
+        return _signed(hash_words(self.digests).to_bytes(8, "big"))
+
+    def told(self) -> dict[str, Any]:
+        """What the others are told where ranks differ."""
+        details = ["check_replicas", [], -1, False, self.details, []]
+        said = {"text": self.text, "details": details, "digests": self.digests}
+        return {**said, "when": self.when}
+
+
+def _period_problem(every: Any, step: Any) -> Exception | None:
+    """What is wrong with the numbers that say when a check is due."""
+    for name, value in (("every", every), ("step", step)):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            return TypeError(f"check_replicas: {name}={value!r} must be an int, a number of steps")
+    if index(every) < 1:
+        return ValueError(f"check_replicas: every={every!r} must be a number of steps above 0")
+    return None
+
+
+def _when(every: int, step: int) -> str:
+    """Empty for the defaults.
+
+    >>> _when(1, 0), _when(10, 20)
+    ('', ' at step 20, every=10')
+    """
+    return "" if (every, step) == (1, 0) else f" at step {index(step)}, every={index(every)}"
+
+
+def _check_when(whens: list[str], text: str) -> None:
+    """Whether all ranks are at one step; replicas of different steps may well differ."""
+    if len(set(whens)) == 1:
+        return
+    sides = sides_of([whens.index(when) for when in whens])
+    told = "; ".join(f"{named(side)}{whens[side[0]] or ' without a step'}" for side in sides)
+    raise DesyncError(
+        f"{text}: ranks check at different steps, or not equally often: {told}; pass the same step "
+        f"and the same every on all ranks; replicas were not compared",
+        ranks=apart_of(sides),
+    )
+
+
+def _own(tree: Any, when: str) -> _Own:
+    found, treedef = adapted(*flatten(tree), "tree")
+    paths, leaves, numbers = [], [], []
+    for path, leaf in zip(treedef.paths, found, strict=True):
+        if leaf is not None:
+            paths.append(path)
+            leaves.append(_tensor(path, leaf))
+            numbers.append(None if isinstance(leaf, Tensor) else leaf)
+    specs = leaf_specs(paths, leaves)
+    details: list[list[object]] = [
+        [spec.path, list(spec.shape), spec.dtype, spec.device]
+        if number is None
+        else [spec.path, [], type(number).__name__, "cpu"]
+        for spec, number in zip(specs, numbers, strict=True)
+    ]
+    count = "1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves"
+    text = f"check_replicas of {count}{when}, called at {call_chain()}"
+    return _Own(text, when, leaves, numbers, details, [digest_of(leaf) for leaf in leaves])
+
+
+def _tensor(path: str, leaf: Any) -> Tensor:
+    """A leaf as a tensor: a number of Python as its text."""
+    if isinstance(leaf, bool | int | float | complex | str):
+        return torch.tensor(list(_text(leaf).encode()), dtype=torch.uint8)
+    if not isinstance(leaf, Tensor):
+        raise TypeError(
+            f"check_replicas: leaf {path!r} is a {type(leaf).__name__}; leaves are tensors, "
+            f"arrays, numbers or None"
+        )
+    if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout is not torch.strided:
+        kind = type(leaf).__name__ if leaf.layout is torch.strided else str(leaf.layout)
+        raise TypeError(
+            f"check_replicas: leaf {path!r} is a {kind}; pass a plain, dense tensor (of a DTensor, "
+            f"its to_local())"
+        )
+    if leaf.is_quantized:
+        raise TypeError(
+            f"check_replicas: leaf {path!r} is quantized ({leaf.dtype}), and its scale is not in "
+            f"its bytes; pass its int_repr(), scales and zero points"
+        )
+    if leaf.device.type == "meta":
+        raise TypeError(f"check_replicas: leaf {path!r} is on the meta device, and has no values")
+    return leaf
+
+
+def _text(number: object) -> str:
+    if isinstance(number, float):
+        return number.hex()
+    return repr(number)
+
+
+def _error(communicator: Communicator, own: _Own, digests: dict[int, list[int]]) -> DesyncError:
+    """The same on every rank; the search for the element is a collective."""
+    columns = zip(*(digests[rank] for rank in sorted(digests)), strict=True)
+    leaf, column = next((i, c) for i, c in enumerate(columns) if len(set(c)) > 1)
+    path, shape, dtype, _ = own.details[leaf]
+    differing = [i for i in range(len(own.details)) if len({d[i] for d in digests.values()}) > 1]
+    sides = sides_of(column)
+    tensor, number = own.leaves[leaf], own.numbers[leaf]
+    if number is None:
+        place = _first_difference(communicator, tensor, own.text)
+    else:
+        place = _Place(0, _values(communicator, own.text, repr(number)))
+    others = len(differing) - 1
+    more = f"; {others} more leaves differ" if others > 1 else "; one more leaf differs" * others
+    return DesyncError(
+        f"{own.text}: replicas differ, first in leaf {path!r} of shape "
+        f"{tuple(cast(list[int], shape))}, {dtype}: {digests_told(sides, column)}"
+        f"{_at(place, sides, tuple(cast(list[int], shape)))}{more}; {_WAY_OUT}",
+        path=str(path),
+        ranks=apart_of(sides),
+    )
+
+
+class _Place(NamedTuple):
+    """The first element in which ranks differ.
+
+    Attributes:
+        position: in order.
+        values: in words, whole, by rank; alike only where ranks do not differ here.
+    """
+
+    position: int
+    values: list[str]
+
+
+def _values(communicator: Communicator, what: str, own: str) -> list[str]:
+    """What ranks have, in words, by rank."""
+    run = own.encode()
+    lengths = meeting.gather(communicator, what, len(run).to_bytes(8, "big"))
+    sizes = [int.from_bytes(length, "big") for length in lengths]
+    told = meeting.gather(communicator, what, run.ljust(max(sizes)))
+    return [text[:size].decode() for text, size in zip(told, sizes, strict=True)]
+
+
+def _first_difference(communicator: Communicator, leaf: Tensor, what: str) -> _Place:
+    """Where in a leaf ranks differ; a collective."""
+    flat, itemsize = bytes_of(leaf), leaf.element_size()
+    start, stop = 0, flat.numel() // itemsize
+    while (stop - start) * itemsize > _SMALL_BYTES:
+        size = -(-(stop - start) // _PIECES)
+        cuts = range(start, stop, size)
+        digests = [
+            digest_of(flat[cut * itemsize : min(cut + size, stop) * itemsize]) for cut in cuts
+        ]
+        told = meeting.gather(communicator, what, np.array(digests, np.uint64).tobytes())
+        piece = _first_apart([np.frombuffer(text, np.uint64) for text in told])
+        start, stop = cuts[piece], min(cuts[piece] + size, stop)
+    own = flat[start * itemsize : stop * itemsize].cpu().numpy().tobytes()
+    told = meeting.gather(communicator, what, own)
+    rows = [np.frombuffer(text, np.uint8).reshape(-1, itemsize) for text in told]
+    element = _first_apart(rows)
+    values = _values(communicator, what, repr(element_at(leaf, start + element)))
+    bits = [row[element].tobytes()[::-1].hex() for row in rows]  # of little-endian memory
+    if len(set(values)) < len(set(bits)):
+        values = [f"{text} (0x{bit})" for text, bit in zip(values, bits, strict=True)]
+    return _Place(start + element, values)
+
+
+def _first_apart(rows: Sequence[np.ndarray[Any, Any]]) -> int:
+    stack = np.stack(rows)
+    apart = (stack != stack[0]).reshape(len(rows), len(stack[0]), -1).any(axis=(0, 2))
+    return int(apart.argmax())
+
+
+def _at(place: _Place, sides: list[list[int]], shape: tuple[int, ...]) -> str:
+    spot = tuple(int(i) for i in np.unravel_index(place.position, shape)) if shape else ()
+    where = f"at index {spot if len(spot) != 1 else spot[0]}" if spot else "its value"
+    return f"; {where}: {values_told(sides, place.values)}"
+
+
+def _signed(word: bytes) -> int:
+    return int.from_bytes(word[:8], "big", signed=True)

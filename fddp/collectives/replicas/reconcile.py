@@ -1,0 +1,184 @@
+"""The newest state of a run on all ranks: after a failure, and for ranks that come late."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from fddp.collectives.replicas.chunked_broadcast import pass_on_, pass_on_text
+from fddp.collectives.replicas.snapshot import Held, room_for
+from fddp.core.protocol.messages import Form, maybe, nonsense
+from fddp.errors import DesyncError, InternalError, PlanMismatchError
+from fddp.runtime.agreement import exchange
+from fddp.runtime.failures import text_of
+from fddp.runtime.inputs import check_no_transform, outside_transforms
+from fddp.transport import Group, open_transport
+from fddp.transport.base import Transport
+
+_WHAT = "the newest state"
+_MAX_STEP = 2**63
+T = TypeVar("T")
+
+
+def reconcile(
+    tree: Any, group: Group | None = None, *, step: int | None, timeout_s: float | None = None
+) -> tuple[Any, int]:
+    """The newest state of all ranks, on every rank; a collective call.
+
+    The state of the highest step is taken, of the lowest rank that has it. Each rank hashes what it
+    holds afterwards. Where all have the same bits already, nothing but digests travels.
+
+    Args:
+        tree: this rank's state: parameters, optimizer state, hook state, the position in the data;
+            a tree of plain, dense tensors, numbers, text and None. Ranks may have different trees.
+            None for a rank that has no state. Not written.
+        group: as in `GradSync`.
+        step: how many steps this state has seen, 0 or more; anything where `tree` is None.
+        timeout_s: as in `GradSync`.
+
+    Returns:
+        `(tree, step)` of the newest state. On a rank whose tree is of that step and has the same
+        paths and bits it is the tree that was passed. Elsewhere the tensors are new, on the device
+        of the rank's own leaf of the same path, or else of the same type as at the source. They are
+        plain: no `nn.Parameter`, `requires_grad` is False, and leaves that were one tensor are
+        several. The containers are dicts, OrderedDicts, lists and tuples as at the source. Where
+        either tree has others, such as named tuples, a rank whose tree has the same paths keeps its
+        own. A rank that passed arrays of JAX in the containers that it gets back gets some.
+
+    Raises:
+        PlanMismatchError: no rank has a state; a rank's tree or step makes no sense; or a rank
+            can't make the containers of the newest. On every rank, which it names.
+        DesyncError: a rank holds other bits afterwards; on every rank, with the first leaf.
+        RankLostError, SyncTimeoutError: a rank did not come.
+
+    Example:
+        >>> import fddp, torch
+        >>> def recover(group):
+        ...     mine = {"w": torch.full((2,), 1.0 + group.rank), "seen": 100 * group.rank}
+        ...     late = group.rank == 0  # a rank that has just been started
+        ...     tree, step = fddp.reconcile(None if late else mine, group, step=10 + group.rank)
+        ...     return tree["w"].tolist(), tree["seen"], step
+        >>> fddp.loopback(3, recover)
+        [([3.0, 3.0], 200, 12), ([3.0, 3.0], 200, 12), ([3.0, 3.0], 200, 12)]
+    """
+    problem: Exception | None = None
+    try:
+        check_no_transform("reconcile(tree)", "call it outside")
+    except Exception as error:
+        problem = error
+    with outside_transforms(), open_transport(group, "auto", timeout_s, "reconcile") as transport:
+        return reconciled(transport, tree, step, problem)
+
+
+@torch.no_grad()
+def reconciled(
+    transport: Transport, tree: Any, step: int | None, problem: Exception | None = None
+) -> tuple[Any, int]:
+    """`reconcile` over a transport; `problem` is why this rank can't take part."""
+    own = None
+    try:
+        if problem is None and tree is not None:
+            own = _taken_apart(tree, step)
+    except Exception as error:
+        problem = error
+    newest = _newest(transport, own, step, problem)
+    found, is_same = _pass_on(transport, own, newest)
+    return tree if is_same else found.tree(), newest.step
+
+
+class _Newest(NamedTuple):
+    rank: int
+    step: int
+    steps: Sequence[int | None]  # of all ranks
+
+
+def _taken_apart(tree: Any, step: int | None) -> Held:
+    if type(step) is not int or not 0 <= step < _MAX_STEP:
+        raise ValueError(f"step must be an int of at least 0 where there is a tree, got {step!r}")
+    return Held.of(tree)
+
+
+def _newest(
+    transport: Transport, own: Held | None, step: int | None, failure: Exception | None
+) -> _Newest:
+    """Whose state is taken; raises on all ranks where one can't take part."""
+    told = _agree(transport, failure, None if own is None else step, maybe(int))
+    steps = [theirs for _, theirs in told]
+    for rank, theirs in enumerate(steps):
+        if theirs is not None and theirs < 0:
+            raise nonsense(rank, "own state", ValueError(f"its step is {theirs}"))
+    held = [theirs for theirs in steps if theirs is not None]
+    if not held:
+        raise PlanMismatchError(
+            f"none of {len(steps)} ranks has a state, so there is none to take; pass one rank's "
+            f"tree at least, from a checkpoint or a fresh start at step 0"
+        )
+    return _Newest(steps.index(max(held)), max(held), steps)
+
+
+def _pass_on(transport: Transport, own: Held | None, newest: _Newest) -> tuple[Held, bool]:
+    """The newest state, and whether this rank has held it before."""
+    text, whole = "", ""
+    if own is not None and newest.steps[transport.rank] == newest.step:
+        whole = _whole(own, own.digests())
+    if transport.rank == newest.rank and own is not None:
+        text = own.description()
+    told = exchange(transport, [whole, len(text)], (str, int), "newest state")
+    wanted, length = told[newest.rank]
+    if own is not None and all(theirs == wanted for theirs, _ in told):
+        return own, True
+    has_it = whole != "" and whole == wanted
+    text = pass_on_text(transport, text, length, newest.rank, _WHAT)
+    found, failure = own, None
+    if not has_it:
+        try:
+            found = room_for(text, own)
+        except Exception as error:
+            failure = error
+    _agree(transport, failure, None, None)
+    if found is None:
+        raise InternalError("a rank has neither a state nor a failure")
+    pass_on_(transport, found.runs(), newest.rank, _WHAT, keeps=not has_it)
+    if not has_it:
+        found = found.laid_out_as(own)
+    _check(transport, found, newest)
+    return found, has_it
+
+
+def _agree(
+    transport: Transport, failure: Exception | None, value: T, form: Form
+) -> list[tuple[str, T]]:
+    """Every rank's value, if none has failed."""
+    mine = [text_of(failure) if failure else "", value]
+    told = exchange(transport, mine, (str, form), "own state")
+    for rank, (problem, _) in enumerate(told):
+        if problem:
+            raise PlanMismatchError(f"rank {rank} can't take part: {problem}") from failure
+    return told
+
+
+def _check(transport: Transport, found: Held, newest: _Newest) -> None:
+    """Raises on every rank where one holds other bits than the source."""
+    digests = found.digests()
+    told = exchange(transport, _whole(found, digests), str, "digest")
+    differing = [rank for rank, theirs in enumerate(told) if theirs != told[newest.rank]]
+    if not differing:
+        return
+    leaves = exchange(transport, digests, (str,) * len(digests), "leaf digests")
+    pairs = zip(leaves[newest.rank], leaves[differing[0]], strict=True)
+    leaf = next(i for i, (wanted, theirs) in enumerate(pairs) if wanted != theirs)
+    raise DesyncError(
+        f"leaf {found.treedef.paths[leaf]!r} has the digest {leaves[newest.rank][leaf]} on rank "
+        f"{newest.rank}, whose state of step {newest.step} was taken, and "
+        f"{leaves[differing[0]][leaf]} on rank {differing[0]} after it was sent there; memory or "
+        f"network of a host do not hold what they are given: leave it out, and start from a "
+        f"checkpoint"
+    )
+
+
+def _whole(held: Held, digests: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps([held.treedef.paths, digests]).encode()).hexdigest()

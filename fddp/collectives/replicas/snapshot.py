@@ -1,0 +1,236 @@
+"""A rank's state taken apart: what its leaves are, what they hold, and room for another rank's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fddp.collectives.replicas.containers import containers_from_json, containers_to_json
+from fddp.core.plan.leaf import MAX_COUNT
+from fddp.core.protocol.messages import Form, OneOf, read
+from fddp.tree.foreign import ForeignTreeDef, adapted
+from fddp.tree.pytree import TreeDef, flatten
+
+#: what a leaf may be
+Leaf: TypeAlias = Tensor | bool | int | float | str | None
+
+_DESCRIPTION: Form = {
+    "paths": [str],
+    "leaves": [OneOf(((str, [int], str), {"float": str}, {"int": str}, bool, str, None))],
+    "containers": str,
+    "obstacle": str,
+}
+_DIGEST_CHARS = 16
+_HASHED_BYTES = 16 * 1024 * 1024  # of another device's memory, brought over at once
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tree that was taken apart.
+
+    Attributes:
+        leaves: in canonical order; tensors where the tree has arrays of another library.
+        treedef: puts it together again.
+        containers: its containers as text; empty where a rank without the tree can't make them.
+        obstacle: why it can't.
+    """
+
+    leaves: list[Leaf]
+    treedef: TreeDef
+    containers: str
+    obstacle: str
+
+    @classmethod
+    def of(cls, tree: Any) -> Held:
+        """Takes a tree apart.
+
+        Raises:
+            TypeError: a leaf is neither a plain, dense tensor nor a number, text or None.
+        """
+        leaves, treedef = flatten(tree)
+        arrays = [None if _is_plain(leaf) else leaf for leaf in leaves]
+        tensors, treedef = adapted(arrays, treedef, "tree")
+        pairs = zip(leaves, tensors, strict=True)
+        held = [leaf if _is_plain(leaf) else tensor for leaf, tensor in pairs]
+        for path, leaf in zip(treedef.paths, held, strict=True):
+            kind = "" if _is_plain(leaf) else _not_dense(leaf)
+            if kind:
+                raise TypeError(
+                    f"leaf {path!r} is a {kind}; leaves are plain, dense tensors with memory (of a "
+                    f"DTensor, its to_local()), numbers, text or None"
+                )
+        return cls(held, treedef, *_containers(tree, treedef.paths))
+
+    def tree(self) -> Any:
+        """The tree around the leaves."""
+        if not isinstance(self.treedef, ForeignTreeDef):
+            return self.treedef.unflatten(self.leaves)
+        tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in self.leaves]
+        pairs = zip(self.leaves, self.treedef.restore(tensors), strict=True)
+        whole = [array if isinstance(leaf, Tensor) else leaf for leaf, array in pairs]
+        return TreeDef(self.treedef._treespec, self.treedef._structure).unflatten(whole)
+
+    def description(self) -> str:
+        """All but the contents of tensors, as JSON."""
+        document = {
+            "paths": self.treedef.paths,
+            "leaves": [*map(_described, self.leaves)],
+            "containers": self.containers,
+            "obstacle": self.obstacle,
+        }
+        return json.dumps(document, separators=(",", ":"))
+
+    def runs(self) -> list[Tensor]:
+        """The tensors' bytes, each of shape `(n,)`; over their memory where they are contiguous."""
+        return [_bytes_of(leaf) for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def digests(self) -> list[str]:
+        """For each leaf the beginning of SHA-256 over what it is and holds."""
+        return [_digest(leaf) for leaf in self.leaves]
+
+    def laid_out_as(self, own: Held | None) -> Held:
+        """The same values with each tensor's elements in the order in which `own` has them."""
+        if own is None or own.treedef.paths != self.treedef.paths:
+            return self
+        pairs = zip(self.leaves, own.leaves, strict=True)
+        return replace(self, leaves=[_laid_out(leaf, like) for leaf, like in pairs])
+
+
+def room_for(description: str, own: Held | None) -> Held:
+    """Memory for the state that another rank described, in the containers of this rank's own tree
+    if that has the same leaves; contents are undefined.
+
+    Raises:
+        ValueError: its containers can't be made here, or the text is no description.
+        RuntimeError: there is no memory for it.
+    """
+    document = read(description, _DESCRIPTION)
+    paths, kinds = tuple(document["paths"]), document["leaves"]
+    containers, obstacle = document["containers"], document["obstacle"]
+    if len(kinds) != len(paths) or bool(containers) == bool(obstacle):
+        raise ValueError(
+            f"the description has {len(kinds)} leaves, {len(paths)} paths, and containers "
+            f"{containers!r:.40} with the obstacle {obstacle!r:.40}"
+        )
+    known = own is not None and own.treedef.paths == paths
+    likes: Sequence[Leaf] = own.leaves if own is not None and known else [None] * len(paths)
+    leaves = [_room(kind, like) for kind, like in zip(kinds, likes, strict=True)]
+    if own is not None and known and (not containers or own.containers in ("", containers)):
+        return replace(own, leaves=leaves)
+    if not containers:
+        raise ValueError(
+            f"{obstacle}; pass a tree with the same leaves on this rank, whose values do not matter"
+        )
+    treedef = flatten(containers_from_json(containers))[1]
+    if treedef.paths != paths:
+        raise ValueError("the description's containers have other leaves than it lists")
+    return Held(leaves, treedef, containers, "")
+
+
+def _is_plain(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, (bool, int, float, str))
+
+
+def _not_dense(leaf: Any) -> str:
+    """What a leaf is whose bytes are not all of it; empty for a dense tensor."""
+    if type(leaf) not in (Tensor, torch.nn.Parameter):
+        return type(leaf).__name__
+    if leaf.layout is not torch.strided:
+        return str(leaf.layout)
+    if leaf.is_quantized:  # scale and zero point are not among its bytes
+        return f"quantized tensor ({leaf.dtype})"
+    return "meta tensor" if leaf.is_meta else ""
+
+
+def _containers(tree: Any, paths: Sequence[str]) -> tuple[str, str]:
+    """The tree's containers as text, and why there is none."""
+    try:
+        text = containers_to_json(tree)
+        made = flatten(containers_from_json(text))[1].paths
+    except ValueError as error:
+        return "", str(error)
+    if made == paths:
+        return text, ""
+    return "", "the tree has containers other than dict, OrderedDict, list and tuple"
+
+
+def _described(leaf: Leaf) -> Any:
+    if isinstance(leaf, Tensor):
+        return [str(leaf.dtype).removeprefix("torch."), [*leaf.shape], leaf.device.type]
+    if leaf is None or isinstance(leaf, (bool, str)):
+        return leaf
+    # As text, which has every bit of a float, and no bound on integers.
+    return {"float": float(leaf).hex()} if isinstance(leaf, float) else {"int": hex(leaf)}
+
+
+def _room(kind: Any, like: Leaf) -> Leaf:
+    if isinstance(kind, list):
+        name, shape, device = kind
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype) or str(dtype) != f"torch.{name}":
+            raise ValueError(f"a leaf is of {name!r:.40}, which this torch does not have")
+        if not all(0 <= size <= MAX_COUNT for size in shape):
+            raise ValueError(f"a leaf is of shape {shape}")
+        home = like.device if isinstance(like, Tensor) else _device(device)
+        return torch.empty(shape, dtype=dtype, device=home)
+    if isinstance(kind, dict):
+        return _number(kind)
+    return kind  # type: ignore[no-any-return]
+
+
+def _device(name: str) -> torch.device:
+    try:
+        found = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"a leaf is on {name!r:.40}, which is no device: {error}") from error
+    if name != found.type or name == "meta":
+        raise ValueError(f"a leaf is on {name!r:.40}, which is no type of device with memory")
+    return found
+
+
+def _number(kind: dict[str, str]) -> int | float:
+    """The number that `_described` wrote: of the many ways to write it, this one."""
+    ((of, text),) = kind.items()
+    try:
+        number = float.fromhex(text) if of == "float" else int(text, 16)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"a leaf is the {of} {text!r:.40}: {error}") from error
+    if _described(number) != kind:
+        raise ValueError(f"a leaf is the {of} {text!r:.40}, which nobody writes so")
+    return number
+
+
+def _laid_out(leaf: Leaf, like: Leaf) -> Leaf:
+    if not (isinstance(leaf, Tensor) and isinstance(like, Tensor)):
+        return leaf
+    if leaf.shape != like.shape or leaf.dtype != like.dtype or like.is_contiguous():
+        return leaf
+    return torch.empty_like(like).copy_(leaf)
+
+
+def _bytes_of(leaf: Tensor) -> Tensor:
+    plain = leaf.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _digest(leaf: Leaf) -> str:
+    found = hashlib.sha256()
+    if isinstance(leaf, Tensor):
+        kind = _described(leaf)
+        found.update(json.dumps(kind[:2]).encode())  # not where it is
+        for part in _parts(_bytes_of(leaf)):
+            found.update(part.cpu().numpy().data)
+    else:
+        found.update(json.dumps(_described(leaf)).encode())
+    return found.hexdigest()[:_DIGEST_CHARS]
+
+
+def _parts(run: Tensor) -> Iterator[Tensor]:
+    for start in range(0, run.numel(), _HASHED_BYTES):
+        yield run[start : start + _HASHED_BYTES]

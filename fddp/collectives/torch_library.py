@@ -1,0 +1,235 @@
+"""Operators in graphs: `torch.ops.fddp.psum` and the others, which tracers record.
+
+[Note: order of collectives in graphs]
+Ranks meet by the order in which operators run, and compilers order by data alone. So each operator
+in a graph takes what the one before gave as its last result, an empty tensor: a chain of data that
+no pass may break, and that makes no two calls alike, so that none are merged. It runs over all
+communicators, and through the backward part of a graph. The operators are registered as having
+ordered effects, too, so that those whose results nobody uses are kept; that alone does not keep
+the order in inductor (torch 2.13 files the dependency under a name that its scheduler never
+asks for).
+
+[Note: calls as text]
+What an operator does stands in the graph as text: ranks, leaves, buckets, roles, call site, and the
+position of the call among those of the trace, which says what a derivative belongs to. Only the
+communicator is a number, of this process. So a graph can be read, and run any number of times; each
+run is a call of its own, made from the text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias, get_args
+
+import torch
+from torch import Tensor, enable_grad
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._library.effects import EffectType
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.autograd.function import _SingleLevelFunction
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from fddp.collectives import execute as primitive
+from fddp.collectives.autograd import spread
+from fddp.collectives.calls import Application, Call
+from fddp.collectives.communicator import Communicator, numbered
+from fddp.collectives.operator_program import Operator, Program
+from fddp.core.plan.leaf import LeafSpec
+from fddp.native.operands import have_derivatives
+
+Parsed: TypeAlias = tuple[Program, tuple[str, ...], str, int | None]
+"""What a text says: the program, the roles, the call site, the number within the graph."""
+
+_KNOWN_CALLS = 1024
+_WITH_ROWS = ("all_gather", "pmax")  # give a leading axis of ranks
+
+LIBRARY: Any = torch.library.Library("fddp", "FRAGMENT")  # type: ignore[no-untyped-call]
+"""Keeps what is registered here; it ends with the process."""
+
+
+def emit(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
+    """What `primitive.run` does, as an operator in the graph that is being recorded.
+
+    Args:
+        call: what to do when the graph runs.
+        leaves: as a tracer has them; None for zeros.
+    """
+    operator = getattr(torch.ops.fddp, call.program.operator).default
+    number(call.application)
+    tracer = getattr(get_proxy_mode(), "tracer", None)
+    before = getattr(tracer, "fddp_token", None)
+    results: list[Tensor]
+    # The operator of torch that carries effects knows no lazy conjugation.
+    plain = [None if leaf is None else leaf.resolve_conj().resolve_neg() for leaf in leaves]
+    *results, token = operator(plain, before, call.communicator.number, text_of(call))
+    if tracer is not None:
+        tracer.fddp_token = token
+    return results
+
+
+def number(application: Application) -> None:
+    """Numbers a call within the graph that is being recorded, if it has no number yet."""
+    tracer: Any = getattr(get_proxy_mode(), "tracer", None)
+    if application.position is None and tracer is not None:
+        application.position = getattr(tracer, "fddp_calls", 0)
+        tracer.fddp_calls = application.position + 1
+
+
+def text_of(call: Call) -> str:
+    """A call as text; see [Note: calls as text]."""
+    program = call.program
+    return json.dumps(
+        {
+            "axes": program.place.axes,
+            "root": program.root,
+            "paths": [unit.path for unit in program.units],
+            "shapes": [[int(size) for size in unit.shape] for unit in program.units],
+            "dtypes": [unit.dtype for unit in program.units],
+            "on": [unit.device for unit in program.units],
+            "devices": [str(device) for device in program.devices],
+            "buckets": program.buckets,
+            "batch": [int(size) for size in program.batch],
+            "tiled": program.tiled,
+            "roles": call.roles,
+            "site": str(call.application.site or ""),
+            "position": call.application.position,
+        }
+    )
+
+
+def call_of(operator: Operator, communicator: Communicator, text: str) -> Call:
+    """The call that a text stands for, to be run once."""
+    program, roles, site, position = _parsed(operator, communicator, text)
+    application = Application(site or None)  # type: ignore[arg-type]  # its text
+    application.position = position
+    return Call(communicator, program, application, roles)
+
+
+def _parsed(operator: Operator, communicator: Communicator, text: str) -> Parsed:
+    known: dict[Any, Parsed] = communicator.known.setdefault("texts", {})
+    found = known.get((operator, text))
+    if found is None:
+        if len(known) >= _KNOWN_CALLS:
+            known.clear()
+        found = known[operator, text] = _parse(operator, communicator, json.loads(text))
+    return found
+
+
+def _parse(operator: Operator, communicator: Communicator, told: dict[str, Any]) -> Parsed:
+    units = tuple(
+        LeafSpec(path, tuple(shape), dtype, device=device)
+        for path, shape, dtype, device in zip(
+            told["paths"], told["shapes"], told["dtypes"], told["on"], strict=True
+        )
+    )
+    program = Program(
+        operator,
+        communicator.place(tuple(told["axes"])),
+        told["root"],
+        units,
+        tuple(torch.device(device) for device in told["devices"]),
+        tuple(tuple(bucket) for bucket in told["buckets"]),
+        tuple(told["batch"]),
+        told["tiled"],
+    )
+    return program, tuple(told["roles"]), told["site"], told["position"]
+
+
+# Registration: one operator of torch for each of ours.
+
+
+def _token() -> Tensor:
+    return torch.empty(0)
+
+
+class FddpRecorded(_SingleLevelFunction):
+    """An operator in a graph that was recorded without derivatives, and is differentiated now; at
+    one level of transforms, for torch calls it at each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *leaves: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.call = _as_linear(call)
+        ctx.set_materialize_grads(False)
+        # Here torch has switched off both modes, which the levels outside of this one need.
+        with enable_grad(), _set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
+            return _recorded(call, leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        inexact = ctx.call.program.inexact
+        results = _recorded(ctx.call.transposed(), [cotangents[k] for k in inexact])
+        return (None, *spread(results, inexact, len(ctx.call.program.units)))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Any, ...]:
+        inexact = ctx.call.program.inexact
+        results = _recorded(ctx.call.tangent(), [tangents[k] for k in inexact])
+        return tuple(spread(results, inexact, len(ctx.call.program.units)))
+
+
+def _recorded(call: Call, leaves: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    operator = getattr(torch.ops.fddp, call.program.operator).default
+    *results, _ = operator(list(leaves), None, call.communicator.number, text_of(call))
+    return tuple(results)
+
+
+def _as_linear(call: Call) -> Call:
+    """`pmax` in a graph gives all ranks' leaves; what follows it there takes the largest."""
+    if call.program.operator != "pmax":
+        return call
+    return replace(call, program=replace(call.program, operator="all_gather"))
+
+
+def _register(operator: Operator) -> None:
+    name = f"fddp::{operator}"
+    LIBRARY.define(
+        f"{operator}(Tensor?[] leaves, Tensor? after, int communicator, str call) -> Tensor[]"
+    )
+
+    def carry_out(
+        leaves: Sequence[Tensor | None], after: Tensor | None, communicator: int, call: str
+    ) -> list[Tensor]:
+        found = call_of(operator, numbered(communicator), call)
+        return [*primitive.run(found, leaves), _token()]
+
+    def shapes(
+        leaves: Sequence[Tensor | None], after: Tensor | None, communicator: int, call: str
+    ) -> list[Tensor]:
+        program = call_of(operator, numbered(communicator), call).program
+        rows = (program.place.size,) if operator in _WITH_ROWS else ()
+        return [
+            *(
+                torch.empty((*rows, *unit.shape), dtype=dtype, device=device)
+                for unit, dtype, device in zip(
+                    program.units, program.dtypes, program.devices, strict=True
+                )
+            ),
+            _token(),
+        ]
+
+    def differentiable(
+        leaves: Sequence[Tensor | None], after: Tensor | None, communicator: int, call: str
+    ) -> list[Tensor]:
+        own = [leaf for leaf in leaves if leaf is not None]
+        is_transformed = torch._C._are_functorch_transforms_active()
+        if is_transformed or have_derivatives(own, graphs=torch.is_grad_enabled()):
+            found = call_of(operator, numbered(communicator), call)
+            with enable_single_level_autograd_function():
+                results = FddpRecorded.apply(found, *leaves)  # type: ignore[attr-defined]
+            return [*results, _token()]
+        with torch._C._AutoDispatchBelowAutograd():
+            below: list[Tensor] = getattr(torch.ops.fddp, operator)(
+                leaves, after, communicator, call
+            )
+        return below
+
+    LIBRARY.impl(operator, carry_out, "CompositeExplicitAutograd")
+    LIBRARY.impl(operator, differentiable, "Autograd")
+    torch.library.register_fake(name, shapes, lib=LIBRARY)
+    torch.library._register_effectful_op(name, EffectType.ORDERED, lib=LIBRARY)
+
+
+for _operator in get_args(Operator):
+    _register(_operator)

@@ -1,0 +1,1 @@
+"""Values and pure functions: standard library and NumPy only."""

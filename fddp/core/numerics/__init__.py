@@ -1,0 +1,1 @@
+"""Weights, loss scales, overflow bounds and norm spikes as pure functions."""

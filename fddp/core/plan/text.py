@@ -1,0 +1,197 @@
+"""Bucket plans as text: JSON both ways, and the tables that terminals and notebooks show."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fddp.core import tables
+
+if TYPE_CHECKING:
+    from fddp.core.plan.plan import Bucket, BucketPlan
+
+FORMAT = "fddp.BucketPlan/1"
+"""First field of every document; the number changes when the fields do."""
+
+MIB = 1024 * 1024
+
+_PLAN_FIELDS = ("format", "caps_bytes", "order", "leaves", "buckets")
+_LEAF_FIELDS = ("path", "shape", "dtype", "strides", "device", "sparse")
+_BUCKET_FIELDS = ("leaves", "offsets", "numel", "dtype", "device", "cap_bytes", "sparse")
+
+_SHOWN_BUCKETS = 20
+_HEADER = ("bucket", "leaves", "first leaf", "last leaf", "dtype", "device", "MiB", "cap MiB")
+_NUMERIC_COLUMNS = (0, 1, 6, 7)
+
+
+class PlanDocument(NamedTuple):
+    """A parsed document: its form is right; what it says is for `BucketPlan` to judge."""
+
+    leaves: list[dict[str, Any]]
+    buckets: list[dict[str, Any]]
+    caps_bytes: tuple[Any, ...]
+    order: tuple[Any, ...]
+
+
+def to_json(plan: BucketPlan) -> str:
+    """The whole plan, with nothing in it that could differ between processes."""
+    return _dumps(
+        {
+            "format": FORMAT,
+            "caps_bytes": plan.caps_bytes,
+            "order": plan.order,
+            "leaves": [leaf._asdict() for leaf in plan.leaves],
+            "buckets": [_fields(bucket) for bucket in plan.buckets],
+        }
+    )
+
+
+def shared_json(plan: BucketPlan) -> str:
+    """What ranks must agree on: as `to_json`, but leaves in no bucket are left out.
+
+    Without those, leaf indices differ from rank to rank, so leaves stand in for their indices.
+    """
+    leaf_documents = {index: plan.leaves[index]._asdict() for index in plan.order}
+    return _dumps(
+        {
+            "format": FORMAT,
+            "caps_bytes": plan.caps_bytes,
+            "order": [plan.leaves[index].path for index in plan.order],
+            "buckets": [
+                {**_fields(bucket), "leaves": [leaf_documents[index] for index in bucket.leaves]}
+                for bucket in plan.buckets
+            ],
+        }
+    )
+
+
+def parse(text: str) -> PlanDocument:
+    """Take a document apart; field types below its lists and objects are not looked at.
+
+    Raises:
+        ValueError: not JSON, or fields are missing, unexpected or of another kind.
+    """
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"plan JSON: not a JSON document: {error}") from error
+    plan = _require_object(document, _PLAN_FIELDS, "document")
+    if plan["format"] != FORMAT:
+        raise ValueError(
+            f"plan JSON: format is {reprlib.repr(plan['format'])}, this version reads {FORMAT!r}"
+        )
+    leaves = [
+        _parse_leaf(leaf, f"leaves[{index}]")
+        for index, leaf in enumerate(_require_list(plan["leaves"], "leaves"))
+    ]
+    buckets = [
+        _parse_bucket(bucket, f"buckets[{index}]")
+        for index, bucket in enumerate(_require_list(plan["buckets"], "buckets"))
+    ]
+    return PlanDocument(
+        leaves=leaves,
+        buckets=buckets,
+        caps_bytes=tuple(_require_list(plan["caps_bytes"], "caps_bytes")),
+        order=tuple(_require_list(plan["order"], "order")),
+    )
+
+
+def _parse_leaf(value: object, where: str) -> dict[str, Any]:
+    leaf = dict(_require_object(value, _LEAF_FIELDS, where))
+    leaf["shape"] = tuple(_require_list(leaf["shape"], f"{where}.shape"))
+    if leaf["strides"] is not None:
+        leaf["strides"] = tuple(_require_list(leaf["strides"], f"{where}.strides"))
+    return leaf
+
+
+def _parse_bucket(value: object, where: str) -> dict[str, Any]:
+    bucket = dict(_require_object(value, _BUCKET_FIELDS, where))
+    for name in ("leaves", "offsets"):
+        bucket[name] = tuple(_require_list(bucket[name], f"{where}.{name}"))
+    return bucket
+
+
+def _require_object(value: object, names: Sequence[str], where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"plan JSON: {where} must be an object, got {reprlib.repr(value)}")
+    if value.keys() != set(names):
+        missing = [name for name in names if name not in value]
+        unexpected = [name for name in value if name not in names]
+        raise ValueError(
+            f"plan JSON: {where} must have the fields {', '.join(names)}; "
+            f"missing: {reprlib.repr(missing)}, unexpected: {reprlib.repr(unexpected)}"
+        )
+    return value
+
+
+def _require_list(value: object, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"plan JSON: {where} must be a list, got {reprlib.repr(value)}")
+    return value
+
+
+def _fields(bucket: Bucket) -> dict[str, Any]:
+    return {name: getattr(bucket, name) for name in _BUCKET_FIELDS}
+
+
+def _dumps(document: dict[str, Any]) -> str:
+    return json.dumps(document, separators=(",", ":"))
+
+
+def summary(plan: BucketPlan) -> str:
+    """One line of totals."""
+    total_bytes = sum(bucket.nbytes for bucket in plan.buckets)
+    caps = ", ".join(_mib(cap) for cap in plan.caps_bytes[:4])
+    more_caps = ", …" if len(plan.caps_bytes) > 4 else ""
+    return (
+        f"{len(plan.buckets)} buckets, {len(plan.order)} of {len(plan.leaves)} leaves, "
+        f"{_mib(total_bytes)} MiB, caps {caps}{more_caps} MiB"
+    )
+
+
+def table(plan: BucketPlan) -> str:
+    """The plan as a plain-text table under its totals; the middle of a long one is left out."""
+    rows = tables.plain_table(_HEADER, _rows(plan), _NUMERIC_COLUMNS)
+    return f"BucketPlan: {summary(plan)}\n{rows}"
+
+
+def html_table(plan: BucketPlan) -> str:
+    """The same table for notebooks."""
+    return tables.html_table(f"BucketPlan: {summary(plan)}", _HEADER, _rows(plan))
+
+
+def _rows(plan: BucketPlan) -> Iterator[tuple[str, ...]]:
+    count = len(plan.buckets)
+    head = count if count <= _SHOWN_BUCKETS else _SHOWN_BUCKETS // 2
+    for index in range(head):
+        yield _row(plan, index)
+    if head < count:
+        tail = _SHOWN_BUCKETS - head
+        yield ("…", "", f"({count - head - tail} more buckets)", *[""] * (len(_HEADER) - 3))
+        for index in range(count - tail, count):
+            yield _row(plan, index)
+
+
+def _row(plan: BucketPlan, index: int) -> tuple[str, ...]:
+    bucket = plan.buckets[index]
+    return (
+        str(index),
+        str(len(bucket.leaves)),
+        _shown_path(plan.leaves[bucket.leaves[0]].path),
+        _shown_path(plan.leaves[bucket.leaves[-1]].path),
+        bucket.dtype,
+        bucket.device,
+        _mib(bucket.nbytes),
+        "sparse" if bucket.sparse else _mib(bucket.cap_bytes),
+    )
+
+
+def _shown_path(path: str) -> str:
+    # The path of a bare leaf is empty, and one read from JSON may hold control characters.
+    return path if path and path.isprintable() else repr(path)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / MIB:.4g}"

@@ -1,0 +1,1 @@
+"""Protocol between ranks: control word, messages, readiness of buckets."""

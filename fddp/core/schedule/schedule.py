@@ -1,0 +1,342 @@
+"""Schedules: the operations that take packed gradients to their mean, as values.
+
+A schedule lists, in launch order, what every rank carries out in one step: packing, collectives,
+the control word, the conditional repairs that it decides on, and unpacking. The runtime executes
+these values and nothing else. `fddp.make_schedule` builds one; `fddp.check_schedule` judges any.
+
+[Note: regions]
+An operation works on elements [start, stop) of one of a bucket's buffers. Where axes *shard* these,
+each rank works on its own chunk: the region is cut into as many equal chunks as the first of these
+axes has places, a rank's is that of its place, and the next axis cuts that chunk again. A
+reduce-scatter leaves each rank its chunk; an all-gather along the last sharding axis joins them.
+
+[Note: the word rides]
+The control word is summed by a collective of its own, or it rides: a rank writes it behind the
+last element of a bucket's buffer, and the bucket's last all-reduce, the carrier, sums both. The
+first is an operation along all axes with the bucket -1. The second names the bucket and no axes,
+for the rank does it alone; the carrier depends on it, and what acts on the word depends on the
+carrier.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple, get_args
+
+from fddp.core.plan.plan import BucketPlan
+from fddp.core.schedule import text as schedule_text
+from fddp.core.schedule.topology import Topology as Topology
+
+Kind = Literal[
+    "pack", "all_reduce", "reduce_scatter", "all_gather", "add", "control", "gather", "unpack"
+]
+When = Literal["always", "late", "again"]
+Buffer = Literal["bucket", "repair", "control"]
+Scaling = Literal["before", "after", "average"]
+Result = Literal["replicated_mean", "sharded_mean", "replicated"]
+
+#: kinds in which ranks meet; but see `rides`
+COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "control", "gather"})
+
+# Formats whose sums are scaled so tightly that a surprise in the weights can't be corrected after
+# the reduction. Their contributions are kept until the control word is in, and such a bucket is
+# then reduced again as a whole.
+RETAINED_DTYPES = frozenset({"float16"})
+
+
+class Region(NamedTuple):
+    """What memory an operation works on; see [Note: regions].
+
+    Attributes:
+        buffer: the "bucket" itself, the "repair" of what came late, or the "control" word.
+        start: first element.
+        stop: element after the last.
+        shard: axes that divide the region, outer cut first; () for all of it.
+    """
+
+    buffer: Buffer
+    start: int
+    stop: int
+    shard: tuple[str, ...] = ()
+
+
+CONTROL_REGION = Region("control", 0, 0)
+
+
+class Op(NamedTuple):
+    """One operation.
+
+    Attributes:
+        kind: "pack" contributions (or own shards) into a region; "all_reduce", "reduce_scatter" or
+            "all_gather" it along `axes`; "add" the repair's region to the bucket's; reduce the
+            "control" word, or write it where it rides; "gather" a sparse bucket's indices and
+            values; "unpack" results.
+        bucket: the bucket's index; -1 for a control word that does not ride, see
+            [Note: the word rides].
+        axes: the axes of a collective, in the topology's order; () for what a rank does alone.
+        region: what it works on, before the operation.
+        deps: positions of operations that must have finished.
+        when: "always"; "late" if the control word says that the bucket needs a repair of what came
+            after its launch; "again" if it says that a retained bucket must be reduced anew.
+    """
+
+    kind: Kind
+    bucket: int
+    axes: tuple[str, ...]
+    region: Region
+    deps: tuple[int, ...]
+    when: When = "always"
+
+
+def rides(op: Op) -> bool:
+    """Whether an operation is a control word that rides; see [Note: the word rides]."""
+    return op.kind == "control" and op.bucket >= 0
+
+
+def meets(op: Op) -> bool:
+    """Whether ranks meet in an operation."""
+    return op.kind in COLLECTIVES and not rides(op)
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule:
+    """What every rank carries out in one step, in launch order.
+
+    Whatever builds one (`make_schedule`, `from_json`, `dataclasses.replace`, a hand), it is a list
+    of operations of the right types; whether they give the right result is for `check_schedule`.
+
+    Attributes:
+        plan: the buckets that operations name.
+        topology: the axes that operations name.
+        ops: the operations, in launch order.
+        wire_dtypes: for each bucket, the dtype in which it travels.
+        scaling: where the division by the number of ranks happens: "before" the reduction, as in
+            DistributedDataParallel, "after" it, or in the collective's own "average".
+        result: the postcondition. "replicated_mean" leaves the mean of all ranks on each,
+            "sharded_mean" a shard of it, "replicated" everyone's shards.
+        deterministic: whether sums have the one association that follows from the topology, in
+            float32 or wider, so that the bits depend on neither plan, algorithm nor transport.
+
+    Raises:
+        ValueError: a field is not of its type.
+
+    Example:
+        >>> from fddp.core.plan.plan import LeafSpec, plan_leaves
+        >>> from fddp.core.schedule.builder import make_schedule
+        >>> plan = plan_leaves([LeafSpec("w", (3,), "float32")], order=[0], caps_bytes=[1])
+        >>> schedule = make_schedule(plan, Topology(world=2))
+        >>> Schedule.from_json(schedule.to_json()) == schedule
+        True
+    """
+
+    plan: BucketPlan
+    topology: Topology
+    ops: tuple[Op, ...]
+    wire_dtypes: tuple[str, ...]
+    scaling: Scaling = "before"
+    result: Result = "replicated_mean"
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        for name, kind in (("plan", BucketPlan), ("topology", Topology), ("ops", tuple)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(
+                    f"{name} must be a {kind.__name__}, got {type(getattr(self, name)).__name__}"
+                )
+        for position, op in enumerate(self.ops):
+            problem = _op_problem(op)
+            if problem is not None:
+                raise ValueError(f"ops[{position}] {problem}")
+        buckets = len(self.plan.buckets)
+        if not _is_texts(self.wire_dtypes) or len(self.wire_dtypes) != buckets:
+            raise ValueError(
+                f"wire_dtypes must be a tuple of {buckets} dtype names, one for each bucket, "
+                f"got {self.wire_dtypes!r}"
+            )
+        for name, choice in (("scaling", Scaling), ("result", Result)):
+            if getattr(self, name) not in get_args(choice):
+                raise ValueError(
+                    f"{name} must be one of {', '.join(get_args(choice))}, "
+                    f"got {getattr(self, name)!r}"
+                )
+        if not isinstance(self.deterministic, bool):
+            raise ValueError(f"deterministic must be True or False, got {self.deterministic!r}")
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __reduce__(self) -> tuple[type[Schedule], tuple[object, ...]]:
+        # Pickles leave the cached properties behind, and are judged when they are read.
+        fields = (self.plan, self.topology, self.ops, self.wire_dtypes, self.scaling, self.result)
+        return type(self), (*fields, self.deterministic)
+
+    @cached_property
+    def sequence(self) -> tuple[int, ...]:
+        """The buckets that are packed while backward runs, in launch order."""
+        packs = (op.bucket for op in self.ops if op.kind == "pack" and op.when == "always")
+        return tuple(dict.fromkeys(packs))
+
+    @cached_property
+    def retained(self) -> frozenset[int]:
+        """The buckets whose contributions are kept until the control word is in."""
+        return frozenset(op.bucket for op in self.ops if op.when == "again")
+
+    @cached_property
+    def buffer_numels(self) -> tuple[int, ...]:
+        """Elements of each bucket's buffer: those of the bucket, padded to what is divided."""
+        numels = [bucket.numel for bucket in self.plan.buckets]
+        for op in self.ops:
+            if op.kind != "control" and 0 <= op.bucket < len(numels):
+                numels[op.bucket] = max(numels[op.bucket], op.region.stop)
+        return tuple(numels)
+
+    @cached_property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The axes along which collectives run, each once, in order of first use."""
+        return tuple(dict.fromkeys(op.axes for op in self.ops if meets(op)))
+
+    @cached_property
+    def control(self) -> int:
+        """Position of the control word; -1 where there is none."""
+        return next((i for i, op in enumerate(self.ops) if op.kind == "control"), -1)
+
+    @cached_property
+    def carrier(self) -> int:
+        """Position of the all-reduce in which the control word rides; -1 where it does not."""
+        control = self.control
+        if control < 0 or not rides(self.ops[control]):
+            return -1
+        bucket = self.ops[control].bucket
+        for position in range(control + 1, len(self.ops)):
+            op = self.ops[position]
+            is_sum = op.kind == "all_reduce" and op.when == "always"
+            if is_sum and op.bucket == bucket and control in op.deps:
+                return position
+        return -1
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the schedule's JSON, hexadecimal."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @cached_property
+    def shared_digest(self) -> str:
+        """SHA-256 of what ranks must agree on: they may differ in leaves that are in no bucket."""
+        document = schedule_text.to_json(self, plan=self.plan.shared_digest)
+        return hashlib.sha256(document.encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The schedule with its plan as one line of JSON, from which `from_json` makes an equal
+        one."""
+        return schedule_text.to_json(self, plan=self.plan.to_json())
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        """The schedule that `to_json` wrote; whether it is right is for `check_schedule`.
+
+        Raises:
+            ValueError: the text is no such document; the message names the field.
+        """
+        document = schedule_text.parse(text)
+        return cls(
+            plan=BucketPlan.from_json(document.plan),
+            topology=Topology(**document.axes),
+            ops=tuple(
+                Op(kind, bucket, axes, Region(*region), deps, when)
+                for kind, bucket, axes, region, deps, when in document.ops
+            ),
+            wire_dtypes=document.wire_dtypes,
+            scaling=document.scaling,
+            result=document.result,
+            deterministic=document.deterministic,
+        )
+
+    def describe(self, position: int) -> str:
+        """An operation in words, for errors.
+
+        Example:
+            >>> from fddp.core.plan.plan import LeafSpec, plan_leaves
+            >>> from fddp.core.schedule.builder import make_schedule
+            >>> plan = plan_leaves([LeafSpec("w", (3,), "float32")], order=[0], caps_bytes=[1])
+            >>> make_schedule(plan, Topology(world=2)).describe(2)
+            "op 2 (all_reduce of bucket 0, leaf 'w', along world)"
+        """
+        op = self.ops[position]
+        along = f", along {' and '.join(op.axes)}" if op.axes else ""
+        if op.kind == "control":
+            where = f", in the tail of {self.describe_bucket(op.bucket)}" if rides(op) else ""
+            return f"op {position} (the control word{where}{along})"
+        repair = " (repair)" if op.region.buffer == "repair" else ""
+        return f"op {position} ({op.kind} of {self.describe_bucket(op.bucket)}{repair}{along})"
+
+    def describe_bucket(self, bucket: int) -> str:
+        """A bucket in words: its number and the leaves at its ends."""
+        if not 0 <= bucket < len(self.plan.buckets):
+            return f"bucket {bucket}, which the plan does not have"
+        leaves, paths = self.plan.buckets[bucket].leaves, self.plan.paths
+        if len(leaves) == 1:
+            return f"bucket {bucket}, leaf {paths[leaves[0]]!r}"
+        return f"bucket {bucket}, leaves {paths[leaves[0]]!r} to {paths[leaves[-1]]!r}"
+
+    def __repr__(self) -> str:
+        return (
+            f"Schedule({len(self.ops)} operations, {len(self.plan.buckets)} buckets, "
+            f"{self.topology}, scaling={self.scaling!r}, result={self.result!r}"
+            f"{', deterministic=True' if self.deterministic else ''})"
+        )
+
+    def __str__(self) -> str:
+        """A table of the operations."""
+        return schedule_text.table(self)
+
+    def _repr_html_(self) -> str:
+        return schedule_text.html_table(self)
+
+
+def _op_problem(op: object) -> str | None:
+    """Why a value is no operation, or None."""
+    if not isinstance(op, Op) or not isinstance(op.region, Region):
+        return f"must be an Op on a Region, got {op!r}"
+    region = op.region
+    for name, value, choice in (
+        ("kind", op.kind, Kind),
+        ("when", op.when, When),
+        ("region.buffer", region.buffer, Buffer),
+    ):
+        if value not in get_args(choice):
+            return f"has the {name} {value!r}; it must be one of {', '.join(get_args(choice))}"
+    for name, number in (("bucket", op.bucket), ("start", region.start), ("stop", region.stop)):
+        if type(number) is not int or not -1 <= number < 2**63:
+            return f"has the {name} {number!r}; it must be a 64-bit int"
+    for name, texts in (("axes", op.axes), ("region.shard", region.shard)):
+        if not _is_texts(texts):
+            return f"has the {name} {texts!r}; it must be a tuple of axis names"
+    if not isinstance(op.deps, tuple) or any(type(dep) is not int for dep in op.deps):
+        return f"has the deps {op.deps!r}; they must be a tuple of ints"
+    return None
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+
+
+def chunk(start: int, stop: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The part of [start, stop) that a rank works on; see [Note: regions].
+
+    Args:
+        start: first element.
+        stop: element after the last.
+        cuts: for each sharding axis, the number of places on it and the rank's place.
+
+    Example:
+        >>> chunk(0, 12, [(2, 1), (3, 0)])
+        (6, 8)
+    """
+    for places, place in cuts:
+        length = (stop - start) // places
+        start += place * length
+        stop = start + length
+    return start, stop

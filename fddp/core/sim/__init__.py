@@ -1,0 +1,1 @@
+"""Cost models, simulation and optimisation of step times."""

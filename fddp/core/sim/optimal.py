@@ -1,0 +1,400 @@
+"""The bucket boundaries that minimise the simulated step time.
+
+Buckets leave in the order in which they become ready, over a channel that carries one after the
+other. A bucket that ends at leaf i begins when leaf i is ready and the channel is free, and takes
+a + b * bytes. The earlier the channel is free after the first i leaves, the better for whatever
+follows, so the best boundaries come from a dynamic programme over i. The problem, and that merging
+gradients solves it, is from S. Shi, X. Chu and B. Li, "MG-WFBP: Efficient data communication for
+distributed synchronous SGD algorithms", IEEE INFOCOM 2019; the programme here is exact for one
+channel where theirs is greedy.
+
+[Note: work clock]
+While backward runs, communication may be slower. Time is counted in work that the channel can have
+done by then, on which a bucket takes equally long whenever it begins.
+
+Beyond one dtype, one device and one all-reduce a bucket, the programme is no proof: classes of
+leaves are optimised in turn beside the buckets of the others, chains of collectives are taken for
+one channel in several ways, and what simulates best is taken. The plans that
+DistributedDataParallel would make are always among the candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fddp.core.plan.leaf import ITEM_BYTES, LeafSpec
+from fddp.core.plan.plan import Bucket, BucketPlan, assign_buckets, plan_leaves
+from fddp.core.schedule.builder import Algorithm, make_schedule
+from fddp.core.schedule.schedule import Schedule, meets
+from fddp.core.schedule.topology import Topology
+from fddp.core.sim.cost import FloatArray
+from fddp.core.sim.simulator import (
+    Cost,
+    ReadyTimes,
+    collective_time_s,
+    group_model,
+    ready_seconds,
+    simulate,
+)
+
+_MIB_BYTES = 2**20
+_DDP_CAPS_BYTES = (_MIB_BYTES, 25 * _MIB_BYTES)
+_ROUNDS = 4  # in which classes are optimised beside the others; most settle in two
+_HALVINGS = 10  # of the cap, where no channel describes the schedule
+_ROUNDING = 1e-12  # relative difference in time that is none
+
+_Indices = npt.NDArray[np.intp]
+Ends = tuple[int, ...]  # of a class's buckets: for each, how many of its leaves come before its end
+
+
+class Target(NamedTuple):
+    """What a plan is made for.
+
+    Attributes:
+        cost: the model of the links, or one for each axis.
+        topology: the ranks.
+        algorithm, deterministic: of the schedule, as in `make_schedule`.
+    """
+
+    cost: Cost
+    topology: Topology
+    algorithm: Algorithm = "all_reduce"
+    deterministic: bool = False
+
+    def schedule_of(self, plan: BucketPlan) -> Schedule:
+        """The schedule that would be carried out."""
+        return make_schedule(
+            plan, self.topology, algorithm=self.algorithm, deterministic=self.deterministic
+        )
+
+
+class _Channel(NamedTuple):
+    """What carries the buckets one after the other; seconds of undisturbed work."""
+
+    bucket_s: float  # for each bucket
+    byte_s: float  # for each byte
+    slot_s: float  # for each bucket's slot in the control word, after the end of backward
+    overlap: float  # rate during backward
+
+
+class _Class(NamedTuple):
+    """The leaves of one dtype and device; arrays have shape `(leaves,)`, `begins` one more."""
+
+    positions: list[int]  # in the ready order
+    ready: FloatArray  # on the work clock; the last of all is held until the end of backward
+    begins: FloatArray  # bytes of the class before each leaf, and of all
+
+
+class _Busy(NamedTuple):
+    """A bucket of another class."""
+
+    position: int  # of its last leaf, in the ready order
+    ready: float
+    work: float
+
+
+def optimal_plan(
+    leaves: Sequence[LeafSpec], offered: Sequence[int], ready_times_s: ReadyTimes, target: Target
+) -> BucketPlan:
+    """The plan of the least simulated step time; `fddp.plan_optimal` makes it from a tree.
+
+    Args:
+        leaves: every leaf of a tree, in canonical order.
+        offered: indices of the leaves to reduce, in the order that holds where times are equal.
+        ready_times_s: when each leaf's gradient is there, as in `simulate`; leaves without one
+            come first.
+        target: what the plan is made for.
+
+    Raises:
+        ValueError: as from `simulate` and `make_schedule`.
+
+    Example:
+        >>> from fddp.core.sim.cost import CostModel
+        >>> leaves = [LeafSpec(name, (1000,), "float32") for name in "abc"]
+        >>> target = Target(CostModel(1e-3, 1e-9), Topology(world=2))
+        >>> plan = optimal_plan(leaves, [2, 1, 0], {"c": 0.0, "b": 0.001, "a": 0.004}, target)
+        >>> [bucket.leaves for bucket in plan.buckets]
+        [(2, 1), (0,)]
+    """
+    leaves = tuple(leaves)
+    times_s = ready_seconds(leaves, offered, ready_times_s)
+    order = sorted(offered, key=lambda leaf: times_s[leaf])
+
+    def step_s(plan: BucketPlan) -> float:
+        schedule = target.schedule_of(plan)
+        return simulate(schedule, target.cost, times_s).step_s
+
+    return min(_candidates(leaves, offered, order, times_s, target), key=step_s)
+
+
+def _candidates(
+    leaves: tuple[LeafSpec, ...],
+    offered: Sequence[int],
+    order: Sequence[int],
+    times_s: FloatArray,
+    target: Target,
+) -> Iterator[BucketPlan]:
+    channels = _channels(target, leaves[order[-1]].dtype if len(order) else "float32")
+    for channel in channels:
+        classes = _classes(leaves, order, times_s, channel.overlap)
+        for ends in _splits(classes, channel, leaves, order):
+            yield _plan(leaves, order, classes, ends)
+    yield plan_leaves(leaves, order=order, caps_bytes=_DDP_CAPS_BYTES)
+    yield plan_leaves(leaves, order=offered, caps_bytes=_DDP_CAPS_BYTES)
+    if len(channels) > 1:
+        total_bytes = sum(leaves[leaf].nbytes for leaf in order)
+        for halvings in range(_HALVINGS):
+            yield plan_leaves(leaves, order=order, caps_bytes=(max(1, total_bytes >> halvings),))
+
+
+def _channels(target: Target, dtype: str) -> list[_Channel]:
+    """What may limit a bucket: each group on its way, and its whole way; of buckets like the last,
+    in whose tail the control word may ride."""
+    elements = 2**40  # that is divisible by most groups, so that padding does not matter
+    leaf = LeafSpec("", (elements,), dtype)
+    plan = plan_leaves([leaf], order=[0], caps_bytes=[1])
+    schedule = target.schedule_of(plan)
+    models = {axes: group_model(target.cost, target.topology, axes) for axes in schedule.groups}
+    slot_s = 0.0
+    ways: dict[tuple[str, ...], _Channel] = {}
+    for position, op in enumerate(schedule.ops):
+        if not meets(op) or op.when != "always":
+            continue
+        model, ranks = models[op.axes], target.topology.size(op.axes)
+        if op.kind == "control":
+            slot_s = model.time_s("control", 8.0, ranks) - model.time_s("control", 0.0, ranks)
+            continue
+        alone = op._replace(deps=())  # not the carrier, whose time includes the word's
+        empty = alone._replace(region=op.region._replace(start=0, stop=0))
+        bucket_s = collective_time_s(schedule, empty, model)
+        byte_s = (collective_time_s(schedule, alone, model) - bucket_s) / leaf.nbytes
+        way = ways.get(op.axes, _Channel(0.0, 0.0, 0.0, model.overlap))
+        ways[op.axes] = way._replace(bucket_s=way.bucket_s + bucket_s, byte_s=way.byte_s + byte_s)
+        if position == schedule.carrier:
+            slot_s = byte_s * ITEM_BYTES[dtype]
+    whole = _Channel(
+        sum(way.bucket_s for way in ways.values()),
+        sum(way.byte_s for way in ways.values()),
+        0.0,
+        min((way.overlap for way in ways.values()), default=1.0),
+    )
+    return [way._replace(slot_s=slot_s) for way in dict.fromkeys([*ways.values(), whole])]
+
+
+def _classes(
+    leaves: Sequence[LeafSpec], order: Sequence[int], times_s: FloatArray, overlap: float
+) -> list[_Class]:
+    """The dense leaves by dtype and device, each in ready order."""
+    positions: dict[tuple[str, str], list[int]] = {}
+    for position, leaf in enumerate(order):
+        if not leaves[leaf].sparse:
+            spec = leaves[leaf]
+            positions.setdefault((spec.dtype, spec.device), []).append(position)
+    # On the work clock, which runs at the rate `overlap` until the end of backward.
+    ready = overlap * times_s[list(order)]
+    held = max((members[-1] for members in positions.values()), default=-1)
+    ready[held] = overlap * times_s.max()
+    nbytes = np.array([float(leaves[leaf].nbytes) for leaf in order])
+    return [
+        _Class(members, ready[members], np.concatenate([[0.0], np.cumsum(nbytes[members])]))
+        for members in positions.values()
+    ]
+
+
+def _splits(
+    classes: Sequence[_Class],
+    channel: _Channel,
+    leaves: Sequence[LeafSpec],
+    order: Sequence[int],
+) -> Iterator[list[Ends]]:
+    """Boundaries worth a try: for each class, the ends of its buckets."""
+    if len(classes) < 2:
+        yield [_optimum(leaves_of_one, channel) for leaves_of_one in classes]
+        return
+    capped: dict[tuple[str, str], list[int]] = {}
+    for bucket in assign_buckets(leaves, order, _DDP_CAPS_BYTES):
+        if not bucket.sparse:
+            ends = capped.setdefault((bucket.dtype, bucket.device), [])
+            ends.append((ends[-1] if ends else 0) + len(bucket.leaves))
+    firsts = (order[members.positions[0]] for members in classes)
+    yield _in_turn(
+        classes, channel, [tuple(capped[leaves[i].dtype, leaves[i].device]) for i in firsts]
+    )
+    yield _in_turn(classes, channel, [(len(members.positions),) for members in classes])
+    yield _in_turn(classes, channel, [tuple(range(1, len(c.positions) + 1)) for c in classes])
+
+
+def _in_turn(classes: Sequence[_Class], channel: _Channel, ends: list[Ends]) -> list[Ends]:
+    """Each class's best boundaries beside the buckets of the others, until nothing changes."""
+    for _ in range(_ROUNDS):
+        before = list(ends)
+        for number, members in enumerate(classes):
+            busy = [
+                bucket
+                for other, its_ends in enumerate(ends)
+                if other != number
+                for bucket in _busy(classes[other], its_ends, channel)
+            ]
+            ends[number], _ = _earliest(members, channel, sorted(busy))
+        if ends == before:
+            break
+    return _merged(classes, channel, ends)
+
+
+def _merged(classes: Sequence[_Class], channel: _Channel, ends: Sequence[Ends]) -> list[Ends]:
+    """Fewer buckets in which no more time is needed: each joins the next of its class if it can."""
+    buckets = sorted(
+        (bucket, number, end)
+        for number, members in enumerate(classes)
+        for bucket, end in zip(_busy(members, ends[number], channel), ends[number], strict=True)
+    )
+    ready = np.array([bucket.ready for bucket, _, _ in buckets])
+    work = np.array([bucket.work for bucket, _, _ in buckets])
+    limit = _finish(ready, work) * (1.0 + _ROUNDING)
+    kept: list[list[int]] = [[] for _ in classes]
+    numbers = [number for _, number, _ in buckets]
+    for i, (_, number, end) in enumerate(buckets):
+        if number in numbers[i + 1 :]:
+            following = numbers.index(number, i + 1)
+            less_ready, less_work = ready.copy(), work.copy()
+            less_ready[i], less_work[i] = -np.inf, 0.0
+            less_work[following] += work[i] - channel.bucket_s
+            if _finish(less_ready, less_work) <= limit:
+                ready, work = less_ready, less_work
+                continue
+        kept[number].append(end)
+    return [tuple(its_ends) for its_ends in kept]
+
+
+def _finish(ready: FloatArray, work: FloatArray) -> float:
+    """When the last of these buckets is done, one after the other."""
+    return float((ready + work[::-1].cumsum()[::-1]).max())
+
+
+def _busy(members: _Class, ends: Ends, channel: _Channel) -> Iterator[_Busy]:
+    for start, end in pairwise((0, *ends)):
+        nbytes = float(members.begins[end] - members.begins[start])
+        yield _Busy(
+            members.positions[end - 1],
+            float(members.ready[end - 1]),
+            channel.bucket_s + channel.byte_s * nbytes,
+        )
+
+
+def _earliest(members: _Class, channel: _Channel, busy: Sequence[_Busy] = ()) -> tuple[Ends, float]:
+    """Boundaries after which the channel is free as early as possible, and when that is.
+
+    Times are counted without the work of the `busy` buckets that come before, which shifts each
+    by the same whatever the boundaries are.
+    """
+    sent = channel.byte_s * members.begins
+    free = np.zeros(len(sent))
+    # For each possible start of the next bucket, when the busy ones since then let it begin.
+    held = np.full(len(sent), -np.inf)
+    origins = [0] * len(sent)
+    served, waiting = 0.0, list(reversed(busy))
+    for i, position in enumerate(members.positions, start=1):
+        while waiting and waiting[-1].position < position:
+            bucket = waiting.pop()
+            np.maximum(held[:i], bucket.ready - served, out=held[:i])
+            served += bucket.work
+        start = np.maximum(np.maximum(free[:i], held[:i]), members.ready[i - 1] - served)
+        start -= sent[:i]
+        origins[i] = j = int(start.argmin())
+        free[i] = start[j] + channel.bucket_s + sent[i]
+    ends = []
+    i = len(members.positions)
+    while i > 0:
+        ends.append(i)
+        i = origins[i]
+    return tuple(reversed(ends)), float(free[-1])
+
+
+def _optimum(members: _Class, channel: _Channel) -> Ends:
+    """The boundaries after which control word and all is done as early as possible.
+
+    Each bucket makes the control word longer. So the programme goes by the number of buckets, up
+    to where another one costs more than all further ones could gain.
+    """
+    count = len(members.positions)
+    _, bound = _earliest(members, channel)
+    free = [np.concatenate([[0.0], np.full(count, np.inf)])]  # with at most 0, 1, 2, ... buckets
+    best, buckets = np.inf, 0
+    while best > (bound + channel.slot_s * len(free)) * (1.0 + _ROUNDING) and len(free) <= count:
+        free.append(_with_one_more(free[-1], members, channel))
+        total = free[-1][-1] + channel.slot_s * (len(free) - 1)
+        if total < best:
+            best, buckets = total, len(free) - 1
+    sent = channel.byte_s * members.begins
+    ends = []
+    i = count
+    while i > 0:
+        ends.append(i)
+        buckets -= 1
+        start = np.maximum(free[buckets][:i], members.ready[i - 1])
+        i = int((start - sent[:i]).argmin())
+    return tuple(reversed(ends))
+
+
+def _with_one_more(free: FloatArray, members: _Class, channel: _Channel) -> FloatArray:
+    """When the channel is free after the first 0, 1, 2, ... leaves, if it is `free` so with one
+    bucket less; shape `(leaves + 1,)`.
+
+    More leaves never make it free earlier, so `free` is sorted. Of the starts at which the channel
+    is free before a bucket is ready, the last is best, for the bucket is then smallest; beyond
+    those, the bucket begins when the channel is free.
+    """
+    sent = channel.byte_s * members.begins
+    last = np.arange(len(members.ready))
+    idle = np.minimum(np.searchsorted(free, members.ready, side="right") - 1, last)
+    ends = np.minimum(members.ready - sent[idle], _least(free - sent, idle + 1, last))
+    return np.concatenate([[0.0], np.maximum.accumulate(ends + channel.bucket_s + sent[1:])])
+
+
+def _least(values: FloatArray, first: _Indices, last: _Indices) -> FloatArray:
+    """The least of `values[first[i] : last[i] + 1]` for each i; infinity where there is none."""
+    table = [values]  # of 1, 2, 4, ... values from each on
+    for _ in range(len(values).bit_length() - 1):
+        width = 1 << (len(table) - 1)
+        longer = table[-1].copy()
+        np.minimum(longer[:-width], table[-1][width:], out=longer[:-width])
+        table.append(longer)
+    lengths = np.maximum(last - first + 1, 1)
+    level = np.log2(lengths).astype(np.intp)
+    stacked = np.stack(table)
+    first = np.minimum(first, len(values) - 1)
+    least = np.minimum(stacked[level, first], stacked[level, last - (1 << level) + 1])
+    return np.where(last < first, np.inf, least)
+
+
+def _plan(
+    leaves: tuple[LeafSpec, ...],
+    order: Sequence[int],
+    classes: Sequence[_Class],
+    ends: Sequence[Ends],
+) -> BucketPlan:
+    """The plan with these boundaries: its dense buckets by when they are ready, then the sparse."""
+    members = sorted(
+        (
+            one.positions[start:end]
+            for one, its_ends in zip(classes, ends, strict=True)
+            for start, end in pairwise((0, *its_ends))
+        ),
+        key=lambda positions: positions[-1],
+    )
+    buckets = [_bucket(leaves, [order[position] for position in bucket]) for bucket in members]
+    buckets += assign_buckets(leaves, [leaf for leaf in order if leaves[leaf].sparse], (1,))
+    caps_bytes = (max((bucket.cap_bytes for bucket in buckets), default=0) or 1,)
+    return BucketPlan(leaves, tuple(buckets), caps_bytes, tuple(order))
+
+
+def _bucket(leaves: Sequence[LeafSpec], members: Sequence[int]) -> Bucket:
+    *offsets, numel = np.cumsum([0, *(leaves[leaf].numel for leaf in members)]).tolist()
+    spec = leaves[members[0]]
+    cap_bytes = max(1, numel * ITEM_BYTES[spec.dtype])
+    return Bucket(tuple(members), tuple(offsets), numel, spec.dtype, spec.device, cap_bytes)

@@ -1,0 +1,257 @@
+"""When things happened in one step, measured or simulated, and what of it backward hid."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from fddp.core.tables import plain_table
+
+Interval: TypeAlias = tuple[float, float]
+"""From when to when something lasted."""
+
+COMPUTE = "compute"
+"""The lane of what a rank does alone; every other lane is that of a group."""
+
+
+class Span(NamedTuple):
+    """One operation on a timeline; seconds since the start of the step.
+
+    Attributes:
+        op: position in the schedule; -1 for backward, and where no schedule is known.
+        kind: the operation's kind, or "backward".
+        bucket: the bucket's index, or -1.
+        lane: `COMPUTE`, or the group's name: the axes along which it runs, joined by "+".
+        label: a few words to show.
+        launch_s: this rank handed it over.
+        start_s: it began, all ranks of the group having launched it and the ones before it done.
+        end_s: it was done.
+    """
+
+    op: int
+    kind: str
+    bucket: int
+    lane: str
+    label: str
+    launch_s: float
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline:
+    """One step as one rank saw it; seconds since the start of the step.
+
+    Attributes:
+        spans: what was done, in launch order; backward comes first.
+        backward_end_s: this rank's backward ended.
+        step_s: all was done on this rank.
+        rank: the rank that is shown; of a simulation, the last to finish.
+        rank_steps_s: for each rank its `step_s`, or one value where all have the same.
+
+    Example:
+        >>> times = BucketTimes(0, 4, ready_s=11.0, launch_s=11.0, done_s=13.0)
+        >>> timeline = StepTimes((times,), 10.0, backward_end_s=12.5, end_s=13.0).to_timeline()
+        >>> timeline
+        Timeline(rank 0, step 3000.000 ms, backward 2500.000 ms, exposed 500.000 ms, 75% hidden)
+    """
+
+    spans: tuple[Span, ...]
+    backward_end_s: float
+    step_s: float
+    rank: int
+    rank_steps_s: tuple[float, ...]
+
+    @property
+    def communication_s(self) -> float:
+        """Time with a collective under way."""
+        return _covered(self._collectives(), self.step_s)
+
+    @property
+    def hidden_s(self) -> float:
+        """The part of it that lies within backward."""
+        return _covered(self._collectives(), self.backward_end_s)
+
+    @property
+    def exposed_s(self) -> float:
+        """Time between the end of backward and that of the step."""
+        return self.step_s - self.backward_end_s
+
+    @property
+    def hidden_fraction(self) -> float:
+        """Share of the communication that lies within backward; 0 with none."""
+        total_s = self.communication_s
+        return self.hidden_s / total_s if total_s > 0.0 else 0.0
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """The lanes, in order of first use."""
+        return tuple(dict.fromkeys(span.lane for span in self.spans))
+
+    def to_chrome_trace(self) -> str:
+        """The timeline as JSON in the Trace Event Format, for Perfetto (https://ui.perfetto.dev)
+        and chrome://tracing; a lane is a thread of the process that stands for the rank.
+
+        Example:
+            >>> span = Span(1, "all_reduce", 0, "world", "all_reduce 0", 0.0, 0.001, 0.003)
+            >>> trace = Timeline((span,), 0.002, 0.003, 0, (0.003,)).to_chrome_trace()
+            >>> event = json.loads(trace)["traceEvents"][-1]
+            >>> event["name"], event["ph"], event["ts"], event["dur"]
+            ('all_reduce 0', 'X', 1000.0, 2000.0)
+        """
+        threads = {lane: number for number, lane in enumerate(self.lanes)}
+        events = [_name_event("process_name", self.rank, 0, f"rank {self.rank}")]
+        for lane, thread in threads.items():
+            events.append(_name_event("thread_name", self.rank, thread, lane))
+        events.extend(_span_event(span, self.rank, threads[span.lane]) for span in self.spans)
+        return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+
+    def __repr__(self) -> str:
+        return (
+            f"Timeline(rank {self.rank}, step {_ms(self.step_s)}, "
+            f"backward {_ms(self.backward_end_s)}, exposed {_ms(self.exposed_s)}, "
+            f"{self.hidden_fraction:.0%} hidden)"
+        )
+
+    def __str__(self) -> str:
+        """A table of the lanes."""
+        header = ("lane", "spans", "busy", "first start", "last end")
+        rows = []
+        for lane in self.lanes:
+            spans = [span for span in self.spans if span.lane == lane]
+            busy_s = _covered([(span.start_s, span.end_s) for span in spans], self.step_s)
+            first_s, last_s = min(s.start_s for s in spans), max(s.end_s for s in spans)
+            rows.append((lane, str(len(spans)), _ms(busy_s), _ms(first_s), _ms(last_s)))
+        return f"{self!r}\n{plain_table(header, rows, numeric=range(1, len(header)))}"
+
+    def _collectives(self) -> list[tuple[float, float]]:
+        return [(span.start_s, span.end_s) for span in self.spans if span.lane != COMPUTE]
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """One bucket of one step; seconds on the clock of `time.perf_counter`.
+
+    Attributes:
+        bucket: index in the plan that the step ran with.
+        nbytes: bytes that the bucket holds on the wire.
+        ready_s: all its gradients were there (or backward had ended).
+        launch_s: its collective was handed to the transport.
+        done_s: its collective had finished.
+    """
+
+    bucket: int
+    nbytes: int
+    ready_s: float
+    launch_s: float
+    done_s: float
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One step; seconds on the clock of `time.perf_counter`.
+
+    Attributes:
+        buckets: one record for each bucket, in plan order.
+        backward_start_s: backward began.
+        backward_end_s: backward ended; what runs after it is exposed.
+        end_s: the synchronised gradients were there.
+        leaves_s: for each leaf of the plan, when its last gradient came on this rank; NaN where
+            none did.
+        begun_s: the call began; what lies before backward is the forward pass. NaN where that is
+            not known.
+        waits: when this rank waited for others, in order.
+        hooks: when its communication hook was at work or waited, in order.
+    """
+
+    buckets: tuple[BucketTimes, ...]
+    backward_start_s: float
+    backward_end_s: float
+    end_s: float
+    leaves_s: tuple[float, ...] = ()
+    begun_s: float = math.nan
+    waits: tuple[Interval, ...] = ()
+    hooks: tuple[Interval, ...] = ()
+
+    @property
+    def ready_times_s(self) -> tuple[float, ...]:
+        """For each leaf, seconds from the start of backward until its last gradient came, as
+        `simulate` and `plan_optimal` take them."""
+        return tuple(time_s - self.backward_start_s for time_s in self.leaves_s)
+
+    @property
+    def exposed_s(self) -> float:
+        """Time between the end of backward and the synchronised gradients."""
+        return self.end_s - self.backward_end_s
+
+    @property
+    def hidden_fraction(self) -> float:
+        """Share of the time with a collective in flight that lies within backward; 0 with none.
+
+        Example:
+            >>> times = BucketTimes(0, 4, ready_s=1.0, launch_s=1.0, done_s=3.0)
+            >>> StepTimes((times,), 0.0, backward_end_s=2.5, end_s=3.0).hidden_fraction
+            0.75
+        """
+        return self.to_timeline().hidden_fraction
+
+    def to_timeline(self, rank: int = 0) -> Timeline:
+        """The step as a timeline that starts with backward, to look at as at a simulated one.
+
+        When a collective began is not measured. It is taken to be when it was launched, or when
+        those launched before it were done, as in a group whose collectives run one after another.
+        """
+        origin_s = self.backward_start_s
+        spans = [backward_span(self.backward_end_s - origin_s)]
+        before_s = -origin_s
+        for times in sorted(self.buckets, key=lambda times: (times.launch_s, times.done_s)):
+            launch_s, done_s = times.launch_s - origin_s, times.done_s - origin_s
+            start_s = min(max(launch_s, before_s), done_s)
+            before_s = max(before_s, done_s)
+            label = f"bucket {times.bucket}"
+            spans.append(
+                Span(-1, "bucket", times.bucket, "group", label, launch_s, start_s, done_s)
+            )
+        step_s = self.end_s - origin_s
+        return Timeline(
+            tuple(spans), self.backward_end_s - origin_s, step_s, rank, rank_steps_s=(step_s,)
+        )
+
+
+def backward_span(end_s: float) -> Span:
+    """Backward, from the start of a step on."""
+    return Span(-1, "backward", -1, COMPUTE, "backward", 0.0, 0.0, end_s)
+
+
+def _covered(spans: Iterable[tuple[float, float]], until_s: float) -> float:
+    """Time before `until_s` in which at least one span lasts."""
+    total_s, reached_s = 0.0, -float("inf")
+    for start_s, end_s in sorted(spans):
+        end_s = min(end_s, until_s)
+        total_s += max(0.0, end_s - max(start_s, reached_s))
+        reached_s = max(reached_s, end_s)
+    return total_s
+
+
+def _name_event(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
+
+
+def _span_event(span: Span, rank: int, thread: int) -> dict[str, Any]:
+    return {
+        "name": span.label,
+        "cat": span.kind,
+        "ph": "X",
+        "ts": span.start_s * 1e6,
+        "dur": (span.end_s - span.start_s) * 1e6,
+        "pid": rank,
+        "tid": thread,
+        "args": {"op": span.op, "bucket": span.bucket, "launch_us": span.launch_s * 1e6},
+    }
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"

@@ -1,0 +1,116 @@
+"""Parameters and buffers of a module, brought to one rank's values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn import Module
+
+from fddp.collectives.replicas.broadcast import broadcast_, broadcast_tensors
+from fddp.core.protocol.messages import Each
+from fddp.errors import DesyncError, PlanMismatchError
+from fddp.native.pack import storage_use_count
+from fddp.runtime.agreement import exchange
+from fddp.transport import Transport
+
+_SHAPES = Each(str)  # dtype and shape, by name
+
+
+def broadcast_module(
+    transport: Transport, module: Module, ignored: Collection[str], src: int, *, buffers: bool
+) -> None:
+    """Writes rank `src`'s parameters, and buffers if wanted, into those of all ranks.
+
+    Raises:
+        PlanMismatchError: ranks have others; on every rank, before anything has moved.
+    """
+    own: dict[str, Tensor] = {
+        name: param for name, param in module.named_parameters() if name not in ignored
+    }
+    if buffers:
+        own |= buffers_of(module, ignored)
+    names = sorted(own)  # ranks may have registered them in another order
+    tensors = [own[name].detach() for name in names]
+    told = exchange(transport, _shapes(names, tensors), _SHAPES, "module")
+    if (difference := _difference(told)) is not None:
+        raise PlanMismatchError(
+            f"{difference}; build the module alike on all ranks, or pass init_sync=False"
+        )
+    broadcast_(transport, tensors, src)
+
+
+def buffers_of(module: Module, ignored: Collection[str]) -> dict[str, Tensor]:
+    """The buffers as they are now, each once, by name; forward may put others in their places."""
+    return {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
+
+
+def broadcast_buffers(
+    transport: Transport, module: Module, ignored: Collection[str], src: int
+) -> None:
+    """Brings buffers to rank `src`'s values; a collective call.
+
+    They stay the same tensors, written without a new version, unless a graph still needs the values
+    of a step before: then new tensors take their places.
+
+    Raises:
+        DesyncError: ranks have other buffers, or others than before; on every rank.
+    """
+    named = buffers_of(module, ignored)
+    names = sorted(named)
+    own = [named[name].detach() for name in names]
+    _check_alike(transport, names, own)
+    received = broadcast_tensors(transport, own, src)
+    if transport.rank == src:
+        return
+    for name, mine, value in zip(names, own, received, strict=True):
+        buffer = named[name]
+        if _is_held(buffer, mine):
+            _replace(module, buffer, value)
+        else:
+            with _unsafe_preserve_version_counter(buffer):
+                mine.copy_(value)
+
+
+def _is_held(buffer: Tensor, own: Tensor) -> bool:
+    """Whether more than Python, and the alias that was made here, refers to the memory."""
+    in_graph = buffer._use_count() > 1  # type: ignore[attr-defined]
+    return bool(in_graph) or storage_use_count(own) > 2
+
+
+def _replace(module: Module, buffer: Tensor, value: Tensor) -> None:
+    for submodule in module.modules():
+        for name, other in submodule._buffers.items():
+            if other is buffer:
+                submodule._buffers[name] = value
+
+
+def _check_alike(transport: Transport, names: list[str], tensors: list[Tensor]) -> None:
+    """Compares buffers over ranks when they are no longer those of before: backends end the process
+    where sizes differ."""
+    known = [(n, tensor.dtype, tensor.shape) for n, tensor in zip(names, tensors, strict=True)]
+    if transport.agreed.get("buffers") == known:
+        return
+    told = exchange(transport, _shapes(names, tensors), _SHAPES, "buffers")
+    if (difference := _difference(told)) is not None:
+        raise DesyncError(
+            f"{difference}; keep buffers alike on all ranks, or pass broadcast_buffers=False"
+        )
+    transport.agreed["buffers"] = known
+
+
+def _shapes(names: list[str], tensors: list[Tensor]) -> dict[str, str]:
+    """What ranks must have in common, by name."""
+    pairs = zip(names, tensors, strict=True)
+    return {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in pairs}
+
+
+def _difference(told: list[dict[str, str]]) -> str | None:
+    """Where the first two ranks differ that do."""
+    for rank, theirs in enumerate(told):
+        for name in sorted(told[0].keys() | theirs.keys()):
+            mine, other = told[0].get(name, "missing"), theirs.get(name, "missing")
+            if mine != other:
+                return f"{name!r} of the module is {mine} on rank 0 and {other} on rank {rank}"
+    return None

@@ -1,0 +1,109 @@
+"""Communication hooks of a wrapped module: torch's interface, and fddp's."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, get_type_hints
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fddp.ddp.nonfinite import check_steps_wait
+from fddp.ddp.state import Holder
+from fddp.hooks import Hook, TorchHook, builtin
+
+
+class Hooked(Holder):
+    """A wrapped module that takes hooks."""
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Has a hook carry out the reduction of buckets; before the first backward, and once.
+
+        Args:
+            state: passed to a hook that was written for torch's DDP; None for one of `fddp.hooks`,
+                whose state is `comm_hook_state`.
+            hook: `hook(state, bucket) -> torch.futures.Future[Tensor]`, or a `fddp.hooks.Hook`.
+        """
+        if isinstance(hook, Hook):
+            self._set_hook(hook, hook.name)
+            return
+        self._check_comm_hook(hook)
+        name = getattr(hook, "__qualname__", type(hook).__name__)
+        self._set_hook(TorchHook(state, hook, self._watch.latest), name)
+
+    def _check_comm_hook(self, hook: Any) -> None:
+        """Raises what DDP raises of a hook whose signature says that it is none."""
+        if not callable(hook):
+            self._log_and_throw(
+                TypeError, f"Communication hook must be callable, got {type(hook).__name__}."
+            )
+        try:
+            signature = inspect.signature(hook)
+            names = list(signature.bind(None, None).arguments)
+        except (TypeError, ValueError) as error:
+            self._log_and_throw(
+                TypeError, f"Communication hook must take a state and a bucket: {error}"
+            )
+        bucket, result = _annotation(hook, names[-1]), _annotation(hook, "return")
+        if bucket not in (Any, dist.GradBucket):
+            self._log_and_throw(
+                ValueError,
+                f"Communication hook: bucket annotation should be dist.GradBucket, got {bucket}.",
+            )
+        if result not in (Any, torch.futures.Future, torch.futures.Future[Tensor]):
+            self._log_and_throw(
+                ValueError,
+                f"Communication hook: return annotation should be "
+                f"torch.futures.Future[torch.Tensor], got {result}.",
+            )
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """The same with one of torch's compiled hooks."""
+        self._set_hook(builtin(comm_hook_type), str(comm_hook_type))
+
+    def _set_hook(self, hook: Hook[Any], name: str) -> None:
+        engine = self.steps.engine
+        if engine.hook is not None:
+            self._log_and_throw(
+                RuntimeError,
+                "register_comm_hook or register_builtin_comm_hook can only be called once. Make a "
+                "new wrapper for another hook",
+            )
+        engine.set_hook(hook)
+        self._recorder.note(comm_hook=name)
+
+    def _setup_in_backward_optimizers(self) -> None:
+        """Has optimizers that run in backward wait for the mean; see
+        `torch.distributed.optim._apply_optimizer_in_backward`."""
+        if any(hasattr(param, "_in_backward_optimizers") for param in self._module_parameters):
+            check_steps_wait(self._nonfinite, "_apply_optimizer_in_backward")
+        # The hook finds no views of buckets in `.grad` during backward, in either mode.
+        as_view, self.gradient_as_bucket_view = self.gradient_as_bucket_view, False
+        try:
+            super()._setup_in_backward_optimizers()
+        finally:
+            self.gradient_as_bucket_view = as_view
+
+    def _register_fused_optim(self, *args: Any, **kwargs: Any) -> None:
+        """Has an optimizer step in a hook, bucket by bucket; as torch's."""
+        check_steps_wait(self._nonfinite, "_register_fused_optim")
+        super()._register_fused_optim(*args, **kwargs)
+
+    @property
+    def comm_hook_state(self) -> Any:
+        """State of a hook of `fddp.hooks`; a pytree to save, and to set again on resuming."""
+        return self.steps.engine.hook_states
+
+    @comm_hook_state.setter
+    def comm_hook_state(self, states: Any) -> None:
+        engine = self.steps.engine
+        engine.hook_states = tuple(engine.checked_states(states, "comm_hook_state"))
+
+
+def _annotation(hook: Any, name: str) -> Any:
+    """What a hook says of a parameter, or of what it returns; Any where it says nothing."""
+    try:
+        return get_type_hints(hook).get(name, Any)
+    except Exception:  # annotations in quotes may name what is not there
+        return Any

@@ -1,0 +1,80 @@
+"""What can be looked at in a wrapped module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fddp.core.plan.plan import BucketPlan
+from fddp.core.timeline import Timeline
+from fddp.ddp.state import Holder
+from fddp.telemetry.step_info import SyncInfo
+
+
+class Observed(Holder):
+    """A wrapped module that shows its plan, its steps' times and DDP's log."""
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The bucket plan in force."""
+        return self.steps.engine.program.plan
+
+    @property
+    def skipped(self) -> bool:
+        """Whether all ranks left out the last step, under `nonfinite="skip"`."""
+        return self._steps is not None and self._steps.skipped
+
+    def keep_sync_info(self) -> None:
+        """Takes the times of every step from now on, at the cost of `with_info=True`; see
+        `sync_info`. A `Monitor` that is made on the wrapped module calls it."""
+        self._recorder.keeps_all = True
+
+    @property
+    def sync_info(self) -> SyncInfo | None:
+        """What the last step showed whose times were taken: each one after `keep_sync_info()`, else
+        those of `timeline`. None before the first.
+
+        The forward pass begins with the call of the wrapped module (of several, with the last), and
+        backward when a gradient reaches one of its outputs.
+
+        Example:
+            >>> import fddp, torch
+            >>> def train(group):
+            ...     model = torch.nn.Linear(2, 1, bias=False)
+            ...     ddp = fddp.DistributedDataParallel(model, process_group=group)
+            ...     ddp(torch.tensor([[3.0, 4.0]])).sum().backward()
+            ...     return ddp.sync_info.step, ddp.sync_info.grad_norm
+            >>> fddp.loopback(2, train)
+            [(0, 5.0), (0, 5.0)]
+        """
+        return self._recorder.info
+
+    def timeline(self) -> Timeline:
+        """When everything happened in the last step whose times were taken: number 0 to 10, then
+        one in a hundred (`_set_ddp_runtime_logging_sample_rate`).
+
+        Raises:
+            ValueError: there was no such step yet.
+        """
+        if self._recorder.info is None:
+            raise ValueError("no step has been taken yet; call backward first")
+        return self._recorder.info.timeline.to_timeline()
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """What DDP logs, under DDP's keys; sizes in bytes, times in nanoseconds."""
+        log = self._recorder.log if self.steps else None
+        return {} if log is None else dict(log.data)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Records the times of every so many steps, after the first ten."""
+        if sample_rate < 1:
+            self._log_and_throw(
+                ValueError,
+                f"DDP runtime logging sample rate should be equal or greater than 1, "
+                f"got {sample_rate}",
+            )
+        self._recorder.sample_rate = sample_rate
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether the plan follows the order in which gradients arrived."""
+        return self._steps is not None and not self._steps.engine.program.control.with_order

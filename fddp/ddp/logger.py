@@ -1,0 +1,69 @@
+"""Keeps the log of a wrapped module up to date; stands as `ddp.logger`, too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fddp.core.plan.plan import BucketPlan
+from fddp.ddp.logging_data import SAMPLE_RATE, Entry, Log, Step, is_sampled
+from fddp.telemetry.step_info import SyncInfo
+
+
+class Recorder:
+    """Records steps, errors and settings.
+
+    Attributes:
+        log: what has been logged; None until a plan is known.
+        sample_rate: after the first ten steps, one in so many is recorded.
+        keeps_all: whether times of all other steps are taken, too, and not logged.
+        forward_start_s: when the last forward began.
+        info: the last step that was recorded.
+    """
+
+    def __init__(self, sample_rate: int = SAMPLE_RATE) -> None:
+        self.log: Log | None = None
+        self.sample_rate = sample_rate
+        self.keeps_all = False
+        self.forward_start_s = time.perf_counter()
+        self.info: SyncInfo | None = None
+
+    def wants(self, step: int) -> bool:
+        """Whether times of a step are to be taken; they count from 0."""
+        return self.keeps_all or self._logs(step)
+
+    def record(self, info: SyncInfo, plan: BucketPlan, *, has_rebuilt: bool, reduced: int) -> None:
+        """Records a step that ran with this plan, and reduced so many of its buckets."""
+        self.info = info
+        if self.log is None or not self._logs(info.step):
+            return
+        self.log = self.log.recorded(
+            Step(
+                iteration=info.step,
+                plan=plan,
+                has_rebuilt=has_rebuilt,
+                times=info.timeline,
+                forward_start_s=self.forward_start_s,
+                clock_ns=time.time_ns() - time.perf_counter_ns(),
+                reduced=reduced,
+            )
+        )
+
+    def _logs(self, step: int) -> bool:
+        return step == 0 or is_sampled(step, self.sample_rate)
+
+    def set_error_and_log(self, text: str) -> None:
+        """Logs an error; the name is that of DDP's logger, in whose place this stands."""
+        if self.log is not None:
+            self.log = self.log.noting_error(text, int(self.log.data["iteration"]))
+
+    def renumber(self, names: Sequence[str]) -> None:
+        """Parameters have other names, or another order, from now on."""
+        if self.log is not None:
+            self.log = replace(self.log, numbers={name: i for i, name in enumerate(names)})
+
+    def note(self, **entries: Entry) -> None:
+        """Logs settings."""
+        if self.log is not None:
+            self.log = self.log.noting(**entries)

@@ -1,0 +1,108 @@
+"""Mixed precision: a module runs on parameters in another dtype, and owns them in their own.
+
+Forward runs on casts of the parameters that autograd knows of. So gradients arrive at the
+parameters themselves, in their dtype, and whatever waits for them there needs to know nothing of
+the casts. In which dtype they travel is a matter of a communication hook (`wire_dtype`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.utils import _cast_forward_inputs
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from fddp.ddp.parameter_swap import StandIns
+
+
+class MixedPrecision:
+    """Casts for one module; making it puts hooks on the module and casts its buffers.
+
+    What has an attribute `_ddp_ignored` that is true is not cast, and neither is what is not of a
+    floating dtype.
+
+    Args:
+        module: what `run` is going to run.
+        config: `param_dtype`, in which forward and backward compute, also casts the inputs;
+            `buffer_dtype` casts buffers, once. None leaves either alone.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> module = nn.Linear(2, 1)
+        >>> mixed = MixedPrecision(module, _MixedPrecision(param_dtype=torch.bfloat16))
+        >>> output = mixed.run(module, (torch.ones(3, 2),), {})
+        >>> output.sum().backward()
+        >>> output.dtype, module.weight.grad
+        (torch.bfloat16, tensor([[3., 3.]]))
+    """
+
+    def __init__(self, module: nn.Module, config: _MixedPrecision) -> None:
+        self._dtype = config.param_dtype
+        self._casts: StandIns | None = None
+        if config.buffer_dtype is not None:
+            _cast_buffers_(module, config.buffer_dtype)
+        if self._dtype is not None:
+            self._casts = StandIns(module, self._cast, _in_backward)
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The module's output for these inputs, computed on casts of both.
+
+        The module has its own parameters again when this returns or raises.
+        """
+        if self._casts is None:
+            return module(*args, **kwargs)
+        args, kwargs = _cast_forward_inputs(self._dtype, *args, **kwargs)
+        with self._casts.over(module):
+            return module(*args, **kwargs)
+
+    def _cast(self, part: nn.Module, name: str, own: Tensor) -> Tensor | None:
+        if self._dtype is None or not _is_castable(own, self._dtype):
+            return None
+        cast: Tensor = _Cast.apply(own, self._dtype)  # type: ignore[no-untyped-call]  # torch's
+        return cast
+
+
+def wire_dtype(config: _MixedPrecision) -> torch.dtype | None:
+    """The dtype in which gradients travel; None for their own."""
+    return config.reduce_dtype or config.param_dtype
+
+
+class _Cast(torch.autograd.Function):
+    """`Tensor.to`, whose own derivative takes no sparse gradients; autograd casts any back."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return tensor.to(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.dtype = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent.to(ctx.dtype)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() >= 0
+
+
+def _cast_buffers_(module: nn.Module, dtype: torch.dtype) -> None:
+    for buffer in module.buffers():
+        if _is_castable(buffer, dtype):
+            buffer.data = buffer.to(dtype)  # the module keeps the very buffer
+
+
+def _is_castable(tensor: Tensor, dtype: torch.dtype) -> bool:
+    is_ignored = getattr(tensor, "_ddp_ignored", False)
+    return tensor.is_floating_point() and tensor.dtype is not dtype and not is_ignored

@@ -1,0 +1,81 @@
+"""The largest gradients alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fddp.hooks.compression import Compressed, Remembered, Stateless, error_feedback
+from fddp.hooks.flat import joined_bytes, parted_bytes, wide
+from fddp.hooks.future import Future
+from fddp.hooks.hook import AllReduce, Bucket, BucketSpec, Hook
+
+
+@dataclass(frozen=True)
+class TopK(Stateless):
+    """Sends the values of largest magnitude in each bucket, and where they are.
+
+    Attributes:
+        fraction: how many of them, above 0 and at most 1; rounded up.
+    """
+
+    fraction: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.fraction <= 1.0:
+            raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction!r}")
+
+    def compress(
+        self, state: tuple[()], bucket: Bucket, all_reduce: AllReduce
+    ) -> Future[Compressed[tuple[()]]]:
+        buffer = bucket.buffer
+        count = math.ceil(self.fraction * len(buffer))
+        largest = torch.topk(buffer.abs(), count, sorted=False).indices
+        index_dtype = torch.int32 if len(buffer) < 2**31 else torch.int64
+        forms = [(buffer.dtype, (count,)), (index_dtype, (count,))]
+        own = joined_bytes([buffer[largest], largest.to(index_dtype)])
+
+        def summed(everyones: Tensor) -> Compressed[tuple[()]]:
+            total = buffer.new_zeros(len(buffer), dtype=wide(buffer.dtype))
+            for row in everyones:  # in rank order, so that the bits are the same on every rank
+                values, indices = parted_bytes(row, forms)
+                total.index_add_(0, indices, values.to(total.dtype))
+            return Compressed(total, sent, state)
+
+        def sent() -> Tensor:
+            return torch.zeros_like(buffer).index_copy_(0, largest, buffer[largest])
+
+        return all_reduce.all_gather(own).map(summed)
+
+    def parts(self, spec: BucketSpec) -> tuple[BucketSpec, ...]:
+        return ()
+
+
+def top_k(fraction: float) -> Hook[Remembered[tuple[()]]]:
+    """Sends the gradients of largest magnitude in each bucket, with error feedback (Stich et al.
+    2018, "Sparsified SGD with Memory").
+
+    Each rank sends `fraction` of its values with their indices of 4 bytes, to all ranks: over N
+    ranks each receives `N * fraction * (itemsize + 4)` bytes for each element, against
+    `2 * itemsize` of an all-reduce.
+
+    Args:
+        fraction: how many values of a bucket are sent, above 0 and at most 1; rounded up.
+
+    Raises:
+        ValueError: a fraction outside that range.
+
+    Example:
+        >>> import fddp, torch
+        >>> def first_step(group):
+        ...     grads = {"w": torch.tensor([1.0, 5.0, 2.0, 0.0])}
+        ...     with fddp.GradSync(grads, group=group, hook=fddp.hooks.top_k(0.25)) as sync:
+        ...         mean, state = sync.update(grads, sync.init_state())
+        ...         return mean["w"].tolist(), state[0]["residual"].tolist()
+        >>> fddp.loopback(2, first_step)[0]
+        ([0.0, 5.0, 0.0, 0.0], [1.0, 0.0, 2.0, 0.0])
+    """
+    return error_feedback(TopK(fraction))

@@ -1,0 +1,172 @@
+"""Hooks that were written for torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fddp.hooks.casting import fp16_compress
+from fddp.hooks.flat import real, restored
+from fddp.hooks.future import Future
+from fddp.hooks.hook import AllReduce, Bucket, BucketSpec, Hook, HookError, allreduce
+from fddp.telemetry.waits import note_wait
+
+
+class GradBucket:
+    """What a hook gets of a bucket; stands in for `torch.distributed.GradBucket`.
+
+    The buffer holds each gradient in the order of its shape, one after the other; complex numbers
+    as pairs of real ones, as torch's does.
+    """
+
+    def __init__(self, spec: BucketSpec, buffer: Tensor, parameters: Mapping[str, Tensor]) -> None:
+        self._spec = spec
+        self._buffer = buffer
+        self._parameters = parameters
+
+    def index(self) -> int:
+        """The bucket's number: 0 leaves first."""
+        return self._spec.index
+
+    def buffer(self) -> Tensor:
+        """The gradients of all its parameters, shape `(n,)`, of a real dtype."""
+        return self._buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Each parameter's gradient, as a view of the buffer."""
+        flat = self._buffer
+        if self._spec.dtype.is_complex:
+            flat = torch.view_as_complex(flat.view(-1, 2))
+        return _parts(flat, self._spec)
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters, in the order of `gradients`."""
+        return [self._parameters[path] for path in self._spec.paths]
+
+    def is_last(self) -> bool:
+        """Whether no other bucket leaves after it in a step."""
+        return self._spec.is_last
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Puts another tensor in the buffer's place."""
+        self._buffer = buffer
+
+
+@dataclass(frozen=True)
+class TorchHook(Hook[tuple[()]]):
+    """A communication hook of torch's DistributedDataParallel, as a hook of fddp.
+
+    Such a hook communicates through groups of its own, and divides by the number of ranks itself.
+    So it gets each rank's gradients as they are, its result is used as it is, and weights that
+    differ from rank to rank are a `WeightError`. What it keeps is in its own state, which fddp
+    neither saves nor takes back when a step fails.
+
+    Attributes:
+        state: what the hook gets as its first argument.
+        hook: `hook(state, bucket) -> torch.futures.Future` of a tensor with as many elements as the
+            bucket's buffer; see `torch.nn.parallel.DistributedDataParallel.register_comm_hook`.
+        params: what `bucket.parameters()` takes parameters from, by path.
+
+    Example:
+        >>> import torch, fddp
+        >>> from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+        >>> def own(group):
+        ...     grads = {"w": torch.tensor([1.0 + group.rank])}
+        ...     hook = fddp.hooks.TorchHook(None, noop_hook)
+        ...     with fddp.GradSync(grads, group=group, hook=hook) as sync:
+        ...         return sync(grads)["w"].item()
+        >>> fddp.loopback(2, own)
+        [1.0, 2.0]
+    """
+
+    state: Any
+    hook: Callable[[Any, Any], torch.futures.Future[Any]]
+    params: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    raw = True
+
+    @property
+    def name(self) -> str:
+        return f"TorchHook({getattr(self.hook, '__name__', type(self.hook).__name__)})"
+
+    def init(self, spec: BucketSpec) -> tuple[()]:
+        return ()
+
+    def apply(
+        self, state: tuple[()], bucket: Bucket, all_reduce: AllReduce
+    ) -> Future[tuple[Tensor, tuple[()]]]:
+        spec, grads = bucket.spec, bucket.gradients()
+        as_it_is = all(grad.is_contiguous() for grad in grads)
+        flat = bucket.buffer if as_it_is else torch.cat([grad.reshape(-1) for grad in grads])
+        given = GradBucket(spec, real(flat), self.params)
+        numel = len(given.buffer())
+        future = self.hook(self.state, given)
+        if not isinstance(future, torch._C.Future):  # the base; futures of process groups are bare
+            raise HookError(
+                f"{self.name}: callback must return a torch.futures.Future object, but got "
+                f"{type(future).__name__}"
+            )
+
+        def take() -> tuple[Tensor, tuple[()]]:
+            start_s = perf_counter()
+            value = future.wait()
+            note_wait(start_s, perf_counter())
+            result = restored(self._single(value, spec, numel), spec.dtype)
+            if as_it_is:
+                return result, state
+            for grad, value in zip(grads, _parts(result, spec), strict=True):
+                grad.copy_(value)
+            return bucket.buffer, state
+
+        return Future.started(future.done, take)
+
+    def _single(self, value: object, spec: BucketSpec, numel: int) -> Tensor:
+        """The one tensor that a future holds, shape `(numel,)`."""
+        # The futures of torch's process groups hold lists.
+        if isinstance(value, (list, tuple)) and len(value) == 1:
+            (value,) = value
+        if not isinstance(value, Tensor):
+            raise HookError(
+                f"{self.name}: the future of bucket {spec.index} must hold a tensor, got "
+                f"{type(value).__name__}; return the reduced bucket.buffer()"
+            )
+        if value.numel() != numel:
+            raise HookError(
+                f"{self.name}: the future of bucket {spec.index} holds {value.numel()} elements "
+                f"where the bucket has {numel}; return all of bucket.buffer()"
+            )
+        return value.reshape(-1)
+
+
+def _parts(flat: Tensor, spec: BucketSpec) -> list[Tensor]:
+    """The leaves, one after the other, as views."""
+    parts = torch.split_with_sizes(flat, [math.prod(shape) for shape in spec.shapes])
+    return [part.view(shape) for part, shape in zip(parts, spec.shapes, strict=True)]
+
+
+def builtin(kind: dist.BuiltinCommHookType) -> Hook[tuple[()]]:
+    """The hook that does what a built-in one of torch's does.
+
+    Args:
+        kind: `ALLREDUCE` or `FP16_COMPRESS`.
+
+    Raises:
+        ValueError: something else.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> builtin(dist.BuiltinCommHookType.FP16_COMPRESS).name
+        'fp16_compress'
+    """
+    if kind == dist.BuiltinCommHookType.ALLREDUCE:
+        return allreduce
+    if kind == dist.BuiltinCommHookType.FP16_COMPRESS:
+        return fp16_compress
+    raise ValueError(f"{kind!r} is no built-in hook; pass ALLREDUCE or FP16_COMPRESS")

@@ -1,1 +1,0 @@
-"""Other libraries whose arrays and trees fddp takes."""

@@ -1,0 +1,198 @@
+"""Reductions of compiled programs: known by number, carried out as fddp's operators are."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fddp.collectives import calls as eager
+from fddp.collectives import handshake as meeting
+from fddp.collectives.communicator import Communicator
+from fddp.collectives.operator_program import Load, Program, bucketed
+from fddp.core.plan.leaf import LeafSpec
+from fddp.errors import DesyncError, SyncTimeoutError
+from fddp.jax import communicators as channels
+from fddp.jax.communicators import Channel
+from fddp.jax.errors import keep
+from fddp.jax.primitives import Call
+from fddp.transport import Work
+
+_IN_FLIGHT = 2  # one is packed while another is summed
+_SLOTS = "memory of compiled programs"
+
+Types = tuple[tuple[tuple[int, ...], str], ...]
+
+
+class Loan(Protocol):
+    """Memory of a compiled program: operands to read and results to write, by position."""
+
+    def pack(self, buffer: Tensor, members: Sequence[int]) -> None:
+        """Copies operands into a buffer of their size, one behind the other."""
+
+    def unpack(self, buffer: Tensor, members: Sequence[int]) -> None:
+        """Copies such a buffer into results."""
+
+
+class _Known(NamedTuple):
+    """A call that a compiled program makes.
+
+    Attributes:
+        call: what to do.
+        types: shape and dtype of each operand.
+        programs: what to do over which ranks, by the number of the communicator.
+    """
+
+    call: Call
+    types: Types
+    programs: dict[int, Program]
+
+
+_lock = threading.Lock()
+_numbers: dict[tuple[Call, Types], int] = {}
+_known: list[_Known] = []
+
+
+def number_of(call: Call, types: Types) -> int:
+    """The number by which compiled programs of this process know a call.
+
+    Args:
+        call: what to do.
+        types: shape and dtype of each operand.
+    """
+    with _lock:
+        number = _numbers.setdefault((call, types), len(_known))
+        if number == len(_known):
+            _known.append(_Known(call, types, {}))
+        return number
+
+
+def carry_out(number: int, loan: Loan) -> str | None:
+    """Reduce over ranks; XLA calls this, on a thread of its own.
+
+    Args:
+        number: of the call.
+        loan: its operands and results.
+
+    Returns:
+        None, or what went wrong: the text of the error that the program raises.
+    """
+    try:
+        known = _known[number]
+        channel = channels.numbered(known.call.channel)
+        communicator = channel.communicator
+        program = known.programs.get(communicator.number)
+        if program is None:
+            known.programs.clear()
+            program = known.programs[communicator.number] = _program(channel, known)
+        call = eager.Call(
+            communicator, program, eager.Application(known.call.site), known.call.roles
+        )
+        with torch.no_grad(), _turn(call):
+            _reduce(call, loan)
+    except Exception as error:
+        return keep(_with_way_out(error, number))
+    return None
+
+
+@contextmanager
+def _turn(call: eager.Call) -> Iterator[None]:
+    """The communicator, which nothing else can want now: tokens keep programs of a thread apart."""
+    lock = call.communicator.lock
+    alone = lock.acquire(blocking=False)
+    if not alone:
+        lock.acquire()
+    try:
+        if not alone:
+            meeting.refuse(call.communicator, call.program.place, call.text, _not_alone(call))
+        yield
+    finally:
+        lock.release()
+
+
+def _not_alone(call: eager.Call) -> DesyncError:
+    return DesyncError(
+        f"{call.text}: something else communicates over the same group at the same time, in an "
+        f"order that other ranks don't know; JAX keeps reductions in order that one thread "
+        f"starts: give each further thread, and operators on tensors, a Communicator of their own"
+    )
+
+
+def _with_way_out(error: Exception, number: int) -> Exception:
+    """The error, which says more where ranks are threads: XLA may lack a thread for each."""
+    if (
+        isinstance(error, SyncTimeoutError)
+        and channels.numbered(_known[number].call.channel).threads
+    ):
+        hint = (
+            "; ranks that are threads share XLA's, one for each core: call "
+            'jax.config.update("jax_cpu_enable_async_dispatch", False) before JAX is used, so that '
+            "each runs its own programs, or run ranks as processes"
+        )
+        error.args = (f"{error.args[0]}{hint}", *error.args[1:])
+    return error
+
+
+def _reduce(call: eager.Call, loan: Loan) -> None:
+    """Meet, pack, sum and hand out: as `primitive.run`, a few buckets at a time.
+
+    Buckets take turns in the same memory, which is still in the caches when sums are handed out.
+    """
+    met = meeting.begin(call)
+    loads = call.program.loads
+    # Not kept where an operation fails: others might still write it.
+    slots: list[Tensor] = call.communicator.known.pop(_SLOTS, [])
+    flights: deque[tuple[Load, Tensor, Work]] = deque()
+    for position, load in enumerate(loads):
+        if len(flights) == _IN_FLIGHT:
+            _land(call, loan, *flights.popleft())
+        buffer = _slot(call.communicator, slots, position % _IN_FLIGHT, load)
+        loan.pack(buffer, load.members)
+        if met is not None:
+            met.settle()
+            met = None
+        flights.append((load, buffer, _start(call, buffer, position == len(loads) - 1)))
+    while flights:
+        _land(call, loan, *flights.popleft())
+    call.communicator.known[_SLOTS] = slots
+
+
+def _start(call: eager.Call, buffer: Tensor, last: bool) -> Work:
+    return call.communicator.transport.all_reduce(
+        buffer,
+        axes=call.program.place.axes,
+        average=call.program.operator == "pmean",
+        soon=last,
+    )
+
+
+def _land(call: eager.Call, loan: Loan, load: Load, buffer: Tensor, work: Work) -> None:
+    work.wait(call.text)
+    loan.unpack(buffer, load.members)
+
+
+def _slot(communicator: Communicator, slots: list[Tensor], number: int, load: Load) -> Tensor:
+    """Memory for a load: that of its slot, which grows with what it has to hold."""
+    nbytes = load.numel * load.dtype.itemsize
+    if number == len(slots) or slots[number].nbytes < nbytes:
+        slots[number : number + 1] = [
+            communicator.transport.empty(nbytes, torch.uint8, load.device)
+        ]
+    return slots[number][:nbytes].view(load.dtype)
+
+
+def _program(channel: Channel, known: _Known) -> Program:
+    call = known.call
+    units = tuple(
+        LeafSpec(path, shape, dtype)
+        for path, (shape, dtype) in zip(call.paths, known.types, strict=True)
+    )
+    devices = (torch.device("cpu"),) * len(units)
+    buckets = bucketed(units, devices, channel.cap_bytes)
+    place = channel.communicator.place(call.axes)
+    return Program(call.operator, place, -1, units, devices, buckets)

@@ -1,0 +1,86 @@
+"""What fails inside a compiled program, raised where its values are waited for.
+
+XLA hands on the text of an error, and its kind is lost: what a program raises is
+`jax.errors.JaxRuntimeError`, whose text holds the text of fddp's error. `named_errors` raises
+fddp's own error in its place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from threading import Lock
+
+import jax
+
+from fddp.jax import internals
+
+_KEPT = 64
+
+_numbers = count(1)
+_lock = Lock()
+_raised: OrderedDict[int, Exception] = OrderedDict()
+
+
+def keep(error: Exception) -> str:
+    """Remember an error; the text that stands for it in XLA."""
+    _without_frames(error)
+    with _lock:
+        number = next(_numbers)
+        _raised[number] = error
+        while len(_raised) > _KEPT:
+            _raised.popitem(last=False)
+    return f"{type(error).__name__}: {error} [fddp error {number}]"
+
+
+def _without_frames(error: BaseException | None) -> None:
+    # Frames hold tensors over memory that is XLA's again once the program has ended.
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+@contextmanager
+def named_errors() -> Iterator[None]:
+    """Raise fddp's own errors where programs that were started in the block fail.
+
+    The block's end waits for the reductions that were started in it, as `jax.effects_barrier()`
+    does. After an error the thread's reductions start anew: JAX would otherwise fail all later
+    programs with the same error.
+
+    Raises:
+        FddpError: of the kind that `fddp`'s eager operators raise, on every rank; from the error
+            that XLA raised.
+
+    Example:
+        >>> import fddp, jax, jax.numpy as jnp
+        >>> from fddp.jax import named_errors, psum
+        >>> def differ(group):
+        ...     try:
+        ...         with named_errors():
+        ...             jax.jit(lambda x: psum(x, group))(jnp.ones(1 + group.rank))
+        ...     except fddp.DesyncError:
+        ...         return "desync"
+        >>> fddp.loopback(2, differ)
+        ['desync', 'desync']
+    """
+    try:
+        yield
+        jax.effects_barrier()
+    except jax.errors.JaxRuntimeError as error:
+        original = _original(str(error))
+        if original is None:
+            raise
+        internals.forget_tokens()
+        raise original from error
+
+
+def _original(text: str) -> Exception | None:
+    found = re.search(r"\[fddp error (\d+)\]", text)
+    if found is None:
+        return None
+    with _lock:
+        return _raised.get(int(found[1]))

@@ -1,0 +1,137 @@
+"""How a reduction is written into a compiled program: a call of the extension, in order.
+
+[Note: tokens]
+JAX gives a program with an ordered effect one more argument and one more result, a token, and each
+operation takes the token of the one before it. XLA neither drops nor moves such a call, and loops
+and branches carry the token through. Between programs JAX hands on the token that the last one of
+this thread returned.
+
+JAX has tokens first in what a loop carries, and so the call has its token last: where a call takes
+and gives just the tuple that a loop carries, XLA takes it for a loop that changes nothing, and its
+condition for a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.core import ShapedArray
+from jax.interpreters import mlir
+from torch import Tensor
+
+from fddp.errors import TransformError
+from fddp.jax import calls
+from fddp.jax import communicators as channels
+from fddp.jax.internals import abstract_token
+from fddp.jax.primitives import EFFECT, Call, identity_p, reduce_p
+from fddp.native import extension as ext
+
+TARGET = "fddp_reduce"
+
+
+@cache
+def serves() -> bool:
+    """Whether XLA calls the extension; else it calls Python through jaxlib's own handler.
+
+    The first call registers the handler.
+    """
+    handler = ext.load().xla_handler(calls.carry_out)
+    if handler is None:
+        return False
+    jax.ffi.register_ffi_target(TARGET, handler, platform="cpu")
+    return True
+
+
+def _by_extension(ctx: Any, token: Any, operands: Sequence[Any], number: int) -> list[Any]:
+    """Token and results of a call of the extension."""
+    inner = replace(
+        ctx,
+        avals_in=[*ctx.avals_in, abstract_token],
+        avals_out=[*ctx.avals_out, abstract_token],
+    )
+    lower = jax.ffi.ffi_lowering(TARGET, has_side_effect=True)
+    *results, token = lower(inner, *operands, token, call=np.int64(number))
+    return [token, *results]
+
+
+def _by_callback(ctx: Any, token: Any, operands: Sequence[Any], number: int) -> list[Any]:
+    """The same through jaxlib's handler, which hands over NumPy arrays, and copies the results."""
+
+    def call_back(*operands: np.ndarray) -> list[np.ndarray]:
+        loan = _Arrays(operands)
+        problem = calls.carry_out(number, loan)
+        if problem is not None:
+            raise RuntimeError(problem)
+        return [*loan.results, np.empty(0, np.uint8)]
+
+    # jaxlib's handler has the token first: another result keeps the two tuples apart.
+    inner = replace(ctx, avals_out=[*ctx.avals_out, ShapedArray((0,), np.dtype(np.uint8))])
+    (*results, _), token, _ = mlir.emit_python_callback(
+        inner,
+        call_back,
+        token,
+        list(operands),
+        inner.avals_in,
+        inner.avals_out,
+        has_side_effect=True,
+        returns_token=True,
+    )
+    return [token, *results]
+
+
+class _Arrays:
+    """What the extension lends, over NumPy arrays."""
+
+    def __init__(self, operands: Sequence[np.ndarray]) -> None:
+        self._operands = operands
+        self.results = [np.empty_like(operand) for operand in operands]
+
+    def pack(self, buffer: Tensor, members: Sequence[int]) -> None:
+        _bytes(buffer)[:] = np.concatenate([_flat(self._operands[k]) for k in members])
+
+    def unpack(self, buffer: Tensor, members: Sequence[int]) -> None:
+        ends = np.cumsum([self.results[k].nbytes for k in members])[:-1]
+        for k, part in zip(members, np.split(_bytes(buffer), ends), strict=True):
+            _flat(self.results[k])[:] = part
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _bytes(buffer: Tensor) -> np.ndarray:
+    return buffer.view(torch.uint8).numpy()
+
+
+def _lower_reduce(ctx: Any, *operands: Any, call: Call) -> list[Any]:
+    emit: Callable[..., list[Any]] = _by_extension if serves() else _by_callback
+    channels.numbered(call.channel).open()
+    types = tuple((aval.shape, aval.dtype.name) for aval in ctx.avals_in)
+    token = ctx.tokens_in.get(EFFECT)
+    token, *results = emit(ctx, token, operands, calls.number_of(call, types))
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({EFFECT: token})))
+    return results
+
+
+def _lower_identity(ctx: Any, *operands: Any, call: Call) -> list[Any]:
+    return list(operands)
+
+
+def _lower_elsewhere(ctx: Any, *operands: Any, call: Call) -> list[Any]:
+    platforms = ", ".join(ctx.module_context.platforms)
+    raise TransformError(
+        f"{call}: compiled for {platforms}, and reductions in compiled programs run on the CPU; "
+        f"compile the program for it (jax.default_device, or arrays in CPU memory), or call "
+        f"GradSync on the program's results"
+    )
+
+
+mlir.register_lowering(reduce_p, _lower_elsewhere)
+mlir.register_lowering(reduce_p, _lower_reduce, platform="cpu")
+mlir.register_lowering(identity_p, _lower_identity)

@@ -1,0 +1,209 @@
+"""Reductions over ranks for traced programs: trees of JAX arrays in, trees of JAX arrays out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.extend.core import Primitive
+
+from fddp.collectives.communicator import Communicator
+from fddp.jax import lowering as lowering
+from fddp.jax.communicators import Channel, channel_of
+from fddp.jax.primitives import Call, Operator, identity_p, reduce_p
+from fddp.telemetry.call_site import call_site
+from fddp.transport import Group
+from fddp.transport.mesh import Mesh
+from fddp.transport.operation import SUMMABLE_DTYPES
+from fddp.tree.pytree import flatten
+
+Tree = TypeVar("Tree")
+Axis = str | Sequence[str] | None
+
+_JAX = str(Path(jax.__file__).parent) + "/"
+_SUMMABLE = frozenset(str(dtype).removeprefix("torch.") for dtype in SUMMABLE_DTYPES)
+
+
+def pmean(
+    tree: Tree,
+    group: Group | Communicator | None = None,
+    *,
+    mesh: Mesh | None = None,
+    axis: Axis = None,
+) -> Tree:
+    """The mean over ranks of each leaf, inside of `jax.jit` as outside.
+
+    It is one operation of the traced program, with an ordered effect: it runs exactly where it was
+    traced, whether or not its result is used, in every round of a loop. It differentiates in
+    forward and reverse mode, to any order, as `fddp.pmean`: it is its own transpose. Under
+    `jax.vmap` all examples travel at once. All ranks must run the same program.
+
+    Args:
+        tree: arrays of floating or complex dtypes, traced or not, or what `jnp.asarray` takes; None
+            stays None. Ranks must have the same paths, shapes and dtypes.
+        group: as for `fddp.pmean`; the function closes over it. A `Communicator` is then used by
+            nothing else until the program has run.
+        mesh: the axes of the ranks, as for `GradSync`.
+        axis: a name or several, of the mesh's axes: the ranks that differ in these alone meet. None
+            for all ranks.
+
+    Returns:
+        A tree of the same structure, the same on all ranks that meet.
+
+    Raises:
+        TypeError: a leaf is no array, or its dtype has no mean.
+        ValueError: `axis` names no axes of the mesh.
+        TransformError: the program is compiled for another platform than the CPU.
+        jax.errors.JaxRuntimeError: where results are waited for; its text has that of the error
+            that `fddp.pmean` raises. `named_errors` raises that one.
+
+    Example:
+        >>> import fddp, jax, jax.numpy as jnp
+        >>> from fddp.jax import pmean
+        >>> def gradient(group):
+        ...     loss = lambda w: pmean((w * group.rank) ** 2, group)
+        ...     return jax.jit(jax.value_and_grad(loss))(jnp.array(3.0))
+        >>> [(float(loss), float(grad)) for loss, grad in fddp.loopback(2, gradient)]
+        [(4.5, 0.0), (4.5, 6.0)]
+    """
+    reduced: Tree = _bound(reduce_p, "pmean", tree, group, mesh, axis)
+    return reduced
+
+
+def psum(
+    tree: Tree,
+    group: Group | Communicator | None = None,
+    *,
+    mesh: Mesh | None = None,
+    axis: Axis = None,
+) -> Tree:
+    """The sum over ranks of each leaf, inside of `jax.jit` as outside.
+
+    Arguments, result and errors are those of `pmean`; integers can be summed, too.
+
+    Example:
+        >>> import fddp, jax, jax.numpy as jnp
+        >>> from fddp.jax import psum
+        >>> fddp.loopback(2, lambda group: int(jax.jit(lambda n: psum(n, group))(3 + group.rank)))
+        [7, 7]
+    """
+    reduced: Tree = _bound(reduce_p, "psum", tree, group, mesh, axis)
+    return reduced
+
+
+def grad_sync(
+    tree: Tree,
+    group: Group | Communicator | None = None,
+    *,
+    mesh: Mesh | None = None,
+    axis: Axis = None,
+) -> Tree:
+    """The tree itself, whose cotangents are averaged over ranks: `fddp.sync_on_backward`.
+
+    Around the parameters in a loss function, it turns the gradient of each rank's own loss into the
+    gradient of their mean. Nothing is communicated before; tangents pass as they are. To average
+    gradients that exist, use `pmean`.
+
+    Args:
+        tree: arrays, usually parameters, the same on all ranks; None stays None, and what is not
+            floating or complex passes as it is.
+        group, mesh, axis: as for `pmean`.
+
+    Raises:
+        As `pmean`.
+
+    Example:
+        >>> import fddp, jax, jax.numpy as jnp
+        >>> from fddp.jax import grad_sync
+        >>> def gradient(group):
+        ...     loss = lambda w: grad_sync(w, group) * group.rank
+        ...     return float(jax.jit(jax.grad(loss))(jnp.array(1.0)))
+        >>> fddp.loopback(2, gradient)
+        [0.5, 0.5]
+    """
+    synced: Tree = _bound(identity_p, "pmean", tree, group, mesh, axis)
+    return synced
+
+
+def _bound(
+    primitive: Primitive,
+    operator: Operator,
+    tree: Any,
+    group: Group | Communicator | None,
+    mesh: Mesh | None,
+    axis: Axis,
+) -> Any:
+    name = operator if primitive is reduce_p else "grad_sync"
+    channel = channel_of(group, mesh)
+    leaves, treedef = flatten(tree)
+    arrays = [
+        None if leaf is None else _array(leaf, path, name)
+        for path, leaf in zip(treedef.paths, leaves, strict=True)
+    ]
+    there = [
+        k
+        for k, array in enumerate(arrays)
+        if array is not None and _takes(name, array, treedef.paths[k])
+    ]
+    if there:
+        paths = tuple(treedef.paths[k] for k in there)
+        call = Call(operator, channel.number, _axes(name, channel, axis), paths, call_site(_JAX))
+        results = primitive.bind(*(arrays[k] for k in there), call=call)
+        for k, result in zip(there, results, strict=True):
+            arrays[k] = result
+    return treedef.unflatten(arrays)
+
+
+def _array(leaf: Any, path: str, name: str) -> jax.Array:
+    if isinstance(leaf, torch.Tensor):
+        raise TypeError(
+            f"{name}: leaf {path!r} is a tensor of torch, and this is the operator for programs of "
+            f"JAX; use fddp.{'sync_on_backward' if name == 'grad_sync' else name}"
+        )
+    try:
+        return jnp.asarray(leaf)
+    except TypeError as error:
+        raise TypeError(
+            f"{name}: leaf {path!r} is a {type(leaf).__name__}; it takes arrays, numbers and None "
+            f"(equinox.partition and the like set arrays apart)"
+        ) from error
+
+
+def _takes(name: str, array: jax.Array, path: str) -> bool:
+    """Whether the leaf takes part; raises where it should but can't."""
+    dtype = array.dtype.name
+    inexact = jnp.issubdtype(array.dtype, np.inexact)
+    if name == "grad_sync" and not inexact:
+        return False
+    if name == "pmean" and not inexact:
+        raise TypeError(
+            f"pmean: leaf {path!r} is of {dtype}, whose mean is no number of that dtype; use psum, "
+            f"or convert it to a floating dtype"
+        )
+    if dtype not in _SUMMABLE:
+        raise TypeError(
+            f"{name}: leaf {path!r} is of {dtype}, which can't be summed over ranks; convert it to "
+            f"one of {', '.join(sorted(_SUMMABLE))}"
+        )
+    return True
+
+
+def _axes(name: str, channel: Channel, axis: Axis) -> tuple[str, ...]:
+    """The axes that are meant, in the topology's order; () for all ranks."""
+    if axis is None:
+        return ()
+    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    known = () if channel.topology is None else channel.topology.names
+    if not names or len(set(names)) != len(names) or not set(names) <= set(known):
+        raise ValueError(
+            f"{name}: axis={axis!r} must name distinct axes of the ranks' mesh, which "
+            + (f"has {known}" if known else "is missing; pass mesh=")
+            + "; axes of jax.vmap, pmap and shard_map are other axes"
+        )
+    own = tuple(name for name in known if name in names)
+    return () if len(own) == len(known) else own

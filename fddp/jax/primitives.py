@@ -1,0 +1,172 @@
+"""Reductions over ranks as primitives of JAX: what its transformations do with them.
+
+[Note: reductions in jitted programs]
+`reduce_p` adds up leaves over ranks. It has an ordered effect, the same one for all groups: JAX
+keeps such operations in the order in which they were traced, within a program, in loops and
+branches, and from one program to the next, and drops none, whether or not its result is used. So
+ranks that run the same program meet in the same operations. It is linear, and its own transpose;
+so derivatives of all orders are reductions again. `identity_p` has no effect and costs nothing; its
+transpose is `reduce_p` of the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, dtypes
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+
+from fddp.jax import internals
+from fddp.telemetry.call_site import Site
+
+Operator = Literal["psum", "pmean"]
+
+
+class ReductionEffect(internals.effects.Effect):
+    """One reduction over ranks happened."""
+
+    def __repr__(self) -> str:
+        return "a reduction over fddp's ranks (give each process one device)"
+
+    __str__ = __repr__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ReductionEffect)
+
+    def __hash__(self) -> int:
+        return hash(ReductionEffect)
+
+
+class StartedProgram(internals.effects.Effect):
+    """A program with reductions was started.
+
+    JAX forgets the tokens of programs that were compiled ahead of time, if they have ordered
+    effects and no other.
+    """
+
+
+EFFECT = ReductionEffect()
+_STARTED = StartedProgram()
+internals.allow(ReductionEffect, ordered=True)
+internals.allow(StartedProgram, ordered=False)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one operation of a traced program does.
+
+    Attributes:
+        operator: sum or mean.
+        channel: the number of its channel, see `channels.py`.
+        axes: of the ranks' mesh along which they meet; () for all ranks.
+        paths: of the leaves, in the order of the operands.
+        site: where the caller's code called the operator.
+        roles: which derivatives led here, the latest last: "backward", "jvp".
+    """
+
+    operator: Operator
+    channel: int
+    axes: tuple[str, ...]
+    paths: tuple[str, ...]
+    site: Site
+    roles: tuple[str, ...] = ()
+
+    def derived(self, role: str, operator: Operator, paths: tuple[str, ...]) -> Call:
+        """That of a derivative of this one."""
+        # JAX's reverse mode transposes tangents; elsewhere the two together are one step.
+        transposes = role == "backward" and self.roles[-1:] == ("jvp",)
+        before = self.roles[:-1] if transposes else self.roles
+        return replace(self, operator=operator, paths=paths, roles=(*before, role))
+
+    def __str__(self) -> str:
+        roles = "".join(f"{role} of " for role in reversed(self.roles))
+        return f"{roles}{self.operator}, called at {self.site}"
+
+
+reduce_p = Primitive("fddp_reduce")
+reduce_p.multiple_results = True
+identity_p = Primitive("fddp_grad_sync")
+identity_p.multiple_results = True
+
+
+def _reduce_types(*avals: ShapedArray, call: Call) -> tuple[list[ShapedArray], set[Any]]:
+    return [ShapedArray(aval.shape, aval.dtype) for aval in avals], {EFFECT, _STARTED}
+
+
+def _identity_types(*avals: ShapedArray, call: Call) -> list[ShapedArray]:
+    return list(avals)
+
+
+def _jvp(
+    primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any], *, call: Call
+) -> tuple[list[Any], list[Any]]:
+    results = primitive.bind(*primals, call=call)
+    moving = [i for i, x in enumerate(primals) if _is_inexact(x)]
+    # A tangent that is zero on this rank may be another number on others.
+    sent = [ad.instantiate_zeros(tangents[i]) for i in moving]
+    paths = tuple(call.paths[i] for i in moving)
+    brought = primitive.bind(*sent, call=call.derived("jvp", call.operator, paths))
+    tangents_out: list[Any] = [_no_tangent(x) for x in results]
+    for i, tangent in zip(moving, brought, strict=True):
+        tangents_out[i] = tangent
+    return results, tangents_out
+
+
+def _transpose(
+    operator: Operator, cotangents: Sequence[Any], *operands: Any, call: Call
+) -> list[Any]:
+    sent = [ad.instantiate_zeros(ct) for ct in cotangents]
+    brought = reduce_p.bind(*sent, call=call.derived("backward", operator, call.paths))
+    return [
+        ct if ad.is_undefined_primal(x) else None for x, ct in zip(operands, brought, strict=True)
+    ]
+
+
+def _batch(
+    primitive: Primitive, operands: Sequence[Array], dims: Sequence[int | None], *, call: Call
+) -> tuple[list[Array], list[int | None]]:
+    # All examples travel in one reduction, their axis first on every rank.
+    fronted = [
+        x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True)
+    ]
+    return primitive.bind(*fronted, call=call), [None if dim is None else 0 for dim in dims]
+
+
+def _is_inexact(x: Any) -> bool:
+    return dtypes.issubdtype(jnp.result_type(x), np.inexact)
+
+
+def _no_tangent(x: Any) -> Any:
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
+
+
+def _define(primitive: Primitive, transposed: Operator | None) -> None:
+    def transpose(cotangents: Sequence[Any], *operands: Any, call: Call) -> list[Any]:
+        return _transpose(transposed or call.operator, cotangents, *operands, call=call)
+
+    def jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
+        return _jvp(primitive, primals, tangents, call=call)
+
+    def batch(operands: Any, dims: Any, *, call: Call) -> Any:
+        return _batch(primitive, operands, dims, call=call)
+
+    def run(*operands: Any, call: Call) -> Any:
+        return internals.apply_primitive(primitive, *operands, call=call)
+
+    primitive.def_impl(run)
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
+    batching.primitive_batchers[primitive] = batch
+
+
+reduce_p.def_effectful_abstract_eval(_reduce_types)
+identity_p.def_abstract_eval(_identity_types)
+_define(reduce_p, transposed=None)
+_define(identity_p, transposed="pmean")

@@ -1,0 +1,1 @@
+"""Typed bindings of the compiled extension."""

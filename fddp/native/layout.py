@@ -1,0 +1,130 @@
+"""Where the leaves of a bucket lie in its flat buffer, and what a pass over it can measure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fddp.core.plan.plan import BucketPlan
+from fddp.native import extension as ext
+
+
+class Stats(NamedTuple):
+    """What one pass found out about the values that it wrote.
+
+    Attributes:
+        sq_norm: sum of squared magnitudes, summed in float64; NaN where it was not asked for.
+        finite: no value is NaN or infinite; True where it was not asked for.
+    """
+
+    sq_norm: float
+    finite: bool
+
+
+UNMEASURED = Stats(float("nan"), True)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Slices of a flat buffer, one per leaf.
+
+    Attributes:
+        offsets: where each leaf's slice starts, in elements; ascending, without overlap.
+        shapes: each leaf's sizes.
+        strides: each leaf's strides, in elements: the dense order in which its slice is laid out.
+        numel: elements of the buffer that the layout is for.
+
+    Raises:
+        ValueError: the slices overlap, reach past `numel`, or are not dense.
+
+    Example:
+        >>> layout = Layout(offsets=(0, 6), shapes=((2, 3), ()), strides=((1, 2), ()), numel=7)
+        >>> len(layout.offsets)
+        2
+    """
+
+    offsets: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]
+    numel: int
+    # The same in C++, so that a call converts nothing.
+    native: Any = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        native = ext.load().Layout(self.offsets, self.shapes, self.strides, self.numel)
+        object.__setattr__(self, "native", native)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout, (self.offsets, self.shapes, self.strides, self.numel)
+
+    @classmethod
+    def of(cls, plan: BucketPlan, bucket: int) -> Layout:
+        """The layout of a plan's bucket.
+
+        Example:
+            >>> from fddp.core.plan.plan import LeafSpec, plan_leaves
+            >>> leaves = (LeafSpec("bias", (2,), "float32"), LeafSpec("weight", (2, 3), "float32"))
+            >>> Layout.of(plan_leaves(leaves, order=(1, 0), caps_bytes=(1024,)), 0)
+            Layout(offsets=(0, 6), shapes=((2, 3), (2,)), strides=((3, 1), (1,)), numel=8)
+        """
+        leaves = [plan.leaves[leaf] for leaf in plan.buckets[bucket].leaves]
+        return cls(
+            offsets=plan.buckets[bucket].offsets,
+            shapes=tuple(leaf.shape for leaf in leaves),
+            strides=tuple(leaf.strides or contiguous_strides(leaf.shape) for leaf in leaves),
+            numel=plan.buckets[bucket].numel,
+        )
+
+    def part(self, positions: Sequence[int]) -> Layout:
+        """The slices at some positions, in the same buffer.
+
+        Example:
+            >>> layout = Layout(offsets=(0, 6), shapes=((6,), (1,)), strides=((1,), (1,)), numel=7)
+            >>> layout.part([1])
+            Layout(offsets=(6,), shapes=((1,),), strides=((1,),), numel=7)
+        """
+        return Layout(
+            offsets=tuple(self.offsets[p] for p in positions),
+            shapes=tuple(self.shapes[p] for p in positions),
+            strides=tuple(self.strides[p] for p in positions),
+            numel=self.numel,
+        )
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements.
+
+    Example:
+        >>> contiguous_strides((2, 3, 4))
+        (12, 4, 1)
+    """
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def views(buffer: Tensor, layout: Layout) -> list[Tensor]:
+    """Each leaf's slice as a view of the buffer; all share its storage and version counter."""
+    start = buffer.storage_offset()
+    return [
+        buffer.as_strided(shape, strides, start + offset)
+        for shape, strides, offset in zip(
+            layout.shapes, layout.strides, layout.offsets, strict=True
+        )
+    ]
+
+
+def arithmetic_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
+    """The dtype in which a value is scaled on its way between these two.
+
+    Example:
+        >>> arithmetic_dtype(torch.bfloat16, torch.float16)
+        torch.float32
+    """
+    return torch.promote_types(torch.promote_types(source, target), torch.float32)

@@ -1,0 +1,214 @@
+"""Flatten and copy: leaves into a bucket's buffer, and out of it.
+
+In CPU memory the compiled kernels of `fddp._C` do it, in one pass and without the GIL; on other
+devices torch's multi-tensor operations do. `tests.reference.pack` says the same in plain torch.
+
+What all of these share:
+    * A buffer is one-dimensional and contiguous; it may be longer than its layout. Leaves and
+      buffer have any of the reducible dtypes, but are all real or all complex.
+    * A value is scaled in float32, or in float64 if either side is of that precision, and then cast
+      to the dtype it goes to, as torch casts. Complex values are scaled as pairs of real ones.
+    * Nothing is recorded for autograd. Version counters of what is written go up.
+    * Bits depend neither on the number of threads nor on the machine's vector width.
+
+[Note: zero weight]
+A rank whose weight is zero contributes nothing, whatever its gradients hold. `0 * NaN` is NaN, so a
+scale of zero is not multiplied: the sources are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from torch import Tensor
+
+from fddp.native import extension as ext
+from fddp.native import pack_foreach
+from fddp.native.layout import UNMEASURED
+from fddp.native.layout import Layout as Layout
+from fddp.native.layout import Stats as Stats
+
+
+def pack_(
+    buffer: Tensor, layout: Layout, sources: Sequence[Tensor | None], scale: float = 1.0
+) -> float:
+    """Writes every slice of `buffer`: the cast of `source * scale`.
+
+    Args:
+        buffer: shape `(n,)` with `n >= layout.numel`.
+        layout: where each leaf goes.
+        sources: one per leaf, of its shape, in any memory order (expanded, transposed, conjugate
+            views) or sparse; None for a leaf that has no gradient. A source may be its own slice of
+            the buffer.
+        scale: factor; where it is 0, slices become exact zeros. [Note: zero weight]
+
+    Returns:
+        The largest magnitude that was read (of complex values: of their parts) times that of
+        `scale`; infinity where a value is not finite, at most the largest float64 otherwise. On
+        devices other than the CPU always NaN: to know would mean to wait for the device.
+
+    Raises:
+        ValueError: a shape, device or count does not fit, or a source overlaps the buffer.
+        TypeError: a dtype is not reducible, or a source is not a plain tensor.
+
+    Example:
+        >>> import torch
+        >>> layout = Layout(offsets=(0, 2), shapes=((2,), (1,)), strides=((1,), (1,)), numel=3)
+        >>> buffer = torch.empty(3)
+        >>> pack_(buffer, layout, [torch.tensor([1.0, 2.0]), None], scale=0.5)
+        1.0
+        >>> buffer
+        tensor([0.5000, 1.0000, 0.0000])
+    """
+    if buffer.is_cpu:
+        return cast(float, ext.load().pack_(buffer, layout.native, sources, scale))
+    return pack_foreach.pack_(buffer, layout, sources, scale)
+
+
+def pack_add_(
+    buffer: Tensor, layout: Layout, sources: Sequence[Tensor | None], scale: float = 1.0
+) -> float:
+    """Adds the cast of `source * scale` to each slice; slices of missing leaves stay as they are.
+
+    Arguments, result and errors are those of `pack_`.
+
+    Example:
+        >>> import torch
+        >>> layout = Layout(offsets=(0, 2), shapes=((2,), (1,)), strides=((1,), (1,)), numel=3)
+        >>> buffer = torch.ones(3)
+        >>> pack_add_(buffer, layout, [torch.tensor([1.0, -2.0]), None], scale=0.5)
+        1.0
+        >>> buffer
+        tensor([1.5000, 0.0000, 1.0000])
+    """
+    if buffer.is_cpu:
+        return cast(float, ext.load().pack_add_(buffer, layout.native, sources, scale))
+    return pack_foreach.pack_add_(buffer, layout, sources, scale)
+
+
+def plus(bound: float, peak: float) -> float:
+    """A bound on magnitudes of sums, from bounds of two summands: infinite only if one of these is,
+    because two finite ones that add up to infinity would speak of a gradient.
+
+    Example:
+        >>> import math
+        >>> plus(1.0, 2.0), plus(1e308, 1e308) < math.inf, plus(1.0, math.inf)
+        (3.0, True, inf)
+    """
+    return cast(float, ext.load().plus(bound, peak))
+
+
+def scale_(buffer: Tensor, scale: float = 1.0, *, stats: bool = True) -> Stats:
+    """Multiplies a whole buffer in place, and measures the result in the same pass.
+
+    Args:
+        buffer: shape `(n,)`.
+        scale: factor; 1 writes nothing.
+        stats: whether to measure. On devices other than the CPU that waits for the device.
+
+    Returns:
+        The stats of the buffer afterwards, or `Stats(nan, True)` where they were not asked for.
+
+    Raises:
+        ValueError: the buffer is not one-dimensional and contiguous.
+        TypeError: its dtype is not reducible, or it is not a plain tensor.
+
+    Example:
+        >>> import torch
+        >>> buffer = torch.tensor([3.0, 4.0])
+        >>> scale_(buffer, 2.0), buffer
+        (Stats(sq_norm=100.0, finite=True), tensor([6., 8.]))
+    """
+    if not buffer.is_cpu:
+        return pack_foreach.scale_(buffer, scale, stats=stats)
+    if scale == 1.0 and not stats:
+        return UNMEASURED
+    measured = Stats(*ext.load().scale_(buffer, scale))
+    return measured if stats else UNMEASURED
+
+
+def unpack_(
+    outputs: Sequence[Tensor | None],
+    layout: Layout,
+    buffer: Tensor,
+    scale: float = 1.0,
+    *,
+    stats: bool = True,
+) -> Stats:
+    """Writes every output: the cast of its slice times `scale`, measured in the same pass.
+
+    Args:
+        outputs: one per leaf, of its shape, in any memory order in which no two elements share
+            memory; None to skip the leaf. Outputs must not overlap each other.
+        layout: where each leaf lies.
+        buffer: shape `(n,)` with `n >= layout.numel`; only read.
+        scale: factor, multiplied whatever it is.
+        stats: whether to measure. On devices other than the CPU that waits for the device.
+
+    Returns:
+        The stats of all that was written, or `Stats(nan, True)` where they were not asked for.
+
+    Raises:
+        ValueError: a shape, device or count does not fit, an output overlaps itself or the buffer.
+        TypeError: a dtype is not reducible, an output is sparse or not a plain tensor.
+
+    Example:
+        >>> import torch
+        >>> layout = Layout(offsets=(0, 2), shapes=((2,), (1,)), strides=((1,), (1,)), numel=3)
+        >>> outputs = [torch.empty(2), None]
+        >>> unpack_(outputs, layout, torch.tensor([1.0, 2.0, 3.0]), scale=2.0)
+        Stats(sq_norm=20.0, finite=True)
+        >>> outputs[0]
+        tensor([2., 4.])
+    """
+    if not buffer.is_cpu:
+        return pack_foreach.unpack_(outputs, layout, buffer, scale, stats=stats)
+    measured = Stats(*ext.load().unpack_(outputs, layout.native, buffer, scale))
+    return measured if stats else UNMEASURED
+
+
+def slices(buffer: Tensor, layout: Layout) -> list[Tensor]:
+    """Results over a buffer's memory, one per leaf, without a copy, on any device.
+
+    Each has a storage of its own, exactly as long as the leaf (so that saving it saves no more),
+    and a version counter of its own. It keeps the buffer's memory alive, and cannot be resized.
+
+    Args:
+        buffer: shape `(n,)` with `n >= layout.numel`.
+        layout: where each leaf lies.
+
+    Returns:
+        Tensors with the layout's shapes and strides and the buffer's dtype and device.
+
+    Raises:
+        ValueError: the buffer is too short, not one-dimensional or not contiguous.
+        TypeError: its dtype is not reducible.
+
+    Example:
+        >>> import torch
+        >>> layout = Layout(offsets=(0, 2), shapes=((2,), (1,)), strides=((1,), (1,)), numel=3)
+        >>> first, second = slices(torch.tensor([1.0, 2.0, 3.0]), layout)
+        >>> second, second.untyped_storage().nbytes()
+        (tensor([3.]), 4)
+    """
+    return cast("list[Tensor]", ext.load().slices(buffer, layout.native))
+
+
+def storage_use_count(tensor: Tensor) -> int:
+    """How many owners the memory of `tensor` has: tensors, views, slices, storage objects.
+
+    One means that nobody else holds it, so that it may be used again.
+
+    Example:
+        >>> import torch
+        >>> layout = Layout(offsets=(0,), shapes=((2,),), strides=((1,),), numel=2)
+        >>> buffer = torch.zeros(2)
+        >>> results = slices(buffer, layout)
+        >>> storage_use_count(buffer)
+        2
+        >>> del results
+        >>> storage_use_count(buffer)
+        1
+    """
+    return cast(int, ext.load().storage_use_count(tensor))

@@ -1,0 +1,351 @@
+"""What one rank brings to a step: its gradients, bucket by bucket, and the weights on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fddp.core.numerics.overflow import stays_finite
+from fddp.core.numerics.weighting import WeightScale
+from fddp.core.protocol.expected_counts import Arrivals, expected_counts
+from fddp.native.autograd_leaves import Arriving, Visible, eager_slot
+from fddp.native.buffer_pool import BufferPool
+from fddp.native.layout import Layout
+from fddp.native.pack import pack_, pack_add_, plus
+from fddp.runtime.program import Program
+from fddp.runtime.shards import Chunk
+
+Leaves = Sequence[Tensor | None]
+
+
+class Part(NamedTuple):
+    """Gradients of one bucket's leaves, in bucket order, and the weight that they count with."""
+
+    sources: Leaves
+    weight: float
+
+
+class Accumulated(NamedTuple):
+    """Weighted sums of gradients over earlier micro-batches, by leaf, and their total weight."""
+
+    sums: Leaves
+    weight: float
+
+
+class Contributions:
+    """The base contributes nothing: a rank without input, or one that has failed.
+
+    Attributes:
+        weight: what this rank counts in the weighted mean.
+    """
+
+    weight: float = 0.0
+
+    def parts(self, bucket: int) -> list[Part]:
+        """All that there is for a bucket; the parts are summed."""
+        return []
+
+    def pack_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
+        """Writes the whole bucket, zeros where there is nothing; bounds its magnitudes as
+        `fddp.native.pack.pack_`."""
+        return _pack_parts_(buffer, layout, self.parts(bucket), scale)
+
+    def pack_late_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
+        """Writes what came for the bucket since it was packed, and zeros elsewhere."""
+        return _pack_parts_(buffer, layout, [], scale)
+
+    def hold(self) -> None:
+        """Has `sources` tell what was packed wherever packing may make infinity of a number."""
+
+    def sources(self, bucket: int) -> list[Part] | None:
+        """What the bucket was packed from, asked for right after it was; None where it is let go
+        of, which after `hold` it is only where what was finite stayed so."""
+        return self.parts(bucket)
+
+    def pack_chunk_(self, chunk: Chunk, buffer: Tensor) -> float:
+        """Writes this rank's own shards where they belong; as `pack_`."""
+        return pack_(buffer, chunk.layout, [None] * len(chunk.parts), 0.0)
+
+    def memory(self, bucket: int, pool: BufferPool) -> Tensor | None:
+        """The bucket's memory, where gradients lie in it already; None where it is to be new."""
+        return None
+
+    def used(self, program: Program) -> list[bool]:
+        """For each reduced leaf, whether there is a gradient."""
+        return [False] * len(program.reduced)
+
+    def late(self, program: Program) -> list[bool]:
+        """For each bucket, whether a gradient came after `parts` was called for it."""
+        return [False] * len(program.plan.buckets)
+
+    def order(self, program: Program) -> Sequence[int]:
+        """Reduced leaves, as numbered in the control word, in the order of their gradients."""
+        return ()
+
+    def arrived(self) -> int:
+        """How many gradients have arrived during backward."""
+        return 0
+
+    def ready_times_s(self) -> list[float]:
+        """For each differentiated leaf, when its last gradient came, on the clock of
+        `time.perf_counter`; NaN where none did. Empty where all were there from the beginning."""
+        return []
+
+    def unreduced(self, program: Program) -> Sequence[int]:
+        """The leaves in no bucket that come back as `local` gives them."""
+        return program.plan.local
+
+    def local(self, leaf: int) -> Tensor | None:
+        """The result for a leaf that is not reduced: this rank's own gradient, if it counts."""
+        return None
+
+
+class TreeContributions(Contributions):
+    """Gradients that are all there, by leaf."""
+
+    def __init__(self, program: Program, leaves: Leaves, weight: float) -> None:
+        self.weight = weight
+        self._program = program
+        self._leaves = leaves
+
+    def parts(self, bucket: int) -> list[Part]:
+        members = self._program.plan.buckets[bucket].leaves
+        return [Part([self._leaves[i] for i in members], self.weight)] if self.weight else []
+
+    def used(self, program: Program) -> list[bool]:
+        if not self.weight:
+            return super().used(program)
+        return [self._leaves[i] is not None for i in program.reduced]
+
+    def local(self, leaf: int) -> Tensor | None:
+        grad = self._leaves[leaf]
+        return grad.detach().clone() if grad is not None and self.weight else None
+
+
+class ShardContributions(Contributions):
+    """Shards of leaves, by leaf; see [Note: shards]. They need not be gradients, so that leaves of
+    integers come back, too."""
+
+    weight = 1.0
+
+    def __init__(self, shards: Leaves) -> None:
+        self._shards = shards
+
+    def pack_chunk_(self, chunk: Chunk, buffer: Tensor) -> float:
+        return pack_(buffer, chunk.layout, chunk.sources(self._shards), 1.0)
+
+    def used(self, program: Program) -> list[bool]:
+        return [self._shards[i] is not None for i in program.reduced]
+
+    def unreduced(self, program: Program) -> Sequence[int]:
+        bucketed = program.plan.bucket_of
+        return [leaf for leaf in range(len(self._shards)) if leaf not in bucketed]
+
+    def local(self, leaf: int) -> Tensor | None:
+        own = self._shards[leaf]
+        return None if own is None else own.detach().clone()
+
+
+class BackwardContributions(Contributions):
+    """Gradients that arrive while backward runs, added to what earlier micro-batches left.
+
+    Args:
+        program: the program of the step.
+        weight: what the gradients of this backward count; without one (`arm` is not called then)
+            there is only what is accumulated.
+        accumulated: gradients of earlier micro-batches.
+        idle: buckets that are left out; any gradient for one is late.
+        lie_in: whether a buffer's slices are the gradients of leaves that are numbered among the
+            differentiated ones, and may be reduced where they lie; None if they never are.
+
+    Attributes:
+        in_place: the buckets whose gradients are reduced where they lie.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        weight: float,
+        accumulated: Accumulated | None,
+        idle: Collection[int] = (),
+        lie_in: Callable[[Sequence[int], Tensor, Any], bool] | None = None,
+    ) -> None:
+        self.weight = weight + (accumulated.weight if accumulated else 0.0)
+        self.expected: tuple[int, ...] = ()
+        self._visible: Sequence[bool] = ()
+        self._own_weight = weight
+        self._program = program
+        self._leaf_set: Arriving | None = None  # from `arm` on
+        self._accumulated = accumulated
+        self._idle = idle
+        self._lie_in = lie_in
+        self.in_place: list[int] = []
+        self._holds = False
+        self._held: dict[int, list[Part]] = {}  # of the bucket that was packed last
+
+    def arm(
+        self,
+        leaf_set: Arriving,
+        view: Visible,
+        previous: Arrivals | None,
+        buffer_of: Callable[[int], Tensor],
+        scale: WeightScale,
+        on_bucket: Callable[[int], None],
+    ) -> None:
+        """Gets ready for backward.
+
+        Args:
+            leaf_set: the call's leaves, one for each of `program.differentiated`.
+            view: what is known of the backward pass.
+            previous: what the step before showed.
+            buffer_of: the memory of a bucket; asked for those that are packed as leaves arrive.
+            scale: factor on all gradients.
+            on_bucket: called for each bucket as it fills.
+        """
+        self._leaf_set = leaf_set
+        self._visible = view.used
+        expected = expected_counts(view.used, opaque=view.opaque, previous=previous)
+        self.expected = tuple(expected)
+        factor = scale.before(self._own_weight)
+        eager = [
+            eager_slot(members[position], buffer_of(bucket), slot, factor)
+            for bucket, members in enumerate(self._program.member_numbers)
+            for position, slot in self._program.packing[bucket].early
+            if bucket not in self._idle and not self._may_overflow(bucket, scale)
+        ]
+        leaf_set.arm(self._program.members, expected, eager, on_bucket)
+        for bucket, members in enumerate(self._program.member_numbers):
+            if not any(expected[k] for k in members):
+                on_bucket(bucket)
+
+    def arrivals(self) -> Arrivals:
+        """What this backward showed, for the next step's expectations."""
+        assert self._leaf_set is not None
+        return Arrivals(self._visible, self._leaf_set.counts())
+
+    def arrival_log(self) -> list[int]:
+        """Differentiated leaves in the order of their gradients, repeats included."""
+        return self._leaf_set.arrivals() if self._leaf_set else []
+
+    def ready_times_s(self) -> list[float]:
+        ready_s = [math.nan] * len(self._program.differentiated)
+        if self._leaf_set:
+            for leaf, time_s in zip(
+                self._leaf_set.arrivals(), self._leaf_set.arrival_times(), strict=True
+            ):
+                ready_s[leaf] = time_s
+        return ready_s
+
+    def parts(self, bucket: int) -> list[Part]:
+        return [*self._taken(bucket), *self._earlier(bucket)]
+
+    def pack_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
+        if self._leaf_set is None or not buffer.is_cpu or self._may_overflow(bucket, scale):
+            return self._pack_held_(bucket, buffer, layout, self.parts(bucket), scale)
+        keep = bucket in self._program.schedule.retained
+        packing, factor = self._program.packing[bucket].native, scale.before(self._own_weight)
+        peak = self._leaf_set.pack(bucket, buffer, packing, keep, factor)
+        for sums, weight in self._earlier(bucket):
+            peak = plus(peak, pack_add_(buffer, layout, sums, scale.before(weight)))
+        return peak
+
+    def memory(self, bucket: int, pool: BufferPool) -> Tensor | None:
+        if self._lie_in is None or bucket in self._program.schedule.retained:
+            return None
+        lie_in, leaves = self._lie_in, self._program.member_numbers[bucket]
+        layout, numel = self._program.layouts[bucket].native, self._program.buffer_numels[bucket]
+        memory = pool.take_back(bucket, lambda b: len(b) == numel and lie_in(leaves, b, layout))
+        if memory is not None:
+            self.in_place.append(bucket)
+        return memory
+
+    def pack_late_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
+        return self._pack_held_(bucket, buffer, layout, self._taken(bucket), scale)
+
+    def hold(self) -> None:
+        self._holds = True
+
+    def sources(self, bucket: int) -> list[Part] | None:
+        return self._held.pop(bucket, None)
+
+    def _may_overflow(self, bucket: int, scale: WeightScale) -> bool:
+        """Whether sources are held, and packing may make infinity of a number."""
+        if not self._holds:
+            return False
+        factor = scale.before(self._own_weight) + (scale.before(1.0) if self._accumulated else 0.0)
+        planned, wire = self._program.plan.buckets[bucket], self._program.schedule.wire_dtypes
+        return not stays_finite(planned.dtype, wire[bucket], factor)
+
+    def _pack_held_(
+        self, bucket: int, buffer: Tensor, layout: Layout, parts: list[Part], scale: WeightScale
+    ) -> float:
+        if self._holds:
+            self._held = {bucket: parts}
+        return _pack_parts_(buffer, layout, parts, scale)
+
+    def _taken(self, bucket: int) -> list[Part]:
+        if self._leaf_set is None:
+            return []
+        keep = bucket in self._program.schedule.retained
+        return [Part(self._leaf_set.take(bucket, keep), self._own_weight)]
+
+    def _earlier(self, bucket: int) -> list[Part]:
+        if self._accumulated is None:
+            return []
+        members = self._program.plan.buckets[bucket].leaves
+        # The sums are weighted already.
+        return [Part([self._accumulated.sums[i] for i in members], 1.0)]
+
+    def used(self, program: Program) -> list[bool]:
+        if self._leaf_set and not self._accumulated and program.reduced == program.differentiated:
+            return self._leaf_set.used()
+        used = [False] * len(program.plan.leaves)
+        if self._leaf_set:
+            for leaf, flag in zip(program.differentiated, self._leaf_set.used(), strict=True):
+                used[leaf] = flag
+        sums = self._accumulated.sums if self._accumulated else [None] * len(used)
+        return [used[i] or sums[i] is not None for i in program.reduced]
+
+    def late(self, program: Program) -> list[bool]:
+        if self._leaf_set is None:
+            return super().late(program)
+        late = self._leaf_set.late()
+        if self._idle:
+            used = self._leaf_set.used()
+            for bucket in self._idle:
+                late[bucket] = any(used[k] for k in program.member_numbers[bucket])
+        return late
+
+    def order(self, program: Program) -> Sequence[int]:
+        arrived = dict.fromkeys(program.differentiated[k] for k in self.arrival_log())
+        return [program.slot[leaf] for leaf in arrived if leaf in program.slot]
+
+    def arrived(self) -> int:
+        return self._leaf_set.arrival_count() if self._leaf_set else 0
+
+    def local(self, leaf: int) -> Tensor | None:
+        own = self._leaf_set.take_one(self._program.number[leaf]) if self._leaf_set else None
+        earlier = self._accumulated.sums[leaf] if self._accumulated else None
+        if earlier is None:
+            return own
+        total = earlier if own is None else own * self._own_weight + earlier
+        return total.detach() / self.weight
+
+
+def _pack_parts_(
+    buffer: Tensor, layout: Layout, parts: Sequence[Part], scale: WeightScale
+) -> float:
+    if not parts:
+        return pack_(buffer, layout, [None] * len(layout.offsets), 0.0)
+    (sources, weight), *others = parts
+    peak = pack_(buffer, layout, sources, scale.before(weight))
+    for sources, weight in others:
+        peak = plus(peak, pack_add_(buffer, layout, sources, scale.before(weight)))
+    return peak
+
+
+NOTHING = Contributions()

@@ -1,0 +1,179 @@
+"""A hook and the buckets that it is to reduce."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fddp.errors import TreeMismatchError
+from fddp.hooks.hook import BucketSpec, Hook
+from fddp.runtime.program import Program
+from fddp.runtime.results import Devices
+from fddp.tree.pytree import TreeDef, flatten
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A hook that takes the place of a program's all-reduces.
+
+    Attributes:
+        hook: the hook.
+        positions: for each dense bucket, its all-reduce in the schedule.
+        specs: the same buckets.
+        whole: whether nothing comes before and after these all-reduces.
+        stateful: whether there is a tensor or number in any state.
+    """
+
+    hook: Hook[Any]
+    positions: Mapping[int, int]
+    specs: Mapping[int, BucketSpec]
+    whole: bool
+    stateful: bool
+    _forms: tuple[_Form, ...]
+
+    @classmethod
+    def of(cls, hook: Hook[Any], program: Program) -> Attached:
+        """Finds a hook's place in a program.
+
+        Raises:
+            ValueError: the schedule has no all-reduce of a bucket, or several; the hook is for
+                flat all-reduces only, or has something against a bucket.
+            TypeError: state that is not of tensors and numbers.
+        """
+        positions = _positions(hook, program)
+        groups = {program.schedule.ops[position].axes for position in positions.values()}
+        whole = all(_is_everyone(program, axes) for axes in groups)
+        if hook.raw and not whole:
+            raise ValueError(
+                f"{hook.name} reduces over all ranks by itself, so that it needs "
+                f"algorithm='all_reduce'"
+            )
+        specs = {b: _spec(program, b, position) for b, position in positions.items()}
+        forms = [
+            _Form.of(state, f"the state of {hook.name}") for state in _init(hook, program, specs)
+        ]
+        stateful = any(form.kinds for form in forms)
+        return cls(hook, positions, specs, whole, stateful, tuple(forms))
+
+    def init_states(self, program: Program) -> tuple[Any, ...]:
+        """The state of each bucket before the first step; () where there is none to keep."""
+        return _init(self.hook, program, self.specs) if self.stateful else ()
+
+    def checked(self, states: Any) -> tuple[Any, ...]:
+        """States that a caller handed in.
+
+        Raises:
+            TreeMismatchError: they are not like those of `init_states`.
+        """
+        advice = "pass what init_state or the last update gave, under the same plan"
+        if not isinstance(states, tuple) or len(states) != len(self._forms):
+            found = len(states) if isinstance(states, tuple) else f"a {type(states).__name__}"
+            raise TreeMismatchError(
+                f"the state of {self.hook.name} is a tuple of {len(self._forms)}, one for each "
+                f"bucket, got {found}; {advice}"
+            )
+        for bucket, (state, form) in enumerate(zip(states, self._forms, strict=True)):
+            problem = form.misfit(state)
+            if problem is not None:
+                raise TreeMismatchError(
+                    f"the state of {self.hook.name} for bucket {bucket} {problem}; {advice}"
+                )
+        return states
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a state must look like."""
+
+    treedef: TreeDef
+    kinds: tuple[str, ...]
+
+    @classmethod
+    def of(cls, state: Any, what: str) -> _Form:
+        leaves, treedef = flatten(state)
+        for leaf, path in zip(leaves, treedef.paths, strict=True):
+            if not isinstance(leaf, (Tensor, int, float)):
+                raise TypeError(
+                    f"{what} must be a tree of tensors and numbers; leaf {path!r} is a "
+                    f"{type(leaf).__name__}"
+                )
+        return cls(treedef, tuple(map(_kind, leaves)))
+
+    def misfit(self, state: Any) -> str | None:
+        """What is wrong with a state, or None."""
+        leaves, treedef = flatten(state)
+        if treedef != self.treedef:
+            return f"has the leaves {list(treedef.paths)} where {list(self.treedef.paths)} are due"
+        for leaf, kind, path in zip(leaves, self.kinds, treedef.paths, strict=True):
+            if _kind(leaf) != kind:
+                return f"has as leaf {path!r} a {_kind(leaf)} where a {kind} is due"
+        return None
+
+
+def _kind(leaf: object) -> str:
+    if not isinstance(leaf, Tensor):
+        return type(leaf).__name__
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    return f"{dtype} tensor of shape {tuple(leaf.shape)} on {leaf.device}"
+
+
+def _init(hook: Hook[Any], program: Program, specs: Mapping[int, BucketSpec]) -> tuple[Any, ...]:
+    """By bucket of the plan; nothing for sparse ones."""
+    return tuple(
+        hook.init(specs[b]) if b in specs else () for b in range(len(program.plan.buckets))
+    )
+
+
+def _positions(hook: Hook[Any], program: Program) -> dict[int, int]:
+    found: dict[int, list[int]] = {b: [] for b in program.schedule.sequence}
+    for position, op in enumerate(program.schedule.ops):
+        if op.kind == "all_reduce" and op.when == "always":
+            found[op.bucket].append(position)
+    for bucket, positions in found.items():
+        if len(positions) != 1:
+            raise ValueError(
+                f"{hook.name} takes the place of each bucket's one all_reduce, and the schedule "
+                f"has {len(positions)} for {program.describe(bucket)}; use algorithm='all_reduce' "
+                f"or 'hierarchical', and no split_mb"
+            )
+    return {bucket: positions[0] for bucket, positions in found.items()}
+
+
+def _is_everyone(program: Program, axes: tuple[str, ...]) -> bool:
+    return all(size == 1 or name in axes for name, (size, _) in program.places.items())
+
+
+def _spec(program: Program, bucket: int, position: int) -> BucketSpec:
+    """The part of a bucket that its all-reduce works on, on this rank."""
+    start, stop = program.extent(program.schedule.ops[position])
+    planned, layout = program.plan.buckets[bucket], program.layouts[bucket]
+    paths, shapes, strides, offsets = [], [], [], []
+    for leaf, shape, stride, offset in zip(
+        planned.leaves, layout.shapes, layout.strides, layout.offsets, strict=True
+    ):
+        end = offset + math.prod(shape)
+        low, high = max(offset, start), min(end, stop)
+        if low > high or (low == high and offset < end):
+            continue
+        is_cut = (low, high) != (offset, end)
+        paths.append(program.paths[leaf])
+        shapes.append((high - low,) if is_cut else shape)
+        strides.append((1,) if is_cut else stride)
+        offsets.append(low - start)
+    return BucketSpec(
+        index=bucket,
+        count=len(program.plan.buckets),
+        is_last=bucket == program.schedule.sequence[-1],
+        numel=stop - start,
+        dtype=getattr(torch, program.schedule.wire_dtypes[bucket]),
+        device=Devices()[planned.device],
+        paths=tuple(paths),
+        shapes=tuple(shapes),
+        strides=tuple(strides),
+        offsets=tuple(offsets),
+    )

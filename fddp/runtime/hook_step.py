@@ -1,0 +1,227 @@
+"""What a hook does in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fddp.core.numerics.weighting import WeightScale
+from fddp.core.protocol.control_word import ControlReport
+from fddp.core.schedule.schedule import Op
+from fddp.core.timeline import Interval
+from fddp.hooks.future import Future
+from fddp.hooks.hook import Bucket, HookError
+from fddp.runtime.hook_binding import Attached
+from fddp.runtime.hook_pipeline import Collectives, HookedWork, Line
+from fddp.runtime.program import Program
+from fddp.transport.base import Transport, Work
+
+
+class HookedStep:
+    """A hook's part in one step: starts its reductions, puts results in place, keeps its states.
+
+    Args:
+        attached: the hook and its buckets; None where there is none, and nothing to do.
+        program: what the step carries out.
+        transport: carries the collectives.
+        scale: the agreed unit of weight.
+        stamp: whether to record when collectives are done.
+
+    Attributes:
+        spans: when the hook was at work, or waited, on the clock of `time.perf_counter`; with
+            stamps only.
+    """
+
+    def __init__(
+        self,
+        attached: Attached | None,
+        program: Program,
+        transport: Transport,
+        scale: WeightScale,
+        *,
+        stamp: bool,
+    ) -> None:
+        self._attached = attached
+        self._program = program
+        self._transport = transport
+        self._scale = scale
+        self._stamp = stamp
+        self.spans: list[Interval] = []
+        self._line = Line()
+        self._new_states: dict[int, Any] = {}  # by bucket, of reductions that have ended
+        self._failure: Exception | None = None
+        self._is_late = False  # to tell of a failure
+        self._overflows = False  # weights did not fit what the hook sums in
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the hook gets this rank's own gradients; see `Hook.raw`."""
+        return self._attached is not None and self._attached.hook.raw
+
+    def takes(self, position: int, op: Op) -> bool:
+        """Whether the hook takes the place of an operation."""
+        return self._attached is not None and self._attached.positions.get(op.bucket) == position
+
+    def start(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> HookedWork:
+        """Starts the reduction of what an operation works on.
+
+        Args:
+            op: the operation.
+            own: its memory, shape `(n,)`, which takes the result.
+            states: by bucket; empty for those of the first step.
+            what: the bucket in words, for errors.
+        """
+        attached = self._attached
+        assert attached is not None
+        hook, spec = attached.hook, attached.specs[op.bucket]
+        before = self._scale.scaling == "before"
+        reference = self._scale.reference if before else self._scale.unit
+        collectives = Collectives(
+            self._transport, self._program, op.axes, op.bucket, what, stamp=self._stamp
+        )
+        state = states[op.bucket] if states else hook.init(spec)
+        start_s = perf_counter()
+        try:
+            with torch.no_grad():
+                future = hook.apply(state, Bucket(spec, own, reference), collectives)
+        except Exception as error:
+            future = self._instead(error, own)
+        spans = self.spans if self._stamp else None
+        if spans is not None:
+            spans.append((start_s, perf_counter()))
+        work = HookedWork(future, collectives, op, own, what, spans)
+        self._line.join(work)
+        return work
+
+    def go_on(self, *, block: bool) -> bool:
+        """Does what must come before the next operation; False if it would have to wait.
+
+        Args:
+            block: whether to wait.
+        """
+        if not self._line.go_on(block=block):
+            return False
+        last = self._line.last
+        if not self.is_raw or last is None:
+            return True
+        if block or last.done:
+            self.finish(last)
+        return last.settled
+
+    def is_done(self, work: Work | HookedWork) -> bool:
+        """Whether there is nothing to wait for, after starting what stages can start."""
+        if isinstance(work, HookedWork):
+            self._line.run_out(work, block=False)
+        return work.done
+
+    def finish(self, work: HookedWork) -> None:
+        """Waits for a reduction, and puts its result in place; once."""
+        self._line.run_out(work, block=True)
+        if not work.settled:
+            with torch.no_grad():
+                self._settle(work)
+
+    def failure(self) -> Exception | None:
+        """What went wrong so far, to be told to all ranks; asked for once, when that is due."""
+        self._is_late = True
+        return self._failure
+
+    def know(self, report: ControlReport) -> None:
+        """Takes note of the control word of a step that goes well."""
+        self._overflows = self._is_narrow and not self._keeps_range(report)
+
+    def discard(self, bucket: int) -> None:
+        """What came out for a bucket is not used: its state stays as it was."""
+        self._new_states.pop(bucket, None)
+
+    def new_states(self, states: Sequence[Any], report: ControlReport) -> tuple[Any, ...]:
+        """The states after the step; what is not finite would stay in them."""
+        if report.nonfinite:
+            return tuple(states)
+        return tuple(self._new_states.get(bucket, state) for bucket, state in enumerate(states))
+
+    def scale_before(self, weight: float, *, repairs: bool = False) -> WeightScale:
+        """What gradients are packed with under a hook that divides by the number of ranks itself.
+
+        Args:
+            weight: this rank's.
+            repairs: whether they are added to what the hook has divided.
+        """
+        ranks = self._transport.world_size if repairs else 1
+        return WeightScale(ranks, unit=weight or 1.0)
+
+    def problem(self, report: ControlReport, *, lets_rest: bool) -> str | None:
+        """Why the hook and the weights of all ranks do not fit together, or None."""
+        attached = self._attached
+        if attached is None:
+            return None
+        total, ranks = report.total_weight, self._transport.world_size
+        are_equal = report.total_squared * report.active == total * total
+        if attached.hook.raw and not (are_equal and (lets_rest or report.active == ranks)):
+            return (
+                f"{attached.hook.name} divides by the number of ranks itself, so that all must "
+                f"weigh the same, and {report.active} of {ranks} ranks have a weight above 0, "
+                f"{'the same' if are_equal else 'not the same'}; use a hook of fddp.hooks, or "
+                f"equal weights"
+            )
+        if self._is_narrow and not attached.whole and not self._keeps_range(report):
+            return (
+                f"the mean weight is {total / report.active} where {attached.hook.name} was scaled "
+                f"for {self._scale.unit}; the next step is scaled for the new weights: call it "
+                f"again"
+            )
+        return None
+
+    @property
+    def _is_narrow(self) -> bool:
+        return self._attached is not None and self._attached.hook.narrow
+
+    @property
+    def _is_stateful(self) -> bool:
+        return self._attached is not None and self._attached.stateful
+
+    @property
+    def _averages(self) -> bool:
+        return self._scale.scaling == "average"
+
+    def _keeps_range(self, report: ControlReport) -> bool:
+        return self._scale.keeps_range(report.total_weight, report.active)
+
+    def _settle(self, work: HookedWork) -> None:
+        """Puts a result in place, and keeps its state."""
+        op, own = work.op, work.own
+        try:
+            result, state = work.take()
+        except Exception as error:
+            result, state = self._instead(error, own).wait()
+        if self._overflows:
+            again = self._transport.all_reduce(own, axes=op.axes, average=self._averages)
+            again.wait(work.what)
+            return
+        if not isinstance(result, Tensor) or result.numel() != len(own):
+            found = result.numel() if isinstance(result, Tensor) else type(result).__name__
+            raise HookError(
+                f"{work.what}: a hook must return as many elements as the buffer has, {len(own)}, "
+                f"got {found}"
+            )
+        own.copy_(result.view(own.shape))
+        if self._averages and not self.is_raw:
+            own /= self._program.schedule.topology.size(op.axes)
+        # What overflowed on the way would stay in the state; the result shows it on every rank.
+        if not (self._is_stateful and not torch.isfinite(own).all()):
+            self._new_states[op.bucket] = state
+
+    def _instead(self, error: Exception, own: Tensor) -> Future[tuple[Tensor, Any]]:
+        """What stands for the result of a hook that raised: zeros, if all ranks will be told.
+
+        A hook that communicates by itself leaves the collectives of the step as they are. Of
+        another it can't be known what the other ranks wait for: the error ends the session.
+        """
+        if not self.is_raw or self._is_late:
+            raise error
+        self._failure = self._failure or error
+        return Future.of((torch.zeros_like(own), ()))

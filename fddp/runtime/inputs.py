@@ -1,0 +1,313 @@
+"""What callers hand in, checked; every problem names the leaf and the way out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, SupportsFloat, SupportsIndex
+
+import torch
+from torch import Tensor
+
+from fddp.core.plan.plan import LeafSpec
+from fddp.errors import TransformError, TreeMismatchError, WeightError
+from fddp.runtime.program import Program
+from fddp.tree.foreign import ForeignTreeDef, adapted, holds_foreign
+from fddp.tree.pytree import TreeDef, check_paths, flatten
+
+_LARGEST_WEIGHT = 2.0**512
+
+
+def matched_leaves(
+    tree: Any, program: Program, what: str, *, differentiable: bool = False
+) -> tuple[list[Tensor | None], TreeDef]:
+    """The tree's leaves in canonical order, if they are those of the plan.
+
+    Args:
+        tree: what the caller passed.
+        program: knows the paths, shapes and dtypes.
+        what: the tree in words, for errors: "gradients".
+        differentiable: whether the leaves are to be differentiated, so that none may be missing.
+
+    Raises:
+        TreeMismatchError: other paths, shapes or dtypes, or a leaf that is no tensor.
+    """
+    leaves, treedef = program.trees.flatten(tree)
+    check_paths(treedef, program.paths, what)
+    position = program.leaf_types.first_misfit(leaves, differentiable)
+    if program.foreign or (position >= 0 and holds_foreign(leaves)):
+        leaves, treedef = _adapted(leaves, treedef, what, differentiable)
+        position = program.leaf_types.first_misfit(leaves, differentiable)
+    if position >= 0:
+        raise TreeMismatchError(_misfit(leaves[position], program.plan.leaves[position], what))
+    return leaves, treedef
+
+
+def _adapted(
+    leaves: list[Any], treedef: TreeDef, what: str, differentiable: bool
+) -> tuple[list[Any], TreeDef]:
+    if differentiable:
+        raise TreeMismatchError(
+            f"{what} are JAX arrays, which torch can't differentiate; pass the gradients: "
+            f"loss, grads = jax.value_and_grad(loss_fn)(params), then grads = sync(grads)"
+        )
+    return adapted(leaves, treedef, what, always=True)
+
+
+def matched_shards(tree: Any, program: Program) -> tuple[list[Tensor | None], TreeDef]:
+    """The tree's leaves in canonical order, if they are shards that this rank owns.
+
+    Raises:
+        TreeMismatchError: other paths, sizes or dtypes, or a leaf that is no tensor.
+    """
+    leaves, treedef = adapted(*flatten(tree), "shards", always=program.foreign)
+    check_paths(treedef, program.paths, "shards")
+    bucketed = program.plan.bucket_of
+    for leaf, spec in enumerate(program.plan.leaves):
+        if leaf not in bucketed and not isinstance(leaves[leaf], Tensor | None):
+            raise TreeMismatchError(_misfit(leaves[leaf], spec, "shards"))
+    for leaf in program.reduced:
+        shard, spec, numel = leaves[leaf], program.plan.leaves[leaf], program.shards.numels[leaf]
+        found = (
+            f"{str(shard.dtype).removeprefix('torch.')} of shape {tuple(shard.shape)}"
+            if isinstance(shard, Tensor)
+            else f"a {type(shard).__name__}"
+        )
+        if shard is not None and found != f"{spec.dtype} of shape {(numel,)}":
+            raise TreeMismatchError(
+                f"leaf {spec.path!r} of the shards is {found} where this rank owns {numel} "
+                f"elements of {spec.dtype}; pass what shard or reduce_scatter of this GradSync gave"
+            )
+    return leaves, treedef
+
+
+def _misfit(leaf: object, spec: LeafSpec, what: str) -> str:
+    where = f"leaf {spec.path!r} of the {what}"
+    if leaf is None:
+        return (
+            f"{where} is None where the plan has a tensor; build a new GradSync for changed "
+            f"parameters"
+        )
+    if not isinstance(leaf, Tensor):
+        return f"{where} is a {type(leaf).__name__}; pass a tensor or None"
+    shape = "a nested shape" if leaf.is_nested else f"shape {tuple(leaf.shape)}"
+    found = f"{str(leaf.dtype).removeprefix('torch.')} of {shape}"
+    wanted = "no gradient" if spec.dtype == "none" else f"{spec.dtype} of shape {spec.shape}"
+    if found == wanted:
+        return (
+            f"{where} is an inference tensor, which has no gradient; clone it outside "
+            f"torch.inference_mode"
+        )
+    return (
+        f"{where} is {found} where the plan has {wanted}; build a new GradSync for changed "
+        f"parameters"
+    )
+
+
+def check_writable(leaves: Sequence[Tensor | None], treedef: TreeDef, program: Program) -> None:
+    """Whether results can be written into each tensor, and into no two at one place.
+
+    Raises:
+        TreeMismatchError: the first leaf that can't be written.
+    """
+    if isinstance(treedef, ForeignTreeDef):
+        raise TreeMismatchError(
+            f"reduce_ writes into what it is given, and arrays of {treedef.library} can't be "
+            f"written; call sync(grads), which returns new ones"
+        )
+    written: list[tuple[Tensor, str]] = []
+    for leaf, spec in zip(leaves, program.plan.leaves, strict=True):
+        if leaf is None:
+            continue
+        problem = _unwritable(leaf, spec)
+        if problem is not None:
+            raise TreeMismatchError(
+                f"leaf {spec.path!r} of shape {tuple(leaf.shape)} {problem}; pass another tensor "
+                f"to reduce_, or call sync(grads), which returns new ones"
+            )
+        if leaf.layout is torch.strided and leaf.numel():
+            written.append((leaf, spec.path))
+    _check_apart(written)
+
+
+def _check_apart(tensors: Sequence[tuple[Tensor, str]]) -> None:
+    open_spans: list[tuple[int, Tensor, str]] = []
+    for leaf, path in sorted(tensors, key=lambda pair: pair[0].data_ptr()):
+        start = leaf.data_ptr()
+        open_spans = [span for span in open_spans if span[0] > start]
+        for _, other, other_path in open_spans:
+            if _share_elements(other, leaf):
+                raise TreeMismatchError(
+                    f"leaves {other_path!r} and {path!r} share memory, so both results can't be "
+                    f"written; pass tensors of their own to reduce_, or call sync(grads), which "
+                    f"returns new ones"
+                )
+        open_spans.append((start + _extent(leaf) * leaf.element_size(), leaf, path))
+
+
+def _share_elements(first: Tensor, second: Tensor) -> bool:
+    """Exactly, by marking the elements of the one: columns of one matrix only interleave."""
+    distance, rest = divmod(second.data_ptr() - first.data_ptr(), first.element_size())
+    if rest or first.element_size() != second.element_size():
+        return True
+    marks = torch.zeros(
+        max(_extent(first), distance + _extent(second)), dtype=torch.bool, device="cpu"
+    )
+    marks.as_strided(first.shape, first.stride()).fill_(True)
+    return bool(marks.as_strided(second.shape, second.stride(), distance).any())
+
+
+def _unwritable(leaf: Tensor, spec: LeafSpec) -> str | None:
+    if leaf.is_inference() and not torch.is_inference_mode_enabled():
+        return "is an inference tensor"
+    if spec.reducible and (leaf.layout is torch.sparse_coo) != spec.sparse:
+        return f"has layout {leaf.layout}, and its gradients are declared " + (
+            "sparse" if spec.sparse else "dense"
+        )
+    if leaf.layout is torch.strided and _overlaps(leaf):
+        return f"has strides {leaf.stride()}: its elements share memory"
+    return None
+
+
+def _extent(leaf: Tensor) -> int:
+    """Elements from the first to the last in memory."""
+    return 1 + sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True))
+
+
+def checked_weight(weight: object) -> float:
+    """A weight as a float.
+
+    Raises:
+        WeightError: it is no number, negative, not finite, or so large that sums are not.
+    """
+    if not isinstance(weight, (SupportsFloat, SupportsIndex)):
+        raise WeightError(f"a weight must be a number, got {weight!r}")
+    try:
+        value = float(weight)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise WeightError(f"a weight must be a number, got {weight!r}") from error
+    if not 0.0 <= value <= _LARGEST_WEIGHT:
+        raise WeightError(f"a weight must be at least 0 and at most 2**512, got {value}")
+    return value
+
+
+_INSTEAD = (
+    "transform the loss function instead and call it outside: "
+    "sync(torch.func.grad(loss_fn)(params)); fddp.pmean and fddp.sync_on_backward work inside "
+    "transforms, and can be traced"
+)
+
+
+def check_no_transform(what: str, instead: str = _INSTEAD) -> None:
+    """Gradients made inside a transform are not values yet.
+
+    Args:
+        what: the call in words, for errors.
+        instead: what to do.
+
+    Raises:
+        TransformError: a `torch.func` transform is active, or a tracer.
+    """
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    if interpreter is not None:
+        kind = str(interpreter.key()).rpartition(".")[2].lower()
+        raise TransformError(
+            f"{what} was called inside torch.func.{kind}, where it can't communicate; {instead}"
+        )
+    if _is_traced():
+        raise TransformError(
+            f"{what} was called while a tracer records it (make_fx, torch.func.linearize, "
+            f"torch.export), which would take what it returns for constants; {instead}"
+        )
+
+
+class _Differentiated(threading.local):
+    """How many loss functions this thread is within."""
+
+    depth = 0
+
+
+_differentiated = _Differentiated()
+
+
+@contextmanager
+def differentiated() -> Iterator[None]:
+    """Within it, what is computed is to be differentiated by fddp."""
+    _differentiated.depth += 1
+    try:
+        yield
+    finally:
+        _differentiated.depth -= 1
+
+
+def check_no_derivatives(
+    leaves: list[Tensor | None], program: Program, what: str, *, graphs: bool
+) -> None:
+    """Results have no derivatives, so that those of what they are made of would end here.
+
+    Outside of a loss function a graph says nothing: gradients of what requires grad have one, even
+    where nobody is going to use it.
+
+    Args:
+        leaves: what the caller passed, in canonical order.
+        program: knows the paths.
+        what: the tree in words, for errors: "gradients".
+        graphs: whether graphs of reverse mode count within a loss function.
+
+    Raises:
+        TransformError: a leaf has a tangent of forward mode or, within a loss function of fddp, a
+            graph behind it.
+    """
+    recorded = graphs and _differentiated.depth > 0 and torch.is_grad_enabled()
+    position = program.leaf_types.first_differentiated(leaves, recorded)
+    if position < 0:
+        return
+    where = f"leaf {program.paths[position]!r} of the {what}"
+    node = getattr(leaves[position], "grad_fn", None) if recorded else None
+    if node is not None:
+        raise TransformError(
+            f"{where} was computed from what the loss function is differentiated by "
+            f"({type(node).__name__}), and derivatives would end at the result, which is a value; "
+            f"use fddp.pmean(grads) to differentiate through the mean, or pass grad.detach() to "
+            f"have its value"
+        )
+    raise TransformError(
+        f"{where} has a tangent of forward mode (torch.autograd.forward_ad), and derivatives would "
+        f"end at the result, which is a value; use fddp.pmean and fddp.sync_on_backward, which "
+        f"have derivatives of both modes"
+    )
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Lets collectives run although a transform is active, to report that one was."""
+    stack = ExitStack()
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+        stack.enter_context(temporarily_clear_interpreter_stack())
+    if _is_traced():
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        stack.enter_context(_disable_current_modes())
+    return stack
+
+
+def _is_traced() -> bool:
+    """Whether a mode that records operations, or only their shapes, is active."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    keys = torch._C._TorchDispatchModeKey
+    tracers = (keys.PROXY, keys.FAKE, keys.FUNCTIONAL)
+    return any(torch._C._get_dispatch_mode(key) is not None for key in tracers)
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether two indices lead to one element, by the strides in ascending order."""
+    end = 0
+    dims = [(s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+    for stride, size in sorted(dims):
+        if stride <= end:
+            return tensor.numel() > 0
+        end += stride * (size - 1)
+    return False

@@ -1,0 +1,153 @@
+"""What a synchronisation gives back: leaves over bucket memory, or this rank's shards of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fddp.native.buffer_pool import BufferPool
+from fddp.native.layout import Stats
+from fddp.native.pack import pack_, scale_, slices, unpack_
+from fddp.runtime.contributions import Contributions, ShardContributions
+from fddp.runtime.program import Program
+from fddp.runtime.shards import Chunk
+
+
+class Devices(dict[str, torch.device]):
+    """From a device in the plan to the one where leaves live, as far as this rank has seen it."""
+
+    def __missing__(self, label: str) -> torch.device:
+        # A rank that has no gradient at all learns from the plan; "meta" plans run on the CPU.
+        return torch.device("cpu" if label == "meta" else label.partition("#")[0])
+
+
+class Results:
+    """Results by leaf, filled in bucket by bucket.
+
+    Args:
+        program: knows where each leaf lies.
+        with_stats: whether norm and finiteness are wanted.
+        devices: where leaves live.
+        pool: memory for results that are not left in their bucket's.
+
+    Attributes:
+        looks: whether finiteness is wanted of what is put in from now on.
+    """
+
+    def __init__(
+        self, program: Program, with_stats: bool, devices: Devices, pool: BufferPool | None = None
+    ) -> None:
+        self.leaves: list[Tensor | None] = [None] * len(program.plan.leaves)
+        self._program = program
+        self._with_stats = self.looks = with_stats
+        self._devices = devices
+        self._pool = pool or BufferPool(_new_memory)
+        self._parts: dict[int, list[Tensor]] = {}  # by operation: this rank's shards
+        self._stats = Stats(0.0, True)
+
+    @property
+    def stats(self) -> Stats | None:
+        """Squared norm and finiteness of what was unpacked here; None unless asked for."""
+        return self._stats if self._with_stats else None
+
+    @property
+    def finite(self) -> bool:
+        """Whether all that was looked at is finite."""
+        return self._stats.finite
+
+    def unpack(self, position: int, bucket: int, buffer: Tensor, after: float) -> None:
+        """Takes the results of one operation out of a dense bucket, times `after`."""
+        chunk = self._program.shards.chunks.get(position)
+        if chunk is None:
+            stats = self._take_whole(bucket, buffer, after)
+        else:
+            self._parts[position], stats = self._own_parts(position, chunk, buffer, after)
+        self._note(stats)
+
+    def put_sparse(self, leaf: int, gathered: Tensor) -> None:
+        """Sets the result of a sparse bucket."""
+        self.leaves[leaf] = gathered
+        if self.looks:
+            values = gathered._values()
+            wide = torch.complex128 if values.is_complex() else torch.float64
+            norm = float(torch.linalg.vector_norm(values.to(wide)))
+            self._note(Stats(norm * norm, bool(torch.isfinite(values).all())))
+
+    def finish(self, used: Sequence[bool], contributions: Contributions) -> None:
+        """Joins shards, drops what no rank used, and adds the leaves that stay local.
+
+        Args:
+            used: for each reduced leaf, whether any rank used it.
+            contributions: has the leaves that stay local.
+        """
+        program = self._program
+        if self._parts:
+            self.leaves = program.shards.joined(program.plan, self._parts, self._devices)
+        for leaf, flag in zip(program.reduced, used, strict=True):
+            if not flag:
+                self.leaves[leaf] = None
+        for leaf in contributions.unreduced(program):
+            self.leaves[leaf] = contributions.local(leaf)
+
+    def _take_whole(self, bucket: int, buffer: Tensor, after: float) -> Stats:
+        """Over the bucket's own memory, or in new memory where a cast is due."""
+        layout = self._program.layouts[bucket]
+        dtype = getattr(torch, self._program.plan.buckets[bucket].dtype)
+        stats = Stats(0.0, True)
+        if buffer.dtype == dtype:
+            if after != 1.0 or self.looks:
+                stats = scale_(buffer[: layout.numel], after, stats=self.looks)
+            results = slices(buffer, layout)
+        else:
+            memory = self._pool.acquire(("cast", bucket), layout.numel, dtype, buffer.device)
+            self._pool.lend(("cast", bucket), memory)
+            results = slices(memory, layout)
+            stats = unpack_(results, layout, buffer, after, stats=self.looks)
+        leaves = self._program.plan.buckets[bucket].leaves
+        for leaf, result in zip(leaves, results, strict=True):
+            self.leaves[leaf] = result
+        return stats
+
+    def _own_parts(
+        self, position: int, chunk: Chunk, buffer: Tensor, after: float
+    ) -> tuple[list[Tensor], Stats]:
+        """In memory of their own, so that the bucket is let go of."""
+        dtype = getattr(torch, self._program.plan.buckets[chunk.bucket].dtype)
+        numel, key = chunk.own_layout.numel, ("shard", position)
+        memory = self._pool.acquire(key, numel, dtype, buffer.device)
+        self._pool.lend(key, memory)
+        parts = slices(memory, chunk.own_layout)
+        return parts, unpack_(parts, chunk.layout, buffer, after, stats=self.looks)
+
+    def _note(self, stats: Stats) -> None:
+        sq_norm, finite = self._stats
+        self._stats = Stats(sq_norm + stats.sq_norm, finite and stats.finite)
+
+
+def _new_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def shards_of(program: Program, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """This rank's shards of leaves that are all there, as copies."""
+    devices = Devices()
+    results = Results(program, False, devices)
+    packed: dict[int, Tensor] = {}
+    for position, chunk in program.shards.chunks.items():
+        bucket = program.plan.buckets[chunk.bucket]
+        sources = [leaves[leaf] for leaf in bucket.leaves]
+        if chunk.bucket not in packed:
+            there = next((source for source in sources if source is not None), None)
+            if there is not None:
+                devices[bucket.device] = there.device
+            dtype = getattr(torch, program.schedule.wire_dtypes[chunk.bucket])
+            numel = program.schedule.buffer_numels[chunk.bucket]
+            buffer = torch.empty(numel, dtype=dtype, device=devices[bucket.device])
+            pack_(buffer, program.layouts[chunk.bucket], sources)
+            packed[chunk.bucket] = buffer
+        results.unpack(position, chunk.bucket, packed[chunk.bucket], 1.0)
+    own = ShardContributions(leaves)
+    results.finish(own.used(program), own)
+    return results.leaves

@@ -1,0 +1,1 @@
+"""GradSync, and tools around it in a training loop."""

@@ -1,0 +1,308 @@
+"""Averages of parameters over ranks, and when they are due: local SGD.
+
+In local SGD (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019) ranks take steps
+of their own, and average parameters, not gradients, now and then. Post-local SGD (Lin et al.,
+"Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020) begins so only after steps with averaged
+gradients; its hierarchical form averages often within a host, where links are fast, and rarely
+across hosts.
+
+When to average is decided by a value, `Periodic`. The averages are those of a `GradSync` over the
+tree of parameters.
+
+An average has no policy for bad numbers: NaN or infinity in one rank's parameters reaches all
+ranks. A rank that finds some in its own can pass `weight=0`, which adds nothing to the mean, NaN
+neither, and gets the mean of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fddp.errors import PlanMismatchError, TreeMismatchError
+from fddp.runtime.agreement import exchange
+from fddp.sync.grad_sync import GradSync
+from fddp.transport import Group
+from fddp.tree.pytree import flatten, tree_map
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+WORLD = "world"
+"""The axis of a group without named ones."""
+
+
+@dataclass(frozen=True, init=False)
+class Periodic:
+    """Averages are due at regular steps, after a warm-up: at step `warmup_steps` (steps count from
+    0), and then once in every period.
+
+    Attributes:
+        periods: pairs of an axis and the steps from one average along it to the next, outermost
+            axis first.
+        warmup_steps: steps before the first average.
+
+    Args:
+        period: for all ranks together, or one for each axis of a mesh. Whenever an outer axis is
+            averaged along, so are the inner ones, so its period must be a multiple of theirs.
+        warmup_steps: as above.
+
+    Raises:
+        ValueError: a period below 1, a warm-up below 0, or periods that are no multiples.
+
+    Example:
+        >>> when = Periodic(4, warmup_steps=2)
+        >>> [step for step in range(12) if when.due(step)]
+        [2, 6, 10]
+        >>> when = Periodic({"host": 4, "local": 2})
+        >>> [when.due(step) for step in range(5)]
+        [('host', 'local'), (), ('local',), (), ('host', 'local')]
+    """
+
+    periods: tuple[tuple[str, int], ...]
+    warmup_steps: int
+
+    def __init__(self, period: int | Mapping[str, int], *, warmup_steps: int = 0) -> None:
+        periods = tuple(period.items()) if isinstance(period, Mapping) else ((WORLD, period),)
+        _check_periods(periods, warmup_steps)
+        object.__setattr__(self, "periods", periods)
+        object.__setattr__(self, "warmup_steps", warmup_steps)
+
+    def due(self, step: int) -> tuple[str, ...]:
+        """The axes to average along after a step, outermost first; none if nothing is due.
+
+        Args:
+            step: number of the step that was just taken, from 0.
+        """
+        since = step - self.warmup_steps
+        return tuple(name for name, n in self.periods if since >= 0 and since % n == 0)
+
+
+class _Average(GradSync):
+    """Averages parameters once. Ranks that average gradients do not meet in it."""
+
+    _title = "parameter average"
+
+
+class _PeriodicAverage(GradSync):
+    """Averages parameters when that is due."""
+
+    _title = "periodic average"
+
+
+class Averager:
+    """Averages trees over ranks when it is due. Making it is a collective call.
+
+    It has no state of its own: what a training run has to save is the number of its step.
+
+    Args:
+        tree: parameters, as a tree of tensors, of which paths, shapes and dtypes are used. Leaves
+            of floating and complex dtypes are averaged, others stay each rank's own.
+        when: when averages are due.
+        group: whom to average with, for a single period; as in `GradSync`.
+        mesh: whose axes have periods of their own; instead of a group. Ranks that are averaged over
+            along inner axes differ in these only.
+        timeout_s: as in `GradSync`.
+
+    Raises:
+        PlanMismatchError: ranks differ in their trees, or in when averages are due; on every rank.
+        ValueError: the mesh has other axes than `when` has periods for.
+
+    Example:
+        >>> import fddp, torch
+        >>> from fddp.averaging import Averager, Periodic
+        >>> def train(group):
+        ...     params = {"w": torch.tensor(0.0)}
+        ...     seen = []
+        ...     with Averager(params, Periodic(2, warmup_steps=1), group=group) as averager:
+        ...         for step in range(4):
+        ...             params = {"w": params["w"] + 1 + group.rank}  # of its own
+        ...             params = averager.average(params, step)
+        ...             seen.append(params["w"].item())
+        ...     return seen
+        >>> fddp.loopback(2, train)
+        [[1.0, 3.0, 4.0, 6.0], [2.0, 3.0, 5.0, 6.0]]
+    """
+
+    def __init__(
+        self,
+        tree: Any,
+        when: Periodic,
+        *,
+        group: Group | None = None,
+        mesh: DeviceMesh | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.when = when
+        self._syncs: dict[tuple[str, ...], GradSync] = {}
+        try:
+            for axes, span in _spans(when, mesh).items():
+                self._syncs[axes] = _PeriodicAverage(
+                    tree, group=group, mesh=span, timeout_s=timeout_s
+                )
+            _check_alike(next(iter(self._syncs.values())), when)
+        except BaseException:
+            self.close()
+            raise
+
+    def average(self, tree: Any, step: int, *, weight: float = 1.0) -> Any:
+        """The weighted mean over ranks if it is due after this step, else the tree itself; a
+        collective call if it is due.
+
+        Args:
+            tree: parameters. Not written.
+            step: number of the step that was just taken, from 0; the same on all ranks.
+            weight: what this rank counts, for instance the number of samples that it has seen
+                since the last average; 0 leaves it out of the mean, which it still gets.
+
+        Returns:
+            A new tree, alike on the ranks that were averaged over up to leaves of integers.
+
+        Raises:
+            TreeMismatchError: the tree has other leaves than at construction.
+            DesyncError: an average is due on other ranks after another step.
+            WeightError, PeerError: as calling a `GradSync`.
+        """
+        sync = self._due(step)
+        return tree if sync is None else _mean(sync, tree, weight)
+
+    def average_(self, tree: Any, step: int, *, weight: float = 1.0) -> None:
+        """Like `average`, but writes the means into the tensors of `tree`, for instance
+        `dict(module.named_parameters())`."""
+        sync = self._due(step)
+        if sync is not None:
+            _check_whole(sync, tree)
+            sync.reduce_(tree, weight=weight)
+
+    def _due(self, step: int) -> GradSync | None:
+        """What averages after this step."""
+        axes = self.when.due(step)
+        if not axes:
+            return None
+        self._syncs[axes]._engine.when = f" (the average after step {step})"
+        return self._syncs[axes]
+
+    def close(self) -> None:
+        """Frees the communicators; a second call does nothing."""
+        for sync in self._syncs.values():
+            sync.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def average(
+    tree: Any, *, group: Group | None = None, weight: float = 1.0, timeout_s: float | None = None
+) -> Any:
+    """The weighted mean over ranks of a tree; a collective call, for one time. An `Averager` is
+    cheaper where there are more.
+
+    Args:
+        tree: tensors; None stays None. Leaves of floating and complex dtypes are averaged, others
+            stay each rank's own. Not written.
+        group: as in `GradSync`.
+        weight: what this rank counts; 0 leaves it out of the mean.
+        timeout_s: as in `GradSync`.
+
+    Returns:
+        A new tree of the same structure.
+
+    Raises:
+        PlanMismatchError: ranks differ in their trees; on every rank.
+        DesyncError: another rank makes a `GradSync` or an `Averager` instead; on every rank.
+        WeightError, PeerError: as calling a `GradSync`.
+
+    Example:
+        >>> import fddp, torch
+        >>> from fddp.averaging import average
+        >>> own = lambda rank: {"w": torch.tensor(float(rank)), "seen": torch.tensor(rank)}
+        >>> fddp.loopback(2, lambda group: average(own(group.rank), group=group))
+        [{'w': tensor(0.5000), 'seen': tensor(0)}, {'w': tensor(0.5000), 'seen': tensor(1)}]
+    """
+    with _Average(tree, group=group, timeout_s=timeout_s) as sync:
+        return _mean(sync, tree, weight)
+
+
+def _mean(sync: GradSync, tree: Any, weight: float) -> Any:
+    _check_whole(sync, tree)
+    # Parameters live on, and a process that is forked off may read them: what processes share is no
+    # memory for them. Leaves of integers have no mean, and stay.
+    shared = sync.transport.startswith("shm")
+    return tree_map(
+        lambda own, mean: _copied(mean) if shared and mean is not own else mean,
+        tree,
+        sync(tree, weight=weight),
+    )
+
+
+def _copied(mean: Any) -> Any:
+    return mean.clone() if isinstance(mean, Tensor) else mean.copy()
+
+
+def _check_whole(sync: GradSync, tree: Any) -> None:
+    """A gradient may be missing and counts as zeros; a parameter may not."""
+    leaves, treedef = flatten(tree)
+    if treedef.paths != sync.plan.paths:
+        return  # of which the synchronisation tells all ranks
+    for leaf, spec in zip(leaves, sync.plan.leaves, strict=True):
+        if leaf is None and spec.dtype != "none":
+            sync._engine.fail_step(
+                TreeMismatchError(
+                    f"leaf {spec.path!r} to average is None where the averager was made for "
+                    f"{spec.dtype} of shape {spec.shape}; pass all parameters"
+                )
+            )
+
+
+def _check_alike(sync: GradSync, when: Periodic) -> None:
+    """Raises where ranks would average at different steps; `sync` is over all of them."""
+    told = exchange(sync._engine.transport, str(when), str, "averages")
+    for rank, theirs in enumerate(told):
+        if theirs != told[0]:
+            raise PlanMismatchError(
+                f"averages are due by {told[0]} on rank 0 and by {theirs} on rank {rank}; pass the "
+                f"same on every rank"
+            )
+
+
+def _spans(when: Periodic, mesh: DeviceMesh | None) -> dict[tuple[str, ...], DeviceMesh | None]:
+    """For each set of axes that can be due together, the part of the mesh that they make."""
+    names = tuple(name for name, _ in when.periods)
+    if mesh is None:
+        if names != (WORLD,):
+            raise ValueError(
+                f"there are periods for the axes {names}; pass a DeviceMesh that has them"
+            )
+        return {names: None}
+    if names == (WORLD,):
+        return {names: mesh}
+    if names != mesh.mesh_dim_names:
+        raise ValueError(
+            f"there are periods for the axes {names}, and the mesh has {mesh.mesh_dim_names}; "
+            f"give each axis a period, or slice the mesh: mesh[{names}]"
+        )
+    return {names[i:]: mesh[names[i:]] if i else mesh for i in range(len(names))}
+
+
+def _check_periods(periods: tuple[tuple[str, int], ...], warmup_steps: int) -> None:
+    if type(warmup_steps) is not int or warmup_steps < 0:
+        raise ValueError(f"warmup_steps must be an int of at least 0, got {warmup_steps!r}")
+    if not periods:
+        raise ValueError("there must be a period for one axis at least")
+    for name, period in periods:
+        if type(period) is not int or period < 1:
+            raise ValueError(f"the period of {name!r} must be an int of at least 1, got {period!r}")
+    for (outer, long), (inner, short) in pairwise(periods):
+        if long % short:
+            raise ValueError(
+                f"the period of {outer!r}, {long}, is no multiple of that of {inner!r}, {short}, "
+                f"along which ranks are averaged at the same time; axes go from the outermost on"
+            )

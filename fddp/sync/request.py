@@ -1,0 +1,250 @@
+"""What a caller asks of a `GradSync`, and the terms that follow from it on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+
+from fddp.core.plan.plan import BucketPlan
+from fddp.core.schedule.schedule import Schedule
+from fddp.core.schedule.topology import Topology
+from fddp.errors import NoGradientError
+from fddp.hooks.hook import Hook
+from fddp.runtime.agreement import Rebuild, Terms
+from fddp.runtime.nonfinite import Policy
+from fddp.transport import LoopbackGroup, Transport, TransportName
+from fddp.transport.mesh import Span
+from fddp.tree.foreign import aligned, holds_foreign
+from fddp.tree.planner import plan_buckets
+from fddp.tree.pytree import flatten
+
+Reduction = Literal["all_reduce", "hierarchical", "reduce_scatter"]
+
+CAP_MB = 25.0
+FIRST_MB = 1.0
+LONGEST_S = 10**7
+"""What the backends' clocks hold, with room to spare."""
+
+
+class Asking(Protocol):
+    """What an engine is made from."""
+
+    @property
+    def span(self) -> Span:
+        """The axes of the ranks."""
+
+    @property
+    def title(self) -> str:
+        """What it is for, in a word; ranks meet in the same only."""
+
+    @property
+    def transport(self) -> TransportName:
+        """Name of the transport."""
+
+    @property
+    def usable_timeout_s(self) -> float | None:
+        """The timeout, if a transport can be opened with it."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this rank's trees hold arrays of another library than torch."""
+
+    def terms(self, transport: Transport) -> Terms:
+        """What ranks must have in common; raises what is wrong with it on this rank."""
+
+
+def usable_transport(asking: Asking) -> TransportName:
+    """The transport that is asked for; "auto" if none of its group can have this name."""
+    loopback = isinstance(asking.span.group, LoopbackGroup)
+    return asking.transport if asking.transport in ("shm", "c10d") and not loopback else "auto"
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `GradSync`, as they were given.
+
+    Attributes:
+        source: a tree, a plan or a schedule.
+        bucket_cap_mb, first_bucket_mb, sparse, select: as for `plan_buckets`.
+        reduce_dtype: as for `GradSync`.
+        algorithm: how buckets are reduced.
+        span: the axes of the ranks.
+        transport: name of the transport.
+        timeout_s: seconds that any operation may take.
+        hook: how buckets are reduced.
+        deterministic: as for `GradSync`.
+        nonfinite: what becomes of a step with a number that is not finite.
+        title: what it is for, in a word.
+    """
+
+    source: Any
+    bucket_cap_mb: float | Sequence[float]
+    first_bucket_mb: float
+    sparse: Collection[str]
+    select: Callable[[str], bool] | None
+    reduce_dtype: torch.dtype | None
+    algorithm: Reduction
+    span: Span
+    transport: TransportName
+    timeout_s: float | None
+    hook: Hook[Any] | None
+    deterministic: bool = False
+    nonfinite: Policy = "propagate"
+    title: str = "GradSync"
+
+    @property
+    def usable_timeout_s(self) -> float | None:
+        """The timeout, if a transport can be opened with it."""
+        given = self.timeout_s
+        usable = isinstance(given, (int, float)) and 0 < given <= LONGEST_S
+        return given if usable else None
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this rank's trees hold arrays of another library; unknown of a plan."""
+        if isinstance(self.source, (BucketPlan, Schedule)):
+            return False
+        try:
+            return holds_foreign(flatten(self.source)[0])
+        except Exception:  # of which `terms` tells all ranks
+            return False
+
+    def terms(self, transport: Transport) -> Terms:
+        """What ranks must have in common.
+
+        Raises:
+            NoGradientError: there is nothing to reduce.
+            ValueError, TypeError: an argument that makes no sense.
+        """
+        if self.timeout_s is not None and self.usable_timeout_s is None:
+            raise ValueError(
+                f"timeout_s must be above 0 and at most {LONGEST_S} seconds, got {self.timeout_s!r}"
+            )
+        if self.transport not in ("auto", transport.name):
+            raise ValueError(
+                f"transport={self.transport!r} does not fit this group; "
+                f"pass 'auto' or {transport.name!r}"
+            )
+        if self.algorithm not in get_args(Reduction):
+            raise ValueError(
+                f"algorithm must be one of {', '.join(get_args(Reduction))}, got {self.algorithm!r}"
+            )
+        if self.hook is not None and not isinstance(self.hook, Hook):
+            raise TypeError(
+                f"hook must be a fddp.hooks.Hook, got a {type(self.hook).__name__}; "
+                f"fddp.hooks.TorchHook(state, hook) makes one of a hook for torch's "
+                f"DistributedDataParallel"
+            )
+        if not isinstance(self.deterministic, bool):
+            raise TypeError(f"deterministic must be True or False, got {self.deterministic!r}")
+        if self.nonfinite not in get_args(Policy):
+            raise ValueError(
+                f"nonfinite must be one of {', '.join(get_args(Policy))}, got {self.nonfinite!r}"
+            )
+        is_deterministic = self.deterministic or (
+            isinstance(self.source, Schedule) and self.source.deterministic
+        )
+        if is_deterministic and self.hook is not None:
+            raise ValueError(hook_problem(self.hook))
+        if self.span.problem is not None:
+            raise self.span.problem
+        plan = self._plan()
+        topology = self._topology(transport.world_size)
+        given = isinstance(self.source, (BucketPlan, Schedule))
+        # Shards must stay what they are, so that plans of theirs are not rebuilt.
+        rebuilds = not given and self.algorithm != "reduce_scatter"
+        return Terms(
+            plan=plan,
+            given=given,
+            transport=self.transport,
+            reduce_dtype=_dtype_name(self.reduce_dtype),
+            algorithm=self.algorithm,
+            topology=topology,
+            schedule=self.source if isinstance(self.source, Schedule) else None,
+            rebuild=Rebuild(plan.caps_bytes) if rebuilds else None,
+            hook=self.hook,
+            deterministic=is_deterministic,
+            nonfinite=self.nonfinite,
+        )
+
+    def _plan(self) -> BucketPlan:
+        if not isinstance(self.source, (BucketPlan, Schedule)):
+            plan = plan_buckets(
+                self.source,
+                bucket_cap_mb=self.bucket_cap_mb,
+                first_bucket_mb=self.first_bucket_mb,
+                sparse=self.sparse,
+                select=self.select,
+            )
+            return aligned(plan) if self.is_foreign else plan
+        plan = self.source.plan if isinstance(self.source, Schedule) else self.source
+        if not plan.buckets:
+            raise NoGradientError(
+                f"the plan has {len(plan.leaves)} leaves and no bucket, so nothing would be "
+                f"averaged; pass a plan with buckets"
+            )
+        options = (self.bucket_cap_mb, self.first_bucket_mb, len(self.sparse), self.select)
+        if options != (CAP_MB, FIRST_MB, 0, None):
+            raise ValueError(
+                "a plan that is passed in is used as it is; give bucket_cap_mb, first_bucket_mb, "
+                "sparse and select to plan_buckets instead"
+            )
+        return plan
+
+    def _topology(self, world_size: int) -> Topology:
+        if isinstance(self.source, Schedule):
+            return self._schedule_topology(self.source, world_size)
+        topology = self.span.topology or Topology(world=world_size)
+        if topology.world_size != world_size:
+            raise ValueError(
+                f"the mesh {topology} has {topology.world_size} ranks, and the group {world_size}; "
+                f"lay a mesh over the group that has as many"
+            )
+        if self.algorithm == "hierarchical" and len(topology.axes) < 2:
+            raise ValueError(
+                f"algorithm='hierarchical' needs a mesh of at least two axes, such as "
+                f"mesh=fddp.Topology(host=4, local=8) for 32 ranks, got {topology}"
+            )
+        return topology
+
+    def _schedule_topology(self, schedule: Schedule, world_size: int) -> Topology:
+        if self.deterministic and not schedule.deterministic:
+            raise ValueError(
+                "a schedule that is passed in is carried out as it is, and this one is not "
+                "deterministic; give deterministic=True to make_schedule instead"
+            )
+        if (self.algorithm, self.reduce_dtype) != ("all_reduce", None):
+            raise ValueError(
+                "a schedule that is passed in is carried out as it is; give algorithm and "
+                "reduce_dtype to make_schedule instead"
+            )
+        if schedule.result == "replicated":
+            raise ValueError(
+                "the schedule's result is 'replicated', which reduces nothing; pass one whose "
+                "result is 'replicated_mean' or 'sharded_mean'"
+            )
+        topology = schedule.topology
+        if topology != (self.span.topology or topology) or topology.world_size != world_size:
+            raise ValueError(
+                f"the schedule is for {topology}, and the group has {world_size} ranks"
+                + (f" in {self.span.topology}" if self.span.topology else "")
+                + "; make a schedule for the group's topology"
+            )
+        return topology
+
+
+def hook_problem(hook: Hook[Any]) -> str:
+    """Why a hook can't be had where sums are deterministic."""
+    return (
+        f"{hook.name} decides itself how it sums, so that deterministic=True can't hold; leave one "
+        f"of the two out"
+    )
+
+
+def _dtype_name(dtype: torch.dtype | None) -> str | None:
+    if dtype not in (None, torch.float32, torch.float64):
+        raise ValueError(f"reduce_dtype must be torch.float32 or torch.float64, got {dtype}")
+    return None if dtype is None else str(dtype).removeprefix("torch.")

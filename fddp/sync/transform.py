@@ -1,0 +1,120 @@
+"""The sync as one link in a chain of gradient transformations."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fddp.sync.grad_sync import GradSync
+from fddp.tree.foreign import holds_foreign, is_foreign
+from fddp.tree.pytree import check_paths, flatten, map_leaves
+
+
+class Transform(NamedTuple):
+    """A gradient transformation as optax and torchopt call them; made by `as_transform`.
+
+    Attributes:
+        init: `init(params) -> state`.
+        update: `update(updates, state, params=None) -> (updates, state)`; a collective call.
+    """
+
+    init: Callable[[Any], Any]
+    update: Callable[..., tuple[Any, Any]]
+
+
+def as_transform(sync: GradSync | Callable[[Any], Any]) -> Transform:
+    """Makes a sync one more gradient transformation, for `torchopt.chain` and `optax.chain`.
+
+    The state of the communication hook is then part of the optimizer's state, and is saved and
+    loaded with it. What comes before the sync in a chain sees this rank's own gradients, what comes
+    after it sees their mean.
+
+    Args:
+        sync: a `GradSync` made for the tree of parameters; or a function from a tree to its mean
+            over ranks, which has no state: `fddp.pmean` where an optimizer is differentiated
+            (`torchopt.MetaOptimizer`, `torchopt.FuncOptimizer`).
+
+    Returns:
+        A pair of functions, `(init, update)`. `init(params)` gives what `GradSync.init_state`
+        gives, `()` where there is no state; it does not communicate. Where parameters are JAX
+        arrays, so are the tensors of the state. `update(updates, state)` gives the mean over ranks
+        and the new state, and writes neither of those that it was given; it takes `params`, and
+        `inplace` of torchopt, without looking at them. `update(..., weight=...)` weighs this rank:
+        a chain of optax hands it on to what is told to be for further arguments, by
+        `optax.GradientTransformationExtraArgs(*as_transform(sync))`.
+
+    Raises:
+        TypeError: `sync` can't be called.
+        TreeMismatchError: of `init`: the parameters are not those of the sync's plan.
+        Exception: of `update`: as `GradSync.update`; on every rank.
+
+    Example:
+        >>> import fddp, torch
+        >>> def two_steps(group):
+        ...     grads = {"w": torch.tensor([4.0, 3.0])}
+        ...     with fddp.GradSync(grads, group=group, hook=fddp.hooks.top_k(0.5)) as sync:
+        ...         init, update = fddp.as_transform(sync)
+        ...         first, state = update(grads, init(grads))
+        ...         second, state = update(grads, state)
+        ...         return first["w"].tolist(), second["w"].tolist(), state[0]["residual"].tolist()
+        >>> fddp.loopback(2, two_steps)[0]
+        ([4.0, 0.0], [0.0, 6.0], [4.0, 0.0])
+    """
+    if isinstance(sync, GradSync):
+        return _of_sync(sync)
+    if not callable(sync):
+        raise TypeError(
+            f"as_transform takes a GradSync, or a function that gives the mean of a tree over "
+            f"ranks, got a {type(sync).__name__}"
+        )
+    return _of_function(sync)
+
+
+def _of_sync(sync: GradSync) -> Transform:
+    def init(params: Any) -> Any:
+        check_paths(flatten(params)[1], sync.plan.paths, "parameters")
+        return _like(params, sync.init_state())
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, weight: float = 1.0, **extra: Any
+    ) -> tuple[Any, Any]:
+        mean, new_state = sync.update(updates, map_leaves(_as_tensor, state), weight=weight)
+        return mean, _like((mean, state), new_state)
+
+    return Transform(init, update)
+
+
+def _like(tree: Any, state: Any) -> Any:
+    """A state, whose tensors are arrays of JAX where the leaves of a tree are some: what saves
+    states there knows no others."""
+    if "jax" not in sys.modules or not flatten(state)[0] or not holds_foreign(flatten(tree)[0]):
+        return state
+    from fddp.tree.jax_arrays import to_array
+
+    return map_leaves(lambda leaf: to_array(leaf) if isinstance(leaf, Tensor) else leaf, state)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """A state's leaf for the hook, also where it was loaded as an array of NumPy."""
+    if isinstance(leaf, np.ndarray):
+        return torch.from_numpy(leaf.copy())
+    if not is_foreign(leaf):
+        return leaf
+    from fddp.tree.jax_arrays import to_tensor
+
+    return to_tensor(leaf)
+
+
+def _of_function(mean_of: Callable[[Any], Any]) -> Transform:
+    def init(params: Any) -> tuple[()]:
+        return ()
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        return mean_of(updates), state
+
+    return Transform(init, update)

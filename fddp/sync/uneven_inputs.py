@@ -1,0 +1,128 @@
+"""Loops over inputs of unequal length: as many rounds on every rank as on the longest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+
+from fddp.errors import UnevenError
+
+if TYPE_CHECKING:
+    from fddp.sync.grad_sync import GradSync
+
+
+class Exhausted:
+    """Type of `EXHAUSTED`."""
+
+    def __repr__(self) -> str:
+        return "fddp.EXHAUSTED"
+
+    def __reduce__(self) -> str:
+        return "EXHAUSTED"
+
+
+EXHAUSTED: Final = Exhausted()
+"""What a rank without a batch gets in a round; a step accepts it in the batch's place."""
+
+
+class Round:
+    """One turn of a loop: what a `GradSync` needs to know of it.
+
+    Attributes:
+        number: from 0.
+        has_next: whether this rank has input for another round.
+        synced: how often the loop's body has synchronised.
+        any_next: whether any rank has input for another round, once the body has synchronised.
+        over: whether the body has synchronised and no rank has input for another round.
+    """
+
+    def __init__(self, number: int, has_next: bool) -> None:
+        self.number = number
+        self.has_next = has_next
+        self.synced = 0
+        self.any_next = False
+        self.over = False
+
+    def problem(self) -> UnevenError:
+        """The error of a body that has not synchronised once."""
+        return UnevenError(
+            f"round {self.number} of fddp.uneven synchronised {self.synced} times instead of once; "
+            f"call the step exactly once in the loop's body, with fddp.EXHAUSTED too, and group "
+            f"micro-batches with every=k"
+        )
+
+
+class _Failed:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def uneven(batches: Iterable[Any], sync: GradSync, *, every: int = 1) -> Iterator[Any]:
+    """Goes over this rank's batches, and on until every rank has run out.
+
+    All ranks see the same number of rounds. A rank that has run out gets `EXHAUSTED`, which a step
+    made by `sync.value_and_grad` accepts in the batch's place: its loss is None, it contributes
+    nothing, and its gradients are the others' mean. Each round must synchronise exactly once.
+
+    One batch is fetched ahead, so that the control word of each step can tell the others whether
+    there is more; the only further collective is one small all-gather before the first round.
+
+    Args:
+        batches: this rank's batches; may be empty.
+        sync: the `GradSync` that the body synchronises with.
+        every: number of micro-batches in a round. With more than one, a round is a tuple of up to
+            `every` of them.
+
+    Yields:
+        A batch, a tuple of batches if `every` is above 1, or `EXHAUSTED`.
+
+    Raises:
+        ValueError: `every` is below 1.
+        UnevenError: a round synchronised more or less often than once.
+        Exception: what `batches` raised, in the round in which the batch was due; the other ranks
+            raise `PeerError`.
+
+    Example:
+        >>> import fddp, torch
+        >>> def train(group):
+        ...     params = {"w": torch.zeros(())}
+        ...     with fddp.GradSync(params, group=group) as sync:
+        ...         step = sync.value_and_grad(lambda p, x: p["w"] * x)
+        ...         batches = [torch.tensor(1.0)] * (1 + group.rank)
+        ...         return [step(params, b)[1]["w"].item() for b in fddp.uneven(batches, sync)]
+        >>> fddp.loopback(2, train)
+        [[1.0, 1.0], [1.0, 1.0]]
+    """
+    items = _grouped(batches, every)
+    following = next(items)
+    more = sync._engine.any_has(following is not EXHAUSTED)
+    number = 0
+    try:
+        while more:
+            current = following
+            following = EXHAUSTED if isinstance(current, _Failed) else next(items)
+            turn = sync._engine.begin_round(Round(number, following is not EXHAUSTED))
+            if isinstance(current, _Failed):
+                sync._engine.fail_step(current.error)
+            yield current
+            if turn.synced == 0:
+                sync._engine.fail_step(turn.problem())
+            more = turn.any_next
+            number += 1
+    finally:
+        sync._engine.end_rounds()
+
+
+def _grouped(batches: Iterable[Any], every: int) -> Iterator[Any]:
+    """Rounds' items, then `EXHAUSTED` for ever; an error as a value, to be told to all ranks."""
+    try:
+        if every < 1:
+            raise ValueError(f"every must be at least 1, got {every}")
+        source = iter(batches)
+        while group := tuple(islice(source, every)):
+            yield group if every > 1 else group[0]
+    except (Exception, KeyboardInterrupt) as error:
+        yield _Failed(error)
+    while True:
+        yield EXHAUSTED

@@ -1,0 +1,253 @@
+"""Differentiates a loss function and synchronises its gradients while backward runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fddp.core.protocol.calls import Method
+from fddp.errors import InternalError, LossError
+from fddp.native.autograd_leaves import LeafSet, leaf_set
+from fddp.runtime.backward import backward
+from fddp.runtime.contributions import Accumulated, BackwardContributions
+from fddp.runtime.inputs import (
+    check_no_derivatives,
+    check_no_transform,
+    checked_weight,
+    differentiated,
+    matched_leaves,
+)
+from fddp.runtime.program import Program
+from fddp.runtime.step import Session
+from fddp.runtime.step_info import make_info
+from fddp.runtime.untraced import untraced
+from fddp.sync.uneven_inputs import EXHAUSTED
+from fddp.tree.pytree import TreeDef, map_leaves
+
+if TYPE_CHECKING:
+    from fddp.sync.engine import Engine
+
+INSTEAD_IN_A_GRAPH = (
+    "a GradSync is no part of a graph: call it outside of the compiled function, or average with "
+    "fddp.pmean(grads, group) inside"
+)
+"""What torch.compile says of it with `fullgraph=True`."""
+
+
+class _Computed(NamedTuple):
+    """What a rank's own pass gave; detached."""
+
+    treedef: TreeDef
+    loss: Tensor | None
+    aux: Any
+    backward_s: tuple[float, float]
+
+
+class ValueAndGrad:
+    """A loss function that returns its value and synchronised gradients; a collective call.
+
+    Made by `GradSync.value_and_grad`. Calling it with `EXHAUSTED` among the arguments takes part
+    without contributing: the loss and aux are None.
+
+    Args of a call:
+        *args, **kwargs: the loss function's; the parameters are at `argnums`. None of them is
+            written.
+        accumulated: `(weighted_sum, weight)`: gradients that were summed over earlier
+            micro-batches, each times its weight, and the total of these weights. The result is
+            the weighted mean over all micro-batches of all ranks.
+        hook_state: state of the communication hook, where it has any; see `GradSync.init_state`.
+
+    Returns of a call:
+        `(loss, grads)`, `((loss, aux), grads)` with `has_aux`, after them the new state where
+        `hook_state` was given, and a `SyncInfo` with `with_info`. The loss is this rank's own. A
+        gradient is None only where no rank used the leaf, for leaves of integer type, and in a step
+        that is left out under `nonfinite="skip"`. All are detached.
+
+    Raises of a call:
+        LossError: the loss is not a real scalar tensor.
+        TreeMismatchError: parameters or accumulated gradients differ from the plan.
+        WeightError: a weight is negative or not finite, or all weights are 0.
+        NonFiniteError: a gradient or a sum is not finite, under `nonfinite="raise"`.
+        TransformError: a `torch.func` transform or a tracer is active around the call, or a
+            parameter has a tangent of forward mode.
+        Exception: whatever `fn` or `weight_fn` raised, on the rank where they did.
+        PeerError: another rank raised one of these.
+
+    Example:
+        >>> import fddp, torch
+        >>> def train(group):
+        ...     params = {"w": torch.ones(2)}
+        ...     with fddp.GradSync(params, group=group) as sync:
+        ...         step = sync.value_and_grad(lambda p, x: (p["w"] * x).sum())
+        ...         loss, grads = step(params, torch.tensor([1.0, 2.0]) + group.rank)
+        ...         return loss.item(), grads["w"].tolist()
+        >>> fddp.loopback(2, train)
+        [(3.0, [1.5, 2.5]), (5.0, [1.5, 2.5])]
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        fn: Callable[..., Any],
+        argnums: int | tuple[int, ...],
+        has_aux: bool,
+        with_info: bool,
+        weight_fn: Callable[..., float] | None,
+    ) -> None:
+        self._engine = engine
+        self._fn = fn
+        self._argnums = argnums
+        self._has_aux = has_aux
+        self._with_info = with_info
+        self._weight_fn = weight_fn
+
+    # Dynamo would trace into the bookkeeping; a compiled loss function inside stays compiled.
+    @untraced(INSTEAD_IN_A_GRAPH)
+    def __call__(
+        self,
+        *args: Any,
+        accumulated: tuple[Any, float] | None = None,
+        hook_state: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """See the class."""
+        session = self._engine.open(Method.VALUE_AND_GRAD, with_stats=self._with_info)
+        transport = session.setting.transport
+        computed = None
+        transport.slot.in_step = session.setting.step
+        try:
+            check_no_transform("value_and_grad")
+            session.hook_states = self._engine.checked_states(hook_state, "hook_state=")
+            # As torch.func.grad, this differentiates whatever mode the caller is in.
+            with torch.inference_mode(False):
+                computed = self._compute(session, args, kwargs, accumulated)
+        except BaseException as error:
+            session.fail(error)
+            self._engine.raise_alarm(session.setting.step, error)
+        finally:
+            transport.slot.in_step = None
+        outcome = self._engine.close(session)
+        if computed is None:
+            raise InternalError("a step went through without its own part")
+        grads = computed.treedef.unflatten(outcome.leaves)
+        value = (computed.loss, computed.aux) if self._has_aux else computed.loss
+        states = () if hook_state is None else (session.hook_states,)
+        infos = (make_info(session, outcome, computed.backward_s),) if self._with_info else ()
+        return value, grads, *states, *infos
+
+    def _compute(
+        self,
+        session: Session,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        accumulated: tuple[Any, float] | None,
+    ) -> _Computed:
+        """This rank's own forward and backward pass."""
+        program = session.setting.program
+        params, treedef = matched_leaves(
+            self._params(args), program, "parameters", differentiable=True
+        )
+        check_no_derivatives(params, program, "parameters", graphs=False)
+        earlier = _earlier(accumulated, program)
+        if any(argument is EXHAUSTED for argument in (*args, *kwargs.values())):
+            contributions = BackwardContributions(program, weight=0.0, accumulated=earlier)
+            session.begin(contributions, params)
+            now_s = time.perf_counter()
+            return _Computed(treedef, None, None, (now_s, now_s))
+
+        weight = checked_weight(self._weight_fn(*args) if self._weight_fn else 1.0)
+        leaves = leaf_set([params[i] for i in program.differentiated])
+        contributions = BackwardContributions(program, weight=weight, accumulated=earlier)
+        session.begin(contributions, params)
+        own = _replaced_leaves(params, program.differentiated, leaves.leaves)
+        with torch.enable_grad(), differentiated():
+            result = self._fn(*self._replaced(args, treedef.unflatten(own)), **kwargs)
+        loss, aux = self._split(result)
+        start_s = time.perf_counter()
+        if weight > 0.0 and loss.requires_grad:
+            self._backward(session, contributions, leaves, loss)
+        end_s = time.perf_counter()
+        return _Computed(treedef, loss.detach(), map_leaves(_detached, aux), (start_s, end_s))
+
+    def _backward(
+        self, session: Session, contributions: BackwardContributions, leaves: LeafSet, loss: Tensor
+    ) -> None:
+        if session.setting.attached is not None:
+            # Hooks may call operators, too, and run on ranks that have failed.
+            session.setting.transport.slot.in_step = None
+        view = leaves.inspect(loss)
+        contributions.arm(
+            leaves,
+            view,
+            self._engine.arrivals,
+            session.buffer_of,
+            session.scale,
+            session.bucket_ready,
+        )
+        self._engine.in_backward = True
+        try:
+            backward(loss, view, leaves.leaves)
+        finally:
+            self._engine.in_backward = False
+            leaves.disarm()
+        self._engine.arrivals = contributions.arrivals()
+
+    def _params(self, args: tuple[Any, ...]) -> Any:
+        if isinstance(self._argnums, int):
+            return args[self._argnums]
+        return tuple(args[i] for i in self._argnums)
+
+    def _replaced(self, args: tuple[Any, ...], params: Any) -> list[Any]:
+        replaced = list(args)
+        if isinstance(self._argnums, int):
+            replaced[self._argnums] = params
+        else:
+            for position, part in zip(self._argnums, params, strict=True):
+                replaced[position] = part
+        return replaced
+
+    def _split(self, result: Any) -> tuple[Tensor, Any]:
+        loss, aux = result, None
+        if self._has_aux:
+            if not (isinstance(result, tuple) and len(result) == 2):
+                raise LossError(
+                    f"with has_aux=True the loss function must return (loss, aux), "
+                    f"got {type(result).__name__}"
+                )
+            loss, aux = result
+        if not isinstance(loss, Tensor):
+            raise LossError(f"the loss must be a tensor, got {type(loss).__name__}")
+        if loss.ndim != 0 or not loss.is_floating_point():
+            raise LossError(
+                f"the loss must be a real scalar, got {loss.dtype} of shape {tuple(loss.shape)}; "
+                f"reduce it first, for instance with .mean()"
+            )
+        return loss, aux
+
+
+def _earlier(accumulated: tuple[Any, float] | None, program: Program) -> Accumulated | None:
+    if accumulated is None:
+        return None
+    tree, weight = accumulated
+    sums, _ = matched_leaves(tree, program, "accumulated gradients")
+    checked = checked_weight(weight)
+    return Accumulated(sums, checked) if checked > 0.0 else None
+
+
+def _replaced_leaves(
+    params: Sequence[Tensor | None], positions: Sequence[int], leaves: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    if len(leaves) == len(params):
+        return leaves
+    own = list(params)
+    for position, leaf in zip(positions, leaves, strict=True):
+        own[position] = leaf
+    return own
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value

@@ -1,0 +1,1 @@
+"""Flight recorder, wait accounting, stragglers, traces and exporters."""

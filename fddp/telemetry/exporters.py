@@ -1,0 +1,210 @@
+"""Hands what a `Monitor` sees to Prometheus and to TensorBoard.
+
+Each needs its library (`pip install fddp[watch]`), which is imported when an exporter is made.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fddp.telemetry.report import MonitorReport
+from fddp.telemetry.step_info import SyncInfo
+from fddp.telemetry.stragglers import StepRecord
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+_SECONDS = (
+    *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005),
+    *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0),
+)
+
+
+def step_figures(info: SyncInfo, record: StepRecord) -> dict[str, float]:
+    """One step of this rank as numbers by name; seconds end in `_s`.
+
+    Example:
+        >>> import fddp, torch
+        >>> def figures(group):
+        ...     grads = {"w": torch.tensor([3.0, 4.0])}
+        ...     with fddp.GradSync(grads, group=group) as sync:
+        ...         _, info = sync(grads, with_info=True)
+        ...         monitor = fddp.Monitor(sync)
+        ...         monitor.observe(info)
+        ...         return step_figures(info, monitor.steps[-1])
+        >>> figures = fddp.loopback(1, figures)[0]
+        >>> figures["grad_norm"], figures["active_ranks"], sorted(figures)[-3:]
+        (5.0, 1.0, ['sync_s', 'total_weight', 'wait_s'])
+    """
+    figures = {f"{phase}_s": seconds for phase, seconds in record.phases_s.items()}
+    return {
+        **figures,
+        "hidden_fraction": info.timeline.hidden_fraction,
+        "grad_norm": info.grad_norm,
+        "all_finite": float(info.all_finite),
+        "skipped": float(info.skipped),
+        "repaired_buckets": float(len(info.repaired)),
+        "active_ranks": float(info.active),
+        "total_weight": float(info.total_weight),
+    }
+
+
+def report_figures(report: MonitorReport) -> dict[str, float]:
+    """A report as numbers by name: the median of each phase on each rank, and by how much each
+    straggler is behind.
+
+    Example:
+        >>> from fddp.telemetry.stragglers import summarize
+        >>> from fddp.core.timeline import StepTimes
+        >>> steps = [StepRecord(0, {"forward": 0.5}, StepTimes((), 1.0, 2.0, 3.0))]
+        >>> report_figures(MonitorReport.of([summarize(0, steps)]))
+        {'rank0/forward_s': 0.5, 'rank0/step_s': 0.5, 'rank0/behind_s': 0.0}
+    """
+    figures: dict[str, float] = {}
+    behind = {one.rank: one.behind_s for one in report.stragglers}
+    for rank in report.ranks:
+        spreads = {**rank.phases, "step": rank.step}
+        figures |= {f"rank{rank.rank}/{name}_s": of.median_s for name, of in spreads.items()}
+        figures[f"rank{rank.rank}/behind_s"] = behind.get(rank.rank, 0.0)
+    return figures
+
+
+class ScalarWriter(Protocol):
+    """What takes scalars, as `torch.utils.tensorboard.SummaryWriter` does."""
+
+    def add_scalar(self, tag: str, scalar_value: Any, global_step: int | None = None) -> None:
+        """Takes one."""
+
+
+class TensorBoard:
+    """Writes each step and each report as scalars of TensorBoard.
+
+    Args:
+        to: a `SummaryWriter`, which its owner closes, or a directory to write to.
+        prefix: goes before each tag.
+
+    Raises:
+        ImportError: tensorboard is missing, and `to` is a directory.
+        TypeError: `to` is neither.
+    """
+
+    def __init__(self, to: ScalarWriter | str | os.PathLike[str], *, prefix: str = "fddp") -> None:
+        if isinstance(to, str | os.PathLike):
+            to = _summary_writer(os.fspath(to))
+        if not callable(getattr(to, "add_scalar", None)):
+            raise TypeError(f"TensorBoard takes a SummaryWriter or a directory, got {to!r:.80}")
+        self._writer = to
+        self._prefix = prefix
+        self._step = 0
+
+    def step(self, info: SyncInfo, record: StepRecord) -> None:
+        """Takes one step of this rank."""
+        self._step = info.step
+        self._write(step_figures(info, record))
+
+    def report(self, report: MonitorReport) -> None:
+        """Takes a report on all ranks."""
+        self._write(report_figures(report))
+
+    def _write(self, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(f"{self._prefix}/{name}", value, self._step)
+
+
+class Prometheus:
+    """Keeps metrics of prometheus_client up to date, with this rank's number as a label.
+
+    What serves them is the caller's: `prometheus_client.start_http_server(port)`, or
+    `write_to_textfile` for a node exporter. Make one for each registry.
+
+    Args:
+        rank: this rank's number; `Monitor.rank`, or the one in the job.
+        registry: of prometheus_client; None for its default.
+
+    Raises:
+        ImportError: prometheus_client is missing.
+    """
+
+    def __init__(self, rank: int, *, registry: CollectorRegistry | None = None) -> None:
+        try:
+            import prometheus_client as client
+        except ImportError as error:
+            raise ImportError(
+                "metrics for Prometheus need prometheus_client: pip install fddp[watch]"
+            ) from error
+        to = client.REGISTRY if registry is None else registry
+        self._rank = str(rank)
+        self._told: set[tuple[str, str]] = set()  # rank and phase, of the newest report
+        self._steps = client.Counter("fddp_steps", "Synchronised steps.", ["rank"], registry=to)
+        self._skipped = client.Counter(
+            "fddp_skipped_steps", "Steps that all ranks left out.", ["rank"], registry=to
+        )
+        self._repaired = client.Counter(
+            "fddp_repaired_buckets", "Buckets reduced a second time.", ["rank"], registry=to
+        )
+        self._phases = client.Histogram(
+            "fddp_phase_seconds",
+            "What phases of steps took on this rank.",
+            ["rank", "phase"],
+            registry=to,
+            buckets=_SECONDS,
+        )
+        self._norm = client.Gauge(
+            "fddp_grad_norm", "L2 norm of the newest gradients.", ["rank"], registry=to
+        )
+        self._hidden = client.Gauge(
+            "fddp_hidden_ratio",
+            "Communication behind backward, newest step.",
+            ["rank"],
+            registry=to,
+        )
+        self._medians = client.Gauge(
+            "fddp_phase_median_seconds",
+            "Median of a phase on any rank, of the newest report.",
+            ["rank", "of_rank", "phase"],
+            registry=to,
+        )
+        self._behind = client.Gauge(
+            "fddp_straggler_behind_seconds",
+            "By how much a rank holds the others up a step, of the newest report.",
+            ["rank", "of_rank"],
+            registry=to,
+        )
+
+    def step(self, info: SyncInfo, record: StepRecord) -> None:
+        """Takes one step of this rank."""
+        self._steps.labels(self._rank).inc()
+        self._skipped.labels(self._rank).inc(float(info.skipped))
+        self._repaired.labels(self._rank).inc(len(info.repaired))
+        for phase, seconds in record.phases_s.items():
+            self._phases.labels(self._rank, phase).observe(seconds)
+        self._norm.labels(self._rank).set(info.grad_norm)
+        self._hidden.labels(self._rank).set(info.timeline.hidden_fraction)
+
+    def report(self, report: MonitorReport) -> None:
+        """Takes a report on all ranks. What an earlier one had of ranks or phases that this one
+        has not, is no longer served."""
+        behind = {one.rank: one.behind_s for one in report.stragglers}
+        told = {(str(rank.rank), phase) for rank in report.ranks for phase in rank.phases}
+        for gone in self._told - told:
+            self._medians.remove(self._rank, *gone)
+        for gone_rank in {rank for rank, _ in self._told} - {rank for rank, _ in told}:
+            self._behind.remove(self._rank, gone_rank)
+        self._told = told
+        for rank in report.ranks:
+            for phase, spread in rank.phases.items():
+                self._medians.labels(self._rank, str(rank.rank), phase).set(spread.median_s)
+            self._behind.labels(self._rank, str(rank.rank)).set(behind.get(rank.rank, 0.0))
+
+
+def _summary_writer(directory: str) -> ScalarWriter:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            "scalars for TensorBoard need tensorboard: pip install fddp[watch]"
+        ) from error
+    writer: ScalarWriter = SummaryWriter(directory)
+    return writer

@@ -1,0 +1,215 @@
+"""Where ranks parted, as the flights of several of them show."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp, names, shown
+
+_MOST_MEMBERS = 8  # that are told of one group
+_MOST_REASON = 240  # characters of a reason that are told
+_APART_S = 1.0  # between flights, from which on it is told
+
+Key = tuple[str, tuple[int, ...], int]  # name, members, which of several
+
+
+class _Taken(NamedTuple):
+    """The log of a rank, and the flight that first showed a failure in it, if any did."""
+
+    at_s: float
+    log: FlightLog
+    failed_s: float = 0.0
+    reason: str = ""
+
+
+class Parting(NamedTuple):
+    """What the logs of one `GradSync` or communicator say together.
+
+    Attributes:
+        name: what it is.
+        members: numbers in the job of the ranks that share it, by rank.
+        number: the operation at which ranks part; -1 where they don't.
+        ranks: those that are not where the others are, by their numbers in the group: they did
+            something else, or have not come.
+        text: the same in words.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    number: int
+    ranks: tuple[int, ...]
+    text: str
+
+
+def partings(flights: Iterable[Flight]) -> list[Parting]:
+    """Lines up flights of several ranks, operation by operation.
+
+    Operations are matched by their numbers, not by clocks. By clocks are left out flights of runs
+    before: a restarted job may write into the same directory. What a rank gave before some other
+    rank's `GradSync` of that name was made, which all do together, is of another one.
+
+    Args:
+        flights: of any number of processes, in any order. Of one that gave several, the newest.
+
+    Returns:
+        One entry for each `GradSync` and communicator of which there is a log.
+
+    Example:
+        >>> def flight(rank, *ops):
+        ...     log = FlightLog("GradSync #1", (0, 1), rank, "shm", 60.0, 3, "in backward", ops)
+        ...     return Flight("host", rank, 1.8e9, "as an example", (log,))
+        >>> op = FlightOp(8, 3, "all_reduce", 0, "w", 8, 0.5, 0.0, None, "waited for")
+        >>> print(partings([flight(0, op), flight(1, op._replace(number=7, state="done"))])[0].text)
+        GradSync #1, ranks 0 to 1: rank 1 has not come to operation 8, all_reduce of bucket 0 (w) of
+        step 3, and rank 0 waits
+          rank 0: at step 3, in backward; last: 8, all_reduce of bucket 0 (w) of step 3, waited for
+          rank 1: at step 3, in backward; last: 7, all_reduce of bucket 0 (w) of step 3, done
+    """
+    newest: dict[tuple[Key, int], _Taken] = {}
+    for flight in sorted(flights, key=lambda flight: flight.taken_s):
+        met: Counter[tuple[Key, int]] = Counter()
+        for log in flight.logs:
+            # Groups of the same ranks have names in common; each process has them in one order.
+            alike = ((log.name, log.members, 0), log.rank)
+            seat = ((log.name, log.members, met[alike]), log.rank)
+            met[alike] += 1
+            newest[seat] = _newer(newest.get(seat), flight, log)
+    groups: dict[Key, dict[int, _Taken]] = {}
+    for (key, rank), taken in newest.items():
+        groups.setdefault(key, {})[rank] = taken
+    return [_parting(*key[:2], dict(sorted(groups[key].items()))) for key in sorted(groups)]
+
+
+def _newer(before: _Taken | None, flight: Flight, log: FlightLog) -> _Taken:
+    """What to go by after one more flight of a rank; that of a launcher's signal may follow the
+    failure's, and has another reason."""
+    if not any(op.state == "failed" for op in log.ops):
+        return _Taken(flight.taken_s, log)
+    if before is not None and before.reason and before.log.made_s == log.made_s:
+        return before._replace(at_s=flight.taken_s, log=log)
+    return _Taken(flight.taken_s, log, flight.taken_s, flight.reason)
+
+
+def _parting(name: str, members: tuple[int, ...], taken: Mapping[int, _Taken]) -> Parting:
+    made_s = max(one.log.made_s for one in taken.values())
+    logs = {rank: one.log for rank, one in taken.items() if one.at_s >= made_s}
+    # A clock may be set back between the making and the flight; then there is nothing to go by.
+    logs = logs or {rank: one.log for rank, one in taken.items()}
+    number, ranks, finding = _finding(logs, members)
+    lines = [f"{shown(name)}, {_span(members)}: {finding}"]
+    first_s = min((taken[r].failed_s for r in logs if taken[r].reason), default=0.0)
+    for rank, log in logs.items():
+        lines.append(f"  {names([rank], members)}: {log.at}; {_last(log)}")
+        if taken[rank].reason:
+            lines.append(f"    {_why(taken[rank], first_s)}")
+    absent = [rank for rank in range(len(members)) if rank not in taken]
+    if absent:
+        lines.append(f"  {names(absent, members)}: no flight")
+    for rank, one in taken.items():
+        if rank not in logs:
+            lines.append(
+                f"  {names([rank], members)}: no flight; one of a run before is left out, taken "
+                f"{made_s - one.at_s:.1f} s before the others' {shown(name)} was made"
+            )
+    return Parting(name, members, number, ranks, "\n".join(lines))
+
+
+def _why(one: _Taken, first_s: float) -> str:
+    """Why it failed: who has not come, or was late, may be known of this alone."""
+    line = shown(next(iter(one.reason.splitlines()), ""))
+    line = line if len(line) <= _MOST_REASON else f"{line[: _MOST_REASON - 2]}.."
+    later_s = one.failed_s - first_s
+    return f"{later_s:.1f} s later: {line}" if later_s >= _APART_S else line
+
+
+def _span(members: Sequence[int]) -> str:
+    """The ranks of a group, with their numbers in the job where these are others."""
+    span = f"ranks 0 to {len(members) - 1}" if len(members) > 1 else "rank 0"
+    if list(members) == list(range(len(members))):
+        return span
+    told = [str(member) for member in members]
+    if len(told) > _MOST_MEMBERS:
+        told = [*told[: _MOST_MEMBERS - 2], "..", told[-1]]
+    return f"{span} (global {', '.join(told)})"
+
+
+def _finding(
+    logs: Mapping[int, FlightLog], members: Sequence[int]
+) -> tuple[int, tuple[int, ...], str]:
+    """The first operation that is not the same, or not done, on all ranks."""
+    ops = {rank: {op.number: op for op in log.ops} for rank, log in logs.items()}
+    used = {rank: of for rank, of in ops.items() if of}
+    if not used:
+        return -1, (), "no operation yet"
+    first = max(min(of) for of in used.values())
+    newest = max(max(of) for of in used.values())
+    for number in sorted({n for of in used.values() for n in of if n >= first}):
+        there = {rank: of[number] for rank, of in ops.items() if number in of}
+        if odd := _odd(there):
+            return number, odd, _difference(number, there, members)
+        absent = tuple(rank for rank in ops if rank not in there)
+        if absent:
+            text = _absence(number, absent, there, members)
+            waiting = [rank for rank, of in ops.items() if any(map(_is_awaited, of.values()))]
+            waiting = [rank for rank in waiting if rank not in absent]
+            also = f", and {names(waiting, members)} {_verb(waiting)}" if waiting else ""
+            return number, absent, f"{text}{also}"
+        late = {rank: op for rank, op in there.items() if _is_awaited(op)}
+        if late:
+            op = next(iter(late.values()))
+            who = f"{names(late, members)} {_verb(late)}"
+            return number, tuple(late), f"{who} for {number}, {op.what}"
+    for rank, of in ops.items():
+        for number, op in of.items():
+            if op.state == "failed":
+                where = names([rank], members)
+                return number, (rank,), f"operation {number}, {op.what}, failed on {where}"
+    return -1, (), f"all are together up to operation {newest}"
+
+
+def _odd(there: Mapping[int, FlightOp]) -> tuple[int, ...]:
+    """The ranks that do something else than the most do; of equally many, than the lowest does."""
+    kinds = {rank: _kind(op) for rank, op in there.items()}
+    common = max(kinds.values(), key=list(kinds.values()).count, default=())
+    return tuple(rank for rank, kind in kinds.items() if kind != common)
+
+
+def _kind(op: FlightOp) -> tuple[object, ...]:
+    return op.step, op.kind, op.bucket, op.leaves, op.nbytes
+
+
+def _difference(number: int, there: Mapping[int, FlightOp], members: Sequence[int]) -> str:
+    by_kind: dict[tuple[object, ...], list[int]] = {}
+    for rank, op in there.items():
+        by_kind.setdefault(_kind(op), []).append(rank)
+    sides = (
+        f"{there[ranks[0]].what}, {there[ranks[0]].nbytes} bytes, on {names(ranks, members)}"
+        for ranks in by_kind.values()
+    )
+    return f"operation {number} is {'; '.join(sides)}"
+
+
+def _absence(
+    number: int, absent: Sequence[int], there: Mapping[int, FlightOp], members: Sequence[int]
+) -> str:
+    op = next(iter(there.values()))
+    have = "has" if len(absent) == 1 else "have"
+    return f"{names(absent, members)} {have} not come to operation {number}, {op.what}"
+
+
+def _is_awaited(op: FlightOp) -> bool:
+    """Whether a rank waits for it, or did until it failed."""
+    return op.waited_s is not None and op.state in ("waited for", "failed")
+
+
+def _last(log: FlightLog) -> str:
+    if not log.ops:
+        return "no operation yet"
+    op = log.ops[-1]
+    return f"last: {op.number}, {op.what}, {op.state}"
+
+
+def _verb(ranks: Sequence[int] | Mapping[int, object]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"

@@ -1,0 +1,127 @@
+"""What a `Monitor` reports: tables of phases and buckets by rank, and what holds the step up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from fddp.core.tables import plain_table
+from fddp.telemetry.flight.log import names
+from fddp.telemetry.phases import INPUT, MONITOR, OF_STEPS
+from fddp.telemetry.stragglers import (
+    LEAST_STEPS,
+    RankSummary,
+    Spread,
+    Straggler,
+    find_monitored,
+    find_stragglers,
+)
+
+
+@dataclass(frozen=True)
+class MonitorReport:
+    """Some steps of all ranks, the same on each; print it.
+
+    Attributes:
+        ranks: what each told, by rank.
+        stragglers: the ranks that hold the others up, the slowest first.
+    """
+
+    ranks: tuple[RankSummary, ...]
+    stragglers: tuple[Straggler, ...]
+
+    @classmethod
+    def of(cls, summaries: Iterable[RankSummary]) -> MonitorReport:
+        """Finds the stragglers."""
+        ranks = tuple(summaries)
+        return cls(ranks, find_stragglers(ranks))
+
+    @property
+    def straggler(self) -> Straggler | None:
+        """The slowest rank, if there is one that holds the others up."""
+        return self.stragglers[0] if self.stragglers else None
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The phases that any rank has, in order of a step; what is the monitor's comes last."""
+        names = dict.fromkeys(name for rank in self.ranks for name in rank.phases)
+        own = (INPUT, *OF_STEPS, MONITOR)
+        order = (INPUT, *(name for name in names if name not in own), *OF_STEPS, MONITOR)
+        return tuple(name for name in order if name in names)
+
+    def to_json(self) -> str:
+        """The report as JSON."""
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        """A table of phases, one of buckets, and the finding."""
+        phases = self.phases
+        rows = []
+        for rank in self.ranks:
+            spreads = [rank.phases.get(name) for name in phases]
+            rows.append((str(rank.rank), *map(_cell, spreads), _cell(rank.step)))
+        header = ("rank", *phases, "step")
+        head = f"{self._steps}, {len(self.ranks)} ranks; ms, median ± MAD"
+        table = plain_table(header, rows, numeric=range(len(header)))
+        return "\n\n".join([f"{head}\n{table}", *self._bucket_table(), self.finding])
+
+    @property
+    def finding(self) -> str:
+        """What holds the step up, in a sentence."""
+        if len({(rank.first, rank.last) for rank in self.ranks}) > 1:
+            return (
+                f"no finding: the ranks have observed different steps ({self._steps}); call "
+                f"observe(info) on every rank after each step"
+            )
+        if len(self.ranks) == 1:
+            return "no straggler: there is one rank"
+        steps = min(rank.own.steps for rank in self.ranks)
+        if steps < LEAST_STEPS:
+            return f"no finding: too few steps ({steps} of {LEAST_STEPS})"
+        none = "no straggler: no rank takes longer for its own part than the others"
+        lines = [
+            f"rank {one.rank} holds the others up by {one.behind_s * 1e3:.1f} ms a step "
+            f"({one.share:.0%} of it), most of all in {one.phase} "
+            f"({one.phase_behind_s * 1e3:+.1f} ms)"
+            for one in self.stragglers
+        ]
+        # Not the rank's own part, but what the others wait for.
+        exporters = [
+            f"exporters of the monitor take {one.behind_s * 1e3:.1f} ms a step ({one.share:.0%} of "
+            f"it) longer on rank {one.rank} than on the others"
+            for one in find_monitored(self.ranks)
+        ]
+        return "\n".join([*(lines or [none]), *exporters])
+
+    @property
+    def _steps(self) -> str:
+        spans: dict[tuple[int, int], list[int]] = {}
+        for rank in self.ranks:
+            spans.setdefault((rank.first, rank.last), []).append(rank.rank)
+        if len(spans) == 1:
+            ((first, last),) = spans
+            return f"steps {first} to {last}"
+        told = [f"{first} to {last} on {names(of)}" for (first, last), of in spans.items()]
+        return f"steps {', '.join(told)}"
+
+    def _bucket_table(self) -> list[str]:
+        counts = {len(rank.buckets) for rank in self.ranks}
+        if counts == {0} or len(counts) > 1:
+            return []
+        rows = [
+            (str(of.bucket), str(rank.rank), _ms(of.ready_s), _ms(of.launch_s), _ms(of.done_s))
+            for buckets in zip(*(rank.buckets for rank in self.ranks), strict=True)
+            for rank, of in zip(self.ranks, buckets, strict=True)
+        ]
+        header = ("bucket", "rank", "ready", "launch", "done")
+        table = plain_table(header, rows, numeric=range(len(header)))
+        return [f"buckets; ms since the rank's backward began, median\n{table}"]
+
+
+def _cell(spread: Spread | None) -> str:
+    return "" if spread is None else f"{_ms(spread.median_s)} ± {_ms(spread.mad_s)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"

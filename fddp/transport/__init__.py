@@ -1,0 +1,116 @@
+"""How tensors travel between ranks: one contract (`base`), one file for each way."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fddp.errors import FddpError
+from fddp.transport.base import Transport as Transport
+from fddp.transport.base import Work as Work
+from fddp.transport.c10d.transport import C10dTransport
+from fddp.transport.loopback import LoopbackGroup as LoopbackGroup
+from fddp.transport.loopback import LoopbackTransport
+from fddp.transport.loopback import loopback as loopback
+from fddp.transport.selection import choose
+
+#: what an operation over ranks may be asked to run on; None stands for torch's default group
+Group: TypeAlias = dist.ProcessGroup | DeviceMesh | LoopbackGroup
+
+TransportName: TypeAlias = Literal["auto", "shm", "c10d", "loopback"]
+
+
+def open_transport(
+    group: Group | None = None,
+    name: TransportName = "auto",
+    timeout_s: float | None = None,
+    title: str = "transport",
+) -> Transport:
+    """Open an own communicator over `group`; every rank of the group must call this.
+
+    Args:
+        group: None for the default group of `torch.distributed`, one of its groups, a
+            one-dimensional `DeviceMesh`, or the `LoopbackGroup` that `fddp.loopback` hands out.
+        name: "auto" takes the one that fits the group: shared memory ("shm") where all ranks share
+            a host and have a backend for the CPU, else "c10d", under which groups along axes
+            (`Transport.divide`) whose ranks share a host still go through shared memory.
+            "loopback" is for the groups of `fddp.loopback`, and for no other.
+        timeout_s: the longest that opening, and later any operation, may take; None for the
+            group's own.
+        title: what errors call it, with a number behind it that counts those of the group.
+
+    Raises:
+        ValueError: `name` does not fit `group`, or this process is no member of it; on every rank,
+            if "shm" was asked for and can't be had.
+        PlanMismatchError: ranks passed different names; on every rank.
+        DesyncError: ranks open something else; on every rank.
+        FddpError: there is no default group.
+        SyncTimeoutError: some ranks did not open theirs within `timeout_s`; the text names them.
+
+    >>> def average(group, value):
+    ...     with open_transport(group) as transport:
+    ...         total = torch.tensor([value * (1.0 + transport.rank)])
+    ...         transport.all_reduce(total).wait("the sum")
+    ...         return total.item() / transport.world_size
+    >>> import torch
+    >>> loopback(3, average, 10.0)
+    [20.0, 20.0, 20.0]
+    """
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s} must be above 0")
+    resolved = resolve(group)
+    fitting = ("loopback",) if isinstance(resolved, LoopbackGroup) else ("c10d", "shm")
+    if name not in ("auto", *fitting):
+        raise ValueError(
+            f"transport={name!r} cannot run on a {type(resolved).__name__}; "
+            f'pass "auto" or {" or ".join(map(repr, fitting))}, or another group'
+        )
+    if isinstance(resolved, LoopbackGroup):
+        return LoopbackTransport(resolved, timeout_s, title)
+    return choose(C10dTransport(resolved, timeout_s, title), name, title)
+
+
+def resolve(group: Group | None) -> dist.ProcessGroup | LoopbackGroup:
+    """The group meant by what the caller passed, of which this rank is a member.
+
+    Raises:
+        FddpError: there is no default group.
+        TypeError: `group` is no group.
+        ValueError: a `DeviceMesh` of several dimensions, or this process is no member.
+    """
+    if isinstance(group, LoopbackGroup):
+        return group
+    passed: object = group
+    is_group = isinstance(passed, dist.ProcessGroup | DeviceMesh | None)
+    if not is_group and passed != dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(
+            f"group must be a process group, a DeviceMesh of one dimension or the group of "
+            f"fddp.loopback, got a {type(group).__name__}"
+        )
+    if not dist.is_initialized():
+        raise FddpError(
+            "no process group: start the program with torchrun and call "
+            "torch.distributed.init_process_group first, or run the ranks as threads of one "
+            "process with fddp.loopback"
+        )
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"the DeviceMesh has {group.ndim} dimensions {group.mesh_dim_names}; "
+                "pass one dimension of it (mesh[name]), or all of it as mesh="
+            )
+        if group.get_coordinate() is None:
+            raise ValueError(
+                f"rank {dist.get_rank()} is no member of the {group}; open a transport only on "
+                "the ranks that belong to it"
+            )
+        group = group.get_group()
+    resolved = dist.group.WORLD if group is None else group
+    if not isinstance(resolved, dist.ProcessGroup) or dist.get_rank(resolved) < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is no member of the group {group!r}; open a transport only on "
+            "the ranks that belong to it"
+        )
+    return resolved

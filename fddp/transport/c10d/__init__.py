@@ -1,0 +1,1 @@
+"""Transport over any backend of torch.distributed."""

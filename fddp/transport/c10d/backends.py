@@ -1,0 +1,442 @@
+"""Communicators of `torch.distributed`, one class for each way of making, waiting and freeing one.
+
+Collectives are called on the backend object itself: the functions of `torch.distributed` take only
+groups that are registered there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from fddp.native import extension as ext
+from fddp.transport.c10d.diagnosis import is_the_users
+from fddp.transport.c10d.rendezvous import connected
+from fddp.transport.lifetime.fork import own
+from fddp.transport.liveness.interrupts import LateError
+from fddp.transport.ordered_sum import sum_in_order_
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from fddp.transport.liveness.membership import RollCall
+    from fddp.transport.operation import Operation
+
+_LONGEST_PAUSE_S = 0.05  # of the thread that looks whether gloo is freed
+_LOOK_AROUND = timedelta(seconds=0.25)  # how often a waiting rank looks for the others' failures
+
+
+class Seat(NamedTuple):
+    """A rank's place among the ranks of a communicator that is to be made."""
+
+    group: dist.ProcessGroup  # the transport's
+    rank: int  # in the transport
+    ranks: tuple[int, ...]  # who takes part, ascending, by their numbers in the transport
+    roll: RollCall
+    timeout_s: float
+    look: Callable[[], None]  # for waits while it is made, as `Communicator.wait` has
+
+    @property
+    def place(self) -> int:
+        return self.ranks.index(self.rank)
+
+    @property
+    def part(self) -> str:
+        """Name of the part of the group's store for these ranks of this transport alone."""
+        name = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]  # of any number of them
+        return f"ranks/{name}"
+
+    @property
+    def store(self) -> dist.Store:
+        """That part."""
+        return dist.PrefixStore(self.part, self.roll.store.raw)
+
+
+class Flight(NamedTuple):
+    """One operation on its way."""
+
+    works: tuple[dist.Work, ...]
+    finish: Callable[[], None] | None = None  # what is left to do once all has arrived
+
+    @property
+    def arrived(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    @property
+    def arrived_well(self) -> bool:
+        """Whether it is over, and nothing went wrong."""
+        if not self.arrived:
+            return False
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError:
+            return False
+        return True
+
+
+class Communicator:
+    """A backend (or process group) of torch that nothing else uses.
+
+    This class asks of a backend only what every one can do.
+
+    [Note: freeing waits] gloo frees a backend only once its pending operations have ended, which a
+    lost rank holds up until they time out. So `free` is called on a thread that may wait, and drops
+    the only reference; works and tracebacks refer to the communicator, never to the backend. The
+    thread that gloo keeps waiting is none of Python's: Python unwinds its own when the process
+    ends, which in the middle of a destructor is SIGABRT instead of the process's own exit code.
+    """
+
+    _averages = False  # whether the backend can divide a sum by the number of ranks
+    _is_owner = False  # whether the backend goes with this; torch holds those of its own groups
+    addresses: tuple[str, ...] = ()  # keys of the transport's store that others found this rank by
+
+    def __init__(self, backend: Any, seat: Seat) -> None:
+        self._backend = backend
+        self._place = seat.place
+        self.issued = 0  # operations so far
+        self._sources = {rank: place for place, rank in enumerate(seat.ranks)}
+        own(self)  # [Note: forks]
+
+    def issue(self, operation: Operation) -> Flight:
+        """Start `operation`; torch's own errors (RuntimeError) pass through."""
+        self.issued += 1
+        if operation.kind == "all_reduce":
+            return self._all_reduce(operation)
+        if operation.kind == "reduce_scatter":
+            return self._reduce_scatter(operation)
+        if operation.kind == "all_gather":
+            return self._all_gather(operation)
+        return Flight((self._broadcast(operation.tensor, self._sources[operation.src]),))
+
+    def _all_reduce(self, operation: Operation) -> Flight:
+        options, tensor = c10d.AllreduceOptions(), operation.tensor
+        if operation.average and self._averages:
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+        work = self._backend.allreduce([_reals_of(tensor)], options)
+        if operation.average and not self._averages:
+            return Flight((work,), partial(_divide_, tensor, len(operation.ranks)))
+        return Flight((work,))
+
+    def _reduce_scatter(self, operation: Operation) -> Flight:
+        if operation.order:
+            return self._exchange(operation, torch.empty_like(_bytes_of(operation.tensor)))
+        return self._all_reduce(operation)  # the other chunks are sums, too
+
+    def _exchange(self, operation: Operation, arrived: Tensor) -> Flight:
+        """A reduce-scatter by an all-to-all into `arrived`, bytes, and a sum on each rank."""
+        sent, own = _bytes_of(operation.tensor), operation.chunks[self._place]
+        work = self._backend.alltoall_base(arrived, sent, [], [], c10d.AllToAllOptions())
+        theirs = operation._replace(tensor=arrived.view(operation.tensor.dtype)).chunks
+
+        def finish() -> None:
+            if operation.order:
+                total = sum_in_order_(theirs, operation.order)
+            else:
+                _add_up_(operation.chunks, theirs, self._place)
+                total = own
+            if operation.average:
+                total.div_(len(operation.ranks))
+            if total is not own:
+                own.copy_(total)
+
+        return Flight((work,), finish)
+
+    def _all_gather(self, operation: Operation) -> Flight:
+        chunks = [_bytes_of(chunk) for chunk in operation.chunks]
+        own = chunks[self._place].clone()  # not every backend gathers in place
+        return Flight((self._backend.allgather([chunks], [own], c10d.AllgatherOptions()),))
+
+    def _broadcast(self, tensor: Tensor, place: int) -> dist.Work:
+        options = c10d.BroadcastOptions()
+        options.rootRank = place
+        return self._backend.broadcast([_bytes_of(tensor)], options)  # type: ignore[no-any-return]
+
+    def wait(self, flight: Flight, look: Callable[[], None]) -> None:
+        """Block until `flight` is over as seen from the current stream, or torch gives it up.
+
+        Args:
+            flight: what to wait for.
+            look: called now and then where this blocks for long; may raise a RuntimeError.
+        """
+        self._await(flight.works, look)
+        if flight.finish is not None:
+            flight.finish()
+
+    def _await(self, works: Sequence[dist.Work], look: Callable[[], None]) -> None:
+        for work in works:
+            work.wait()
+
+    def watch(self, flight: Flight) -> Callable[[], float | None]:
+        """A function that tells when all had arrived, once it has: `time.perf_counter()` seconds.
+
+        The stamp is taken on the backend's thread, which must not ask for Python's lock: where the
+        interpreter has ended, that is SIGABRT instead of the process's own exit code.
+        """
+        stamps = [ext.load().Stamp(work) for work in flight.works]
+
+        def arrived_s() -> float | None:
+            ended_s = [stamp.ended_s for stamp in stamps]
+            return None if None in ended_s else max(ended_s)
+
+        return arrived_s
+
+    def free(self, *, failed: bool, over: threading.Event) -> Callable[[], None]:
+        """Give up threads and connections; nothing may be issued any more.
+
+        Args:
+            failed: whether ranks may be lost.
+            over: set when the process is about to end, with which all of this goes.
+
+        Returns:
+            What is left to do, on a thread that may wait. [Note: freeing waits]
+        """
+        backend, self._backend = self._backend, None
+        return partial(self._end, backend, failed=failed)
+
+    def _end(self, backend: Any, *, failed: bool) -> None:
+        """What takes long; the reference goes with the thread that this runs on."""
+
+    def disown(self) -> None:
+        """See [Note: forks]."""
+        if self._is_owner and self._backend is not None:
+            ext.load().Freeing(self._backend).keep()
+
+
+class GlooCommunicator(Communicator):
+    """gloo, connected through the seat's store. Blocks while the ranks connect to each other, see
+    [Note: connecting].
+
+    [Note: news of a failure] gloo tells only the neighbours of a dead rank, and its `abort` does
+    nothing: the other ranks would wait for the whole timeout. So a rank that meets a failure
+    reports it in the store, and `wait` looks there now and then.
+    """
+
+    _averages = True
+    _is_owner = True
+
+    def __init__(self, seat: Seat) -> None:
+        timeout = timedelta(seconds=seat.timeout_s)
+        size = len(seat.ranks)
+
+        def make(store: dist.Store) -> dist.ProcessGroupGloo:
+            return dist.ProcessGroupGloo(store, seat.place, size, timeout)
+
+        backend, self._meeting = connected(make, seat.store, seat.timeout_s, seat.look)
+        super().__init__(backend, seat)
+        self.addresses = tuple(f"{seat.part}/{key}" for key in self._meeting.told)
+        self._timeout_s = seat.timeout_s
+        self._spare = _Spare()
+
+    def free(self, *, failed: bool, over: threading.Event) -> Callable[[], None]:
+        freeing = ext.load().Freeing(self._backend)
+        # Here, not on that thread: Python's lock is let go of meanwhile, see [Note: exits].
+        self._backend = None
+        freeing.begin()
+        return partial(_await_end, freeing, over)
+
+    def _reduce_scatter(self, operation: Operation) -> Flight:
+        # gloo's own is an all-reduce of a copy. That each rank sends each other one its chunk, and
+        # adds up its own, takes 0.4 to 0.7 of the time of an all-reduce in place (2 and 4 ranks, 1
+        # to 32 MB; below, no longer than that), and the sum runs in rank order, whatever the size.
+        if operation.tensor.device.type != "cpu":
+            return super()._reduce_scatter(operation)
+        memory = self._spare.take(operation.tensor.nbytes)
+        works, add_up = self._exchange(operation, memory[: operation.tensor.nbytes])
+
+        def finish() -> None:
+            if add_up is not None:
+                add_up()
+            self._spare.give_back(memory)
+
+        return Flight(works, finish)
+
+    def _all_gather(self, operation: Operation) -> Flight:
+        # gloo's own gathers into a fresh buffer and copies from there, which takes 2 to 4 times as
+        # long for large buffers as a broadcast from each rank into place, and no less for small. It
+        # meets no broadcast: gloo ends the process where sizes differ of what meets.
+        if operation.apart:
+            return super()._all_gather(operation)
+        return Flight(tuple(self._broadcast(c, place) for place, c in enumerate(operation.chunks)))
+
+    def _await(self, works: Sequence[dist.Work], look: Callable[[], None]) -> None:
+        deadline_s = time.perf_counter() + self._timeout_s
+        for work in works:
+            while not _finishes(work, _LOOK_AROUND):
+                # [Note: news of a failure]
+                look()
+                if time.perf_counter() > deadline_s:
+                    raise LateError(f"timed out after {self._timeout_s} s")
+
+
+class _Spare:
+    """Memory for what arrives, used again: fresh pages cost as much as the exchange itself."""
+
+    _MOST = 2  # as many operations as gloo runs at once; those that queue up behind get fresh pages
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[Tensor] = []
+
+    def take(self, nbytes: int) -> Tensor:
+        """At least `nbytes` bytes of unknown contents."""
+        with self._lock:
+            for i, memory in enumerate(self._kept):
+                if memory.numel() >= nbytes:
+                    return self._kept.pop(i)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def give_back(self, memory: Tensor) -> None:
+        with self._lock:
+            self._kept = sorted([*self._kept, memory], key=torch.numel)[-self._MOST :]
+
+
+class NcclCommunicator(Communicator):
+    """nccl; connects at the first operation on the current device."""
+
+    _averages = True
+    _is_owner = True
+
+    def __init__(self, seat: Seat) -> None:
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=seat.timeout_s)
+        size = len(seat.ranks)
+        super().__init__(c10d.ProcessGroupNCCL(seat.store, seat.place, size, options), seat)
+        self._origin: tuple[torch.cuda.Stream, torch.cuda.Event, float] | None = None
+
+    def _reduce_scatter(self, operation: Operation) -> Flight:
+        if operation.order:
+            return super()._reduce_scatter(operation)
+        options = c10d.ReduceScatterOptions()
+        if operation.average:
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+        own, whole = operation.chunks[self._place], operation.tensor
+        work = self._backend._reduce_scatter_base(_reals_of(own), _reals_of(whole), options)
+        return Flight((work,))
+
+    def _all_gather(self, operation: Operation) -> Flight:
+        own, whole = operation.chunks[self._place], operation.tensor
+        options = c10d.AllgatherOptions()
+        work = self._backend._allgather_base(_bytes_of(whole), _bytes_of(own), options)
+        return Flight((work,))
+
+    def watch(self, flight: Flight) -> Callable[[], float | None]:
+        """As for others, but by the device's clock: a side stream waits for the work."""
+        stream, origin, origin_s = self._origin = self._origin or _origin()
+        with torch.cuda.stream(stream):
+            for work in flight.works:
+                work.wait()
+            done = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            done.record()
+
+        def done_s() -> float:
+            done.synchronize()
+            return origin_s + float(origin.elapsed_time(done)) / 1e3
+
+        return done_s
+
+    def _end(self, backend: Any, *, failed: bool) -> None:
+        if failed:
+            backend.abort()
+        else:
+            backend.shutdown()
+
+
+class GroupCommunicator(Communicator):
+    """Any other backend, through `new_group`, which all ranks of the seat call."""
+
+    def __init__(self, seat: Seat, backend: str) -> None:
+        members = dist.get_process_group_ranks(seat.group)
+        group = dist.new_group(
+            [members[rank] for rank in seat.ranks],
+            timeout=timedelta(seconds=seat.timeout_s),
+            backend=backend,
+            use_local_synchronization=len(seat.ranks) < dist.get_world_size(),
+        )
+        super().__init__(group, seat)
+
+    def _end(self, backend: Any, *, failed: bool) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group(backend)
+
+
+def connect(seat: Seat, backends: dict[str, str]) -> dict[str, Communicator]:
+    """Communicators over the ranks of `seat` by device type, one for each distinct backend."""
+    names = set(backends.values())
+    if not names <= {"gloo", "nccl"}:
+        config = ",".join(f"{device}:{backend}" for device, backend in backends.items())
+        return dict.fromkeys(backends, GroupCommunicator(seat, config))
+    by_name: dict[str, Communicator] = {}
+    if "gloo" in names:
+        by_name["gloo"] = GlooCommunicator(seat)
+    if "nccl" in names:
+        by_name["nccl"] = NcclCommunicator(seat)
+    return {device: by_name[backend] for device, backend in backends.items()}
+
+
+def _reals_of(tensor: Tensor) -> Tensor:
+    """The same memory as real numbers, of which every backend knows the sum."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The same memory as flat bytes, so that any dtype moves."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _divide_(tensor: Tensor, divisor: int) -> None:
+    tensor.div_(divisor)
+
+
+def _add_up_(mine: Sequence[Tensor], theirs: Sequence[Tensor], place: int) -> None:
+    """Make the own chunk the sum of all ranks', in rank order.
+
+    `theirs` is used up. The first two may change places, so that the sum ends in its place.
+    """
+    own = mine[place]
+    if place > 0:
+        before = theirs[0]
+        for chunk in theirs[1:place]:
+            before += chunk
+        own += before
+    for chunk in theirs[place + 1 :]:
+        own += chunk
+
+
+def _await_end(freeing: Any, over: threading.Event) -> None:
+    """Until a backend is freed, on the thread of `Freeing`, or that is left to the system."""
+    pause_s = 0.0005
+    while not (freeing.done or over.wait(pause_s)):
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _finishes(work: dist.Work, within: timedelta) -> bool:
+    """Whether `work` finishes `within` that time; raises what it failed with."""
+    try:
+        work.wait(within)
+    except RuntimeError as error:
+        if is_the_users(error):
+            raise
+        if not work.is_completed():
+            return False
+        work.wait()  # raises what it failed with; returns if it finished just after `within`
+    return True
+
+
+def _origin() -> tuple[torch.cuda.Stream, torch.cuda.Event, float]:
+    """A side stream of the current device, and one moment on its clock and on the host's."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    event.synchronize()
+    return stream, event, time.perf_counter()

@@ -1,0 +1,1 @@
+"""Lifetime of threads, forked processes and dropped transports."""

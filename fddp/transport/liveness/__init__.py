@@ -1,0 +1,1 @@
+"""Failure detection: status of the other ranks."""

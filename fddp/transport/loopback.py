@@ -1,0 +1,474 @@
+"""N ranks as threads of one process, with real numerics: for notebooks, tests and doctests.
+
+Semantics are those of a network: operations are asynchronous, meet by issue order, time out, and a
+rank that raises or returns early is lost to the others. On top of it, mismatched operations are
+told apart on every rank, and sums run in rank order, so that they have the same bits every time.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+
+from fddp.errors import (
+    ClosedError,
+    DesyncError,
+    FddpError,
+    PeerError,
+    RankLostError,
+    SyncTimeoutError,
+)
+from fddp.transport.base import Transport, Work
+from fddp.transport.liveness.failure import check_titles
+from fddp.transport.liveness.status import MOST_RANKS, Desk, Doing, in_words
+from fddp.transport.ordered_sum import sum_in_order_
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+    from torch import Tensor
+
+    from fddp.transport.operation import Operation
+
+T = TypeVar("T")
+
+
+def loopback(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float = 60.0) -> list[T]:
+    """Run `fn(group, *args)` on `world_size` ranks, each a thread; return their results by rank.
+
+    Args:
+        world_size: number of ranks, 1 or more.
+        fn: called with this rank's `LoopbackGroup` (`group.rank`, `group.size`) and `args`.
+        timeout_s: the longest that a collective waits for a rank that does not come.
+
+    Raises:
+        The first exception that a rank raised, with a note that names the rank. The other ranks
+        see that rank as lost and end too. Threads of ranks that do not end are left behind.
+
+    Ranks share what `fn` closes over. A module whose parameters are swapped during a call, as
+    `torch.func.functional_call` does, must be one of each rank's own. Forward-mode levels belong to
+    a process in torch, not to a thread, so `torch.func.jvp`, `jacfwd` and `hessian` can't run on
+    two of these ranks at once; on processes they can.
+
+    >>> def mean_of_ranks(group):
+    ...     with LoopbackTransport(group) as transport:
+    ...         total = torch.tensor([float(group.rank)])
+    ...         transport.all_reduce(total).wait("the sum")
+    ...         return total.item() / group.size
+    >>> loopback(4, mean_of_ranks)
+    [1.5, 1.5, 1.5, 1.5]
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size}: a loopback group needs at least one rank")
+    world = _World(world_size, timeout_s)
+    results: dict[int, T] = {}
+    failures: list[tuple[int, BaseException]] = []  # in order of time
+
+    def run(rank: int) -> None:
+        reason = "returned"
+        try:
+            results[rank] = fn(LoopbackGroup(rank, world), *args)
+        except BaseException as error:
+            failures.append((rank, error))
+            reason = f"raised {error!r}"
+        finally:
+            world.leave(rank, reason)
+
+    threads = [
+        threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(run, rank),
+            name=f"fddp-loopback-{rank}",
+            daemon=True,
+        )
+        for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        rank, error = failures[0]
+        # `add_note` came with 3.11; the attribute is what it sets, and harmless before.
+        note = f"raised on rank {rank} of {world_size} of a loopback group"
+        error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
+        raise error
+    return [results[rank] for rank in range(world_size)]
+
+
+class LoopbackGroup:
+    """One rank's view of a loopback group; made by `loopback`, taken wherever a group is.
+
+    Attributes:
+        rank: this thread's rank.
+        size: ranks in the group.
+    """
+
+    def __init__(self, rank: int, world: _World) -> None:
+        self.rank = rank
+        self.size = world.size
+        self._world = world
+        self._opened = 0
+        self._named: Counter[str] = Counter()
+        world.desks[rank] = ThreadDesk(world.abandoned)
+
+    def __repr__(self) -> str:
+        return f"LoopbackGroup(rank={self.rank}, size={self.size})"
+
+
+class ThreadDesk(Desk):
+    """What a rank does that is a thread.
+
+    Args:
+        told: transports by their keys that any rank has left half way through a call.
+    """
+
+    def __init__(self, told: set[str]) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+        self._told = told
+
+    def tell_abandoned(self, key: str) -> None:
+        self._told.add(key)
+
+    def told_abandoned(self, keys: Sequence[str]) -> list[str]:
+        return [key for key in keys if key in self._told]
+
+    def doing(self, main_thread: int | None = None) -> Doing:
+        return super().doing(self._thread)
+
+
+class LoopbackTransport(Transport):
+    """A tag space of its own within a loopback group."""
+
+    name = "loopback"
+    reason = "the ranks are threads of one process"
+
+    def __init__(
+        self, group: LoopbackGroup, timeout_s: float | None = None, title: str = "transport"
+    ) -> None:
+        self.rank = group.rank
+        self.world_size = group.size
+        self.timeout_s = group._world.timeout_s if timeout_s is None else timeout_s
+        self.control_device = torch.device("cpu")
+        self._world = group._world
+        self._issued: Counter[tuple[int, ...]] = Counter()  # operations by ranks that take part
+        # The n-th transport that a rank opens meets the n-th of every other rank.
+        self._channel = group._opened
+        self._desk = self._world.desks[self.rank]
+        self.slot = self._desk.open(str(self._channel))
+        self.slot.alarm = partial(self._world.alarm, self._channel)
+        self.slot.begin(f"the opening of a {title}")
+        peer = partial(self._desk.doomed, self.slot)
+        missing = self._world.open(self._channel, self.rank, title, self.timeout_s, peer)
+        if missing:
+            told = peer()
+            self._desk.leave(self.slot)
+            raise self._explain("opening a loopback transport", missing, told)
+        group._opened += 1
+        try:
+            check_titles(self._world.titles(self._channel))
+        except DesyncError:
+            self.close()
+            raise
+        group._named[title] += 1
+        self.slot.label = f"{title} #{group._named[title]}"
+        self.slot.finish("the opening")
+
+    def _start(self, operation: Operation) -> Work:
+        position = self._issued[operation.ranks]
+        self._issued[operation.ranks] += 1
+        appointment = _Appointment(self._channel, operation.ranks, position)
+        meeting = self._world.join(appointment, self.rank, operation)
+        return _LoopbackWork(self, meeting, operation.stamp)
+
+    def _connect(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Nothing to do: any ranks can meet."""
+
+    def raise_alarm(self, step: int, text: str) -> None:
+        self._world.raise_alarm(self._channel, step, f"rank {self.rank} failed: {text}")
+
+    def _release(self) -> None:
+        self._desk.leave(self.slot)
+        self._world.leave(self.rank, f"left its transport ({self._closed})", self._channel)
+
+    def _explain(
+        self, what: str, missing: dict[int, str | None], peer: str | None = None
+    ) -> FddpError:
+        """The error that `what` ends with, given the ranks that `_World` found missing, or which
+        one has failed the step."""
+        where = f"{what} on rank {self.rank} of {self.world_size}"
+        if peer is not None:
+            return PeerError(
+                f"{where}: {peer}, and does not come here; the step fails on all ranks"
+            )
+        gone = {rank: reason for rank, reason in missing.items() if reason is not None}
+        if gone and not self._world.gave_up(self._channel) & gone.keys():
+            reasons = ", ".join(f"rank {rank} {reason}" for rank, reason in gone.items())
+            return RankLostError(
+                f"{where}: lost {reasons}; mend that rank's own error first", tuple(gone)
+            )
+        absent = ", ".join(f"rank {rank}" for rank in missing)
+        others = [rank for rank in range(self.world_size) if rank not in missing]
+        desks = self._world.desks
+        some = sorted(rank for rank in [*missing, *others] if rank in desks)[:MOST_RANKS]
+        doings = in_words({f"rank {rank}": desks[rank].doing() for rank in some})
+        return SyncTimeoutError(
+            f"{where}: not finished within timeout_s={self.timeout_s}; no word from {absent}. All "
+            "ranks must issue the same operations in the same order; where one is only slow, raise "
+            f"timeout_s. What each does: {doings}",
+            tuple(missing),
+        )
+
+
+class _LoopbackWork(Work):
+    def __init__(self, transport: LoopbackTransport, meeting: _Meeting, stamp: bool) -> None:
+        self._transport = transport
+        self._meeting = meeting
+        self._stamp = stamp
+        self._error: FddpError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._transport._closed is not None or self._transport._world.is_over(self._meeting)
+
+    @property
+    def done_s(self) -> float | None:
+        return self._meeting.done_s if self._stamp else None
+
+    def _wait(self, what: str) -> None:
+        if self._error is None:
+            self._error = self._outcome(what)
+        if self._error is not None:
+            raise self._error
+
+    def _outcome(self, what: str) -> FddpError | None:
+        transport, meeting = self._transport, self._meeting
+        if transport._closed is not None and meeting.done_s is None:
+            return ClosedError(
+                f"{what} on rank {transport.rank} of {transport.world_size}: the transport was "
+                f"closed ({transport._closed})"
+            )
+        slot = transport.slot
+        slot.begin(what)
+        peer = partial(transport._desk.doomed, slot)
+        missing = transport._world.wait(meeting, transport.timeout_s, peer)
+        if meeting.mismatch is not None:
+            return self._desync(what, meeting.mismatch)
+        if not missing:
+            slot.finish(what)
+            return None
+        if any(missing.values()) and (parted := transport._world.parting(meeting)):
+            # Nobody comes for what lies behind the operations in which ranks have parted.
+            error: FddpError = self._desync(what, parted)
+        else:
+            error = transport._explain(what, missing, peer())
+        slot.fail(what)
+        if isinstance(error, SyncTimeoutError):
+            transport._world.give_up(transport.rank, transport._channel)
+        transport._closed = f"{what} failed"
+        transport._release()
+        return error
+
+    def _desync(self, what: str, parted: str) -> DesyncError:
+        return DesyncError(
+            f"{what} on rank {self._transport.rank} of {self._transport.world_size}: ranks met in "
+            f"different operations: {parted}; all ranks must issue the same operations in the same "
+            f"order"
+        )
+
+
+class _Appointment(NamedTuple):
+    """What ranks must have in common to meet."""
+
+    channel: int  # the transport
+    ranks: tuple[int, ...]  # who takes part
+    position: int  # how many operations of these ranks on this transport came before
+
+
+class _Meeting:
+    """One operation: who has come with what. Guarded by the world's condition."""
+
+    def __init__(self, appointment: _Appointment) -> None:
+        self.appointment = appointment
+        self.operations: dict[int, Operation] = {}
+        self.mismatch: str | None = None
+        self.done_s: float | None = None
+
+
+class _Departure(NamedTuple):
+    rank: int
+    channel: int | None  # None: all of them
+
+
+class _World:
+    """What the threads share."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.size = size
+        self.timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._openings: dict[int, dict[int, str]] = {}
+        self._meetings: dict[_Appointment, _Meeting] = {}
+        self._departed: dict[_Departure, str] = {}
+        self._gave_up: set[tuple[int, int]] = set()  # ranks and channels
+        self._parted: dict[tuple[int, tuple[int, ...]], str] = {}  # by channel and ranks
+        self._alarms: dict[int, tuple[int, str]] = {}  # by channel: a step that fails, and why
+        self.desks: dict[int, Desk] = {}  # by rank
+        self.abandoned: set[str] = set()  # keys of transports; threads add, and nobody removes
+
+    def open(
+        self,
+        channel: int,
+        rank: int,
+        title: str,
+        timeout_s: float,
+        left: Callable[[], object | None],
+    ) -> dict[int, str | None]:
+        """Wait for all ranks to open `channel`; as `wait`. One that waits in vain withdraws."""
+        with self._changed:
+            present = self._openings.setdefault(channel, {})
+            present[rank] = title
+            self._changed.notify_all()
+            everyone = range(self.size)
+            self._changed.wait_for(
+                lambda: (
+                    self._is_settled(self._missing(everyone, present, channel))
+                    or left() is not None
+                ),
+                timeout_s,
+            )
+            missing = self._missing(everyone, present, channel)
+            if missing:
+                present.pop(rank, None)
+            return missing
+
+    def titles(self, channel: int) -> dict[int, str]:
+        """What ranks have opened a channel for."""
+        with self._changed:
+            return dict(self._openings[channel])
+
+    def join(self, appointment: _Appointment, rank: int, operation: Operation) -> _Meeting:
+        """Bring `operation` to its meeting; the last rank to come carries it out."""
+        with self._changed:
+            meeting = self._meetings.setdefault(appointment, _Meeting(appointment))
+            first_rank, first = next(iter(meeting.operations.items()), (rank, operation))
+            meeting.operations[rank] = operation
+            if meeting.mismatch is None and str(operation) != str(first):
+                meeting.mismatch = f"rank {first_rank} {first}, rank {rank} {operation}"
+                self._parted.setdefault(appointment[:2], meeting.mismatch)
+            if len(meeting.operations) == len(appointment.ranks):
+                del self._meetings[appointment]
+                if meeting.mismatch is None:
+                    _carry_out([meeting.operations[r] for r in appointment.ranks])
+                meeting.done_s = time.perf_counter()
+            self._changed.notify_all()
+            return meeting
+
+    def wait(
+        self, meeting: _Meeting, timeout_s: float, left: Callable[[], object | None]
+    ) -> dict[int, str | None]:
+        """Wait for all ranks to come; those that did not, with why they left (None: late). Where it
+        is `left` that a rank will not come, nobody waits for longer."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over(meeting) or left() is not None, timeout_s)
+            return self._missing_at(meeting)
+
+    def parting(self, meeting: _Meeting) -> str:
+        """The different operations in which its ranks met before; empty where they did not."""
+        with self._changed:
+            return self._parted.get(meeting.appointment[:2], "")
+
+    def give_up(self, rank: int, channel: int) -> None:
+        """Say that `rank` leaves `channel` because others did not come in time."""
+        with self._changed:
+            self._gave_up.add((rank, channel))
+
+    def gave_up(self, channel: int) -> set[int]:
+        """Ranks that left `channel` for that reason."""
+        with self._changed:
+            return {rank for rank, other in self._gave_up if other == channel}
+
+    def raise_alarm(self, channel: int, step: int, text: str) -> None:
+        """Tell those who wait elsewhere in this step that it fails."""
+        with self._changed:
+            self._alarms[channel] = step, text
+            self._changed.notify_all()
+
+    def alarm(self, channel: int, step: int) -> str | None:
+        """What was told of this step."""
+        failed, text = self._alarms.get(channel, (-1, ""))
+        return text if failed == step else None
+
+    def is_over(self, meeting: _Meeting) -> bool:
+        """Whether `wait` would return at once."""
+        with self._changed:
+            return self._is_over(meeting)
+
+    def leave(self, rank: int, reason: str, channel: int | None = None) -> None:
+        """Say that `rank` will bring no more operations (to `channel`)."""
+        with self._changed:
+            self._departed.setdefault(_Departure(rank, channel), reason)
+            self._changed.notify_all()
+
+    def _is_over(self, meeting: _Meeting) -> bool:
+        return meeting.mismatch is not None or self._is_settled(self._missing_at(meeting))
+
+    def _missing_at(self, meeting: _Meeting) -> dict[int, str | None]:
+        channel, ranks, _ = meeting.appointment
+        return self._missing(ranks, meeting.operations, channel)
+
+    def _missing(
+        self, ranks: Iterable[int], present: Collection[int], channel: int
+    ) -> dict[int, str | None]:
+        """Those of `ranks` that are not `present`, with why they left, if they did."""
+        return {
+            rank: self._departed.get(_Departure(rank, None))
+            or self._departed.get(_Departure(rank, channel))
+            for rank in ranks
+            if rank not in present
+        }
+
+    @staticmethod
+    def _is_settled(missing: dict[int, str | None]) -> bool:
+        """Whether waiting longer changes nothing: none is missing, or one will never come."""
+        return not missing or any(missing.values())
+
+
+@torch.no_grad()
+def _carry_out(operations: list[Operation]) -> None:
+    """Do what the ranks' operations, which are of one kind and shape, ask for together."""
+    first = operations[0]
+    tensors = [operation.tensor for operation in operations]
+    if first.kind == "all_reduce":
+        total = _sum(tensors, first.average)
+        for tensor in tensors:
+            tensor.copy_(total)
+    elif first.kind == "broadcast":
+        for tensor in tensors:
+            tensor.copy_(tensors[first.src])
+    else:
+        chunks = [operation.chunks for operation in operations]
+        for place, row in enumerate(chunks):
+            if first.kind == "reduce_scatter":
+                parts = [other[place] for other in chunks]
+                row[place].copy_(_sum(parts, first.average, first.order))
+            else:
+                for source, chunk in enumerate(row):
+                    chunk.copy_(chunks[source][source])
+
+
+def _sum(tensors: list[Tensor], average: bool, order: tuple[int, ...] = ()) -> Tensor:
+    if order:
+        total = sum_in_order_([tensor.clone() for tensor in tensors], order)
+    else:
+        total = tensors[0].clone()
+        for tensor in tensors[1:]:
+            total += tensor
+    return total.div_(len(tensors)) if average else total

@@ -1,0 +1,72 @@
+"""The ranks that a `GradSync` spans and the axes that they form, from what callers pass."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fddp.core.schedule.topology import Topology
+from fddp.transport import Group
+
+Mesh: TypeAlias = Topology | DeviceMesh
+
+
+class Span(NamedTuple):
+    """A group, and its axes where the caller gave any.
+
+    Attributes:
+        group: whom to communicate with.
+        topology: the axes, or None for a single one.
+        problem: what is wrong with the mesh, to be raised once all ranks have been told.
+    """
+
+    group: Group | None
+    topology: Topology | None
+    problem: Exception | None = None
+
+
+def span_of(group: Group | None, mesh: Mesh | None) -> Span:
+    """The group to communicate on, and the topology laid over it.
+
+    Args:
+        group: as for `GradSync`.
+        mesh: a `DeviceMesh`, which brings its own group, or the axes of `group` as a `Topology`.
+
+    Raises:
+        ValueError: this rank is not in the `DeviceMesh`.
+    """
+    if mesh is None or isinstance(mesh, Topology):
+        return Span(group, mesh)
+    if not isinstance(mesh, DeviceMesh):
+        found = type(mesh).__name__
+        return Span(group, None, TypeError(f"mesh must be a Topology or a DeviceMesh, got {found}"))
+    if group is not None:
+        problem = (
+            "a DeviceMesh brings its own group; leave group= out, or pass the axes of the group "
+            "as a Topology"
+        )
+        return Span(group, None, ValueError(problem))
+    ranks = mesh.mesh.flatten().tolist()
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is no member of the DeviceMesh of ranks {ranks}; build the "
+            f"GradSync only on the ranks that belong to it"
+        )
+    own = _group_of(mesh, ranks)
+    if ranks != sorted(ranks):
+        problem = (
+            f"the DeviceMesh numbers its ranks {ranks}, and a topology counts them row by row; "
+            f"build it with ascending ranks, as init_device_mesh does"
+        )
+        return Span(own, None, ValueError(problem))
+    return Span(own, Topology.from_group(mesh))
+
+
+def _group_of(mesh: DeviceMesh, ranks: list[int]) -> dist.ProcessGroup:
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if dist.group.WORLD is not None and len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    return mesh._flatten().get_group()

@@ -1,0 +1,1 @@
+"""Transport over shared memory, for ranks of one host."""

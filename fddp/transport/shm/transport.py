@@ -1,0 +1,388 @@
+"""Transport through shared memory, for tensors on the CPU and ranks of one host.
+
+It goes on top of a c10d transport over the same ranks, which carries what it can't: tensors on
+other devices, and operations whose ranks are on several hosts. So a hierarchical schedule runs
+through shared memory within each host and through the group's own backend across hosts.
+
+A failure in either of the two closes both, on all ranks: it is told on the boards of all teams that
+a rank is in, and through the group's store to those who wait for the backend.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fddp.errors import ClosedError, DesyncError, FddpError
+from fddp.transport.base import Transport, Work
+from fddp.transport.lifetime.fork import IN_A_FORK, own
+from fddp.transport.liveness.failure import CLOSED, Failure
+from fddp.transport.liveness.interrupts import ToldError
+from fddp.transport.shm.bindings import Status, make_team
+from fddp.transport.shm.host_discovery import Council
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from fddp.transport.c10d.transport import C10dTransport
+    from fddp.transport.operation import Operation
+    from fddp.transport.shm.bindings import Passage, Team
+    from fddp.transport.shm.host_discovery import Neighbours
+
+_OK = int(Status.OK)
+_LOOK_AROUND_S = 0.25  # how often a waiting rank comes back to Python, and looks for news
+
+
+class ShmTransport(Transport):
+    """Teams of ranks that share memory, and a c10d transport for what they can't do.
+
+    Making one is a collective call of all ranks of `c10d`, which it takes over with `neighbours`.
+    """
+
+    def __init__(self, c10d: C10dTransport, neighbours: Neighbours) -> None:
+        self.rank, self.world_size = c10d.rank, c10d.world_size
+        self.timeout_s, self.control_device = c10d.timeout_s, c10d.control_device
+        self._c10d = c10d
+        self._neighbours = neighbours
+        self._arena = neighbours.arena
+        self._looks_around = len(neighbours.hosts) > 1
+        self._shared = self.world_size == 1  # whether no CPU tensor needs the c10d transport
+        self._divided_within = False  # whether some ranks, but not all, have a team
+        self._problems = dict(neighbours.problems)
+        self._teams: dict[tuple[int, ...], _Table] = {}
+        self.slot = c10d.slot
+        # No cycle keeps what is dropped without close().
+        c10d.on_failure = _weakly(weakref.WeakMethod(self._fall))
+        own(self)  # [Note: forks]
+        if self.world_size > 1 and neighbours.share(self._everyone):
+            try:
+                self._open_teams([self._everyone])
+            except BaseException:
+                self.dismiss()
+                raise
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        if self._shared:
+            return "shm"
+        return "shm+c10d" if self._divided_within else "c10d"
+
+    @property
+    def reason(self) -> str:  # type: ignore[override]
+        if self._shared:
+            return f"all {self.world_size} ranks share the memory of a host"
+        text = self._neighbours.told(self._problems)
+        return text + ("; shm within a host, c10d across" if self._divided_within else "")
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._c10d.members
+
+    def dismiss(self) -> None:
+        """Frees all but the c10d transport, which stays open."""
+        self._closed = "it was not taken"
+        self._free()
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As the base class's: shared memory on the CPU, unless no pages can be reserved."""
+        if device.type == "cpu" and self._arena is not None and self._teams:
+            shared = self._arena.empty(numel, dtype)
+            if shared is not None:
+                return shared
+        return super().empty(numel, dtype, device)
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        *,
+        axes: tuple[str, ...] = (),
+        average: bool = False,
+        stamp: bool = False,
+        soon: bool = False,
+    ) -> Work:
+        # As the base class's, which takes as long as it takes to sum up some thousand numbers.
+        table = self._teams.get(self._groups.get(axes, ()) if axes else self._everyone)
+        if table is not None:
+            try:
+                passage = table.team.start("all_reduce", tensor, 0, average, (), soon, stamp)
+            except (TypeError, ValueError):
+                pass  # the base class says what is wrong with the tensor, or finds another way
+            else:
+                return _ShmWork(self, table, passage, stamp)
+        return super().all_reduce(tensor, axes=axes, average=average, stamp=stamp, soon=soon)
+
+    def _start(self, operation: Operation) -> Work:
+        table = self._teams.get(operation.ranks)
+        if table is None or not operation.tensor.is_cpu:
+            return self._c10d._start(operation)
+        passage = table.team.start(
+            operation.kind,
+            operation.tensor,
+            operation.ranks.index(operation.src) if operation.kind == "broadcast" else 0,
+            operation.average,
+            operation.order,
+            operation.soon,
+            operation.stamp,
+        )
+        return _ShmWork(self, table, passage, operation.stamp)
+
+    def _connect(self, groups: Sequence[tuple[int, ...]]) -> None:
+        devices = self._open_teams(groups)
+        self._c10d._connect([ranks for ranks in groups if ranks not in self._teams or devices])
+
+    def disown(self) -> None:
+        """See [Note: forks]."""
+        self._closed = self._closed or IN_A_FORK
+
+    def raise_alarm(self, step: int, text: str) -> None:
+        self._c10d.raise_alarm(step, text)
+
+    def abandon(self, reason: str) -> None:
+        if self._closed is None:
+            self._c10d.tell_of_leaving()
+        self.close(reason)
+
+    def _release(self) -> None:
+        self._free()
+        self._c10d.close()
+
+    def _open_teams(self, groups: Sequence[tuple[int, ...]]) -> bool:
+        """Open a team for each of these groups of this rank whose ranks share a host.
+
+        All ranks call this together, and open those in which no rank meets an obstacle.
+
+        Returns:
+            Whether some rank may have tensors that do not go through teams.
+        """
+        wanted = [
+            ranks for ranks in groups if ranks not in self._teams and self._neighbours.share(ranks)
+        ]
+        council = Council(self)
+        opened: dict[tuple[int, ...], Team] = {}
+
+        def make_boards() -> list[tuple[tuple[int, ...], int]]:
+            return [(ranks, self._board(ranks)) for ranks in wanted if ranks[0] == self.rank]
+
+        def join_teams() -> bool:
+            for ranks in wanted:
+                if not council.stopped(ranks):
+                    opened[ranks] = self._join(ranks, offsets[ranks])
+            return self._c10d.serves_others
+
+        boards = council.stage(make_boards, _are_boards)
+        offsets = {tuple(ranks): offset for made in boards for ranks, offset in made or ()}
+        others = council.stage(join_teams)
+        for ranks, team in opened.items():
+            if council.stopped(ranks):
+                team.leave()
+            else:
+                self._teams[ranks] = _Table(team, ranks)
+        self._problems |= council.problems
+        everywhere = [ranks for ranks in offsets if not council.stopped(ranks)]
+        self._shared |= self._everyone in everywhere
+        self._divided_within |= any(ranks != self._everyone for ranks in everywhere)
+        return any(others)
+
+    def _board(self, ranks: tuple[int, ...]) -> int:
+        offset = None if self._arena is None else self._arena.board(len(ranks))
+        if offset is None:
+            raise OSError(f"no memory can be reserved for a board of {len(ranks)} ranks")
+        return offset
+
+    def _join(self, ranks: tuple[int, ...], offset: int) -> Team:
+        if self._arena is None:
+            raise OSError("this rank has no shared memory")
+        return make_team(
+            self._arena,
+            [self._neighbours.views.get(rank) for rank in ranks],
+            ranks.index(self.rank),
+            offset,
+            [self._neighbours.processes.get(rank, -1) for rank in ranks],
+            self.timeout_s,
+            max(len(host) for host in self._neighbours.hosts if self.rank in host),
+        )
+
+    def _free(self) -> None:
+        teams, self._teams = self._teams, {}
+        for table in teams.values():
+            table.team.leave()
+        if self._arena is not None:
+            # Tensors that are still held keep their own pages, and no more.
+            self._arena.trim()
+            self._arena.close_fd()
+        self._arena = None
+        self._neighbours = self._neighbours.close()
+        self._c10d.on_failure = None  # which refers to this transport
+
+    # Failures
+
+    def _ended(self, what: str, table: _Table, waited_s: float) -> FddpError:
+        """The error that `what` ends with, whose table ended with a failure."""
+        with self._c10d.lock:
+            if self._c10d.failed:
+                return self._c10d.explain(what)
+            if self._closed is not None:
+                return ClosedError(
+                    f"{what} on rank {self.rank} of {self.world_size}: the transport was closed "
+                    f"({self._closed})"
+                )
+            failure = _failure(table, self.rank, waited_s)
+            if failure is None:
+                return self._heard(what)
+            if failure.text == CLOSED:
+                # Why, if it was for what this rank would have seen as well, had it come sooner.
+                failure = failure._replace(mismatch=self._c10d.parting)
+            self._closed = f"{what} failed"
+            self._spread(failure)
+            self._c10d.end(what, failure)
+            self._free()
+            return self._c10d.explain(what)
+
+    def _heard(self, what: str) -> FddpError:
+        """The error that `what` ends with, where a failure of other operations was told."""
+        return self._c10d.fail(what, ToldError("another rank reported a failure"), ())
+
+    def _fall(self, what: str) -> None:
+        """The c10d transport has met a failure, or heard of one."""
+        self._closed = f"{what} failed"
+        self._spread(None)
+        self._free()
+
+    def _spread(self, failure: Failure | None) -> None:
+        """Tell it on the boards of all teams."""
+        gone = () if failure is None else failure.silent
+        for team, ranks in self._teams.values():
+            members = [ranks.index(rank) for rank in gone if rank in ranks]
+            if failure is None or not members:
+                team.fail(Status.TOLD, ())
+            else:
+                team.fail(Status.TIMEOUT if failure.late else Status.LOST, members)
+
+
+def _weakly(method: weakref.WeakMethod[Callable[[str], None]]) -> Callable[[str], None]:
+    """Calls a method for as long as its object lives."""
+
+    def call(what: str) -> None:
+        if (found := method()) is not None:
+            found(what)
+
+    return call
+
+
+def _are_boards(told: Any) -> bool:
+    """Whether these are pairs of the ranks of a group and an offset."""
+    return isinstance(told, list) and all(
+        isinstance(pair, list)
+        and len(pair) == 2
+        and isinstance(pair[0], list)
+        and all(type(number) is int for number in (*pair[0], pair[1]))
+        for pair in told
+    )
+
+
+class _Table(NamedTuple):
+    """Where ranks meet."""
+
+    team: Team
+    ranks: tuple[int, ...]  # its members
+
+
+class _ShmWork(Work):
+    _error: FddpError | None = None
+
+    def __init__(
+        self, transport: ShmTransport, table: _Table, passage: Passage, stamp: bool
+    ) -> None:
+        self._transport = transport
+        self._table = table
+        self._passage = passage
+        self._stamp = stamp
+
+    @property
+    def done(self) -> bool:
+        return self._passage.done
+
+    @property
+    def done_s(self) -> float | None:
+        return self._passage.done_s if self._stamp else None
+
+    def _wait(self, what: str) -> None:
+        status = self._passage.wait(_LOOK_AROUND_S)
+        if status == _OK:
+            self._transport.slot.finish(what)
+            return
+        if self._error is None:
+            waited_s = _LOOK_AROUND_S if status == Status.PENDING else 0.0
+            self._error = self._outcome(what, waited_s)
+        if self._error is not None:
+            raise self._error
+
+    def _outcome(self, what: str, waited_s: float) -> FddpError | None:
+        transport = self._transport
+        begin_s = transport._c10d.begin(waited_s)
+        while (status := self._passage.wait(_LOOK_AROUND_S)) == Status.PENDING:
+            try:
+                # The team itself sees who has ended.
+                transport._c10d.look(what, begin_s, news=transport._looks_around, among=())
+            except RuntimeError as news:
+                return transport._c10d.fail(what, news, ())
+        if status == Status.OK:
+            transport.slot.finish(what)
+            return None
+        if status != Status.MISMATCH:
+            return transport._ended(what, self._table, time.perf_counter() - begin_s)
+        told = [
+            f"rank {rank} {_in_words(descriptor, self._table.ranks)}"
+            for rank, descriptor in zip(self._table.ranks, self._passage.descriptors(), strict=True)
+        ]
+        parted = _first_two(told)
+        transport._c10d.tell_of_parting(parted)
+        return DesyncError(
+            f"{what} on rank {transport.rank} of {transport.world_size}: ranks met in different "
+            f"operations: {parted}; all ranks must issue the same operations in the "
+            "same order"
+        )
+
+
+def _failure(table: _Table, own_rank: int, waited_s: float) -> Failure | None:
+    """What ended a team; None where that was a failure elsewhere, of which it was only told."""
+    status, members, _ = table.team.failure
+    if status not in (Status.LOST, Status.TIMEOUT, Status.BROKEN):
+        return None
+    ranks = tuple(table.ranks[member] for member in members)
+    if status == Status.TIMEOUT:
+        others = tuple(rank for rank in table.ranks if rank not in ranks)
+        return Failure(
+            "timed out",
+            True,
+            tuple(rank for rank in ranks if rank != own_rank),
+            waited_s=waited_s,
+            gave_up=others if own_rank in ranks else (),
+        )
+    if status == Status.BROKEN:
+        return Failure("what it wrote to shared memory makes no sense", False, ranks)
+    left = any(table.team.states[member] == "left" for member in members)
+    return Failure(CLOSED if left else "its process has ended", False, ranks)
+
+
+def _in_words(descriptor: dict[str, Any], ranks: tuple[int, ...]) -> str:
+    """As `Operation` says it."""
+    kind, place = descriptor["kind"], descriptor["src"]
+    source = f" from rank {ranks[place] if place < len(ranks) else '?'}"
+    source = source if kind == "broadcast" else ""
+    averaging = "averaging " if descriptor["average"] else ""
+    order = " in order " + " x ".join(map(str, descriptor["order"])) if descriptor["order"] else ""
+    what = f"{averaging}{kind}{source}{order}"
+    return f"{what} of {descriptor['dtype']} {tuple(descriptor['shape'])}"
+
+
+def _first_two(told: list[str]) -> str:
+    """The first rank's words, and the first that differ from them."""
+    first, *others = told
+    said = first.split(" ", 2)[2]
+    return f"{first}, {next((o for o in others if o.split(' ', 2)[2] != said), others[0])}"

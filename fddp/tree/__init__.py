@@ -1,0 +1,1 @@
+"""Pytrees to leaves and back."""

@@ -1,0 +1,131 @@
+"""Describing arrays of any library by their attributes, without importing it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from fddp.core.plan.leaf import LeafSpec, dense_strides
+
+
+def leaf_spec(path: str, leaf: Any, *, sparse: bool = False) -> LeafSpec:
+    """Describe an array, whatever library it is from, by its attributes alone.
+
+    It may be a torch tensor (meta and sparse COO ones too), a NumPy array, a JAX array or tracer
+    or a `jax.ShapeDtypeStruct`; what has no device is on `"meta"`. `None` has the dtype `"none"`.
+
+    Args:
+        path: the leaf's path.
+        leaf: the array.
+        sparse: declares its gradient sparse; that of a sparse tensor always is.
+
+    Raises:
+        TypeError: the leaf has no shape and dtype, or a torch layout that cannot be packed.
+
+    >>> import numpy as np
+    >>> leaf_spec("bias", np.zeros((3,), dtype=np.float32))
+    LeafSpec(path='bias', shape=(3,), dtype='float32', strides=None, device='cpu', sparse=False)
+    """
+    return _describe(path, leaf, sparse, {})[0]
+
+
+def leaf_specs(
+    paths: Sequence[str], leaves: Sequence[Any], sparse: Collection[str] = ()
+) -> list[LeafSpec]:
+    """Describe all leaves of one tree.
+
+    Where they live on several devices of one type, these are numbered as they come up in
+    canonical order ("cuda#0", "cuda#1"), so that ranks whose devices have other indices agree.
+
+    Args:
+        paths: in canonical order.
+        leaves: the arrays, as `flatten` gives them.
+        sparse: paths of the leaves whose gradients are declared sparse.
+
+    Raises:
+        TypeError: as `leaf_spec`.
+
+    >>> import numpy as np
+    >>> [leaf.sparse for leaf in leaf_specs(["a", "b"], [np.zeros(3), np.zeros(2)], {"b"})]
+    [False, True]
+    """
+    specs: list[LeafSpec] = []
+    devices: list[tuple[str, Hashable]] = []
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        spec, device = _describe(path, leaf, path in sparse, shapes)
+        specs.append(spec)
+        devices.append(device)
+    distinct = list(dict.fromkeys(devices))  # in order of appearance
+    kinds = [kind for kind, _ in distinct]
+    if len(set(kinds)) == len(kinds):
+        return specs
+    names = {
+        device: f"{device[0]}#{kinds[:position].count(device[0])}"
+        for position, device in enumerate(distinct)
+        if kinds.count(device[0]) > 1
+    }
+    return [
+        spec._replace(device=names.get(device, spec.device))
+        for spec, device in zip(specs, devices, strict=True)
+    ]
+
+
+def _describe(
+    path: str, leaf: Any, sparse: bool, shapes: dict[tuple[int, ...], tuple[int, ...]]
+) -> tuple[LeafSpec, tuple[str, Hashable]]:
+    """The spec, and its device: the type, and what tells it from others of that type.
+
+    Equal shapes become one object of `shapes`: large trees have few, and what lives on costs
+    garbage collections.
+    """
+    if leaf is None:
+        return LeafSpec(path, (), "none", None, "none", sparse), ("none", None)
+    try:
+        shape, dtype = tuple(leaf.shape), leaf.dtype
+    except (AttributeError, TypeError):
+        raise TypeError(
+            f"leaf {path!r} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which has no "
+            "shape and dtype; leaves are arrays or None, and a container of your own must be "
+            "registered with optree.register_pytree_node (or, around arrays of JAX, with "
+            "jax.tree_util.register_pytree_node)"
+        ) from None
+    shape = shapes.setdefault(shape, shape)
+    if not hasattr(leaf, "is_contiguous"):
+        device = _array_device(leaf)
+        return LeafSpec(path, shape, dtype.name, None, device[0], sparse), device
+    traits = _torch_traits(leaf.dtype, leaf.device, leaf.layout)
+    if traits.layout == "torch.sparse_coo":
+        return LeafSpec(path, shape, traits.dtype, None, traits.device[0], True), traits.device
+    if traits.layout != "torch.strided":
+        raise TypeError(
+            f"leaf {path!r} has the layout {traits.layout}; only strided and sparse COO tensors "
+            "can be reduced: make it one of these (see Tensor.to_dense)"
+        )
+    strides = None if leaf.is_contiguous() else dense_strides(shape, leaf.stride())
+    return LeafSpec(path, shape, traits.dtype, strides, traits.device[0], sparse), traits.device
+
+
+class _TorchTraits(NamedTuple):
+    dtype: str
+    device: tuple[str, Hashable]
+    layout: str
+
+
+@lru_cache(maxsize=64)
+def _torch_traits(dtype: Any, device: Any, layout: Any) -> _TorchTraits:
+    """Few combinations occur in a tree, and torch takes its time to name them."""
+    return _TorchTraits(str(dtype).removeprefix("torch."), (device.type, device.index), str(layout))
+
+
+def _array_device(leaf: Any) -> tuple[str, Hashable]:
+    """Device type of an array that is not torch's, and what tells its device from others."""
+    device = getattr(leaf, "device", None)
+    if isinstance(device, str):
+        return device, None
+    if device is None:  # NumPy 1, or a JAX array that is only described
+        return ("cpu" if hasattr(leaf, "__array_interface__") else "meta"), None
+    devices = frozenset(leaf.devices())
+    platform: str = next(iter(devices)).platform
+    return ("cuda" if platform == "gpu" else platform), devices

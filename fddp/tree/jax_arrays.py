@@ -1,0 +1,248 @@
+"""JAX arrays as tensors over their memory, and the other way round.
+
+[Note: memory of JAX]
+Arrays become tensors through DLPack, without a copy. Tensors become arrays without one where they
+start at a multiple of 64 bytes, which XLA demands on the CPU; elsewhere XLA copies. An array over
+a result holds the result, and so its bucket's memory, until JAX lets go of it: programs that are
+still to read it hold it, too. JAX never writes into such memory, not even where it is donated.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, cast
+
+import jax
+import torch
+from torch import Tensor
+
+from fddp.errors import FddpError, TransformError, TreeMismatchError
+
+# What DLPack hands over from JAX to torch.
+_DTYPES = frozenset(
+    f"{kind}{bits}"
+    for kind, widths in {
+        "bool": ("",),
+        "int": (8, 16, 32, 64),
+        "uint": (8, 16, 32, 64),
+        "float": (16, 32, 64),
+        "bfloat": (16,),
+        "complex": (64, 128),
+    }.items()
+    for bits in widths
+)
+
+#: a device of JAX; None for arrays that stay tensors
+Home = Any
+
+
+def to_tensor(array: jax.Array) -> Tensor:
+    """A tensor over an array's memory; it must not be written.
+
+    Raises:
+        TransformError, TreeMismatchError: as `to_tensors`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> array = jnp.arange(3.0)
+        >>> to_tensor(array), to_tensor(array).data_ptr() == array.unsafe_buffer_pointer()
+        (tensor([0., 1., 2.]), True)
+    """
+    (tensor,) = to_tensors([array], [""], "arrays")
+    return cast(Tensor, tensor)
+
+
+def to_array(tensor: Tensor, device: Any = None) -> jax.Array:
+    """An array of a tensor's values, over its memory if that starts at a multiple of 64 bytes.
+
+    Args:
+        tensor: in CPU memory; must not be written any more.
+        device: the CPU device of JAX to which the array is committed; None for the first.
+
+    Returns:
+        An array of the same dtype; where JAX has no 64-bit types, of the one that it puts in their
+        place, as a copy. So are expanded tensors, and those with gaps between elements.
+
+    Raises:
+        ValueError: the tensor is not in CPU memory, or sparse; or integers do not fit into the
+            dtype that JAX puts in place of a 64-bit one.
+
+    Example:
+        >>> to_array(torch.arange(3.0)) + 1
+        Array([1., 2., 3.], dtype=float32)
+    """
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
+        raise ValueError(
+            f"the tensor is {tensor.layout} on {tensor.device}; to_array takes dense ones in CPU "
+            f"memory: pass tensor.cpu() or tensor.to_dense()"
+        )
+    values = tensor.detach().resolve_conj().resolve_neg()
+    if torch.empty_like(values, device="meta").stride() != values.stride():
+        values = values.contiguous()  # JAX takes no gaps between elements, and no shared ones
+    (array,) = to_arrays([values], [_cpu() if device is None else device])
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if array.dtype == dtype:
+        return cast("jax.Array", array)
+    if values.numel() and not values.dtype.is_floating_point and not values.is_complex():
+        _check_fits(values, dtype)
+    return cast("jax.Array", array.astype(dtype))
+
+
+def _check_fits(values: Tensor, dtype: Any) -> None:
+    lowest, highest = (int(extreme) for extreme in values.aminmax())
+    limits = jax.numpy.iinfo(dtype)
+    if not limits.min <= lowest <= highest <= limits.max:
+        raise ValueError(
+            f"the tensor has values from {lowest} to {highest}, which {dtype} can't hold, and JAX "
+            f"has no 64-bit types here; set jax_enable_x64"
+        )
+
+
+def to_tensors(leaves: Sequence[Any], paths: Sequence[str], what: str) -> list[Any]:
+    """Tensors over the memory of arrays, once their values are there.
+
+    Args:
+        leaves: JAX arrays. What `jax.grad` gives for integers (dtype float0) becomes None; other
+            leaves are left alone.
+        paths: of the leaves, for errors.
+        what: the tree in words, for errors.
+
+    Raises:
+        TransformError: a leaf is a tracer.
+        TreeMismatchError: a leaf has a dtype that torch lacks, is spread over several devices, or
+            lies elsewhere than in CPU memory.
+    """
+    # Trees are large, and of few kinds, and JAX takes its time to say what is an array.
+    by_kind = dict(zip(map(type, leaves), leaves, strict=True))
+    kinds = {kind for kind, leaf in by_kind.items() if isinstance(leaf, jax.Array)}
+    arrays = [leaf for leaf in leaves if type(leaf) in kinds]
+    problem = _problem(arrays)
+    if problem is not None:
+        array, error, text = problem
+        path = next(path for path, leaf in zip(paths, leaves, strict=True) if leaf is array)
+        raise error(f"leaf {path!r} of the {what} {text}")
+    # DLPack would wait with the interpreter locked, which callbacks of a running program need.
+    jax.block_until_ready(arrays)
+    tensors = map(torch._C._from_dlpack, map(_exporter(), arrays))
+    if len(arrays) == len(leaves):
+        return list(tensors)
+    return [next(tensors) if type(leaf) in kinds else _other(leaf) for leaf in leaves]
+
+
+def homes_of(leaves: Sequence[Any]) -> list[Home]:
+    """The device for each leaf's result: that of its array, that of the first array for a leaf that
+    is none, and None for a tensor, which stays one."""
+    first = next((leaf.device for leaf in leaves if isinstance(leaf, jax.Array)), _cpu())
+    if _has_one_device():
+        return [None if isinstance(leaf, Tensor) else first for leaf in leaves]
+    return [
+        leaf.device if isinstance(leaf, jax.Array) else None if isinstance(leaf, Tensor) else first
+        for leaf in leaves
+    ]
+
+
+def to_arrays(tensors: Sequence[Tensor | None], homes: Sequence[Home]) -> list[Any]:
+    """Arrays over the memory of results, each on its device; None stays None."""
+    array_of, capsule_of = _importer(), torch._C._to_dlpack
+    return [
+        tensor if tensor is None or home is None else array_of(capsule_of(tensor), home, None)
+        for tensor, home in zip(tensors, homes, strict=True)
+    ]
+
+
+def _problem(arrays: Sequence[jax.Array]) -> tuple[jax.Array, type[FddpError], str] | None:
+    """The first array that can't be taken, with the error and why."""
+    kinds = zip(map(type, arrays), [array.dtype for array in arrays], strict=True)
+    some = dict(zip(kinds, arrays, strict=True)).values()
+    checks: list[tuple[Any, Iterable[jax.Array]]]
+    checks = [(_tracer_problem, some), (_dtype_problem, some)]
+    if not _has_one_device():
+        checks.append((_place_problem, arrays))
+    for problem_of, suspects in checks:
+        if any(map(problem_of, suspects)):
+            return next((array, *found) for array in arrays if (found := problem_of(array)))
+    return None
+
+
+def _tracer_problem(array: jax.Array) -> tuple[type[FddpError], str] | None:
+    if not isinstance(array, jax.core.Tracer):
+        return None
+    return TransformError, (
+        f"is traced by JAX ({type(array).__name__}), and has no values yet; call this outside of "
+        f"jax.jit, jax.grad and jax.vmap, or use fddp.jax.pmean or grad_sync, which work "
+        f"inside"
+    )
+
+
+def _dtype_problem(array: jax.Array) -> tuple[type[FddpError], str] | None:
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+        return TreeMismatchError, (
+            f"is an array of {array.dtype}, which torch lacks; pass None there, or "
+            f"jax.random.key_data(key)"
+        )
+    if array.dtype.name not in _DTYPES:
+        return TreeMismatchError, (
+            f"is of dtype {array.dtype.name}, which torch lacks or can't take from JAX; cast it, "
+            f"or pass None there"
+        )
+    return None
+
+
+def _place_problem(array: jax.Array) -> tuple[type[FddpError], str] | None:
+    devices = sorted(map(str, array.devices()))
+    if len(devices) > 1:
+        return TreeMismatchError, (
+            f"is spread over {len(devices)} devices of this process ({', '.join(devices)}); reduce "
+            f"over these within JAX, and pass an array on one device, such as "
+            f"array.addressable_data(0) of a replicated one"
+        )
+    platform = next(iter(array.devices())).platform
+    if platform != "cpu":
+        return TreeMismatchError, (
+            f"lies on {devices[0]} (platform {platform!r}), and fddp takes JAX arrays in CPU "
+            f"memory; move it: jax.device_put(array, jax.local_devices(backend='cpu')[0])"
+        )
+    return None
+
+
+@cache
+def _has_one_device() -> bool:
+    """Whether all arrays of this process lie in one place, in CPU memory; fixed once JAX runs."""
+    devices = jax.devices()
+    return len(devices) == 1 and devices[0].platform == "cpu"
+
+
+def _cpu() -> Any:
+    return jax.local_devices(backend="cpu")[0]
+
+
+def _other(leaf: Any) -> Any:
+    is_float0 = getattr(leaf, "dtype", None) == jax.dtypes.float0
+    return None if is_float0 else leaf
+
+
+def _exporter() -> Callable[[jax.Array], Any]:
+    return getattr(_native(), "buffer_to_dlpack_managed_tensor", lambda array: array.__dlpack__())
+
+
+def _importer() -> Callable[[Any, Any, None], Any]:
+    """Takes a capsule, the device of the array, and None for a stream."""
+    return getattr(_native(), "dlpack_managed_tensor_to_buffer", _by_public_functions)
+
+
+@cache
+def _native() -> Any:
+    """Where jaxlib has what the public functions call, if it is there: that takes a tenth of their
+    time, and what they check is checked here once for a whole tree."""
+    try:
+        return importlib.import_module("jaxlib._jax")
+    except ImportError:
+        return None
+
+
+def _by_public_functions(capsule: Any, device: Any, stream: None) -> Any:
+    # JAX takes no capsules any more.
+    tensor = torch._C._from_dlpack(capsule)
+    return jax.device_put(jax.dlpack.from_dlpack(tensor), device)

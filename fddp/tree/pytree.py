@@ -1,0 +1,454 @@
+"""Trees and their leaves: the only place that takes a tree apart or puts one together.
+
+A tree is whatever optree knows as one: dicts, OrderedDicts, defaultdicts, lists, tuples, named
+tuples, deques and nodes registered with it, in each other; and, where JAX is imported, what is
+registered with `jax.tree_util`. Everything else is a leaf, and so is `None`: the position of a
+gradient that is not there.
+
+[Note: canonical order]
+Leaves are numbered by path, entry by entry: integers first, by value, then strings by code point,
+then other keys by the name of their type and their `repr`. So ranks number the same leaves alike,
+whatever order their dicts were filled in. optree sorts the keys of dicts, but not those of
+OrderedDicts.
+
+[Note: trees in graphs]
+Where dynamo traces, optree's functions are torch's in Python, which are many steps, and caches are
+not followed. There the entries on the way to each leaf are listed, by `traced_trees.py` where it
+knows the containers, and a function that dynamo calls instead of tracing works out the order from
+them, once a graph.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from operator import itemgetter
+from sys import intern
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar
+
+import optree
+import torch
+from optree import PyTreeKind, PyTreeSpec
+
+from fddp.errors import TreeMismatchError
+from fddp.tree import jax_nodes
+from fddp.tree.traced import rebuilt, walk
+
+Tree = TypeVar("Tree")
+
+_KNOWN_STRUCTURES = 128
+_MAX_PATHS_SHOWN = 5
+_NAMESPACE = "fddp"  # in optree, of containers that JAX knows
+
+_learned: set[type] = set()
+_learning = Lock()
+
+
+class _Structure(NamedTuple):
+    """What all trees of one optree structure have in common; see [Note: canonical order]."""
+
+    paths: tuple[str, ...]  # in canonical order
+    positions: tuple[int, ...]  # in canonical order: where each leaf comes in optree's order
+    is_sorted: bool  # whether the two orders are the same
+
+
+@dataclass(frozen=True)
+class TreeDef:
+    """A tree without its leaves.
+
+    Two are equal if they have the same containers with the same keys, whatever order plain dicts
+    were filled in. Equal ones have equal `paths`; equal `paths` do not make equal containers.
+
+    >>> leaves, treedef = flatten({"b": 1, "a": [2, 3]})
+    >>> leaves, treedef.paths
+    ([2, 3, 1], ('a.0', 'a.1', 'b'))
+    >>> treedef.unflatten([20, 30, 10])
+    {'b': 10, 'a': [20, 30]}
+    """
+
+    _treespec: PyTreeSpec
+    _structure: _Structure = field(compare=False, repr=False)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of the leaves, in canonical order; a bare leaf has the empty path."""
+        return self._structure.paths
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """The tree of these containers around other leaves, given in canonical order.
+
+        Raises:
+            ValueError: there are more or fewer leaves than paths.
+        """
+        if len(leaves) != len(self.paths):
+            raise ValueError(f"got {len(leaves)} leaves for a tree of {len(self.paths)}")
+        if self._structure.is_sorted:
+            return optree.tree_unflatten(self._treespec, leaves)
+        in_place: list[Any] = [None] * len(leaves)
+        for position, leaf in zip(self._structure.positions, leaves, strict=True):
+            in_place[position] = leaf
+        return optree.tree_unflatten(self._treespec, in_place)
+
+
+def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
+    """The leaves of a tree in canonical order, and the tree without them.
+
+    The order is worked out once for each structure. After that a call costs little more than
+    optree's own flatten, as it must: it runs on every step.
+
+    Raises:
+        TypeError: a key has no text that is the same on every rank.
+        ValueError: two leaves have the same path.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return _traced(tree)
+    leaves, treespec = optree.tree_flatten(tree, none_is_leaf=True)
+    if "jax.tree_util" in sys.modules:
+        leaves, treespec = _with_nodes_of_jax(tree, leaves, treespec)
+    structure = _structure(treespec)
+    if not structure.is_sorted:
+        leaves = list(itemgetter(*structure.positions)(leaves))
+    return leaves, TreeDef(treespec, structure)
+
+
+def _with_nodes_of_jax(
+    tree: Any, leaves: list[Any], treespec: PyTreeSpec
+) -> tuple[list[Any], PyTreeSpec]:
+    """Takes containers apart that only JAX knows; they may hold others."""
+    while _learn_nodes(leaves):
+        leaves, treespec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
+    return leaves, treespec
+
+
+def _learn_nodes(leaves: Sequence[Any]) -> bool:
+    """Whether there are containers of JAX among what optree took for leaves. They are registered in
+    a namespace, so that others who use optree see no change."""
+    by_type = dict(zip(map(type, leaves), leaves, strict=True))
+    nodes = [kind for kind, leaf in by_type.items() if jax_nodes.is_node(leaf)]
+    with _learning:
+        for kind in nodes:
+            if kind not in _learned:
+                optree.register_pytree_node(
+                    kind, jax_nodes.flatten_node, jax_nodes.unflatten_node, namespace=_NAMESPACE
+                )
+                _learned.add(kind)
+    return bool(nodes)
+
+
+def tree_map(fn: Callable[..., Any], tree: Tree, *rest: Any) -> Tree:
+    """Apply `fn` to the leaves of `tree`, together with those of the same path in other trees.
+
+    Where a leaf is `None` in any of the trees, the leaf of `tree` stays as it is and `fn` is not
+    called: a gradient that is not there leaves its parameter alone.
+
+    Args:
+        fn: takes one leaf of `tree` and of each tree in `rest`.
+        tree: gives the result its containers.
+        rest: trees with the same paths, in whatever containers and order.
+
+    Raises:
+        TreeMismatchError: a tree in `rest` has other paths.
+
+    >>> params = {"weight": 1.0, "bias": 2.0}
+    >>> tree_map(lambda p, g: p - g, params, {"bias": None, "weight": 0.25})
+    {'weight': 0.75, 'bias': 2.0}
+    """
+    leaves, treedef = flatten(tree)
+    others = [
+        _leaves_along(treedef.paths, other, f"tree {number} of tree_map")
+        for number, other in enumerate(rest, start=2)
+    ]
+    mapped: Tree = treedef.unflatten(
+        [
+            row[0] if any(leaf is None for leaf in row) else fn(*row)
+            for row in zip(leaves, *others, strict=True)
+        ]
+    )
+    return mapped
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply `fn` to every leaf that is not `None`, in a tree whose leaves need no names.
+
+    Unlike in `tree_map`, any keys will do.
+
+    >>> map_leaves(str, {"loss": 0.5, "note": None})
+    {'loss': '0.5', 'note': None}
+    """
+    return optree.tree_map(fn, tree)
+
+
+def registration_order(tree: Any, treedef: TreeDef) -> tuple[int, ...]:
+    """Canonical leaf indices in the order in which the containers were filled.
+
+    Modules register parameters in about the order in which forward uses them, so gradients arrive
+    in about the reverse of this.
+
+    Args:
+        tree: any tree.
+        treedef: that of this very tree, as `flatten` gives it.
+
+    >>> tree = {"b": 0.0, "a": [0.0, 0.0]}
+    >>> registration_order(tree, flatten(tree)[1])
+    (2, 0, 1)
+    """
+    filled: list[int] = []
+    _walk_as_filled(tree, treedef._treespec, 0, filled)
+    canonical = [0] * len(filled)
+    for index, position in enumerate(treedef._structure.positions):
+        canonical[position] = index
+    return tuple(canonical[position] for position in filled)
+
+
+def check_paths(treedef: TreeDef, paths: tuple[str, ...], what: str) -> None:
+    """Make sure that the leaves of a tree are those of a plan, one by one.
+
+    It runs on every step, so paths are interned here and in plans: when all is well, this compares
+    pointers.
+
+    Args:
+        treedef: of the tree in question.
+        paths: those of the plan, in its order.
+        what: names the tree in the error, as `"gradients"`.
+
+    Raises:
+        TreeMismatchError: paths are missing or unexpected, or numbered in another order.
+    """
+    if treedef.paths != paths:
+        raise _mismatch(treedef.paths, paths, what)
+
+
+def _leaves_along(paths: tuple[str, ...], tree: Any, what: str) -> list[Any]:
+    leaves, treedef = flatten(tree)
+    if treedef.paths == paths:
+        return leaves
+    by_path = dict(zip(treedef.paths, leaves, strict=True))
+    if by_path.keys() != set(paths):
+        raise _mismatch(treedef.paths, paths, what)
+    return [by_path[path] for path in paths]
+
+
+def _mismatch(paths: tuple[str, ...], expected: tuple[str, ...], what: str) -> TreeMismatchError:
+    known, wanted = set(paths), set(expected)
+    if known == wanted:
+        path, other = next(pair for pair in zip(paths, expected, strict=True) if pair[0] != pair[1])
+        return TreeMismatchError(
+            f"{what} has the expected {len(paths)} paths, but in containers that number them in "
+            f"another order: {path!r} comes where {other!r} is expected; nest it as the tree that "
+            "the plan was made for"
+        )
+    missing = [path for path in expected if path not in known]
+    unexpected = [path for path in paths if path not in wanted]
+    return TreeMismatchError(
+        f"{what} does not have the expected leaves: it has {len(paths)}, expected are "
+        f"{len(expected)}; missing: {_some(missing)}; unexpected: {_some(unexpected)}. "
+        "Both trees must have the same paths, with None at a leaf that has no value"
+    )
+
+
+def _some(paths: Sequence[str]) -> str:
+    more = len(paths) - _MAX_PATHS_SHOWN
+    shown = ", ".join(map(repr, paths[:_MAX_PATHS_SHOWN])) or "none"
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+@lru_cache(maxsize=_KNOWN_STRUCTURES)
+def _structure(treespec: PyTreeSpec) -> _Structure:
+    positions, paths = _canonical(treespec, {})
+    if len(set(paths)) != len(paths):
+        accessors = optree.treespec_accessors(treespec)
+        codes = [accessors[position].codify("") for position in positions]
+        paths = _told_apart(paths, codes)
+    return _Structure(
+        paths=tuple(map(intern, paths)),
+        positions=tuple(positions),
+        is_sorted=positions == list(range(len(positions))),
+    )
+
+
+@dataclass(frozen=True)
+class _TreeDefByExample(TreeDef):
+    """What `traced_trees.py` has taken apart."""
+
+    _example: Any = field(default=None, compare=False, repr=False)
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        if len(leaves) != len(self.paths):
+            raise ValueError(f"got {len(leaves)} leaves for a tree of {len(self.paths)}")
+        in_place: list[Any] = [None] * len(leaves)
+        for position, leaf in zip(self._structure.positions, leaves, strict=True):
+            in_place[position] = leaf
+        return rebuilt(self._example, iter(in_place))
+
+
+def _traced(tree: Any) -> tuple[list[Any], TreeDef]:
+    """`flatten` where dynamo traces; see [Note: trees in graphs]."""
+    leaves: list[Any] = []
+    ways: list[tuple[Any, ...]] = []
+    is_known = walk(tree, leaves, ways)
+    structure = _structure_of_ways(tuple(ways), None) if is_known else None
+    if structure is None:
+        leaves, treespec = optree.tree_flatten(tree, none_is_leaf=True)
+        structure = _traced_structure(treespec)
+        treedef = TreeDef(treespec, structure)
+    else:
+        treedef = _TreeDefByExample(None, structure, tree)  # type: ignore[arg-type]  # unused there
+    return [leaves[position] for position in structure.positions], treedef
+
+
+def _traced_structure(treespec: PyTreeSpec) -> _Structure:
+    """`_structure` where dynamo traces, for any containers."""
+    ways: list[tuple[Any, ...]] = []
+    codes: list[str] = []
+    _list_ways(treespec, (), "", ways, codes)
+    structure = _structure_of_ways(tuple(ways), tuple(codes))
+    assert structure is not None  # as there are codes
+    return structure
+
+
+def _list_ways(
+    treespec: PyTreeSpec, way: tuple[Any, ...], code: str, ways: list[Any], codes: list[str]
+) -> None:
+    """The entries that lead to each leaf, and the same as code, in optree's order."""
+    if treespec.is_leaf():
+        ways.append(way)
+        codes.append(code)
+        return
+    container = treespec.type
+    fields: Sequence[str] = ()
+    if container is not None and container is not tuple and issubclass(container, tuple):
+        fields = optree.namedtuple_fields(container)
+    for number, child in enumerate(treespec.children()):
+        entry = fields[number] if fields else treespec.entry(number)
+        step = f".{entry}" if fields else f"[{entry!r}]"
+        _list_ways(child, (*way, entry), code + step, ways, codes)
+
+
+def _structure_of_ways(
+    ways: tuple[tuple[Any, ...], ...], codes: tuple[str, ...] | None
+) -> _Structure | None:
+    """What `_structure` gives, from constants; None where clashing paths can't be told apart."""
+    keys = [[_mixed_key(entry) for entry in way] for way in ways]
+    positions = sorted(range(len(ways)), key=keys.__getitem__)
+    paths = [".".join(map(_entry_text, ways[position])) for position in positions]
+    if len(set(paths)) != len(paths):
+        if codes is None:
+            return None
+        paths = _told_apart(paths, [codes[position] for position in positions])
+    return _Structure(tuple(map(intern, paths)), tuple(positions), positions == [*range(len(ways))])
+
+
+# What `torch._dynamo.assume_constant_result` sets, without loading dynamo.
+_structure_of_ways._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _canonical(
+    treespec: PyTreeSpec, known: dict[PyTreeSpec, tuple[list[int], list[str]]]
+) -> tuple[list[int], list[str]]:
+    """optree's position and the path of each leaf, in canonical order.
+
+    Models repeat their layers, so each distinct subtree is worked out once and kept in `known`.
+    """
+    if treespec.is_leaf():
+        return [0], [""]
+    entries = _entries(treespec)
+    keys = _entry_keys(entries)
+    numbers = sorted(range(len(keys)), key=keys.__getitem__)
+    if treespec.is_one_level():
+        return numbers, [_entry_text(entries[number]) for number in numbers]
+    positions: list[int] = []
+    paths: list[str] = []
+    children = treespec.children()
+    firsts = list(accumulate((child.num_leaves for child in children), initial=0))
+    for number in numbers:
+        child, first, text = children[number], firsts[number], _entry_text(entries[number])
+        if child.is_leaf():
+            positions.append(first)
+            paths.append(text)
+            continue
+        below = known.get(child)
+        if below is None:
+            below = known[child] = _canonical(child, known)
+        positions += [first + position for position in below[0]]
+        paths += [f"{text}.{path}" for path in below[1]]
+    return positions, paths
+
+
+def _walk_as_filled(node: Any, treespec: PyTreeSpec, first: int, filled: list[int]) -> None:
+    """Add optree's positions of the leaves under `node` as its containers have them."""
+    if treespec.is_leaf():
+        filled.append(first)
+        return
+    order: Sequence[int] = range(treespec.num_children)
+    is_sorted_by_optree = treespec.type in (dict, defaultdict)
+    if is_sorted_by_optree:
+        child_of = dict(zip(treespec.entries(), order, strict=True))
+        order = [child_of[key] for key in node]
+    if treespec.is_one_level():
+        filled.extend([first + child for child in order])
+        return
+    if is_sorted_by_optree:
+        values = node.values()
+    else:
+        values = optree.tree_flatten_one_level(
+            node, none_is_leaf=True, namespace=treespec.namespace
+        )[0]
+    children = treespec.children()
+    firsts = list(accumulate((child.num_leaves for child in children), initial=first))
+    for child, value in zip(order, values, strict=True):
+        _walk_as_filled(value, children[child], firsts[child], filled)
+
+
+def _entries(treespec: PyTreeSpec) -> Sequence[Any]:
+    """What leads to each child; optree has numbers where a named tuple has names."""
+    container = treespec.type
+    if container is not None and container is not tuple and issubclass(container, tuple):
+        if treespec.kind == PyTreeKind.NAMEDTUPLE:
+            return optree.namedtuple_fields(container)
+        if treespec.kind == PyTreeKind.STRUCTSEQUENCE:
+            return optree.structseq_fields(container)
+    return treespec.entries()
+
+
+def _entry_keys(entries: Sequence[Any]) -> Sequence[Any]:
+    """What siblings are sorted by; see [Note: canonical order]."""
+    if set(map(type, entries)) in ({str}, {int}):
+        return entries
+    return [_mixed_key(entry) for entry in entries]
+
+
+def _mixed_key(entry: Any) -> tuple[Any, ...]:
+    """By which an entry is sorted among entries of any types."""
+    if type(entry) is int:
+        return (0, entry)
+    if type(entry) is str:
+        return (1, entry)
+    return (2, type(entry).__name__, repr(entry))
+
+
+def _entry_text(entry: object) -> str:
+    if type(entry) is str:
+        return entry
+    text = repr(entry)
+    if " at 0x" in text:
+        raise TypeError(
+            f"the tree has the key {text}, whose text differs from rank to rank, so that leaves "
+            "cannot be named by it; use a string or an integer, or give its type a __repr__"
+        )
+    return text
+
+
+def _told_apart(paths: list[str], codes: list[str]) -> list[str]:
+    """Paths in which clashing ones, as of {"a.b": x, "a": {"b": y}}, are written as code."""
+    counts = Counter(paths)
+    mixed = [code if counts[path] > 1 else path for path, code in zip(paths, codes, strict=True)]
+    for unique in (mixed, codes):
+        if len(set(unique)) == len(unique):
+            return unique
+    [(path, count)] = Counter(codes).most_common(1)
+    raise ValueError(f"{count} leaves have the path {path!r}; rename keys so that paths differ")

@@ -1,0 +1,168 @@
+"""The demo, whole and in parts: real processes, short runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import fddp
+from fddp.cli.demo.command import run_demo
+from fddp.cli.demo.compare import StepTimes, difference, difference_between_ranks
+from fddp.cli.demo.data import Batch, load, own_batches, whole_batches
+from fddp.cli.demo.model import Params, Score, init_params, loss_fn
+from fddp.cli.demo.rank import Options
+from fddp.cli.demo.report import ROUNDING, Report, checks
+from fddp.cli.demo.train import Trained, train, train_alone
+from tests.support import commands as cli
+
+if TYPE_CHECKING:
+    from tests.support.ranks import RankPool
+
+GOOD = Report(
+    ranks=2,
+    epochs=1,
+    images=1437,
+    steps=24,
+    transport="c10d",
+    score=Score(loss=0.5, accuracy=0.9),
+    between_ranks=0.0,
+    from_one_process=1e-15,
+    times=StepTimes(fddp_s=0.01, ddp_s=0.01),
+    bucket_bytes=(1024,),
+    hidden=0.5,
+)
+
+
+def train_unweighted(
+    params: Params,
+    data: Batch,
+    sync: fddp.GradSync,
+    epochs: int,
+    after_epoch: Callable[[Params], None],
+) -> Trained:
+    """The demo's loop, but each rank counts the same however many images it has."""
+    infos = []
+    step = sync.value_and_grad(loss_fn, with_info=True)
+    for batch in fddp.uneven(own_batches(data, 0, sync.rank, sync.world_size), sync):
+        _, grads, info = step(params, batch)
+        params = fddp.tree_map(lambda p, g: p - 0.1 * g, params, grads)
+        infos.append(info)
+    after_epoch(params)
+    return Trained(params, infos)
+
+
+@pytest.mark.slow
+def test_the_command_trains_and_shows_every_row(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--epochs", "1", "--bucket-cap-mb", "0.1"]) == 0
+    printed = capfd.readouterr().out
+    for row in (
+        "1437 digits, epochs: 1, ranks: 2, transport: shm",
+        "loss on held-out images",
+        "accuracy on held-out images",
+        "difference between ranks      0          passed: must be 0",
+        "difference from one process",
+        "passed: at most 1e-10",
+        "step with fddp",
+        "step with torch DDP",
+        "fddp / DDP",
+        "buckets",
+        "communication hidden",
+    ):
+        assert row in printed
+    # Away from a terminal, progress is lines.
+    assert "training on all ranks: loss " in printed
+    assert "\x1b" not in printed
+
+
+@pytest.mark.slow
+def test_wrong_gradients_end_with_a_failed_check(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_demo(Options(2, 1, 0.25, train_unweighted)) == 1
+    printed = capfd.readouterr().out
+    assert "passed: must be 0" in printed  # wrong, but the same on all ranks
+    assert "FAILED: at most 1e-10" in printed
+
+
+def train_dies(params: Params, data: Batch, sync: fddp.GradSync, *rest: object) -> Trained:
+    """Fails on one rank before its first step."""
+    if sync.rank == 1:
+        raise RuntimeError("out of luck")
+    return Trained(params, [])
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_demo(Options(2, 1, 0.25, train_dies))
+    assert caught.value.code == 1
+    printed = capfd.readouterr().err
+    assert printed.index("rank 1 failed:\n") < printed.index("RuntimeError: out of luck")
+    assert printed.endswith("python -m fddp demo: a rank failed; its error is above\n")
+
+
+@pytest.mark.parametrize("value", [1e-16, 1.0, float("nan"), float("inf")])
+def test_ranks_must_not_differ_at_all(value: float) -> None:
+    found = checks(replace(GOOD, between_ranks=value))["difference between ranks"]
+    assert not found.passed
+    assert str(found) == "FAILED: must be 0"
+
+
+@pytest.mark.parametrize("value", [2 * ROUNDING, float("nan"), float("inf")])
+def test_one_process_may_differ_by_rounding_only(value: float) -> None:
+    assert all(check.passed for check in checks(GOOD).values())
+    assert not checks(replace(GOOD, from_one_process=value))["difference from one process"].passed
+
+
+def _part_from_rank_0(rank: int, world_size: int, amount: float) -> tuple[float, float]:
+    params = init_params(seed=0)
+    same = difference_between_ranks(params)
+    if rank == world_size - 1:
+        params["dense2"]["bias"][3] += amount
+    return same, difference_between_ranks(params)
+
+
+@pytest.mark.parametrize("amount", [1e-14, 0.5, float("nan")])
+def test_a_rank_that_parts_is_seen_by_all(ranks: RankPool, amount: float) -> None:
+    for same, parted in ranks.run(3, _part_from_rank_0, amount):
+        assert same == 0.0
+        assert parted == pytest.approx(amount, nan_ok=True, rel=1e-3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_the_ranks_together_take_each_image_once_an_epoch(world_size: int) -> None:
+    data, held_out = load()
+    assert data.size + held_out.size == 1797
+    numbered = Batch(torch.arange(data.size), data.labels)
+    own = [list(own_batches(numbered, 1, rank, world_size)) for rank in range(world_size)]
+    whole = list(whole_batches(numbered, 1, world_size))
+    assert torch.equal(
+        torch.cat([batch.images for batch in whole]).sort()[0], torch.arange(data.size)
+    )
+    assert len(whole) == max(map(len, own))
+    for number, batch in enumerate(whole):
+        parts = [batches[number].images for batches in own if number < len(batches)]
+        assert torch.equal(batch.images, torch.cat(parts))
+
+
+def _train_few(group: fddp.transport.LoopbackGroup, data: Batch) -> Trained:
+    params = fddp.broadcast(init_params(seed=group.rank), group=group)
+    with fddp.GradSync(params, group=group, bucket_cap_mb=0.1) as sync:
+        return train(params, data, sync, 2, lambda params: None)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_loop_is_that_of_one_process(world_size: int) -> None:
+    data = load()[0].pick(slice(200))
+    trained = fddp.loopback(world_size, _train_few, data)
+    alone = train_alone(init_params(seed=0), data, world_size, 2, lambda: None)
+    assert difference(alone, init_params(seed=0)) > 0.01
+    for params, infos in trained:
+        assert difference(params, alone) <= 1e-12
+        assert difference(params, trained[0].params) == 0.0
+        # Every image counted once in each epoch, whoever had it.
+        assert sum(info.total_weight for info in infos) == 2 * data.size
+    if world_size > 1:
+        assert min(info.active for info in trained[0].infos) < world_size

@@ -1,0 +1,229 @@
+"""`fddp.broadcast`: one rank's tree on every rank, or an error on every rank."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fddp
+from tests.support.models import rand, same_bits
+from tests.support.ranks import Launch, RankPool
+from tests.sync.test_errors import Ending, ending
+
+NAMES = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
+NAMES += ["uint8", "int8", "int16", "int32", "int64", "bool"]
+
+
+def rank_of(group: Any) -> int:
+    return group.rank if isinstance(group.rank, int) else dist.get_rank(group)
+
+
+def tree(rank: int) -> Any:
+    leaves = {name: (10 * rand(3, 4, seed=rank)).to(getattr(torch, name)) for name in NAMES}
+    return {
+        **leaves,
+        "scalar": torch.tensor(float(rank)),
+        "empty": torch.zeros(0, 3),
+        "none": None,
+        "nested": [OrderedDict(z=rand(2, seed=rank), a=(rand(1, seed=rank),))],
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_dtype_from_every_source(launch: Launch, world_size: int) -> None:
+    for src in range(world_size):
+        results = launch(world_size, from_source, src)
+        assert same_bits([tree(src), *(result for result, _ in results)])
+        assert all(survived for _, survived in results)
+        for result, _ in results:
+            for name in NAMES:
+                assert result[name].dtype == getattr(torch, name)
+            assert isinstance(result["nested"][0], OrderedDict)
+            assert list(result["nested"][0]) == ["z", "a"]
+
+
+def from_source(group: Any, src: int) -> tuple[Any, bool]:
+    own = tree(rank_of(group))
+    result = fddp.broadcast(own, src, group=group)
+    return result, same_bits([own, tree(rank_of(group))])
+
+
+def test_the_default_is_rank_0_of_the_default_group(ranks: RankPool) -> None:
+    assert ranks.run(2, by_default) == [0.0, 0.0]
+
+
+def by_default(rank: int, world_size: int) -> float:
+    return float(fddp.broadcast({"w": torch.tensor(float(rank))})["w"].item())
+
+
+def test_src_is_a_rank_of_the_group_not_of_the_job(ranks: RankPool) -> None:
+    assert ranks.run(3, in_a_part) == [None, 2.0, 2.0]
+
+
+def in_a_part(rank: int, world_size: int) -> float | None:
+    if rank == 0:
+        return None
+    group = dist.new_group([1, 2], use_local_synchronization=True)
+    return float(fddp.broadcast(torch.tensor(float(rank)), 1, group=group).item())
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda t: t.T,
+    "expanded": lambda t: t[:1].expand(3, 4),
+    "stride 2": lambda t: torch.stack([t, t], -1)[..., 0],
+    "conjugate": lambda t: t.to(torch.complex128).conj(),
+    "negative": lambda t: torch.complex(t, t).conj().imag,
+    "requires grad": lambda t: t.clone().requires_grad_(),
+    "parameter": lambda t: nn.Parameter(t),
+    "channels_last": lambda t: t.view(1, 3, 2, 2).contiguous(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_layouts(layout: str) -> None:
+    make = LAYOUTS[layout]
+
+    def run(group: Any) -> Tensor:
+        own = rand(3, 4, seed=group.rank)
+        result = fddp.broadcast({"w": make(own), "v": own.clone()}, 1, group=group)
+        assert torch.equal(result["v"], rand(3, 4, seed=1))
+        return result["w"]
+
+    for result in fddp.loopback(2, run):
+        assert torch.equal(result, make(rand(3, 4, seed=1)).detach())
+        assert not result.requires_grad
+        assert not result.is_conj()
+        assert not result.is_neg()
+        result.mul_(2)  # writable: no two elements share memory
+
+
+def test_layouts_may_differ_from_rank_to_rank() -> None:
+    def run(group: Any) -> Tensor:
+        own = rand(4, 4, seed=group.rank)
+        return fddp.broadcast({"w": own.T if group.rank else own}, group=group)["w"]
+
+    for result in fddp.loopback(2, run):
+        assert torch.equal(result, rand(4, 4, seed=0))
+
+
+def test_leaves_do_not_share_memory_with_anything() -> None:
+    def run(group: Any) -> None:
+        own = {"a": torch.ones(3), "b": torch.ones(2)}
+        result = fddp.broadcast(own, group=group)
+        result["a"].zero_()
+        assert own["a"].tolist() == [1.0] * 3
+        assert result["b"].tolist() == [1.0] * 2
+        for key, leaf in result.items():
+            assert leaf.untyped_storage().nbytes() == own[key].nbytes
+
+    fddp.loopback(2, run)
+
+
+def test_insertion_order_may_differ() -> None:
+    def run(group: Any) -> Any:
+        items = [("a", torch.full((2,), 1.0)), ("b", torch.full((2,), 2.0))]
+        return fddp.broadcast(OrderedDict(items[:: -1 if group.rank else 1]), group=group)
+
+    for result in fddp.loopback(2, run):
+        assert {key: leaf.tolist() for key, leaf in result.items()} == {"a": [1, 1], "b": [2, 2]}
+
+
+def test_trees_without_tensors() -> None:
+    def run(group: Any) -> Any:
+        return [fddp.broadcast(t, group=group) for t in ({}, None, {"a": None})]
+
+    assert fddp.loopback(2, run) == [[{}, None, {"a": None}]] * 2
+
+
+BASE = {"w": torch.zeros(3), "v": torch.zeros(2, dtype=torch.int64)}
+ERRORS: dict[str, tuple[Any, int, tuple[str, ...]]] = {
+    "shape": ({**BASE, "w": torch.zeros(4)}, 0, ("'w'", "(3,)", "(4,)", "rank 0", "rank 1")),
+    "dtype": ({**BASE, "w": torch.zeros(3).half()}, 0, ("'w'", "float32", "float16", "rank 1")),
+    "a leaf more": ({**BASE, "x": torch.zeros(1)}, 0, ("2 leaves", "3", "rank 1")),
+    "a leaf less": ({"w": BASE["w"]}, 0, ("'v'", "'w'", "rank 0", "rank 1")),
+    "another name": ({"u": BASE["w"], "v": BASE["v"]}, 0, ("'u'", "'v'", "rank 1")),
+    "None": ({**BASE, "w": None}, 0, ("'w'", "None", "rank 1")),
+    "another src": (BASE, 1, ("src", "0", "1", "rank 1")),
+    "a number": ({**BASE, "w": 3.0}, 0, ("'w'", "rank 1", "float")),
+    "a sparse tensor": ({**BASE, "w": torch.eye(3).to_sparse()}, 0, ("'w'", "rank 1", "dense")),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_differs_is_told_on_every_rank(name: str) -> None:
+    check_errors(fddp.loopback(2, differ, name, timeout_s=5.0), name)
+
+
+def test_errors_on_real_processes(launch: Launch) -> None:
+    for pair in zip(*launch(2, differ_in_all), strict=True):
+        check_errors([run for _, run in pair], pair[0][0])
+
+
+def differ_in_all(group: Any) -> Any:
+    return [(name, differ(group, name)) for name in ERRORS]
+
+
+def differ(group: Any, name: str) -> tuple[Ending, float]:
+    other, src, _ = ERRORS[name]
+    mine = rank_of(group) == 1
+    seen = ending(lambda: fddp.broadcast(other if mine else BASE, src if mine else 0, group=group))
+    after = fddp.broadcast(torch.tensor(float(rank_of(group))), 1, group=group)
+    return seen, after.item()
+
+
+def check_errors(runs: list[tuple[Ending, float]], name: str) -> None:
+    assert len({seen.text for seen, _ in runs}) == 1
+    for seen, after in runs:
+        assert seen.kinds[0] == "PlanMismatchError"
+        for text in ERRORS[name][2]:
+            assert text in seen.text
+        assert ";" in seen.text, "what differs; the way out"
+        assert after == 1.0
+
+
+@pytest.mark.parametrize("src", [-1, 2, 17])
+def test_a_source_that_is_no_rank(src: int) -> None:
+    def run(group: Any) -> Ending:
+        return ending(lambda: fddp.broadcast(BASE, src, group=group))
+
+    for seen in fddp.loopback(2, run):
+        assert seen.kinds[0] == "PlanMismatchError"
+        assert f"src={src}" in seen.text
+        assert "2" in seen.text
+
+
+@pytest.mark.parametrize("src", ["0", None, 0.5])
+def test_a_source_that_is_no_number(src: Any) -> None:
+    def run(group: Any) -> Ending:
+        return ending(lambda: fddp.broadcast(BASE, src if group.rank else 0, group=group))
+
+    for seen in fddp.loopback(2, run, timeout_s=5.0):
+        assert "PlanMismatchError" in seen.kinds, seen
+
+
+def test_a_tree_that_one_rank_cannot_take_apart() -> None:
+    def run(group: Any) -> Ending:
+        bad = {object(): torch.zeros(1)} if group.rank else {"a": torch.zeros(1)}
+        return ending(lambda: fddp.broadcast(bad, group=group))
+
+    first, second = fddp.loopback(2, run, timeout_s=5.0)
+    assert first.kinds[0] == "PlanMismatchError", "told, not left waiting"
+    assert "no error" not in second.kinds
+
+
+@pytest.mark.parametrize("src", [1.0, "1", None, torch.tensor([0, 1])])
+def test_a_source_that_is_no_number_on_one_rank(src: Any) -> None:
+    def run(group: Any) -> str:
+        with pytest.raises(fddp.PlanMismatchError) as info:
+            fddp.broadcast({"w": torch.zeros(2)}, src if group.rank else 1, group=group)
+        return str(info.value)
+
+    first, second = fddp.loopback(2, run)
+    assert first == second
+    assert "rank 1 can't take part: TypeError" in first

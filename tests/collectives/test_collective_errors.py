@@ -1,0 +1,492 @@
+"""Bad input to the operators: named errors on every rank, and ranks that stay usable."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, jvp, vmap
+
+import fddp
+from tests.collectives.test_broadcast import rank_of
+from tests.support.ranks import Launch, RankPool, launch_over
+from tests.sync.test_errors import Ending, ending
+
+ONE = torch.ones(2)
+
+
+@pytest.fixture(params=["shm", "c10d", "loopback"])
+def launch(request: pytest.FixtureRequest) -> Launch:
+    return launch_over(request.param, request)
+
+
+Act = Callable[[int, fddp.Communicator], Any]
+
+
+def two_gradients(only_one: bool) -> Callable[[fddp.Communicator], Any]:
+    """A branch of backward that one rank may not take: two means of one shape."""
+
+    def act(ranks: fddp.Communicator) -> Any:
+        x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        a, b = fddp.pmean(x, ranks), fddp.pmean(y, ranks)
+        (a if only_one else a + b).sum().backward()
+        return x.grad
+
+    return act
+
+
+def one_of_two(ranks: fddp.Communicator, which: int) -> Any:
+    """Two trees of one shape, of which the loss uses another on each rank."""
+
+    def loss(pair: tuple[Tensor, Tensor]) -> Tensor:
+        both = fddp.sync_on_backward(pair[0], ranks), fddp.sync_on_backward(pair[1], ranks)
+        return both[which].sum()
+
+    return grad(loss)((ONE, ONE))
+
+
+#: what rank 0 does, what the others do, and what each is told
+DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
+    "operators": (
+        lambda ranks: fddp.psum(ONE, ranks),
+        lambda ranks: fddp.pmean(ONE, ranks),
+        "rank 0: psum of 1 leaf ('').*rank 1: pmean of 1 leaf ('').*the operator is psum on rank 0 "
+        "and pmean on rank 1",
+    ),
+    "shapes": (
+        lambda ranks: fddp.psum({"w": ONE}, ranks),
+        lambda ranks: fddp.psum({"w": ONE.view(2, 1)}, ranks),
+        "rank 0 has leaf 'w' of shape (2,), float32 on cpu where rank 1 has leaf 'w' of shape "
+        "(2, 1), float32 on cpu",
+    ),
+    "dtypes": (
+        lambda ranks: fddp.all_gather(ONE, ranks),
+        lambda ranks: fddp.all_gather(ONE.double(), ranks),
+        "shape (2,), float32 on cpu where rank 1 has leaf '' of shape (2,), float64 on cpu",
+    ),
+    "trees": (
+        lambda ranks: fddp.psum({"a": ONE, "b": ONE}, ranks),
+        lambda ranks: fddp.psum({"a": ONE, "b": None}, ranks),
+        "only rank 0 has leaf 'b' of shape (2,), float32 on cpu",
+    ),
+    "roots": (
+        lambda ranks: fddp.broadcast_from(ONE, 0, ranks),
+        lambda ranks: fddp.broadcast_from(ONE, 1, ranks),
+        "the root is 0 on rank 0 and 1 on rank 1",
+    ),
+    "tiles": (
+        lambda ranks: fddp.all_gather(ONE, ranks),
+        lambda ranks: fddp.all_gather(ONE, ranks, tiled=True),
+        "the choice of tiled is False on rank 0 and True on rank 1",
+    ),
+    "plans": (
+        lambda ranks: fddp.psum([ONE, ONE], ranks),
+        lambda ranks: fddp.psum(
+            [ONE, ONE], ranks, plan=fddp.plan_buckets([ONE, ONE], bucket_cap_mb=1e-5)
+        ),
+        "the leaves are alike, but not the buckets",
+    ),
+    "batches": (
+        lambda ranks: vmap(lambda x: fddp.psum(x, ranks))(ONE.expand(3, 2)),
+        lambda ranks: fddp.psum(ONE, ranks),
+        "rank 0 has leaf '' of shape (3, 2), float32 on cpu where rank 1 has leaf '' of shape (2,)",
+    ),
+    "directions": (
+        lambda ranks: grad(lambda x: fddp.psum(x, ranks).sum())(ONE),
+        lambda ranks: [fddp.psum(ONE, ranks), fddp.psum(ONE, ranks)],
+        "rank 0: backward of psum of 1 leaf.*rank 1: psum of 1 leaf.*differentiated otherwise",
+    ),
+    "calls that only backward meets": (
+        lambda ranks: one_of_two(ranks, 0),
+        lambda ranks: one_of_two(ranks, 1),
+        "rank 0: backward of pmean of 1 leaf.*rank 0 means another call of it than rank 1",
+    ),
+    "calls": (
+        two_gradients(only_one=True),
+        two_gradients(only_one=False),
+        "rank 0 means another call of it than rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_ranks_that_differ(launch: Launch, case: str) -> None:
+    endings = launch(2, differ, case)
+    *_, told = DIFFERENT[case]
+    for rank, (found, after) in enumerate(endings):
+        assert found.kinds[0] == "DesyncError", found
+        for part in told.split(".*"):
+            assert part in found.text, (part, found.text)
+        for line in ("0", "1"):
+            assert f"rank {line}: " in found.text
+        assert found.text.count(f"{__file__}:") == 2
+        assert after == 2, rank
+
+
+def differ(group: Any, case: str) -> tuple[Ending, float]:
+    first, second, _ = DIFFERENT[case]
+    rank = rank_of(group)
+    with fddp.Communicator(group) as ranks:
+        found = ending(lambda: (first if rank == 0 else second)(ranks))
+        # The one with more calls to come is told by the next of the other.
+        return found, float(fddp.psum(torch.tensor(1.0), ranks))
+
+
+#: what rank 1 asks for while rank 0 sums, and its error; the communicator stays usable
+WRONG: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "mean of integers": (
+        lambda ranks: fddp.pmean({"n": torch.tensor(1)}, ranks),
+        "TypeError",
+        "pmean: leaf 'n' is of torch.int64, whose mean is no number of that dtype; use psum, or "
+        "convert it to a floating dtype",
+    ),
+    "sum of bools": (
+        lambda ranks: fddp.psum(torch.tensor(True), ranks),
+        "TypeError",
+        "psum: leaf '' is of torch.bool, which can't be summed; convert it to one of",
+    ),
+    "no tensor": (
+        lambda ranks: fddp.psum({"w": "text"}, ranks),
+        "TypeError",
+        "psum: leaf 'w' is str; it takes dense tensors and None",
+    ),
+    "sparse": (
+        lambda ranks: fddp.psum(torch.eye(2).to_sparse(), ranks),
+        "TypeError",
+        "psum: leaf '' is of layout torch.sparse_coo; it takes dense tensors",
+    ),
+    "largest complex": (
+        lambda ranks: fddp.pmax(torch.ones(1, dtype=torch.complex64), ranks),
+        "TypeError",
+        "pmax: leaf '' is of torch.complex64, which has no order",
+    ),
+    "largest of a kind without": (
+        lambda ranks: fddp.pmax({"n": torch.ones(1, dtype=torch.uint16)}, ranks),
+        "TypeError",
+        "pmax: leaf 'n' is of torch.uint16, of which torch finds no maximum; convert it to one of",
+    ),
+    "root": (
+        lambda ranks: fddp.broadcast_from(ONE, 2, ranks),
+        "ValueError",
+        "broadcast_from: root=2 is no rank among the 2 that meet; they count from 0",
+    ),
+    "root of another kind": (
+        lambda ranks: fddp.broadcast_from(ONE, "0", ranks),
+        "TypeError",
+        "broadcast_from: root must be an int, got '0'",
+    ),
+    "axis of a tensor": (
+        lambda ranks: fddp.psum(ONE, ranks, axis=0),
+        "TypeError",
+        "psum: axis must be a name of an axis of the mesh, or a tuple of names, got 0; axes of "
+        "tensors and batches of vmap are not axes of ranks",
+    ),
+    "unknown axis": (
+        lambda ranks: fddp.psum(ONE, ranks, axis="rows"),
+        "ValueError",
+        "psum: axis='rows' must name distinct axes of the mesh, which is missing; pass mesh=",
+    ),
+    "batched root": (
+        lambda ranks: vmap(lambda root: fddp.broadcast_from(ONE, root, ranks))(torch.arange(2)),
+        "TypeError",
+        "broadcast_from: root must be an int that all ranks know, got a tensor; a root can't be "
+        "batched by vmap",
+    ),
+    "no axis of ranks": (
+        lambda ranks: fddp.reduce_scatter({"w": torch.ones(3)}, ranks),
+        "ValueError",
+        "reduce_scatter: leaf 'w' of shape (3,) needs a leading axis of 2, one slice for each rank",
+    ),
+    "indivisible": (
+        lambda ranks: fddp.reduce_scatter({"w": torch.ones(3)}, ranks, tiled=True),
+        "ValueError",
+        "reduce_scatter: leaf 'w' of shape (3,) can't be cut into 2 equal parts",
+    ),
+    "tiled scalar": (
+        lambda ranks: fddp.all_gather(torch.tensor(1.0), ranks, tiled=True),
+        "ValueError",
+        "all_gather: leaf '' of shape () can't be cut",
+    ),
+    "plan of another tree": (
+        lambda ranks: fddp.psum({"w": ONE}, ranks, plan=fddp.plan_buckets({"w": torch.ones(3)})),
+        "PlanMismatchError",
+        "the plan has 'w', float32 of (3,), where the tree has 'w', float32 of (2,); make a plan",
+    ),
+    "plan of a smaller tree": (
+        lambda ranks: fddp.psum({"v": ONE, "w": ONE}, ranks, plan=fddp.plan_buckets({"v": ONE})),
+        "PlanMismatchError",
+        "the plan is for 1 leaves, and the tree has more",
+    ),
+    "no plan": (
+        lambda ranks: fddp.psum(ONE, ranks, plan=3),
+        "TypeError",
+        "psum: plan must be a BucketPlan, got int",
+    ),
+    "subclass": (
+        lambda ranks: fddp.psum(Odd(ONE), ranks),
+        "TypeError",
+        "Odd, which dispatches by itself; pass a plain tensor (of a DTensor, its to_local())",
+    ),
+    "former vmap": (
+        lambda ranks: former_vmap(ranks),
+        "TypeError",
+        "is a batch of torch's former vmap (is_grads_batched=, vectorize=); use torch.func.vmap",
+    ),
+}
+
+
+class Odd(Tensor):
+    """A tensor that dispatches by itself."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Odd:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined, no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(func)
+
+
+def former_vmap(ranks: fddp.Communicator) -> Any:
+    x = ONE.clone().requires_grad_()
+    y = fddp.psum(x, ranks)
+    return torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_one_rank_that_is_wrong(launch: Launch, case: str) -> None:
+    (peer, first), (own, second) = launch(2, go_wrong, case)
+    _, kind, text = WRONG[case]
+    assert own.kinds[0] == kind, own
+    assert text in own.text
+    assert peer.kinds[0] == "PeerError", peer
+    assert f"rank 1 can't take part: {kind}: " in peer.text
+    assert text in peer.text
+    assert peer.text.count(f"{__file__}:") == 2  # where either was called
+    assert (first, second) == (2, 2)
+
+
+def go_wrong(group: Any, case: str) -> tuple[Ending, float]:
+    with fddp.Communicator(group) as ranks:
+        if case == "former vmap" and ranks.rank == 0:
+            fddp.psum(ONE, ranks)
+        act = WRONG[case][0] if ranks.rank else lambda ranks: fddp.psum(ONE, ranks)
+        found = ending(lambda: act(ranks))
+        return found, float(fddp.psum(torch.tensor(1.0), ranks))
+
+
+def test_all_ranks_that_are_wrong(launch: Launch) -> None:
+    for found, after in launch(2, all_wrong):
+        assert found.kinds[0] == "TypeError"
+        assert after == 2
+
+
+def all_wrong(group: Any) -> tuple[Ending, float]:
+    with fddp.Communicator(group) as ranks:
+        found = ending(lambda: fddp.pmean(torch.tensor(1), ranks))
+        return found, float(fddp.psum(torch.tensor(1.0), ranks))
+
+
+#: arguments that can't be told to anybody, because they say whom
+NOBODY: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "batched group": (
+        lambda group: vmap(lambda g: fddp.psum(ONE, g))(torch.arange(2)),
+        "TypeError",
+        f"psum, called at {__file__}:",
+    ),
+    "batched group, and what to pass": (
+        lambda group: vmap(lambda g: fddp.psum(ONE, g))(torch.arange(2)),
+        "TypeError",
+        "group must be a process group, a DeviceMesh of one dimension, a Communicator or the group "
+        "of fddp.loopback, got a Tensor; a group can't be batched by vmap",
+    ),
+    "batched axis": (
+        lambda group: vmap(lambda a: fddp.psum(ONE, group, axis=a))(torch.arange(2)),
+        "TypeError",
+        "psum: axis must be a name of an axis of the mesh, or a tuple of names",
+    ),
+    "axis without a mesh": (
+        lambda group: fddp.psum(ONE, group, axis="row"),
+        "ValueError",
+        "psum: axis='row' must name distinct axes of the mesh, which is missing; pass mesh=",
+    ),
+    "unknown axis": (
+        lambda group: fddp.psum(ONE, group, mesh=fddp.Topology(row=1, column=2), axis="rows"),
+        "ValueError",
+        "axis='rows' must name distinct axes of the mesh, which has ('row', 'column')",
+    ),
+    "axis twice": (
+        lambda group: fddp.psum(ONE, group, mesh=fddp.Topology(row=2), axis=("row", "row")),
+        "ValueError",
+        "axis=('row', 'row') must name distinct axes",
+    ),
+    "mesh of another size": (
+        lambda group: fddp.psum(ONE, group, mesh=fddp.Topology(row=3)),
+        "ValueError",
+        "Topology(row=3) has 3 ranks and the transport 2",
+    ),
+    "mesh of another communicator": (
+        lambda group: fddp.psum(ONE, fddp.Communicator(group), mesh=fddp.Topology(row=2)),
+        "ValueError",
+        "with a communicator whose mesh is None",
+    ),
+    "cap": (
+        lambda group: fddp.Communicator(group, bucket_cap_mb=0),
+        "ValueError",
+        "bucket_cap_mb must be a number of MiB above 0, got 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOBODY)
+def test_arguments_that_say_whom(case: str) -> None:
+    act, kind, text = NOBODY[case]
+    for found in fddp.loopback(2, lambda group: ending(lambda: act(group))):
+        assert found.kinds[0] == kind, found
+        assert text in found.text
+
+
+def test_meshes_and_caps_that_differ(launch: Launch) -> None:
+    for found in launch(2, open_otherwise):
+        assert found.kinds[0] == "PlanMismatchError"
+        assert "mesh None and buckets of 26214400 bytes on rank 0" in found.text
+        assert "mesh None and 1048576 bytes on rank 1; pass the same mesh and" in found.text
+
+
+def open_otherwise(group: Any) -> Ending:
+    cap_mb = 1 if rank_of(group) else 25
+    return ending(lambda: fddp.Communicator(group, bucket_cap_mb=cap_mb))
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "cap": ({"bucket_cap_mb": "large"}, "bucket_cap_mb must be a number of MiB above 0"),
+    "transport": ({"transport": "foo"}, "transport='foo' does not fit this group; pass 'auto'"),
+    "timeout": ({"timeout_s": -1}, "timeout_s must be above 0 and at most"),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_a_communicator_that_one_rank_can_not_make(launch: Launch, case: str) -> None:
+    (peer, first), (own, second) = launch(2, open_wrongly, case)
+    assert own.kinds[0] == "ValueError", own
+    assert OPTIONS[case][1] in own.text
+    assert peer.kinds[0] == "PlanMismatchError"
+    assert "rank 1 can't make a communicator: ValueError: " in peer.text
+    assert OPTIONS[case][1] in peer.text
+    assert (first, second) == (2, 2)
+
+
+def open_wrongly(group: Any, case: str) -> tuple[Ending, float]:
+    options = OPTIONS[case][0] if rank_of(group) else {}
+    found = ending(lambda: fddp.Communicator(group, **options))
+    return found, float(fddp.psum(torch.tensor(1.0), group))
+
+
+def test_another_default_device() -> None:
+    def run(group: Any) -> float:
+        one = torch.tensor(1.0)
+        with torch.device("meta"):
+            assert ending(lambda: fddp.pmean(3 if group.rank else one, group)).kinds[0] in (
+                "PeerError",
+                "TypeError",
+            )
+            return float(fddp.psum(one, group))
+
+    assert fddp.loopback(2, run) == [2.0, 2.0]
+
+
+def test_a_closed_communicator() -> None:
+    def run(group: Any) -> Ending:
+        ranks = fddp.Communicator(group)
+        ranks.close()
+        ranks.close()
+        return ending(lambda: fddp.psum(ONE, ranks))
+
+    for found in fddp.loopback(2, run):
+        assert found.kinds[0] == "ClosedError"
+        assert "is closed (close() was called); make a new one on every rank" in found.text
+
+
+@pytest.mark.parametrize("name", ["shm", "c10d", "loopback"])
+def test_a_branch_that_one_rank_does_not_take(name: str, request: pytest.FixtureRequest) -> None:
+    waiting, gone = launch_over(name, request)(2, take_a_branch)
+    assert waiting.kinds[0] == "SyncTimeoutError", waiting
+    assert "psum of 1 leaf ('w'), called at " in waiting.text
+    assert f"{__file__}:" in waiting.text
+    assert "rank 1" in waiting.text
+    # It hears of it, and where the others wait.
+    assert gone.kinds[0] in ("SyncTimeoutError", "ClosedError", "RankLostError"), gone
+    assert "pmean of 1 leaf ('')" in gone.text
+
+
+def take_a_branch(group: Any) -> Ending:
+    fddp.broadcast(ONE, group=group)  # so that opening takes no time
+    with fddp.Communicator(group, timeout_s=1.5) as ranks:
+        if ranks.rank == 0:
+            return ending(lambda: fddp.psum({"w": ONE}, ranks))
+        time.sleep(2.5)
+        return ending(lambda: fddp.pmean(ONE, ranks))
+
+
+def test_a_missing_rank_in_derivatives(ranks: RankPool) -> None:
+    assert ranks.run(2, miss_derivatives) == ["SyncTimeoutError", ""]
+
+
+def miss_derivatives(rank: int, n: int) -> str:
+    fddp.broadcast(ONE)  # so that opening takes no time
+    with fddp.Communicator(timeout_s=1.5) as ranks:
+        x = ONE.clone().requires_grad_()
+        loss = fddp.psum(x, ranks).sum()
+        if rank:
+            time.sleep(2.5)
+            return ""
+        found = ending(loss.backward)
+        assert "backward of psum of 1 leaf (''), called at " in found.text
+        assert f"{__file__}:" in found.text
+        return found.kinds[0]
+
+
+def test_an_error_that_nobody_hears() -> None:
+    def run(group: Any) -> Ending:
+        with fddp.Communicator(group, timeout_s=0.5) as ranks:
+            if group.rank:
+                time.sleep(1.0)
+                return ending(lambda: None)
+            return ending(lambda: fddp.pmean(torch.tensor(1), ranks))
+
+    alone, _ = fddp.loopback(2, run)
+    assert alone.kinds[0] == "TypeError"
+    assert "whose mean is no number" in alone.text
+
+
+def test_opening_that_a_rank_does_not_join() -> None:
+    def run(group: Any) -> Ending:
+        if group.rank:
+            time.sleep(1.0)
+            return ending(lambda: None)
+        return ending(lambda: fddp.psum(ONE, group))
+
+    alone, _ = fddp.loopback(2, run, timeout_s=0.5)
+    assert alone.kinds[0] == "SyncTimeoutError"
+    assert f"psum, called at {__file__}:" in alone.text
+    assert "no word from rank 1" in alone.text
+
+
+def test_forward_mode_names_the_call(ranks: RankPool) -> None:
+    for found in ranks.run(2, other_tangents):
+        assert found.kinds[0] == "DesyncError"
+        assert "jvp of psum of 1 leaf" in found.text
+        assert found.text.count(f"{__file__}:") == 2
+
+
+def other_tangents(rank: int, n: int) -> Ending:
+    def act() -> Any:
+        if rank:
+            return [fddp.psum(ONE), fddp.psum(ONE)]
+        return jvp(fddp.psum, (ONE,), (ONE,))
+
+    return ending(act)

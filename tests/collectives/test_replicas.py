@@ -1,0 +1,488 @@
+"""`fddp.check_replicas`: the first leaf in which replicas differ, named on every rank."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fddp
+from fddp.collectives.communicator import communicator_of
+from fddp.native.digest import _on_device, bytes_of, digest_of
+from tests.collectives.test_broadcast import NAMES, rank_of
+from tests.support.models import rand as random
+from tests.support.ranks import Launch, launch_over
+from tests.sync.test_errors import Ending, ending
+
+WORDS = 2**64
+W = torch.ones(3)
+
+
+@pytest.fixture(params=["shm", "c10d", "loopback"])
+def launch(request: pytest.FixtureRequest) -> Launch:
+    return launch_over(request.param, request)
+
+
+def values(*shape: int) -> Tensor:
+    return random(*shape, seed=sum(shape))
+
+
+# Digests
+
+
+def reference(data: bytes) -> int:
+    """As `csrc/digest.cpp`, in Python."""
+    factor, other, start = 0x9216D5D98979FB1B, 0xD1310BA698DFB5AD, 0x243F6A8885A308D3
+
+    def mixed(x: int) -> int:
+        x = (x ^ x >> 32) * factor % WORDS
+        x = (x ^ x >> 29) * other % WORDS
+        return x ^ x >> 32
+
+    def taken(state: int, word: int) -> int:
+        state ^= word
+        return ((state << 29 | state >> 35) % WORDS) * factor % WORDS
+
+    if len(data) > 2**20:
+        pieces = [reference(data[at : at + 2**20]) for at in range(0, len(data), 2**20)]
+        return reference(np.array(pieces, np.uint64).tobytes())
+    lanes = [(start + other * lane) % WORDS for lane in range(8)]
+    whole = len(data) // 64 * 64
+    for row in np.frombuffer(data[:whole], np.uint64).reshape(-1, 8).tolist():
+        lanes = [taken(lane, word) for lane, word in zip(lanes, row, strict=True)]
+    rest = np.frombuffer(data[whole:].ljust(64, b"\0"), np.uint64).tolist()
+    state = start ^ len(data)
+    for lane, word in zip(lanes, rest, strict=True):
+        state = mixed(taken(state, taken(lane, word)))
+    return state
+
+
+@given(st.binary(max_size=300))
+def test_digests_are_those_of_the_reference(data: bytes) -> None:
+    assert digest_of(torch.tensor(list(data), dtype=torch.uint8)) == reference(data)
+
+
+@pytest.mark.parametrize("numel", [2**17, 2**17 + 1, 2**18 + 5])
+def test_pieces_of_large_tensors(numel: int) -> None:
+    tensor = torch.arange(numel, dtype=torch.int64)
+    expected = reference(tensor.numpy().tobytes())
+    threads = torch.get_num_threads()
+    try:
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            assert digest_of(tensor) == expected
+    finally:
+        torch.set_num_threads(threads)
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 200), st.data())
+def test_what_changes_a_digest(numel: int, data: Any) -> None:
+    """Any bit, anywhere; two elements that change places; two signs at once."""
+    tensor = values(numel).to(data.draw(st.sampled_from([torch.float32, torch.float64])))
+    one, two = data.draw(st.tuples(st.integers(0, numel - 1), st.integers(0, numel - 1)))
+    bit = data.draw(st.integers(0, tensor.element_size() * 8 - 1))
+    changed = [tensor.clone() for _ in range(3)]
+    bytes_of(changed[0])[one * tensor.element_size() + bit // 8] ^= 1 << bit % 8
+    changed[1][[one, two]] = tensor[[two, one]]
+    changed[2][[one, two]] *= -1
+    for digest in (digest_of, lambda t: _on_device(bytes_of(t))):
+        for other in changed:
+            same = torch.equal(bytes_of(other), bytes_of(tensor))
+            assert (digest(other) == digest(tensor)) == same
+
+
+def test_strides_and_bits() -> None:
+    tensor = values(4, 6)
+    digest = digest_of(tensor)
+    assert digest_of(tensor.t().contiguous().t()) == digest
+    assert digest_of(torch.stack([tensor, -tensor], -1)[..., 0]) == digest
+    z = torch.complex(tensor, tensor)
+    assert digest_of(z.conj()) == digest_of(z.conj().resolve_conj())
+    assert digest_of(torch.zeros(2)) != digest_of(torch.zeros(3))
+    assert digest_of(torch.zeros(0)) != digest_of(torch.zeros(1))
+    nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert digest_of(nans[:1]) != digest_of(nans[1:])
+    assert digest_of(nans[:1]) == digest_of(torch.tensor([math.nan]))
+
+
+# Trees
+
+
+def tree() -> dict[str, Any]:
+    leaves = {name: (10 * values(3, 4)).to(getattr(torch, name)) for name in NAMES}
+    return {
+        **leaves,
+        "a list": [values(5), None, torch.tensor(3.0)],
+        "empty": torch.zeros(0, 3),
+        "expanded": values(1, 4).expand(3, 4),
+        "fields": {"count": 7, "rate": 0.1, "name": "adam", "on": True},
+        "large": torch.arange(200_000, dtype=torch.float32).view(100, 2000),
+        "parameter": nn.Parameter(values(2)),
+        "transposed": values(3, 4).t(),
+    }
+
+
+def test_equal_trees(launch: Launch) -> None:
+    for opened in launch(3, equal):
+        assert opened == 1
+
+
+def equal(group: Any) -> int:
+    own = tree()
+    before = {key: digest_of(own[key]) for key in NAMES}
+    for step in range(3):
+        fddp.check_replicas(own, group, every=2, step=step)
+    fddp.check_replicas({}, group)
+    fddp.check_replicas(None, group)
+    fddp.check_replicas(torch.tensor(-0.0), group)
+    assert {key: digest_of(own[key]) for key in NAMES} == before
+    fddp.psum(torch.ones(1), group)  # on the same communicator
+    return len({id(communicator_of(group, None)) for _ in range(2)})
+
+
+def set_(leaf: Tensor, place: Any, value: Any) -> None:
+    with torch.no_grad():
+        leaf[place] = value
+
+
+def drift(own: Any, key: str) -> None:
+    """What one rank does to its replica."""
+    if key == "large":
+        set_(own["large"], (77, 1234), -1.0)
+        set_(own["large"], (99, 0), -1.0)
+        set_(own["transposed"], (0, 0), 0.5)
+    elif key == "a sign":
+        own["a list"][0].zero_()
+    elif key == "a scalar":
+        own["a list"][2].add_(1.0)
+    elif key == "a number":
+        own["fields"]["rate"] = 0.2
+    elif key == "a longer number":
+        own["fields"]["count"] = 1234
+    elif key == "bool":
+        own["bool"].logical_not_()
+    elif key == "complex128":
+        own["complex128"][2, 3] *= 2j
+
+
+#: what drifts on the last rank, the leaf, and what else every rank is told
+DRIFTS = {
+    "large": (
+        "large",
+        "shape (100, 2000), float32",
+        "at index (77, 1234): 155234.0 on rank 0, -1.0 on rank 2",
+        "one more leaf differs",
+    ),
+    "a scalar": ("a list.2", "shape (), float32", "its value: 3.0 on rank 0, 4.0 on rank 2"),
+    "a number": ("fields.rate", "float", "its value: 0.1 on rank 0, 0.2 on rank 2"),
+    "a longer number": ("fields.count", "int", "its value: 7 on rank 0, 1234 on rank 2"),
+    "bool": ("bool", "bool", "at index (0, 0)", "True", "False"),
+    "complex128": ("complex128", "at index (2, 3)", "j)"),
+}
+
+
+@pytest.mark.parametrize("key", DRIFTS)
+def test_a_replica_that_drifts(key: str) -> None:
+    runs = fddp.loopback(3, drifting, key)
+    path, *texts = DRIFTS[key]
+    assert len({str(error) for error, _ in runs}) == 1, "the same on every rank"
+    for error, after in runs:
+        assert error.path == path
+        assert error.ranks == (2,)
+        for text in ("ranks 0 and 1 have digest", "rank 2 has digest", f"leaf {path!r}", *texts):
+            assert text in str(error)
+        assert "fddp.reconcile" in str(error), "the way out"
+        assert after == 3.0, "the group goes on"
+
+
+def drifting(group: Any, key: str) -> tuple[fddp.DesyncError, float]:
+    own = tree()
+    if rank_of(group) == 2:
+        drift(own, key)
+    with pytest.raises(fddp.DesyncError) as caught:
+        fddp.check_replicas(own, group)
+    return caught.value, fddp.psum(torch.tensor(1.0), group).item()
+
+
+def test_on_real_processes(launch: Launch) -> None:
+    runs = launch(2, drift_apart)
+    assert runs[0] == runs[1]
+    for key, (path, *_) in DRIFTS.items():
+        assert f"leaf {path!r}" in runs[0][key]
+        assert "rank 0 has digest" in runs[0][key]
+    bits = "-0.0 (0x80000000) on rank 0, 0.0 (0x00000000) on rank 1"
+    assert f"at index 1: {bits}" in runs[0]["a sign"] or "0.0 on" in runs[0]["a sign"]
+
+
+def drift_apart(group: Any) -> dict[str, str]:
+    texts = {}
+    for key in [*DRIFTS, "a sign"]:
+        own = tree()
+        if rank_of(group) == 1:
+            drift(own, key)
+        with pytest.raises(fddp.DesyncError) as caught:
+            fddp.check_replicas(own, group)
+        assert caught.value.ranks == (0, 1), "no side is the larger one"
+        texts[key] = str(caught.value)
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "told"),
+    [
+        (-0.0, 0.0, "0.0 on rank 0, -0.0 on rank 1"),
+        (0x7FC00001, 0x7FC00000, "nan (0x7fc00000) on rank 0, nan (0x7fc00001) on rank 1"),
+    ],
+)
+def test_bits_count(mine: float, theirs: float, told: str) -> None:
+    def run(group: Any) -> str:
+        value = mine if group.rank else theirs
+        own = torch.ones(3, dtype=torch.float32)
+        if isinstance(value, int):
+            own[1:2] = torch.tensor([value], dtype=torch.int32).view(torch.float32)
+        else:
+            own[1] = value
+        with pytest.raises(fddp.DesyncError) as caught:
+            fddp.check_replicas({"w": own}, group)
+        return str(caught.value)
+
+    for text in fddp.loopback(2, run):
+        assert f"at index 1: {told}" in text
+
+
+OTHERS: dict[str, tuple[Any, str]] = {
+    "shape": ({"w": torch.zeros(4)}, "shape (3,), float32 on cpu where rank 1 has leaf 'w'"),
+    "dtype": ({"w": torch.zeros(3).half()}, "float16"),
+    "a leaf more": ({"w": torch.zeros(3), "x": torch.zeros(1)}, "only rank 1 has leaf 'x'"),
+    "another name": ({"v": torch.zeros(3)}, "rank 0 has leaf 'w' of shape (3,)"),
+    "None": ({"w": None}, "only rank 0 has leaf 'w'"),
+    "a number": ({"w": 1.0}, "float on cpu"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_trees_of_another_structure(case: str) -> None:
+    def run(group: Any) -> Ending:
+        own = OTHERS[case][0] if group.rank else {"w": torch.zeros(3)}
+        seen = ending(lambda: fddp.check_replicas(own, group))
+        fddp.check_replicas(torch.ones(2), group)
+        return seen
+
+    first, second = fddp.loopback(2, run)
+    assert first.text == second.text
+    assert first.kinds[0] == "DesyncError"
+    assert OTHERS[case][1] in first.text
+
+
+def test_against_an_operator(launch: Launch) -> None:
+    for seen, total in launch(2, against_an_operator):
+        assert seen.kinds[0] == "DesyncError"
+        assert "check_replicas" in seen.text
+        assert "psum" in seen.text
+        assert total == 2.0
+
+
+def against_an_operator(group: Any) -> tuple[Ending, float]:
+    one = torch.ones(1)
+    if rank_of(group):
+        seen = ending(lambda: fddp.check_replicas(one, group))
+    else:
+        seen = ending(lambda: fddp.psum(one, group))
+    return seen, fddp.psum(one, group).item()
+
+
+class Tagged(Tensor):
+    """A subclass, as DTensor is one."""
+
+
+def quantized() -> dict[str, Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is about to drop them
+        return {"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}
+
+
+BAD = {
+    "an object": ({"w": object()}, "TypeError", "leaf 'w' is a object"),
+    "sparse": ({"w": torch.eye(2).to_sparse()}, "TypeError", "torch.sparse_coo"),
+    "meta": ({"w": torch.empty(2, device="meta")}, "TypeError", "meta device"),
+    "a subclass": ({"w": torch.zeros(2).as_subclass(Tagged)}, "TypeError", "leaf 'w' is a Tagged"),
+    "quantized": (quantized(), "TypeError", "leaf 'w' is quantized (torch.qint8)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_tree_that_cannot_be_read(case: str) -> None:
+    own, kind, text = BAD[case]
+
+    def run(group: Any) -> Ending:
+        mine = own if group.rank else {"w": torch.zeros(2)}
+        seen = ending(lambda: fddp.check_replicas(mine, group))
+        fddp.check_replicas(torch.ones(2), group)
+        return seen
+
+    told, bad = fddp.loopback(2, run)
+    assert told.kinds[0] == "PeerError"
+    assert "rank 1 can't take part" in told.text
+    assert bad.kinds[0] == kind
+    assert text in bad.text
+    assert text in told.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("every", 0, "every=0 must be a number of steps above 0"),
+        ("every", -1, "every=-1 must be a number of steps above 0"),
+        ("every", True, "every=True must be an int"),
+        ("every", "3", "every='3' must be an int"),
+        ("step", None, "step=None must be an int"),
+        ("step", 2.0, "step=2.0 must be an int"),
+    ],
+)
+def test_periods_that_are_no_numbers(name: str, value: Any, told: str) -> None:
+    """On one rank, whose check the others would wait for."""
+
+    def run(group: Any) -> Ending:
+        numbers = {"every": 2, "step": 4, **({name: value} if group.rank == 1 else {})}
+        seen = ending(lambda: fddp.check_replicas({"w": W}, group, **numbers))
+        fddp.check_replicas({"w": W}, group)  # the group goes on
+        return seen
+
+    first, second = fddp.loopback(2, run)
+    assert second.kinds[0] in ("TypeError", "ValueError")
+    assert told in second.text
+    assert first.kinds[0] == "PeerError"
+    assert f"rank 1 can't take part: {second.kinds[0]}: check_replicas: {told}" in first.text
+
+
+@pytest.mark.parametrize("numbers", [{"every": 3}, {"step": 12}], ids=str)
+@pytest.mark.parametrize("moves", [False, True])
+def test_ranks_at_different_checks(numbers: dict[str, int], moves: bool) -> None:
+    """Whether or not what they hold has the same bits."""
+
+    def run(group: Any) -> fddp.DesyncError:
+        own = {"every": 2, "step": 6, **(numbers if group.rank == 1 else {})}
+        tree = {"w": torch.tensor(float(group.rank * moves))}
+        with pytest.raises(fddp.DesyncError) as caught:
+            fddp.check_replicas(tree, group, **own)
+        fddp.check_replicas({"w": W}, group, every=2, step=6)
+        return caught.value
+
+    theirs = {"every": 2, "step": 6, **numbers}
+    for rank, error in enumerate(fddp.loopback(3, run)):
+        own = theirs if rank == 1 else {"every": 2, "step": 6}
+        assert f"check_replicas of 1 leaf at step {own['step']}, every={own['every']}" in str(error)
+        assert (
+            f"ranks 0 and 2 at step 6, every=2; rank 1 at step {theirs['step']}, "
+            f"every={theirs['every']}; pass the same step and the same every" in str(error)
+        )
+        assert (error.path, error.ranks) == ("", (1,))
+
+
+def in_grad(tree: Any, group: Any) -> None:
+    torch.func.grad(lambda x: (fddp.check_replicas({"w": x}, group), x.sum())[1])(tree["w"])
+
+
+def in_vmap(tree: Any, group: Any) -> None:
+    torch.func.vmap(lambda x: (fddp.check_replicas({"w": x}, group), x)[1])(tree["w"])
+
+
+@pytest.mark.parametrize("check", [in_grad, in_vmap])
+@pytest.mark.parametrize("alone", [False, True])
+def test_not_in_a_transform(check: Any, alone: bool) -> None:
+    def run(group: Any) -> Ending:
+        own = {"w": torch.ones(2)}
+        within = group.rank == 0 or not alone
+        seen = ending(lambda: (check if within else fddp.check_replicas)(own, group))
+        fddp.check_replicas(own, group)  # the group goes on
+        return seen
+
+    bad, told = fddp.loopback(2, run)
+    assert bad.kinds[0] == "TransformError"
+    assert told.kinds[0] == ("PeerError" if alone else "TransformError")
+    for seen in (bad, told):
+        assert f"check_replicas was called inside torch.func.{check.__name__[3:]}" in seen.text
+
+
+def test_a_compiled_function_breaks_its_graph() -> None:
+    def run(group: Any) -> Any:
+        def step(x: Tensor) -> Tensor:
+            y = x + 1
+            fddp.check_replicas({"w": x}, group)
+            return y * 2
+
+        def other(x: Tensor) -> Tensor:
+            fddp.check_replicas({"w": x}, group)
+            return x
+
+        compiled = torch.compile(step, backend="eager")
+        equal = compiled(torch.ones(2)).tolist()
+        differing = ending(lambda: compiled(torch.ones(2) * group.rank))
+        whole = torch.compile(other, backend="eager", fullgraph=True)
+        return equal, differing, ending(lambda: whole(torch.ones(2))).text
+
+    torch._dynamo.reset()
+    for equal, differing, whole in fddp.loopback(2, run):
+        assert equal == [4.0, 4.0]
+        assert differing.kinds[0] == "DesyncError"
+        assert "at index 0: 0.0 on rank 0, 1.0 on rank 1" in differing.text
+        assert "call check_replicas outside of the compiled function" in whole
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (lambda rank: "a" * 60 + str(rank), "...aaaaaaaa0' on rank 0, ...aaaaaaaa1' on rank 1"),
+        (lambda rank: 10**70 + rank, "...000000000 on rank 0, ...000000001 on rank 1"),
+        (lambda rank: "é" * 60 + str(rank), "...éééééééé0' on rank 0, ...éééééééé1' on rank 1"),
+        (
+            lambda rank: f"{rank}" + "b" * 100,
+            f"'0{'b' * 54}... on rank 0, '1{'b' * 54}... on rank 1",
+        ),
+        (lambda rank: 10 ** (60 + rank), "...00000000 on rank 0, ...000000000 on rank 1"),
+    ],
+)
+def test_long_values_are_shown_where_they_differ(value: Any, told: str) -> None:
+    def run(group: Any) -> str:
+        return ending(lambda: fddp.check_replicas({"n": value(group.rank)}, group)).text
+
+    for text in fddp.loopback(2, run):
+        assert f"; its value: {told};" in text
+
+
+def test_three_sides() -> None:
+    """Of which the first two differ in a later element only."""
+
+    def run(group: Any) -> str:
+        own = torch.tensor([[1.0, 2.0], [1.0, 3.0], [9.0, 2.0]][group.rank])
+        return ending(lambda: fddp.check_replicas(own, group)).text
+
+    for text in fddp.loopback(3, run):
+        assert "at index 0: 1.0 on rank 0, 9.0 on rank 2" in text
+
+
+def test_one_collective_where_all_is_well() -> None:
+    def run(group: Any) -> list[int]:
+        fddp.check_replicas(tree(), group)
+        transport = communicator_of(group, None).transport
+        started: list[int] = []
+        start = transport._start
+
+        def counting(operation: Any) -> Any:
+            started.append(operation.tensor.nbytes // len(operation.ranks))
+            return start(operation)
+
+        transport._start = counting  # type: ignore[method-assign]
+        fddp.check_replicas(tree(), group)
+        fddp.check_replicas(tree(), group, every=3, step=4)
+        return started
+
+    assert fddp.loopback(2, run) == [[32], [32]]

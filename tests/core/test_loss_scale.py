@@ -1,0 +1,261 @@
+"""Loss scales that stay alike on all ranks: fddp's, and that of torch.amp.GradScaler."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fddp
+from fddp.core.numerics.loss_scale import LossScale, next_loss_scale
+from fddp.tree.pytree import flatten
+from tests.support.models import rand, same_bits
+from tests.support.ranks import RankPool
+
+WIDTH, STEPS = 12, 50
+OVERFLOWS = {3, 17, 18, 40}
+"""Steps in which the gradients of rank 1, and of no other, overflow in float16."""
+
+
+# The rule
+
+
+def test_the_rule_is_that_of_grad_scaler() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=0.0)
+    scale = LossScale(2.0**10)
+    for step in range(40):
+        all_finite = step % 7 not in (2, 3)
+        assert scaler.get_scale() == scale.factor
+        scaler.scale(torch.zeros(1))  # which makes its state
+        param.grad = torch.full((1,), 1.0 if all_finite else math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        scale = next_loss_scale(scale, all_finite, every=3)
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 5))
+def test_it_stays_within_its_bounds(steps: list[bool], every: int) -> None:
+    scale = LossScale(4.0)
+    for all_finite in steps:
+        before, scale = (
+            scale,
+            next_loss_scale(scale, all_finite, every=every, least=1.0, most=64.0),
+        )
+        assert 1.0 <= scale.factor <= 64.0
+        assert scale.streak < every
+        assert all_finite or scale.factor <= before.factor
+        assert not all_finite or scale.factor >= before.factor
+    assert flatten(scale)[0] == list(scale)
+
+
+@pytest.mark.parametrize(
+    ("scale", "options", "text"),
+    [
+        (LossScale(0.0), {}, "a loss scale is finite and above 0, got 0.0"),
+        (LossScale(math.nan), {}, "a loss scale is finite and above 0, got nan"),
+        (LossScale(), {"backoff": 1.0}, "backoff between 0 and 1"),
+        (LossScale(), {"every": 0}, "every at least 1"),
+        (LossScale(1.0, -5), {}, "the streak of a loss scale is not negative, got -5"),
+        (LossScale(2.0**-20), {}, "is from least to most, .*, got 9.5367431640625e-07"),
+        (LossScale(2.0**30), {}, "is from least to most, .*, got 1073741824.0; begin within"),
+        (LossScale(), {"most": 64.0}, r"from least to most, .* to 64.0, got 65536\.0"),
+    ],
+)
+def test_what_makes_no_sense(scale: LossScale, options: dict[str, Any], text: str) -> None:
+    for all_finite in True, False:
+        with pytest.raises(ValueError, match=text):
+            next_loss_scale(scale, all_finite, **options)
+
+
+@pytest.mark.parametrize(
+    ("scale", "all_finite", "options", "text"),
+    [
+        (LossScale(), None, {}, "all_finite is True or False, got None; pass info.all_finite"),
+        (LossScale(), True, {"growth": "2"}, "growth is a real number, got '2'"),
+        (LossScale(), True, {"most": None}, "most is a real number, got None"),
+        (LossScale(), True, {"every": 1.5}, "every is a number of steps, an int, got 1.5"),
+        (LossScale(8.0, 1.5), True, {}, "the streak of a loss scale is a number of steps"),
+        ((8.0, 1), True, {}, r"scale is a LossScale of two numbers, got \(8.0, 1\)"),
+        (LossScale(None), True, {}, "scale is a LossScale of two numbers"),
+    ],
+)
+def test_what_is_of_another_type(
+    scale: Any, all_finite: Any, options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(TypeError, match=text):
+        next_loss_scale(scale, all_finite, **options)
+
+
+def test_a_scaler_that_is_told_a_scale_goes_on_counting() -> None:
+    """Why the guide points to `next_loss_scale` for steps that are left out."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=0.0)
+
+    def good_step() -> None:
+        scaler.scale(torch.zeros(1))
+        param.grad = torch.ones(1)
+        scaler.step(optimizer)
+        scaler.update()
+
+    scale = LossScale(8.0)
+    for all_finite in (True, True, False, True):
+        if all_finite:
+            good_step()
+        else:
+            scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+        scale = next_loss_scale(scale, all_finite, every=3)
+    assert (scaler.get_scale(), scale) == (8.0, LossScale(4.0, 1))
+
+
+# On ranks
+
+
+def inputs(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    x = rand(4, WIDTH, seed=1000 * rank + step, dtype=torch.float32)
+    return x * (1e6 if rank == 1 and step in OVERFLOWS else 1.0), x.sum(1, keepdim=True)
+
+
+def scaled_grads(params: dict[str, Tensor], rank: int, step: int, factor: float) -> Any:
+    """Gradients of a scaled loss in float16."""
+    x, y = inputs(rank, step)
+
+    def loss(p: dict[str, Tensor]) -> Tensor:
+        return ((x @ p["w"] + p["b"] - y).square().mean()) * factor
+
+    return fddp.tree_map(lambda g: g.to(torch.float16), torch.func.grad(loss)(params))
+
+
+def start() -> dict[str, Tensor]:
+    return {"w": torch.zeros(WIDTH, 1), "b": torch.zeros(1)}
+
+
+def half(tree: Any) -> Any:
+    return fddp.tree_map(lambda leaf: leaf.to(torch.float16), tree)
+
+
+def train(rank: int, world_size: int, policy: Any, algorithm: Any) -> Any:
+    """50 steps with fddp's loss scale; what it was in each, and the parameters."""
+    params, scale, factors = start(), LossScale(2.0**8), []
+    with fddp.GradSync(half(params), algorithm=algorithm, nonfinite=policy) as sync:
+        call = sync.reduce_scatter if algorithm == "reduce_scatter" else sync
+        for step in range(STEPS):
+            factors.append(scale.factor)
+            grads, info = call(scaled_grads(params, rank, step, scale.factor), with_info=True)
+            if info.all_finite:
+                if algorithm == "reduce_scatter":
+                    grads = sync.all_gather(grads)
+                params = fddp.tree_map(
+                    lambda p, g, f=scale.factor: p - 0.05 * (g.float() / f), params, grads
+                )
+            scale = next_loss_scale(scale, info.all_finite, every=10)
+    return factors, params
+
+
+@pytest.mark.parametrize(
+    ("policy", "algorithm"),
+    [("propagate", "all_reduce"), ("skip", "all_reduce"), ("skip", "reduce_scatter")],
+)
+def test_ranks_halve_and_skip_alike(ranks: RankPool, policy: Any, algorithm: Any) -> None:
+    runs = ranks.run(2, train, policy, algorithm)
+    factors, params = runs[0]
+    assert runs[1][0] == factors
+    assert same_bits([params, runs[1][1]])
+    halved = {s for s in range(STEPS - 1) if factors[s + 1] < factors[s]}
+    assert halved == OVERFLOWS - {STEPS - 1}
+    assert same_bits([params, alone(factors)])
+    assert (params["w"] - 1.0).abs().max() < 0.2
+
+
+def alone(factors: list[float]) -> dict[str, Tensor]:
+    """The same in one process, which knows all gradients."""
+    params = start()
+    for step, factor in enumerate(factors):
+        if step in OVERFLOWS:
+            continue
+        both = [scaled_grads(params, rank, step, factor) for rank in range(2)]
+        mean = fddp.tree_map(lambda a, b: a * 0.5 + b * 0.5, *both)
+        params = fddp.tree_map(lambda p, g, f=factor: p - 0.05 * (g.float() / f), params, mean)
+    return params
+
+
+# torch.amp.GradScaler
+
+
+def with_scaler(rank: int, world_size: int, algorithm: Any) -> Any:
+    """Its scale in each step, whether it found infinity, and the parameters."""
+    shards = algorithm == "reduce_scatter"
+    policy: Any = "skip" if shards else "propagate"
+    found = []
+    with fddp.GradSync(half(start()), algorithm=algorithm, nonfinite=policy) as sync:
+        own = sync.shard(half(start())) if shards else start()
+        params = {name: torch.nn.Parameter(leaf.float()) for name, leaf in own.items()}
+        optimizer = torch.optim.SGD(params.values(), lr=0.05)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=10)
+        for step in range(STEPS):
+            scale = scaler.get_scale()
+            scaler.scale(torch.zeros(1))
+            held = {name: p.detach() for name, p in params.items()}
+            whole = (
+                fddp.tree_map(torch.Tensor.float, sync.all_gather(half(held))) if shards else held
+            )
+            grads = scaled_grads(whole, rank, step, scale)
+            if shards:
+                mean, info = sync.reduce_scatter(grads, with_info=True)
+                if info.skipped:
+                    scaler.update(scale * scaler.get_backoff_factor())
+                    found.append((scale, 1.0))
+                    continue
+            else:
+                mean = sync(grads)
+            for name, param in params.items():
+                param.grad = mean[name].float()
+            scaler.unscale_(optimizer)
+            found.append(
+                (scale, sum(float(v) for v in scaler._found_inf_per_device(optimizer).values()))
+            )
+            scaler.step(optimizer)
+            scaler.update()
+        held = {name: p.detach() for name, p in params.items()}
+        return found, sync.all_gather(half(held)) if shards else held
+
+
+@pytest.mark.parametrize("algorithm", ["all_reduce", "reduce_scatter"])
+def test_grad_scaler_finds_the_same_on_all_ranks(ranks: RankPool, algorithm: Any) -> None:
+    (found, params), (others, theirs) = ranks.run(2, with_scaler, algorithm)
+    assert found == others
+    assert same_bits([params, theirs])
+    assert {step for step, (_, inf) in enumerate(found) if inf} == OVERFLOWS
+    for step in range(STEPS - 1):
+        assert (found[step + 1][0] < found[step][0]) == (step in OVERFLOWS)
+
+
+def parted(rank: int, world_size: int) -> Any:
+    """Without a policy, an overflow shows only where the shard is that it is in."""
+    grads = {"w": torch.full((4,), 1.0, dtype=torch.float16)}
+    grads["w"][-1] = 40000.0
+    schedule = fddp.make_schedule(
+        fddp.plan_buckets(grads),
+        fddp.Topology(world=2),
+        algorithm="reduce_scatter",
+        scaling="after",
+    )
+    seen = []
+    for policy in ("propagate", "skip"):
+        with fddp.GradSync(schedule, nonfinite=policy) as sync:
+            _, info = sync.reduce_scatter(grads, with_info=True)
+            seen.append(info.all_finite)
+    return seen
+
+
+def test_ranks_part_over_shards_without_a_policy(ranks: RankPool) -> None:
+    assert ranks.run(2, parted) == [[True, False], [False, False]]
+    assert not dist.is_initialized()

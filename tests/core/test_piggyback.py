@@ -1,0 +1,155 @@
+"""The control word in the tail of the last bucket, at run time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fddp
+from fddp.core.schedule.piggyback import with_own_word
+from tests.core.test_schedule import record
+from tests.support.models import batch, mlp, mlp_loss, same_bits
+from tests.support.ranks import Launch
+
+WORLD = fddp.Topology(world=2)
+SMALL = {"bucket_cap_mb": 1e-5, "first_bucket_mb": 1e-5}
+
+
+def one_small(group: Any, dtype: torch.dtype) -> list[tuple[str, int]]:
+    grads = {"w": torch.ones(4, dtype=dtype)}
+    with fddp.GradSync(grads, group=group) as sync:
+        issued = record(sync)
+        for _ in range(3):
+            assert torch.equal(sync(grads)["w"], grads["w"])
+        return [(operation.kind, operation.numel) for operation in issued]
+
+
+@pytest.mark.parametrize(("dtype", "tail"), [(torch.float32, 197), (torch.float64, 14)])
+def test_one_small_tensor_takes_one_collective(
+    launch: Launch, dtype: torch.dtype, tail: int
+) -> None:
+    """The order of arrival rides, too, since the plan may be rebuilt."""
+    assert launch(2, one_small, dtype) == [[("all_reduce", 4 + tail)] * 3] * 2
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.floats(0.0, 1e30), min_size=2, max_size=4).filter(any),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_what_rides_tells_what_a_word_of_its_own_tells(
+    weights: list[float], dtype: torch.dtype
+) -> None:
+    plan = fddp.plan_buckets({"a": torch.zeros(3, dtype=dtype), "b": torch.zeros(2, dtype=dtype)})
+    made = fddp.make_schedule(plan, fddp.Topology(world=len(weights)))
+
+    def run(group: Any) -> Any:
+        reports = []
+        for schedule in (made, with_own_word(made)):
+            with fddp.GradSync(schedule, group=group) as sync, sync._engine.watched() as sessions:
+                grads = {"a": torch.ones(3, dtype=dtype), "b": None}
+                try:
+                    sync(grads, weight=weights[group.rank])
+                except fddp.WeightError:  # of a jump; the report is there all the same
+                    reports.append("a jump")
+                else:
+                    reports.append(sessions[-1].report)
+        return reports
+
+    for riding, own in fddp.loopback(len(weights), run):
+        if riding == "a jump":
+            assert own == "a jump"
+            continue
+        assert riding.total_weight == math.fsum(weights)
+        assert riding.total_weight == pytest.approx(own.total_weight, rel=1e-15)
+        assert riding.total_squared == pytest.approx(own.total_squared, rel=1e-15)
+        assert (riding.active, riding.users) == (own.active, own.users)
+
+
+def test_gradients_that_are_not_finite_leave_the_word_alone() -> None:
+    def run(group: Any) -> Any:
+        grads = {"w": torch.tensor([math.nan, math.inf, 1.0])}
+        with fddp.GradSync(grads, group=group) as sync:
+            mean, info = sync(grads, weight=3.0 + group.rank, with_info=True)
+            return mean["w"][2].item(), info.total_weight, info.active, info.all_finite
+
+    assert fddp.loopback(2, run) == [(1.0, 7.0, 2, False)] * 2
+
+
+def test_what_fails_in_packing_the_last_bucket_is_told_by_its_word() -> None:
+    def run(group: Any) -> Any:
+        params = {"a": torch.zeros(3), "b": torch.zeros(3)}
+        with fddp.GradSync(params, group=group, **SMALL) as sync:
+            assert len(sync.plan.buckets) == 2
+            (last,) = sync.plan.buckets[-1].leaves
+            grads = {name: torch.ones(3) for name in params}
+            if group.rank == 1:
+                grads[sync.plan.paths[last]] = torch.ones(3, device="meta")
+            issued = record(sync)
+            with pytest.raises(fddp.FddpError, match="is on meta where its bucket is on cpu"):
+                sync(grads)
+            assert len(issued) == 3, "two buckets, and the exchange of what went wrong"
+            return sync({name: torch.ones(3) for name in params})["b"].tolist()
+
+    assert fddp.loopback(2, run) == [[1.0] * 3] * 2
+
+
+def test_under_a_hook_the_word_goes_by_itself(launch: Launch) -> None:
+    for kinds, compared in launch(2, with_and_without_hook):
+        # Over c10d, what a hook issues first in a place is compared, too.
+        assert kinds == [1, 2 + compared, 1, 2]
+
+
+def with_and_without_hook(group: Any) -> tuple[list[int], bool]:
+    grads = {"w": torch.ones(4)}
+    counts = []
+    with fddp.GradSync(fddp.plan_buckets(grads), group=group) as sync:
+        issued = record(sync)
+        for hook in (None, fddp.hooks.bf16_compress, None, fddp.hooks.bf16_compress):
+            sync._engine.set_hook(hook)
+            assert (sync.schedule.carrier < 0) is (hook is not None)
+            issued.clear()
+            assert torch.equal(sync(grads)["w"], grads["w"])
+            counts.append(len(issued))
+        return counts, sync.transport == "c10d"
+
+
+def test_the_word_of_an_idle_bucket_travels_alone() -> None:
+    """As under `skip_all_reduce_unused_params`, whose surprises tests/ddp/test_unused.py has."""
+
+    def run(group: Any) -> Any:
+        params = {"a": torch.zeros(3), "b": torch.zeros(3)}
+        plan = fddp.plan_buckets(params, **SMALL)
+        (last,) = (plan.paths[leaf] for leaf in plan.buckets[-1].leaves)
+
+        def loss_fn(p: dict[str, Tensor]) -> Tensor:
+            return sum(p[name].sum() for name in p if name != last)
+
+        with fddp.GradSync(plan, group=group) as sync:
+            sync._engine._idle = frozenset({1})
+            issued = record(sync)
+            _, grads = sync.value_and_grad(loss_fn)(params)
+            assert [o.numel for o in issued] == [3, sync._engine.program.control.size]
+            return {name: None if g is None else g.tolist() for name, g in grads.items()}, last
+
+    for grads, last in fddp.loopback(2, run):
+        assert grads == {name: [1.0] * 3 if name != last else None for name in "ab"}
+
+
+def gradients(group: Any, rides: bool) -> list[Any]:
+    schedule = fddp.make_schedule(fddp.plan_buckets(mlp()), WORLD, split_mb=0.0001)
+    own = with_own_word(schedule)
+    assert schedule.ops[schedule.carrier].region.start > 0
+    with fddp.GradSync(schedule if rides else own, group=group) as sync:
+        step = sync.value_and_grad(mlp_loss)
+        return [step(mlp(), batch(group.rank, number))[1] for number in range(3)]
+
+
+def test_the_last_of_several_pieces_carries_it() -> None:
+    assert same_bits([*fddp.loopback(2, gradients, True), *fddp.loopback(2, gradients, False)])

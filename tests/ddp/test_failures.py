@@ -1,0 +1,460 @@
+"""What ranks of a wrapped module learn of one that fails outside of backward, or is lost."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import signal
+import time
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+import fddp
+from tests.support.ranks import RankPool, run_fresh
+from tests.support.wrapped_net import (
+    DDP,
+    TINY_CAP_MB,
+    WIDTH,
+    Net,
+    Refusing,
+    assert_close,
+    batch,
+    grads,
+    net,
+    rank_of,
+)
+
+BAD = 1  # the rank that fails
+FAILING = 2  # the step that it fails in
+STEPS = 4
+PLACES = ("input", "micro-batch", "forward", "loss", "graph", "backward", "update")
+
+
+class Refuser(Net):
+    """A net, with buffers if wanted, that can refuse to go forward."""
+
+    def __init__(self, *, with_buffers: bool) -> None:
+        super().__init__()
+        self.load_state_dict(net().state_dict())
+        self.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64) if with_buffers else nn.Identity()
+        self.refuses_input = False
+
+    def forward(self, x: Tensor, through: tuple[int, ...] = (0, 1, 2)) -> Tensor:
+        if self.refuses_input:
+            raise ValueError("no forward here")
+        return self.norm(super().forward(x, through))
+
+
+class Run(NamedTuple):
+    """What a rank saw."""
+
+    said: str  # the error of the step that failed
+    grads: list[dict[str, Any]]  # of the other steps
+    buffers: dict[str, Tensor]
+
+
+def take(ddp: Any, rank: int, number: int, place: str, *, in_parts: bool) -> None:
+    """A step, which fails at `place`."""
+    model = ddp.module
+    ddp.zero_grad()
+    with ddp.in_step():
+        if place == "input":
+            raise ValueError("no input here")
+        if in_parts:
+            with ddp.no_sync():
+                out = ddp(batch(rank, 10 + number))
+                if place == "micro-batch":
+                    raise ValueError("no micro-batch here")
+                out.square().mean().backward()
+        model.refuses_input, model.refuses = place == "forward", place == "backward"
+        out = ddp(batch(rank, number))
+        if place == "loss":
+            raise ValueError("no loss here")
+        if place == "graph":
+            out = Refusing.apply(out)
+        out.square().mean().backward()
+        if place == "update":
+            raise ValueError("no update here")
+
+
+def steps(group: Any, place: str, buffers: str, in_parts: bool) -> Run:
+    model = Refuser(with_buffers=buffers != "none")
+    ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
+    if buffers == "after":
+        ddp._register_buffer_comm_hook(ddp, take_first, _BufferCommHookLocation.POST_FORWARD)
+    rank, said, found = rank_of(group), "", []
+    for number in range(STEPS):
+        fails = place if (number, rank) == (FAILING, BAD) else ""
+        try:
+            take(ddp, rank, number, fails, in_parts=in_parts)
+        except (ValueError, fddp.PeerError) as error:
+            said = f"{type(error).__name__}: {error}"
+        model.refuses_input = model.refuses = False
+        if number != FAILING:
+            found.append(grads(model))
+    ddp.eval()
+    with torch.no_grad():
+        ddp(batch(rank))
+    return Run(said, found, dict(model.named_buffers()))
+
+
+def take_first(ddp: Any, buffers: dict[str, Tensor]) -> list[Any]:
+    """A buffer hook that communicates."""
+    for buffer in buffers.values():
+        ddp.steps.engine.transport.broadcast(buffer.data, 0).wait("a buffer")
+    return []
+
+
+@functools.cache
+def undisturbed(buffers: str, *, in_parts: bool = False) -> list[Run]:
+    return fddp.loopback(3, steps, "", buffers, in_parts)
+
+
+CASES = [
+    *((place, buffers) for place in PLACES for buffers in ("none", "before")),
+    *((place, "after") for place in ("input", "forward", "loss")),
+]
+
+
+@pytest.mark.parametrize(("place", "buffers"), CASES)
+def test_what_is_raised_in_a_step_is_told_in_it(place: str, buffers: str) -> None:
+    in_parts = place == "micro-batch"
+    runs = fddp.loopback(3, steps, place, buffers, in_parts)
+    wanted = undisturbed(buffers, in_parts=in_parts)
+    for rank, found in enumerate(runs):
+        if rank == BAD:
+            assert found.said.startswith("ValueError: no ")
+        elif place == "update":  # the step had ended, on all ranks
+            assert found.said == ""
+        else:
+            told = f"rank {BAD} failed at step {FAILING}: {runs[BAD].said}; no gradients"
+            assert found.said.startswith(f"PeerError: {told}")
+        for mine, other in zip(found.grads, wanted[rank].grads, strict=True):
+            assert_close(mine, other)
+        assert_close(found.buffers, runs[0].buffers)
+
+
+def steps_of_processes(rank: int, world_size: int, *args: Any) -> Run:
+    return steps(dist.group.WORLD, *args)
+
+
+@pytest.mark.parametrize("place", ["input", "loss", "backward"])
+def test_processes_tell_each_other(ranks: RankPool, place: str) -> None:
+    runs = ranks.run(3, steps_of_processes, place, "before", False)
+    for rank, (found, wanted) in enumerate(zip(runs, undisturbed("before"), strict=True)):
+        begins = "ValueError: no " if rank == BAD else f"PeerError: rank {BAD} failed at step 2: "
+        assert found.said.startswith(f"{begins}{'' if rank == BAD else runs[BAD].said}")
+        for mine, other in zip(found.grads, wanted.grads, strict=True):
+            assert_close(mine, other)
+
+
+# Beside operators
+
+
+class Meeting(Refuser):
+    """Averages in the midst of its forward pass, and so in its backward pass."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(with_buffers=True)
+        self.group = group
+
+    def forward(self, x: Tensor, through: tuple[int, ...] = (0, 1, 2)) -> Tensor:
+        return fddp.pmean(super().forward(x, through), self.group)
+
+
+def steps_beside_operators(group: Any, place: str, hooked: bool) -> tuple[list[str], float, Any]:
+    model = Refuser(with_buffers=True) if hooked else Meeting(group)
+    ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
+    if hooked:  # operators of hooks, which run on ranks that have failed as well
+        own = fddp.Communicator(group)
+        ddp._register_buffer_comm_hook(own, mean_of_first, _BufferCommHookLocation.POST_FORWARD)
+        ddp.register_comm_hook(own, mean_by_operator)
+    rank, said = rank_of(group), []
+    begin_s = time.perf_counter()
+    for number in range(STEPS):
+        try:
+            fails = place if (number, rank) == (FAILING, BAD) else ""
+            take(ddp, rank, number, fails, in_parts=False)
+        except (ValueError, fddp.PeerError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said, time.perf_counter() - begin_s, grads(ddp.module)
+
+
+def mean_of_first(own: Any, buffers: dict[str, Tensor]) -> list[Any]:
+    """A buffer hook that calls an operator."""
+    mean = buffers["norm.running_mean"].data
+    mean.copy_(fddp.pmean(mean, own))
+    return []
+
+
+def mean_by_operator(own: Any, bucket: Any) -> Any:
+    """A communication hook that calls an operator."""
+    future: Any = torch.futures.Future()
+    future.set_result(fddp.pmean(bucket.buffer(), own))
+    return future
+
+
+def check_beside_operators(runs: list[Any], wanted: list[Any]) -> None:
+    for rank, (said, took_s, found) in enumerate(runs):
+        assert took_s < 15.0, "not once their time was over"
+        assert len(said) == 1
+        assert said[0].startswith("ValueError" if rank == BAD else "PeerError: ")
+        assert f"rank {BAD} failed" in said[0] or rank == BAD
+        assert runs[BAD][0][0] in said[0]
+        assert_close(found, wanted[rank][2])
+
+
+@functools.cache
+def undisturbed_operators(*, hooked: bool) -> list[Any]:
+    return fddp.loopback(3, steps_beside_operators, "", hooked)
+
+
+@pytest.mark.parametrize("place", ["input", "forward", "loss", "graph"])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_what_is_raised_is_told_to_ranks_in_operators(place: str, hooked: bool) -> None:
+    runs = fddp.loopback(3, steps_beside_operators, place, hooked)
+    check_beside_operators(runs, undisturbed_operators(hooked=hooked))
+
+
+def steps_of_processes_beside_operators(rank: int, world_size: int, place: str) -> Any:
+    return steps_beside_operators(dist.group.WORLD, place, False)
+
+
+@pytest.mark.parametrize("place", ["input", "graph"])
+def test_what_is_raised_is_told_to_processes_in_operators(ranks: RankPool, place: str) -> None:
+    runs = ranks.run(3, steps_of_processes_beside_operators, place)
+    check_beside_operators(runs, undisturbed_operators(hooked=False))
+
+
+# Loops of unequal length
+
+
+def joining(ddp: Any, rank: int, batches: int, fails: str = "", **options: Any) -> None:
+    with ddp.join(**options):
+        for number in range(batches):
+            with ddp.in_step():
+                out = ddp(batch(rank, number))
+                if number == batches - 1 and fails == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if number == batches - 1 and fails == "raise":
+                    raise ValueError("no loss here")
+                out.square().mean().backward()
+
+
+def uneven_steps(group: Any, fails: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Rank 0 joins early; the last rank fails where others still have input."""
+    model = Refuser(with_buffers=True)
+    ddp = DDP(model, process_group=group)
+    rank = rank_of(group)
+    said = ""
+    try:
+        joining(ddp, rank, (1, 5, 3)[rank], fails if rank == 2 else "", **options)
+    except (ValueError, RuntimeError) as error:
+        said = f"{type(error).__name__}: {error}"
+        ddp.zero_grad()
+        ddp(batch(rank)).square().mean().backward()
+    return said, grads(model)
+
+
+def test_all_leave_join_together_when_one_fails_in_a_step() -> None:
+    first, second, third = fddp.loopback(3, uneven_steps, "raise", {})
+    assert third[0] == "ValueError: no loss here"
+    assert first[0] == second[0]
+    assert first[0].startswith("PeerError: rank 2 failed at step 2: ValueError: no loss here; no ")
+    assert_close(first[1], second[1])
+    assert_close(first[1], third[1])
+
+
+def going_on(
+    group: Any, bad: str, leaves: tuple[int, ...] = (), batches: tuple[int, ...] = (1, 5, 3)
+) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
+    """Loops over unequal inputs; the last rank's last step is bad. All but `leaves` go on."""
+    rank, said = rank_of(group), []
+    model = Refuser(with_buffers=True)
+    policy = "raise" if bad == "number" else "propagate"
+    ddp = DDP(model, process_group=group, nonfinite=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    last = len(batches) - 1
+    try:
+        with ddp.join():
+            for number in range(batches[rank]):
+                optimizer.zero_grad()
+                is_bad = rank == last and number == batches[last] - 1
+                try:
+                    with ddp.in_step():
+                        if is_bad and bad == "data":
+                            raise ValueError("no data here")
+                        factor = math.nan if is_bad and bad == "number" else 1.0
+                        (ddp(batch(rank, number)).square().mean() * factor).backward()
+                    optimizer.step()
+                    said.append("ok")
+                except (ValueError, fddp.PeerError, fddp.NonFiniteError) as error:
+                    said.append(f"{type(error).__name__}: {error}")
+                    if rank in leaves:
+                        raise
+    except (ValueError, fddp.FddpError) as error:
+        said.append(f"left with {type(error).__name__}: {error}")
+    optimizer.zero_grad()
+    ddp(batch(rank)).square().mean().backward()  # all are together, wherever they left
+    return said, grads(model), {name: p.detach() for name, p in model.named_parameters()}
+
+
+def going_on_in_processes(rank: int, world_size: int, *args: Any) -> Any:
+    return going_on(dist.group.WORLD, *args)
+
+
+@pytest.mark.parametrize("bad", ["data", "number"])
+def test_ranks_that_have_run_out_take_a_failed_step_as_the_others_do(bad: str) -> None:
+    first, second, third = fddp.loopback(3, going_on, bad)
+    name = "PeerError: rank 2 failed" if bad == "data" else "NonFiniteError: step 2: "
+    assert first[0] == ["ok"]
+    assert [text[: len(name)] for text in second[0]] == ["ok", "ok", name, "ok", "ok"]
+    assert len(third[0]) == 3
+    assert third[0][2].startswith("ValueError: no data" if bad == "data" else name)
+    for found in (second, third):
+        assert_close(found[1], first[1])
+        assert_close(found[2], first[2])
+
+
+def test_processes_that_have_run_out_take_a_failed_step_as_the_others_do(ranks: RankPool) -> None:
+    first, second = ranks.run(2, going_on_in_processes, "data", (), (2, 4))
+    assert first[0] == ["ok", "ok"]
+    assert second[0] == ["ok", "ok", "ok", "ValueError: no data here"]
+    assert_close(first[1], second[1])
+    assert_close(first[2], second[2])
+
+
+@pytest.mark.parametrize("bad", ["data", "number"])
+def test_ranks_that_leave_join_after_a_failed_step_say_so(bad: str) -> None:
+    first, second, third = fddp.loopback(3, going_on, bad, (1, 2))
+    assert [len(said) for said, *_ in (first, second, third)] == [2, 4, 4]
+    name = "PeerError: rank 2 failed" if bad == "data" else "NonFiniteError: step 2: "
+    assert first[0][1].startswith(f"left with {name}")
+    for found in (second, third):
+        assert found[0][3] == f"left with {found[0][2]}"
+        assert_close(first[1], found[1])
+
+
+def test_ranks_that_go_on_say_who_has_left_join() -> None:
+    first, second, third = fddp.loopback(3, going_on, "data", (2,))
+    assert first[0][1].startswith("left with PeerError: rank 2 failed at step 2: ValueError: no ")
+    assert second[0][2].startswith("PeerError: rank 2 failed at step 2: ValueError: no data here; ")
+    assert second[0][3] == (
+        "left with RankLostError: join() on rank 1 of 3: lost rank 2, which left the block with an "
+        "error after step 2 had failed on all ranks; catch the error of such a step within the "
+        "block on all ranks, or on none"
+    )
+    assert third[0][3] == "left with ValueError: no data here"
+    assert_close(first[1], second[1])
+    assert_close(first[1], third[1])
+
+
+def test_all_leave_join_once_one_has_no_input_left() -> None:
+    said = [
+        run[0] for run in fddp.loopback(3, uneven_steps, "", {"throw_on_early_termination": True})
+    ]
+    detected = "RuntimeError: Detected at least one rank that exhausted inputs. Throwing across all"
+    assert said[0] == "RuntimeError: Rank 0 exhausted all inputs."
+    assert said[1].startswith(detected)
+    assert said[2].startswith(detected)
+
+
+def killed_in_join(rank: int, world_size: int, transport: Any) -> tuple[Any, ...]:
+    ddp = DDP(Refuser(with_buffers=True), transport=transport)
+    try:
+        joining(ddp, rank, (1, 5, 3)[rank], "kill" if rank == 2 else "")
+    except fddp.RankLostError as error:
+        return error.ranks, str(error)
+    return (), ""
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_rank_that_is_killed_within_join_is_named(transport: str) -> None:
+    *others, last = run_fresh(3, killed_in_join, transport)
+    assert last.exitcode == -signal.SIGKILL
+    for outcome in others:
+        assert outcome.error is None
+        lost, text = outcome.result
+        assert lost == (2,)
+        assert "lost rank 2" in text
+
+
+def lost_while_others_wait(group: Any) -> str:
+    ddp = DDP(net(), process_group=group)
+    rank = rank_of(group)
+    try:
+        with ddp.join():
+            for number in range(1 + rank):
+                if number == 2:
+                    raise ValueError("no data here")
+                ddp(batch(rank, number)).square().mean().backward()
+    except (ValueError, fddp.FddpError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "ended"
+
+
+def test_ranks_that_have_joined_say_whom_they_lost() -> None:
+    first, second, third = fddp.loopback(3, lost_while_others_wait)
+    assert third == "ValueError: no data here"
+    for rank, text in enumerate((first, second)):
+        where = f"exchange of inputs in join() (1 bytes) on rank {rank} of 3: lost rank 2"
+        assert text.startswith(f"RankLostError: {where}")
+
+
+# Texts
+
+
+def after_a_loss(group: Any, how: str) -> list[str]:
+    ddp = DDP(Refuser(with_buffers=True), process_group=group, bucket_cap_mb=TINY_CAP_MB)
+    rank = rank_of(group)
+    out = ddp(batch(rank))
+    if rank == BAD:
+        return []
+    backward = partial(out.sum().backward, retain_graph=True)
+    first = backward if how == "in backward" else partial(ddp, batch(rank))
+    said = []
+    for call in (first, partial(ddp, batch(rank)), backward):
+        with pytest.raises(fddp.FddpError) as caught:
+            call()
+        said.append(f"{caught.typename}: {caught.value}")
+    return said
+
+
+@pytest.mark.parametrize("how", ["in backward", "in forward"])
+def test_a_wrapper_that_is_closed_says_why_and_what_to_do(how: str) -> None:
+    lost, *others = fddp.loopback(2, after_a_loss, how)[0]
+    assert lost.startswith("RankLostError: ")
+    for text in others:
+        assert text.startswith("ClosedError: this DistributedDataParallel is closed (")
+        assert text.endswith("); make a new one of its module, on a working group")
+        assert (lost if how == "in backward" else "broadcast of a tree failed") in text
+
+
+def large_errors(group: Any) -> tuple[int, str]:
+    params = {"w": torch.ones(2)}
+    with fddp.GradSync(params, group=group) as sync:
+
+        def loss(p: dict[str, Tensor]) -> Tensor:
+            if group.rank == BAD:
+                raise ValueError("x" * 1_000_000)
+            return p["w"].sum()
+
+        try:
+            sync.value_and_grad(loss)(params)
+        except (ValueError, fddp.PeerError) as error:
+            return len(str(error)), str(error)[8_000:]
+    return 0, ""
+
+
+def test_long_texts_of_errors_are_cut_for_others() -> None:
+    (others, end), (own, _) = fddp.loopback(2, large_errors)
+    assert own == 1_000_000
+    assert others < 8_300
+    assert "x... (992,012 more characters); no gradients were produced on any rank" in end

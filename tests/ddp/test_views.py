@@ -1,0 +1,241 @@
+"""`gradient_as_bucket_view`: gradients that lie in buckets are reduced there; values stay values.
+
+What is compared is the mean of the ranks' gradients, worked out by one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fddp
+from fddp.native.buffer_pool import BufferPool
+from tests.support.ranks import Launch
+
+WIDTH = 8
+
+
+def model() -> nn.Module:
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    # Ranks may be threads, which share torch's own generator.
+    generator = torch.Generator().manual_seed(0)
+    for param in module.parameters():
+        nn.init.normal_(param, std=0.3, generator=generator)
+    return module
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def mean_gradients(ranks: int, step: int) -> list[Tensor]:
+    reference = model()
+    losses = [reference(batch(rank, step)).square().mean() for rank in range(ranks)]
+    (sum(losses, torch.zeros(())) / ranks).backward()
+    return [param.grad for param in reference.parameters() if param.grad is not None]
+
+
+def rank_of(group: Any) -> int:
+    return int(group.rank() if callable(group.rank) else group.rank)
+
+
+def wrapped(group: Any, module: nn.Module) -> nn.Module:
+    return fddp.DistributedDataParallel(
+        module, process_group=group, bucket_cap_mb=0.0005, gradient_as_bucket_view=True
+    )
+
+
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_gradients_stay_where_they_are(launch: Launch, zeroed: bool) -> None:
+    for moved in launch(2, kept_gradients, zeroed):
+        # A backend may hold on to a buffer for a moment, and then there is another. Ranks that are
+        # threads hold those of each other.
+        assert moved <= 3 or launch.name == "loopback"
+
+
+def kept_gradients(group: Any, zeroed: bool) -> int:
+    """How often gradients moved in nine steps, after the one in which the plan was rebuilt."""
+    module = model()
+    ddp = wrapped(group, module)
+    total = [torch.zeros_like(param) for param in module.parameters()]
+    places = []
+    for step in range(10):
+        if zeroed:
+            module.zero_grad(set_to_none=False)
+        ddp(batch(rank_of(group), step)).square().mean().backward()
+        mean = mean_gradients(2, step)
+        total = mean if zeroed else [t + m for t, m in zip(total, mean, strict=True)]
+        for param, expected in zip(module.parameters(), total, strict=True):
+            assert param.grad is not None
+            assert torch.allclose(param.grad, expected, atol=1e-5)
+            assert param.grad.untyped_storage().nbytes() == param.grad.nbytes
+        places.append([param.grad.data_ptr() for param in module.parameters()])
+    return sum(a != b for a, b in itertools.pairwise(places[1:]))
+
+
+HOLDS: dict[str, Callable[[Tensor], Any]] = {
+    "the tensor": lambda t: t,
+    "a view": lambda t: t.view(-1)[2:],
+    "an alias": lambda t: t.detach(),
+    "its storage": lambda t: torch.empty(0).set_(t.untyped_storage()),
+}
+
+
+@pytest.mark.parametrize("how", HOLDS)
+def test_what_is_held_of_a_step_is_not_reduced_over(how: str) -> None:
+    def run(group: Any) -> None:
+        module = model()
+        ddp = wrapped(group, module)
+        held: list[tuple[Any, Tensor]] = []
+        for step in range(4):
+            # Dropped by the module, so that no backward pass adds to what is held.
+            module.zero_grad(set_to_none=True)
+            ddp(batch(rank_of(group), step)).square().mean().backward()
+            if step:
+                first = module[0].weight.grad
+                assert first is not None
+                held.append((HOLDS[how](first), first.clone()))
+                # The others stay: their bucket is asked for again with one of its slices held.
+                module[0].weight.grad = None
+                ddp(batch(rank_of(group), step)).square().mean().backward()
+        for thing, value in held:
+            assert torch.equal(thing.reshape(-1), value.reshape(-1)[-thing.numel() :])
+
+    fddp.loopback(2, run)
+
+
+def test_without_views_what_was_there_is_written() -> None:
+    def run(group: Any) -> None:
+        module = model()
+        ddp = fddp.DistributedDataParallel(module, process_group=group)
+        ddp(batch(rank_of(group), 0)).square().mean().backward()
+        before = [param.grad for param in module.parameters()]
+        for step in range(1, 3):
+            module.zero_grad(set_to_none=False)
+            ddp(batch(rank_of(group), step)).square().mean().backward()
+            for param, grad, expected in zip(
+                module.parameters(), before, mean_gradients(2, step), strict=True
+            ):
+                assert param.grad is grad
+                assert torch.allclose(grad, expected, atol=1e-6)
+
+    fddp.loopback(2, run)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_a_graph_of_gradients_is_kept() -> None:
+    def run(group: Any) -> None:
+        module = model()
+        ddp = wrapped(group, module)
+        for step in range(4):
+            module.zero_grad(set_to_none=False)
+            loss = ddp(batch(rank_of(group), step)).square().mean()
+            loss.backward(create_graph=True)
+            for param, expected in zip(module.parameters(), mean_gradients(2, step), strict=True):
+                assert param.grad is not None
+                assert torch.allclose(param.grad, expected, atol=1e-5)
+                param.grad = param.grad.detach()
+
+    fddp.loopback(2, run)
+
+
+def test_a_rank_that_fails_keeps_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Any] = []
+    take_back = BufferPool.take_back
+
+    def noting(self: BufferPool, *args: Any) -> Tensor | None:
+        buffer = take_back(self, *args)
+        taken.append(buffer is not None)
+        return buffer
+
+    monkeypatch.setattr(BufferPool, "take_back", noting)
+
+    def run(group: Any) -> None:
+        module = model()
+        ddp = wrapped(group, module)
+        for step in range(3):
+            module.zero_grad(set_to_none=False)
+            ddp(batch(0, step)).square().mean().backward()
+        assert any(taken)
+        loss = ddp(batch(0, 3)).square().mean()
+        before = [param.grad.clone() for param in module.parameters()]
+        ddp.steps.engine.open = failing(ddp.steps.engine.open)
+        with pytest.raises(ValueError, match="not today"):
+            loss.backward()
+        own = model()
+        own(batch(0, 3)).square().mean().backward()
+        for param, was, more in zip(module.parameters(), before, own.parameters(), strict=True):
+            assert torch.allclose(param.grad, was + more.grad, atol=1e-6)
+
+    fddp.loopback(1, run)
+
+
+def failing(open_session: Callable[..., Any]) -> Callable[..., Any]:
+    def opened(*args: Any, **options: Any) -> Any:
+        session = open_session(*args, **options)
+        session.fail(ValueError("not today"))
+        return session
+
+    return opened
+
+
+def test_the_transport_may_be_chosen(launch: Launch) -> None:
+    for name, problem in launch(2, chosen_transports):
+        assert name == ("loopback" if launch.name == "loopback" else "c10d")
+        assert "transport='carrier pigeon' does not fit this group" in problem
+
+
+def chosen_transports(group: Any) -> tuple[str, str]:
+    is_process = isinstance(group, dist.ProcessGroup)
+    ddp = fddp.DistributedDataParallel(
+        model(), process_group=group, transport="c10d" if is_process else "auto"
+    )
+    ddp(batch(rank_of(group), 0)).sum().backward()
+    with pytest.raises((ValueError, fddp.PlanMismatchError)) as error:
+        fddp.DistributedDataParallel(model(), process_group=group, transport="carrier pigeon")
+    return ddp.steps.engine.transport.name, str(error.value)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_step_that_fails_leaves_no_half_made_gradients(launch: Launch, in_place: bool) -> None:
+    for dropped in launch(2, dropped_by_a_failed_step, in_place):
+        # Ranks that are threads hold buffers of each other, so that not all are reduced in place.
+        assert (dropped > 0) is in_place or launch.name == "loopback"
+
+
+def dropped_by_a_failed_step(group: Any, in_place: bool) -> int:
+    """How many kept gradients a failed step drops; the others are as before, or the rank's own."""
+    module = model()
+    ddp = fddp.DistributedDataParallel(
+        module, process_group=group, bucket_cap_mb=0.0005, gradient_as_bucket_view=in_place
+    )
+    rank = rank_of(group)
+    for step in range(3):
+        ddp(batch(rank, step)).square().mean().backward()
+    before = [param.grad.clone() for param in module.parameters() if param.grad is not None]
+    loss = ddp(batch(rank, 3)).square().mean()
+    if rank == 1:
+        module[0].weight.register_hook(refuse)
+    with pytest.raises(ArithmeticError if rank == 1 else fddp.PeerError):
+        loss.backward()
+    if rank == 1:
+        with pytest.warns(UserWarning, match="broken off"):
+            ddp(batch(rank, 4))
+    reference = model()
+    local = torch.autograd.grad(
+        reference(batch(rank, 3)).square().mean(), list(reference.parameters())
+    )
+    grads = [param.grad for param in module.parameters()]
+    for grad, old, own in zip(grads, before, local, strict=True):
+        assert grad is None or torch.equal(grad, old) or torch.allclose(grad, old + own)
+    return sum(grad is None for grad in grads)
+
+
+def refuse(grad: Tensor) -> Tensor:
+    raise ArithmeticError("no gradient")

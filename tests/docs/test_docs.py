@@ -1,0 +1,97 @@
+"""The documentation's examples run, and its lists name what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import fddp
+from fddp import errors
+from tests.support.pages import PAGES, ROOT, alone, read, run_script, run_sessions
+
+ARCHITECTURE = read("docs/architecture.md")
+GUIDE = read("docs/guide.md")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if alone(page, "pycon")])
+def test_sessions(page: str) -> None:
+    failed, attempted = run_sessions(page)
+    assert attempted
+    assert not failed
+
+
+def test_guide_runs_on_two_ranks(tmp_path: Path) -> None:
+    run_script("docs/guide.md", tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", read(page)):
+        if "://" in target:
+            continue
+        file, _, heading = target.partition("#")
+        path = (ROOT / page).parent / file if file else ROOT / page
+        assert path.exists(), f"{page} links to {target}"
+        if heading:
+            assert heading in _anchors(path.read_text(encoding="utf-8")), f"{page}: {target}"
+
+
+def _anchors(text: str) -> set[str]:
+    """Of the headings, as code forges make them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_room_is_on_the_map() -> None:
+    table = ARCHITECTURE.partition("## Rooms")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
+    assert {room for row in rows for room in re.findall(r"`([^`]+)`", row)} == _rooms()
+
+
+def _rooms() -> set[str]:
+    """Rooms of the library: its folders, and the one module of names beside them."""
+    folders = {path.parent.name for path in (ROOT / "fddp").glob("*/*") if path.is_file()}
+    return {"errors.py", *(f"{name}/" for name in folders - {"__pycache__"})}
+
+
+def test_every_note_is_listed() -> None:
+    pattern = r"\[Note: ([\w ]+)\]"
+    sources = [
+        path.read_text(encoding="utf-8")
+        for path in (ROOT / "fddp").rglob("*")
+        if path.suffix in (".py", ".h", ".cpp")
+    ]
+    written = {name for source in sources for name in re.findall(pattern, source)}
+    assert set(re.findall(pattern, ARCHITECTURE)) == written
+
+
+def test_every_error_is_in_the_table() -> None:
+    rows = set(re.findall(r"^\| `(\w+Error)`", GUIDE, re.MULTILINE))
+    kinds = {name for name in vars(errors) if name.endswith("Error")}
+    assert kinds - rows == {"FddpError"}
+    assert rows <= kinds
+    assert "`FddpError`" in GUIDE
+
+
+def test_every_public_name_is_in_the_guide() -> None:
+    public = {name for name, value in vars(fddp).items() if not name.startswith("_")}
+    public = {name for name in public if type(vars(fddp)[name]).__name__ != "module"}
+    assert not [name for name in public if name not in GUIDE]
+
+
+def test_what_shows_a_promise_under_faults_is_there() -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    rows = [line for line in read("docs/faults.md").splitlines() if line.startswith("| ")]
+    promises = [row for row in rows if not row.startswith(("| Fault |", "| --- |"))]
+    assert len(promises) > 40
+    for row in promises:
+        shown = re.findall(r"`(tests/[^`:]+|make [a-z]+)(?:::(\w+))?`", row.split("|")[-2])
+        assert shown, row
+        for where, name in shown:
+            if where.startswith("make "):
+                assert where.removeprefix("make ") in targets, row
+            else:
+                assert (ROOT / where).exists(), row
+                assert not name or f"def {name}(" in read(where), row

@@ -1,0 +1,176 @@
+"""The worked examples: each holds its checks, and a wrong one does not."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import fddp
+from examples import common as running
+from examples.common import Check, Report, difference, difference_between_ranks
+from tests.support.pages import ROOT, commands, read
+
+if TYPE_CHECKING:
+    from tests.support.ranks import RankPool
+
+# torch.func.jvp compiles decompositions when it is first used.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+
+NAMES = ("maml", "hvp_cg", "dp_sgd", "ensemble", "physics")
+
+
+def local(tree: Any) -> Any:
+    """What a rank has by itself, in place of a collective."""
+    return tree
+
+
+def uniform(params: Any, batch: Any) -> float:
+    """Each rank counts the same, however many samples it has."""
+    return 1.0
+
+
+#: how each example is broken, and the checks that must then fail
+BROKEN: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "maml": ({"average": local}, ("spread tasks, from one process",)),
+    "hvp_cg": (
+        {"average": fddp.psum},
+        ("product, from one process", "parameters, from one process"),
+    ),
+    "dp_sgd": (
+        {"total": local},
+        ("parameters, between ranks", "parameters, from one process", "sigma, from the stated one"),
+    ),
+    "ensemble": ({"weight_fn": uniform}, ("all models, from one process",)),
+    "physics": ({"weight_fn": uniform}, ("parameters, from one process",)),
+}
+
+
+def run(rank: int, world_size: int, name: str, options: dict[str, Any]) -> Report:
+    report = importlib.import_module(f"examples.{name}").example(**options)
+    assert isinstance(report, Report)
+    return report
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_do_what_one_process_does_and_the_page_says(ranks: RankPool, name: str) -> None:
+    reports = ranks.run(2, run, name, {})
+    text = read("docs/examples.md")
+    section = text[text.rindex(f"-m examples.{name}\n") :].split("\n## ")[0]
+    for report in reports:
+        assert report.passed, report.checks
+        assert len(report.checks) >= 2
+        for shown in (report.title, *(row[0] for row in report.rows), *report.checks):
+            assert shown in section, f"the page lacks {shown!r}"
+
+
+@pytest.mark.parametrize("name", ["dp_sgd", "ensemble"])
+def test_on_other_numbers_of_ranks(ranks: RankPool, name: str) -> None:
+    for report in (*ranks.run(1, run, name, {}), *ranks.run(3, run, name, {})):
+        assert report.passed, report.checks
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_broken_example_fails_its_checks(ranks: RankPool, name: str) -> None:
+    options, expected = BROKEN[name]
+    for report in ranks.run(2, run, name, options):
+        failed = tuple(check for check, found in report.checks.items() if not found.passed)
+        assert not report.passed
+        assert set(failed) == set(expected), report.checks
+
+
+# The page
+
+
+def test_the_page_names_every_script() -> None:
+    package = ROOT / "fddp" / "examples"
+    scripts = {path.stem for path in package.glob("*.py")} - {"__init__", "running"}
+    named = [command.split("examples.") for command in commands("docs/examples.md")]
+    assert {parts[1].split()[0] for parts in named} == scripts
+
+
+# The table, and how a script ends
+
+
+GOOD, BAD = Check(1e-16, 1e-10), Check(float("nan"), 1e-10)
+
+
+@pytest.mark.parametrize("check", [Check(0.1, 0.0), Check(2e-10, 1e-10), BAD])
+def test_a_check_fails(check: Check) -> None:
+    assert not check.passed
+    assert str(check).startswith("FAILED: ")
+    assert not Report("some", [], {"good": GOOD, "bad": check}).passed
+
+
+def test_the_table_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    running.show(Report("some", [("a row", "1.0", "remark")], {"a check": GOOD, "worse": BAD}))
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    for text in ("a row", "remark", "1.0e-16", "passed: at most 1e-10", "FAILED: at most 1e-10"):
+        assert text in printed
+
+
+def test_a_missing_library_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert running.main("dp_sgd", []) == 2
+    assert capsys.readouterr().err == "dp_sgd needs rich: pip install fddp[examples]\n"
+
+
+def differing(rank: int, world_size: int) -> tuple[float, float]:
+    tree = {"a": torch.ones(3, dtype=torch.float64), "b": torch.zeros(1, dtype=torch.float64)}
+    same = difference_between_ranks(tree)
+    tree["a"][1] += 0.25 * rank
+    return same, difference_between_ranks(tree)
+
+
+def test_a_rank_that_parts_is_seen_by_all(ranks: RankPool) -> None:
+    assert ranks.run(3, differing) == [(0.0, 0.5)] * 3
+    assert difference({"a": torch.tensor([1.0, 2.0])}, {"a": torch.tensor([1.0, 2.5])}) == 0.5
+
+
+_SCRIPT = """
+import sys
+from examples import dp_sgd, running
+example = dp_sgd.example
+dp_sgd.example = lambda: example(total=lambda tree: tree)
+sys.exit(running.main("dp_sgd", []))
+"""
+
+
+@pytest.mark.slow
+def test_a_broken_example_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_SCRIPT)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1
+    (printed,) = done.stdout.split("DP-SGD, ")[1:]  # by rank 0 alone
+    assert printed.count("FAILED") == 3
+
+
+@pytest.mark.slow
+def test_a_script_without_torchrun() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.dp_sgd", "--ranks", "1"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "DP-SGD, 48 samples on 1 ranks" in done.stdout

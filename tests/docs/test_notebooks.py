@@ -1,0 +1,75 @@
+"""The notebooks run from top to bottom, and are kept without what a run leaves in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.support.pages import ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def test_they_are_found() -> None:
+    names = [path.stem for path in NOTEBOOKS]
+    assert names == [
+        "01_bucket_plans",
+        "02_schedules",
+        "03_simulate_and_tune",
+        "04_training_loop",
+        "05_torch_func",
+        "06_jax",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs(path: Path, tmp_path: Path) -> None:
+    notebook = read(path)
+    # An error in any cell is raised here.
+    NotebookClient(
+        notebook,
+        timeout=120,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    ).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert outputs
+    warned = [output.text for output in outputs if output.get("name") == "stderr"]
+    assert not warned
+    left = {path.name for path in tmp_path.iterdir()} - {".hypothesis"}  # which git ignores
+    assert not left
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_is_kept_clean(path: Path) -> None:
+    notebook = read(path)
+    nbformat.validate(notebook)
+    assert dict(notebook.metadata) == METADATA
+    for number, cell in enumerate(notebook.cells):
+        assert cell.id == f"cell-{number:02d}", "cells are numbered, so that ids do not change"
+        assert cell.metadata == {}
+        if cell.cell_type == "code":
+            assert cell.outputs == [], "clear all outputs before committing"
+            assert cell.execution_count is None
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_its_links_lead_somewhere(path: Path) -> None:
+    for cell in read(path).cells:
+        for target in cell.source.split("](")[1:]:
+            file = target.partition(")")[0]
+            if cell.cell_type == "markdown" and "://" not in file:
+                assert (path.parent / file).exists(), f"{path.name} links to {file}"

@@ -1,0 +1,81 @@
+"""The README runs as printed, and says nothing that no test shows."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from importlib.metadata import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.models import same_bits
+from tests.support.pages import ROOT, commands, read, run_script
+
+PAGE = "README.md"
+
+_SAVE = """
+import os
+torch.save(params, f"{os.environ['RANK']}.pt")
+"""
+
+_EXAMPLES = {f"examples.{path.stem}" for path in (ROOT / "examples").glob("*.py")}
+
+
+def test_loop_runs_as_printed(tmp_path: Path) -> None:
+    run_script(PAGE, tmp_path, epilogue=_SAVE)
+    trained = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert same_bits(trained)
+    assert trained[0]["w"].flatten().tolist() == pytest.approx([1.0, -2.0, 3.0], abs=0.05)
+
+
+@pytest.mark.parametrize("command", commands(PAGE))
+def test_shell_commands(command: str) -> None:
+    words = shlex.split(command)
+    match words:
+        case ["make", target]:
+            subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
+        case ["python" | ".venv/bin/python", "-m", "fddp" | "benchmarks", *_]:
+            _check_options(words)
+        case ["pip", "install", *options, source]:
+            _check_install(source, options)
+        case ["torchrun", "--nproc-per-node", "2", "train.py"]:
+            pass  # test_loop_runs_as_printed does this
+        case ["torchrun", "--nproc-per-node", "2", "-m", module] if module in _EXAMPLES:
+            pass  # test_examples.py and test_jax_examples.py run them
+        case _:
+            pytest.fail(f"no check for the command {command!r}")
+
+
+def _check_options(words: list[str]) -> None:
+    told = subprocess.run(
+        [sys.executable, *words[1:4], "--help"], check=True, capture_output=True, text=True
+    ).stdout
+    assert not [word for word in words if word.startswith("--") and word not in told]
+
+
+def _check_install(source: str, options: list[str]) -> None:
+    assert options in ([], ["--no-build-isolation"])
+    extras = re.fullmatch(r"\.(?:\[([\w,]+)\])?", source)
+    assert extras is not None
+    known = metadata("fddp").get_all("Provides-Extra", [])
+    assert set((extras[1] or "demo").split(",")) <= set(known)
+
+
+def test_claims_name_tests_that_exist() -> None:
+    named = re.findall(r"`(tests/\w+/test_\w+\.py)(?:::(test_\w+))?`", read(PAGE))
+    assert named
+    for file, function in named:
+        source = read(file)
+        assert f"def {function or 'test_'}" in source, f"{file} has no {function}"
+
+
+def test_requirements_are_those_of_the_package() -> None:
+    package = metadata("fddp")
+    wanted = [f"python{package['Requires-Python']}", *package.get_all("Requires-Dist", [])]
+    for name, shown in (("python", "Python"), ("torch", "PyTorch")):
+        (version,) = [w.removeprefix(f"{name}>=") for w in wanted if w.startswith(f"{name}>=")]
+        assert f"{shown} ≥ {version}" in read(PAGE)

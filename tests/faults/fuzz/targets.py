@@ -1,0 +1,323 @@
+"""One call of the extension for each input: only documented errors may come of it.
+
+`one_input` is what fuzzers call. What it must not do is end the process, hang, or raise anything
+but the errors by which the extension refuses arguments.
+"""
+
+from __future__ import annotations
+
+import warnings
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from fddp.native import extension as ext
+from tests.faults.fuzz.drawing import DTYPES, Draw
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+REFUSALS = (TypeError, ValueError, IndexError, RuntimeError, OverflowError, OSError)
+_MOST_CALLS = 12
+
+
+def one_input(data: bytes) -> str:
+    """Tries an input; the name of what it called."""
+    draw = Draw(data)
+    name = draw.one_of(tuple(TARGETS))
+    # torch's own text of a tensor reads its memory, which may be gone.
+    with warnings.catch_warnings(), mock.patch.object(torch.Tensor, "__repr__", object.__repr__):
+        warnings.simplefilter("ignore")
+        try:
+            TARGETS[name](draw)
+        except REFUSALS:
+            pass
+        except MemoryError:
+            # Sizes are told, and one that is too large is refused before anything is allocated.
+            pass
+    return name
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _layout(draw: Draw) -> tuple[Any, list[tuple[int, ...]], int]:
+    """A layout, its shapes and its elements: right ones as a rule."""
+    shapes = [draw.shape() for _ in range(draw.below(5))]
+    offsets, end = [], 0
+    for shape in shapes:
+        gap = 0 if draw.likely() else draw.below(4)
+        offsets.append(end + gap)
+        end += gap + int(torch.Size(shape).numel())
+    arguments: list[Any] = [offsets, shapes, [_contiguous(shape) for shape in shapes], end]
+    if not draw.likely():
+        arguments[draw.below(4)] = draw.anything()
+    if not draw.likely() and offsets:
+        offsets[draw.below(len(offsets))] = draw.one_of((-1, 2**62, 2**63 - 1, end + 1))
+    if not draw.likely() and shapes:
+        shapes[draw.below(len(shapes))] = (draw.number(), draw.number())
+    return ext.load().Layout(*arguments), shapes, end
+
+
+def _copying(draw: Draw) -> None:
+    layout, shapes, numel = _layout(draw)
+    dtype = draw.one_of(DTYPES[:6])
+    buffer: Any = torch.ones(numel if draw.likely() else draw.below(40), dtype=dtype)
+    if not draw.likely():
+        buffer = draw.anything()
+    leaves: Any = [None if draw.below(6) == 0 else draw.leaf(shape, dtype) for shape in shapes]
+    if not draw.likely():
+        leaves = draw.anything()
+    if not draw.likely() and isinstance(leaves, list) and isinstance(buffer, torch.Tensor):
+        leaves = [buffer.view(-1)[:1].expand(2), *leaves][: len(leaves)]
+    module = ext.load()
+    match draw.below(5):
+        case 0:
+            module.pack_(buffer, layout, leaves, draw.real())
+        case 1:
+            module.pack_add_(buffer, layout, leaves, draw.real())
+        case 2:
+            module.unpack_(leaves, layout, buffer, draw.real())
+        case 3:
+            module.scale_(buffer, draw.real())
+        case _:
+            results = module.slices(buffer, layout)
+            lenders = module.Lenders()
+            lenders.add(buffer)
+            for result in results:
+                result.add_(1)
+                lenders.lent(result)
+            module.storage_use_count(buffer if draw.likely() else draw.anything())
+            if results and draw.likely():
+                module.vacate(results, "gone")
+                results[0].sum()
+
+
+def _loose(draw: Draw) -> None:
+    module = ext.load()
+    match draw.below(4):
+        case 0:
+            module.storage_use_count(draw.anything())
+        case 1:
+            module.vacate(draw.anything(), draw.anything())
+        case 2:
+            module.Lenders().add(draw.anything())
+        case _:
+            module.Lenders().lent(draw.anything())
+
+
+_ARRAYS: tuple[Callable[[np.ndarray, Draw], Any], ...] = (
+    lambda a, _: a,
+    lambda a, _: a[::-1],
+    lambda a, _: a[::2],
+    lambda a, _: a.T,
+    lambda a, d: a[..., : d.below(4)],
+    lambda a, d: np.broadcast_to(a, (d.below(3), *a.shape)),
+    lambda a, d: np.lib.stride_tricks.as_strided(a, a.shape, [d.below(9)] * a.ndim),
+    lambda a, _: memoryview(a)[1:],
+    lambda a, _: a.tobytes(),
+    lambda a, _: a.astype("S3"),
+    lambda a, d: d.anything(),
+)
+
+
+def _digests(draw: Draw) -> None:
+    """Memory of all forms; and what takes next to anything."""
+    module = ext.load()
+    shape = tuple(draw.below(5) for _ in range(draw.below(3))) or (draw.below(64) * 1023,)
+    array = np.ones(shape, draw.one_of(("u1", "<i2", ">i8", "f4", "c16", "?")))
+    match draw.below(6):
+        case 0:
+            module.shm_available_bytes(draw.anything())
+        case 1:
+            draw.one_of((module.XlaLoan, module.Freeing, module.GraphView))(draw.anything())
+        case 2:
+            module.serves_some(), module.distributed_context()
+        case _:
+            module.digest_bytes(draw.one_of(_ARRAYS)(array, draw))
+
+
+def _tree(draw: Draw, depth: int = 3) -> Any:
+    kind = draw.below(6 if depth else 2)
+    if kind == 0:
+        return draw.tensor() if draw.likely() else None
+    if kind == 1:
+        return draw.anything()
+    children = [_tree(draw, depth - 1) for _ in range(draw.below(3))]
+    if kind == 2:
+        return tuple(children)
+    if kind == 3:
+        return children
+    return {draw.one_of(("a", "b", 0, 1, 2**70)): child for child in children}
+
+
+def _trees(draw: Draw) -> None:
+    tree = _tree(draw)
+    leaves = [draw.number() for _ in range(draw.below(5))] if draw.below(2) else list(range(9))
+    if draw.likely():
+        leaves = leaves[: draw.below(6)]
+    known = ext.load().KnownTree(tree, leaves)
+    for other in (tree, _tree(draw), [tree], draw.anything()):
+        known.flatten(other)
+    entries = ext.load().KnownEntries([tree] if isinstance(tree, dict) else [{}])
+    if isinstance(tree, dict):
+        tree.pop("a", None)
+        tree[draw.below(5)] = None
+    entries.are_there()
+
+
+def _operands(draw: Draw) -> None:
+    module = ext.load()
+    tensors = [draw.tensor() for _ in range(draw.below(4))]
+    leaves: Any = [t if draw.likely() else draw.anything() for t in tensors]
+    if not draw.likely():
+        leaves = draw.anything()
+    match draw.below(4):
+        case 0:
+            module.first_without_memory(leaves)
+        case 1:
+            module.have_derivatives(leaves, bool(draw.below(2)))
+        case 2:
+            arguments = [
+                [t.shape if not t.is_nested else (1,) for t in tensors],
+                [t.dtype for t in tensors],
+                [t.device for t in tensors],
+            ]
+            if not draw.likely():
+                arguments[draw.below(3)] = draw.anything()
+            module.Operands(*arguments).alike(leaves)
+        case _:
+            types = module.LeafTypes(
+                [draw.shape() for _ in tensors],
+                [t.dtype for t in tensors][: None if draw.likely() else 1],
+                [bool(draw.below(2)) for _ in tensors],
+            )
+            types.first_misfit(leaves, bool(draw.below(2)))
+            types.first_differentiated(leaves, bool(draw.below(2)))
+
+
+def _arrivals(draw: Draw) -> None:
+    """Sets of leaves, armed with any buckets and asked for any number."""
+    module = ext.load()
+    params: Any = [torch.ones(3, requires_grad=True) for _ in range(draw.below(4))]
+    if not draw.likely():
+        params = [draw.tensor(sound=True) for _ in params]
+    is_leaves = draw.below(2) == 0
+    found = module.LeafSet(params) if is_leaves else module.ParamSet(params, lambda: None)
+    for _ in range(draw.below(_MOST_CALLS)):
+        try:
+            _ask(draw, module, found, params, is_leaves)
+        except REFUSALS:
+            continue
+
+
+def _ask(draw: Draw, module: Any, found: Any, params: list[Any], is_leaves: bool) -> None:
+    match draw.below(10):
+        case 0:
+            count = len(params)
+            members = [[draw.below(count or 1) for _ in range(draw.below(3))] for _ in range(2)]
+            if not draw.likely():
+                members = [[draw.number()]]
+            expected = [1] * (count if draw.likely() else draw.below(6))
+            layout = module.Layout([0], [(3,)], [(1,)], 3)
+            eager = []
+            if not draw.likely():
+                buffer = torch.ones(draw.below(6))
+                eager = [module.EagerSlot(draw.number(), buffer, layout, draw.real())]
+            found.arm(module.BucketMembers(members), expected, eager, lambda *_: None)
+        case 1:
+            found.take(draw.number(), bool(draw.below(2)))
+        case 2:
+            layout = module.Layout([0], [(3,)], [(1,)], 3)
+            together = [draw.number() for _ in range(draw.below(3))]
+            early = [(draw.number(), layout) for _ in range(draw.below(2))]
+            packing = module.BucketPacking(together, layout, early)
+            found.pack(draw.number(), torch.ones(draw.below(5)), packing, True, 1.0)
+        case 3:
+            found.written(draw.number())
+        case 4:
+            found.take_one(draw.number())
+        case 5:
+            torch.autograd.backward(sum((leaf.sum() for leaf in found.leaves), torch.zeros(())))
+        case 6:
+            found.counts(), found.arrivals(), found.arrival_times(), found.late(), found.used()
+        case 7:
+            found.disarm()
+        case 8 if is_leaves:
+            found.inspect(draw.tensor() if draw.below(2) else sum(p.sum() for p in found.leaves))
+        case 8:
+            layout = module.Layout([0], [(3,)], [(1,)], 3)
+            found.lie_in([draw.number()], torch.ones(draw.below(5)), layout)
+        case _ if not is_leaves:
+            found.watch(True)
+            found.intact()
+            found.put([draw.anything() for _ in range(draw.below(4))], bool(draw.below(2)))
+            found.put_back()
+
+
+def _memory(draw: Draw) -> None:
+    """Arenas, views and teams, without peers."""
+    module = ext.load()
+    # Not larger: blocks of any size may be asked for, and pages would be there.
+    arena = module.ShmArena(4 << 20 if draw.likely() else draw.one_of((1, -1, 2**62, 2**64)))
+    board = arena.board(2 if draw.likely() else draw.number())
+    for _ in range(draw.below(_MOST_CALLS)):
+        try:
+            match draw.below(7):
+                case 0:
+                    tensor = arena.empty(draw.number(), draw.one_of(DTYPES))
+                    arena.holds(tensor if draw.likely() else draw.anything())
+                case 1:
+                    arena.read(draw.number(), min(draw.number(), 2**63))
+                case 2:
+                    arena.write(draw.number(), b"1234")
+                case 3:
+                    arena.block(draw.number())
+                case 4:
+                    arena.trim()
+                case 5:
+                    module.ShmView(draw.one_of((-1, 0, arena.fd, 9999)), draw.number())
+                case _:
+                    _team(draw, module, arena, board)
+        except REFUSALS:
+            continue
+
+
+def _team(draw: Draw, module: Any, arena: Any, board: Any) -> None:
+    view = module.ShmView(arena.fd, arena.span)
+    arguments: list[Any] = [arena, [None, view], 0, board, [-1, -1], 0.01, 2]
+    if not draw.likely():
+        arguments[draw.below(len(arguments))] = draw.anything() if draw.below(2) else draw.number()
+    team = module.ShmTeam(*arguments)
+    try:
+        kind = draw.one_of(("all_reduce", "all_gather", "reduce_scatter", "broadcast", "what"))
+        passage = team.start(
+            kind,
+            draw.tensor() if draw.likely() else draw.anything(),
+            draw.number(),
+            bool(draw.below(2)),
+            [draw.number() for _ in range(draw.below(8))],
+        )
+        passage.wait(0.02), passage.done, passage.done_s, passage.descriptors()
+        team.fail(draw.number(), [draw.number()])
+    finally:
+        team.leave()
+
+
+TARGETS: Mapping[str, Callable[[Draw], None]] = MappingProxyType(
+    {
+        "copying": _copying,
+        "copying again": _copying,
+        "loose tensors": _loose,
+        "digests": _digests,
+        "trees": _trees,
+        "operands": _operands,
+        "arrivals": _arrivals,
+        "memory": _memory,
+    }
+)
+"""What an input may lead to."""

@@ -1,0 +1,99 @@
+"""`make soak`: takes mixed steps for a long time, and says whether anything grew or came apart.
+
+    python -m tests.faults.soak --minutes 30 --steps 20000 --ranks 3
+
+Ends with status 1 where a resource of a rank has grown, or where time was up before a third of the
+steps was taken. Replicas that differ, and errors, end it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from fddp.cli.launch import launch
+from tests.faults.soak.rank import Soak, Told, run_rank
+from tests.faults.soak.resources import MIB, growths
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SAMPLES = 150
+_FEWEST = 1 / 3  # of the steps, below which a run says too little
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="soak", description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all samples there too")
+    args = parser.parse_args()
+    soak = Soak(args.steps, args.minutes, args.seed, SAMPLES, shown=True)
+    began_s = time.monotonic()
+    told = launch(args.ranks, run_rank, soak)
+    took_s = time.monotonic() - began_s
+    if args.json is not None:
+        args.json.write_text(json.dumps([rank._asdict() for rank in told]))
+    console = Console(highlight=False)
+    problems = _problems(soak, told)
+    console.print(_table(told))
+    console.print(_summary(told, took_s))
+    for problem in problems:
+        console.print(problem, markup=False)
+    return 1 if problems else 0
+
+
+def _problems(soak: Soak, told: Sequence[Told]) -> list[str]:
+    problems = [
+        f"rank {rank}: {growth.name} grew from {growth.middle:.0f} to {growth.last:.0f}, by more "
+        f"than {growth.limit:.0f}"
+        for rank, one in enumerate(told)
+        for growth in growths(one.usages)
+        if not growth.is_flat
+    ]
+    if told[0].turns < _FEWEST * soak.steps:
+        problems.append(f"only {told[0].turns} of {soak.steps} turns in {soak.minutes} minutes")
+    return problems
+
+
+def _table(told: Sequence[Told]) -> Table:
+    table = Table(
+        title="medians of the middle and the last third of the run",
+        box=box.SIMPLE_HEAVY,
+        pad_edge=False,
+    )
+    for heading in ("rank", "resource", "middle", "last", "limit", ""):
+        table.add_column(heading, justify="left" if heading in ("resource", "") else "right")
+    for rank, one in enumerate(told):
+        for growth in growths(one.usages):
+            unit, form = (MIB, ".2f") if growth.name.endswith("_bytes") else (1, ".0f")
+            numbers = (growth.middle, growth.last, growth.limit)
+            shown = [f"{number / unit:{form}}" for number in numbers]
+            verdict = "flat" if growth.is_flat else "GREW"
+            name = growth.name.replace("_bytes", ", MiB")
+            table.add_row(str(rank), name, *shown[:2], f"+{shown[2]}", verdict)
+    return table
+
+
+def _summary(told: Sequence[Told], took_s: float) -> str:
+    first = told[0]
+    kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(first.kinds.items()))
+    return (
+        f"{first.turns} turns in {took_s / 60:.1f} minutes on {len(told)} ranks: {kinds}\n"
+        f"replicas compared {first.compared} times, equal to the bit; digest {first.digest[:16]}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

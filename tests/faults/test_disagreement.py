@@ -1,0 +1,551 @@
+"""Ranks that disagree: an error by name on every rank, no hang, no wrong mean.
+
+The cases are generated, see `disagreement.py`. `make disagree` plays 1,000 on threads, and 100
+each over gloo and shared memory, in place of a few.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fddp
+from fddp.collectives.communicator import communicator_of
+from fddp.transport import open_transport
+from tests.support.disagreement import KINDS, Case, Seen, cases, play, problems
+from tests.support.ranks import Launch, RankPool, launch_over, split_into_hosts
+from tests.sync.test_errors import Ending, ending
+
+MANY = int(os.environ.get("DISAGREEMENTS", "0")) or len(KINDS)
+LATE_S = 2.0
+
+
+def test_many(record_property: Any) -> None:
+    """On threads, which cost little; every kind at least once."""
+    played, found = Counter[str](), []
+    for case in cases(7, MANY):
+        seen = fddp.loopback(case.ranks, play, case, LATE_S, timeout_s=20.0)
+        played[case.kind] += 1
+        found += [f"{case}: {problem}" for problem in problems(case, seen)]
+    assert not found, "\n".join(found)
+    assert set(played) == set(KINDS)
+    record_property("cases", dict(played))
+
+
+#: one of each way in which ranks can part; ranks wait for each other in the last two alone
+SAMPLE = [
+    "shape",
+    "cap",
+    "hook",
+    "schedule",
+    "step number",
+    "shards",
+    "weight",
+    "gradient's dtype",
+    "set_hook",
+    "not in a round",
+    "loss with operators",
+    "order of operators",
+    "built and broadcast",
+    "replicas",
+    "swapped, other trees",
+    "operator and sync",
+]
+
+
+@pytest.mark.parametrize("name", ["c10d", "shm"])
+def test_on_processes(request: pytest.FixtureRequest, name: str) -> None:
+    launch = launch_over(name, request)
+    played = [Case(11 + k, kind, 2, k % 2) for k, kind in enumerate(SAMPLE)]
+    for case, seen in zip(played, zip(*launch(2, play_all, played), strict=True), strict=True):
+        assert not problems(case, list(seen)), case
+    if MANY < 1000:
+        return
+    for case in cases(8, MANY // 10):
+        assert not problems(case, launch(case.ranks, play, case, 3.0)), case
+
+
+def play_all(group: Any, played: list[Case]) -> list[Seen]:
+    return [play(group, case, 2.0) for case in played]
+
+
+def test_the_checks_can_fail() -> None:
+    """What the generated cases are held against tells right from wrong."""
+    case = Case(0, "shape", 2, 1)
+    good = Seen(
+        "DesyncError", ("DesyncError", "FddpError"), "rank 0 has ..., rank 1 has ...", "", ""
+    )
+    assert not problems(case, [good, good])
+    for bad in (
+        good._replace(wrong="w is 1.0 instead of 1.5"),
+        good._replace(after="ClosedError"),
+        good._replace(error="KeyError", bases=("KeyError",)),
+        good._replace(text="ranks differ"),
+        good._replace(error="", bases=()),
+    ):
+        assert problems(case, [bad, good])
+    assert problems(case._replace(kind="timeout"), [good, good])
+
+
+# What a timeout says
+
+W = {"w": torch.ones(3)}
+
+
+def waiting(rank: int, n: int, transport: Any, case: str) -> Ending:
+    first = fddp.GradSync(W, transport=transport, timeout_s=1.5)
+    second = fddp.GradSync(W, transport=transport, timeout_s=1.5)
+    fddp.psum(W)
+    first(W), second(W)
+    if case == "swapped":
+        seen = ending(lambda: (second if rank else first)(W))
+    elif rank == 0:
+        seen = ending(lambda: first(W))
+    elif case == "operator":
+        seen = ending(lambda: fddp.Communicator(timeout_s=1.5))
+    else:
+        time.sleep(2.5)
+        seen = ending(lambda: None)
+    dist.barrier()
+    return seen
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_what_ranks_wait_for(ranks: RankPool, transport: str) -> None:
+    first, second = ranks.run(2, waiting, transport, "swapped")
+    one = "waiting for bucket 0 (w) of step 1 of GradSync #1"
+    two = "waiting for bucket 0 (w) of step 1 of GradSync #2"
+    gave_up = "after giving up bucket 0 (w) of step 1 of GradSync #"
+    for seen in (first, second):
+        assert seen.kinds[0] == "SyncTimeoutError"
+        assert "GradSync #1" in seen.text
+        assert "GradSync #2" in seen.text
+        called = line_of("(second if rank else first)(W)")
+        assert f"test_disagreement.py:{called} in <lambda>, from " in seen.text
+        assert f"test_disagreement.py:{called} in waiting" in seen.text, "who called that"
+    assert f"rank 0: {one}" in first.text
+    assert f"rank 1: {two}" in first.text or gave_up in first.text
+    assert f"rank 1: {two}" in second.text
+
+
+def line_of(text: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_a_rank_that_computes(ranks: RankPool, transport: str) -> None:
+    """Its line is told, and what it finished last."""
+    seen, _ = ranks.run(2, waiting, transport, "busy")
+    assert seen.kinds[0] == "SyncTimeoutError"
+    assert "rank 0: waiting for bucket 0 (w) of step 1 of GradSync #1, called at" in seen.text
+    line = line_of("time.sleep(2.5)")
+    assert (
+        f"rank 1: at {__file__}:{line} in waiting, from "  # the lines of tests/support/ranks.py
+        in seen.text
+    )
+    assert "in _serve, after bucket 0 (w) of step 0 of GradSync #2" in seen.text
+
+
+def test_a_rank_that_opens_something_else(ranks: RankPool) -> None:
+    first, second = ranks.run(2, waiting, "c10d", "operator")
+    assert "rank 1: " in first.text
+    assert "the opening of a Communicator" in first.text
+    assert second.kinds[0] == "SyncTimeoutError"
+    assert "rank 0 did not open theirs" in second.text
+    assert "rank 1: waiting for the opening of a Communicator, called at " in second.text
+    assert "GradSync #1" in second.text
+
+
+def test_threads_tell_alike() -> None:
+    together = threading.Barrier(2)
+
+    def run(group: Any) -> Ending:
+        syncs = [fddp.GradSync(W, group=group, timeout_s=0.3) for _ in range(2)]
+        for sync in syncs:
+            sync(W)
+        seen = ending(lambda: syncs[group.rank](W))
+        together.wait(20.0)  # a rank that returns is lost to the others
+        return seen
+
+    for seen in fddp.loopback(2, run):
+        assert seen.kinds[0] == "SyncTimeoutError"
+        assert "bucket 0 (w) of step 1 of GradSync #1" in seen.text
+        assert "bucket 0 (w) of step 1 of GradSync #2" in seen.text
+
+
+def different_operations(rank: int, n: int) -> Ending:
+    """By the transport itself, on which nothing compares calls beforehand."""
+    with open_transport(None, "c10d", 1.5) as transport:
+        buffer = torch.ones(4)
+        start = transport.all_gather_in_place if rank else transport.reduce_scatter
+        work = start(buffer)
+        return ending(lambda: work.wait("the sum"))
+
+
+def test_different_operations_over_gloo(ranks: RankPool) -> None:
+    for seen in ranks.run(2, different_operations):
+        assert seen.kinds[0] == "DesyncError", seen
+        assert "rank 0 reduce_scatter of torch.float32 (4,)" in seen.text
+        assert "rank 1 all_gather of torch.float32 (4,)" in seen.text
+
+
+def quiet(rank: int, n: int) -> None:
+    """Nobody asks and nobody answers where all is well, and nothing is left of it."""
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with fddp.GradSync(W, timeout_s=4.0) as sync:
+        desk = sync._engine.transport.slot.desk
+        for _ in range(3):
+            sync(W)
+            time.sleep(0.6 * rank)  # within a quarter of the time limit
+        assert not desk._store.check(["questions"]) or desk._store.add("questions", 0) == 0  # type: ignore[attr-defined]
+        assert not desk._store.check([f"answer/{rank}"])  # type: ignore[attr-defined]
+        thread = desk._clerk._thread  # type: ignore[attr-defined]
+        assert thread.is_alive()
+    thread.join(10.0)
+    assert not thread.is_alive()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def test_nothing_is_told_where_all_is_well(ranks: RankPool) -> None:
+    ranks.run(2, quiet_once_warm)
+
+
+def quiet_once_warm(rank: int, n: int) -> None:
+    with fddp.GradSync(W) as sync:  # what torch makes once
+        sync(W)
+    dist.barrier()
+    quiet(rank, n)
+
+
+# Operators in loss functions
+
+
+def failing_beside_operators(rank: int, n: int, transport: Any) -> list[Any]:
+    told: list[Any] = []
+    with fddp.GradSync(W, transport=transport, timeout_s=30.0) as sync:
+
+        def loss(params: Any, x: float) -> torch.Tensor:
+            mean = fddp.pmean(params["w"] * x)
+            if x > 5.0 and rank == 1:
+                raise ArithmeticError("a bad batch")
+            return (mean + fddp.pmean(params["w"] * x)).sum()
+
+        step = sync.value_and_grad(loss)
+        for x in (1.0, 10.0, 2.0):
+            begin_s = time.perf_counter()
+            seen = ending(lambda: told.append(step(W, x + rank)[1]["w"].tolist()))  # noqa: B023
+            told.append((seen, time.perf_counter() - begin_s))
+    return told
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_a_rank_that_fails_beside_an_operator(ranks: RankPool, transport: str) -> None:
+    """The others hear of it in the operator, long before its time is over, and all go on."""
+    for rank, told in enumerate(ranks.run(3, failing_beside_operators, transport)):
+        first, _, (seen, took_s), last, _ = told
+        assert first == pytest.approx([4.0] * 3)
+        assert last == pytest.approx([6.0] * 3)
+        assert took_s < 10.0
+        if rank == 1:
+            assert seen.kinds[0] == "ArithmeticError"
+        else:
+            assert seen.kinds[0] == "PeerError"
+            assert "pmean of 1 leaf ('')" in seen.text
+            assert (
+                "rank 1 failed: ArithmeticError: a bad batch in step 1 of GradSync #" in seen.text
+            )
+
+
+def operator_on_one_rank(group: Any, transport: str) -> list[Any]:
+    """Rank 1 alone calls an operator in its loss, until the step's time is over on the others."""
+    told: list[Any] = [fddp.pmean(W, group)["w"].tolist()]
+    with fddp.GradSync(W, group=group, transport=transport, timeout_s=LATE_S) as sync:
+        rank = sync.rank
+
+        def loss(params: Any) -> torch.Tensor:
+            own = params["w"] * 1.0
+            return (fddp.pmean(own, group) if rank == 1 else own).sum()
+
+        begin_s = time.perf_counter()
+        told.append(ending(lambda: sync.value_and_grad(loss)(W)))
+        told.append(time.perf_counter() - begin_s)
+    for number in (1.0, 2.0):
+        told.append(fddp.pmean(torch.tensor(rank + number), group).item())
+    return told
+
+
+def operator_on_one_process(rank: int, n: int, transport: str) -> list[Any]:
+    group = dist.new_group(list(range(n)))  # others may go on with the default one
+    return operator_on_one_rank(group, transport)
+
+
+def check_operator_on_one_rank(told_of: list[list[Any]]) -> None:
+    for first, seen, took_s, *means in told_of:
+        assert first == W["w"].tolist()
+        assert seen.kinds[0] == "SyncTimeoutError"
+        assert took_s < LATE_S + 5.0  # not the operator's time, which is that of its group
+        assert means == [2.0, 3.0]
+
+
+def test_operators_go_on_after_a_step_that_was_left_half_done() -> None:
+    """All ranks open anew what one has left half way through a call of its own."""
+    check_operator_on_one_rank(fddp.loopback(3, operator_on_one_rank, "auto", timeout_s=60.0))
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_operators_of_processes_go_on_after_it(ranks: RankPool, transport: str) -> None:
+    check_operator_on_one_rank(ranks.run(3, operator_on_one_process, transport))
+
+
+# Calls of one sync that ranks swap
+
+BIG = {"w": torch.ones(3000), "b": torch.ones(5)}
+
+
+def vote(sync: fddp.GradSync) -> None:
+    for _ in fddp.uneven(range(1), sync):
+        sync(BIG)
+
+
+#: ways to call a `GradSync` that begin with operations of different sizes
+CALLS: dict[str, Any] = {
+    "step": lambda sync: sync(BIG),
+    "uneven": vote,
+    "set_hook": lambda sync: sync._engine.set_hook(None),
+    "tune": lambda sync: sync.tune(sync.value_and_grad(lambda p: p["w"].sum()), BIG),
+}
+PAIRS = [("step", "uneven"), ("set_hook", "step"), ("step", "tune"), ("tune", "uneven")]
+
+
+def swap_calls(rank: int, n: int, transport: Any, deterministic: bool) -> list[Ending]:
+    seen = []
+    for pair in PAIRS:
+        options: Any = {"transport": transport, "deterministic": deterministic}
+        with fddp.GradSync(BIG, timeout_s=1.0, **options) as sync:
+            sync(BIG)
+            seen.append(ending(lambda: CALLS[pair[rank]](sync)))  # noqa: B023
+        dist.barrier()
+    return seen
+
+
+CAPS = ("bucket_cap_mb", "first_bucket_mb")
+LEAVES = {f"w{i}": torch.ones(300) for i in range(6)}
+
+
+def swap_amid_buckets(rank: int, n: int, transport: Any) -> list[Ending]:
+    """A rank in a step of six buckets waits for the last one first, whose word it needs."""
+    seen = []
+    for pair in ("step", "set_hook"), ("set_hook", "step"):
+        options: Any = {"transport": transport, **dict.fromkeys(CAPS, 0.0011)}
+        with fddp.GradSync(LEAVES, timeout_s=1.0, **options) as sync:
+            assert len(sync.plan.buckets) == 6
+            calls = {"step": lambda: sync(LEAVES), "set_hook": lambda: sync._engine.set_hook(None)}
+            seen.append(ending(calls[pair[rank % 2]]))
+        dist.barrier()
+    return seen
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_swapped_calls_amid_buckets(ranks: RankPool, transport: str) -> None:
+    for told in ranks.run(3, swap_amid_buckets, transport):
+        for seen in told:
+            assert seen.kinds[0] == "DesyncError", seen
+            assert re.search(
+                "rank 0 all_(reduce|gather) of .*, rank 1 all_(reduce|gather)", seen.text
+            )
+
+
+def swap_on_threads(group: Any, odd: int, seen: dict[int, Ending]) -> None:
+    """A rank ends with its error while others have still to meet theirs."""
+    sync = fddp.GradSync(LEAVES, group=group, **dict.fromkeys(CAPS, 0.0011))
+    calls = [lambda: sync(LEAVES), lambda: sync._engine.set_hook(None)]
+    for call in reversed(calls) if group.rank == odd else calls:
+        seen[group.rank] = ending(call)
+        if seen[group.rank].kinds:
+            return
+
+
+def test_swapped_calls_on_threads_are_told_on_every_rank() -> None:
+    for turn in range(60):
+        seen: dict[int, Ending] = {}
+        fddp.loopback(3, swap_on_threads, turn % 3, seen, timeout_s=5.0)
+        assert [seen[rank].kinds[:1] for rank in range(3)] == [("DesyncError",)] * 3, seen
+        for own in seen.values():
+            assert f"rank {turn % 3} all_" in own.text
+            assert own.text.count(" all_") == 2
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_swapped_calls_of_one_sync(ranks: RankPool, transport: str, deterministic: bool) -> None:
+    """Sizes differ of what meets: gloo would end the process of such ranks."""
+    for told in ranks.run(2, swap_calls, transport, deterministic):
+        for seen in told:
+            assert seen.kinds[0] == "DesyncError", seen
+            assert "rank 0" in seen.text
+            assert "rank 1" in seen.text
+
+
+def swap_methods(group: Any) -> list[Ending]:
+    params = {"w": torch.ones(4)}
+    hundreds = {"w": torch.full((4,), 100.0)}
+    seen = []
+    with fddp.GradSync(params, group=group) as sync:
+        step = sync.value_and_grad(lambda params: params["w"].sum())
+        pairs = [
+            (lambda: sync(hundreds), lambda: step(params)),
+            (lambda: sync.reduce_(hundreds), lambda: sync(hundreds)),
+            (lambda: step(params), lambda: sync.update(hundreds, ())),
+        ]
+        for pair in pairs:
+            seen.append(ending(pair[sync.rank % 2]))
+            seen.append(ending(lambda: sync(params)))  # all can go on
+        # A rank that brings nothing may meet any call.
+        call = (lambda: sync(hundreds, weight=0.0)) if sync.rank == 1 else lambda: step(params)[1]
+        assert call()["w"].tolist() == [1.0] * 4
+    return seen
+
+
+def test_swapped_methods_of_one_sync(launch: Launch) -> None:
+    """The same leaves in the same step: only the calls tell that they have nothing in common."""
+    words = [
+        "step 0 is sync(grads) on rank 0 and a step of value_and_grad on rank 1",
+        "step 2 is reduce_(grads) on rank 0 and sync(grads) on rank 1",
+        "step 4 is a step of value_and_grad on rank 0 and update(grads, state) on rank 1",
+    ]
+    for told in launch(3, swap_methods):
+        assert [seen.kinds[:1] for seen in told] == [("DesyncError",), ("no error",)] * 3
+        for text, seen in zip(words, told[::2], strict=True):
+            assert text in seen.text
+
+
+# Failures of operators on a bare group
+
+
+def go_on_unequally(group: Any) -> list[Ending]:
+    """Rank 1 has called one operator more when a failure closes the communicator."""
+    rank = group.rank
+    fddp.psum(W, group)
+    communicator = communicator_of(group, None)
+    communicator.begun += rank
+    communicator.transport.close()
+    together: threading.Barrier = group._world.__dict__.setdefault("barrier", threading.Barrier(2))
+    together.wait(20.0)
+    return [ending(lambda: fddp.psum(W, group)) for _ in range(2)]
+
+
+def test_operators_do_not_go_on_out_of_step() -> None:
+    for told in fddp.loopback(2, go_on_unequally):
+        for seen in told:
+            assert seen.kinds[0] == "DesyncError"
+            assert "rank 0 has called 1, rank 1 2; make a new group" in seen.text
+
+
+def outlive(rank: int, n: int) -> tuple[list[float], Ending]:
+    group = dist.new_group([0, 1])
+    graph = make_fx(lambda x: fddp.psum(x, group))(torch.ones(2))
+    before = graph(torch.ones(2)).tolist()
+    dist.destroy_process_group(group)
+    return before, ending(lambda: graph(torch.ones(2)))
+
+
+def test_a_graph_ends_with_its_group(ranks: RankPool) -> None:
+    for before, seen in ranks.run(2, outlive):
+        assert before == [2.0, 2.0]
+        assert seen.kinds[0] == "ClosedError"
+        assert "is gone, with its group; trace or compile anew" in seen.text
+
+
+# Sizes that callers decide about
+
+
+@dataclass(frozen=True)
+class Uneven(fddp.hooks.Hook[tuple[()]]):
+    """Rank 1 hands over other sizes, in the first stage or the second."""
+
+    how: str
+    rank: int
+
+    @property
+    def name(self) -> str:
+        return f"Uneven({self.how})"
+
+    def init(self, spec: Any) -> tuple[()]:
+        return ()
+
+    def apply(self, state: tuple[()], bucket: Any, all_reduce: Any) -> Any:
+        own = bucket.buffer[: 5 + self.rank].clone()
+        if self.how == "first":
+            return all_reduce(own).map(lambda _: (bucket.buffer, state))
+        if self.how == "gathered":
+            return all_reduce.all_gather(own).map(lambda _: (bucket.buffer, state))
+        return (
+            all_reduce(bucket.buffer)
+            .then(lambda _: all_reduce(own))
+            .map(lambda _: (bucket.buffer, state))
+        )
+
+
+def uneven_hooks(rank: int, n: int, transport: Any) -> list[Ending]:
+    seen = []
+    for how in ("first", "gathered", "second"):
+        hook = Uneven(how, rank)
+        with fddp.GradSync(BIG, hook=hook, transport=transport, timeout_s=5.0) as sync:
+            seen.append(ending(lambda: sync(BIG)))
+        dist.barrier()
+    return seen
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_hooks_that_hand_over_other_sizes(ranks: RankPool, transport: str) -> None:
+    for told in ranks.run(2, uneven_hooks, transport):
+        for seen in told:
+            assert seen.kinds[0] == "DesyncError", seen
+            assert "(5,)" in seen.text or "(10,)" in seen.text
+            assert "(6,)" in seen.text or "(12,)" in seen.text
+
+
+def uneven_buffers(rank: int, n: int) -> list[Ending]:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    seen = []
+    with split_into_hosts([[0], [1]]):
+        module = torch.nn.BatchNorm1d(3)
+        wrapped = fddp.DistributedDataParallel(module, process_group=group)
+        seen.append(ending(lambda: wrapped(torch.randn(4, 3)).sum().backward()))
+    if rank:
+        module.register_buffer("running_mean", torch.zeros(7))
+    seen.append(ending(lambda: wrapped(torch.randn(4, 3))))
+    return seen
+
+
+def test_buffers_of_another_size(ranks: RankPool) -> None:
+    """Of a wrapped module, over gloo, which would end the process."""
+    for first, second in ranks.run(2, uneven_buffers):
+        assert first.kinds[0] == "no error"
+        assert second.kinds[0] == "DesyncError"
+        assert "rank 0 broadcast from rank 0 of torch.int64 (1,)" in second.text
+        assert "rank 1 all_gather" in second.text, "because it compares sizes anew"
+
+
+def test_what_is_opened_is_compared() -> None:
+    def run(group: Any) -> Ending:
+        if group.rank:
+            return ending(lambda: fddp.broadcast(W, group=group))
+        return ending(lambda: fddp.GradSync(W, group=group))
+
+    for seen in fddp.loopback(2, run):
+        assert seen.kinds[0] == "DesyncError"
+        assert "rank 0 opens a GradSync where rank 1 opens a broadcast" in seen.text

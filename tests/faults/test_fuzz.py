@@ -1,0 +1,539 @@
+"""Input from outside: whatever it is, a documented error comes of it or a value that is sound."""
+
+from __future__ import annotations
+
+import ast
+import fcntl
+import json
+import math
+import os
+import pickle
+import random
+import re
+import tracemalloc
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fddp
+from fddp.cli.main import main
+from fddp.core.plan.plan import LeafSpec, plan_leaves
+from fddp.core.sim.cost import CostModel
+from fddp.native import extension as ext
+from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp
+from fddp.transport.liveness.bounded_store import AskedStore, Asker
+from fddp.transport.liveness.membership import Report, RollCall
+from fddp.transport.shm.bindings import Status, make_arena, make_team, view_arena
+from fddp.transport.shm.fd_passing import Door, dial
+from fddp.transport.shm.host_discovery import Council, _is_place, _Search
+from fddp.tree.pytree import tree_map
+from tests.faults.fuzz.targets import TARGETS, one_input
+from tests.support.hook_models import SMALL
+from tests.support.ranks import RankPool
+
+MIB = 1 << 20
+
+# Documents
+
+
+def plan() -> fddp.BucketPlan:
+    leaves = [
+        LeafSpec("a", (3, 2), "float32", strides=(1, 3)),
+        LeafSpec("b", (), "float64"),
+        LeafSpec("c", (0, 5), "float32"),
+        LeafSpec("n", (4,), "int64"),
+        LeafSpec("table", (9, 2), "float32", sparse=True),
+    ]
+    return plan_leaves(leaves, order=(4, 2, 1, 0), caps_bytes=(16, 64))
+
+
+def schedule() -> fddp.Schedule:
+    return fddp.make_schedule(plan(), fddp.Topology(host=2, local=2), algorithm="hierarchical")
+
+
+def flight() -> Flight:
+    op = FlightOp(0, 0, "all_reduce", 0, "w", 8, 0.5, 0.1, 0.2, "done")
+    log = FlightLog("GradSync 0", (0, 1), 0, "shm", 60.0, 1, "between steps", (op, op))
+    return Flight("host", 7, 1.8e9, "as an example", (log,))
+
+
+class Reader(NamedTuple):
+    """What reads a document, and one that it takes."""
+
+    read: Callable[[str], Any]
+    text: str
+
+
+READERS = {
+    "plan": Reader(fddp.BucketPlan.from_json, plan().to_json()),
+    "schedule": Reader(fddp.Schedule.from_json, schedule().to_json()),
+    "cost": Reader(CostModel.from_json, fddp.PRESETS["nvlink4"].to_json()),
+    "flight": Reader(Flight.from_json, flight().to_json()),
+}
+
+_NUMBERS = st.one_of(
+    st.integers(-3, 5),
+    st.sampled_from([2**31, 2**32, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30, 10**400]),
+    st.sampled_from([0.0, -0.0, 1e308, 5e-324, math.inf, -math.inf, math.nan]),
+)
+_TEXTS = st.one_of(
+    st.sampled_from(["", "self", "float32", "all_reduce", "\x1b[31m", "\ud800", "__class__"]),
+    st.text(max_size=6),
+)
+_SCALARS = st.one_of(st.none(), st.booleans(), _NUMBERS, _TEXTS)
+JSON = st.recursive(
+    _SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(_TEXTS, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+def places(document: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The ways to all values in a document."""
+    entries: Any = ()
+    if isinstance(document, dict):
+        entries = document.items()
+    elif isinstance(document, list):
+        entries = enumerate(document)
+    return [way, *(p for key, value in entries for p in places(value, (*way, key)))]
+
+
+def replaced(document: Any, way: tuple[Any, ...], change: Callable[[Any], Any]) -> Any:
+    """A document with another value at the end of a way."""
+    if not way:
+        return change(document)
+    copy = document.copy()
+    copy[way[0]] = replaced(document[way[0]], way[1:], change)
+    return copy
+
+
+def without(value: Any, key: Any) -> Any:
+    """An object without a key; a list without its last entry."""
+    if isinstance(value, dict):
+        return {name: entry for name, entry in value.items() if name != key}
+    return value[:-1]
+
+
+def mutated(document: Any, way: tuple[Any, ...], new: Any, how: int) -> Any:
+    """A document with one change."""
+    if how == 0:
+        return replaced(document, way, lambda old: [old, old])
+    if how == 1 and way:
+        return replaced(document, way[:-1], lambda old: without(old, way[-1]))
+    if how == 2:
+        return replaced(
+            document, way, lambda old: {**old, "more": new} if isinstance(old, dict) else old
+        )
+    return replaced(document, way, lambda _: new)
+
+
+@st.composite
+def mutants(draw: st.DrawFn, text: str) -> str:
+    """A document with some values, keys or characters changed."""
+    document = json.loads(text)
+    for _ in range(draw(st.integers(1, 3))):
+        way = draw(st.sampled_from(places(document)))
+        document = mutated(document, way, draw(JSON), draw(st.integers(0, 5)))
+    changed = json.dumps(document)
+    if draw(st.integers(0, 3)) == 0:
+        at = draw(st.integers(0, len(changed)))
+        piece = draw(st.sampled_from(["", "[", '"', "\x00", "1e999", "{", "\ud800"]))
+        changed = changed[:at] + piece + (text[at:] if draw(st.booleans()) else "")
+    return changed
+
+
+def check(reader: Reader, text: str) -> None:
+    """Reads a text: a ValueError, or a value that can be shown and written."""
+    tracemalloc.start()
+    found = None
+    try:
+        found = reader.read(text)
+    except ValueError:
+        pass
+    finally:
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    # What is read takes some dozen times its text; a number in it may not be taken for a size.
+    assert peak_bytes <= 4 * MIB + 200 * len(text), peak_bytes
+    if found is not None:
+        repr(found), str(found)
+        assert reader.read(found.to_json()) == found or "NaN" in text
+
+
+@pytest.mark.parametrize("name", READERS)
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_changed_documents(name: str, data: st.DataObject) -> None:
+    check(READERS[name], data.draw(mutants(READERS[name].text)))
+
+
+@pytest.mark.parametrize("name", READERS)
+@settings(max_examples=50, deadline=None)
+@given(text=st.one_of(JSON.map(json.dumps), st.text()))
+@example(text="[" * 100_000)
+@example(text='{"a":' * 100_000)
+@example(text="1" * 100_000)
+@example(text='{"format":1,"format":2}')
+@example(text="\ufeff{}")
+def test_any_text(name: str, text: str) -> None:
+    check(READERS[name], text)
+
+
+# State of hooks, as a checkpoint may hold it
+
+
+def odd_states(group: Any) -> list[tuple[Any, str]]:
+    """What is handed in as state, and how it ended."""
+    params = {"w": torch.ones(6), "b": torch.ones(3, dtype=torch.float64)}
+    ended: list[tuple[Any, str]] = []
+    with fddp.GradSync(params, group=group, hook=fddp.hooks.power_sgd(1), **SMALL) as sync:
+        good = sync.init_state()
+        again = torch.optim.SGD
+        for state in [
+            None,
+            (),
+            list(good),
+            good[:-1],
+            (*good, good[0]),
+            tuple(None for _ in good),
+            tuple({} for _ in good),
+            tree_map(lambda leaf: leaf.double().half() if isinstance(leaf, Tensor) else leaf, good),
+            tree_map(lambda leaf: leaf.flatten()[:0] if isinstance(leaf, Tensor) else leaf, good),
+            tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, good),
+            tree_map(lambda leaf: b"cos\nsystem\n(S'false'\ntR.", good),
+            tree_map(lambda leaf: 10**400, good),
+            b"\x80\x04\x95",
+            "state",
+            again,
+        ]:
+            try:
+                sync.update(params, state)
+            except fddp.FddpError as error:
+                ended.append((str(type(state)), type(error).__name__))
+            except ValueError:
+                ended.append((str(type(state)), "ValueError"))
+            else:
+                ended.append((str(type(state)), "went through"))
+        mean, _ = sync.update(params, good)
+        assert torch.equal(mean["b"], params["b"])
+    return ended
+
+
+def test_states_of_hooks() -> None:
+    first, second = fddp.loopback(2, odd_states)
+    assert first == second
+    assert {how for _, how in first} == {"TreeMismatchError", "ValueError"}
+
+
+# What other ranks send
+
+
+class Peers:
+    """A transport on which rank 1 says what it likes."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, payload: bytes) -> None:
+        self._payload = payload
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        return [payload, self._payload]
+
+
+PAYLOADS = st.one_of(
+    st.binary(max_size=40),
+    JSON.map(lambda value: json.dumps(value).encode()),
+    st.tuples(JSON, JSON).map(lambda pair: json.dumps(pair).encode()),
+    JSON.map(lambda value: json.dumps([None, value]).encode()),
+    st.just(b"[" * 100_000),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(PAYLOADS)
+def test_what_neighbours_tell(payload: bytes) -> None:
+    council = Council(Peers(payload))  # type: ignore[arg-type]
+    own, theirs = council.stage(lambda: [3, 1], _is_place)
+    assert own == [3, 1]
+    assert 0 not in council.problems
+    assert theirs is None or (theirs[1] < theirs[0] and 1 not in council.problems)
+    if 1 in council.problems:
+        assert isinstance(council.problems[1], str)
+        assert len(council.problems[1]) <= 300
+        assert council.stopped([1])
+
+
+@settings(max_examples=100, deadline=None)
+@given(PAYLOADS)
+def test_what_the_store_of_a_group_holds(payload: bytes) -> None:
+    store = torch.distributed.HashStore()
+    calls = [RollCall(store, rank, 2) for rank in range(2)]
+    for call in calls:
+        call.store = AskedStore(store, Asker())
+    calls[0].report(Report("timeout", (0, 1)))
+    store.set("report/1", payload)
+    store.set("alarm", payload)
+    told = calls[0].reports(0.0)
+    assert told[0] == Report("timeout", (0, 1))
+    assert all(type(rank) is int for rank in told.get(1, told[0]).ranks)
+    assert calls[0].alarm(3) is None or payload.startswith(b"[3")
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.one_of(PAYLOADS, st.sampled_from([b"[9]", b"[0, 0]", b"[Infinity]"])), st.integers(0, 5))
+def test_parcels_of_descriptors(note: bytes, count: int) -> None:
+    """Whatever is sent through the socket, no descriptor is left open."""
+    before = set(os.listdir("/proc/self/fd"))
+    with ExitStack() as sockets:
+        door = Door()
+        sockets.callback(door.close)
+        caller = dial(door.name)
+        assert caller is not None
+        sockets.callback(caller.close)
+        (line,) = door.admit()
+        search = _Search(1, sockets)
+        search._leader = line
+        sockets.callback(line.close)
+        null = os.open(os.devnull, os.O_RDONLY)
+        caller.give(note[:4000] or b" ", [null] * count)
+        os.close(null)
+        with suppress(ValueError, OSError):
+            search._take_all((0, 1))
+        search.processes.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+# Shared memory of a peer
+
+
+def memfd(size: int, seals: int) -> int:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@pytest.mark.parametrize(
+    ("size", "seals", "told", "why"),
+    [
+        (4096, SEALED, 8192, "the file has 4096 bytes, not the 8192"),
+        (8192, SEALED, 4096, "the file has 8192 bytes, not the 4096"),
+        (4096, 0, 4096, "the file's size is not sealed"),
+        (4096, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL, 4096, "the file's size is not sealed"),
+        (0, SEALED, 0, "the file has 0 bytes"),
+        (1 << 50, SEALED, 1 << 50, "a span of 1125899906842624 bytes is no arena's"),
+    ],
+)
+def test_memory_that_is_no_arena(size: int, seals: int, told: int, why: str) -> None:
+    fd = memfd(size, seals)
+    try:
+        with pytest.raises(ValueError, match=why):
+            view_arena(fd, told)
+    finally:
+        os.close(fd)
+
+
+def test_files_that_are_no_arena(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4096))
+    with path.open("r+b") as file, pytest.raises(ValueError, match="not that of an anonymous"):
+        view_arena(file.fileno(), 4096)
+    with pytest.raises(ValueError, match="not that of an anonymous"):
+        view_arena(-1, 4096)
+
+
+@pytest.mark.parametrize("garbage", [b"\x00", b"\xff", b"\x7f"])
+def test_a_board_of_garbage_ends_in_an_error(garbage: bytes) -> None:
+    """Rank 1's seat and everything else on the board is overwritten while rank 0 waits."""
+    arenas = [make_arena(8 * MIB) for _ in range(2)]
+    board = arenas[0].board(2)
+    assert board is not None
+    views = [view_arena(arena.fd, arena.span) for arena in arenas]
+    team = make_team(arenas[0], [None, views[1]], 0, board, [-1, -1], 0.3, 2)
+    passage = team.start("all_reduce", torch.ones(100_000))
+    views[0].write(board, garbage * 16_000)  # shorter than a board of two
+    status = Status.PENDING
+    for _ in range(100):
+        status = Status(passage.wait(0.1))
+        if status != Status.PENDING:
+            break
+    assert status in (Status.TIMEOUT, Status.BROKEN, Status.LOST)
+    team.leave()
+
+
+# The functions of the extension
+
+
+def test_hostile_arguments_of_compiled_functions(ranks: RankPool) -> None:
+    """In a process of its own, which a crash would end."""
+    (tried,) = ranks.run(1, hostile_arguments)
+    assert set(tried) == {*TARGETS}
+
+
+def hostile_arguments(rank: int, world_size: int) -> dict[str, int]:
+    chance = random.Random(7)
+    tried: dict[str, int] = {}
+    for _ in range(1000):
+        name = one_input(chance.randbytes(chance.randrange(1, 200)))
+        tried[name] = tried.get(name, 0) + 1
+    return tried
+
+
+def test_layouts_live_as_long_as_slots_that_are_armed() -> None:
+    """What AddressSanitizer found: the memory of a layout that Python had let go of was read."""
+    module = ext.load()
+    leaves = module.LeafSet([torch.ones(3)])
+    buffer = torch.zeros(3)
+    slot = module.EagerSlot(0, buffer, module.Layout([0], [(3,)], [(1,)], 3), 2.0)
+    leaves.arm(module.BucketMembers([[0]]), [1], [slot], lambda *_: None)
+    del slot
+    others = [module.Layout([0], [(5,)], [(1,)], 5) for _ in range(100)]  # in that memory
+    leaves.leaves[0].sum().backward()
+    assert buffer.tolist() == [2.0, 2.0, 2.0]
+    assert len(others) == 100
+
+
+# The command line
+
+
+ODD = [
+    "",
+    "-",
+    "--",
+    "nan",
+    "-1",
+    "1e999",
+    "\x00",
+    "a" * 5000,
+    ",tree" * 2000,
+    "x=",
+    "=",
+    "é",
+    "%s",
+]
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_the_command_line(data: st.DataObject, files: dict[str, str]) -> None:
+    commands = [
+        f"plan {files['plan']}",
+        f"simulate {files['plan']} --topology host=2,local=2 --cost nvlink4 --backward-ms 5 "
+        f"--algorithm hierarchical",
+        f"simulate {files['plan']} --topology w=2 --cost {files['cost']} --ready {files['times']} "
+        f"--jitter 0.1,0.1,2",
+        f"flight {files['flight']}",
+    ]
+    words = data.draw(st.sampled_from(commands)).split()
+    for _ in range(data.draw(st.integers(1, 2))):
+        at = data.draw(st.integers(1, len(words) - 1))
+        odd = st.one_of(st.sampled_from([*ODD, *files.values()]), st.text(max_size=5))
+        words[at] = data.draw(odd)
+    with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
+        try:
+            code = main(words)
+        except SystemExit as ended:
+            code = ended.code  # type: ignore[assignment]
+    assert code in (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Files that are right, and others, by what they hold."""
+    contents = {
+        "plan": READERS["plan"].text,
+        "cost": READERS["cost"].text,
+        "flight": READERS["flight"].text,
+        "times": "[0.1, 0.2, 0.3, null, 0.5]",
+        "deep": "[" * 100_000,
+        "large numbers": "[" + ", ".join(["1" + "0" * 400] * 5) + "]",
+        "nothing": "",
+    }
+    folder = tmp_path_factory.mktemp("files")
+    for name, text in contents.items():
+        (folder / f"{name}.json").write_text(text)
+    (folder / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    return {path.stem: str(path) for path in folder.iterdir()}
+
+
+# Nothing is unpickled
+
+_PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+# Collectives of objects pickle.
+_UNPICKLING = re.compile(r"((gather|broadcast|scatter|send|recv)_object(_list)?|read_pickle)$")
+
+
+def unpickling(source: str) -> list[str]:
+    """Where a module may unpickle what it is given, or run it as code."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] in _PICKLING]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in _PICKLING:
+            found.append(str(node.module))
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            weights_only = any(
+                word.arg == "weights_only" and ast.unparse(word.value) == "True"
+                for word in node.keywords
+            )
+            if (
+                _UNPICKLING.search(called)
+                or called in ("eval", "exec")
+                or (called == "torch.load" and not weights_only)
+            ):
+                found.append(called)
+    return found
+
+
+def test_nothing_is_unpickled() -> None:
+    package = Path(fddp.__file__).parent
+    found = {
+        str(path.relative_to(package)): calls
+        for path in package.rglob("*.py")
+        if (calls := unpickling(path.read_text()))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "dist.all_gather_object(found, own)",
+        "dist.broadcast_object_list([own])",
+        "eval(text)",
+    ],
+)
+def test_what_unpickles_is_found(source: str) -> None:
+    assert unpickling(source)
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return (pytest.fail, ("it was unpickled",))
+
+
+def test_a_pickle_is_no_document() -> None:
+    bomb = pickle.dumps(Bomb())
+    for reader in READERS.values():
+        with pytest.raises(ValueError, match=r"not a JSON document|it is not JSON"):
+            reader.read(bomb.decode("latin-1"))
+    council = Council(Peers(bomb))  # type: ignore[arg-type]
+    council.stage(lambda: None)
+    assert "makes no sense" in council.problems[1]

@@ -1,0 +1,351 @@
+"""What other ranks say: read where it is what they write, else an error that names them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import fddp
+from fddp.collectives.replicas.chunked_broadcast import pass_on_text
+from fddp.collectives.replicas.snapshot import Held, room_for
+from fddp.core.protocol.messages import Each, OneOf, maybe, read
+from fddp.runtime.agreement import Rebuild, Terms
+from fddp.runtime.failures import _told
+from fddp.runtime.nonfinite import Account, Count
+from fddp.sync.autotune import _decoded, _encoded
+from fddp.sync.terms_codec import terms_from_json, terms_to_json
+from fddp.transport.base import Transport
+from fddp.transport.liveness.status import Doing, in_words
+from fddp.transport.liveness.status_store import StoreDesk
+from tests.faults.test_fuzz import JSON, mutants, plan, schedule
+from tests.support.hook_models import SMALL
+
+# Forms
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "problem"),
+    [
+        ("true", int, "the whole is True, and should be an int"),
+        ("1", bool, "the whole is 1, and should be true or false"),
+        ("1.0", int, "the whole is 1.0, and should be an int"),
+        ("18446744073709551616", int, "the whole is 18446744073709551616, and should be an int"),
+        ("[1, 2]", (int,), "the whole is [1, 2], and should be a list of 1"),
+        ("{}", {"a": int}, "the whole is {}, and should be an object with the fields a"),
+        ('{"a": 1, "b": 2}', {"a": int}, "and should be an object with the fields a"),
+        ('{"a": [null]}', {"a": [str]}, r".a[0] is None, and should be text"),
+        ('"b"', OneOf(("a", None)), "the whole is 'b', and should be 'a' or None"),
+        ('{"x": 1, "y": "z"}', Each(int), ".'y' is 'z', and should be an int"),
+        ("[]", Each(int), "the whole is [], and should be an object"),
+        ("[" * 100_000, object, "it is not JSON: maximum recursion depth"),
+        ("1" * 5000, int, "it is not JSON: Exceeds the limit"),
+        ("", object, "it is not JSON: Expecting value"),
+    ],
+)
+def test_what_is_of_another_form_is_told_where(text: str, form: Any, problem: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - its text is compared
+        read(text, form)
+    assert problem in str(caught.value)
+
+
+def test_bytes_that_are_no_text() -> None:
+    with pytest.raises(ValueError, match="it is not JSON"):
+        read(b"\xff\x80\x00", object)
+
+
+@pytest.mark.parametrize(
+    ("value", "form"),
+    [
+        (1, float),
+        (1.5, float),
+        (None, maybe(int)),
+        ([["w", [3], None]], [(str, [int], maybe([int]))]),
+        ([], [int]),
+        ([], ()),
+        ({"a": {"b": True}}, {"a": Each(bool)}),
+        ("text", OneOf(("auto", "text"))),
+    ],
+)
+def test_what_is_of_its_form_is_read(value: Any, form: Any) -> None:
+    assert read(json.dumps(value), form) == value
+
+
+# Documents of other ranks, changed
+
+
+class Wants(NamedTuple):
+    """A group of so many ranks."""
+
+    world_size: int = 4
+
+
+def terms() -> Terms:
+    return Terms(
+        plan=plan(),
+        given=False,
+        transport="auto",
+        reduce_dtype="float32",
+        algorithm="hierarchical",
+        topology=fddp.Topology(host=2, local=2),
+        schedule=schedule(),
+        rebuild=Rebuild((16, 64), True),
+        nonfinite="skip",
+    )
+
+
+def state() -> Held:
+    state = {"w": torch.ones(2, 3), "seen": 7, "rate": 0.1, "name": "adam", "of": (None, [True])}
+    return Held.of(state)
+
+
+def from_text(text: str) -> Terms:
+    return terms_from_json(text, None, Wants(), None, None)  # type: ignore[arg-type]
+
+
+def as_described(text: str) -> Held:
+    return room_for(text, None)
+
+
+def account(text: str) -> Account:
+    return Account.decode(text.encode())
+
+
+def tuned(text: str) -> fddp.BucketPlan:
+    return _decoded(text.encode(), plan())
+
+
+class Written(NamedTuple):
+    """What reads a text of another rank, one that is right, and what writes the value again."""
+
+    read: Callable[[str], Any]
+    text: str
+    write: Callable[[Any], str]
+
+
+ACCOUNT = Account({"w": Count(1, 2)}, {"b": Count(0, 3)}, 4)
+WRITTEN = {
+    "terms": Written(from_text, terms_to_json(terms()), terms_to_json),
+    "state": Written(as_described, state().description(), Held.description),
+    "account": Written(account, ACCOUNT.encode().decode(), lambda found: found.encode().decode()),
+    "tuned plan": Written(tuned, _encoded(plan()).decode(), lambda found: _encoded(found).decode()),
+}
+
+
+def check(name: str, text: str) -> None:
+    """A ValueError, or a value that is written as it was read."""
+    try:
+        found = WRITTEN[name].read(text)
+    except (ValueError, fddp.PlanMismatchError):
+        return
+    except RuntimeError as error:
+        # A state of any size is one, where there is memory for it.
+        if name != "state" or not re.search("memory|overflow|too large", str(error)):
+            raise
+        return
+    wanted = json.loads(text)
+    if name == "terms" and len(wanted["topology"]) == 1:
+        wanted["topology"][0][1] = Wants().world_size  # a single axis follows the number of ranks
+    assert json.loads(WRITTEN[name].write(found)) == wanted
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_ranks_write_is_read(name: str) -> None:
+    reader, text, write = WRITTEN[name]
+    assert write(reader(text)) == text
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_what_was_changed_is_refused_or_means_what_it_says(name: str, data: st.DataObject) -> None:
+    check(name, data.draw(mutants(WRITTEN[name].text)))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@settings(max_examples=40, deadline=None)
+@given(text=st.one_of(JSON.map(json.dumps), st.text()))
+@example(text="[" * 100_000)
+@example(text="1" * 100_000)
+def test_any_text_is_refused(name: str, text: str) -> None:
+    check(name, text)
+
+
+@pytest.mark.parametrize("text", [b"", b"7", b"a\nb", b"\xff\xfe"])
+def test_accounts_of_failures_that_make_no_sense_are_told_as_such(text: bytes) -> None:
+    assert _told(b"3\nabc\nstep\n\nno: 1\n2") == ("3", "abc", "step", "", "no: 1\n2")
+    assert _told(text).failure == f"it says {text!r}, which makes no sense"
+
+
+class Sends:
+    """A transport that brings one text."""
+
+    rank = 0
+    control_device = torch.device("cpu")
+
+    def __init__(self, text: bytes) -> None:
+        self._text = text
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def broadcast(self, memory: torch.Tensor, src: int) -> Any:
+        memory.copy_(torch.frombuffer(bytearray(self._text), dtype=torch.uint8))
+        return self
+
+    def wait(self, what: str) -> None:
+        pass
+
+
+def test_texts_of_another_rank() -> None:
+    def passed(length: int) -> str:
+        return pass_on_text(Sends(b"\x80plan"), "", length, 3, "the plan")  # type: ignore[arg-type]
+
+    with pytest.raises(fddp.DesyncError, match="rank 3 says makes no sense as its part of the pl"):
+        passed(5)
+    for length in (-1, 2**31 + 1, 10**18):
+        with pytest.raises(fddp.DesyncError, match=f"its text has {length} bytes"):
+            passed(length)
+
+
+# Ranks that say something else than others can read
+
+
+def build(group: Any) -> None:
+    fddp.GradSync({"w": torch.ones(3)}, group=group, **SMALL).close()
+
+
+def reconcile(group: Any) -> None:
+    fddp.reconcile({"w": torch.full((3,), float(group.rank))}, group, step=group.rank)
+
+
+def rebuild(group: Any) -> None:
+    with fddp.GradSync({"w": torch.ones(3)}, group=group, **SMALL) as sync:
+        sync.rebuild(group)
+
+
+def find_nan(group: Any) -> None:
+    with fddp.GradSync({"w": torch.ones(3)}, group=group, nonfinite="raise", **SMALL) as sync:
+        sync({"w": torch.full((3,), torch.nan)})
+
+
+def broadcast(group: Any) -> None:
+    fddp.broadcast({"w": torch.ones(3)}, src=0, group=group)
+
+
+def open_communicator(group: Any) -> None:
+    fddp.Communicator(group).close()
+
+
+CALLS = {
+    "build": (build, "terms", 0),
+    "own state": (reconcile, "own state", 0),
+    "newest state": (reconcile, "newest state", 0),
+    "digest": (reconcile, "digest", 0),
+    "standing": (rebuild, "standing", 0),
+    "rebuilt terms": (rebuild, "terms", 1),
+    "counts": (find_nan, "terms", 1),
+    "broadcast": (broadcast, "terms", 0),
+    "communicator": (open_communicator, "terms", 0),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("text", [b"", b"[]", b'{"failure":1}', b"[[null]]", b"\xff", b"[1,2,3]"])
+def test_nonsense_is_named_on_every_rank(
+    name: str, text: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, end, number = CALLS[name]
+    own = Transport.exchange
+    said = {0: 0, 1: 0}
+
+    def exchange(self: Transport, payload: bytes, other_end: str = "terms") -> list[bytes]:
+        if other_end == end and payload.startswith((b"[", b"{", b'"')):
+            said[self.rank] += 1
+            if self.rank == 1 and said[1] == number + 1:
+                payload = text
+        return own(self, payload, other_end)
+
+    monkeypatch.setattr(Transport, "exchange", exchange)
+
+    def ended(group: Any) -> str:
+        with pytest.raises(fddp.DesyncError) as caught:
+            call(group)
+        return str(caught.value)
+
+    for told in fddp.loopback(2, ended):
+        assert "what rank 1 says makes no sense as its part of " in told
+        assert told.endswith("run the same version of fddp on every rank")
+
+
+def test_a_length_that_makes_no_sense_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anybody makes room for it."""
+    own = Transport._gather_bytes
+
+    def gather(self: Transport, payload: bytes, width: int, what: str) -> list[bytes]:
+        if self.rank == 1 and payload.startswith(b"terms"):
+            payload = payload[:16] + (2**62).to_bytes(8, "big") + payload[24:]
+        return own(self, payload, width, what)
+
+    monkeypatch.setattr(Transport, "_gather_bytes", gather)
+
+    def ended(group: Any) -> str:
+        with pytest.raises(fddp.DesyncError) as caught:
+            broadcast(group)
+        return str(caught.value)
+
+    for told in fddp.loopback(2, ended):
+        assert f"rank 1 says makes no sense as its part of terms: it has {2**62} bytes" in told
+
+
+# What lies in the store of a job
+
+
+ANSWERS = st.one_of(
+    st.binary(max_size=40),
+    JSON.map(lambda value: json.dumps(value).encode()),
+    st.tuples(*[JSON] * 5).map(lambda five: json.dumps(five).encode()),
+    st.just(b"[" * 100_000),
+    st.just(json.dumps([10**9, True, ["x" * 10**5] * 100, "\x1b[31m" * 10**5, ""]).encode()),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(answer=ANSWERS, question=st.one_of(st.just(b"0"), st.binary(max_size=20)), since=st.just(1))
+def test_where_ranks_are_is_told_whatever_the_store_holds(
+    answer: bytes, question: bytes, since: int
+) -> None:
+    """What explains another failure never fails itself."""
+    store = dist.HashStore()
+    desk = StoreDesk(store, 0, 2)
+    desk._store.set("answer/1", answer)
+    desk._store.set("questions", question)
+    desk.ask()
+    desk.tell()
+    found = desk.answers([0, 1], since, 0.0)
+    assert set(found) == {0, 1}
+    assert isinstance(found[0], Doing)
+    theirs = found[1]
+    assert theirs is None or all(
+        type(text) is str for text in (*theirs.waits, theirs.last, theirs.at)
+    )
+    told = in_words({f"rank {rank}": doing for rank, doing in found.items()})
+    assert len(told) < 20_000
+    assert "\x1b" not in told
+
+
+def test_an_answer_is_told_as_it_was_given() -> None:
+    store = dist.HashStore()
+    desks = [StoreDesk(store, rank, 2) for rank in range(2)]
+    desks[1].gave_up = "giving up bucket 0"
+    desks[1].answer(desks[1]._store, desks[0].ask() + 1)
+    told = desks[0].answers([1], 0, 0.0)[1]
+    assert told is not None
+    assert told.last == "giving up bucket 0"

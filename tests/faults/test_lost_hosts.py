@@ -1,0 +1,236 @@
+"""Ranks that are lost where the others can't hear of it: while they connect, or with the store."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fddp
+from fddp.transport.liveness.membership import RollCall
+from fddp.transport.liveness.status_store import StoreDesk
+from tests.support.ranks import RankPool, run_fresh
+
+TIMEOUT_S = 2.0
+PROMISED_S = TIMEOUT_S + 5.0
+STOPPED_S = PROMISED_S + 3.0
+TREE = {"w": torch.ones(4)}
+
+
+class Seen(NamedTuple):
+    """How a call ended on a rank."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    text: str
+    took_s: float
+
+
+def seen(call: Callable[[], Any]) -> Seen:
+    begin_s = time.perf_counter()
+    try:
+        call()
+    except fddp.FddpError as error:
+        took_s = time.perf_counter() - begin_s
+        return Seen(type(error).__name__, getattr(error, "ranks", ()), str(error), took_s)
+    return Seen("", (), "", time.perf_counter() - begin_s)
+
+
+def later(delay_s: float, number: int) -> None:
+    """Sends this process a signal, from another one."""
+    victim = os.getpid()
+    if os.fork() == 0:
+        time.sleep(delay_s)
+        os.kill(victim, number)
+        os._exit(0)
+
+
+def host_the_store(rank: int, world_size: int) -> None:
+    """A default group whose store rank 0 serves, as without a launcher."""
+    hosted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ports = [hosted.port]
+    dist.broadcast_object_list(ports)
+    dist.destroy_process_group()
+    store = hosted if rank == 0 else dist.TCPStore("127.0.0.1", ports[0], is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.barrier()
+
+
+# A rank is killed while the ranks connect
+
+
+def die_while_connecting(rank: int, world_size: int, lost: int, how: str) -> Seen | None:
+    sync = fddp.GradSync(TREE, timeout_s=TIMEOUT_S, transport="c10d")
+    meet = RollCall.open
+
+    def meet_and_wait(*args: Any) -> tuple[int, ...]:
+        absent = meet(*args)
+        if rank == lost:
+            later(0.3, signal.SIGKILL)
+        elif rank == max({0, 1, 2} - {lost}):
+            time.sleep(0.8)
+        return absent
+
+    dist.barrier()
+    with mock.patch.object(RollCall, "open", meet_and_wait):
+        if how == "new":
+            return seen(lambda: fddp.GradSync(TREE, timeout_s=TIMEOUT_S))
+        return seen(lambda: sync.rebuild(dist.group.WORLD))
+
+
+def test_a_rank_that_is_killed_while_the_others_connect() -> None:
+    for lost, how in ((0, "new"), (1, "rebuild")):
+        outcomes = run_fresh(3, die_while_connecting, lost, how)
+        assert outcomes[lost].exitcode == -signal.SIGKILL
+        for rank in {0, 1, 2} - {lost}:
+            told, error, exitcode = outcomes[rank]
+            assert (error, exitcode) == (None, 0)
+            assert (told.kind, told.ranks) == ("RankLostError", (lost,)), told
+            assert told.took_s < PROMISED_S
+
+
+# A rank is killed of which nothing but a connection tells
+
+
+def die_beside_one_that_computes(rank: int, world_size: int) -> Seen | None:
+    with mock.patch.object(StoreDesk, "processes", return_value={}):
+        sync = fddp.GradSync(TREE, timeout_s=8.0, transport="c10d")
+        sync(TREE)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 2:
+            time.sleep(4.0)  # for longer than it is given to report
+        return seen(lambda: sync(TREE))
+
+
+def test_a_rank_that_computes_is_not_taken_for_lost() -> None:
+    outcomes = run_fresh(3, die_beside_one_that_computes)
+    for rank in (0, 2):
+        told, error, _ = outcomes[rank]
+        assert error is None, error
+        assert (told.kind, told.ranks) == ("RankLostError", (1,)), told
+
+
+# The rank that hosts the store is stopped, or gone
+
+
+def stop_the_host(rank: int, world_size: int) -> list[Seen]:
+    host_the_store(rank, world_size)
+    syncs = [fddp.GradSync(TREE, timeout_s=TIMEOUT_S, transport=t) for t in ("shm", "c10d")]
+    for sync in syncs:
+        sync(TREE)
+    if rank == 0:
+        later(STOPPED_S, signal.SIGCONT)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    told = [seen(lambda sync=sync: sync(TREE)) for sync in syncs]
+    if rank != 0:
+        told.append(seen(lambda: fddp.GradSync(TREE, timeout_s=TIMEOUT_S)))
+    for sync in syncs:
+        sync.close()
+    return told
+
+
+def test_the_store_of_a_rank_that_is_stopped() -> None:
+    outcomes = run_fresh(3, stop_the_host)
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    assert all(told.kind for told in outcomes[0].result), "it raises, too, once it goes on"
+    for rank in (1, 2):
+        assert len(outcomes[rank].result) == 3
+        for told in outcomes[rank].result:
+            assert (told.kind, told.ranks) == ("SyncTimeoutError", (0,)), told
+            assert f"on rank {rank} of 3" in told.text
+            assert told.took_s < PROMISED_S, told
+        for told in outcomes[rank].result[1:]:
+            assert "rank 0: stopped, or ended; the group's store does not answer" in told.text
+
+
+def lose_the_host(rank: int, world_size: int, transport: str) -> list[Seen]:
+    host_the_store(rank, world_size)
+    sync = fddp.GradSync(TREE, timeout_s=TIMEOUT_S, transport=transport)
+    sync(TREE)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [
+        seen(lambda: sync(TREE)),
+        seen(lambda: fddp.GradSync(TREE, timeout_s=TIMEOUT_S)),
+        seen(lambda: fddp.reconcile(TREE, step=1, timeout_s=TIMEOUT_S)),
+        seen(lambda: fddp.check_replicas(TREE)),
+    ]
+
+
+def test_the_store_of_a_rank_that_is_killed() -> None:
+    outcomes = run_fresh(2, lose_the_host, "shm")
+    told, error, _ = outcomes[1]
+    assert error is None, error
+    assert [each.kind for each in told] == ["RankLostError"] * 4, told
+    assert told[0].ranks == (0,)
+    for each in told[1:]:
+        assert "the rank or agent that hosts it is gone: start the job again" in each.text
+        assert each.took_s < PROMISED_S
+
+
+# An error that is none of the transport's
+
+
+class PreemptedError(RuntimeError):
+    pass
+
+
+def preempt(number: int, frame: Any) -> None:
+    raise PreemptedError("by the scheduler")
+
+
+def fail_in_a_handler(rank: int, world_size: int, transport: str) -> str:
+    sync = fddp.GradSync(TREE, timeout_s=20.0, transport=transport)
+    sync(TREE)
+    if rank == 1:
+        time.sleep(1.0)
+    else:
+        signal.signal(signal.SIGUSR2, preempt)
+        later(0.3, signal.SIGUSR2)
+    try:
+        sync(TREE)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_what_a_signal_handler_raises_is_raised(ranks: RankPool) -> None:
+    for transport in ("shm", "c10d"):
+        told = ranks.run(2, fail_in_a_handler, transport)
+        assert told[0] == "PreemptedError: by the scheduler"
+
+
+def fail_at_any_moment(rank: int, world_size: int, transport: str) -> list[str]:
+    """Handlers run as soon as a function of torch returns, also one that raises by itself."""
+    seen, rng = [], random.Random(5)
+    for _ in range(12):
+        with fddp.GradSync(TREE, timeout_s=20.0, transport=transport) as sync:
+            sync(TREE)
+            signal.signal(signal.SIGALRM, preempt)
+            try:
+                if rank == 0:
+                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.01, 0.1))
+                for _ in range(40):
+                    time.sleep(0.01 * rank)
+                    sync(TREE)
+                seen.append("no error")
+            except RuntimeError as error:
+                seen.append(type(error).__name__)
+        dist.barrier()
+    return seen
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_it_is_raised_at_any_moment(ranks: RankPool, transport: str) -> None:
+    first, second = ranks.run(2, fail_at_any_moment, transport)
+    assert first == ["PreemptedError"] * 12
+    assert set(second) <= {"RankLostError", "PeerError"}

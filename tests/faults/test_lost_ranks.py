@@ -1,0 +1,294 @@
+"""Ranks that die or stall in the middle of a step: named on every other rank, in time."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fddp
+from fddp.hooks import Hook
+from tests.support.models import batch, mlp, mlp_loss
+from tests.support.ranks import RankPool, run_fresh
+from tests.sync.test_errors import BoomError, Ending, ending
+
+TIMEOUT_S = 6.0
+LOST = 1
+SMALL = {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0003}
+
+
+class Stops(torch.autograd.Function):
+    """Ends its process, or stalls, when backward comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: str) -> Tensor:
+        ctx.how = how
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        stop(ctx.how)
+        return grad, None
+
+
+def stop(how: str) -> None:
+    if how == "exit":
+        os._exit(3)
+    elif how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        time.sleep(TIMEOUT_S / 2)
+
+
+def stopping_loss(p: Any, x: Tensor, where: str, how: str) -> Tensor:
+    """`mlp_loss`, in which the process ends: before backward, or with some gradients sent."""
+    if where == "forward":
+        stop(how)
+    for name, layer in p.items():
+        if name == "layer2" and where == "backward":
+            x = Stops.apply(x, how)
+        x = torch.tanh(x @ layer["weight"] + layer["bias"])
+    return x.square().mean()
+
+
+class Place(NamedTuple):
+    """What an error says of where it was met, and what the plan says of that bucket."""
+
+    ranks: tuple[int, ...]
+    bucket: int
+    paths: tuple[str, ...]
+    step: int
+    planned: tuple[str, ...]
+
+
+def placed(call: Callable[[], Any], sync: fddp.GradSync) -> tuple[Ending, Place | None]:
+    """How a step ends on a rank that others leave, and where."""
+    places = []
+
+    def noted() -> None:
+        plan = sync.plan
+        try:
+            call()
+        except (fddp.RankLostError, fddp.SyncTimeoutError) as error:
+            leaves = plan.buckets[error.bucket].leaves if error.bucket >= 0 else ()
+            planned = tuple(plan.leaves[leaf].path for leaf in leaves)
+            places.append(Place(error.ranks, error.bucket, error.paths, error.step, planned))
+            raise
+
+    return ending(noted), (places or [None])[0]
+
+
+def lose_a_rank(rank: int, world_size: int, transport: str, where: str, how: str) -> Any:
+    sync = fddp.GradSync(mlp(), **SMALL, transport=transport, timeout_s=TIMEOUT_S)
+    assert sync.transport == transport
+    step = sync.value_and_grad(mlp_loss)
+    for number in range(2):
+        step(mlp(), batch(rank, number))
+    params = mlp()
+    begin_s = time.perf_counter()
+    if rank == LOST:
+        sync.value_and_grad(stopping_loss)(params, batch(rank, 2), where, how)
+    seen, place = placed(lambda: step(params, batch(rank, 2)), sync)
+    took_s = time.perf_counter() - begin_s
+    closed = ending(lambda: step(params, batch(rank, 3)))
+    unchanged = fddp.tree_map(torch.equal, params, mlp())
+
+    # The ranks that are left go on in a group of their own.
+    left = [r for r in range(world_size) if r != LOST]
+    group = dist.new_group(left, use_local_synchronization=True)
+    with fddp.GradSync(params, group=group, timeout_s=TIMEOUT_S) as sync:
+        after = sync({**fddp.tree_map(lambda p: torch.full_like(p, float(rank)), params)})
+    return seen, place, closed, took_s, unchanged, after["layer0"]["bias"][0].item()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("how", ["exit", "kill"])
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_a_rank_that_dies_mid_step(transport: str, where: str, how: str) -> None:
+    outcomes = run_fresh(3, lose_a_rank, transport, where, how, timeout_s=60.0)
+    assert outcomes[LOST].exitcode == (3 if how == "exit" else -signal.SIGKILL)
+    for rank in (0, 2):
+        result, error, _ = outcomes[rank]
+        assert error is None, error
+        seen, place, closed, took_s, unchanged, after = result
+        assert (place.ranks, place.step) == ((LOST,), 2)
+        assert place.paths == place.planned
+        assert bool(place.paths) == (f"bucket {place.bucket} (" in seen.text)
+        assert seen.kinds[0] == "RankLostError", seen
+        assert "step 2" in seen.text
+        assert "bucket" in seen.text or "control word" in seen.text
+        assert "rank 1" in seen.text, "the one that is lost"
+        assert f"on rank {rank} of 3" in seen.text
+        assert "checkpoint" in seen.text, "the way out"
+        assert took_s < TIMEOUT_S + 2.0
+        assert closed.kinds[0] == "ClosedError"
+        assert "build a new one" in closed.text
+        assert all(layer["weight"] and layer["bias"] for layer in unchanged.values())
+        assert after == 1.0, "the mean of ranks 0 and 2"
+
+
+def stall(rank: int, world_size: int, transport: str, where: str) -> Any:
+    timeout_s = 1.0
+    sync = fddp.GradSync(mlp(), **SMALL, transport=transport, timeout_s=timeout_s)
+    assert sync.transport == transport
+    step = sync.value_and_grad(mlp_loss)
+    step(mlp(), batch(rank, 0))
+    place = None
+    begin_s = time.perf_counter()
+    if rank == LOST:
+        slow = sync.value_and_grad(stopping_loss)
+        seen = ending(lambda: slow(mlp(), batch(rank, 1), where, "stall"))
+    else:
+        seen, place = placed(lambda: step(mlp(), batch(rank, 1)), sync)
+    took_s = time.perf_counter() - begin_s
+    dist.barrier()  # all are alive: the same group goes on
+    with fddp.GradSync(mlp(), timeout_s=20.0) as sync:
+        after = sync.value_and_grad(mlp_loss)(mlp(), batch(0, 0))[1]
+    return seen, place, took_s, torch.func.grad(mlp_loss)(mlp(), batch(0, 0)), after
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_a_rank_that_stalls_mid_step(ranks: RankPool, transport: str, where: str) -> None:
+    for rank, told in enumerate(ranks.run(3, stall, transport, where)):
+        seen, place, took_s, expected, after = told
+        if rank == LOST:
+            assert seen.kinds[0] == "SyncTimeoutError", seen
+            assert re.search(
+                r"after \d\.\d s of timeout_s=1\.0, because that of .+ was over", seen.text
+            )
+            assert "every rank is alive" in seen.text
+        else:
+            assert seen.kinds[0] == "SyncTimeoutError", seen
+            assert "step 1" in seen.text
+            assert "bucket" in seen.text or "control word" in seen.text
+            assert "timeout_s=1.0" in seen.text
+            assert took_s < 1.0 + 2.5
+            assert (place.ranks, place.step) == ((LOST,), 1)
+            assert place.paths == place.planned
+        assert torch.allclose(after["layer0"]["weight"], expected["layer0"]["weight"], rtol=1e-12)
+
+
+def absent(rank: int, world_size: int) -> Any:
+    if rank == LOST:
+        time.sleep(2.5)
+        return None
+    begin_s = time.perf_counter()
+    seen = ending(lambda: fddp.GradSync(mlp(), timeout_s=0.5))
+    return seen, time.perf_counter() - begin_s
+
+
+def test_a_rank_that_does_not_build_its_sync(ranks: RankPool) -> None:
+    for rank, told in enumerate(ranks.run(3, absent)):
+        if rank == LOST:
+            continue
+        seen, took_s = told
+        assert seen.kinds[0] == "SyncTimeoutError"
+        assert "rank 1" in seen.text
+        assert f"opening a GradSync on rank {rank} of 3: rank 1 did not" in seen.text
+        assert "timeout_s=0.5" in seen.text
+        assert took_s < 2.4
+
+
+def leave(group: Any) -> Ending:
+    """Rank 1 closes its sync where the others have one step more."""
+    with fddp.GradSync(mlp(), group=group, timeout_s=2.0) as sync:
+        sync.value_and_grad(mlp_loss)(mlp(), batch(0, 0))
+        if group.rank == LOST:
+            return ending(lambda: None)
+        return ending(lambda: sync.value_and_grad(mlp_loss)(mlp(), batch(0, 1)))
+
+
+def test_a_rank_that_leaves_early() -> None:
+    for rank, seen in enumerate(fddp.loopback(3, leave)):
+        if rank != LOST:
+            assert seen.kinds[0] == "RankLostError"
+            assert "step 1" in seen.text
+            assert "rank 1" in seen.text
+
+
+def drop(rank: int, world_size: int, transport: str) -> tuple[int, int]:
+    """Ten syncs that are dropped without close(); open files and threads that are more after it."""
+    with fddp.GradSync(mlp(), transport=transport) as sync:
+        sync(mlp())
+    time.sleep(0.2)
+    dist.barrier()
+    before = held()
+    for _ in range(10):
+        sync = fddp.GradSync(mlp(), transport=transport)
+        sync(mlp())
+        del sync
+    deadline_s = time.perf_counter() + 10.0
+    while (more := beyond(before)) != (0, 0) and time.perf_counter() < deadline_s:
+        time.sleep(0.05)
+    dist.barrier()
+    return more
+
+
+def beyond(before: tuple[int, int]) -> tuple[int, int]:
+    now = held()
+    return max(0, now[0] - before[0]), max(0, now[1] - before[1])
+
+
+def held() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_a_sync_that_is_dropped_without_close_leaves_nothing(
+    ranks: RankPool, transport: str
+) -> None:
+    assert ranks.run(2, drop, transport) == [(0, 0), (0, 0)]
+
+
+@dataclass(frozen=True)
+class FailsAt(Hook[tuple[()]]):
+    """Sums; on the lost rank it raises at one bucket."""
+
+    index: int
+
+    def init(self, spec: Any) -> tuple[()]:
+        return ()
+
+    def apply(self, state: Any, bucket: Any, all_reduce: Any) -> Any:
+        if bucket.spec.index == self.index and dist.get_rank() == LOST:
+            raise BoomError(3, "in a hook")
+        return all_reduce(bucket.buffer).map(lambda total: (total, state))
+
+
+def fail_in_a_hook(rank: int, world_size: int, transport: str, index: int) -> Any:
+    timeout_s = 30.0
+    options = {**SMALL, "transport": transport, "timeout_s": timeout_s}
+    sync = fddp.GradSync(mlp(), **options, hook=FailsAt(index))
+    held_errors: list[BaseException] = []  # as a debugger would, with the step's works
+    begin_s = time.perf_counter()
+    try:
+        sync.value_and_grad(mlp_loss)(mlp(), batch(rank, 0))
+    except (BoomError, fddp.FddpError) as error:
+        held_errors.append(error)
+    took_s = time.perf_counter() - begin_s
+    with fddp.GradSync(mlp(), **options) as again:
+        again.value_and_grad(mlp_loss)(mlp(), batch(rank, 0))
+    (error,) = held_errors
+    return type(error).__name__, getattr(error, "ranks", None), took_s
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_a_rank_that_fails_amid_a_step_is_told_of_and_the_group_goes_on(
+    ranks: RankPool, transport: str, index: int
+) -> None:
+    """What it would have sent next is not taken for what the others wait for."""
+    for rank, (kind, named, took_s) in enumerate(ranks.run(3, fail_in_a_hook, transport, index)):
+        assert kind == ("BoomError" if rank == LOST else "RankLostError")
+        assert named == (None if rank == LOST else (LOST,))
+        assert took_s < 15.0, "half of the timeout"

@@ -1,0 +1,87 @@
+"""A short soak on two processes, and the rule by which `make soak` judges a long one."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fddp
+from tests.faults.soak.rank import Soak, Told, run_rank
+from tests.faults.soak.resources import FLOORS, Usage, growths
+from tests.faults.soak.script import SHARES, draw
+from tests.support.ranks import RankPool
+
+STEPS = 120
+
+
+def soak_on_rank(rank: int, world_size: int) -> Told:
+    return run_rank(Soak(steps=STEPS, minutes=5.0, seed=3, samples=12, shown=False))
+
+
+def test_nothing_grows_and_replicas_stay_equal(ranks: RankPool) -> None:
+    told = ranks.run(2, soak_on_rank)
+    assert [one.turns for one in told] == [STEPS, STEPS]
+    assert told[0].digest == told[1].digest
+    assert told[0].compared > 10
+    assert len(told[0].kinds) >= len(SHARES) - 3  # of the rare ones, some are not drawn
+    for one in told:
+        grown = [growth for growth in growths(one.usages) if not growth.is_flat]
+        # What a process allocates for the first time is not over in so few steps.
+        assert not [growth for growth in grown if not growth.name.endswith("_bytes")]
+
+
+def wrappers_on_rank(rank: int, world_size: int) -> list[int]:
+    module = torch.nn.Linear(2, 2)
+    counts = []
+    for _ in range(4):
+        wrapped = fddp.DistributedDataParallel(module)
+        wrapped(torch.ones(1, 2)).sum().backward()
+        del wrapped
+        gc.collect()
+        dist.barrier()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
+
+
+def test_a_wrapper_that_is_let_go_of_keeps_no_descriptor(ranks: RankPool) -> None:
+    for counts in ranks.run(2, wrappers_on_rank):
+        assert counts[-1] == counts[1], counts
+
+
+def usages(**slopes: float) -> list[Usage]:
+    """Samples of a process that is busy, in which some resources grow from sample to sample."""
+    found = []
+    for n in range(150):
+        busy = Usage(3e8, 2e8, 1e8, 2e7, 60 + n % 2, 5, 20, 500, 3e5 + 100 * (n % 3))
+        grown = {name: getattr(busy, name) + slope * n for name, slope in slopes.items()}
+        found.append(busy._replace(**grown))
+    return found
+
+
+def test_a_steady_process_is_flat() -> None:
+    assert all(growth.is_flat for growth in growths(usages()))
+
+
+@pytest.mark.parametrize("name", Usage._fields)
+def test_what_grows_is_told(name: str) -> None:
+    # Over a third of the run, half more than is let pass; of descriptors that is their noise.
+    slope = 1.5 * max(FLOORS[name], 3.0) / 50
+    grown = [growth.name for growth in growths(usages(**{name: slope})) if not growth.is_flat]
+    assert grown == [name]
+
+
+def test_growth_is_not_taken_for_noise() -> None:
+    # A spread about the median would be as wide as what has grown.
+    assert not all(growth.is_flat for growth in growths(usages(descriptors=1.0)))
+
+
+def test_ranks_draw_the_same_turns() -> None:
+    turns = [draw(seed=5, number=number, ranks=3) for number in range(2000)]
+    assert turns == [draw(seed=5, number=number, ranks=3) for number in range(2000)]
+    assert {turn.kind for turn in turns} == {*SHARES}
+    assert all(any(turn.weights) for turn in turns)
+    assert any(0.0 in turn.weights for turn in turns)

@@ -1,0 +1,557 @@
+"""Hooks in `GradSync`: where they are taken, how their state travels, and what goes wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+import fddp
+from fddp.core.protocol.calls import Method
+from fddp.hooks import (
+    AllReduce,
+    Bucket,
+    BucketSpec,
+    Future,
+    Hook,
+    HookError,
+    allreduce,
+    bf16_compress,
+    chain,
+    fp16_compress,
+    int8,
+    power_sgd,
+    top_k,
+)
+from tests.support.hook_models import (
+    SMALL,
+    Halves,
+    Same,
+    grads,
+    late_loss,
+    params,
+    same_leaves,
+    weight,
+    weighted_sum,
+)
+from tests.support.models import (
+    batch,
+    largest_difference,
+    mean_gradients,
+    mlp,
+    mlp_loss,
+    rand,
+    same_bits,
+)
+from tests.support.ranks import Launch
+
+EXACT = [allreduce, Same(), Halves(), top_k(1.0), power_sgd(100)]
+MESH = fddp.Topology(host=2, local=2)
+
+
+def name_of(value: Any) -> str:
+    return value.name if isinstance(value, Hook) else str(value)
+
+
+# Every way to synchronise
+
+
+@pytest.mark.parametrize("hook", EXACT, ids=name_of)
+def test_steps_during_backward(launch: Launch, hook: Hook[Any]) -> None:
+    runs = launch(2, train, hook)
+    for step in range(4):
+        wanted = mean_gradients(
+            mlp_loss,
+            mlp(),
+            [(batch(r, step),) for r in range(2)],
+            [weight(r, step) for r in (0, 1)],
+        )
+        assert largest_difference(runs[0][0][step], wanted) < 1e-12
+    assert same_bits([means for means, _ in runs])
+    assert [packed for _, packed in runs] == [runs[0][1]] * 2
+
+
+def train(group: Any, hook: Hook[Any]) -> Any:
+    with fddp.GradSync(mlp(), group=group, hook=hook, **SMALL) as sync:
+        number = iter(range(4))
+        step = sync.value_and_grad(
+            mlp_loss, with_info=True, weight_fn=lambda p, x: weight(sync.rank, next(number))
+        )
+        state, means = sync.init_state(), []
+        for n in range(4):
+            loss, mean, state, info = step(mlp(), batch(sync.rank, n), hook_state=state)
+            assert not loss.requires_grad
+            means.append(mean)
+        return means, info.total_weight
+
+
+def test_what_is_returned() -> None:
+    def run(group: Any) -> None:
+        own = {"w": torch.ones(3)}
+        with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
+            state = sync.init_state()
+            assert len(sync.update(own, state)) == 2
+            assert isinstance(sync.update(own, state, with_info=True)[2], fddp.SyncInfo)
+            step = sync.value_and_grad(lambda p: (p["w"].sum(), "aux"), has_aux=True)
+            (loss, aux), mean, new = step(own, hook_state=state)
+            assert (loss.item(), aux, set(mean)) == (3.0, "aux", {"w"})
+            assert not same_leaves(new, state)
+        for hook in (None, bf16_compress):
+            with fddp.GradSync(own, group=group, hook=hook) as sync:
+                assert sync.init_state() == ()
+                assert sync.update(own, ())[1] == ()
+                step = sync.value_and_grad(lambda p: p["w"].sum())
+                assert len(step(own)) == 2
+                assert step(own, hook_state=())[2] == ()
+                assert set(sync(own)) == set(sync.reduce_(own)) == {"w"}
+
+    fddp.loopback(2, run)
+
+
+@pytest.mark.parametrize("hook", [*EXACT, chain(Same(), top_k(1.0))], ids=name_of)
+def test_hierarchical(launch: Launch, hook: Hook[Any]) -> None:
+    runs = launch(4, hierarchical, hook)
+    wanted = [weighted_sum([grads(r, n) for r in range(4)], [0.25] * 4) for n in range(3)]
+    for means in runs:
+        assert max(map(largest_difference, means, wanted)) < 1e-12
+    assert same_bits(runs)
+
+
+def hierarchical(group: Any, hook: Hook[Any]) -> Any:
+    options: dict[str, Any] = {"mesh": MESH, "algorithm": "hierarchical"}
+    with fddp.GradSync(params(), group=group, hook=hook, **options, **SMALL) as sync:
+        state, means = sync.init_state(), []
+        for n in range(3):
+            mean, state = sync.update(grads(sync.rank, n), state)
+            means.append(mean)
+        return means
+
+
+@pytest.mark.parametrize("hook", [top_k(1.0), power_sgd(100)], ids=name_of)
+def test_flat_over_several_axes(hook: Hook[Any]) -> None:
+    def run(group: Any) -> Any:
+        with fddp.GradSync(params(), group=group, mesh=MESH, hook=hook, **SMALL) as sync:
+            return sync.update(grads(sync.rank, 0), sync.init_state())[0]
+
+    wanted = weighted_sum([grads(r, 0) for r in range(4)], [0.25] * 4)
+    assert all(largest_difference(mean, wanted) < 1e-12 for mean in fddp.loopback(4, run))
+
+
+def test_hierarchical_hooks_see_this_ranks_shard_in_the_group_along_the_outer_axis() -> None:
+    seen: dict[int, Any] = {}
+
+    class Spy(Same):
+        def apply(self, state: Any, bucket: Any, all_reduce: Any) -> Any:
+            place = (all_reduce.rank, all_reduce.world_size)
+            views = {
+                p: tuple(g.shape)
+                for p, g in zip(bucket.spec.paths, bucket.gradients(), strict=True)
+            }
+            return all_reduce.all_gather(torch.tensor([float(all_reduce.rank)])).then(
+                lambda row: (
+                    seen.setdefault(int(bucket.buffer[0]), (place, row.view(-1).tolist(), views)),
+                    super(Spy, self).apply(state, bucket, all_reduce),
+                )[1]
+            )
+
+    own = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(6.0, 10.0)}
+
+    def run(group: Any) -> None:
+        sync = fddp.GradSync(own, group=group, mesh=MESH, algorithm="hierarchical", hook=Spy())
+        with sync:
+            sync({name: leaf * 2 for name, leaf in own.items()})
+
+    fddp.loopback(4, run)
+    # Leaf b lies first, as in backward; a is cut after its first element.
+    first, second = (seen[key] for key in sorted(seen, reverse=True))
+    assert first[1:] == ([0.0, 1.0], {"b": (4,), "a": (1,)})
+    assert second[1:] == ([0.0, 1.0], {"a": (5,)})
+
+
+@pytest.mark.parametrize("scaling", ["before", "after", "average"])
+@pytest.mark.parametrize("hook", [allreduce, Halves(), fp16_compress], ids=name_of)
+def test_every_scaling(scaling: Any, hook: Hook[Any]) -> None:
+    plan = fddp.plan_buckets(params(), bucket_cap_mb=0.001)
+    schedule = fddp.make_schedule(plan, fddp.Topology(world=3), scaling=scaling)
+
+    def run(group: Any) -> Any:
+        with fddp.GradSync(schedule, group=group, hook=hook) as sync:
+            state, means = sync.init_state(), []
+            for n in range(3):
+                own, heavy = grads(group.rank, n), weight(group.rank, n)
+                mean, state = sync.update(own, state, weight=heavy)
+                means.append(mean)
+            return means
+
+    for means in fddp.loopback(3, run):
+        for n, mean in enumerate(means):
+            total = sum(weight(r, n) for r in range(3))
+            shares = [weight(r, n) / total for r in range(3)]
+            wanted = weighted_sum([grads(r, n) for r in range(3)], shares)
+            assert largest_difference(mean, wanted) < (0.01 if hook is fp16_compress else 1e-12)
+
+
+def test_uneven_inputs() -> None:
+    def run(group: Any) -> Any:
+        own = {"w": torch.tensor([1.0, 10.0])}
+        with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
+            step = sync.value_and_grad(lambda p, x: (p["w"] * x).sum())
+            state, means = sync.init_state(), []
+            inputs = [torch.tensor([2.0, 3.0])] * (1 + 2 * group.rank)
+            for x in fddp.uneven(inputs, sync):
+                _, mean, state = step(own, x, hook_state=state)
+                means.append(mean["w"].tolist())
+            return means
+
+    # Rank 0 still owes 2.0 from the first round; it comes in the second.
+    assert fddp.loopback(2, run) == [[[0.0, 3.0], [6.0, 0.0], [0.0, 6.0]]] * 2
+
+
+def test_sparse_buckets_bypass_hooks() -> None:
+    tables = {"rows": torch.ones(10, 4), "w": torch.ones(4)}
+
+    def loss_fn(p: Any, token: Tensor) -> Tensor:
+        return (embedding(token, p["rows"], sparse=True) * p["w"]).sum()
+
+    def run(group: Any) -> None:
+        with fddp.GradSync(tables, group=group, sparse=["rows"], hook=top_k(0.25)) as sync:
+            state = sync.init_state()
+            assert sorted(map(bool, state)) == [False, True]
+            token = torch.tensor([3 + group.rank])
+            _, mean, state = sync.value_and_grad(loss_fn)(tables, token, hook_state=state)
+            assert mean["rows"].to_dense().sum(dim=1).tolist() == [0] * 3 + [2.0] * 2 + [0] * 5
+            assert mean["w"].count_nonzero() == 1
+
+    fddp.loopback(2, run)
+
+
+def test_late_gradients_travel_as_they_are() -> None:
+    """A leaf that a re-entrant checkpoint uses again after its bucket has left."""
+    own = {f"w{i}": rand(4, 4, seed=i) for i in range(4)}
+
+    def run(group: Any, hook: Hook[Any] | None) -> Any:
+        caps = {"bucket_cap_mb": 0.0002, "first_bucket_mb": 0.0001}  # one leaf each
+        with fddp.GradSync(own, group=group, hook=hook, **caps) as sync:
+            step = sync.value_and_grad(late_loss, with_info=True)
+            state, results = sync.init_state(), []
+            for n in range(3):
+                x = batch(group.rank, n, width=4)
+                _, mean, state, info = step(own, x, n == 1 and group.rank == 1, hook_state=state)
+                results.append((mean, info.repaired))
+            return results
+
+    plain, exact = (fddp.loopback(2, run, hook)[0] for hook in (None, power_sgd(100)))
+    assert [repaired for _, repaired in exact] == [repaired for _, repaired in plain]
+    assert any(repaired for _, repaired in exact)
+    for (mean, _), (wanted, _) in zip(exact, plain, strict=True):
+        assert largest_difference(mean, wanted) < 1e-12
+
+
+# Units of weight
+
+
+def test_a_float16_bucket_that_is_reduced_again_keeps_its_state() -> None:
+    def run(group: Any) -> None:
+        own = {"w": torch.tensor([300.0, 2.0], dtype=torch.float16)}
+        with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
+            first, state = sync.update(own, sync.init_state())
+            assert first["w"].tolist() == [300.0, 0.0]
+            second, kept = sync.update(own, state, weight=1e4)  # too much for the unit of 1
+            assert second["w"].tolist() == [300.0, 2.0]
+            assert same_leaves(kept, state)
+            _, third = sync.update(own, kept, weight=1e4)
+            assert not same_leaves(third, state)
+
+    fddp.loopback(2, run)
+
+
+@pytest.mark.parametrize("hook", [fp16_compress, chain(power_sgd(100), fp16_compress)])
+def test_weights_that_float16_can_not_bear_cost_time_and_no_bits(hook: Hook[Any]) -> None:
+    def run(group: Any) -> None:
+        own = {"w": torch.tensor([[300.0, -1.0]] * 2)}
+        with fddp.GradSync(own, group=group, hook=hook) as sync:
+            state = sync.init_state()
+            for heavy in (1.0, 1e6, 1e6, 1e-3, 1e-3):
+                mean, state = sync.update(own, state, weight=heavy * (1 + group.rank))
+                assert torch.allclose(mean["w"], own["w"], rtol=2e-3)
+
+    fddp.loopback(2, run)
+
+
+def test_between_hosts_such_weights_are_an_error_once() -> None:
+    def run(group: Any) -> None:
+        own = {"w": torch.tensor([300.0, -1.0, 2.0, 3.0])}
+        sync = fddp.GradSync(
+            own, group=group, mesh=MESH, algorithm="hierarchical", hook=fp16_compress
+        )
+        with sync:
+            with pytest.raises(
+                fddp.WeightError, match=r"mean weight is 1000000.0 where fp16_compress was scaled"
+            ):
+                sync(own, weight=1e6)
+            # Rounded once to float16, since 1e6 is not the power of two that is the unit.
+            assert torch.allclose(sync(own, weight=1e6)["w"], own["w"], rtol=2.0**-11, atol=0.0)
+
+    fddp.loopback(4, run)
+
+
+def test_a_step_that_is_not_finite_leaves_the_state() -> None:
+    def run(group: Any) -> None:
+        own = {"w": torch.tensor([1.0, 5.0])}
+        bad = {"w": torch.tensor([1.0, torch.nan if group.rank else 5.0])}
+        with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
+            _, state = sync.update(own, sync.init_state())
+            mean, kept = sync.update(bad, state)
+            assert mean["w"].isnan().any()
+            assert same_leaves(kept, state)
+
+    fddp.loopback(2, run)
+
+
+# Plans
+
+
+@pytest.mark.parametrize(("hook", "rebuilds"), [(bf16_compress, True), (top_k(0.5), False)])
+def test_plans_stay_where_a_hook_keeps_state(hook: Hook[Any], rebuilds: bool) -> None:
+    own = {"used last": rand(40, 40, seed=0), "used first": rand(40, 40, seed=1)}
+
+    def loss_fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.tanh(x @ p["used first"] @ p["used last"]).sum()
+
+    def run(group: Any) -> list[list[str]]:
+        with fddp.GradSync(own, group=group, hook=hook, **SMALL) as sync:
+            step, state, orders = sync.value_and_grad(loss_fn), sync.init_state(), []
+            for n in range(2):
+                orders.append([sync.plan.paths[leaf] for leaf in sync.plan.order])
+                _, _, state = step(own, batch(group.rank, n, width=40), hook_state=state)
+            orders.append([sync.plan.paths[leaf] for leaf in sync.plan.order])
+            return orders
+
+    registered, arrived = ["used first", "used last"], ["used last", "used first"]
+    assert fddp.loopback(2, run) == [[registered, *[arrived if rebuilds else registered] * 2]] * 2
+
+
+def test_no_other_plan_under_a_hook_that_keeps_state() -> None:
+    def run(group: Any) -> None:
+        own = {"w": torch.ones(4)}
+        with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
+            step = sync.value_and_grad(lambda p: p["w"].sum())
+            state = sync.init_state()
+            with pytest.raises(ValueError, match="plan can't change under error_feedback"):
+                sync.tune(lambda: step(own, hook_state=state))
+            step(own, hook_state=state)
+
+    fddp.loopback(2, run)
+
+
+# What goes wrong
+
+
+def test_no_state_where_it_is_due() -> None:
+    def run(group: Any) -> None:
+        own = {"w": torch.ones(4)}
+        with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
+            step = sync.value_and_grad(lambda p: p["w"].sum())
+            for call in (sync, sync.reduce_):
+                with pytest.raises(ValueError, match=r"pass the state on by update\(grads, state"):
+                    call(own)
+            with pytest.raises(ValueError, match="pass the state on by hook_state="):
+                step(own)
+            sync.update(own, sync.init_state())
+
+    fddp.loopback(2, run)
+
+
+def _wrong_states(state: Any) -> dict[str, tuple[Any, str]]:
+    (inner, *others) = state
+    return {
+        "is a tuple of 3, one for each bucket, got 2": (state[:2], ""),
+        "one for each bucket, got a list": (list(state), ""),
+        r"for bucket 0 has the leaves \['residual'\]": (({"residual": 1}, *others), ""),
+        r"has as leaf 'residual' a float64 tensor of shape \(1,\) on cpu where a float64": (
+            ({**inner, "residual": torch.zeros(1, dtype=torch.float64)}, *others),
+            "",
+        ),
+        "leaf 'residual' a int where": (({**inner, "residual": 1}, *others), ""),
+    }
+
+
+@pytest.mark.parametrize("case", range(5))
+def test_a_state_that_does_not_fit(launch: Launch, case: int) -> None:
+    assert launch(2, hand_in_wrong, case) == ["TreeMismatchError", "PeerError"]
+
+
+def hand_in_wrong(group: Any, case: int) -> str:
+    own = {f"w{i}": torch.ones(200, dtype=torch.float64) for i in range(3)}
+    with fddp.GradSync(own, group=group, hook=top_k(0.5), **SMALL) as sync:
+        state = sync.init_state()
+        assert len(state) == 3
+        pattern, (wrong, _) = list(_wrong_states(state).items())[case]
+        given = wrong if sync.rank == 0 else state
+        with pytest.raises(fddp.FddpError, match=pattern) as caught:
+            sync.update(own, given)
+        with pytest.raises(fddp.FddpError, match=pattern):
+            sync.value_and_grad(lambda p: p["w0"].sum())(own, hook_state=given)
+        sync.update(own, state)
+        return type(caught.value).__name__
+
+
+def test_state_where_there_is_no_hook() -> None:
+    def run(group: Any) -> None:
+        own = {"w": torch.ones(4)}
+        for hook in (None, bf16_compress):
+            with fddp.GradSync(own, group=group, hook=hook) as sync:
+                with pytest.raises(fddp.TreeMismatchError, match="no hook that keeps state"):
+                    sync.update(own, ({"residual": torch.zeros(4)},))
+                sync.update(own, ())
+
+    fddp.loopback(2, run)
+
+
+@pytest.mark.parametrize("hook", [top_k(0.3), power_sgd(1), Halves()], ids=name_of)
+def test_a_step_that_fails_leaves_the_state(hook: Hook[Any]) -> None:
+    def run(group: Any, fails: bool) -> Any:
+        with fddp.GradSync(params(), group=group, hook=hook, **SMALL) as sync:
+            _, state = sync.update(grads(sync.rank, 0), sync.init_state())
+            if fails:
+                with pytest.raises(fddp.FddpError):
+                    sync.update(grads(sync.rank, 1), state, weight=-1.0 if sync.rank else 1.0)
+            return sync.update(grads(sync.rank, 2), state)
+
+    smooth, bumpy = (fddp.loopback(2, run, fails) for fails in (False, True))
+    for (mean, state), (other, other_state) in zip(smooth, bumpy, strict=True):
+        assert same_bits([mean, other])
+        assert same_leaves(state, other_state)
+
+
+def test_ranks_compare_hooks() -> None:
+    def run(group: Any) -> str:
+        hook = top_k(0.1 * (1 + group.rank))
+        with pytest.raises(fddp.PlanMismatchError) as caught:
+            fddp.GradSync({"w": torch.ones(4)}, group=group, hook=hook)
+        return str(caught.value)
+
+    for text in fddp.loopback(2, run):
+        assert "hook is error_feedback(TopK(fraction=0.1)) on rank 0 and " in text
+        assert "TopK(fraction=0.2)) on rank 1; pass the same hook" in text
+
+
+def test_a_function_is_no_hook() -> None:
+    def run(group: Any) -> None:
+        fddp.GradSync({"w": torch.ones(4)}, group=group, hook=lambda *_: None)  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match=r"hook must be a fddp.hooks.Hook, got a function; .*Torch"):
+        fddp.loopback(2, run)
+
+
+def test_schedules_that_have_no_place_for_a_hook() -> None:
+    plan = fddp.plan_buckets({"w": torch.ones(1000)})
+    split = fddp.make_schedule(plan, fddp.Topology(world=2), split_mb=0.001)
+
+    def run(group: Any, source: Any, algorithm: Any) -> None:
+        fddp.GradSync(source, group=group, algorithm=algorithm, hook=bf16_compress)
+
+    with pytest.raises(ValueError, match=r"has 4 for bucket 0 \(w\); use algorithm='all_reduce'"):
+        fddp.loopback(2, run, split, "all_reduce")
+    with pytest.raises(ValueError, match=r"bf16_compress takes the place .* the schedule has 0"):
+        fddp.loopback(2, run, plan, "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class Wrong(Hook[Any]):
+    """Returns or keeps what is of no use."""
+
+    what: str
+
+    def init(self, spec: BucketSpec) -> Any:
+        return "text" if self.what == "state" else ()
+
+    def apply(
+        self, state: Any, bucket: Bucket, all_reduce: AllReduce
+    ) -> Future[tuple[Tensor, Any]]:
+        if self.what == "raises":
+            raise ArithmeticError("no root")
+        result: Any = {"short": bucket.buffer[1:].clone(), "number": 3}.get(self.what)
+        return all_reduce(bucket.buffer).map(lambda total: (result, state))
+
+
+def test_hooks_that_return_no_result() -> None:
+    def run(group: Any, what: str) -> None:
+        own = {"w": torch.ones(4)}
+        with fddp.GradSync(own, group=group, hook=Wrong(what)) as sync:
+            sync(own)
+
+    with pytest.raises(HookError, match=r"bucket 0 \(w\) of step 0: .* buffer has, 4, got 3"):
+        fddp.loopback(2, run, "short")
+    with pytest.raises(HookError, match="4, got int"):
+        fddp.loopback(2, run, "number")
+    with pytest.raises(ArithmeticError, match="no root"):
+        fddp.loopback(2, run, "raises")
+    with pytest.raises(TypeError, match="must be a tree of tensors and numbers; leaf '' is a str"):
+        fddp.loopback(2, run, "state")
+
+
+def test_a_hook_that_raises_on_one_rank_does_not_leave_the_others_waiting(launch: Launch) -> None:
+    assert launch(2, raise_on_one, 5.0) == ["ArithmeticError", "RankLostError"]
+
+
+def raise_on_one(group: Any, timeout_s: float) -> str:
+    own = {"w": torch.ones(4)}
+
+    class OnRank(Same):
+        def apply(self, state: Any, bucket: Any, all_reduce: Any) -> Any:
+            if all_reduce.rank == 0:
+                raise ArithmeticError("no root")
+            return super().apply(state, bucket, all_reduce)
+
+    with fddp.GradSync(own, group=group, hook=OnRank(), timeout_s=timeout_s) as sync:
+        with pytest.raises((ArithmeticError, fddp.FddpError)) as caught:
+            sync(own)
+        with pytest.raises(fddp.ClosedError):
+            sync(own)
+    return type(caught.value).__name__
+
+
+# The engine's own state, as the wrapper uses it
+
+
+def test_set_hook_carries_state_from_step_to_step() -> None:
+    def run(group: Any) -> Any:
+        own = {"w": torch.tensor([4.0, 3.0])}
+        with fddp.GradSync(own, group=group) as sync:
+            engine = sync._engine
+            engine.set_hook(top_k(0.5))
+            means = []
+            for _ in range(2):
+                session = engine.open(Method.CALL, with_stats=False)
+                from fddp.runtime.contributions import TreeContributions
+
+                program = session.setting.program
+                session.begin(TreeContributions(program, [own["w"]], 1.0), [own["w"]])
+                means.append(engine.close(session).leaves[0])
+            states = engine.hook_states
+            assert states is not None
+            engine.set_hook(None)
+            assert engine.hook_states is None
+            return [mean.tolist() for mean in means], states[0]["residual"].tolist(), sync(own)["w"]
+
+    for means, residual, plain in fddp.loopback(2, run):
+        assert means == [[4.0, 0.0], [0.0, 6.0]]
+        assert residual == [4.0, 0.0]
+        assert plain.tolist() == [4.0, 3.0]
+
+
+def test_set_hook_compares_hooks() -> None:
+    def run(group: Any) -> None:
+        with fddp.GradSync({"w": torch.ones(2)}, group=group) as sync:
+            with pytest.raises(
+                fddp.PlanMismatchError, match=r"the hook is Int8.* on rank 0 and None"
+            ):
+                sync._engine.set_hook(None if group.rank else int8())
+            sync._engine.set_hook(int8())
+
+    fddp.loopback(2, run)

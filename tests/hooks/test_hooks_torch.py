@@ -1,0 +1,494 @@
+"""Hooks that were written for torch's DistributedDataParallel, unchanged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    optimizer_overlap_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+)
+from torch.futures import Future
+
+import fddp
+from fddp.core.protocol.calls import Method
+from fddp.hooks import (
+    Hook,
+    HookError,
+    TorchHook,
+    allreduce,
+    bf16_compress,
+    builtin,
+    chain,
+    fp16_compress,
+)
+from tests.support.hook_models import SMALL, grads, late_loss, params
+from tests.support.models import largest_difference, rand, same_bits
+from tests.support.ranks import Launch, RankPool
+
+STEPS = 4
+
+
+def train(hook: Hook[Any] | None, **options: Any) -> list[dict[str, Tensor]]:
+    """Synchronised gradients of some steps during backward, in several buckets."""
+    rank, own = dist.get_rank(), matrices(params(torch.float32))
+    with fddp.GradSync(own, hook=hook, **{**SMALL, **options}) as sync:
+        step = sync.value_and_grad(
+            lambda p, g: torch.stack([(p[name] * g[name]).sum() for name in p]).sum()
+        )
+        return [step(own, grads(rank, n, torch.float32))[1] for n in range(STEPS)]
+
+
+def matrices(tree: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without what torch's PowerSGD can't take: scalars and empty tensors."""
+    return {name: leaf for name, leaf in tree.items() if name not in ("scalar", "empty")}
+
+
+def own_grads(rank: int) -> list[dict[str, Tensor]]:
+    return [matrices(grads(rank, n, torch.float32)) for n in range(STEPS)]
+
+
+def largest(trees: list[dict[str, Tensor]], others: list[dict[str, Tensor]]) -> float:
+    return max(map(largest_difference, trees, others))
+
+
+# torch's own hooks
+
+
+def test_default_hooks(ranks: RankPool) -> None:
+    runs = ranks.run(2, run_default_hooks)
+    assert same_bits([run[0] for run in runs])
+
+
+def run_default_hooks(rank: int, world_size: int) -> Any:
+    world, hooks = dist.group.WORLD, default_hooks
+    plain, half, brain = train(None), train(fp16_compress), train(bf16_compress)
+    for group in (None, world):
+        assert same_bits([plain, train(TorchHook(group, hooks.allreduce_hook))])
+        assert same_bits([half, train(TorchHook(group, hooks.fp16_compress_hook))])
+        assert same_bits([brain, train(TorchHook(group, hooks.bf16_compress_hook))])
+    wrapped = hooks.fp16_compress_wrapper(hooks.allreduce_hook)
+    assert same_bits([half, train(TorchHook(world, wrapped))])
+    wrapped = hooks.bf16_compress_wrapper(hooks.allreduce_hook)
+    assert same_bits([brain, train(TorchHook(world, wrapped))])
+    assert same_bits([plain, train(allreduce)])
+    return [plain]
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_power_sgd(ranks: RankPool, wrap: bool) -> None:
+    """With many buckets, which torch's own reducer mixes up over gloo; held against one bucket."""
+    for plain, one_by_one, whole in ranks.run(2, run_power_sgd, wrap):
+        assert same_bits([one_by_one[:2], whole[:2]])
+        # Random at first: only the first two steps, which are not compressed, have the same bits.
+        assert largest(one_by_one[:2], plain[:2]) < (0.01 if wrap else 1e-6)
+        assert largest(one_by_one[2:], plain[2:]) > 0.01
+
+
+def run_power_sgd(rank: int, world_size: int, wrap: bool) -> Any:
+    def hook() -> TorchHook:
+        state = powerSGD_hook.PowerSGDState(dist.group.WORLD, 1, start_powerSGD_iter=2)
+        own: Any = powerSGD_hook.powerSGD_hook
+        return TorchHook(state, default_hooks.fp16_compress_wrapper(own) if wrap else own)
+
+    return train(None), train(hook()), train(hook(), bucket_cap_mb=25, first_bucket_mb=25)
+
+
+def test_power_sgd_of_full_rank_is_the_mean(ranks: RankPool) -> None:
+    for plain, compressed in ranks.run(2, run_full_rank):
+        assert largest(plain, compressed) < 1e-5
+
+
+def run_full_rank(rank: int, world_size: int) -> Any:
+    state = powerSGD_hook.PowerSGDState(
+        dist.group.WORLD, 30, start_powerSGD_iter=2, min_compression_rate=0.01
+    )
+    return train(None), train(TorchHook(state, powerSGD_hook.powerSGD_hook))
+
+
+def test_post_local_sgd(ranks: RankPool) -> None:
+    for rank, (plain, local) in enumerate(ranks.run(2, run_post_local_sgd)):
+        assert same_bits([plain[:2], local[:2]])
+        assert largest(local[2:], own_grads(rank)[2:]) == 0.0
+
+
+def run_post_local_sgd(rank: int, world_size: int) -> Any:
+    alone, _ = dist.new_subgroups(1)
+    state = post_localSGD_hook.PostLocalSGDState(dist.group.WORLD, alone, 2)
+    return train(None), train(TorchHook(state, post_localSGD_hook.post_localSGD_hook))
+
+
+def test_no_op(ranks: RankPool) -> None:
+    for rank, own in enumerate(ranks.run(2, run_no_op)):
+        assert largest(own, own_grads(rank)) == 0.0
+
+
+def run_no_op(rank: int, world_size: int) -> Any:
+    return train(TorchHook(None, debugging_hooks.noop_hook))
+
+
+@pytest.mark.parametrize("name", ["quantization_pertensor_hook", "quantization_perchannel_hook"])
+def test_quantization(ranks: RankPool, name: str) -> None:
+    for plain, quantised in ranks.run(2, run_quantization, name):
+        assert 0.0 < largest(plain, quantised) < 0.1
+
+
+def run_quantization(rank: int, world_size: int, name: str) -> Any:
+    """These hooks read all-gathers as NCCL gives them: as one tensor, where gloo has a list."""
+    gather = dist.all_gather
+
+    class Stacked:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._work = gather(*args, **kwargs)
+
+        def get_future(self) -> Any:
+            return self._work.get_future().then(lambda future: [torch.stack(future.value())])
+
+    hook = TorchHook(dist.group.WORLD, getattr(quantization_hooks, name))
+    with mock.patch.object(dist, "all_gather", Stacked):
+        return train(None), train(hook)
+
+
+class Descent:
+    """What torch calls a functional optimizer."""
+
+    def step_param(self, param: Tensor, grad: Tensor) -> None:
+        with torch.no_grad():
+            param.sub_(grad, alpha=0.5)
+
+
+@pytest.mark.parametrize("only", [None, ["matrix", "conv"]])
+def test_optimizer_overlap(ranks: RankPool, only: list[str] | None) -> None:
+    for own, first_mean in ranks.run(2, run_optimizer_overlap, only):
+        for name, leaf in matrices(params(torch.float32)).items():
+            moved = only is None or name in only
+            assert torch.equal(own[name], leaf - 0.5 * first_mean[name] if moved else leaf)
+
+
+def run_optimizer_overlap(rank: int, world_size: int, only: list[str] | None) -> Any:
+    own = matrices(params(torch.float32))
+    chosen = None if only is None else [own[name] for name in only]
+    state = optimizer_overlap_hooks._OptimizerHookState(Descent(), chosen)
+    hook = optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, state)
+    with fddp.GradSync(own, hook=TorchHook(None, hook, own), **SMALL) as sync:
+        sync(own_grads(rank)[0])
+    return own, train(None)[0]
+
+
+def test_builtin_hooks() -> None:
+    assert builtin(dist.BuiltinCommHookType.ALLREDUCE) == allreduce
+    assert builtin(dist.BuiltinCommHookType.FP16_COMPRESS) == fp16_compress
+    with pytest.raises(ValueError, match="'fp16' is no built-in hook; pass ALLREDUCE or FP16"):
+        builtin("fp16")  # type: ignore[arg-type]
+
+
+# The bucket that they get
+
+
+def finished(value: Any) -> Any:
+    future: Any = Future()
+    future.set_result(value)
+    return future
+
+
+def with_hook(hook: Callable[..., Any], own: Mapping[str, Tensor], ranks: int = 2) -> list[Any]:
+    """What ranks get for their gradients."""
+
+    def run(group: Any) -> Any:
+        step_hook = TorchHook(group.rank, hook, own)
+        with fddp.GradSync(own, group=group, hook=step_hook, **SMALL) as sync:
+            return sync({name: leaf + group.rank for name, leaf in own.items()})
+
+    return fddp.loopback(ranks, run)
+
+
+def test_what_the_bucket_tells() -> None:
+    own = {name: torch.full((300,), float(i)) for i, name in enumerate("abc")}
+    seen = []
+
+    def hook(rank: int, bucket: Any) -> Any:
+        (param,), (grad,) = bucket.parameters(), bucket.gradients()
+        name = next(n for n, leaf in own.items() if leaf is param)
+        assert torch.equal(grad, param + rank)
+        assert grad.data_ptr() == bucket.buffer().data_ptr()
+        if rank == 0:
+            seen.append((bucket.index(), name, bucket.is_last(), tuple(bucket.buffer().shape)))
+        return finished(bucket.buffer())
+
+    results = with_hook(hook, own)
+    assert seen == [(0, "c", False, (300,)), (1, "b", False, (300,)), (2, "a", True, (300,))]
+    for rank, result in enumerate(results):
+        assert all(torch.equal(result[name], leaf + rank) for name, leaf in own.items())
+
+
+def test_gradients_have_their_shapes_whatever_the_order_of_memory() -> None:
+    last = torch.arange(24.0).view(1, 4, 3, 2).to(memory_format=torch.channels_last)
+    own = {"a": torch.arange(3.0), "b": last}
+
+    def hook(rank: int, bucket: Any) -> Any:
+        b, a = bucket.gradients()
+        assert a.is_contiguous()
+        assert torch.equal(b.view(4, 6), (last + rank).reshape(4, 6))
+        a.add_(0.5)
+        b[0, 0, 0, 0] = 99.0
+        return finished(bucket.buffer())
+
+    for rank, result in enumerate(with_hook(hook, own)):
+        assert result["a"].tolist() == [0.5 + rank, 1.5 + rank, 2.5 + rank]
+        wanted = (last + rank).clone(memory_format=torch.preserve_format)
+        wanted[0, 0, 0, 0] = 99.0
+        assert torch.equal(result["b"], wanted)
+        assert result["b"].stride() == last.stride()
+
+
+def test_complex_numbers_are_pairs() -> None:
+    own = {"a": torch.tensor([1 + 2j, 3.0]), "b": torch.full((2, 2), 4j)}
+
+    def hook(rank: int, bucket: Any) -> Any:
+        assert bucket.buffer().tolist() == [0.0, 4.0] * 4 + [1.0, 2.0, 3.0, 0.0]
+        b, a = bucket.gradients()
+        assert torch.equal(b, own["b"])
+        a.mul_(1j)
+        return finished(bucket.buffer().half())
+
+    (result,) = with_hook(hook, own, ranks=1)
+    assert result["a"].tolist() == [-2 + 1j, 3j]
+    assert torch.equal(result["b"], own["b"])
+
+
+def test_set_buffer() -> None:
+    own = {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
+
+    def hook(rank: int, bucket: Any) -> Any:
+        bucket.set_buffer(bucket.buffer().double() * 2)
+        assert [tuple(grad.shape) for grad in bucket.gradients()] == [(2, 2), (3,)]
+        assert {grad.dtype for grad in bucket.gradients()} == {torch.float64}
+        return finished([bucket.buffer()])  # as the futures of process groups
+
+    for rank, result in enumerate(with_hook(hook, own)):
+        assert result["a"].tolist() == [2.0 * rank, 2.0 + 2 * rank, 4.0 + 2 * rank]
+        assert result["a"].dtype is torch.float32
+
+
+def test_a_hook_may_stretch_the_buffer_for_a_while() -> None:
+    def hook(rank: int, bucket: Any) -> Any:
+        buffer = bucket.buffer()
+        count = len(buffer)
+        buffer.resize_(count + 1000)
+        return finished(buffer.resize_(count))
+
+    own = {"a": torch.arange(3.0)}
+    assert [result["a"].tolist() for result in with_hook(hook, own)] == [[0, 1, 2], [1, 2, 3]]
+
+
+def test_one_bucket_after_the_other() -> None:
+    """A hook's later stages may be issued by other threads; nothing else is issued meanwhile."""
+    running: list[int] = []
+    started: list[int] = []
+
+    def hook(_: Any, bucket: Any) -> Any:
+        assert not running, "the bucket before is not done"
+        running.append(bucket.index())
+        started.append(bucket.index())
+        future: Any = Future()
+        threading.Timer(0.02, future.set_result, [bucket.buffer()]).start()
+        return future.then(lambda done: (running.clear(), done.value())[1])
+
+    def run(group: Any) -> None:
+        own = {f"w{i}": torch.ones(300) for i in range(4)}
+        with fddp.GradSync(own, group=group, hook=TorchHook(None, hook), **SMALL) as sync:
+            step = sync.value_and_grad(
+                lambda p: torch.stack([leaf.sum() for leaf in p.values()]).sum()
+            )
+            step(own)
+
+    fddp.loopback(1, run)
+    assert started == [0, 1, 2, 3]
+
+
+# Weights
+
+
+@pytest.mark.parametrize("weights", [(1.0, 2.0), (1.0, 0.0)])
+def test_weights_that_differ_are_an_error_on_every_rank(weights: tuple[float, float]) -> None:
+    def run(group: Any) -> None:
+        own = {"w": torch.ones(3)}
+        hook = TorchHook(None, debugging_hooks.noop_hook)
+        with fddp.GradSync(own, group=group, hook=hook) as sync:
+            with pytest.raises(
+                fddp.WeightError, match=r"TorchHook\(noop_hook\) divides by the num"
+            ):
+                sync(own, weight=weights[group.rank])
+            assert torch.equal(sync(own)["w"], own["w"])
+
+    fddp.loopback(2, run)
+
+
+@pytest.mark.parametrize("weight", [3.0, 1e-6, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_equal_weights_do_not_show(weight: float, dtype: torch.dtype) -> None:
+    def run(group: Any) -> None:
+        own = {"w": torch.tensor([1.0 + group.rank, 1000.0], dtype=dtype)}
+        hook = TorchHook(None, debugging_hooks.noop_hook)
+        with fddp.GradSync(own, group=group, hook=hook) as sync:
+            for heavy in (weight, weight, 1.0):
+                assert torch.equal(sync(own, weight=heavy)["w"], own["w"])
+
+    fddp.loopback(2, run)
+
+
+@pytest.mark.parametrize("eager_bytes", [1, 2**20])
+def test_gradients_are_as_they_are_however_they_are_packed(
+    monkeypatch: pytest.MonkeyPatch, eager_bytes: int
+) -> None:
+    monkeypatch.setattr("fddp.runtime.program._EAGER_BYTES", eager_bytes)
+
+    def run(group: Any) -> None:
+        own = {"w": torch.tensor([1.0 + group.rank, 1000.0])}
+        hook = TorchHook(None, debugging_hooks.noop_hook)
+        with fddp.GradSync(own, group=group, hook=hook) as sync:
+            step = sync.value_and_grad(lambda p: p["w"].square().sum() / 2, weight_fn=lambda p: 3.0)
+            assert torch.equal(step(own)[1]["w"], own["w"])
+
+    fddp.loopback(2, run)
+
+
+def test_ranks_at_rest_count_as_zeros_where_they_may() -> None:
+    from fddp.runtime.contributions import TreeContributions
+
+    def run(group: Any) -> Any:
+        own = torch.tensor([4.0, 6.0])
+        hook = TorchHook(None, lambda _, bucket: finished(bucket.buffer() / 2))
+        with fddp.GradSync({"w": own}, group=group, hook=hook) as sync:
+            session = sync._engine.open(Method.CALL, with_stats=False)
+            session.lets_rest = True
+            weight = 1.0 - group.rank
+            session.begin(TreeContributions(session.setting.program, [own], weight), [own])
+            (mean,) = sync._engine.close(session).leaves
+            return mean
+
+    assert [mean.tolist() for mean in fddp.loopback(2, run)] == [[2.0, 3.0], [0.0, 0.0]]
+
+
+def test_micro_batches_are_averaged_first() -> None:
+    def run(group: Any) -> Any:
+        own = {"w": torch.tensor([1.0])}
+        hook = TorchHook(None, debugging_hooks.noop_hook)
+        with fddp.GradSync(own, group=group, hook=hook) as sync:
+            step = sync.value_and_grad(lambda p: 5.0 * p["w"].sum())
+            return step(own, accumulated=({"w": torch.tensor([9.0])}, 3.0))[1]["w"].item()
+
+    assert fddp.loopback(2, run) == [(9.0 + 5.0) / 4] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_late_gradients_join_as_their_mean(ranks: RankPool, dtype: torch.dtype) -> None:
+    for plain, hooked, repaired in ranks.run(2, run_late, dtype):
+        assert any(repaired)
+        assert largest(plain, hooked) < torch.finfo(dtype).eps * 4
+
+
+def run_late(rank: int, world_size: int, dtype: torch.dtype) -> Any:
+    """A leaf that a re-entrant checkpoint uses again after its bucket has left."""
+    own = {f"w{i}": rand(4, 4, seed=i, dtype=dtype) for i in range(4)}
+
+    results: list[list[Any]] = []
+    for hook in (None, TorchHook(None, default_hooks.allreduce_hook)):
+        nbytes = dtype.itemsize * 16 / 2**20
+        with fddp.GradSync(own, hook=hook, bucket_cap_mb=nbytes, first_bucket_mb=nbytes) as sync:
+            step = sync.value_and_grad(late_loss, with_info=True)
+            x = rand(4, 4, seed=rank, dtype=dtype)
+            results.append([step(own, x, n == 1 and rank == 1)[1:] for n in range(3)])
+    plain, hooked = ([grads for grads, _ in steps] for steps in results)
+    return plain, hooked, [info.repaired for _, info in results[1]]
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        (lambda bucket: 1, "callback must return a torch.futures.Future object, but got int"),
+        (lambda bucket: finished(1), "the future of bucket 0 must hold a tensor, got int"),
+        (lambda bucket: finished([]), "must hold a tensor, got list"),
+        (lambda bucket: finished(bucket.buffer()[1:]), "holds 2 elements where the bucket has 3"),
+    ],
+)
+def test_hooks_that_return_no_result(returned: Any, problem: str) -> None:
+    def run(group: Any) -> str:
+        own = {"w": torch.ones(3)}
+        hook = TorchHook(None, lambda _, bucket: returned(bucket))
+        with fddp.GradSync(own, group=group, hook=hook) as sync:
+            with pytest.raises(HookError, match=problem) as caught:
+                sync(own)
+            assert isinstance(caught.value, (TypeError, RuntimeError))
+            return str(caught.value)
+
+    assert all("TorchHook(<lambda>)" in text for text in fddp.loopback(2, run))
+
+
+def test_a_hook_that_raises_on_one_rank(launch: Launch) -> None:
+    assert launch(2, raise_on_one) == ["ArithmeticError", "PeerError"]
+
+
+def raise_on_one(group: Any) -> str:
+    own = {"w": torch.ones(3)}
+    fails = [True]
+
+    with fddp.GradSync(own, group=group) as sync:
+
+        def hook(_: Any, bucket: Any) -> Any:
+            if fails.pop() and sync.rank == 0:
+                raise ArithmeticError("no root")
+            return finished(bucket.buffer())
+
+        sync._engine.set_hook(TorchHook(None, hook))
+        with pytest.raises((ArithmeticError, fddp.PeerError)) as caught:
+            sync(own)
+        fails.append(False)
+        assert torch.equal(sync(own)["w"], own["w"])  # the group stays usable
+    return type(caught.value).__name__
+
+
+def test_places_where_such_a_hook_has_no_meaning() -> None:
+    hook = TorchHook(None, debugging_hooks.noop_hook)
+    with pytest.raises(ValueError, match="divides by the number of ranks itself; use it alone"):
+        chain(fp16_compress, hook)
+    assert chain(hook, allreduce) == hook
+
+    def run(group: Any, **axes: int) -> None:
+        own, mesh = {"w": torch.ones(3)}, fddp.Topology(**axes)
+        options: dict[str, Any] = {"mesh": mesh, "algorithm": "hierarchical"}
+        fddp.GradSync(own, group=group, hook=hook, **options).close()
+
+    fddp.loopback(2, lambda group: run(group, host=2, local=1))
+    with pytest.raises(
+        ValueError, match="over all ranks by itself, so that it needs algorithm='al"
+    ):
+        fddp.loopback(4, lambda group: run(group, host=2, local=2))
+
+
+def test_plans_are_rebuilt() -> None:
+    own = {"used last": rand(40, 40, seed=0), "used first": rand(40, 40, seed=1)}
+
+    def run(group: Any) -> bool:
+        hook = TorchHook(None, debugging_hooks.noop_hook)
+        with fddp.GradSync(own, group=group, hook=hook, **SMALL) as sync:
+            before = sync.plan
+            x = rand(2, 40, seed=2)
+            sync.value_and_grad(lambda p: (x @ p["used first"] @ p["used last"]).sum())(own)
+            return sync.plan != before
+
+    assert fddp.loopback(1, run) == [True]

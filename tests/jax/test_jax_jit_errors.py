@@ -1,0 +1,267 @@
+"""What goes wrong in and around compiled programs of JAX is named, on every rank."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import fddp
+from fddp.jax import calls, internals, named_errors, pmean, psum
+from fddp.jax.communicators import channel_of
+from fddp.transport import LoopbackGroup
+from tests.support.ranks import RankPool
+
+HERE = re.escape(__file__)
+
+
+def told(world_size: int, program: Callable[[LoopbackGroup], Any]) -> list[str]:
+    """The kind and text of what each rank raises; ranks go on with a sum that must be right."""
+
+    def on_rank(group: LoopbackGroup) -> str:
+        with pytest.raises(fddp.FddpError) as caught, named_errors():
+            program(group)
+        with named_errors():
+            assert float(jax.jit(lambda x: psum(x, group))(1.0)) == world_size
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    return fddp.loopback(world_size, on_rank)
+
+
+# While tracing
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (jnp.ones(2, jnp.int16), "psum: leaf 'a.0' is of int16, which can't be summed over ranks"),
+        (jnp.ones(2, jnp.float8_e5m2), "leaf 'a.0' is of float8_e5m2, which can't be summed"),
+        (jax.random.key(0), r"leaf 'a.0' is of key<fry>, which can't be summed"),
+        (True, "leaf 'a.0' is of bool, which can't be summed"),
+        (len, "leaf 'a.0' is a builtin_function_or_method; it takes arrays, numbers and None"),
+        (torch.ones(1), "leaf 'a.0' is a tensor of torch, .* use fddp.psum"),
+    ],
+)
+def test_leaves_that_cannot_be_reduced(value: Any, text: str) -> None:
+    def traced(group: LoopbackGroup) -> None:
+        with pytest.raises(TypeError, match=text):
+            jax.eval_shape(lambda: psum({"a": [value]}, group))
+
+    fddp.loopback(1, traced)
+
+
+def test_the_mean_of_integers_is_refused() -> None:
+    def traced(group: LoopbackGroup) -> None:
+        with pytest.raises(TypeError, match="pmean: leaf 'n' is of int32, whose mean is no number"):
+            jax.jit(lambda n: pmean({"n": n}, group))(3)
+
+    fddp.loopback(1, traced)
+
+
+def test_a_group_is_no_argument() -> None:
+    with pytest.raises(TypeError, match=r"got a .*Tracer; a group is no argument of a traced"):
+        jax.vmap(lambda x, group: psum(x, group))(jnp.ones(2), jnp.arange(2))
+    with pytest.raises(TypeError, match="got a int; a group is no argument"):
+        psum(jnp.ones(2), 3)  # type: ignore[arg-type]
+    with pytest.raises(fddp.FddpError, match="no process group: start the program with torchrun"):
+        jax.jit(psum)(jnp.ones(2))
+
+
+def test_axes_that_are_not_of_the_mesh() -> None:
+    mesh = fddp.Topology(host=2, local=1)
+
+    def traced(group: LoopbackGroup) -> None:
+        for axis, given, text in [
+            ("batch", mesh, r"psum: axis='batch' must name distinct axes .* has \('host', 'local'"),
+            (("host", "host"), mesh, "must name distinct axes"),
+            (
+                "host",
+                None,
+                "is missing; pass mesh=; axes of jax.vmap, pmap and shard_map are other",
+            ),
+        ]:
+            with pytest.raises(ValueError, match=text):
+                jax.make_jaxpr(lambda x, a=axis, m=given: psum(x, group, mesh=m, axis=a))(1.0)
+
+    fddp.loopback(2, traced)
+
+
+def test_programs_for_another_platform() -> None:
+    def lowered(group: LoopbackGroup) -> None:
+        traced = jax.jit(lambda x: pmean(x, group)).trace(jnp.ones(2))
+        text = rf"pmean, called at {HERE}:\d+: compiled for cuda, and reductions in compiled"
+        with pytest.raises(fddp.TransformError, match=text):
+            traced.lower(lowering_platforms=("cuda",))
+
+    fddp.loopback(1, lowered)
+
+
+# While running
+
+
+def test_ranks_that_differ_in_a_leaf_are_told() -> None:
+    def program(group: LoopbackGroup) -> None:
+        jax.jit(lambda x: psum({"w": x}, group))(jnp.ones(2 + group.rank))
+
+    for text in told(2, program):
+        assert re.match(
+            rf"DesyncError: ranks met in different operators: rank 0: psum of 1 leaf \('w'\), "
+            rf"called at {HERE}:\d+; rank 1: .*rank 0 has leaf 'w' of shape \(2,\), float32 on cpu "
+            rf"where rank 1 has leaf 'w' of shape \(3,\)",
+            text,
+        ), text
+
+
+def test_ranks_in_other_derivatives_are_told() -> None:
+    def program(group: LoopbackGroup) -> None:
+        def loss(x: Any) -> Any:
+            return psum(x**2, group)
+
+        if group.rank:
+            jax.jit(lambda x: loss(x) + loss(x))(1.0)
+        else:
+            jax.jit(jax.grad(loss))(1.0)
+
+    for text in told(2, program):
+        assert re.match(
+            rf"DesyncError: .*rank 0: backward of psum of 1 leaf \(''\), called at {HERE}:(\d+); "
+            rf"rank 1: psum of 1 leaf \(''\), called at {HERE}:\1",
+            text,
+        ), text
+
+
+def test_a_branch_that_only_some_ranks_take_times_out() -> None:
+    over = threading.Event()
+
+    def program(group: LoopbackGroup) -> str:
+        with fddp.Communicator(group, timeout_s=0.5) as ranks:
+            taken = jax.jit(lambda x: jax.lax.cond(x > 0, lambda y: psum(y, ranks), lambda y: y, x))
+            if group.rank == 0:
+                taken(0.0).block_until_ready()
+                over.wait(20)
+                return "not taken"
+            try:
+                with pytest.raises(fddp.SyncTimeoutError) as caught, named_errors():
+                    taken(1.0)
+            finally:
+                over.set()
+            return str(caught.value)
+
+    quiet, text = fddp.loopback(2, program)
+    assert quiet == "not taken"
+    assert re.match(rf"psum of 1 leaf \(''\), called at {HERE}:\d+ on rank 1", text), text
+    assert "no word from rank 0" in text
+    assert 'jax.config.update("jax_cpu_enable_async_dispatch", False)' in text
+
+
+def test_programs_of_two_threads_over_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX orders what one thread starts; ranks would take sums from each other's calls."""
+    reducing, over = threading.Event(), threading.Event()
+    unpatched = calls._reduce
+
+    def slow(call: Any, loan: Any) -> None:
+        reducing.set()
+        over.wait(0.3)
+        unpatched(call, loan)
+
+    def program(group: LoopbackGroup) -> float:
+        def first() -> float:
+            return float(jax.jit(lambda x: psum(x, group))(1.0))
+
+        channel_of(group, None).open()
+        with ThreadPoolExecutor(1) as pool:
+            total = pool.submit(first)
+            reducing.wait(20)
+            text = rf"psum of 1 leaf \(''\), called at {HERE}:\d+: something else communicates over"
+            with pytest.raises(fddp.DesyncError, match=text), named_errors():
+                jax.jit(lambda x: psum(2 * x, group))(1.0)
+            return total.result()
+
+    monkeypatch.setattr(calls, "_reduce", slow)
+    assert fddp.loopback(1, program) == [1.0]
+
+
+def test_without_named_errors_the_text_is_in_what_jax_raises() -> None:
+    def program(group: LoopbackGroup) -> str:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="DesyncError: ranks met") as caught:
+            jax.block_until_ready(jax.jit(lambda x: psum(x, group))(jnp.ones(2 + group.rank)))
+        number = re.search(r"\[fddp error (\d+)\]", str(caught.value))
+        assert number is not None
+        # Otherwise JAX would fail every later program of this thread with the same error.
+        internals.forget_tokens()
+        with named_errors():
+            return str(float(jax.jit(lambda x: psum(x, group))(1.0)))
+
+    assert fddp.loopback(2, program) == ["2.0", "2.0"]
+
+
+def test_other_errors_pass_named_errors_by() -> None:
+    def fail(_: Any) -> Any:
+        raise ValueError("own")
+
+    with pytest.raises(KeyError), named_errors():
+        raise KeyError(1)
+    shape = jax.ShapeDtypeStruct((), np.float32)
+    failing = jax.jit(lambda x: jax.pure_callback(fail, shape, x))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="own"), named_errors():
+        failing(1.0).block_until_ready()
+
+
+def test_a_closed_communicator() -> None:
+    def program(group: LoopbackGroup) -> None:
+        with fddp.Communicator(group) as ranks:
+            step = jax.jit(lambda x: psum(x, ranks))
+            step(1.0).block_until_ready()
+        text = r"is closed \(close\(\) was called\); make a new one on every rank, and trace anew"
+        with pytest.raises(fddp.ClosedError, match=text), named_errors():
+            step(1.0)
+        with pytest.raises(fddp.ClosedError, match=r"is closed .*; make a new one on every rank"):
+            jax.make_jaxpr(lambda x: psum(x, ranks))(1.0)
+
+    fddp.loopback(2, program)
+
+
+def test_a_communicator_that_failed_is_opened_anew_by_compiling_anew() -> None:
+    def program(group: LoopbackGroup) -> tuple[str, float]:
+        step = jax.jit(lambda x: psum(x, group))
+        with named_errors():
+            step(1.0).block_until_ready()
+        channel_of(group, None).communicator.close()
+        with pytest.raises(fddp.ClosedError) as caught, named_errors():
+            step(1.0)
+        met.wait()
+        jax.clear_caches()
+        met.wait()
+        with named_errors():
+            return str(caught.value), float(step(2.0))
+
+    met = threading.Barrier(2)
+    for text, total in fddp.loopback(2, program):
+        assert "call jax.clear_caches() on every rank" in text
+        assert total == 4.0
+
+
+def test_a_group_that_is_gone(ranks: RankPool) -> None:
+    for text in ranks.run(2, after_the_group):
+        assert re.match(r"the group of channel \d+ is gone, .*; trace anew", text), text
+
+
+def after_the_group(rank: int, world_size: int) -> str:
+    step = jax.jit(psum)
+    with named_errors():
+        assert float(step(1.0)) == world_size
+    dist.destroy_process_group()
+    gc.collect()
+    with pytest.raises(fddp.ClosedError) as caught, named_errors():
+        step(1.0)
+    return str(caught.value)

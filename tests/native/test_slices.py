@@ -1,0 +1,153 @@
+"""Results over a bucket's memory: values of their own, although nothing was copied."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+
+from fddp.native.layout import Layout
+from fddp.native.pack import slices, storage_use_count
+
+LAYOUT = Layout((0, 10, 10, 22), ((10,), (0, 4), (3, 4), ()), ((1,), (4, 1), (1, 3), ()), 23)
+
+
+@pytest.fixture
+def buffer() -> Tensor:
+    return torch.arange(23.0)
+
+
+def saved_bytes(tensor: Tensor) -> int:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return file.tell()
+
+
+def test_they_are_the_buffers_memory(buffer: Tensor) -> None:
+    first, empty, matrix, scalar = slices(buffer, LAYOUT)
+    assert first.data_ptr() == buffer.data_ptr()
+    assert torch.equal(first, torch.arange(10.0))
+    assert empty.shape == (0, 4)
+    assert matrix.stride() == (1, 3)
+    assert torch.equal(matrix, torch.arange(10.0, 22.0).view(4, 3).T)
+    assert scalar.item() == 22.0
+    matrix.add_(1.0)
+    assert torch.equal(buffer[10:22], torch.arange(11.0, 23.0))
+
+
+def test_each_has_a_storage_as_long_as_the_leaf(buffer: Tensor) -> None:
+    assert [leaf.untyped_storage().nbytes() for leaf in slices(buffer, LAYOUT)] == [40, 0, 48, 4]
+    assert all(leaf.storage_offset() == 0 for leaf in slices(buffer, LAYOUT))
+
+
+def test_saving_one_saves_that_one_alone() -> None:
+    numels = (10, 100_000)
+    layout = Layout((0, 10), tuple((n,) for n in numels), ((1,), (1,)), sum(numels))
+    small, _ = slices(torch.zeros(layout.numel), layout)
+    assert saved_bytes(small) == saved_bytes(torch.zeros(10))
+
+
+def test_writing_one_does_not_bump_the_others(buffer: Tensor) -> None:
+    first, _, matrix, _ = slices(buffer, LAYOUT)
+    before = buffer._version
+    first.zero_()
+    assert (first._version, matrix._version, buffer._version) == (1, 0, before)
+
+
+def test_they_keep_the_memory_alive(buffer: Tensor) -> None:
+    matrix = slices(buffer, LAYOUT)[2]
+    expected = matrix.clone()
+    del buffer
+    gc.collect()
+    crowd = [torch.full((23,), -1.0) for _ in range(50)]
+    assert torch.equal(matrix, expected), crowd
+
+
+def test_owners_are_counted(buffer: Tensor) -> None:
+    assert storage_use_count(buffer) == 1
+    results = slices(buffer, LAYOUT)
+    assert storage_use_count(buffer) == 5
+    assert [storage_use_count(leaf) for leaf in results] == [1, 1, 1, 1]
+    held = results[2][0]
+    del results
+    assert storage_use_count(buffer) == 2
+    del held
+    assert storage_use_count(buffer) == 1
+    storage = buffer.untyped_storage()
+    assert storage_use_count(buffer) == 2
+    del storage
+    view = buffer[1:]
+    assert storage_use_count(buffer) == 2
+    del view
+    assert storage_use_count(buffer) == 1
+
+
+def test_a_buffer_may_begin_inside_its_storage() -> None:
+    layout = Layout((1,), ((2,),), ((1,),), 3)
+    (leaf,) = slices(torch.arange(10.0)[4:8], layout)
+    assert torch.equal(leaf, torch.tensor([5.0, 6.0]))
+
+
+def test_copies_are_independent(buffer: Tensor) -> None:
+    matrix = slices(buffer, LAYOUT)[2]
+    for twin in (copy.deepcopy(matrix), pickle.loads(pickle.dumps(matrix)), matrix.clone()):
+        assert torch.equal(twin, matrix)
+        assert twin.untyped_storage().nbytes() == 48
+        twin.zero_()
+    assert torch.equal(buffer, torch.arange(23.0))
+
+
+def test_sharing_one_moves_it_to_shared_memory_and_lets_go_of_the_buffer(buffer: Tensor) -> None:
+    matrix = slices(buffer, LAYOUT)[2]
+    expected = matrix.clone()
+    matrix.share_memory_()
+    assert matrix.is_shared()
+    assert torch.equal(matrix, expected)
+    assert storage_use_count(buffer) == 1
+
+
+def test_they_cannot_grow_into_their_neighbours(buffer: Tensor) -> None:
+    first = slices(buffer, LAYOUT)[0]
+    with pytest.raises(RuntimeError, match="not resizable"):
+        first.resize_(11)
+
+
+def test_they_take_part_in_autograd(buffer: Tensor) -> None:
+    first = slices(buffer, LAYOUT)[0].requires_grad_()
+    (first * 2).sum().backward()
+    assert torch.equal(first.grad, torch.full((10,), 2.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128, torch.int64], ids=str)
+def test_dtypes(dtype: torch.dtype) -> None:
+    buffer = torch.zeros(23, dtype=dtype)
+    if dtype is torch.int64:
+        with pytest.raises(TypeError, match="the buffer has dtype Long"):
+            slices(buffer, LAYOUT)
+    else:
+        assert all(leaf.dtype == dtype for leaf in slices(buffer, LAYOUT))
+
+
+def test_any_device() -> None:
+    leaves = slices(torch.empty(23, device="meta"), LAYOUT)
+    assert [(leaf.device.type, tuple(leaf.shape)) for leaf in leaves] == [
+        ("meta", shape) for shape in LAYOUT.shapes
+    ]
+
+
+def test_channels_last_is_recognised() -> None:
+    layout = Layout((0,), ((2, 3, 4, 5),), ((60, 1, 15, 3),), 120)
+    (leaf,) = slices(torch.zeros(120), layout)
+    assert leaf.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_layouts_are_values() -> None:
+    twin = pickle.loads(pickle.dumps(LAYOUT))
+    assert twin == LAYOUT
+    assert hash(twin) == hash(LAYOUT)
+    assert torch.equal(slices(torch.ones(23), copy.deepcopy(twin))[0], torch.ones(10))

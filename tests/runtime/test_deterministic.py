@@ -1,0 +1,480 @@
+"""Deterministic mode: bits that depend on the topology, and on nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import fddp
+from fddp.core.check import check_schedule
+from fddp.core.schedule.builder import make_schedule
+from fddp.core.schedule.schedule import Schedule
+from fddp.transport import open_transport
+from fddp.transport.ordered_sum import sum_in_order_
+from fddp.tree.pytree import flatten
+from tests.support.models import rand
+from tests.support.oracle import find_fault
+from tests.support.ranks import Launch, RankPool
+
+GRID = fddp.Topology(host=2, local=2)
+STEPS = 4
+
+
+# Sums in one association
+
+
+def by_hand(parts: list[Tensor]) -> Tensor:
+    """The sum on a grid of two by two, in float32 or wider, rounded once."""
+    wide = [part.float() if part.dtype.itemsize == 2 else part for part in parts]
+    return ((wide[0] + wide[1]) + (wide[2] + wide[3])).to(parts[0].dtype)
+
+
+def part_of(rank: int, dtype: torch.dtype, numel: int = 24) -> Tensor:
+    reals = rand(numel, seed=rank) * 10.0 ** rand(numel, seed=50 + rank)
+    return reals.to(dtype) if not dtype.is_complex else torch.complex(reals, -reals).to(dtype)
+
+
+FORMATS = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def scattered(group: Any, name: str) -> list[Any]:
+    """Own chunks: along both axes at once, and along one after the other."""
+    found = []
+    with open_transport(group, name) as transport:
+        transport.divide(GRID, [("host", "local"), ("host",), ("local",)])
+        for dtype, average in product(FORMATS, (False, True)):
+            buffer = part_of(transport.rank, dtype)
+            transport.reduce_scatter(
+                buffer, axes=("host", "local"), average=average, ordered=True
+            ).wait("the sum")
+            found.append(buffer.chunk(4)[transport.rank].clone())
+            buffer = part_of(transport.rank, torch.float32)
+            transport.reduce_scatter(buffer, axes=("local",), ordered=True).wait("within")
+            own = buffer.chunk(2)[transport.rank % 2]
+            transport.reduce_scatter(own, axes=("host",), ordered=True).wait("across")
+            found.append(own.chunk(2)[transport.rank // 2].clone())
+    return found
+
+
+def check_scattered(ranks: list[list[Tensor]]) -> None:
+    for rank, found in enumerate(ranks):
+        results = iter(found)
+        for dtype, average in product(FORMATS, (False, True)):
+            parts = [part_of(r, dtype) for r in range(4)]
+            due = by_hand(parts)
+            if average:
+                narrow = dtype.itemsize == 2
+                due = by_hand([p.float() if narrow else p for p in parts]).div_(4).to(dtype)
+            assert torch.equal(next(results), due.chunk(4)[rank]), dtype
+            due = by_hand([part_of(r, torch.float32) for r in range(4)])
+            assert torch.equal(next(results), due.chunk(2)[rank % 2].chunk(2)[rank // 2])
+
+
+def test_ordered_sums_by_threads() -> None:
+    check_scattered(fddp.loopback(4, scattered, "auto"))
+
+
+@pytest.mark.parametrize("name", ["c10d", "shm"])
+def test_ordered_sums_by_processes(ranks: RankPool, name: str) -> None:
+    check_scattered(ranks.run(4, scattered_by_process, name))
+
+
+def scattered_by_process(rank: int, world_size: int, name: str) -> list[Tensor]:
+    return scattered(None, name)
+
+
+def test_another_order_gives_other_bits() -> None:
+    """Or else the tests above could not fail."""
+    parts = [part_of(rank, torch.float32) for rank in range(4)]
+    flat = sum_in_order_([part.clone() for part in parts], (4,))
+    nested = sum_in_order_([part.clone() for part in parts], (2, 2))
+    assert torch.equal(nested, by_hand(parts))
+    assert not torch.equal(flat, nested)
+
+
+def test_ranks_that_add_up_in_different_orders_are_told() -> None:
+    def run(group: Any) -> None:
+        with open_transport(group) as transport:
+            work = transport.reduce_scatter(torch.ones(4), ordered=group.rank == 0)
+            with pytest.raises(fddp.DesyncError, match=r"reduce_scatter in order 2 of torch"):
+                work.wait("the sum")
+
+    fddp.loopback(2, run)
+
+
+# Schedules
+
+
+@pytest.mark.parametrize("topology", [GRID, fddp.Topology(world=3), fddp.Topology(a=2, b=1, c=3)])
+@pytest.mark.parametrize("algorithm", ["all_reduce", "hierarchical", "reduce_scatter"])
+@pytest.mark.parametrize("scaling", ["before", "after"])
+def test_schedules_are_proved(topology: Any, algorithm: Any, scaling: Any) -> None:
+    if algorithm == "hierarchical" and len(topology.axes) == 1:
+        return
+    leaves = {name: torch.zeros(7, dtype=getattr(torch, name)) for name in ("bfloat16", "float32")}
+    plan = fddp.plan_buckets({**leaves, "half": torch.zeros(3, dtype=torch.float16)})
+    schedule = make_schedule(
+        plan, topology, algorithm=algorithm, scaling=scaling, deterministic=True, split_mb=2**-16
+    )
+    check_schedule(schedule)
+    assert find_fault(schedule, tries=1) is None
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    assert "deterministic=True" in repr(schedule)
+    assert schedule != make_schedule(plan, topology, algorithm=algorithm, scaling=scaling)
+    assert schedule.retained == {*range(len(plan.buckets))}
+    assert {*schedule.wire_dtypes} == {"float32"}
+    kinds = {op.kind for op in schedule.ops}
+    assert "all_reduce" not in kinds
+    assert schedule.carrier < 0
+
+
+def flat(**options: Any) -> Schedule:
+    plan = fddp.plan_buckets({"w": torch.zeros(8)})
+    return make_schedule(plan, GRID, **options)
+
+
+def changed(schedule: Schedule, **fields: Any) -> Schedule:
+    values = {name: getattr(schedule, name) for name in schedule.__dataclass_fields__}
+    return Schedule(**{**values, **fields})
+
+
+def across_first() -> Schedule:
+    """Reduce-scatters along the hosts, and then within."""
+    swapped = {("local",): ("host",), ("host",): ("local",), (): (), GRID.names: GRID.names}
+    shards = {**swapped, ("local", "host"): ("host", "local")}
+    schedule = flat(algorithm="hierarchical", deterministic=True)
+    ops = tuple(
+        op._replace(axes=swapped[op.axes], region=op.region._replace(shard=shards[op.region.shard]))
+        for op in schedule.ops
+    )
+    return changed(schedule, ops=ops)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: changed(flat(), deterministic=True),
+            r"^op 2 \(all_reduce of bucket 0, leaf 'w', along host and local\): it leaves the "
+            r"order of the sum to the transport, and the schedule is deterministic; "
+            r"reduce_scatter and all_gather instead \(on all 4 ranks\)$",
+        ),
+        (
+            lambda: changed(flat(algorithm="reduce_scatter"), deterministic=True),
+            r"what came late would be added to a sum, and the schedule is deterministic; reduce "
+            r"the bucket 'again' as a whole",
+        ),
+        (
+            lambda: changed(flat(deterministic=True), scaling="average"),
+            r"it averages, which rounds on the way, and the schedule is deterministic; scale "
+            r"'before' or 'after'",
+        ),
+        (
+            across_first,
+            r"^op 1 \(reduce_scatter of bucket 0, leaf 'w', along host\): with it, sums run along "
+            r"host before the axes within, and the schedule is deterministic; sum along local "
+            r"first",
+        ),
+        (
+            lambda: changed(
+                make_schedule(
+                    fddp.plan_buckets({"w": torch.zeros(8).half()}), GRID, deterministic=True
+                ),
+                wire_dtypes=("float16",),
+            ),
+            r"deterministic sums are not rounded on the way, and float16 on the wire does; choose "
+            r"float32 or float64",
+        ),
+    ],
+)
+def test_what_would_let_bits_depend_on_more_is_no_deterministic_schedule(
+    make: Any, text: str
+) -> None:
+    with pytest.raises(fddp.ScheduleError, match=text):
+        check_schedule(make())
+
+
+def test_arguments_that_do_not_go_with_it() -> None:
+    with pytest.raises(ValueError, match="an average along each axis rounds otherwise"):
+        flat(deterministic=True, scaling="average")
+    with pytest.raises(ValueError, match="'all_gather' sums nothing"):
+        flat(deterministic=True, algorithm="all_gather")
+
+    def run(group: Any) -> None:
+        grads = {"w": torch.ones(4)}
+        told = r"decides itself how it sums, so that deterministic=True can't hold"
+        with pytest.raises(ValueError, match=told):
+            fddp.GradSync(grads, group=group, deterministic=True, hook=fddp.hooks.bf16_compress)
+        with pytest.raises(TypeError, match=r"deterministic must be True or False, got 1"):
+            fddp.GradSync(grads, group=group, deterministic=1)
+        with pytest.raises(ValueError, match="give deterministic=True to make_schedule instead"):
+            fddp.GradSync(
+                make_schedule(fddp.plan_buckets(grads), fddp.Topology(world=2)),
+                group=group,
+                deterministic=True,
+            )
+        with pytest.raises(fddp.PlanMismatchError, match=r"deterministic is True on rank 0 and"):
+            fddp.GradSync(grads, group=group, deterministic=group.rank == 0)
+        with fddp.GradSync(grads, group=group, deterministic=True) as sync:
+            with pytest.raises(ValueError, match=told):
+                sync._engine.set_hook(fddp.hooks.bf16_compress)
+            assert torch.equal(sync(grads)["w"], grads["w"])
+
+    fddp.loopback(2, run)
+
+
+# Bits of whole steps
+
+
+def parameters() -> dict[str, Tensor]:
+    return {
+        "double": rand(8, 8, seed=1),
+        "first": rand(8, 8, seed=2, dtype=torch.float32),
+        "half": rand(8, seed=3).half(),
+        "last": rand(8, 8, seed=4, dtype=torch.float32),
+        "rare": rand(8, seed=5, dtype=torch.float32),
+        "short": rand(8, 8, seed=6).bfloat16(),
+        "unused": rand(3, seed=7, dtype=torch.float32),
+        "rows": rand(5, 8, seed=8, dtype=torch.float32),
+    }
+
+
+def loss_fn(p: dict[str, Tensor], x: Tensor, rank: int, step: int) -> Tensor:
+    """Uses a leaf twice, so that its gradient comes late, and others on some ranks only."""
+
+    def layer(h: Tensor) -> Tensor:
+        return torch.tanh(h @ p["last"])
+
+    numbers = torch.tensor([rank, step, 4, 4]) % 5
+    h = x + torch.nn.functional.embedding(numbers, p["rows"], sparse=True)
+    if (rank + step) % 2:
+        h = checkpoint(layer, h, use_reentrant=True)
+    h = torch.tanh(h @ p["first"]) + p["half"].float()
+    h = h @ p["short"].float() @ p["double"].float()
+    if rank == step:
+        h = h + p["rare"]
+    return checkpoint(layer, h, use_reentrant=True).square().mean()
+
+
+def digests(group: Any, options: dict[str, Any]) -> list[str]:
+    """The MD5 of each step's gradients."""
+    options = dict(options)
+    given, params = options.pop("given", False), parameters()
+    caps = {name: options.pop(name) for name in [*options] if name.endswith("_mb")}
+    source = fddp.plan_buckets(params, sparse=("rows",), **caps) if given else params
+    if not given:
+        options |= {**caps, "sparse": ("rows",)}
+    found, late = [], 0
+    with fddp.GradSync(source, group=group, mesh=GRID, **options) as sync:
+        step = sync.value_and_grad(loss_fn, with_info=True, weight_fn=weight_of)
+        for number in range(STEPS):
+            x = rand(4, 8, seed=10 * number + sync.rank, dtype=torch.float32)
+            _, grads, info = step(params, x.requires_grad_(), sync.rank, number)
+            late += len(info.repaired)
+            found.append(digest(grads))
+        own = {n: p.float() * (sync.rank + 0.1) for n, p in params.items()}
+        own = {n: g.to(params[n].dtype) for n, g in own.items()}
+        found.append(digest(sync(own)))
+        assert late or not options.get("deterministic") or caps["first_bucket_mb"] > 1e-3
+    return found
+
+
+def weight_of(p: Any, x: Tensor, rank: int, step: int) -> float:
+    """None of these sums is exact in float64; in one step a rank has no weight."""
+    return 0.0 if (rank, step) == (2, 1) else 0.1 + rank * 1.7 + step * 3.3
+
+
+def digest(tree: Any) -> str:
+    seen = hashlib.md5(usedforsecurity=False)
+    leaves, treedef = flatten(tree)
+    for leaf, path in zip(leaves, treedef.paths, strict=True):
+        dense = None if leaf is None else leaf.to_dense().contiguous().flatten()
+        seen.update(path.encode())
+        seen.update(b"" if dense is None else dense.view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()
+
+
+TINY = {"bucket_cap_mb": 1e-5, "first_bucket_mb": 1e-5}
+SOME = {"bucket_cap_mb": 4e-4, "first_bucket_mb": 2e-4}
+LARGE = {"bucket_cap_mb": 25.0, "first_bucket_mb": 1.0}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "flat, tiny buckets": {**TINY},
+    "flat, some buckets": {**SOME},
+    "flat, large buckets": {**LARGE},
+    "hierarchical, tiny buckets": {**TINY, "algorithm": "hierarchical"},
+    "hierarchical, large buckets": {**LARGE, "algorithm": "hierarchical"},
+    "a plan in another order": {**SOME, "given": True},
+}
+
+
+def deterministic(group: Any, name: str) -> list[str]:
+    return digests(group, {**VARIANTS[name], "deterministic": True})
+
+
+def free(group: Any, name: str) -> list[str]:
+    return digests(group, VARIANTS[name])
+
+
+@pytest.fixture(scope="module")
+def due() -> list[str]:
+    """The digests of one variant, on threads."""
+    first, *others = fddp.loopback(4, deterministic, "flat, tiny buckets")
+    assert others == [first] * 3
+    assert len({*first}) == STEPS + 1
+    return first
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_same_bits_by_threads(name: str, due: list[str]) -> None:
+    assert fddp.loopback(4, deterministic, name) == [due] * 4
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_the_same_bits_by_processes(ranks: RankPool, transport: str, due: list[str]) -> None:
+    for run in ranks.run(4, all_variants, transport):
+        assert run == dict.fromkeys(VARIANTS, due)
+
+
+def all_variants(rank: int, world_size: int, transport: str) -> dict[str, list[str]]:
+    return {
+        name: digests(None, {**options, "deterministic": True, "transport": transport})
+        for name, options in VARIANTS.items()
+    }
+
+
+def test_free_sums_have_other_bits(due: list[str]) -> None:
+    """Also among each other."""
+    tiny, large = (fddp.loopback(4, free, f"flat, {size} buckets")[0] for size in ("tiny", "large"))
+    assert tiny != due
+    assert large != due
+    assert tiny != large, "late gradients are added to a sum"
+
+
+# Shards, and drawn trees
+
+
+def wild(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    values = rand(*shape, seed=rank) * 10.0 ** (2.0 * rand(*shape, seed=99 + rank))
+    return values.clamp(-3e4, 3e4).to(dtype)
+
+
+CASE = st.tuples(
+    st.lists(
+        st.tuples(
+            st.integers(0, 40),
+            st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    st.sampled_from(
+        [
+            GRID,
+            fddp.Topology(host=2, local=3),
+            fddp.Topology(host=3, local=2),
+            fddp.Topology(pod=2, host=1, local=2),
+            fddp.Topology(a=2, b=2, c=2),
+        ]
+    ),
+    st.lists(st.floats(0.0, 1e3), min_size=8, max_size=8).filter(lambda w: any(w[:4])),
+    st.integers(1, 400),
+    st.sampled_from([None, 2.0**-17]),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(CASE)
+def test_drawn_trees_have_the_same_bits_under_any_algorithm(case: Any) -> None:
+    leaves, topology, weights, cap_bytes, split_mb = case
+    like = {f"p{i}": torch.zeros(n, dtype=dtype) for i, (n, dtype) in enumerate(leaves)}
+
+    def run(group: Any) -> list[str]:
+        own = {
+            name: wild(100 * i + group.rank, tuple(leaf.shape), leaf.dtype)
+            for i, (name, leaf) in enumerate(like.items())
+        }
+        if group.rank % 2:
+            own["p0"] = None
+        found = []
+        for algorithm, cap_mb in product(
+            ("all_reduce", "hierarchical", "reduce_scatter"), (cap_bytes / 2**20, 25.0)
+        ):
+            schedule = make_schedule(
+                fddp.plan_buckets(like, bucket_cap_mb=cap_mb, first_bucket_mb=cap_mb),
+                topology,
+                algorithm=algorithm,
+                split_mb=split_mb,
+                deterministic=True,
+            )
+            with fddp.GradSync(schedule, group=group) as sync:
+                for weight in (1.0, weights[group.rank]):
+                    try:
+                        if algorithm == "reduce_scatter":
+                            mean = sync.all_gather(sync.reduce_scatter(own, weight=weight))
+                        else:
+                            mean = sync(own, weight=weight)
+                    except fddp.WeightError:
+                        found.append("the weights jump")
+                    else:
+                        found.append(digest(mean))
+        assert {*found[::2]} == {found[0]}
+        assert {*found[1::2]} == {found[1]}
+        return found[:2]
+
+    runs = fddp.loopback(topology.world_size, run)
+    assert runs == [runs[0]] * topology.world_size
+
+
+@pytest.mark.parametrize("algorithm", ["all_reduce", "hierarchical"])
+def test_the_mean_is_what_was_added_up_by_hand(algorithm: Any) -> None:
+    """A quarter is exact, so that only the sums round."""
+    parts = [wild(rank, (37,), torch.float32) for rank in range(4)]
+
+    def run(group: Any) -> Tensor:
+        own = {"w": parts[group.rank]}
+        with fddp.GradSync(
+            own, group=group, mesh=GRID, algorithm=algorithm, deterministic=True
+        ) as sync:
+            mean: dict[str, Tensor] = sync(own)
+            return mean["w"]
+
+    for mean in fddp.loopback(4, run):
+        assert torch.equal(mean, by_hand([part / 4 for part in parts]))
+
+
+def test_it_is_tuned_like_others(launch: Launch) -> None:
+    for before, after in launch(2, tuned):
+        assert before == after
+
+
+def tuned(group: Any) -> list[str]:
+    found = []
+    params = {"a": torch.zeros(64, 64), "b": torch.zeros(64, 64)}
+
+    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.tanh(torch.tanh(x @ p["a"]) @ p["b"]).sum()
+
+    with fddp.GradSync(params, group=group, deterministic=True, **TINY) as sync:
+        step = sync.value_and_grad(loss)
+        x = rand(4, 64, seed=sync.rank, dtype=torch.float32)
+        found.append(digest(step(params, x)[1]))
+        sync.tune(step, params, x, rounds=1)
+        assert sync.schedule.deterministic
+        found.append(digest(step(params, x)[1]))
+    return found

@@ -1,0 +1,370 @@
+"""Right without flags: whatever each rank's graph looks like, the result is the mean."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import fddp
+from fddp.core.protocol.readiness import Action, on_backward_end, on_control, on_ready, start
+from tests.support.models import batch, largest_difference, mean_gradients, mlp, rand, same_bits
+from tests.support.ranks import Launch, RankPool
+
+SMALL = {"bucket_cap_mb": 0.0002, "first_bucket_mb": 0.0001}  # one or two leaves a bucket
+LEAVES = 6
+WIDTH = 4
+
+
+class Branch(list[tuple[int, str]]):
+    """The layers that a loss function goes through, and how: one rank's graph of one step."""
+
+
+def params() -> dict[str, Tensor]:
+    return {f"w{i}": rand(WIDTH, WIDTH, seed=i) / 2 for i in range(LEAVES)}
+
+
+def branch_loss(p: dict[str, Tensor], x: Tensor, branch: Branch) -> Tensor:
+    x = x.clone().requires_grad_()
+    for leaf, how in branch:
+        x = _layer(p[f"w{leaf}"], x, how)
+    return x.square().mean()
+
+
+def plain_loss(p: dict[str, Tensor], x: Tensor, branch: Branch) -> Tensor:
+    return branch_loss(p, x, Branch((leaf, "plain") for leaf, _ in branch))
+
+
+def _layer(w: Tensor, x: Tensor, how: str) -> Tensor:
+    def layer(h: Tensor) -> Tensor:
+        return torch.tanh(h @ w) + h
+
+    if how == "reentrant":
+        return checkpoint(layer, x, use_reentrant=True)
+    if how == "checkpoint":
+        return checkpoint(layer, x, use_reentrant=False)
+    return layer(x)
+
+
+def train(group: Any, steps: list[list[Branch]]) -> list[tuple[Any, fddp.SyncInfo]]:
+    with fddp.GradSync(params(), group=group, **SMALL) as sync:
+        step = sync.value_and_grad(branch_loss, with_info=True)
+        results = []
+        for number, branches in enumerate(steps):
+            _, grads, info = step(
+                params(), batch(sync.rank, number, width=WIDTH), branches[sync.rank]
+            )
+            results.append((grads, info))
+        return results
+
+
+def check(launch: Launch, steps: list[list[Branch]]) -> list[list[tuple[Any, fddp.SyncInfo]]]:
+    """Runs the steps and holds every rank's gradients against one process's mean."""
+    world_size = len(steps[0])
+    runs = launch(world_size, train, steps)
+    for number, branches in enumerate(steps):
+        inputs = [(batch(r, number, width=WIDTH), branches[r]) for r in range(world_size)]
+        expected = mean_gradients(plain_loss, params(), inputs, [1.0] * world_size)
+        for run in runs:
+            assert largest_difference(run[number][0], expected) < 1e-12
+        assert same_bits([run[number][0] for run in runs])
+    return runs
+
+
+HOW = st.sampled_from(["plain", "plain", "reentrant", "checkpoint"])
+BRANCHES = st.lists(st.tuples(st.integers(0, LEAVES - 1), HOW), max_size=5).map(Branch)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[list[Branch]]:
+    world_size = draw(st.integers(1, 4))
+    step = st.lists(BRANCHES, min_size=world_size, max_size=world_size)
+    return draw(st.lists(step, min_size=1, max_size=4))
+
+
+class _Threads:
+    name = "loopback"
+
+    def __call__(self, world_size: int, fn: Any, *args: Any) -> list[Any]:
+        return fddp.loopback(world_size, fn, *args)
+
+
+@pytest.fixture(params=["packed together", "packed on arrival"])
+def _packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second way is for large leaves; here it is taken by all."""
+    if request.param == "packed on arrival":
+        monkeypatch.setattr("fddp.runtime.program._EAGER_BYTES", 1)
+
+
+@pytest.mark.usefixtures("_packing")
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(programs())
+def test_any_graphs_on_any_ranks(steps: list[list[Branch]]) -> None:
+    check(_Threads(), steps)
+
+
+def _generated(seed: int, world_size: int, steps: int) -> list[list[Branch]]:
+    rng = random.Random(seed)
+    hows = ["plain", "plain", "reentrant", "checkpoint"]
+    return [
+        [
+            Branch((rng.randrange(LEAVES), rng.choice(hows)) for _ in range(rng.randrange(6)))
+            for _ in range(world_size)
+        ]
+        for _ in range(steps)
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_any_graphs_on_real_processes(ranks: RankPool, world_size: int) -> None:
+    def launch(size: int, fn: Any, *args: Any) -> list[Any]:
+        return ranks.run(size, _on_process, fn, *args)
+
+    for seed in range(5):
+        check(launch, _generated(seed, world_size, steps=5))  # type: ignore[arg-type]
+
+
+def _on_process(rank: int, world_size: int, fn: Any, *args: Any) -> Any:
+    return fn(None, *args)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(programs())
+def test_the_trace_is_that_of_the_pure_reducer(steps: list[list[Branch]]) -> None:
+    world_size = len(steps[0])
+    runs = fddp.loopback(world_size, train, steps)
+    for number in range(len(steps)):
+        traces = [run[number][1].trace for run in runs]
+        repaired = runs[0][number][1].repaired
+        for trace in traces:
+            if not trace.bucket_of:
+                continue
+            state, acted = start(trace.sequence, trace.bucket_of, trace.expected)
+            events: list[int | Action] = list(acted)
+            for leaf in (event for event in trace.events if isinstance(event, int)):
+                state, acted = on_ready(state, leaf)
+                events += [leaf, *acted]
+            state, acted = on_backward_end(state)
+            events += acted
+            events += on_control(state, repaired).actions
+            assert list(trace.events) == events
+        collectives = [[e for e in trace.events if isinstance(e, Action)] for trace in traces]
+        assert all(actions == collectives[0] for actions in collectives)
+
+
+def test_a_late_gradient_is_repaired_then_expected() -> None:
+    # One leaf in two checkpoints gets two gradients, with another bucket's leaf between them.
+    branch = Branch([(5, "reentrant"), (0, "reentrant"), (5, "reentrant")])
+    runs = check(_Threads(), [[branch, branch]] * 3)
+    repairs = [info.repaired for _, info in runs[0]]
+    assert repairs[0], "the second gradient of w5 comes after its bucket has left"
+    assert not repairs[2], "from then on both are waited for"
+
+
+def test_an_unused_head_does_not_stop_the_overlap() -> None:
+    branch = Branch([(i, "plain") for i in range(5)])
+    runs = check(_Threads(), [[branch, branch]] * 3)
+    for _, info in runs[0]:
+        assert info.unused == ("w5",)
+        arrivals_before_first_launch = info.trace.events.index(
+            Action("launch", info.trace.sequence[0])
+        )
+        assert arrivals_before_first_launch < 5
+
+
+def test_first_bucket_leaves_before_the_last_gradient_exists() -> None:
+    branch = Branch([(i, "plain") for i in range(LEAVES)])
+    for _, info in check(_Threads(), [[branch, branch]] * 2)[0]:
+        events = info.trace.events
+        last_arrival = max(i for i, event in enumerate(events) if isinstance(event, int))
+        assert events.index(Action("launch", info.trace.sequence[0])) < last_arrival
+
+
+def foreign_grads(group: Any, checkpoints: int) -> tuple[Any, ...]:
+    """A loss that also uses a leaf which is no parameter, inside so many nested checkpoints."""
+    outside = rand(WIDTH, WIDTH, seed=50).requires_grad_()
+    outside.grad = torch.full_like(outside, 7.0)
+    before = outside.grad
+
+    def loss_fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+
+        def layer(h: Tensor) -> Tensor:
+            return torch.tanh(h @ p["w0"] @ outside)
+
+        hidden = layer
+        for _ in range(checkpoints):
+            hidden = functools.partial(checkpoint, hidden, use_reentrant=True)
+        x = hidden(x)
+        return (x @ p["w1"]).square().mean()
+
+    with fddp.GradSync(params(), group=group, **SMALL) as sync:
+        _, grads = sync.value_and_grad(loss_fn)(params(), batch(sync.rank, 0, width=WIDTH))
+    assert outside.grad is before
+    assert torch.equal(outside.grad, torch.full_like(outside, 7.0))
+    return grads["w0"], grads["w1"]
+
+
+@pytest.mark.parametrize("checkpoints", [0, 1, 2])
+def test_gradients_of_others_stay(checkpoints: int) -> None:
+    results = fddp.loopback(2, foreign_grads, checkpoints)
+    plain = fddp.loopback(2, foreign_grads, 0)
+    for (w0, w1), (v0, v1) in zip(results, plain, strict=True):
+        assert torch.allclose(w0, v0, rtol=1e-12)
+        assert torch.allclose(w1, v1, rtol=1e-12)
+
+
+def nested(group: Any) -> tuple[Any, Any]:
+    """A step inside the loss function of a step of the same GradSync."""
+    p = mlp()
+    with fddp.GradSync(p, group=group, **SMALL) as sync:
+        from tests.support.models import mlp_loss
+
+        inner = sync.value_and_grad(mlp_loss)
+
+        def loss_fn(q: Any, x: Tensor) -> Tensor:
+            _, grads = inner(p, 2 * x)
+            moved = fddp.tree_map(lambda a, g: a - 0.1 * g, q, grads)
+            return mlp_loss(moved, x)
+
+        x = batch(sync.rank, 0)
+        return sync.value_and_grad(loss_fn)(p, x)[1], inner(p, 2 * x)[1]
+
+
+def test_nested_calls_are_right() -> None:
+    from tests.support.models import mlp_loss
+
+    p = mlp()
+    inner = mean_gradients(mlp_loss, p, [(2 * batch(r, 0),) for r in range(2)], [1.0, 1.0])
+    outer = mean_gradients(
+        lambda q, x: mlp_loss(fddp.tree_map(lambda a, g: a - 0.1 * g, q, inner), x),
+        p,
+        [(batch(r, 0),) for r in range(2)],
+        [1.0, 1.0],
+    )
+    for outer_grads, inner_grads in fddp.loopback(2, nested):
+        assert largest_difference(outer_grads, outer) < 1e-12
+        assert largest_difference(inner_grads, inner) < 1e-12
+
+
+@pytest.mark.usefixtures("_packing")
+def test_the_callers_own_hooks_on_leaves_run_and_hide_nothing() -> None:
+    def run(group: Any) -> tuple[list[Any], int]:
+        calls = 0
+
+        def count(leaf: Tensor) -> None:
+            nonlocal calls
+            calls += 1
+
+        def loss_fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
+            for leaf in p.values():
+                leaf.register_post_accumulate_grad_hook(count)
+            return branch_loss(p, x, Branch((i, "plain") for i in range(LEAVES)))
+
+        with fddp.GradSync(fddp.plan_buckets(params(), **SMALL), group=group) as sync:
+            step = sync.value_and_grad(loss_fn)
+            x = batch(sync.rank, 0, width=WIDTH)
+            return [step(params(), x)[1] for _ in range(3)], calls
+
+    inputs = [(batch(rank, 0, width=WIDTH),) for rank in range(2)]
+    every = Branch((i, "plain") for i in range(LEAVES))
+    expected = mean_gradients(lambda p, x: branch_loss(p, x, every), params(), inputs, [1.0, 1.0])
+    for results, calls in fddp.loopback(2, run):
+        assert calls == 3 * LEAVES
+        for grads in results:
+            assert largest_difference(grads, expected) < 1e-12
+
+
+class _Nothing(torch.autograd.Function):
+    """The identity, with no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:  # type: ignore[override]
+        return None
+
+
+class _Same(torch.autograd.Function):
+    """The identity, written in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+def test_a_custom_function_without_a_gradient_uses_nothing() -> None:
+    def run(group: Any) -> None:
+        p = {"a": torch.ones(2), "b": torch.ones(2)}
+        with fddp.GradSync(p, group=group) as sync:
+            step = sync.value_and_grad(
+                lambda q: (_Nothing.apply(q["a"]) * q["b"]).sum(), with_info=True
+            )
+            for _ in range(3):
+                _, grads, info = step(p)
+                assert grads["a"] is None
+                assert grads["b"].tolist() == [1.0, 1.0]
+                assert info.unused == ("a",)
+
+    fddp.loopback(2, run)
+
+
+def test_graphs_of_others_can_still_be_used() -> None:
+    def run(group: Any) -> None:
+        outside = torch.ones(2, requires_grad=True)
+        h = outside.exp()
+        h.retain_grad()
+        p = {"w": torch.ones(2)}
+        with fddp.GradSync(p, group=group) as sync:
+            sync.value_and_grad(lambda q: (_Same.apply(q["w"]) * h).sum())(p)
+        assert h.grad is None
+        assert outside.grad is None
+        h.sum().backward()
+
+    fddp.loopback(2, run)
+
+
+def test_compiled_functions_in_checkpoints_are_compiled_once() -> None:
+    compilations = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal compilations
+        compilations += 1
+        return graph.forward
+
+    p = {"w": rand(4, 4, seed=0)}
+    torch._dynamo.reset()
+    layer = torch.compile(lambda x, w: torch.tanh(x @ w), backend=backend)
+
+    def loss_fn(q: dict[str, Tensor], x: Tensor) -> Tensor:
+        return checkpoint(layer, x, q["w"], use_reentrant=False).square().mean()
+
+    def run(group: Any) -> list[Any]:
+        with fddp.GradSync(p, group=group) as sync:
+            step = sync.value_and_grad(loss_fn)
+            return [step(p, batch(0, n, width=4))[1] for n in range(4)]
+
+    (results,) = fddp.loopback(1, run)
+    for n, grads in enumerate(results):
+        expected = mean_gradients(
+            lambda q, x: torch.tanh(x @ q["w"]).square().mean(), p, [(batch(0, n, width=4),)], [1.0]
+        )
+        assert largest_difference(grads, expected) < 1e-12
+    assert compilations == 1

@@ -1,0 +1,450 @@
+"""What becomes of a step with NaN or infinity in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn import functional as F  # noqa: N812 - as everywhere
+from torch.utils.checkpoint import checkpoint
+
+import fddp
+from fddp.runtime.nonfinite import MOST_NAMED, Account, Count, nonfinite_error
+from tests.support.called import collectives_called
+from tests.support.models import same_bits
+from tests.support.ranks import launch_over
+from tests.support.spoiled_trees import (
+    INF,
+    NAN,
+    SMALL,
+    TINY,
+    WAYS,
+    averaged,
+    dot,
+    options,
+    overflow,
+    spoiled,
+    tree,
+)
+
+# Skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("bad", [NAN, -INF])
+@pytest.mark.parametrize("buckets", [SMALL, {}], ids=["three", "one"])
+def test_all_ranks_skip_the_same_step(way: str, bad: float, buckets: dict[str, Any]) -> None:
+    def run(group: Any) -> Any:
+        with fddp.GradSync(
+            tree(), group=group, nonfinite="skip", **buckets, **options(way)
+        ) as sync:
+            first = averaged(sync, way, spoiled(bad) if group.rank == 1 else tree())
+            return first, averaged(sync, way, tree(2.0 + group.rank))
+
+    def plain(group: Any) -> Any:
+        with fddp.GradSync(tree(), group=group, **buckets, **options(way)) as sync:
+            return averaged(sync, way, tree(2.0 + group.rank))
+
+    wanted = fddp.loopback(3, plain)
+    for ((mean, info), (after, told)), (usual, _) in zip(
+        fddp.loopback(3, run), wanted, strict=True
+    ):
+        assert mean == {"a": None, "b": None, "c": None}
+        assert (info.skipped, info.all_finite) == (True, False)
+        assert math.isnan(info.grad_norm)
+        assert (told.skipped, told.all_finite, told.step) == (False, True, 1)
+        assert same_bits([after, usual])
+
+
+VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "deterministic": (3, {"deterministic": True, **SMALL}),
+    "hierarchical": (4, {"mesh": fddp.Topology(h=2, l=2), "algorithm": "hierarchical", **SMALL}),
+    "hierarchical shards": (
+        4,
+        {"mesh": fddp.Topology(h=2, l=2), "algorithm": "reduce_scatter", **SMALL},
+    ),
+    "float16": (2, {"reduce_dtype": torch.float32}),
+    "compressed": (2, {"hook": fddp.hooks.fp16_compress, **SMALL}),
+    "sparsified": (2, {"hook": fddp.hooks.top_k(0.5), **SMALL}),
+    "low rank": (2, {"hook": fddp.hooks.power_sgd(rank=1), **SMALL}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_under_every_algorithm(name: str, policy: Any) -> None:
+    ranks, given_options = VARIANTS[name]
+    dtype = torch.float16 if name == "float16" else torch.float32
+    shards = given_options.get("algorithm") == "reduce_scatter"
+
+    def run(group: Any) -> Any:
+        def step(sync: fddp.GradSync, state: Any, bad: float) -> Any:
+            own = tree(1.0, dtype)
+            own["c"][1] = bad if group.rank == ranks - 1 else 1.0
+            if shards:
+                return sync.reduce_scatter(own), state
+            return sync.update(own, state)
+
+        with fddp.GradSync(
+            tree(1.0, dtype), group=group, nonfinite=policy, **given_options
+        ) as sync:
+            _, state = step(sync, sync.init_state(), 1.0)
+            seen: Any = ()
+            try:
+                skipped, kept = step(sync, state, NAN)
+                assert skipped == {"a": None, "b": None, "c": None}
+                assert same_bits([kept, state])
+            except fddp.NonFiniteError as error:
+                seen = error.paths
+            return seen, step(sync, state, 1.0)[0]
+
+    def plain(group: Any) -> Any:
+        with fddp.GradSync(tree(1.0, dtype), group=group, **given_options) as sync:
+            if shards:
+                return sync.reduce_scatter(tree(1.0, dtype))
+            state = sync.update(tree(1.0, dtype), sync.init_state())[1]
+            return sync.update(tree(1.0, dtype), state)[0]
+
+    for (seen, after), wanted in zip(
+        fddp.loopback(ranks, run), fddp.loopback(ranks, plain), strict=True
+    ):
+        assert seen == ({ranks - 1: ("c",)} if policy == "raise" else ())
+        assert same_bits([after, wanted])
+
+
+def test_tensors_to_be_written_stay_as_they_were() -> None:
+    def run(group: Any) -> Any:
+        own = spoiled(INF, value=3.0) if group.rank else tree(2.0)
+        before = {name: grad.clone() for name, grad in own.items()}
+        with fddp.GradSync(tree(), group=group, nonfinite="skip") as sync:
+            assert sync.reduce_(own) == {"a": None, "b": None, "c": None}
+        with (
+            fddp.GradSync(tree(), group=group, nonfinite="raise") as sync,
+            pytest.raises(fddp.NonFiniteError),
+        ):
+            sync.reduce_(own)
+        return same_bits([own, before])
+
+    assert fddp.loopback(2, run) == [True, True]
+
+
+def test_what_propagates_is_as_before() -> None:
+    def run(group: Any) -> Any:
+        with fddp.GradSync(tree(), group=group) as sync:
+            return sync(spoiled(NAN) if group.rank else tree(), with_info=True)
+
+    for mean, info in fddp.loopback(2, run):
+        assert mean["b"].isnan().sum() == 1
+        assert (info.skipped, info.all_finite) == (False, False)
+
+
+# What does not count
+
+
+def test_a_rank_of_weight_0_has_no_vote() -> None:
+    def run(group: Any) -> Any:
+        with fddp.GradSync(tree(), group=group, nonfinite="raise") as sync:
+            own = spoiled(NAN) if group.rank == 0 else tree(2.0)
+            mean = sync(own, weight=float(group.rank))
+            step = sync.value_and_grad(dot, weight_fn=lambda p, x: float(group.rank))
+            return mean, step(tree(), own)[1]
+
+    for mean, grads in fddp.loopback(2, run):
+        assert same_bits([mean, grads, tree(2.0)])
+
+
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_rounds_of_uneven_inputs(policy: Any) -> None:
+    def run(group: Any) -> Any:
+        batches = [tree(1.0), spoiled(NAN), tree(3.0)][: 3 if group.rank else 1]
+        with fddp.GradSync(tree(), group=group, nonfinite=policy) as sync:
+            step = sync.value_and_grad(dot, with_info=True)
+            skipped, last = [], None
+            for batch in fddp.uneven(batches, sync):
+                try:
+                    _, last, info = step(tree(), batch)
+                    skipped.append(info.skipped)
+                except fddp.NonFiniteError as error:
+                    skipped.append(error.ranks == (1,))
+            return skipped, last
+
+    for skipped, last in fddp.loopback(2, run):
+        assert skipped == [False, True, False]
+        assert same_bits([last, tree(3.0)])
+
+
+def test_leaves_that_stay_local_are_not_looked_at() -> None:
+    def run(group: Any) -> Any:
+        with fddp.GradSync(
+            tree(), group=group, nonfinite="raise", select=lambda path: path != "b"
+        ) as sync:
+            return sync(spoiled(NAN))
+
+    for mean in fddp.loopback(2, run):
+        assert mean["b"].isnan().sum() == 1
+        assert same_bits([mean["a"], tree()["a"]])
+
+
+# Raise
+
+
+def test_the_error_names_ranks_leaves_and_counts() -> None:
+    def run(group: Any) -> Any:
+        own = tree()
+        if group.rank == 0:
+            own["a"][:2] = NAN
+            own["c"][0] = INF
+        if group.rank == 2:
+            own["b"][:] = -INF
+        with fddp.GradSync(tree(), group=group, nonfinite="raise", **SMALL) as sync:
+            sync(tree())
+            with pytest.raises(fddp.NonFiniteError) as caught:
+                sync(own)
+            error = caught.value
+            assert isinstance(error, ArithmeticError)
+            told = error.step, error.ranks, error.paths, error.counts, error.overflowed
+            return str(error), told, sync(tree(group.rank))
+
+    runs = fddp.loopback(3, run)
+    for text, told, after in runs:
+        assert text == (
+            "step 1: gradients are not finite: rank 0 has 2 NaN in leaf 'a', 1 infinity in leaf "
+            "'c'; rank 2 has 6 infinities in leaf 'b'; no rank got any gradients, and the group "
+            "can go on: leave this batch out, or ask for nonfinite='skip'"
+        )
+        assert told == (
+            1,
+            (0, 2),
+            {0: ("a", "c"), 2: ("b",)},
+            {0: {"a": (2, 0), "c": (0, 1)}, 2: {"b": (0, 6)}},
+            {},
+        )
+        assert same_bits([after, tree(1.0)])
+
+
+@pytest.mark.parametrize("size", [3, 100_000], ids=["together", "on arrival"])
+def test_gradients_that_backward_brings_are_named(size: int) -> None:
+    """Large ones are packed as they arrive, and let go of."""
+
+    def run(group: Any) -> Any:
+        params = {"w": torch.ones(size), "v": torch.ones(size)}
+        x = torch.ones(size)
+        x[-1] = NAN if group.rank else 1.0
+        with fddp.GradSync(params, group=group, nonfinite="raise") as sync:
+            step = sync.value_and_grad(lambda p, x: (p["w"] * x).sum() + (p["v"] * p["v"]).sum())
+            for _ in range(2):
+                with pytest.raises(fddp.NonFiniteError) as caught:
+                    step(params, x)
+            return caught.value.counts
+
+    assert fddp.loopback(2, run) == [{1: {"w": (1, 0)}}] * 2
+
+
+def test_long_lists_are_cut() -> None:
+    many = {f"leaf{i}": Count(1, 0) for i in range(MOST_NAMED + 5)}
+    account = Account.decode(Account(many, {}).encode())
+    assert (len(account.own), account.left_out) == (MOST_NAMED, 5)
+    error = nonfinite_error(3, [Account({}, {}), account], {})
+    assert len(error.paths[1]) == MOST_NAMED
+    assert "1 NaN in leaf 'leaf2' and more in 97 others; no rank" in str(error)
+    assert str(error).endswith("(and 5 leaves that are not listed)")
+
+
+# Sparse and late gradients
+
+
+def embedded(params: dict[str, Tensor], index: Tensor, factor: float) -> Tensor:
+    rows = F.embedding(index, params["e"], sparse=True)
+    return (rows * factor).sum() + params["w"].sum()
+
+
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_sparse_gradients(policy: Any) -> None:
+    """Their buckets travel after the control word, which does not speak of them."""
+
+    def run(group: Any) -> Any:
+        params = {"e": torch.ones(6, 2), "w": torch.ones(3)}
+        with fddp.GradSync(params, group=group, sparse=("e",), nonfinite=policy) as sync:
+            step = sync.value_and_grad(embedded)
+            index = torch.tensor([group.rank, 4])
+            try:
+                result: Any = step(params, index, NAN if group.rank else 1.0)[1]
+            except fddp.NonFiniteError as error:
+                result = error.counts
+            return result, step(params, index, 1.0)[1]["e"].to_dense().sum().item()
+
+    wanted: Any = {"e": None, "w": None} if policy == "skip" else {1: {"e": (4, 0)}}
+    assert fddp.loopback(2, run) == [(wanted, 4.0)] * 2
+
+
+def reentrant(params: dict[str, Tensor], x: Tensor, factor: float) -> Tensor:
+    """Two re-entrant checkpoints with "z", and one with "a" between them: the gradient by the first
+    of them, which is multiplied by the factor, comes after the bucket of "z" has left."""
+
+    def layer(name: str, factor: float, x: Tensor) -> Tensor:
+        param = params[name].clone()
+        if param.requires_grad:
+            param.register_hook(lambda grad: grad * factor)
+        return param * x
+
+    x = x.clone().requires_grad_()
+    for name, times in ("z", factor), ("a", 1.0), ("z", 1.0):
+        x = checkpoint(partial(layer, name, times), x, use_reentrant=True)
+    return x.sum()
+
+
+@pytest.mark.parametrize("policy", ["propagate", "skip", "raise"])
+def test_gradients_that_come_late(policy: Any) -> None:
+    def run(group: Any) -> Any:
+        params = {"a": torch.ones(1), "z": torch.ones(1)}
+        factor = INF if group.rank else 1.0
+        with fddp.GradSync(params, group=group, nonfinite=policy, **TINY) as sync:
+            step = sync.value_and_grad(reentrant, with_info=policy == "propagate")
+            try:
+                _, grads, *infos = step(params, torch.ones(1), factor)
+            except fddp.NonFiniteError as error:
+                return error.counts
+            return grads["z"], [info.repaired for info in infos]
+
+    runs = fddp.loopback(2, run)
+    wanted = {
+        "propagate": (torch.tensor([INF]), [(0,)]),
+        "skip": (None, []),
+        "raise": {1: {"z": (0, 1)}},
+    }
+    assert runs == [wanted[policy]] * 2
+
+
+# Arguments
+
+
+def test_ranks_must_ask_for_the_same() -> None:
+    def run(group: Any) -> Any:
+        with pytest.raises(fddp.PlanMismatchError) as caught:
+            fddp.GradSync(tree(), group=group, nonfinite=("skip", "raise")[group.rank])
+        return str(caught.value)
+
+    for text in fddp.loopback(2, run):
+        assert text == (
+            "nonfinite is skip on rank 0 and raise on rank 1; pass the same nonfinite on every rank"
+        )
+
+
+def test_unknown_policies() -> None:
+    def run(group: Any) -> None:
+        with pytest.raises(ValueError, match="one of propagate, skip, raise, got 'ignore'"):
+            fddp.GradSync(tree(), group=group, nonfinite="ignore")  # type: ignore[arg-type]
+
+    fddp.loopback(1, run)
+
+
+# Costs
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_good_step_costs_no_collective_and_no_look_at_results(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = collectives_called(monkeypatch)
+    for name in ("scale_", "unpack_"):
+        kernel: Callable[..., Any] = getattr(fddp.native.pack, name)  # type: ignore[attr-defined]
+
+        def looked(*args: Any, _name: str = name, _do: Any = kernel, **kw: Any) -> Any:
+            if kw.get("stats"):
+                calls.append(f"stats by {_name}")
+            return _do(*args, **kw)
+
+        monkeypatch.setattr(f"fddp.runtime.results.{name}", looked)
+
+    def made(policy: Any) -> list[str]:
+        def run(group: Any) -> None:
+            with fddp.GradSync(tree(), group=group, nonfinite=policy, **options(way)) as sync:
+                for _ in range(2):
+                    calls.clear()
+                    if way == "value_and_grad":
+                        sync.value_and_grad(dot)(tree(), tree(3.0))
+                    elif way == "update":
+                        sync.update(tree(3.0), ())
+                    else:
+                        getattr(sync, way)(tree(3.0))
+
+        fddp.loopback(1, run)
+        return list(calls)
+
+    plain = made("propagate")
+    assert plain
+    assert not any("stats" in call for call in plain)
+    assert made("skip") == made("raise") == plain
+
+
+# One process
+
+
+@given(st.data())
+@settings(max_examples=15)
+def test_as_one_process_would_decide(data: st.DataObject) -> None:
+    """Against all gradients in one process: skipped if a rank's gradient that counts is not finite,
+    or the mean of all is not; else their weighted mean."""
+    ranks = data.draw(st.integers(1, 3))
+    dtype = data.draw(st.sampled_from([torch.float16, torch.float32]))
+    numbers = st.sampled_from([0.0, 1.0, -3.0, 60000.0, -60000.0, NAN, INF])
+    plain = st.sampled_from([0.0, 1.0, -3.0])
+    rows = [
+        torch.tensor(data.draw(st.lists(kind, min_size=4, max_size=4)), dtype=dtype)
+        for kind in (data.draw(st.sampled_from([plain, plain, numbers])) for _ in range(ranks))
+    ]
+    weights = [float(data.draw(st.integers(0, 2))) for _ in range(ranks)]
+    weights[data.draw(st.integers(0, ranks - 1))] = 1.0
+    counting = [(w, row.double()) for w, row in zip(weights, rows, strict=True) if w]
+    mean = sum(w * row for w, row in counting) / sum(weights)
+    skips = not mean.to(dtype).isfinite().all() or not all(r.isfinite().all() for _, r in counting)
+
+    def run(group: Any) -> Any:
+        own = {"w": rows[group.rank]}
+        with fddp.GradSync(own, group=group, nonfinite="skip", reduce_dtype=torch.float32) as sync:
+            return sync(own, weight=weights[group.rank], with_info=True)
+
+    for grads, info in fddp.loopback(ranks, run):
+        assert info.skipped == skips
+        assert (grads["w"] is None) == skips
+        if not skips:
+            torch.testing.assert_close(grads["w"], mean.to(dtype))
+
+
+# Real processes
+
+
+@pytest.mark.parametrize("name", ["c10d", "shm"])
+def test_on_processes(name: str, request: pytest.FixtureRequest) -> None:
+    runs = launch_over(name, request)(2, on_processes, name)
+    assert runs == [runs[0]] * 2
+    transport, skipped, counts, overflowed, hooked = runs[0]
+    assert transport == name
+    assert skipped == hooked == [False, True, False]
+    assert counts == {1: {"b": (1, 0)}}
+    assert overflowed == {"b": (0, 1)}
+
+
+def on_processes(group: Any, name: str) -> Any:
+    rank = torch.distributed.get_rank()
+    batches = [tree(), spoiled(NAN) if rank else tree(), tree(2.0)]
+    with fddp.GradSync(tree(), group=group, nonfinite="skip", **SMALL) as sync:
+        step = sync.value_and_grad(dot, with_info=True)
+        infos = [step(tree(), batch)[2].skipped for batch in batches]
+    with fddp.GradSync(tree(), group=group, nonfinite="raise", **SMALL) as sync:
+        with pytest.raises(fddp.NonFiniteError) as caught:
+            sync(batches[1])
+        sync(tree())
+    overflowed = overflow(group, "raise", torch.float16, "reduce_scatter")[1][2]
+    hook = fddp.hooks.TorchHook(None, allreduce_hook)
+    with fddp.GradSync(tree(), group=group, nonfinite="skip", hook=hook) as hooked:
+        seen = [hooked(batch, with_info=True)[1].skipped for batch in batches]
+    return sync.transport, infos, caught.value.counts, overflowed, seen

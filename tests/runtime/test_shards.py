@@ -1,0 +1,338 @@
+"""Shards: a sharded Adam ends where plain Adam does, and no element is lost or owned twice."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fddp
+from fddp import Topology
+from fddp.testing import gradients, param_trees, schedules, topologies
+from fddp.tree.pytree import flatten
+from tests.support.models import (
+    batch,
+    largest_difference,
+    mean_gradients,
+    mlp,
+    mlp_loss,
+    rand,
+    same_bits,
+)
+from tests.support.ranks import Launch
+
+SMALL = {"bucket_cap_mb": 0.0003, "first_bucket_mb": 0.0001}
+STEPS = 5
+
+
+class Adam:
+    """torch's Adam over the leaves of a tree, which it writes."""
+
+    def __init__(self, tree: Any) -> None:
+        self._leaves = flatten(tree)[0]
+        self._optimizer = torch.optim.Adam(self._leaves, lr=0.02, weight_decay=0.1)
+
+    def update_(self, grads: Any) -> None:
+        for leaf, grad in zip(self._leaves, flatten(grads)[0], strict=True):
+            leaf.grad = grad
+        self._optimizer.step()
+
+    @property
+    def state_numel(self) -> int:
+        """Elements of the first moments."""
+        return sum(state["exp_avg"].numel() for state in self._optimizer.state.values())
+
+
+class Trained(NamedTuple):
+    params: Any
+    state_numel: int
+    bucket_numels: tuple[int, ...]
+
+
+def inputs(rank: int, step: int, dtype: torch.dtype) -> Tensor:
+    return batch(rank, step).to(dtype)
+
+
+def train_sharded(group: Any, mesh: Topology, dtype: torch.dtype) -> Trained:
+    """Each rank keeps the optimizer's state of its own shard only."""
+    params = mlp(dtype=dtype)
+    with fddp.GradSync(params, group=group, mesh=mesh, algorithm="reduce_scatter", **SMALL) as sync:
+        shards = sync.shard(params)
+        adam, step = Adam(shards), sync.value_and_grad(mlp_loss)
+        for number in range(STEPS):
+            _, grads = step(params, inputs(sync.rank, number, dtype))
+            adam.update_(grads)
+            params = sync.all_gather(shards)
+        numels = tuple(bucket.numel for bucket in sync.plan.buckets)
+        return Trained(params, adam.state_numel, numels)
+
+
+def train_whole(group: Any, dtype: torch.dtype) -> Any:
+    """Plain Adam on every rank."""
+    params = mlp(dtype=dtype)
+    adam = Adam(params)
+    # Without a rebuild, and with buckets as the sharded one has them.
+    with fddp.GradSync(fddp.plan_buckets(params, **SMALL), group=group) as sync:
+        step = sync.value_and_grad(mlp_loss)
+        for number in range(STEPS):
+            _, grads = step(params, inputs(sync.rank, number, dtype))
+            adam.update_(grads)
+        return params
+
+
+def train_alone(world_size: int, dtype: torch.dtype) -> Any:
+    """Plain Adam in one process, on the mean of all ranks' gradients."""
+    params = mlp(dtype=dtype)
+    adam = Adam(params)
+    for number in range(STEPS):
+        own = [(inputs(rank, number, dtype),) for rank in range(world_size)]
+        adam.update_(mean_gradients(mlp_loss, params, own, [1.0] * world_size))
+    return params
+
+
+MESHES = [
+    Topology(host=2, local=2),
+    Topology(host=1, local=3),
+    Topology(world=2),
+    Topology(world=1),
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_sharded_adam_ends_where_plain_adam_does(launch: Launch, mesh: Topology) -> None:
+    world_size = mesh.world_size
+    runs = launch(world_size, train_sharded, mesh, torch.float64)
+    expected = train_alone(world_size, torch.float64)
+    assert largest_difference(expected, mlp()) > 0.05, "it has moved"
+    assert same_bits([run.params for run in runs])
+    assert largest_difference(runs[0].params, expected) < 1e-12
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_state_is_divided_by_the_ranks(mesh: Topology) -> None:
+    world_size = mesh.world_size
+    runs = fddp.loopback(world_size, train_sharded, mesh, torch.float64)
+    total = sum(leaf.numel() for leaf in flatten(mlp())[0])
+    assert sum(run.state_numel for run in runs) == total
+    for run in runs:
+        assert run.state_numel <= sum(-(-numel // world_size) for numel in run.bucket_numels)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_to_the_bit_where_sums_have_equal_bits(world_size: int, dtype: torch.dtype) -> None:
+    # Both sum in rank order here.
+    sharded = fddp.loopback(world_size, train_sharded, Topology(world=world_size), dtype)
+    plain = fddp.loopback(world_size, train_whole, dtype)
+    assert same_bits([*(run.params for run in sharded), *plain])
+
+
+# Laws
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_whole_leaves_come_back(data: st.DataObject) -> None:
+    topology, tree = data.draw(topologies(max_ranks=6)), data.draw(param_trees())
+
+    def run(group: Any) -> Any:
+        with fddp.GradSync(
+            tree, group=group, mesh=topology, algorithm="reduce_scatter", **SMALL
+        ) as sync:
+            shards = sync.shard(tree)
+            before = fddp.tree_map(torch.clone, shards)
+            whole = sync.all_gather(shards)
+            assert same_bits([shards, before]), "shards are not written"
+            return whole
+
+    for whole in fddp.loopback(topology.world_size, run):
+        assert_equal(whole, tree)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """Bits, dtypes, strides and structure."""
+    leaves, treedef = flatten(found)
+    wanted, wanted_def = flatten(expected)
+    assert treedef == wanted_def
+    for leaf, want in zip(leaves, wanted, strict=True):
+        assert (leaf is None) == (want is None)
+        if leaf is not None:
+            assert leaf.dtype == want.dtype
+            assert torch.equal(leaf, want)
+            assert leaf.numel() < 2 or 1 in leaf.shape or leaf.stride() == want.stride()
+
+
+def numbered(leaf: Tensor) -> Tensor:
+    """Each element its position in memory; small enough for every dtype."""
+    order = torch.empty_like(leaf, dtype=torch.float64)
+    if leaf.numel():
+        order.as_strided((leaf.numel(),), (1,)).copy_(torch.arange(leaf.numel()))
+    return order.to(leaf.dtype)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_every_element_is_owned_once(data: st.DataObject) -> None:
+    tree = fddp.tree_map(numbered, data.draw(param_trees()))
+    plan = fddp.plan_buckets(tree, **SMALL)
+    schedule = data.draw(schedules(st.just(plan), algorithms=["reduce_scatter"]))
+    topology = schedule.topology
+
+    def run(group: Any) -> list[Any]:
+        with fddp.GradSync(schedule, group=group) as sync:
+            shards = sync.shard(tree)
+            assert_equal(sync.all_gather(shards), tree)
+            return flatten(shards)[0]
+
+    every = fddp.loopback(topology.world_size, run)
+    for leaf, *shards in zip(flatten(tree)[0], *every, strict=True):
+        if leaf is None or not (leaf.is_floating_point() or leaf.is_complex()):
+            continue
+        owned = [shard.real.tolist() for shard in shards]
+        assert all(shard.ndim == 1 for shard in shards)
+        assert all(own == sorted(own) for own in owned), "in the order of memory"
+        assert sorted(x for own in owned for x in own) == [*range(leaf.numel())]
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_scatter_and_gather_give_the_bits_of_all_reduce(data: st.DataObject) -> None:
+    world_size = data.draw(st.integers(1, 4))
+    tree = data.draw(param_trees())
+    trees = data.draw(gradients(tree, world_size))
+    weights = data.draw(st.lists(st.floats(0.5, 8.0), min_size=world_size, max_size=world_size))
+
+    def run(group: Any) -> None:
+        plan = fddp.plan_buckets(tree, **SMALL)
+        own, weight = trees[group.rank], weights[group.rank]
+        with (
+            fddp.GradSync(plan, group=group) as flat,
+            fddp.GradSync(plan, group=group, algorithm="reduce_scatter") as sharded,
+        ):
+            # The second time the unit of weight is another one.
+            for _ in range(2):
+                shards = sharded.reduce_scatter(own, weight=weight)
+                assert same_bits([sharded.all_gather(shards), flat(own, weight=weight)])
+
+    fddp.loopback(world_size, run)
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_shards_of_a_mean_are_shards_of_the_whole_mean(data: st.DataObject) -> None:
+    topology, tree = data.draw(topologies(max_ranks=4)), data.draw(param_trees())
+    trees = data.draw(gradients(tree, topology.world_size))
+
+    def run(group: Any) -> None:
+        with fddp.GradSync(
+            tree, group=group, mesh=topology, algorithm="reduce_scatter", **SMALL
+        ) as sync:
+            shards = sync.reduce_scatter(trees[sync.rank])
+            assert same_bits([sync.shard(sync.all_gather(shards)), shards])
+
+    fddp.loopback(topology.world_size, run)
+
+
+# Values, and who takes part
+
+
+def test_shards_are_values() -> None:
+    def run(group: Any) -> None:
+        grads = {"a": torch.arange(5.0), "b": torch.ones(3)}
+        with fddp.GradSync(grads, group=group, algorithm="reduce_scatter") as sync:
+            first = sync.reduce_scatter(grads)
+            kept = fddp.tree_map(torch.clone, first)
+            second = sync.reduce_scatter(fddp.tree_map(lambda g: 2 * g, grads))
+            whole = sync.all_gather(second)
+            assert same_bits([first, kept])
+            for shard in flatten(second)[0]:
+                shard.zero_()
+            assert same_bits([sync.all_gather(first), grads])
+            assert whole["a"].tolist() == [0.0, 2.0, 4.0, 6.0, 8.0]
+            own = sync.shard(grads)
+            own["a"].zero_()
+            assert grads["a"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+    fddp.loopback(2, run)
+
+
+def test_one_rank_alone_may_take_its_shard() -> None:
+    def run(group: Any) -> int:
+        params = {"a": torch.ones(5)}
+        with fddp.GradSync(params, group=group, algorithm="reduce_scatter") as sync:
+            shards = [sync.shard(params)["a"] for _ in range(1 + 3 * group.rank)]
+            assert_equal(sync.all_gather({"a": shards[-1]}), params)
+            return shards[0].numel()
+
+    assert fddp.loopback(2, run) == [3, 2]
+
+
+def test_leaves_in_no_bucket_stay_whole() -> None:
+    def run(group: Any) -> None:
+        params = {"w": torch.ones(4), "own": torch.full((3,), 1.0 + group.rank), "n": None}
+        with fddp.GradSync(
+            params, group=group, algorithm="reduce_scatter", select=lambda path: path != "own"
+        ) as sync:
+            shards = sync.reduce_scatter(params)
+            assert shards["w"].shape == (2,)
+            assert torch.equal(shards["own"], params["own"])
+            assert shards["n"] is None
+            whole = sync.all_gather(shards)
+            assert_equal(whole, params)
+            shards["own"].zero_()
+            assert_equal(whole, params)
+
+    fddp.loopback(2, run)
+
+
+def test_unused_leaves_are_none_on_every_rank() -> None:
+    def run(group: Any) -> None:
+        params = {"a": rand(3, seed=0), "b": rand(3, seed=1), "c": rand(3, seed=2)}
+
+        def loss_fn(p: Any) -> Tensor:
+            return p["a"].sum() if group.rank else p["b"].sum()
+
+        with fddp.GradSync(params, group=group, algorithm="reduce_scatter", **SMALL) as sync:
+            _, grads, info = sync.value_and_grad(loss_fn, with_info=True)(params)
+            assert grads["c"] is None
+            assert info.unused == ("c",)
+            whole = sync.all_gather(grads)
+            assert whole["c"] is None
+            assert whole["a"].tolist() == whole["b"].tolist() == [0.5] * 3
+
+    fddp.loopback(2, run)
+
+
+def test_plans_of_shards_stay() -> None:
+    def run(group: Any) -> None:
+        params = mlp()
+        with fddp.GradSync(params, group=group, algorithm="reduce_scatter", **SMALL) as sync:
+            plan = sync.plan
+            for number in range(3):
+                sync.value_and_grad(mlp_loss)(params, batch(sync.rank, number))
+            assert sync.plan == plan
+
+    fddp.loopback(2, run)
+
+
+def test_pieces_may_be_handed_out_in_any_order() -> None:
+    plan = fddp.plan_buckets({"a": torch.zeros(8)})
+    topology = fddp.Topology(world=2, one=1)
+    built = fddp.make_schedule(plan, topology, algorithm="reduce_scatter", split_mb=16 / 2**20)
+    *others, first, second = built.ops
+    assert (first.kind, second.kind) == ("unpack", "unpack")
+    # An axis of one place divides nothing, whether it is named or not.
+    named = second._replace(region=second.region._replace(shard=("one", "world")))
+    schedule = dataclasses.replace(built, ops=(*others, named, first))
+
+    def there_and_back(group: Any) -> Any:
+        with fddp.GradSync(schedule, group=group) as sync:
+            shards = sync.reduce_scatter({"a": torch.arange(8.0)})
+            return sync.all_gather(shards)["a"].tolist()
+
+    assert fddp.loopback(2, there_and_back) == [[*map(float, range(8))]] * 2

@@ -1,0 +1,499 @@
+"""Weighted means: of ranks, of micro-batches, at any scale of weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fddp
+from fddp.core.numerics.weighting import WeightScale
+from fddp.tree.pytree import flatten
+from tests.support.models import largest_difference, mean_gradients, mlp, mlp_loss, rand, same_bits
+from tests.support.ranks import Launch
+
+SMALL = {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0005}
+
+
+def rows(rank: int, step: int) -> int:
+    """Another number of samples on each rank and in each step."""
+    return (7, 2, 5, 1)[(rank + step) % 4]
+
+
+def inputs(rank: int, step: int) -> Tensor:
+    return rand(rows(rank, step), 8, seed=100 * step + rank)
+
+
+def count(params: Any, x: Tensor) -> int:
+    return x.shape[0]
+
+
+# Weighted by samples
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_weight_fn_gives_the_mean_over_the_joined_batch(launch: Launch, world_size: int) -> None:
+    runs = launch(world_size, weighted_steps)
+    for step in range(4):
+        joined = torch.cat([inputs(rank, step) for rank in range(world_size)])
+        expected = mean_gradients(mlp_loss, mlp(), [(joined,)], [1.0])
+        for run in runs:
+            grads, total, active = run[step]
+            assert largest_difference(grads, expected) < 1e-12
+            assert total == len(joined)
+            assert active == world_size
+    assert same_bits([[grads for grads, _, _ in run] for run in runs])
+
+
+def weighted_steps(group: Any) -> Any:
+    with fddp.GradSync(mlp(), group=group, **SMALL) as sync:
+        step = sync.value_and_grad(mlp_loss, with_info=True, weight_fn=count)
+        results = []
+        for number in range(4):
+            _, grads, info = step(mlp(), inputs(sync.rank, number))
+            results.append((grads, info.total_weight, info.active))
+        return results
+
+
+WEIGHT = st.one_of(
+    st.sampled_from([0.0, 1.0, 2.0, 1e6, 0.1, 1 / 3]), st.floats(1e-6, 1e6), st.integers(1, 10**7)
+)
+
+
+@st.composite
+def weights(draw: st.DrawFn) -> list[list[float]]:
+    """By step and rank; some rank has a weight in every step."""
+    world_size = draw(st.integers(1, 4))
+    step = st.lists(WEIGHT, min_size=world_size, max_size=world_size).filter(any)
+    return draw(st.lists(step, min_size=1, max_size=4))
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights())
+def test_any_weights(steps: list[list[float]]) -> None:
+    params = {"a": rand(5, seed=0), "b": rand(3, seed=1), "c": rand(2, seed=2)}
+
+    def grads_of(rank: int, step: int) -> dict[str, Any]:
+        grads: dict[str, Any] = {
+            key: rand(len(v), seed=9 * step + rank) for key, v in params.items()
+        }
+        return {**grads, "b": None if (rank + step) % 2 else grads["b"]}
+
+    def loss_fn(p: dict[str, Tensor], grads: dict[str, Any]) -> Tensor:
+        return torch.stack([(p[k] * g).sum() for k, g in grads.items() if g is not None]).sum()
+
+    def run(group: Any) -> list[Any]:
+        with fddp.GradSync(params, group=group, **SMALL) as sync:
+            own = [(grads_of(group.rank, n), ws[group.rank]) for n, ws in enumerate(steps)]
+            step = sync.value_and_grad(lambda p, g, w: loss_fn(p, g), weight_fn=lambda p, g, w: w)
+            trees = [sync(grads, weight=weight) for grads, weight in own]
+            return [trees, [step(params, grads, weight)[1] for grads, weight in own]]
+
+    world_size = len(steps[0])
+    for ways in fddp.loopback(world_size, run):
+        for way in ways:
+            for number, result in enumerate(way):
+                total = sum(steps[number])
+                for key in params:
+                    own = [
+                        grads_of(rank, number)[key] * (weight / total)
+                        for rank, weight in enumerate(steps[number])
+                        if weight and grads_of(rank, number)[key] is not None
+                    ]
+                    if not own:
+                        assert result[key] is None
+                        continue
+                    assert torch.allclose(result[key], sum(own), rtol=1e-12, atol=1e-14)
+
+
+# Bits
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_same_power_of_two_on_all_ranks_has_the_bits_of_no_weights(
+    world_size: int, dtype: torch.dtype
+) -> None:
+    def run(group: Any) -> bool:
+        grads = {
+            "w": rand(50, seed=group.rank, dtype=dtype),
+            "v": rand(5, seed=group.rank, dtype=dtype),
+        }
+        with fddp.GradSync(grads, group=group) as sync:
+            weights = (1.0, 64.0, 64.0, 0.25, 2.0)
+            return same_bits([sync(grads, weight=weight) for weight in weights])
+
+    assert all(fddp.loopback(world_size, run))
+
+
+_WEIGHTS = st.lists(
+    st.one_of(st.sampled_from([0.0, 1.0, 3.0, 10.0, 96.0]), st.floats(0.01, 1e4)),
+    min_size=3,
+    max_size=3,
+).filter(any)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    earlier=st.lists(st.one_of(_WEIGHTS, st.sampled_from([[7.0] * 3])), max_size=3),
+    last=_WEIGHTS,
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+    deterministic=st.booleans(),
+)
+def test_bits_do_not_depend_on_the_weights_of_earlier_steps(
+    earlier: list[list[float]], last: list[float], dtype: torch.dtype, deterministic: bool
+) -> None:
+    """So that a run which goes on from a checkpoint needs nothing of them."""
+
+    def run(group: Any, steps: list[list[float]]) -> Any:
+        grads = {"w": rand(50, seed=group.rank, dtype=dtype)}
+        with fddp.GradSync(grads, group=group, deterministic=deterministic) as sync:
+            return [sync(grads, weight=weights[group.rank]) for weights in steps][-1]
+
+    assert same_bits([fddp.loopback(3, run, steps)[0] for steps in ([last], [*earlier, last])])
+
+
+# Range
+
+
+STEPS = {
+    "tokens at once": [1e6] * 3,
+    "a jump up": [1.0, 1e6, 1e6],
+    "a jump down": [1e6, 1.0, 1.0],
+    "up and down": [3.0, 2e6, 5.0, 4e6],
+    "shrinking slowly": [1e6, 2e5, 5e4, 1e4, 2e3],
+}
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("value", [3e4, 4e-3])
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_token_counts_neither_overflow_nor_lose_bits(
+    steps: str, equal: bool, value: float, name: str
+) -> None:
+    dtype = getattr(torch, name)
+
+    def weight(rank: int, tokens: float) -> float:
+        return tokens if equal else tokens * (0.25 + 0.5 * rank)
+
+    def loss_fn(p: dict[str, Tensor], grad: Tensor, tokens: float) -> Tensor:
+        return (p["w"] * grad).sum() + (p["v"] * grad[:3]).sum()
+
+    def run(group: Any) -> Any:
+        params = {"w": torch.zeros(8, dtype=dtype), "v": torch.zeros(3, dtype=dtype)}
+        grad = torch.linspace(0.5, 2.0, 8).to(dtype) * value * (-1 if group.rank == 1 else 1)
+        with fddp.GradSync(params, group=group) as sync:
+            step = sync.value_and_grad(
+                loss_fn, weight_fn=lambda p, g, tokens: weight(group.rank, tokens)
+            )
+            return grad, [step(params, grad, tokens)[1] for tokens in STEPS[steps]]
+
+    runs = fddp.loopback(4, run)
+    for number, tokens in enumerate(STEPS[steps]):
+        total = sum(weight(rank, tokens) for rank in range(4))
+        shares = [
+            grad.double() * (weight(rank, tokens) / total) for rank, (grad, _) in enumerate(runs)
+        ]
+        expected, size = sum(shares), sum(share.abs() for share in shares)
+        # One rounding of each contribution, one for each sum, one of the result.
+        allowed = (
+            torch.finfo(dtype).eps * 4 * size + 4 * torch.finfo(dtype).smallest_normal * 2**-10
+        )
+        for _, results in runs:
+            assert torch.isfinite(results[number]["w"]).all()
+            assert ((results[number]["w"].double() - expected).abs() <= allowed).all(), number
+            assert torch.equal(results[number]["v"], results[number]["w"][:3])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("weight", [1e-11, 1e-6, 1.0, 1e6, 1e11])
+@pytest.mark.parametrize("warm", [None, 1.0, 0.3])
+def test_weights_far_from_one_give_the_mean(
+    dtype: torch.dtype, weight: float, warm: float | None
+) -> None:
+    def run(group: Any) -> Any:
+        values = torch.tensor([1e-15, 1.0, 1e15]).to(dtype) * (1 + 2 * group.rank)
+        with fddp.GradSync({"w": values}, group=group) as sync:
+            if warm is not None:
+                sync({"w": values}, weight=warm)
+            return [sync({"w": values}, weight=weight)["w"] for _ in range(2)]
+
+    mean = torch.tensor([1e-15, 1.0, 1e15]).to(dtype) * 2
+    for result in [result for results in fddp.loopback(2, run) for result in results]:
+        assert torch.allclose(result, mean, rtol=4 * torch.finfo(dtype).eps, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("weight", [5e-324, 1e-320, 1e-100, 1e-50, 1e30, 1e50, 1e160, 1.7e308])
+@pytest.mark.parametrize("warm", [None, 1e6])
+def test_weights_out_of_any_proportion_are_right_or_an_error_on_every_rank(
+    dtype: torch.dtype, weight: float, warm: float | None
+) -> None:
+    rtol = 2 * torch.finfo(dtype).eps
+
+    def run(group: Any) -> list[bool]:
+        own = {"w": torch.full((2,), 1.0 + group.rank, dtype=dtype)}
+        failed = []
+        with fddp.GradSync(own, group=group) as sync:
+            if warm is not None:
+                sync(own, weight=warm)
+            for each in (weight, weight, warm or 1.0, warm or 1.0):
+                try:
+                    result = sync(own, weight=each)["w"]
+                except fddp.WeightError:
+                    failed.append(True)
+                else:
+                    # Two roundings: where the unit is multiplied in, and where it is taken out.
+                    assert torch.allclose(result, torch.tensor(1.5, dtype=dtype), rtol=rtol)
+                    failed.append(False)
+        return failed
+
+    first, second = fddp.loopback(2, run)
+    assert first == second
+    # A jump is noticed too late once; the step after it is scaled for the new weights.
+    assert first[1] == (weight > 2.0**512)
+    assert not first[3]
+
+
+@given(
+    unit=st.floats(1e-9, 1e9),
+    steps=st.lists(st.lists(st.floats(1e-3, 1e9), min_size=3, max_size=3), min_size=1, max_size=5),
+)
+@settings(max_examples=100, deadline=None)
+def test_the_agreed_unit_is_a_power_of_two(unit: float, steps: list[list[float]]) -> None:
+    scale = WeightScale(3, unit)
+    for ws in steps:
+        total = sum(ws)
+        scale = scale.next(total, sum(w * w for w in ws), 3)
+        assert scale.keeps_range(total, 3), "the same weights again would fit"
+        assert math.frexp(scale.unit)[0] == 0.5
+        assert scale.before(total) * scale.after(total) == pytest.approx(1.0, rel=1e-12)
+
+
+# Weight zero
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_weight_zero_contributes_exact_zeros(dtype: torch.dtype, bad: float, sparse: bool) -> None:
+    def run(group: Any) -> Any:
+        own = torch.full((2, 2), bad if group.rank == 1 else 1.0 + group.rank, dtype=dtype)
+        weight = 0.0 if group.rank == 1 else 1.0
+        options = {"sparse": ("w",)} if sparse else {}
+        with fddp.GradSync({"w": torch.zeros(2, 2, dtype=dtype)}, group=group, **options) as sync:
+            grads = {"w": own.to_sparse(1) if sparse else own}
+            tree, info = sync(grads, weight=weight, with_info=True)
+            step = sync.value_and_grad(
+                lambda p, g, w: (p["w"] * g).real.sum(),
+                weight_fn=lambda p, g, w: w,
+                with_info=True,
+            )
+            _, stepped, info_ = step({"w": torch.zeros(2, 2, dtype=dtype)}, own, weight)
+            return tree["w"].to_dense(), stepped["w"].to_dense(), info, info_
+
+    for tree, stepped, *infos in fddp.loopback(3, run):
+        assert tree.tolist() == stepped.tolist() == [[2.0, 2.0]] * 2
+        for info in infos:
+            assert (info.active, info.total_weight, info.all_finite) == (2, 2.0, True)
+
+
+def test_a_leaf_used_only_by_a_rank_without_weight_is_unused() -> None:
+    def run(group: Any) -> Any:
+        grads = {"a": torch.ones(2), "b": torch.ones(2) if group.rank else None}
+        with fddp.GradSync({"a": torch.ones(2), "b": torch.ones(2)}, group=group) as sync:
+            return sync(grads, weight=1.0 - group.rank, with_info=True)
+
+    for grads, info in fddp.loopback(2, run):
+        assert grads["a"].tolist() == [1.0, 1.0]
+        assert grads["b"] is None
+        assert info.unused == ("b",)
+
+
+def test_a_rank_without_weight_still_tells_its_loss() -> None:
+    def run(group: Any) -> float:
+        with fddp.GradSync({"w": torch.ones(2)}, group=group) as sync:
+            step = sync.value_and_grad(
+                lambda p, w: p["w"].sum() * (1 + group.rank), weight_fn=lambda p, w: w
+            )
+            return step({"w": torch.ones(2)}, 1.0 - group.rank)[0].item()
+
+    assert fddp.loopback(2, run) == [2.0, 4.0]
+
+
+# Micro-batches
+
+
+def partial_loss(p: dict[str, Any], x: Tensor, names: str) -> Tensor:
+    """Uses only the named layers."""
+    for name in names:
+        x = torch.tanh(x @ p[f"layer{name}"]["weight"] + p[f"layer{name}"]["bias"])
+    return x.square().mean()
+
+
+# By rank: micro-batches as (rows, layers that are used); layer 3 only in the accumulated ones.
+MICRO = [
+    [(3, "013"), (5, "01"), (2, "0")],
+    [(4, "02")],
+    [(1, "23"), (6, "2")],
+    [],
+]
+
+
+def micro_input(rank: int, number: int, size: int) -> Tensor:
+    return rand(size, 8, seed=50 * rank + number)
+
+
+def accumulate(group: Any, exhausted: bool) -> Any:
+    with fddp.GradSync(mlp(), group=group, **SMALL) as sync:
+        step = sync.value_and_grad(
+            partial_loss, with_info=True, weight_fn=lambda p, x, names: x.shape[0]
+        )
+        results = []
+        for _ in range(3):
+            micro = MICRO[sync.rank]
+            earlier, last = (micro, []) if exhausted else (micro[:-1], micro[-1:])
+            sums, total = None, 0.0
+            for number, (size, names) in enumerate(earlier):
+                grads = local_gradients(micro_input(sync.rank, number, size), names)
+                weighted = {k: None if g is None else g * size for k, g in grads.items()}
+                sums = weighted if sums is None else add(sums, weighted)
+                total += size
+            accumulated = None if sums is None else (restored(sums), total)
+            if last:
+                ((size, names),) = last
+                x = micro_input(sync.rank, len(earlier), size)
+                results.append(step(mlp(), x, names, accumulated=accumulated)[1:])
+            else:
+                results.append(step(mlp(), fddp.EXHAUSTED, "", accumulated=accumulated)[1:])
+        return results
+
+
+def local_gradients(x: Tensor, names: str) -> dict[str, Tensor | None]:
+    leaves, treedef = flatten(mlp())
+    own = [leaf.requires_grad_() for leaf in leaves]
+    partial_loss(treedef.unflatten(own), x, names).backward()
+    return {path: leaf.grad for path, leaf in zip(treedef.paths, own, strict=True)}
+
+
+def add(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    return {k: b[k] if a[k] is None else a[k] if b[k] is None else a[k] + b[k] for k in a}
+
+
+def restored(flat: dict[str, Any]) -> Any:
+    treedef = flatten(mlp())[1]
+    return treedef.unflatten([flat[path] for path in treedef.paths])
+
+
+@pytest.mark.parametrize("exhausted", [False, True])
+def test_accumulated_gives_the_mean_over_all_micro_batches(launch: Launch, exhausted: bool) -> None:
+    micro = [(r, n, *m) for r, batches in enumerate(MICRO) for n, m in enumerate(batches)]
+    expected = mean_gradients(
+        partial_loss,
+        mlp(),
+        [(micro_input(r, n, size), names) for r, n, size, names in micro],
+        [float(size) for _, _, size, _ in micro],
+    )
+    runs = launch(4, accumulate, exhausted)
+    for run in runs:
+        for grads, info in run:
+            assert largest_difference(grads, expected) < 1e-12
+            assert info.total_weight == sum(size for _, _, size, _ in micro)
+            assert info.active == 3
+            assert info.unused == ()
+    assert same_bits([[grads for grads, _ in run] for run in runs])
+
+
+def test_leaves_used_only_in_accumulated_gradients_count_as_used() -> None:
+    def run(group: Any) -> Any:
+        params = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}
+        sums = {"a": None, "b": torch.full((2,), 6.0), "c": None} if group.rank else None
+        with fddp.GradSync(params, group=group) as sync:
+            step = sync.value_and_grad(lambda p: p["a"].sum(), with_info=True)
+            return step(params, accumulated=sums and (sums, 2.0))[1:]
+
+    for grads, info in fddp.loopback(2, run):
+        assert grads["a"].tolist() == [0.5, 0.5]  # (1 + 1) / 4
+        assert grads["b"].tolist() == [1.5, 1.5]  # 6 / 4
+        assert grads["c"] is None
+        assert info.used == ("a", "b")
+        assert info.total_weight == 4.0
+
+
+def test_weight_zero_now_leaves_what_was_accumulated() -> None:
+    def run(group: Any) -> Any:
+        params = {"a": torch.ones(2)}
+        with fddp.GradSync(params, group=group) as sync:
+            step = sync.value_and_grad(
+                lambda p: (p["a"] * float("nan")).sum(), weight_fn=lambda p: 0.0, with_info=True
+            )
+            sums = {"a": torch.full((2,), 6.0 * (1 + group.rank))}
+            return step(params, accumulated=(sums, 2.0))[1:]
+
+    for grads, info in fddp.loopback(2, run):
+        assert grads["a"].tolist() == [4.5, 4.5]
+        assert info.total_weight == 4.0
+        assert info.all_finite
+
+
+@pytest.mark.parametrize("now", ["batch", "exhausted"])
+def test_accumulated_weight_zero_contributes_nothing(now: str) -> None:
+    def run(group: Any) -> Any:
+        params = {"a": torch.ones(2), "b": torch.ones(2)}
+        with fddp.GradSync(params, group=group) as sync:
+            step = sync.value_and_grad(lambda p, x: (p["a"] * x).sum(), with_info=True)
+            bad = torch.full((2,), float("nan"))
+            if group.rank == 0:
+                return step(params, torch.ones(2))[1:]
+            x = fddp.EXHAUSTED if now == "exhausted" else torch.ones(2)
+            return step(params, x, accumulated=({"a": bad, "b": bad}, 0.0))[1:]
+
+    for grads, info in fddp.loopback(2, run):
+        assert grads["a"].tolist() == [1.0, 1.0]
+        assert grads["b"] is None
+        assert info.all_finite
+        assert info.unused == ("b",)
+
+
+def test_accumulated_local_leaves() -> None:
+    def run(group: Any) -> Any:
+        params = {"w": torch.ones(2), "own": torch.ones(2)}
+        sums = {"w": torch.full((2,), 3.0), "own": torch.full((2,), 9.0)}
+        with fddp.GradSync(params, group=group, select=lambda path: path == "w") as sync:
+            step = sync.value_and_grad(
+                lambda p, scale: (p["w"] * scale + p["own"] * scale).sum(),
+                weight_fn=lambda p, scale: 1.0,
+            )
+            both = step(params, 5.0 + group.rank, accumulated=(sums, 3.0))[1]
+            nothing = step(params, 5.0 + group.rank, accumulated=(sums, 0.0))[1]
+            return both, nothing
+
+    for rank, (both, nothing) in enumerate(fddp.loopback(2, run)):
+        assert both["own"].tolist() == [(5.0 + rank + 9.0) / 4] * 2
+        assert both["w"].tolist() == [(5.0 + 6.0 + 3.0 + 3.0) / 8] * 2
+        assert nothing["own"].tolist() == [5.0 + rank] * 2
+
+
+@pytest.mark.parametrize("tokens", [1e6, 3.0])
+def test_accumulated_float16_keeps_its_range(tokens: float) -> None:
+    def run(group: Any) -> Any:
+        params = {"a": torch.zeros(2, dtype=torch.float16)}
+        # A weighted sum over 16-bit gradients has to be a wider tensor's, or small enough.
+        sums = {"a": torch.full((2,), 100.0 * tokens / 1e6, dtype=torch.float16)}
+        with fddp.GradSync(params, group=group) as sync:
+            step = sync.value_and_grad(
+                lambda p, w: (p["a"] * 1000.0).sum(), weight_fn=lambda p, w: w
+            )
+            return [step(params, tokens, accumulated=(sums, tokens))[1]["a"] for _ in range(3)]
+
+    for results in fddp.loopback(2, run):
+        for result in results:
+            assert result.tolist() == pytest.approx([500.0] * 2, rel=1e-3)

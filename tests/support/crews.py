@@ -1,0 +1,53 @@
+"""All ranks of one group as teams of one process, for tests of the shared-memory core."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fddp.native import extension as ext
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+_C = ext.load()
+MIB = 2**20
+
+
+class Crew(NamedTuple):
+    """Teams of all ranks of one group, in one process."""
+
+    arenas: list[Any]
+    teams: list[Any]
+    board: int  # offset in the first arena
+
+    @property
+    def size(self) -> int:
+        return len(self.teams)
+
+
+def crew_of(size: int, timeout_s: float = 20.0, span_bytes: int = 64 * MIB) -> Crew:
+    arenas = [_C.ShmArena(span_bytes) for _ in range(size)]
+    board = arenas[0].board(size)
+    teams = []
+    for rank, arena in enumerate(arenas):
+        views = [
+            None if other == rank else _C.ShmView(arenas[other].fd, span_bytes)
+            for other in range(size)
+        ]
+        teams.append(_C.ShmTeam(arena, views, rank, board, [-1] * size, timeout_s))
+    return Crew(arenas, teams, board)
+
+
+def outcome(operations: Sequence[Any]) -> set[int]:
+    return {operation.wait(20.0) for operation in operations}
+
+
+def run(crew: Crew, kind: str, tensors: Sequence[Tensor], **options: Any) -> None:
+    """Carry out one operation, each rank on its own tensor."""
+    operations = [
+        team.start(kind, tensor, **options)
+        for team, tensor in zip(crew.teams, tensors, strict=True)
+    ]
+    assert outcome(operations) == {_C.SHM_OK}

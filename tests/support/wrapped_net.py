@@ -1,0 +1,86 @@
+"""A module of layers to be wrapped, its batches, and its mean gradients by one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fddp
+from tests.support.models import rand
+
+DDP = fddp.DistributedDataParallel
+WIDTH = 6
+TINY_CAP_MB = 1e-4  # about one parameter a bucket
+
+
+class Refusing(torch.autograd.Function):
+    """Has a backward that raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ValueError("no backward here")
+
+
+class Net(nn.Module):
+    """Layers by name; `forward` goes through those that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refuses = False
+        self.layers = nn.ModuleDict(
+            {f"l{i}": nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for i in range(3)}
+        )
+
+    def forward(self, x: Tensor, through: tuple[int, ...] = (0, 1, 2)) -> Tensor:
+        for i in through:
+            x = torch.tanh(self.layers[f"l{i}"](x)) + x
+            x = Refusing.apply(x) if self.refuses and i == 0 else x
+        return x
+
+
+def net() -> Net:
+    """The same on all ranks, which may be threads that share torch's generator."""
+    model = Net()
+    with torch.no_grad():
+        for i, param in enumerate(model.parameters()):
+            param.copy_(rand(*param.shape, seed=i).double() / 3)
+    return model
+
+
+def rank_of(group: Any) -> int:
+    """The rank that a group of either kind belongs to."""
+    rank = group.rank
+    return rank() if callable(rank) else rank
+
+
+def batch(rank: int, step: int = 0) -> Tensor:
+    return rand(4, WIDTH, seed=100 * step + rank).double()
+
+
+def grads(module: nn.Module) -> dict[str, Tensor | None]:
+    return {n: None if p.grad is None else p.grad.clone() for n, p in module.named_parameters()}
+
+
+def mean_of(world_size: int, loss: Callable[[Net, int], Tensor]) -> dict[str, Any]:
+    """The mean over ranks of gradients, from one process."""
+    model = net()
+    total = sum(loss(model, rank) for rank in range(world_size)) / world_size
+    assert isinstance(total, Tensor)
+    total.backward()
+    return grads(model)
+
+
+def assert_close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if value is None:
+            assert found[name] is None, name
+        else:
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)

@@ -1,0 +1,551 @@
+"""All algorithms give the same gradients: on processes as 2x2, on threads as 2x4."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - as everywhere
+from torch.utils.checkpoint import checkpoint
+
+import fddp
+from fddp import Topology
+from fddp.core.schedule.schedule import meets
+from fddp.runtime.program import Program
+from fddp.testing import assert_mean
+from fddp.tree.pytree import flatten
+from tests.runtime.test_dynamic_graphs import Branch, branch_loss, params, plain_loss
+from tests.support.models import (
+    batch,
+    largest_difference,
+    mean_gradients,
+    mlp,
+    mlp_loss,
+    rand,
+    same_bits,
+)
+from tests.support.ranks import Launch
+from tests.sync.test_errors import BoomError, Ending, ending
+
+SMALL = {"bucket_cap_mb": 0.0003, "first_bucket_mb": 0.0001}
+FEW = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0001}
+DTYPES = {
+    "f32": torch.float32,
+    "f64": torch.float64,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "c64": torch.complex64,
+    "c128": torch.complex128,
+}
+
+
+class Variant(NamedTuple):
+    """A way to reduce; as a schedule of its own where a scaling is given."""
+
+    algorithm: Any
+    scaling: Any = None
+    split_mb: float | None = None
+    reduce_dtype: str | None = None
+
+
+VARIANTS = {
+    "all_reduce": Variant("all_reduce"),
+    "all_reduce, average": Variant("all_reduce", "average"),
+    "all_reduce, after, split": Variant("all_reduce", "after", 2e-4),
+    "hierarchical": Variant("hierarchical"),
+    "hierarchical, average, split": Variant("hierarchical", "average", 2e-4),
+    "hierarchical, after, wide": Variant("hierarchical", "after", None, "float32"),
+    "reduce_scatter": Variant("reduce_scatter"),
+    "reduce_scatter, average": Variant("reduce_scatter", "average"),
+    "reduce_scatter, after, split": Variant("reduce_scatter", "after", 2e-4),
+}
+
+
+def world_of(launch: Launch) -> int:
+    return 4 if launch.name == "c10d" else 8
+
+
+def grid(world_size: int) -> Topology:
+    return Topology(host=2, local=world_size // 2)
+
+
+def size_of(group: Any) -> int:
+    return group.size if isinstance(group.size, int) else int(group.size())
+
+
+def opened(
+    group: Any, tree: Any, name: str, *, sparse: tuple[str, ...] = (), caps: Any = SMALL
+) -> fddp.GradSync:
+    variant, mesh = VARIANTS[name], grid(size_of(group))
+    if variant.scaling is None:
+        algorithm = variant.algorithm
+        return fddp.GradSync(
+            tree, group=group, mesh=mesh, algorithm=algorithm, sparse=sparse, **caps
+        )
+    schedule = fddp.make_schedule(
+        fddp.plan_buckets(tree, sparse=sparse, **caps),
+        mesh,
+        algorithm=variant.algorithm,
+        scaling=variant.scaling,
+        split_mb=variant.split_mb,
+        reduce_dtype=variant.reduce_dtype,
+    )
+    return fddp.GradSync(schedule, group=group)
+
+
+def whole(sync: fddp.GradSync, grads: Any) -> Any:
+    return sync.all_gather(grads) if sync.schedule.result == "sharded_mean" else grads
+
+
+# Trees of gradients
+
+
+def gradients_of(rank: int, *, missing: bool) -> dict[str, Any]:
+    """Several leaves of each dtype, odd in size; some of them None."""
+    tree: dict[str, Any] = {"step": None, "empty": torch.zeros(0, 3)}
+    for i, (name, dtype) in enumerate(DTYPES.items()):
+        tree[name] = [
+            None
+            if missing and ((i + j + rank) % 4 == 0 or j == 2)
+            else rand(5 + 2 * j, 3, seed=10 * i + j + 100 * rank, dtype=dtype)
+            for j in range(3)
+        ]
+    return tree
+
+
+def sync_trees(group: Any, name: str) -> list[Any]:
+    like = {**gradients_of(0, missing=False), "step": torch.tensor(3)}
+    with opened(group, like, name, caps=FEW) as sync:
+        ranks = range(sync.world_size)
+        complete = [gradients_of(rank, missing=False) for rank in ranks]
+        partial = [gradients_of(rank, missing=True) for rank in ranks]
+        return [
+            assert_mean(sync, partial),
+            assert_mean(sync, partial, [float(1 + rank) for rank in ranks]),
+            assert_mean(sync, complete, [0.0, 1e4, *[0.5] * (sync.world_size - 2)]),
+            assert_mean(sync, complete),
+        ]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_trees_of_every_dtype(launch: Launch, name: str) -> None:
+    runs = launch(world_of(launch), sync_trees, name)
+    assert same_bits(runs)
+    assert runs[0][0]["f32"][2] is None, "no rank has one"
+
+
+# During backward
+
+
+def train(group: Any, name: str, steps: list[list[Branch]]) -> Any:
+    with opened(group, params(), name) as sync:
+        step, results = sync.value_and_grad(branch_loss, with_info=True), []
+        for number, branches in enumerate(steps):
+            x = batch(sync.rank, number, width=4)
+            _, grads, info = step(params(), x, branches[sync.rank])
+            results.append((whole(sync, grads), info, len(sync.plan.buckets)))
+        return results
+
+
+def branches_of(world_size: int) -> list[list[Branch]]:
+    """Steps in which ranks use different leaves, and get some of their gradients late."""
+    every = Branch((i, "plain") for i in range(6))
+    late = Branch([(5, "reentrant"), (0, "reentrant"), (5, "reentrant"), (2, "plain")])
+    few = Branch([(1, "checkpoint")])
+    none = Branch()
+    others = [every, few, none, late]
+    steps = [[every] * world_size, [late, *[few] * (world_size - 1)], [late] * world_size]
+    return [*steps, [others[rank % 4] for rank in range(world_size)]]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_unused_and_late_gradients(launch: Launch, name: str) -> None:
+    world_size = world_of(launch)
+    steps = branches_of(world_size)
+    runs = launch(world_size, train, name, steps)
+    for number, branches in enumerate(steps):
+        inputs = [(batch(r, number, width=4), branches[r]) for r in range(world_size)]
+        expected = mean_gradients(plain_loss, params(), inputs, [1.0] * world_size)
+        assert same_bits([run[number][0] for run in runs])
+        assert largest_difference(runs[0][number][0], expected) < 1e-12
+        infos = [run[number][1] for run in runs]
+        assert len({(info.repaired, info.unused, info.all_finite) for info in infos}) == 1
+        for info in infos:
+            assert [times.bucket for times in info.timeline.buckets] == [*range(runs[0][number][2])]
+            assert all(t.ready_s <= t.launch_s <= t.done_s for t in info.timeline.buckets)
+    assert any(run[1][1].repaired for run in runs), "the second gradient of w5 comes late"
+    assert runs[0][1][1].unused == ("w3", "w4")
+
+
+@pytest.mark.parametrize("name", ["hierarchical", "reduce_scatter", "all_reduce, after, split"])
+def test_gradients_packed_on_arrival(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fddp.runtime.program._EAGER_BYTES", 1)
+    steps = branches_of(8)
+    for run in fddp.loopback(8, train, name, steps):
+        for number, branches in enumerate(steps):
+            inputs = [(batch(r, number, width=4), branches[r]) for r in range(8)]
+            expected = mean_gradients(plain_loss, params(), inputs, [1.0] * 8)
+            assert largest_difference(run[number][0], expected) < 1e-12
+
+
+# What is issued
+
+
+class Issued(NamedTuple):
+    kind: str
+    ranks: tuple[int, ...]
+    dtype: str
+    numel: int
+
+
+def record(sync: fddp.GradSync) -> list[Issued]:
+    """Notes what the transport is asked for from now on."""
+    issued: list[Issued] = []
+    transport = sync._engine.transport
+    start = transport._start
+
+    def noting(operation: Any) -> Any:
+        tensor = operation.tensor
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        issued.append(Issued(operation.kind, operation.ranks, dtype, tensor.numel()))
+        return start(operation)
+
+    transport._start = noting  # type: ignore[method-assign]
+    return issued
+
+
+def listed(sync: fddp.GradSync, program: Program, late: tuple[int, ...]) -> list[Issued]:
+    """The collectives in a program's schedule, as this rank should issue them."""
+    schedule = program.schedule
+    topology, issued = schedule.topology, []
+    for op in schedule.ops:
+        if not meets(op) or (op.when == "late" and op.bucket not in late):
+            continue
+        if op.kind == "control":
+            everyone = tuple(range(sync.world_size))
+            issued.append(Issued("all_reduce", everyone, "float64", program.control.size))
+            continue
+        # What an all-gather fills; what the others work on.
+        cuts = op.region.shard[:-1] if op.kind == "all_gather" else op.region.shard
+        numel = (op.region.stop - op.region.start) // topology.size(cuts)
+        if op is schedule.ops[schedule.carrier]:
+            numel += program.control.size
+        ranks = topology.group(op.axes, sync.rank)
+        issued.append(Issued(op.kind, ranks, schedule.wire_dtypes[op.bucket], numel))
+    return issued
+
+
+def issue(group: Any, name: str) -> Any:
+    with opened(group, mlp(dtype=torch.float32), name) as sync:
+        issued, checked = record(sync), []
+        step = sync.value_and_grad(mlp_loss, with_info=True)
+        for number in range(3):
+            program = sync._engine.program  # another one after the first step
+            x = batch(sync.rank, number).float()
+            _, grads, info = step(mlp(dtype=torch.float32), x)
+            checked.append((list(issued), listed(sync, program, info.repaired)))
+            issued.clear()
+            gathering = sync._engine.gathering
+            if gathering is not None:
+                sync.all_gather(grads)
+                checked.append((list(issued), listed(sync, gathering, ())))
+            issued.clear()
+        return checked
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_is_issued_is_what_the_schedule_lists(launch: Launch, name: str) -> None:
+    for checked in launch(world_of(launch), issue, name):
+        for issued, expected in checked:
+            assert issued == expected
+            assert len(issued) >= 3
+
+
+@pytest.mark.parametrize(
+    ("name", "chain"),
+    [
+        ("all_reduce", ["all_reduce"]),
+        ("hierarchical", ["reduce_scatter", "all_reduce", "all_gather"]),
+        ("reduce_scatter", ["reduce_scatter", "reduce_scatter"]),
+    ],
+)
+def test_collectives_of_each_bucket(name: str, chain: list[str]) -> None:
+    def run(group: Any) -> None:
+        with opened(group, mlp(), name) as sync:
+            issued, buckets = record(sync), len(sync.plan.buckets)
+            sync.value_and_grad(mlp_loss)(mlp(), batch(sync.rank, 0))
+            found = Counter(operation.kind for operation in issued)
+            word = [] if name == "all_reduce" else ["all_reduce"]  # where it does not ride
+            assert found == Counter(chain * buckets + word)
+
+    fddp.loopback(8, run)
+
+
+# Weights, micro-batches, uneven inputs, NaN, sparse leaves
+
+
+def rows(p: Any, x: Any) -> int:
+    return len(x)
+
+
+def micro_batches(rank: int) -> list[Tensor]:
+    return [rand(1 + (rank + n) % 3, 8, seed=100 * n + rank) for n in range(2 + rank % 2)]
+
+
+def accumulate(group: Any, name: str) -> Any:
+    with opened(group, mlp(), name) as sync:
+        step = sync.value_and_grad(mlp_loss, weight_fn=rows)
+        *earlier, last = micro_batches(sync.rank)
+        total = fddp.tree_map(torch.zeros_like, mlp())
+        for x in earlier:
+            grads = torch.func.grad(mlp_loss)(mlp(), x)
+            own = fddp.tree_map(lambda g: g * len(x), grads)  # noqa: B023 - called at once
+            total = fddp.tree_map(torch.add, total, own)
+        weight = float(sum(map(len, earlier)))
+        return whole(sync, step(mlp(), last, accumulated=(total, weight))[1])
+
+
+@pytest.mark.parametrize("name", ["hierarchical", "reduce_scatter", "reduce_scatter, after, split"])
+def test_weights_and_micro_batches(launch: Launch, name: str) -> None:
+    world_size = world_of(launch)
+    inputs = [(torch.cat(micro_batches(rank)),) for rank in range(world_size)]
+    weights = [float(len(x)) for (x,) in inputs]
+    expected = mean_gradients(mlp_loss, mlp(), inputs, weights)
+    runs = launch(world_size, accumulate, name)
+    assert same_bits(runs)
+    assert largest_difference(runs[0], expected) < 1e-12
+
+
+def own_batches(rank: int) -> list[Tensor]:
+    return [batch(rank, number) for number in range([0, 3, 1, 2][rank % 4])]
+
+
+def descend_unevenly(group: Any, name: str) -> Any:
+    p = mlp()
+    with opened(group, p, name) as sync:
+        step, losses = sync.value_and_grad(mlp_loss), []
+        for x in fddp.uneven(own_batches(sync.rank), sync):
+            if sync.schedule.result == "sharded_mean":
+                p = sync.all_gather(sync.shard(p))  # does not count as the round's step
+            loss, grads = step(p, x)
+            p = fddp.tree_map(lambda a, g: a - 0.1 * g, p, whole(sync, grads))
+            losses.append(loss is None)
+        return p, losses
+
+
+@pytest.mark.parametrize("name", ["hierarchical", "reduce_scatter", "all_reduce, average"])
+def test_uneven_inputs(launch: Launch, name: str) -> None:
+    world_size = world_of(launch)
+    p = mlp()
+    for number in range(3):
+        inputs = [
+            (own_batches(rank)[number],)
+            for rank in range(world_size)
+            if number < len(own_batches(rank))
+        ]
+        grads = mean_gradients(mlp_loss, p, inputs, [1.0] * len(inputs))
+        p = fddp.tree_map(lambda a, g: a - 0.1 * g, p, grads)
+    runs = launch(world_size, descend_unevenly, name)
+    assert same_bits([run[0] for run in runs])
+    assert largest_difference(runs[0][0], p) < 1e-12
+    assert [run[1] for run in runs[:4]] == [
+        [True] * 3,
+        [False] * 3,
+        [False, True, True],
+        [False, False, True],
+    ]
+
+
+def one_nan(group: Any, name: str) -> Any:
+    tree = {"a": torch.zeros(5), "b": torch.zeros(2, 3, dtype=torch.bfloat16)}
+    with opened(group, tree, name) as sync:
+        grads = fddp.tree_map(torch.ones_like, tree)
+        if sync.rank == 1:
+            grads["a"][3] = torch.nan
+        call = sync.reduce_scatter if sync.schedule.result == "sharded_mean" else sync
+        result, info = call(grads, with_info=True)
+        clean, clean_info = call(fddp.tree_map(torch.ones_like, tree), with_info=True)
+        finite = [g.isfinite().tolist() for g in flatten(whole(sync, result))[0]]
+        return finite, info.all_finite, whole(sync, clean), clean_info.all_finite
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_nan_is_told_on_every_rank(name: str) -> None:
+    for finite, all_finite, clean, clean_finite in fddp.loopback(8, one_nan, name):
+        assert finite == [[True, True, True, False, True], [[True] * 3] * 2]
+        assert not all_finite
+        assert clean_finite
+        assert clean["a"].tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "hierarchical", "reduce_scatter"])
+def test_the_norm_is_that_of_what_a_rank_gets(name: str) -> None:
+    def run(group: Any) -> tuple[float, float]:
+        with opened(group, mlp(), name) as sync:
+            _, grads, info = sync.value_and_grad(mlp_loss, with_info=True)(
+                mlp(), batch(sync.rank, 0)
+            )
+            return info.grad_norm, sum(float(g.square().sum()) for g in flatten(grads)[0])
+
+    runs = fddp.loopback(8, run)
+    for norm, squares in runs:
+        assert norm == pytest.approx(squares**0.5, rel=1e-12)
+    every = [(batch(rank, 0),) for rank in range(8)]
+    leaves = flatten(mean_gradients(mlp_loss, mlp(), every, [1.0] * 8))[0]
+    total = sum(float(leaf.square().sum()) for leaf in leaves)
+    shards = sum(squares for _, squares in runs)
+    assert shards == pytest.approx(total if name == "reduce_scatter" else 8 * total, rel=1e-12)
+
+
+def embedding_loss(p: Any, index: Tensor | None) -> Tensor:
+    x = p["w"].square().sum()
+    if index is not None:
+        x = x + (F.embedding(index, p["emb"], sparse=True) * p["w"]).square().sum()
+    return x
+
+
+def embed(group: Any, name: str) -> Any:
+    p = {"emb": rand(10, 4, seed=0), "w": rand(4, seed=1)}
+    with opened(group, p, name, sparse=("emb",)) as sync:
+        _, grads = sync.value_and_grad(embedding_loss)(p, index_of(sync.rank))
+        return {**grads, "emb": grads["emb"].to_dense()}
+
+
+def index_of(rank: int) -> Tensor | None:
+    return None if rank == 1 else torch.tensor([rank, 2, 2, 9 - rank])
+
+
+def dense_loss(p: Any, index: Tensor | None) -> Tensor:
+    x = p["w"].square().sum()
+    return x if index is None else x + (p["emb"][index] * p["w"]).square().sum()
+
+
+@pytest.mark.parametrize("name", [n for n, v in VARIANTS.items() if v[0] != "reduce_scatter"])
+def test_sparse_leaves(launch: Launch, name: str) -> None:
+    world_size = world_of(launch)
+    p = {"emb": rand(10, 4, seed=0), "w": rand(4, seed=1)}
+    inputs = [(index_of(rank),) for rank in range(world_size)]
+    expected = mean_gradients(dense_loss, p, inputs, [1.0] * world_size)
+    runs = launch(world_size, embed, name)
+    assert same_bits(runs)
+    assert largest_difference(runs[0], expected) < 1e-13
+
+
+# A rank that fails, and what comes after it
+
+
+def failing_loss(p: Any, x: Tensor, fails: bool) -> Tensor:
+    if fails:
+        raise BoomError(7, "in the loss")
+    return mlp_loss(p, x)
+
+
+def fail_and_go_on(group: Any, name: str) -> tuple[list[Ending], Any]:
+    with opened(group, mlp(), name) as sync:
+        last = sync.rank == sync.world_size - 1
+        x = batch(sync.rank, 0)
+        step = sync.value_and_grad(failing_loss)
+        badly = sync.value_and_grad(failing_loss, weight_fn=lambda *_: -1.0 if last else 1.0)
+        short = {key: mlp()[key] for key in list(mlp())[1:]} if last else mlp()
+        endings = [
+            ending(lambda: step(mlp(), x, last)),
+            ending(lambda: badly(mlp(), x, False)),
+            ending(lambda: step(short, x, False)),
+        ]
+        return endings, whole(sync, step(mlp(), x, False)[1])
+
+
+@pytest.mark.parametrize("name", ["hierarchical", "reduce_scatter", "hierarchical, average, split"])
+def test_a_rank_that_fails_is_told_everywhere(launch: Launch, name: str) -> None:
+    world_size = world_of(launch)
+    runs = launch(world_size, fail_and_go_on, name)
+    own_kinds = ("BoomError", "WeightError", "TreeMismatchError")
+    for rank, (endings, grads) in enumerate(runs):
+        for end, kind in zip(endings, own_kinds, strict=True):
+            if rank == world_size - 1:
+                assert end.kinds[0] == kind
+            else:
+                assert end.kinds[0] == "PeerError"
+                assert list(end.failures) == [world_size - 1]
+                assert kind in end.failures[world_size - 1]
+        inputs = [(batch(r, 0),) for r in range(world_size)]
+        expected = mean_gradients(mlp_loss, mlp(), inputs, [1.0] * world_size)
+        assert largest_difference(grads, expected) < 1e-12
+
+
+# In place, plans, retained buckets
+
+
+def write(group: Any, name: str) -> Any:
+    with opened(group, mlp(), name) as sync:
+        grads = torch.func.grad(mlp_loss)(mlp(), batch(sync.rank, 0))
+        mean, own = sync(grads), [id(leaf) for leaf in flatten(grads)[0]]
+        written = sync.reduce_(grads)
+        assert [id(leaf) for leaf in flatten(written)[0]] == own
+        return mean, written
+
+
+@pytest.mark.parametrize("name", ["hierarchical", "hierarchical, average, split"])
+def test_reduce_in_place(launch: Launch, name: str) -> None:
+    for mean, written in launch(world_of(launch), write, name):
+        assert same_bits([mean, written])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_when_plans_are_rebuilt(name: str) -> None:
+    def run(group: Any) -> Any:
+        with opened(group, dict(reversed(mlp().items())), name) as sync:
+            before, digests = sync.plan, []
+            for number in range(3):
+                sync.value_and_grad(mlp_loss)(mlp(), batch(sync.rank, number))
+                assert sync.schedule.plan == sync.plan
+                digests.append(sync.plan.digest)
+            return before.digest, digests, fddp.rebucket(before, sync.plan.order) == sync.plan
+
+    variant = VARIANTS[name]
+    rebuilt = variant.algorithm != "reduce_scatter" and variant.scaling is None
+    runs = fddp.loopback(8, run)
+    for before, digests, is_rebucketed in runs:
+        assert (before != digests[0]) is rebuilt
+        assert len(set(digests)) == 1
+        assert is_rebucketed
+    assert len({digests[0] for _, digests, _ in runs}) == 1
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_float16_bucket_is_reduced_again_where_the_unit_is_unfit(name: str) -> None:
+    def run(group: Any) -> None:
+        trees = [{"w": rand(5, seed=r, dtype=torch.float16) * 100} for r in range(8)]
+        with opened(group, trees[0], name) as sync:
+            for weight in (1.0, 1e6, 1e6, 1.0):
+                assert_mean(sync, trees, [weight * (1 + rank % 2) for rank in range(8)])
+
+    fddp.loopback(8, run)
+
+
+def learn(group: Any, name: str) -> list[tuple[int, ...]]:
+    """A leaf in two checkpoints gets its second gradient after its bucket has left."""
+
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        def layer(h: Tensor) -> Tensor:
+            return torch.tanh(h @ p["w2"])
+
+        h = checkpoint(layer, x.requires_grad_(), use_reentrant=True)
+        h = torch.tanh(torch.tanh(h @ p["w0"]) @ p["w1"])
+        return checkpoint(layer, h, use_reentrant=True).sum()
+
+    tree = {f"w{i}": rand(4, 4, seed=i) for i in range(3)}
+    with opened(group, tree, name) as sync:
+        step = sync.value_and_grad(loss_fn, with_info=True)
+        return [step(tree, batch(sync.rank, n, width=4))[2].repaired for n in range(3)]
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "hierarchical", "reduce_scatter"])
+def test_repeated_gradients_are_learned(launch: Launch, name: str) -> None:
+    runs = launch(world_of(launch), learn, name)
+    assert all(run == runs[0] for run in runs)
+    assert runs[0][0]
+    assert not runs[0][-1]

@@ -1,0 +1,394 @@
+"""Averages of parameters: what they are, and when they are due."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import (
+    HierarchicalModelAverager,
+)
+from torch.distributed.device_mesh import init_device_mesh
+
+import fddp
+from fddp.sync.averaging import WORLD, Averager, Periodic, average
+from tests.collectives.test_broadcast import rank_of
+from tests.support.models import rand, same_bits
+from tests.support.ranks import Launch, RankPool
+from tests.sync.test_errors import Ending, ending
+
+# When
+
+
+@given(st.integers(1, 7), st.integers(0, 9))
+def test_once_in_every_period_from_the_end_of_the_warm_up_on(period: int, warmup: int) -> None:
+    when = Periodic(period, warmup_steps=warmup)
+    due = [step for step in range(warmup + 5 * period) if when.due(step)]
+    assert due == [warmup + k * period for k in range(5)]
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 5), st.integers(0, 60))
+def test_inner_axes_are_due_whenever_outer_ones_are(
+    factors: list[int], warmup: int, step: int
+) -> None:
+    periods: dict[str, int] = {}
+    period = 1
+    for number, factor in enumerate(factors):  # from the innermost on
+        period *= factor
+        periods = {f"axis{number}": period, **periods}
+    due = Periodic(periods, warmup_steps=warmup).due(step)
+    names = tuple(periods)
+    assert due == names[len(names) - len(due) :]
+    for name, period in periods.items():
+        alone = Periodic({name: period}, warmup_steps=warmup).due(step)
+        assert (name in due) == bool(alone)
+
+
+@pytest.mark.parametrize(
+    ("period", "warmup", "text"),
+    [
+        (0, 0, "the period of 'world' must be an int of at least 1, got 0"),
+        (2.0, 0, "got 2.0"),
+        (1, -1, "warmup_steps must be an int of at least 0, got -1"),
+        ({}, 0, "a period for one axis at least"),
+        ({"host": 6, "local": 4}, 0, "period of 'host', 6, is no multiple of that of 'local', 4"),
+        ({"host": 2, "local": 4}, 0, "axes go from the outermost on"),
+    ],
+)
+def test_periods_that_make_no_sense(period: Any, warmup: int, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Periodic(period, warmup_steps=warmup)
+
+
+def test_a_decision_is_a_value() -> None:
+    when = Periodic({"host": 8, "local": 2}, warmup_steps=3)
+    assert pickle.loads(pickle.dumps(when)) == when
+    assert len({when, Periodic({"host": 8, "local": 2}, warmup_steps=3)}) == 1
+    assert when != Periodic({"host": 8, "local": 4}, warmup_steps=3)
+
+
+# What
+
+
+def tree(rank: int) -> Any:
+    return {
+        "layers": [
+            OrderedDict(w=rand(3, 4, seed=rank), b=rand(4, seed=10 + rank).float()),
+            (rand(2, 2, seed=20 + rank).to(torch.complex128),),
+        ],
+        "seen": torch.tensor(rank),
+        "none": None,
+    }
+
+
+def mean(world_size: int, weights: list[float] | None = None) -> Any:
+    """In one process."""
+    weights = weights or [1.0] * world_size
+    trees = [tree(rank) for rank in range(world_size)]
+
+    def of_leaves(*leaves: Tensor) -> Tensor:
+        total = sum(w * leaf for w, leaf in zip(weights, leaves, strict=True))
+        assert isinstance(total, Tensor)
+        return total / sum(weights)
+
+    return fddp.tree_map(of_leaves, *trees)
+
+
+def check_mean(results: list[Any], expected: Any) -> None:
+    for rank, result in enumerate(results):
+        assert result["seen"] == rank
+        assert result["none"] is None
+        result["seen"] = expected["seen"]
+        torch.testing.assert_close(result, expected)
+    assert same_bits(results)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_it_is_the_mean_of_one_process(launch: Launch, world_size: int) -> None:
+    check_mean(launch(world_size, averaged, None), mean(world_size))
+
+
+def test_ranks_count_by_their_weight(launch: Launch) -> None:
+    weights = [1.0, 3.0, 0.0]
+    check_mean(launch(3, averaged, weights), mean(3, weights))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_of_weight_0_keeps_its_nan_to_itself(launch: Launch, world_size: int) -> None:
+    """And gets the mean of the others. Without a weight its NaN is everybody's."""
+    for found in launch(world_size, spoiled):
+        whole, weighted, in_place = found
+        assert all(leaf.isnan().all() for leaf in whole.values())
+        assert same_bits([weighted, in_place])
+        expected = sum(r for r in range(world_size) if r != 1) / (world_size - 1)
+        assert all((leaf == expected).all() for leaf in weighted.values())
+
+
+def spoiled(group: Any) -> Any:
+    rank = rank_of(group)
+    value = float("nan") if rank == 1 else float(rank)
+    own = {"w": torch.full((3,), value), "c": torch.full((2,), value, dtype=torch.complex64)}
+    sound = all(bool(leaf.isfinite().all()) for leaf in own.values())
+    in_place = fddp.tree_map(torch.clone, own)
+    with Averager(own, Periodic(1), group=group) as averager:
+        whole = averager.average(own, 0)
+        weighted = averager.average(own, 1, weight=float(sound))
+        averager.average_(in_place, 2, weight=float(sound))
+    return whole, weighted, in_place
+
+
+def averaged(group: Any, weights: list[float] | None) -> Any:
+    rank = rank_of(group)
+    own = tree(rank)
+    result = average(own, group=group, weight=weights[rank] if weights else 1.0)
+    assert same_bits([own, tree(rank)])
+    return result
+
+
+def test_the_default_group(ranks: RankPool) -> None:
+    assert ranks.run(2, by_default) == [0.5, 0.5]
+
+
+def by_default(rank: int, world_size: int) -> float:
+    return float(average(torch.tensor(float(rank))))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_averaging_twice_is_averaging_once(launch: Launch, world_size: int) -> None:
+    # Divided by a power of two: to the bit.
+    for once, twice in launch(world_size, repeated):
+        assert same_bits([once, twice])
+
+
+def repeated(group: Any) -> tuple[Any, Any]:
+    once = average(tree(rank_of(group)), group=group)
+    return once, average(once, group=group)
+
+
+def test_only_what_is_due_is_averaged() -> None:
+    for results in fddp.loopback(2, over_steps):
+        due = [step for step, same in enumerate(results) if same]
+        assert due == [1, 4]
+
+
+def over_steps(group: Any) -> list[bool]:
+    """For each step, whether ranks agree after it."""
+    agree = []
+    with Averager(tree(0), Periodic(3, warmup_steps=1), group=group) as averager:
+        for step in range(6):
+            own = tree(group.rank)
+            result = averager.average(own, step)
+            assert (result is own) == (not averager.when.due(step))
+            w = result["layers"][0]["w"]
+            agree.append(bool(torch.equal(w, fddp.broadcast(w, group=group))))
+    votes = average({"agree": torch.tensor(agree, dtype=torch.float64)}, group=group)
+    return [bool(vote == 1) for vote in votes["agree"]]
+
+
+def test_a_module_is_averaged_in_place() -> None:
+    for ids_kept, weights in fddp.loopback(2, in_place):
+        assert ids_kept
+        torch.testing.assert_close(weights, torch.full((2, 2), 0.5))
+
+
+def in_place(group: Any) -> tuple[bool, Tensor]:
+    module = nn.Linear(2, 2)
+    nn.init.constant_(module.weight, group.rank)
+    parameters = dict(module.named_parameters())
+    before = [id(p) for p in module.parameters()]
+    with Averager(parameters, Periodic(2), group=group) as averager:
+        averager.average_(parameters, 1)
+        assert module.weight.eq(group.rank).all()
+        averager.average_(parameters, 2)
+    assert module.weight.requires_grad
+    assert module.weight.grad is None
+    return before == [id(p) for p in module.parameters()], module.weight.detach()
+
+
+# As torch's
+
+
+def train(averager: Any, module: nn.Module, steps: int) -> list[list[Tensor]]:
+    """Parameters after each step."""
+    seen = []
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        module(rand(3, 4, seed=100 * step + dist.get_rank())).square().mean().backward()
+        optimizer.step()
+        averager(module, step)
+        seen.append([p.detach().clone() for p in module.parameters()])
+    return seen
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_parity_with_torchs_periodic_averager(ranks: RankPool, warmup: int) -> None:
+    for ours, torchs in ranks.run(2, periodic, warmup):
+        assert same_bits([ours, torchs])
+
+
+def periodic(rank: int, world_size: int, warmup: int) -> Any:
+    stock = PeriodicModelAverager(period=4, warmup_steps=warmup)
+    expected = train(lambda module, _: stock.average_parameters(module.parameters()), model(), 12)
+    module = model()
+    with Averager(named(module), Periodic(4, warmup_steps=warmup)) as averager:
+        ours = train(lambda module, step: averager.average_(named(module), step), module, 12)
+    return ours, expected
+
+
+def named(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters())
+
+
+def test_parity_with_torchs_hierarchical_averager(ranks: RankPool) -> None:
+    for ours, torchs in ranks.run(4, hierarchical):
+        torch.testing.assert_close(ours, torchs, rtol=1e-12, atol=1e-12)
+
+
+def hierarchical(rank: int, world_size: int) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock = HierarchicalModelAverager(OrderedDict({2: 2, 4: 4}), warmup_steps=4)
+    expected = train(lambda module, _: stock.average_parameters(module.parameters()), model(), 10)
+    module = model()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local"))
+    when = Periodic({"host": 4, "local": 2}, warmup_steps=4)
+    with Averager(named(module), when, mesh=mesh) as averager:
+        ours = train(lambda module, step: averager.average_(named(module), step), module, 10)
+    return ours, expected
+
+
+def test_axes_of_a_mesh(ranks: RankPool) -> None:
+    values = ranks.run(4, along_axes)
+    both = [1.5] * 4
+    local = [0.5, 0.5, 2.5, 2.5]
+    for rank, seen in enumerate(values):
+        assert seen["rare hosts"] == [both[rank], float(rank), local[rank], float(rank), both[rank]]
+        assert seen["equal"] == [both[rank], float(rank), both[rank], float(rank), both[rank]]
+        assert seen["no axes"] == seen["equal"]
+
+
+def along_axes(rank: int, world_size: int) -> dict[str, list[float]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local"))
+    own = torch.tensor(float(rank))
+    seen = {}
+    for name, periods in {
+        "rare hosts": {"host": 4, "local": 2},
+        "equal": {"host": 2, "local": 2},
+        "no axes": 2,
+    }.items():
+        with Averager(own, Periodic(periods), mesh=mesh) as averager:
+            seen[name] = [float(averager.average(own, step)) for step in range(5)]
+    return seen
+
+
+# Errors
+
+
+def test_periods_of_axes_need_their_mesh(ranks: RankPool) -> None:
+    with pytest.raises(ValueError, match=r"for the axes .'host', 'local'.; pass a DeviceMesh"):
+        Averager(torch.zeros(1), Periodic({"host": 2, "local": 1}))
+    ranks.run(2, other_axes)
+
+
+def other_axes(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("host", "local"))
+    with pytest.raises(ValueError, match=r"axes \('local', 'host'\), and the mesh has \('host',"):
+        Averager(torch.zeros(1), Periodic({"local": 1, "host": 1}), mesh=mesh)
+    with pytest.raises(ValueError, match="a DeviceMesh brings its own group"):
+        Averager(torch.zeros(1), Periodic({WORLD: 1}), mesh=mesh, group=dist.group.WORLD)
+
+
+def test_ranks_must_have_the_same_tree(launch: Launch) -> None:
+    for end in launch(2, unlike):
+        assert end.kinds[0] == "PlanMismatchError"
+        assert "'b'" in end.text
+
+
+def unlike(group: Any) -> Ending:
+    names = ["a", "b"] if rank_of(group) else ["a"]
+    return ending(lambda: average({name: torch.zeros(1) for name in names}, group=group))
+
+
+def test_ranks_must_average_at_the_same_steps(launch: Launch) -> None:
+    sides = "at step 0 (the average after step 4)", "at step 0 (the average after step 5)"
+    for made, averaged, value in launch(2, at_other_steps):
+        assert made.kinds[0] == "PlanMismatchError"
+        assert "by Periodic(periods=(('world', 2),), warmup_steps=0) on rank 0 and by" in made.text
+        assert averaged.kinds[0] == "DesyncError"
+        assert all(side in averaged.text for side in sides)
+        assert value == 0.5, "all can go on"
+
+
+def at_other_steps(group: Any) -> tuple[Ending, Ending, float]:
+    rank, params = rank_of(group), {"w": torch.full((3,), float(rank_of(group)))}
+    made = ending(lambda: Averager(params, Periodic(2 + rank), group=group))
+    with Averager(params, Periodic(1), group=group) as averager:
+        averaged = ending(lambda: averager.average(params, 4 + rank))
+        averager.average_(params, 6)
+    return made, averaged, params["w"][0].item()
+
+
+def test_averages_of_parameters_and_of_gradients_do_not_meet(launch: Launch) -> None:
+    once, often, value = "parameter average", "periodic average", 0.5
+    for told in launch(2, averaging_what_others_do_not):
+        assert [end.kinds[0] for end in told[:-1]] == ["DesyncError"] * 3
+        sides = [("GradSync", once), (once, often), (often, "GradSync")]
+        for end, (first, second) in zip(told[:-1], sides, strict=True):
+            assert f"rank 0 opens a {first} where rank 1 opens a {second}" in end.text
+        assert told[-1] == value, "all can go on"
+
+
+def averaging_what_others_do_not(group: Any) -> list[Any]:
+    rank, own = rank_of(group), torch.tensor(float(rank_of(group)))
+    calls = [
+        lambda: fddp.GradSync(own, group=group)(own),
+        lambda: average(own, group=group),
+        lambda: Averager(own, Periodic(1), group=group).average(own, 0),
+    ]
+    ends = [ending(calls[(number + rank) % 3]) for number in range(3)]
+    return [*ends, average(own, group=group).item()]
+
+
+@pytest.mark.parametrize("call", ["average", "average_"])
+def test_a_parameter_must_not_be_missing(launch: Launch, call: str) -> None:
+    first, second = launch(2, missing, call)
+    assert (first.kinds[0], second.kinds[0]) == ("PeerError", "TreeMismatchError")
+    for end in (first, second):
+        assert "leaf 'b' to average is None where the averager was made for float32" in end.text
+        assert "of shape (2,); pass all parameters" in end.text
+
+
+def missing(group: Any, call: str) -> Ending:
+    params: dict[str, Tensor | None] = {"a": torch.zeros(3), "b": torch.zeros(2)}
+    with Averager(params, Periodic(1), group=group) as averager:
+        if rank_of(group) == 1:
+            params["b"] = None
+        end = ending(lambda: getattr(averager, call)(params, 0))
+        params["b"] = torch.full((2,), float(rank_of(group)))
+        averager.average_(params, 1)  # the group is still usable
+        assert params["b"].eq(0.5).all()
+        return end
+
+
+def test_nothing_to_average(launch: Launch) -> None:
+    for end in launch(2, only_integers):
+        assert end.kinds[0] == "NoGradientError"
+
+
+def only_integers(group: Any) -> Ending:
+    return ending(lambda: average({"n": torch.zeros(2, dtype=torch.int64)}, group=group))

@@ -1,0 +1,211 @@
+"""Plans in use, leaves that stay local, and several `GradSync`s at once."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import fddp
+from tests.support.models import largest_difference, mean_gradients, rand, same_bits
+from tests.support.ranks import Launch
+from tests.sync.test_sync import SMALL, synced
+
+# Leaves that stay local
+
+
+def test_leaves_that_select_declines_stay_local() -> None:
+    def run(group: Any) -> Any:
+        rank = group.rank
+        params = {"w": torch.zeros(2), "expert": torch.zeros(2 + rank)}
+        grads = {"w": torch.full((2,), 1.0 + rank), "expert": torch.full((2 + rank,), 5.0 + rank)}
+        with fddp.GradSync(params, group=group, select=lambda path: path != "expert") as sync:
+            synced_tree = sync(grads)
+            _, stepped = sync.value_and_grad(
+                lambda p: (p["w"] * (1.0 + rank)).sum() + (p["expert"] * (5.0 + rank)).sum()
+            )(params)
+        assert synced_tree["expert"].data_ptr() != grads["expert"].data_ptr()
+        return synced_tree, stepped
+
+    for rank, results in enumerate(fddp.loopback(3, run)):
+        for result in results:
+            assert result["w"].tolist() == [2.0, 2.0]
+            assert result["expert"].tolist() == [5.0 + rank] * (2 + rank)
+
+
+def test_local_leaves_may_exist_on_one_rank_only_and_have_any_dtype() -> None:
+    def run(group: Any) -> Any:
+        own = {
+            f"expert{group.rank}": torch.ones(2, dtype=[torch.float16, torch.float64][group.rank])
+        }
+        grads = {"w": torch.full((2,), 1.0 + group.rank), **own}
+        with fddp.GradSync(grads, group=group, select=lambda path: path == "w") as sync:
+            return sync(grads)
+
+    first, second = fddp.loopback(2, run)
+    assert set(first) == {"w", "expert0"}
+    assert set(second) == {"w", "expert1"}
+    assert first["w"].tolist() == second["w"].tolist() == [1.5, 1.5]
+
+
+def test_an_unused_local_leaf_is_none_although_others_use_theirs() -> None:
+    def run(group: Any) -> Any:
+        grads = {"w": torch.ones(2), "own": None if group.rank else torch.ones(2)}
+        like = {"w": torch.ones(2), "own": torch.ones(2)}
+        with fddp.GradSync(like, group=group, select=lambda path: path == "w") as sync:
+            return sync(grads)["own"]
+
+    first, second = fddp.loopback(2, run)
+    assert first.tolist() == [1.0, 1.0]
+    assert second is None
+
+
+# Plans
+
+
+def ordered_loss(p: dict[str, Tensor], names: list[str]) -> Tensor:
+    """Uses the parameters in this order, so that gradients come in the reverse of it."""
+    x = torch.ones(4, 4, dtype=torch.float64)
+    for name in names:
+        x = torch.tanh(x @ p[name])
+    return x.square().mean()
+
+
+def square_params() -> dict[str, Tensor]:
+    return {name: rand(4, 4, seed=i) for i, name in enumerate("abcdef")}
+
+
+def test_a_plan_is_rebuilt_once_in_rank_0s_ready_order() -> None:
+    options = {"first_bucket_mb": 1e-4, "bucket_cap_mb": 3e-4}
+
+    def run(group: Any) -> Any:
+        orders = ["cbafed", "abcdef", "fedcba"]
+        with fddp.GradSync(square_params(), group=group, **options) as sync:
+            step = sync.value_and_grad(ordered_loss)
+            plans, grads = [sync.plan], []
+            for number in range(3):
+                names = orders[(group.rank + number) % 3]
+                grads.append(step(square_params(), list(names))[1])
+                plans.append(sync.plan)
+            return plans, grads
+
+    results = fddp.loopback(2, run)
+    for plans, grads in results:
+        assert plans[0] == fddp.plan_buckets(square_params(), **options)
+        # "cbafed" is rank 0's order of use in the first step.
+        assert plans[1] == fddp.rebucket(plans[0], ["abcdef".index(name) for name in "defabc"])
+        assert plans[1] is plans[2] is plans[3]
+        for number, result in enumerate(grads):
+            inputs = [(list(["cbafed", "abcdef", "fedcba"][(r + number) % 3]),) for r in range(2)]
+            expected = mean_gradients(ordered_loss, square_params(), inputs, [1.0, 1.0])
+            assert largest_difference(result, expected) < 1e-14
+    assert same_bits([grads for _, grads in results])
+
+
+def test_sync_of_a_tree_does_not_rebuild_the_plan() -> None:
+    def run(group: Any) -> bool:
+        with fddp.GradSync(square_params(), group=group, **SMALL) as sync:
+            plan = sync.plan
+            sync(square_params())
+            before = sync.plan is plan
+            sync.value_and_grad(ordered_loss)(square_params(), list("cbafed"))
+            return before and sync.plan is not plan
+
+    assert fddp.loopback(2, run) == [True, True]
+
+
+@pytest.mark.parametrize("source", ["params", "meta", "numpy", "json"])
+def test_a_plan_that_is_passed_in_is_used_as_given(source: str) -> None:
+    trees: dict[str, Any] = {
+        "params": square_params(),
+        "json": square_params(),
+        "meta": {k: v.to("meta") for k, v in square_params().items()},
+        "numpy": {k: np.zeros(v.shape) for k, v in square_params().items()},
+    }
+    plan = fddp.plan_buckets(trees[source], order=[3, 1, 4, 0, 5, 2], bucket_cap_mb=[1e-4, 3e-4])
+    if source == "json":
+        plan = fddp.BucketPlan.from_json(plan.to_json())
+
+    def run(group: Any) -> Any:
+        with fddp.GradSync(plan, group=group) as sync:
+            step = sync.value_and_grad(ordered_loss, with_info=True)
+            for _ in range(2):
+                _, grads, info = step(square_params(), list("abcdef"))
+                assert sync.plan is plan
+                assert len(info.timeline.buckets) == len(plan.buckets)
+            nothing = dict.fromkeys("abcdef")
+            return grads, sync(nothing if group.rank else grads)
+
+    expected = mean_gradients(ordered_loss, square_params(), [(list("abcdef"),)] * 2, [1.0, 1.0])
+    for grads, half in fddp.loopback(2, run):
+        assert largest_difference(grads, expected) < 1e-14
+        assert largest_difference(half, fddp.tree_map(lambda g: g / 2, expected)) < 1e-14
+        assert all(leaf.device.type == "cpu" for leaf in half.values())
+
+
+@pytest.mark.parametrize("caps", [[1e-4], [1e-4, 4e-4, 2e-4], 1e-6])
+def test_any_caps_give_the_same_mean(caps: Any) -> None:
+    def grads_of(rank: int) -> Any:
+        return {name: leaf * rank for name, leaf in square_params().items()}
+
+    for result in synced(3, grads_of, bucket_cap_mb=caps):
+        assert largest_difference(result, square_params()) < 1e-14
+
+
+# Several at once
+
+
+def test_two_syncs_do_not_mix_however_their_calls_interleave() -> None:
+    def run(group: Any) -> list[float]:
+        one = {"w": torch.ones(3)}
+        with fddp.GradSync(one, group=group) as a, fddp.GradSync(one, group=group) as b:
+            results: dict[str, Tensor] = {}
+
+            def twenty(name: str, sync: fddp.GradSync, factor: float) -> None:
+                total = torch.zeros(3)
+                for step in range(20):
+                    total += sync({"w": torch.full((3,), factor * (step + group.rank))})["w"]
+                results[name] = total
+
+            jobs = [("a", a, 1.0), ("b", b, 1000.0)]
+            threads = [
+                threading.Thread(target=twenty, args=job)
+                for job in (jobs if group.rank else jobs[::-1])
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            return [results["a"][0].item(), results["b"][0].item()]
+
+    assert fddp.loopback(2, run) == [[200.0, 200000.0]] * 2
+
+
+def test_a_gans_two_syncs_take_turns(launch: Launch) -> None:
+    for one, two, inner, outer in launch(2, take_turns):
+        assert one == [1.5] * 3
+        assert two == [15.0] * 3
+        assert inner == 15.0
+        assert outer == 22.5
+
+
+def take_turns(group: Any) -> tuple[Any, ...]:
+    params = {"w": torch.zeros(3)}
+    with fddp.GradSync(params, group=group) as a, fddp.GradSync(params, group=group) as b:
+        rank = a.rank
+        for _ in range(3):
+            one = a({"w": torch.full((3,), 1.0 + rank)})["w"]
+            two = b({"w": torch.full((3,), 10.0 * (1 + rank))})["w"]
+        found = []
+
+        def outer(p: dict[str, Tensor]) -> Tensor:
+            _, grads = b.value_and_grad(lambda q: (q["w"] * 10.0 * (1 + rank)).sum())(params)
+            found.append(grads["w"][0].item())
+            return (p["w"] * grads["w"] * (1.0 + rank)).sum()
+
+        _, grads = a.value_and_grad(outer)(params)
+        return one.tolist(), two.tolist(), found[0], grads["w"][0].item()

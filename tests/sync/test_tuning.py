@@ -1,0 +1,241 @@
+"""`GradSync.tune`: all ranks end with one plan, the better one, and right gradients."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fddp
+from fddp.errors import PeerError, PlanMismatchError, UnevenError
+from fddp.sync import autotune as tuning
+from tests.support.models import batch, largest_difference, mean_gradients, mlp, mlp_loss, same_bits
+from tests.support.ranks import Launch
+
+
+def tuned(group: Any, mesh: fddp.Topology | None = None, algorithm: Any = "all_reduce") -> Any:
+    """The report, the plan in force after it, and the gradients of a step."""
+    params = mlp()
+    with fddp.GradSync(params, group=group, mesh=mesh, algorithm=algorithm) as sync:
+        step = sync.value_and_grad(mlp_loss)
+        report = sync.tune(step, params, batch(sync.rank, 0), rounds=2)
+        return report, sync.plan, step(params, batch(sync.rank, 1))[1]
+
+
+def check(results: list[Any]) -> None:
+    reports = [report for report, _, _ in results]
+    first = reports[0]
+    for report, plan, _ in results:
+        assert report.after.shared_digest == first.after.shared_digest
+        assert plan == (report.after if report.adopted else report.before)
+        faster = report.measured_after_s < report.measured_before_s
+        assert report.adopted == (faster and report.after != report.before)
+        assert (report.costs, report.ready_times_s) == (first.costs, first.ready_times_s)
+        assert report.simulated_after_s <= report.simulated_before_s * (1 + 1e-9)
+    times_s = first.ready_times_s
+    assert len(times_s) == len(first.before.leaves)
+    assert all(time_s > 0.0 for time_s in times_s)
+    # The last layer's gradients come first.
+    by_path = dict(zip(first.before.paths, times_s, strict=True))
+    assert by_path["layer3.weight"] < by_path["layer0.weight"]
+    grads = [grads for _, _, grads in results]
+    assert same_bits(grads)
+    inputs = [(batch(rank, 1),) for rank in range(len(results))]
+    truth = mean_gradients(mlp_loss, mlp(), inputs, [1.0] * len(results))
+    assert largest_difference(grads[0], truth) < 1e-12
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_ranks_end_with_the_better_plan(launch: Launch, world_size: int) -> None:
+    check(launch(world_size, tuned))
+
+
+def test_along_axes(launch: Launch) -> None:
+    results = launch(4, tuned, fddp.Topology(host=2, local=2), "hierarchical")
+    check(results)
+    assert set(results[0][0].costs) == {"host", "local"}
+
+
+@pytest.mark.parametrize("faster", ["before", "after"])
+def test_what_was_measured_decides(monkeypatch: pytest.MonkeyPatch, faster: str) -> None:
+    params = mlp()
+    caps = fddp.plan_buckets(params, bucket_cap_mb=1e-4, first_bucket_mb=1e-4).caps_bytes
+    assert len(caps) == 2
+    timings = (1.0, 2.0) if faster == "before" else (2.0, 1.0)
+    monkeypatch.setattr(tuning, "_compared", lambda *_: timings)
+
+    def on_rank(group: Any) -> Any:
+        with fddp.GradSync(mlp(), group=group, bucket_cap_mb=1e-4, first_bucket_mb=1e-4) as sync:
+            step = sync.value_and_grad(mlp_loss)
+            report = sync.tune(step, mlp(), batch(sync.rank, 0), rounds=1)
+            return report, sync.plan
+
+    for report, plan in fddp.loopback(2, on_rank):
+        assert report.after != report.before
+        assert report.adopted is (faster == "after")
+        assert plan == getattr(report, faster)
+        assert report.measured_gain == (-1.0 if faster == "before" else 0.5)
+        kept = "new" if report.adopted else "old"
+        assert f"the {kept} plan is kept" in str(report)
+
+
+def test_a_leaf_without_gradient_has_no_time() -> None:
+    def on_rank(group: Any) -> Any:
+        params = {"used": torch.ones(3), "unused": torch.ones(3), "count": torch.ones(2).long()}
+        with fddp.GradSync(params, group=group) as sync:
+            step = sync.value_and_grad(lambda p: p["used"].sum())
+            report = sync.tune(step, params, rounds=1)
+            return report, step(params)[1]["unused"]
+
+    for report, unused in fddp.loopback(2, on_rank):
+        by_path = dict(zip(report.before.paths, report.ready_times_s, strict=True))
+        assert by_path["used"] > 0.0
+        assert math.isnan(by_path["unused"])
+        assert math.isnan(by_path["count"])
+        assert unused is None
+
+
+def test_gradients_that_are_all_there() -> None:
+    def on_rank(group: Any) -> Any:
+        grads = {"a": torch.ones(1000), "b": torch.ones(1000)}
+        with fddp.GradSync(grads, group=group) as sync:
+            return sync.tune(sync, grads, rounds=1)
+
+    for report in fddp.loopback(2, on_rank):
+        assert all(time_s >= 0.0 for time_s in report.ready_times_s)
+
+
+def test_ranks_with_other_local_leaves(launch: Launch) -> None:
+    shapes = [plan.leaves for _, plan in launch(2, tuned_with_local_leaves)]
+    assert len(shapes[0]) == len(shapes[1])
+
+
+def tuned_with_local_leaves(group: Any) -> Any:
+    rank = getattr(group, "rank", 0)
+    rank = rank() if callable(rank) else rank
+    params = {"shared": torch.ones(4), "own": torch.ones(2 + rank), "also": torch.ones(3)}
+    with fddp.GradSync(params, group=group, select=lambda path: path != "own") as sync:
+        step = sync.value_and_grad(lambda p: (p["shared"].sum() * p["also"].sum() * p["own"]).sum())
+        report = sync.tune(step, params, rounds=1)
+        step(params)
+        return report, sync.plan
+
+
+# What can't be tuned
+
+
+def refused(group: Any, case: str) -> str:
+    params = mlp(layers=2)
+    options: dict[str, Any] = {"algorithm": "reduce_scatter"} if case == "shards" else {}
+    source: Any = params
+    if case == "schedule":
+        topology = fddp.Topology(world=2)
+        source = fddp.make_schedule(fddp.plan_buckets(params), topology)
+    with fddp.GradSync(source, group=group, **options) as sync:
+        step: Any = sync.value_and_grad(mlp_loss)
+        plan = sync.plan
+        rounds: Any = {"rounds": 0, "mismatch": 1 + sync.rank}.get(case, 1)
+        if case == "no step":
+            step = mlp_loss
+        try:
+            if case == "uneven":
+                for x in fddp.uneven([batch(sync.rank, 0)], sync):
+                    step(params, x)
+                    sync.tune(step, params, x)
+            sync.tune(step, params, batch(sync.rank, 0), rounds=rounds)
+        except (ValueError, PlanMismatchError, UnevenError) as error:
+            if case == "uneven":
+                return f"{type(error).__name__}: {error}"
+            assert sync.plan.shared_digest == plan.shared_digest or case == "no step"
+            step = sync.value_and_grad(mlp_loss)
+            step(params, batch(sync.rank, 0))
+            return f"{type(error).__name__}: {error}"
+    return "went through"
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("rounds", "ValueError: rounds must be an int of at least 1, got 0"),
+        ("mismatch", "PlanMismatchError: rounds are 1, 2 by rank"),
+        ("shards", "ValueError: a schedule that was passed in, and one whose shards"),
+        ("schedule", "ValueError: a schedule that was passed in, and one whose shards"),
+        ("no step", "the step did not synchronise; pass one that was made by value_and_grad"),
+        ("uneven", "UnevenError: tune synchronises many times"),
+    ],
+)
+def test_refusals(launch: Launch, case: str, text: str) -> None:
+    for told in launch(2, refused, case):
+        assert text in told
+
+
+def failing(group: Any) -> Any:
+    """A step that raises on rank 1 in the middle of tuning."""
+    params = mlp(layers=2)
+    calls: Iterator[int] = iter(range(100))
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        if sync.rank == 1 and next(calls) == 6:
+            raise ZeroDivisionError("on purpose")
+        return mlp_loss(params, x)
+
+    with fddp.GradSync(params, group=group) as sync:
+        step = sync.value_and_grad(loss_fn)
+        step(params, batch(sync.rank, 0))
+        plan = sync.plan
+        with pytest.raises((ZeroDivisionError, PeerError)) as caught:
+            sync.tune(step, params, batch(sync.rank, 0), rounds=3)
+        assert sync.plan == plan
+        return type(caught.value).__name__, step(params, batch(sync.rank, 1))[1]
+
+
+def test_a_step_that_fails_leaves_the_old_plan(launch: Launch) -> None:
+    results = launch(2, failing)
+    assert [name for name, _ in results] == ["PeerError", "ZeroDivisionError"]
+    assert same_bits([grads for _, grads in results])
+
+
+def failing_outside(group: Any, when: str) -> Any:
+    """A step that fails on rank 1 outside of its synchronisation."""
+    params = mlp(layers=2)
+    calls: Iterator[int] = iter(range(100))
+
+    def step(params: Any, x: Tensor) -> None:
+        is_due = sync.rank == 1 and next(calls) == 4
+        if is_due and when == "before":
+            raise ZeroDivisionError("on purpose")
+        if is_due and when == "instead":
+            return
+        synced(params, x)
+        if is_due and when == "after":
+            raise ZeroDivisionError("on purpose")
+
+    with fddp.GradSync(params, group=group) as sync:
+        synced = sync.value_and_grad(mlp_loss)
+        synced(params, batch(sync.rank, 0))
+        plan = sync.plan
+        with pytest.raises((ZeroDivisionError, ValueError, PeerError)) as caught:
+            sync.tune(step, params, batch(sync.rank, 0), rounds=2)
+        assert sync.plan == plan
+        return type(caught.value).__name__, synced(params, batch(sync.rank, 1))[1]
+
+
+@pytest.mark.parametrize("when", ["before", "instead", "after"])
+def test_what_fails_outside_of_a_synchronisation_is_told(launch: Launch, when: str) -> None:
+    results = launch(2, failing_outside, when)
+    own = "ValueError" if when == "instead" else "ZeroDivisionError"
+    assert [name for name, _ in results] == ["PeerError", own]
+    assert same_bits([grads for _, grads in results])
+
+
+def test_the_plan_that_is_sent_is_the_plan_that_arrives() -> None:
+    params = mlp()
+    plan = fddp.plan_buckets(params, bucket_cap_mb=1e-4, first_bucket_mb=1e-5)
+    sent = tuning._encoded(plan)
+    json.loads(sent)
+    assert tuning._decoded(sent, fddp.plan_buckets(params)) == plan

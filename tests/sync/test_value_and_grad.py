@@ -1,0 +1,361 @@
+"""`sync.value_and_grad`: its arguments, its results, and whatever a loss function may do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fddp
+from fddp.tree.pytree import flatten
+from tests.support.models import (
+    Params,
+    batch,
+    largest_difference,
+    mean_gradients,
+    mlp,
+    mlp_loss,
+    rand,
+)
+from tests.support.ranks import Launch
+
+SMALL = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0002}
+
+
+def against_the_mean(world_size: int, params: Any, loss_fn: Any, steps: int = 2) -> None:
+    """Holds some steps of `loss_fn(params, batch)` against one process."""
+
+    def run(group: Any) -> list[Any]:
+        with fddp.GradSync(params, group=group, **SMALL) as sync:
+            step = sync.value_and_grad(loss_fn)
+            return [step(params, batch(group.rank, number)) for number in range(steps)]
+
+    runs = fddp.loopback(world_size, run)
+    for number in range(steps):
+        inputs = [(batch(rank, number),) for rank in range(world_size)]
+        expected = mean_gradients(loss_fn, params, inputs, [1.0] * world_size)
+        for rank, results in enumerate(runs):
+            loss, grads = results[number]
+            own = fddp.tree_map(lambda p: p.clone().requires_grad_(), params)
+            assert largest_difference(grads, expected) < 1e-12
+            assert torch.allclose(loss, loss_fn(own, *inputs[rank]).detach(), rtol=1e-12)
+
+
+# Arguments
+
+
+def scaled_loss(x: Tensor, p: Params, *, scale: float = 1.0) -> Tensor:
+    return mlp_loss(p, x) * scale
+
+
+@pytest.mark.parametrize("argnums", [1, -1, (1,), (0, 1), (1, 0)])
+def test_argnums(argnums: Any) -> None:
+    def run(group: Any) -> Any:
+        args = (batch(group.rank, 0), mlp())
+        tree = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
+        with fddp.GradSync(tree, group=group, **SMALL) as sync:
+            return sync.value_and_grad(scaled_loss, argnums)(*args, scale=3.0)[1]
+
+    expected = mean_gradients(
+        lambda both, x: scaled_loss(both[0], both[1], scale=3.0) if x is None else 0.0,
+        (batch(0, 0), mlp()),
+        [(None,)],
+        [1.0],
+    )
+    for grads in fddp.loopback(1, run):
+        parts = (grads,) if isinstance(argnums, int) else grads
+        chosen = (argnums,) if isinstance(argnums, int) else argnums
+        assert isinstance(parts, tuple)
+        for position, part in zip(chosen, parts, strict=True):
+            assert largest_difference(part, expected[position]) < 1e-14
+
+
+def test_the_four_shapes_of_a_result() -> None:
+    def run(group: Any) -> None:
+        def with_aux(p: Params, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            return mlp_loss(p, x), {"mean": x.mean(), "rank": group.rank}
+
+        x = batch(group.rank, 0)
+        with fddp.GradSync(mlp(), group=group) as sync:
+            loss, grads = sync.value_and_grad(mlp_loss)(mlp(), x)
+            loss_, grads_, info = sync.value_and_grad(mlp_loss, with_info=True)(mlp(), x)
+            (_, aux), _ = sync.value_and_grad(with_aux, has_aux=True)(mlp(), x)
+            (_, aux_), _, info_ = sync.value_and_grad(with_aux, has_aux=True, with_info=True)(
+                mlp(), x
+            )
+        assert torch.equal(loss, loss_)
+        assert largest_difference(grads, grads_) == 0.0
+        assert aux == aux_ == {"mean": x.mean(), "rank": group.rank}
+        assert (info.step, info_.step) == (1, 3)
+
+    fddp.loopback(2, run)
+
+
+def test_weight_fn_sees_what_the_loss_function_sees() -> None:
+    def run(group: Any) -> None:
+        seen = []
+
+        def weight(*args: Any, **kwargs: Any) -> float:
+            seen.append((len(args), sorted(kwargs)))
+            return 1.0
+
+        with fddp.GradSync(mlp(), group=group) as sync:
+            step = sync.value_and_grad(
+                lambda p, x, y, scale=1.0: mlp_loss(p, x) * scale, weight_fn=weight
+            )
+            step(mlp(), batch(0, 0), 5)
+        assert seen == [(3, [])]
+
+    fddp.loopback(1, run)
+
+
+# What is told of a step
+
+
+def test_info() -> None:
+    def loss_fn(p: dict[str, Tensor], value: float) -> Tensor:
+        return (p["a"] * value).sum() + (p["b"] * 2.0).sum()
+
+    params = {
+        "a": torch.zeros(3, dtype=torch.float64),
+        "b": torch.zeros(2, dtype=torch.float64),
+        "c": torch.zeros(2, dtype=torch.float64),
+        "own": torch.zeros(1, dtype=torch.float64),
+        "step": torch.tensor(0),
+    }
+
+    def run(group: Any) -> Any:
+        with fddp.GradSync(params, group=group, select=lambda path: path != "own", **SMALL) as sync:
+            step = sync.value_and_grad(
+                loss_fn, with_info=True, weight_fn=lambda p, value: 1.0 + group.rank
+            )
+            return [step(params, float(group.rank)) for _ in range(2)], sync.plan
+
+    runs = fddp.loopback(3, run)
+    for results, plan in runs:
+        for number, (_, grads, info) in enumerate(results):
+            assert (info.step, info.world_size, info.active) == (number, 3, 3)
+            assert info.total_weight == 6.0
+            assert info.used == ("a", "b")
+            assert info.unused == ("c",)
+            assert info.all_finite
+            assert info.repaired == ()
+            assert info.transport == "loopback"
+            # a: (0 * 1 + 1 * 2 + 2 * 3) / 6 = 4 / 3 in three elements, b: 2 in two.
+            assert info.grad_norm == pytest.approx(math.sqrt(3 * 16 / 9 + 2 * 4), rel=1e-12)
+            assert grads["c"] is None
+            times = info.timeline
+            assert times.backward_start_s <= times.backward_end_s <= times.end_s
+            assert [times_.bucket for times_ in times.buckets] == list(range(len(plan.buckets)))
+            for times_ in times.buckets:
+                assert times.backward_start_s <= times_.ready_s <= times_.launch_s
+                assert times_.launch_s <= times_.done_s <= times.end_s
+            assert sum(times_.nbytes for times_ in times.buckets) == 7 * 8
+            assert 0.0 <= times.hidden_fraction <= 1.0
+            assert times.exposed_s >= 0.0
+    for number in range(2):
+        infos = [results[number][2] for results, _ in runs]
+        assert len({info.grad_norm for info in infos}) == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("way", ["value_and_grad", "sync", "sparse", "float16"])
+def test_one_ranks_nan_is_known_to_all(launch: Launch, bad: float, way: str) -> None:
+    for finite, then in launch(3, not_finite, bad, way):
+        assert finite is False
+        assert then is True
+
+
+def not_finite(group: Any, bad: float, way: str) -> tuple[bool, bool]:
+    dtype = torch.float16 if way == "float16" else torch.float64
+    params = {"a": torch.ones(3, 2, dtype=dtype), "b": torch.ones(2, dtype=dtype)}
+    sparse = ("a",) if way == "sparse" else ()
+    with fddp.GradSync(params, group=group, sparse=sparse, **SMALL) as sync:
+        step = sync.value_and_grad(lambda p, s: (p["a"] * s).sum() + p["b"].sum(), with_info=True)
+
+        def finite(scale: float) -> bool:
+            if way in ("sync", "sparse"):
+                grads = {"a": torch.full((3, 2), scale, dtype=dtype), "b": params["b"]}
+                return bool(sync(grads, with_info=True)[1].all_finite)
+            return bool(step(params, scale)[2].all_finite)
+
+        return finite(bad if sync.rank == 1 else 1.0), finite(1.0)
+
+
+# What a loss function may do
+
+
+def test_a_loss_function_with_transforms_inside() -> None:
+    def loss_fn(p: Params, x: Tensor) -> Tensor:
+        """A physics-like loss: slopes and curvatures of the model in its input."""
+
+        def model(point: Tensor) -> Tensor:
+            return mlp_loss(p, point[None])
+
+        slopes = torch.func.vmap(torch.func.grad(model))(x)
+        _, pull = torch.func.vjp(torch.func.grad(model), x[0])
+        return slopes.square().mean() + pull(torch.ones_like(x[0]))[0].sum()
+
+    against_the_mean(2, mlp(), loss_fn)
+
+
+def test_a_gradient_penalty() -> None:
+    def loss_fn(p: Params, x: Tensor) -> Tensor:
+        loss = mlp_loss(p, x)
+        inner = torch.autograd.grad(loss, flatten(p)[0], create_graph=True)
+        return loss + sum(grad.square().sum() for grad in inner)
+
+    against_the_mean(2, mlp(), loss_fn)
+
+
+def test_backward_inside_the_loss_function_does_not_count() -> None:
+    def loss_fn(p: Params, x: Tensor) -> Tensor:
+        mlp_loss(p, 2 * x).backward()
+        return mlp_loss(p, x)
+
+    def run(group: Any) -> Any:
+        with fddp.GradSync(mlp(), group=group, **SMALL) as sync:
+            return sync.value_and_grad(loss_fn)(mlp(), batch(group.rank, 0))[1]
+
+    expected = mean_gradients(mlp_loss, mlp(), [(batch(r, 0),) for r in range(2)], [1.0, 1.0])
+    for grads in fddp.loopback(2, run):
+        assert largest_difference(grads, expected) < 1e-12
+
+
+def test_a_custom_function() -> None:
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return 3 * x**2 * grad
+
+    against_the_mean(2, mlp(), lambda p, x: Cube.apply(mlp_loss(p, x)) + mlp_loss(p, x))
+
+
+def test_hooks_on_parameters_act() -> None:
+    def loss_fn(p: Params, x: Tensor) -> Tensor:
+        p["layer0"]["weight"].register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+        return mlp_loss(p, x)
+
+    def run(group: Any) -> Any:
+        with fddp.GradSync(mlp(), group=group, **SMALL) as sync:
+            return sync.value_and_grad(loss_fn)(mlp(), batch(0, 0))[1]
+
+    for grads in fddp.loopback(2, run):
+        assert grads["layer0"]["weight"].abs().max() <= 1e-3
+
+
+def test_complex_parameters() -> None:
+    params = {"z": rand(3, 8, seed=0, dtype=torch.complex128), "w": rand(8, seed=1)}
+
+    def loss_fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (x.to(torch.complex128) @ p["z"].conj().T * 1j).abs().sum() + (x * p["w"]).sum()
+
+    against_the_mean(3, params, loss_fn)
+
+
+def test_expanded_and_shared_gradients_of_backward() -> None:
+    params = {"a": rand(4, 5, seed=0), "b": rand(5, seed=1), "c": rand(4, 5, seed=2)}
+
+    def loss_fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        # sum() hands out expanded gradients; a and c get one tensor.
+        return (p["a"] + p["c"]).sum() * x.mean() + p["b"].sum() + p["a"].T.sum()
+
+    against_the_mean(2, params, loss_fn)
+
+
+def test_a_loss_that_is_a_parameter_and_one_that_is_a_constant() -> None:
+    def run(group: Any) -> Any:
+        params = {"s": torch.tensor(2.0), "w": torch.ones(2)}
+        with fddp.GradSync(params, group=group) as sync:
+            itself = sync.value_and_grad(lambda p: p["s"])(params)
+            constant = sync.value_and_grad(lambda p: torch.tensor(5.0))(params)
+            only_one = sync.value_and_grad(
+                lambda p: p["s"] * 3.0 if group.rank else torch.tensor(5.0)
+            )(params)
+            return itself, constant, only_one
+
+    for itself, constant, only_one in fddp.loopback(2, run):
+        assert itself[0].item() == 2.0
+        assert itself[1] == {"s": torch.tensor(1.0), "w": None}
+        assert constant[1] == {"s": None, "w": None}
+        assert only_one[1] == {"s": torch.tensor(1.5), "w": None}
+
+
+def test_functions_of_one_sync_take_turns() -> None:
+    """What one function's gradients taught of arrival does no harm to the other's."""
+    names = [f"layer{i}" for i in range(4)]
+
+    def using(chosen: list[str]) -> Any:
+        def loss_fn(p: Params, x: Tensor) -> Tensor:
+            return mlp_loss({name: p[name] for name in chosen}, x)
+
+        return loss_fn
+
+    losses = [using(names), using(names[:1]), using(names[::-1]), using(names[2:]), using([])]
+
+    def run(group: Any) -> list[Any]:
+        with fddp.GradSync(mlp(), group=group, **SMALL) as sync:
+            steps = [sync.value_and_grad(loss_fn) for loss_fn in losses]
+            order = [0, 1, 2, 3, 4, 0, 3, 1, 4, 2]
+            return [(n, steps[n](mlp(), batch(group.rank, 0))[1]) for n in order]
+
+    inputs = [(batch(rank, 0),) for rank in range(3)]
+    for results in fddp.loopback(3, run):
+        for number, grads in results:
+            expected = mean_gradients(losses[number], mlp(), inputs, [1.0] * 3)
+            assert largest_difference(grads, expected) < 1e-12
+
+
+def test_a_tree_is_synchronised_inside_a_loss_function() -> None:
+    def run(group: Any) -> Any:
+        with fddp.GradSync({"w": torch.ones(2)}, group=group) as sync:
+
+            def loss_fn(p: dict[str, Tensor]) -> Tensor:
+                mean = sync({"w": torch.full((2,), 1.0 + group.rank)})["w"]
+                return (p["w"] * mean * (1.0 + group.rank)).sum()
+
+            step = sync.value_and_grad(loss_fn)
+            return [step({"w": torch.ones(2)})[1]["w"].tolist() for _ in range(3)]
+
+    assert fddp.loopback(2, run) == [[[2.25, 2.25]] * 3] * 2
+
+
+def test_an_error_in_an_inner_call_ends_the_outer_one_on_all_ranks() -> None:
+    def run(group: Any) -> Any:
+        with fddp.GradSync({"w": torch.ones(2)}, group=group, timeout_s=5.0) as sync:
+
+            def loss_fn(p: dict[str, Tensor], weight: float) -> Tensor:
+                sync(p, weight=weight)
+                return p["w"].sum()
+
+            step = sync.value_and_grad(loss_fn)
+            with pytest.raises(fddp.FddpError, match="got -1") as caught:
+                step({"w": torch.ones(2)}, -1.0 if group.rank else 1.0)
+            after = step({"w": torch.ones(2)}, 1.0)[1]["w"].tolist()
+            return type(caught.value).__name__, after
+
+    assert fddp.loopback(2, run) == [("PeerError", [1.0, 1.0]), ("WeightError", [1.0, 1.0])]
+
+
+def test_parameters_may_change_from_step_to_step_but_not_their_types() -> None:
+    def run(group: Any) -> Any:
+        params = mlp()
+        with fddp.GradSync(params, group=group) as sync:
+            step = sync.value_and_grad(mlp_loss)
+            step(params, batch(group.rank, 0))
+            halves = fddp.tree_map(lambda p: p / 2, params)
+            return step(halves, batch(group.rank, 1))[1]
+
+    halves = fddp.tree_map(lambda p: p / 2, mlp())
+    expected = mean_gradients(mlp_loss, halves, [(batch(r, 1),) for r in range(2)], [1.0] * 2)
+    for grads in fddp.loopback(2, run):
+        assert largest_difference(grads, expected) < 1e-12

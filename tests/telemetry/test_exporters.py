@@ -1,0 +1,193 @@
+"""What a monitor hands to TensorBoard and Prometheus, read back from them; and the figure."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import prometheus_client as client
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+import fddp
+from fddp.core.timeline import StepTimes
+from fddp.telemetry.exporters import Prometheus, TensorBoard, report_figures, step_figures
+from fddp.telemetry.report import MonitorReport
+from fddp.telemetry.stragglers import StepRecord, summarize
+from fddp.viz import plot_ranks
+
+STEPS = 4
+
+
+def train(group: Any, *exporters: Any) -> fddp.Monitor:
+    params = {"w": torch.tensor([3.0, 4.0])}
+    with fddp.GradSync(params, group=group) as sync:
+        step = sync.value_and_grad(lambda p: p["w"].square().sum() / 2, with_info=True)
+        monitor = fddp.Monitor(sync, every=STEPS, exporters=exporters)
+        for _ in range(STEPS):
+            monitor.observe(step(params)[2])
+        return monitor
+
+
+def make_report(*forward_s: float, first: int = 0, steps: int = 9) -> MonitorReport:
+    times = StepTimes((), 1.0, 2.0, 3.0, begun_s=0.5)
+    summaries = []
+    for rank, own_s in enumerate(forward_s):
+        phases_s = {"input": 0.002, "forward": own_s, "wait": 0.1 - own_s}
+        numbers = range(first * rank, first * rank + steps)
+        summaries.append(summarize(rank, [StepRecord(n, phases_s, times) for n in numbers]))
+    return MonitorReport.of(summaries)
+
+
+def test_prometheus_serves_what_was_observed() -> None:
+    registry = client.CollectorRegistry()
+    exporter = Prometheus(0, registry=registry)
+    fddp.loopback(1, train, exporter)
+    exporter.report(make_report(0.01, 0.06))
+    text = client.generate_latest(registry).decode()
+    lines = text.splitlines()
+    assert 'fddp_steps_total{rank="0"} 4.0' in lines
+    assert 'fddp_skipped_steps_total{rank="0"} 0.0' in lines
+    assert 'fddp_grad_norm{rank="0"} 5.0' in lines
+    assert 'fddp_phase_seconds_count{phase="backward",rank="0"} 4.0' in lines
+    assert 'fddp_phase_median_seconds{of_rank="1",phase="forward",rank="0"} 0.06' in lines
+    assert 'fddp_straggler_behind_seconds{of_rank="0",rank="0"} 0.0' in lines
+    behind = registry.get_sample_value(
+        "fddp_straggler_behind_seconds", {"rank": "0", "of_rank": "1"}
+    )
+    assert behind == pytest.approx(0.05)
+    families = {f.name: f for f in text_string_to_metric_families(text)}
+    assert families["fddp_phase_seconds"].type == "histogram"
+
+
+def test_prometheus_forgets_ranks_that_are_gone() -> None:
+    registry = client.CollectorRegistry()
+    exporter = Prometheus(0, registry=registry)
+    exporter.report(make_report(0.01, 0.06, 0.01))
+    exporter.report(make_report(0.01, 0.06))
+    text = client.generate_latest(registry).decode()
+    assert 'of_rank="1"' in text
+    assert 'of_rank="2"' not in text
+
+
+@pytest.mark.parametrize("bad", [3, None, object()])
+def test_what_takes_no_scalars_is_refused(bad: Any) -> None:
+    with pytest.raises(TypeError, match="TensorBoard takes a SummaryWriter or a directory, got"):
+        TensorBoard(bad)
+
+
+def test_tensorboard_reads_what_was_observed_and_is_imported_late(
+    tmp_path: Path,
+) -> None:
+    """In a process of its own: the libraries that tensorboard loads warn, and stay loaded."""
+    script = (
+        "import pathlib, sys, fddp, fddp.telemetry.exporters, fddp.viz, torch\n"
+        "assert not {'prometheus_client', 'tensorboard', 'matplotlib'} & set(sys.modules)\n"
+        "from fddp.telemetry.exporters import TensorBoard\n"
+        "from tests.telemetry.test_exporters import train\n"
+        "board = TensorBoard(pathlib.Path(sys.argv[1]))\n"
+        "fddp.loopback(1, train, board)\n"
+        "board._writer.close()\n"
+        "from tensorboard.backend.event_processing.event_accumulator import EventAccumulator\n"
+        "read = EventAccumulator(sys.argv[1]).Reload()\n"
+        "norms = [(e.step, e.value) for e in read.Scalars('fddp/grad_norm')]\n"
+        "assert norms == [(n, 5.0) for n in range(4)], norms\n"
+        "assert [e.step for e in read.Scalars('fddp/rank0/forward_s')] == [3]\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_any_writer_of_scalars_serves() -> None:
+    written: list[tuple[str, float, int | None]] = []
+
+    class Writer:
+        def add_scalar(self, tag: str, scalar_value: Any, global_step: int | None = None) -> None:
+            written.append((tag, scalar_value, global_step))
+
+    fddp.loopback(1, train, TensorBoard(Writer(), prefix="run"))
+    assert ("run/grad_norm", 5.0, 0) in written
+    assert ("run/rank0/behind_s", 0.0, STEPS - 1) in written
+    assert all(isinstance(value, float) for _, value, _ in written)
+
+
+def test_figures_of_a_report() -> None:
+    figures = report_figures(make_report(0.01, 0.06))
+    assert figures["rank1/forward_s"] == 0.06
+    assert figures["rank0/step_s"] == pytest.approx(0.102)
+    assert figures["rank1/behind_s"] == pytest.approx(0.05)
+
+
+def test_figures_of_a_step_name_what_it_was() -> None:
+    def run(group: Any) -> dict[str, float]:
+        with fddp.GradSync({"w": torch.ones(2)}, group=group, nonfinite="skip") as sync:
+            _, info = sync({"w": torch.full((2,), float("nan"))}, with_info=True)
+            monitor = fddp.Monitor(sync)
+            monitor.observe(info)
+            return step_figures(info, monitor.steps[0])
+
+    figures = fddp.loopback(2, run)[0]
+    assert (figures["skipped"], figures["all_finite"]) == (1.0, 0.0)
+    assert figures["active_ranks"] == figures["total_weight"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("module", "make", "extra"),
+    [
+        ("prometheus_client", lambda: Prometheus(0), "prometheus_client"),
+        ("torch.utils.tensorboard", lambda: TensorBoard("somewhere"), "tensorboard"),
+    ],
+)
+def test_a_missing_library_is_told(
+    monkeypatch: pytest.MonkeyPatch, module: str, make: Any, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf"need {extra}: pip install fddp\[watch\]"):
+        make()
+
+
+def test_the_figure_frames_what_holds_the_others_up() -> None:
+    from matplotlib.collections import PolyCollection
+    from matplotlib.patches import Rectangle
+
+    ax = plot_ranks(make_report(0.01, 0.06, 0.01)).axes[0]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["rank 0", "rank 1 ◂", "rank 2"]
+    (bars,) = (one for one in ax.collections if isinstance(one, PolyCollection))
+    assert len(bars.get_paths()) == 9
+    (frame,) = (patch for patch in ax.patches if isinstance(patch, Rectangle))
+    assert (frame.get_x(), frame.get_width()) == pytest.approx((2.0, 60.0))
+    assert frame.get_y() + frame.get_height() / 2.0 == pytest.approx(1.0)
+    legend = ax.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "input", "forward", "wait", "holds the others up"
+    ]  # fmt: skip
+    assert "rank 1 holds the others up by 50.0 ms a step" in ax.get_title()
+
+
+def test_the_figure_says_what_the_report_finds() -> None:
+    alike, few = make_report(0.01, 0.01), make_report(0.01, 0.06, steps=8)
+    parted = make_report(0.01, 0.06, first=9)
+    for report, title in (
+        (
+            alike,
+            "steps 0 to 8: no straggler: no rank takes longer for its own part than the others",
+        ),
+        (few, "steps 0 to 7: no finding: too few steps (8 of 9)"),
+        (parted, parted.finding),
+    ):
+        ax = plot_ranks(report).axes[0]
+        assert ax.get_title().replace("\n", " ") == title
+        assert report.finding in title
+        assert not ax.patches
+    many = plot_ranks(make_report(*[0.01] * 5, *[0.06] * 4)).axes[0].get_title().splitlines()
+    assert [line.count(" holds the others up by 50.0 ms") for line in many] == [1, 1, 1]

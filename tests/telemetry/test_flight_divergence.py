@@ -1,0 +1,268 @@
+"""Flights are read back, and lined up over ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fddp.cli.main import main
+from fddp.telemetry.flight.divergence import Parting, partings
+from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp
+
+
+def log_of(rank: int, *ops: FlightOp, name: str = "GradSync #1", size: int = 3) -> FlightLog:
+    return FlightLog(name, tuple(range(size)), rank, "shm", 60.0, 5, "in backward", ops)
+
+
+def flight_of(*logs: FlightLog, pid: int = 0, taken_s: float = 1.8e9) -> Flight:
+    return Flight("host", pid, taken_s, "as an example", logs)
+
+
+def op_of(number: int, *, state: Any = "done", bucket: int = 0, **fields: Any) -> FlightOp:
+    op = FlightOp(number, 5, "all_reduce", bucket, f"w{bucket}", 8, 0.5, 0.1, 0.2, state)
+    return op._replace(**fields)
+
+
+def lined_up(*ops_by_rank: tuple[FlightOp, ...]) -> Parting:
+    (parting,) = partings(flight_of(log_of(r, *ops)) for r, ops in enumerate(ops_by_rank))
+    return parting
+
+
+def test_ranks_that_are_together() -> None:
+    told = lined_up(*[(op_of(6), op_of(7))] * 3)
+    assert (told.number, told.ranks) == (-1, ())
+    assert "all are together up to operation 7" in told.text
+
+
+def test_a_rank_that_does_something_else() -> None:
+    told = lined_up((op_of(6), op_of(7)), (op_of(6), op_of(7)), (op_of(6), op_of(7, nbytes=16)))
+    assert (told.number, told.ranks) == (7, (2,))
+    assert (
+        "operation 7 is all_reduce of bucket 0 (w0) of step 5, 8 bytes, on ranks 0, 1; all_reduce "
+        "of bucket 0 (w0) of step 5, 16 bytes, on rank 2"
+    ) in told.text
+
+
+def test_a_rank_that_has_not_come() -> None:
+    told = lined_up((op_of(6), op_of(7, state="failed")), (op_of(6),), (op_of(6), op_of(7)))
+    assert (told.number, told.ranks) == (7, (1,))
+    assert "rank 1 has not come to operation 7" in told.text
+    assert "step 5, and rank 0 waits" in told.text
+
+
+def test_ranks_that_wait_for_one_without_a_flight() -> None:
+    waits = (op_of(6), op_of(7, state="failed"))
+    told = lined_up(waits, waits)
+    assert (told.number, told.ranks) == (7, (0, 1))
+    assert "ranks 0, 1 wait for 7, all_reduce of bucket 0 (w0) of step 5" in told.text
+    assert "rank 2: no flight" in told.text
+
+
+def test_ranks_that_failed_tell_why_and_how_much_later() -> None:
+    """A launcher's signal after the failure does not take the reason's place."""
+    log = log_of(0, op_of(7, state="failed"), size=2)
+    first = replace(flight_of(log), reason=f"no word from rank 1\n{'x' * 999}")
+    ended = replace(flight_of(log, taken_s=1.8e9 + 9.0), reason="SIGTERM")
+    late = log_of(1, op_of(7, state="failed"), size=2)
+    other = replace(flight_of(late, taken_s=1.8e9 + 5.0), reason="s" * 999)
+    for flights in ([first, ended, other], [ended, other, first]):
+        (told,) = partings(flights)
+        lines = told.text.splitlines()
+        assert lines[2] == "    no word from rank 1"
+        assert lines[4] == f"    5.0 s later: {'s' * 238}.."
+        assert len(lines) == 5
+    again = flight_of(replace(log, made_s=1.8e9 + 1.0), taken_s=1.8e9 + 9.0)
+    (told,) = partings([first, again])
+    assert "no word from rank 1" not in told.text, "that was a run before"
+
+
+def test_what_was_not_waited_for_is_not_what_ranks_wait_for() -> None:
+    """A later operation is waited for first where the control word rides in it."""
+    ops = (op_of(6, state="failed", waited_s=None), op_of(7, state="failed"))
+    assert lined_up(ops, ops, ops).number == 7
+    only = (op_of(6, state="failed", waited_s=None),)
+    told = lined_up(only, (op_of(6),), (op_of(6),))
+    assert (told.number, told.ranks) == (6, (0,))
+    assert "operation 6, all_reduce of bucket 0 (w0) of step 5, failed on rank 0" in told.text
+
+
+def test_only_what_all_remember_is_compared() -> None:
+    told = lined_up(*[tuple(op_of(n) for n in range(start, 20)) for start in (0, 9, 12)])
+    assert told.number == -1
+
+
+def test_of_several_flights_of_a_rank_the_newest_counts() -> None:
+    old = flight_of(log_of(0, op_of(1, bucket=3), size=1), taken_s=1.0)
+    new = flight_of(log_of(0, op_of(1), size=1), taken_s=2.0)
+    for order in ([old, new], [new, old]):
+        (told,) = partings(order)
+        assert "bucket 0" in told.text
+
+
+def test_groups_of_the_same_ranks_are_told_apart_by_their_order() -> None:
+    flights = [flight_of(log_of(r, op_of(1)), log_of(r, op_of(2 + r)), pid=r) for r in range(3)]
+    first, second = partings(flights)
+    assert first.number == -1
+    assert (second.number, second.ranks) == (4, (0, 1))
+
+
+def of_run(made_s: float, taken_s: float, rank: int, *ops: FlightOp) -> Flight:
+    log = replace(log_of(rank, *ops), made_s=made_s)
+    return flight_of(log, pid=int(made_s) + rank, taken_s=taken_s)
+
+
+def test_flights_of_a_run_before_are_left_out() -> None:
+    """Rank 1 was killed in the first run and rank 2 in the second; both leave nothing of that."""
+    first = [of_run(100.0, 4000.0, r, op_of(5000, state="failed")) for r in (0, 2)]
+    second = [of_run(4100.0, 8000.0, r, op_of(39), op_of(40, state="failed")) for r in (0, 1)]
+    for order in ([*first, *second], [*second, *first]):
+        (told,) = partings(order)
+        assert (told.number, told.ranks) == (40, (0, 1))
+        assert told.text.splitlines()[-1] == (
+            "  rank 2: no flight; one of a run before is left out, taken 100.0 s before the "
+            "others' GradSync #1 was made"
+        )
+    (told,) = partings(first)
+    assert "no flight; one" not in told.text
+
+
+def test_ranks_that_were_made_one_after_the_other_are_of_one_run() -> None:
+    flights = [of_run(100.0 + r, 200.0 + r, r, op_of(5)) for r in range(3)]
+    (told,) = partings(flights)
+    assert "all are together up to operation 5" in told.text
+
+
+def test_a_clock_that_was_set_back_leaves_flights_to_look_at() -> None:
+    (told,) = partings([of_run(100.0, 50.0, 0, op_of(5))])
+    assert "  rank 0: at step 5" in told.text
+
+
+def test_ranks_of_a_part_of_the_job_have_both_numbers() -> None:
+    def log(rank: int, *ops: FlightOp) -> FlightLog:
+        return replace(log_of(rank, *ops), members=(0, 2, 9))
+
+    flights = [
+        flight_of(log(0, op_of(6), op_of(7, state="failed"))),
+        flight_of(log(1, op_of(6))),
+    ]
+    (told,) = partings(flights)
+    assert told.text.splitlines() == [
+        "GradSync #1, ranks 0 to 2 (global 0, 2, 9): rank 1 (global 2) has not come to operation "
+        "7, all_reduce of bucket 0 (w0) of step 5, and rank 0 waits",
+        "  rank 0: at step 5, in backward; last: 7, all_reduce of bucket 0 (w0) of step 5, failed",
+        "    as an example",
+        "  rank 1 (global 2): at step 5, in backward; last: 6, all_reduce of bucket 0 (w0) of "
+        "step 5, done",
+        "  rank 2 (global 9): no flight",
+    ]
+    assert "GradSync #1: rank 1 (global 2) of 3 over shm" in str(flights[1])
+    many = replace(log(0), members=tuple(range(1, 400)))
+    (told,) = partings([flight_of(many)])
+    assert told.text.startswith("GradSync #1, ranks 0 to 398 (global 1, 2, 3, 4, 5, 6, .., 399): ")
+
+
+ops = st.builds(
+    FlightOp,
+    number=st.integers(0, 30),
+    step=st.integers(0, 3),
+    kind=st.sampled_from(["all_reduce", "control", "pmean \x1b[2J, called at x.py:3"]),
+    bucket=st.integers(-1, 2),
+    leaves=st.text(max_size=5),
+    nbytes=st.integers(-1, 2**40),
+    launched_s=st.floats(0, 1e9),
+    waited_s=st.none() | st.floats(0, 1e9),
+    done_s=st.none() | st.floats(0, 1e9),
+    state=st.sampled_from(["in flight", "waited for", "done", "failed"]),
+)
+flights = st.builds(
+    Flight,
+    host=st.text(max_size=5),
+    pid=st.integers(0, 2**22),
+    taken_s=st.floats(0, 1e12),
+    reason=st.text(max_size=5),
+    logs=st.lists(
+        st.builds(
+            FlightLog,
+            name=st.sampled_from(["GradSync #1", "GradSync #2"]),
+            members=st.just((0, 1, 2)),
+            rank=st.integers(0, 2),
+            transport=st.text(max_size=5),
+            timeout_s=st.floats(0, 1e9),
+            step=st.integers(0, 2**40),
+            phase=st.text(max_size=5),
+            ops=st.lists(ops, max_size=6).map(tuple),
+            made_s=st.floats(0, 1e12),
+        ),
+        max_size=3,
+    ).map(tuple),
+)
+
+
+@settings(max_examples=40)
+@given(st.lists(flights, max_size=3))
+def test_flights_are_read_as_they_were_written(some: list[Flight]) -> None:
+    for one in some:
+        assert Flight.from_json(one.to_json()) == one
+        assert "\x1b" not in str(one)
+    for parting in partings(some):
+        assert "\x1b" not in parting.text
+        assert set(parting.ranks) <= {0, 1, 2}
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner),
+        max_leaves=8,
+    ),
+    st.sampled_from(["format", "host", "pid", "taken_s", "reason", "logs"]),
+    st.sampled_from(["name", "members", "rank", "timeout_s", "made_s", "ops", ""]),
+    st.integers(-1, 9),
+)
+def test_what_is_no_flight_is_refused_by_name(junk: Any, field: str, inner: str, at: int) -> None:
+    good = json.loads(flight_of(log_of(0, op_of(1))).to_json())
+    if at >= 0:
+        good["logs"][0]["ops"][0][at] = junk
+    elif inner:
+        good["logs"][0][inner] = junk
+    else:
+        good[field] = junk
+    read: Flight | None = None
+    problem = ""
+    try:
+        read = Flight.from_json(json.dumps(good))
+    except ValueError as error:
+        problem = str(error)
+    if read is None:
+        assert problem.startswith("no flight: ")
+        assert len(problem) < 400
+    else:
+        assert str(read)
+        assert partings([read]) is not None
+
+
+@pytest.mark.parametrize("text", ["", "[", "3", "[]", "{}", "[" * 100_000, "9" * 10_000])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no flight: "):
+        Flight.from_json(text)
+
+
+def test_the_command_says_what_it_can_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["flight", str(tmp_path)])
+    assert "there is no flight-*.json in" in capsys.readouterr().err
+    (tmp_path / "flight-x.json").write_text("{}")
+    with pytest.raises(SystemExit, match="2"):
+        main(["flight", str(tmp_path)])
+    assert "flight-x.json': no flight: format is None" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["flight", str(tmp_path / "nothing")])
+    assert "can't read" in capsys.readouterr().err

@@ -1,0 +1,195 @@
+"""Who holds the others up, by pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fddp.core.timeline import StepTimes
+from fddp.telemetry.report import MonitorReport
+from fddp.telemetry.stragglers import (
+    RankSummary,
+    Spread,
+    StepRecord,
+    find_monitored,
+    find_stragglers,
+    summarize,
+)
+
+
+def record_of(step: int, phases_s: dict[str, float]) -> StepRecord:
+    return StepRecord(step, phases_s, StepTimes((), 1.0, 2.0, 3.0, begun_s=0.5))
+
+
+def summary_of(rank: int, own_s: Sequence[dict[str, float]]) -> RankSummary:
+    """Of a rank whose own phases took so long; it waits for nobody."""
+    return summarize(rank, [record_of(n, {**of, "wait": 1e-3}) for n, of in enumerate(own_s)])
+
+
+PHASES = ("input", "forward", "backward")
+noise = st.floats(-1.0, 1.0)
+steps_of_rank = st.lists(st.tuples(noise, noise, noise), min_size=24, max_size=24)
+
+
+def steps_from(noises: Sequence[tuple[float, ...]], scale_s: float) -> list[dict[str, float]]:
+    typical_s = {"input": 0.005, "forward": 0.010, "backward": 0.020}
+    return [
+        {p: typical_s[p] + scale_s * of for p, of in zip(PHASES, noises_, strict=True)}
+        for noises_ in noises
+    ]
+
+
+@given(
+    st.lists(steps_of_rank, min_size=2, max_size=5),
+    st.data(),
+    st.sampled_from(PHASES),
+    st.floats(0.02, 1.0),
+)
+@settings(max_examples=40)
+def test_a_delay_is_found_whatever_the_noise(
+    noises: list[Any], data: st.DataObject, phase: str, delay_s: float
+) -> None:
+    """Noise of a millisecond at most, in any distribution."""
+    slow = data.draw(st.integers(0, len(noises) - 1))
+    summaries = []
+    for rank, of in enumerate(noises):
+        steps = steps_from(of, 0.001)
+        if rank == slow:
+            steps = [{**step, phase: step[phase] + delay_s} for step in steps]
+        summaries.append(summary_of(rank, steps))
+    found = find_stragglers(summaries)
+    assert [(one.rank, one.phase) for one in found] == [(slow, phase)]
+    assert found[0].behind_s == pytest.approx(delay_s, abs=0.007)
+
+
+@given(st.lists(steps_of_rank, min_size=1, max_size=1), st.integers(2, 6))
+@settings(max_examples=20)
+def test_ranks_that_are_alike_have_no_straggler(noises: list[Any], world_size: int) -> None:
+    steps = steps_from(noises[0], 0.004)
+    assert find_stragglers([summary_of(rank, steps) for rank in range(world_size)]) == ()
+
+
+def test_noise_makes_no_straggler() -> None:
+    """Of 200 draws with 30% of noise, fewer than one in a hundred may name somebody."""
+    random = torch.Generator().manual_seed(7)
+    named = 0
+    for _ in range(200):
+        noises = torch.randn(4, 50, 3, generator=random).tolist()
+        named += bool(
+            find_stragglers([summary_of(r, steps_from(noises[r], 0.003)) for r in range(4)])
+        )
+    assert named <= 2
+
+
+def test_a_monitor_is_no_part_of_its_rank() -> None:
+    def report_of(*monitor_s: float, slow: int | None = None) -> MonitorReport:
+        return MonitorReport.of(
+            summary_of(r, [{"input": 0.03 if r == slow else 0.01, "monitor": s}] * 9)
+            for r, s in enumerate(monitor_s)
+        )
+
+    told = "exporters of the monitor take 20.0 ms a step (65% of it) longer on rank 0 than on the "
+    none = "no straggler: no rank takes longer for its own part than the others"
+    slow = "holds the others up by 20.0 ms a step ({}% of it), most of all in input (+20.0 ms)"
+    assert report_of(0.04, 0.02).finding.splitlines()[0] == none
+    assert report_of(0.04, 0.02, 0.02).finding == f"{none}\n{told}others"
+    assert report_of(0.04, 0.02, 0.02, slow=0).finding == f"rank 0 {slow.format(65)}\n{told}others"
+    told = told.replace("65%", "39%")  # of a longer median step
+    assert report_of(0.04, 0.02, 0.02, slow=1).finding == f"rank 1 {slow.format(39)}\n{told}others"
+    assert report_of(1e-4, 0.0).finding == none
+    assert find_monitored([summary_of(0, [{"input": 0.01, "monitor": 1.0}] * 9)]) == ()
+    assert find_monitored([summary_of(r, [{"monitor": 1.0 - r}] * 8) for r in range(2)]) == ()
+
+
+def test_half_of_the_ranks_may_be_slow() -> None:
+    fast, slow = [{"forward": 0.01}] * 9, [{"forward": 0.06}] * 9
+    found = find_stragglers([summary_of(r, slow if r < 2 else fast) for r in range(4)])
+    assert [one.rank for one in found] == [0, 1]
+    assert all(one.behind_s == pytest.approx(0.05) for one in found)
+
+
+def test_one_slow_step_makes_no_straggler() -> None:
+    steady = [{"forward": 0.01}] * 20
+    hiccup = [{"forward": 2.0}, *steady[1:]]
+    assert find_stragglers([summary_of(0, steady), summary_of(1, hiccup)]) == ()
+    slow = [{"forward": 0.06}] * 20
+    (found,) = find_stragglers([summary_of(0, hiccup), summary_of(1, slow)])
+    assert (found.rank, found.behind_s) == (1, pytest.approx(0.05))
+
+
+def test_little_is_said_of_few_steps() -> None:
+    assert find_stragglers([summary_of(r, [{"forward": 0.01 + r}] * 8) for r in range(2)]) == ()
+    assert find_stragglers([summary_of(r, [{"forward": 0.01 + r}] * 9) for r in range(2)]) != ()
+    assert find_stragglers([summary_of(0, [{"forward": 0.01}] * 9)]) == ()
+
+
+def test_little_noise_of_few_steps_names_nobody() -> None:
+    """Of 400 draws with 10% of noise, the fewest steps of which something is said."""
+    random = torch.Generator().manual_seed(3)
+    named = 0
+    for _ in range(400):
+        noises = torch.randn(2, 9, 3, generator=random).tolist()
+        named += bool(
+            find_stragglers([summary_of(r, steps_from(noises[r], 0.001)) for r in range(2)])
+        )
+    assert named <= 4
+
+
+def test_a_tenth_of_a_millisecond_names_nobody() -> None:
+    def found(behind_s: float) -> Any:
+        return find_stragglers(
+            [summary_of(r, [{"forward": 0.002 + r * behind_s}] * 20) for r in range(2)]
+        )
+
+    assert found(1e-4) == ()
+    assert [one.rank for one in found(6e-4)] == [1]
+
+
+def test_nothing_is_said_of_different_steps() -> None:
+    def steps_of(rank: int, first: int) -> RankSummary:
+        phases_s = {"forward": 0.01 + rank, "wait": 1e-3}
+        return summarize(rank, [record_of(n, phases_s) for n in range(first, first + 10)])
+
+    report = MonitorReport.of([steps_of(0, 0), steps_of(1, 10), steps_of(2, 0)])
+    assert report.stragglers == ()
+    spans = "steps 0 to 9 on ranks 0, 2, 10 to 19 on rank 1"
+    assert report.finding == (
+        f"no finding: the ranks have observed different steps ({spans}); call observe(info) on "
+        f"every rank after each step"
+    )
+    assert str(report).startswith(f"{spans}, 3 ranks; ms")
+    alike = MonitorReport.of([steps_of(0, 0), steps_of(1, 0)])
+    assert [one.rank for one in alike.stragglers] == [1]
+
+
+@given(st.lists(steps_of_rank, min_size=2, max_size=4), st.floats(1.0, 1e3), st.randoms())
+@settings(max_examples=25)
+def test_the_finding_keeps_its_sense(noises: list[Any], factor: float, random: Any) -> None:
+    """Under another unit of time, and under another order of the ranks."""
+    steps = [steps_from(of, 0.02) for of in noises]
+    found = find_stragglers([summary_of(r, of) for r, of in enumerate(steps)])
+    scaled = [[{p: s * factor for p, s in step.items()} for step in of] for of in steps]
+    others = [
+        summarize(r, [record_of(n, {**of, "wait": 1e-3 * factor}) for n, of in enumerate(own)])
+        for r, own in enumerate(scaled)
+    ]
+    random.shuffle(others)
+    again = find_stragglers(others)
+    above = {one.rank for one in again if one.behind_s / factor > 5.1e-4}  # the least lead
+    assert above <= {one.rank for one in found} <= {one.rank for one in again}
+    for one in found:
+        assert one.behind_s > 0.0
+        assert one.phase_behind_s > 0.0
+
+
+@given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=9))
+def test_a_spread_is_robust_and_travels(seconds: list[float]) -> None:
+    spread = Spread.of(seconds)
+    assert min(seconds) <= spread.median_s <= max(seconds) == spread.most_s
+    summary = summary_of(3, [{"forward": s} for s in seconds])
+    assert RankSummary.from_json(summary.to_json(), 3) == summary

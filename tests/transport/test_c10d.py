@@ -1,0 +1,323 @@
+"""What c10d promises beyond the contract of `Transport` (tests/transport/test_transports.py).
+
+Functions named `*_on_rank` run on ranks, which are processes, as `fn(rank, world_size, *args)`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fddp.core.schedule.topology import Topology
+from fddp.errors import ClosedError, FddpError, RankLostError, SyncTimeoutError
+from fddp.transport import open_transport
+from tests.support.ranks import run_fresh
+
+if TYPE_CHECKING:
+    from fddp.transport import Group, Transport, Work
+    from tests.support.ranks import RankPool
+
+
+def open_c10d(group: Group | None = None, timeout_s: float | None = None) -> Transport:
+    return open_transport(group, "c10d", timeout_s)
+
+
+# Ranks that die
+
+
+def killed_on_rank(
+    rank: int, world_size: int, dead: int, numel: int
+) -> tuple[str, tuple[int, ...], float]:
+    """Rank `dead` dies while the others wait; returns what they learn, and after how long."""
+    transport = open_c10d(timeout_s=30)
+    transport.exchange(b"all are there")
+    if rank == dead:
+        time.sleep(0.3)
+        os._exit(7)
+    works = [transport.all_reduce(torch.ones(numel)) for _ in range(4)]
+    time.sleep(0.3)
+    start_s = time.perf_counter()
+    with pytest.raises(RankLostError) as caught:
+        wait_for_buckets(works)
+    elapsed_s = time.perf_counter() - start_s
+    with pytest.raises((RankLostError, ClosedError), match="bucket 3 of step 17"):
+        works[3].wait("bucket 3 of step 17")
+    with pytest.raises(ClosedError):
+        transport.exchange(b"more")
+    return str(caught.value), caught.value.ranks, elapsed_s
+
+
+def wait_for_buckets(works: list[Work]) -> None:
+    for bucket, work in enumerate(works):
+        work.wait(f"bucket {bucket} of step 17")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dead", "numel"), [(2, 0, 10), (3, 1, 10), (4, 2, 1_000_000)]
+)
+def test_a_killed_rank_is_named_within_seconds(world_size: int, dead: int, numel: int) -> None:
+    outcomes = run_fresh(world_size, killed_on_rank, dead, numel)
+    assert outcomes[dead].exitcode == 7
+    survivors = [rank for rank in range(world_size) if rank != dead]
+    for rank in survivors:
+        assert outcomes[rank].error is None, outcomes[rank].error
+        text, lost, elapsed_s = outcomes[rank].result
+        print(f"killed, {world_size} ranks: rank {rank} noticed after {elapsed_s:.2f} s")
+        assert f" of step 17 on rank {rank} of {world_size}: lost rank {dead} (" in text
+        assert "start the job again from a checkpoint" in text
+        assert lost == (dead,)
+        assert elapsed_s < 6
+
+
+SQUARE = Topology(host=2, local=2)
+AXES = [("host",), ("local",)]
+
+
+def killed_in_a_group_on_rank(rank: int, world_size: int) -> tuple[str, tuple[int, ...], float]:
+    """Rank 3 dies. Ranks 1 and 2 wait for it along one axis each, rank 0 for rank 1 only."""
+    transport = open_c10d(timeout_s=30)
+    transport.divide(SQUARE, AXES)
+    if rank == 3:
+        time.sleep(0.3)
+        os._exit(7)
+    axes = [("local",), ("host",), ("local",)][rank]
+    start_s = time.perf_counter()
+    with pytest.raises(RankLostError) as caught:
+        transport.reduce_scatter(torch.ones(4), axes=axes).wait("bucket 5 of step 2")
+    elapsed_s = time.perf_counter() - start_s
+    with pytest.raises(ClosedError):
+        transport.all_reduce(torch.ones(4), axes=("host",))
+    return str(caught.value), caught.value.ranks, elapsed_s
+
+
+def test_a_rank_killed_in_one_group_is_told_to_all() -> None:
+    *survivors, dead = run_fresh(4, killed_in_a_group_on_rank)
+    assert dead.exitcode == 7
+    for rank, outcome in enumerate(survivors):
+        assert outcome.error is None, outcome.error
+        text, lost, elapsed_s = outcome.result
+        print(f"killed in a group: rank {rank} noticed after {elapsed_s:.2f} s")
+        assert f"bucket 5 of step 2 on rank {rank} of 4: lost rank 3 (" in text
+        assert lost == (3,)
+        assert elapsed_s < 6
+
+
+def store_host_killed_on_rank(rank: int, world_size: int, port: int) -> tuple[str, float]:
+    dist.barrier()  # gloo's ranks may still be connecting
+    dist.destroy_process_group()
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    transport = open_c10d(timeout_s=30)
+    transport.exchange(b"all are there")
+    if rank == 0:
+        os._exit(7)
+    start_s = time.perf_counter()
+    with pytest.raises(RankLostError) as caught:
+        transport.all_reduce(torch.ones(10)).wait("bucket 0 of step 2")
+    return str(caught.value), time.perf_counter() - start_s
+
+
+def test_losing_the_rank_that_hosts_the_store_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    _, *survivors = run_fresh(3, store_host_killed_on_rank, port)
+    for outcome in survivors:
+        assert outcome.error is None, outcome.error
+        text, elapsed_s = outcome.result
+        print(f"store host killed: noticed after {elapsed_s:.2f} s")
+        assert "bucket 0 of step 2 on rank" in text
+        assert "the group's store does not answer either" in text
+        assert elapsed_s < 10
+
+
+def fails_with_much_pending_on_rank(rank: int, world_size: int) -> None:
+    transport = open_c10d(timeout_s=30)
+    transport.exchange(b"all are there")
+    if rank == 1:
+        os._exit(7)
+    works = [transport.all_reduce(torch.ones(10)) for _ in range(8)]
+    works[0].wait("bucket 0")
+
+
+def test_a_survivors_process_ends_in_order() -> None:
+    """Operations left pending in the backend must not hold up, or break, the end of a process."""
+    first, second = run_fresh(2, fails_with_much_pending_on_rank)
+    assert second.exitcode == 7
+    assert first.error is not None
+    assert "RankLostError" in first.error
+    assert first.exitcode == 0
+
+
+# Groups
+
+
+def subgroups_on_rank(rank: int, world_size: int) -> None:
+    pairs = [dist.new_group([i, i + 1]) for i in range(world_size - 1)]
+    mine = [(i, pair) for i, pair in enumerate(pairs) if rank in (i, i + 1)]
+    # The pairs overlap, and a rank opens as many transports as it has neighbours.
+    transports = [(i, open_c10d(pair, timeout_s=20)) for i, pair in mine for _ in range(2)]
+    for i, transport in transports:
+        total = torch.tensor([float(rank)])
+        transport.all_reduce(total).wait("the sum of a pair")
+        assert total.item() == 2 * i + 1
+        assert transport.world_size == 2
+    for i, pair in enumerate(pairs):
+        if rank not in (i, i + 1):
+            with pytest.raises(ValueError, match=f"rank {rank} is no member of the group"):
+                open_c10d(pair)
+    if rank >= world_size - 2:
+        last = open_c10d(pairs[-1], timeout_s=0.5)
+        if rank == world_size - 2:
+            with pytest.raises(
+                SyncTimeoutError, match=rf"no word from rank 1 \(global {rank + 1}\)"
+            ):
+                last.all_reduce(torch.ones(1)).wait("bucket 0")
+    dist.barrier()
+
+
+def test_transports_over_overlapping_subgroups(ranks: RankPool) -> None:
+    for world_size in (3, 4):
+        ranks.run(world_size, subgroups_on_rank)
+
+
+def mesh_on_rank(rank: int, world_size: int) -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local"))
+    with pytest.raises(ValueError, match=r"2 dimensions \('host', 'local'\); pass one"):
+        open_c10d(mesh)
+    with open_c10d(mesh["local"], timeout_s=20) as transport:
+        total = torch.tensor([float(rank)])
+        transport.all_reduce(total).wait("the sum of a host")
+        assert total.item() == {0: 1.0, 1: 5.0}[rank // 2]
+
+
+def test_a_dimension_of_a_device_mesh_is_a_group(ranks: RankPool) -> None:
+    ranks.run(4, mesh_on_rank)
+
+
+def test_without_a_group_the_ways_to_one_are_named() -> None:
+    with pytest.raises(FddpError, match=r"torchrun.*init_process_group.*fddp\.loopback"):
+        open_c10d()
+
+
+def make_gloo(store: Any, rank: int, world_size: int, timeout: Any) -> Any:
+    return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+
+
+def other_backend_on_rank(rank: int, world_size: int) -> None:
+    dist.Backend.register_backend("elsewhere", make_gloo, devices=["cpu"])
+    group = dist.new_group(backend="cpu:elsewhere")
+    with open_c10d(group, timeout_s=20) as transport:
+        sum_and_exchange(transport)
+        transport.divide(SQUARE, AXES)
+        buffer = torch.arange(4.0) + rank
+        transport.reduce_scatter(buffer, axes=("local",), average=True).wait("the shards")
+        transport.all_gather_in_place(buffer, axes=("local",)).wait("the whole")
+        assert buffer.tolist() == [rank // 2 * 2 + i + 0.5 for i in range(4)]
+    dist.barrier()
+
+
+def sum_and_exchange(transport: Transport) -> None:
+    total = torch.ones(3)
+    transport.all_reduce(total).wait("the sum")
+    assert total.tolist() == [transport.world_size] * 3
+    assert transport.exchange(b"x") == [b"x"] * transport.world_size
+
+
+def test_backends_that_fddp_does_not_know_go_through_new_group() -> None:
+    for outcome in run_fresh(4, other_backend_on_rank):
+        assert outcome.error is None, outcome.error
+
+
+def timeout_on_rank(rank: int, world_size: int) -> None:
+    with open_c10d() as transport:
+        assert transport.timeout_s == 60.0
+        assert transport.control_device == torch.device("cpu")
+        with pytest.raises(ValueError, match=r"is on meta and the group serves \['cpu'"):
+            transport.all_reduce(torch.ones(2, device="meta"))
+
+
+def test_the_groups_timeout_is_the_default(ranks: RankPool) -> None:
+    ranks.run(2, timeout_on_rank)
+
+
+# Resources
+
+
+def open_and_close_on_rank(rank: int, world_size: int) -> None:
+    def cycle() -> tuple[int, int, int]:
+        with open_c10d(timeout_s=20) as transport:
+            transport.all_reduce(torch.ones(3)).wait("the sum")
+            transport.divide(SQUARE, AXES)
+            transport.reduce_scatter(torch.ones(2), axes=("host",)).wait("the shards")
+        dist.barrier()
+        return resources()
+
+    before = cycle()
+    for _ in range(20):
+        after = cycle()
+    # Threads end a moment after they were told to, also those of earlier tests.
+    deadline_s = time.perf_counter() + 10
+    while grown(before, after) and time.perf_counter() < deadline_s:
+        time.sleep(0.05)
+        after = resources()
+    assert not grown(before, after), f"{before} before, {after} after"
+
+
+def grown(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    return any(b > a for a, b in zip(before, after, strict=True))
+
+
+def resources() -> tuple[int, int, int]:
+    """Threads of this process, its open files, and Python's threads."""
+    threads, sockets = os.listdir("/proc/self/task"), os.listdir("/proc/self/fd")
+    return len(threads), len(sockets), threading.active_count()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts through Linux's /proc")
+def test_closing_frees_threads_and_sockets(ranks: RankPool) -> None:
+    ranks.run(4, open_and_close_on_rank)
+
+
+def count_keys_on_rank(rank: int, world_size: int, name: Any) -> list[int]:
+    """Keys in the store of the job, after each of some transports."""
+    store: Any = dist.distributed_c10d._get_default_group().get_group_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    counts = []
+    for _ in range(4):
+        with open_transport(name=name) as transport:
+            sum_and_exchange(transport)
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    return counts
+
+
+@pytest.mark.parametrize("name", ["c10d", "shm"])
+def test_a_store_does_not_grow_with_the_transports(ranks: RankPool, name: str) -> None:
+    """Also in a job that opens one for every broadcast, for months."""
+    for counts in ranks.run(3, count_keys_on_rank, name):
+        assert counts[1:] == [counts[1]] * 3
+
+
+def divide_again_on_rank(rank: int, world_size: int) -> None:
+    with open_c10d(timeout_s=20) as transport:
+        transport.divide(Topology(rack=1, world=4), [("rack",), ("world",)])
+        whole = resources()
+        transport.divide(SQUARE, AXES)
+        before = resources()
+        assert grown(whole, before)
+        transport.divide(Topology(node=2, device=2), [("device",), ("node",), ("node", "device")])
+        assert not grown(before, resources())
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts through Linux's /proc")
+def test_groups_that_are_open_are_used_again(ranks: RankPool) -> None:
+    ranks.run(4, divide_again_on_rank)

@@ -1,0 +1,194 @@
+"""What a step costs that can be counted: collectives, bytes over the wire, bucket memory.
+
+Counted where they leave fddp (what the transport is asked for, what torch's backend is handed) and
+where they leave the process (what the kernel says that its TCP connections have carried).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fddp
+from fddp.sync.engine import Engine
+from fddp.transport.c10d.backends import Communicator
+from fddp.transport.operation import Operation
+from tests.support.ranks import RankPool
+from tests.support.wire import Traffic, traffic
+
+STEPS = 5
+WARM_UP = 3  # plans are rebuilt after the first step, and two sets of bucket memory are in use then
+#: about 1 MiB of gradients in four buckets
+CAPS = {"bucket_cap_mb": 0.3, "first_bucket_mb": 0.2}
+
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather_in_place", "all_gather", "broadcast")
+
+
+class Counts(NamedTuple):
+    """Of `STEPS` steps on one rank."""
+
+    transport: str
+    buckets_bytes: list[int]
+    asked: list[tuple[str, int]]  # kind and bytes of operations that the transport was asked for
+    handed: list[tuple[str, int]]  # of those that torch's backend was handed
+    traffic: Traffic
+    allocations: int  # of bucket memory
+
+
+def _model(dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], Callable[..., Tensor]]:
+    params = {f"w{i}": torch.randn(256, 256, dtype=dtype) / 16.0 for i in range(4)}
+
+    def loss_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        for weight in params.values():
+            x = torch.tanh(x @ weight)
+        return x.float().square().mean()
+
+    return params, loss_fn
+
+
+@contextmanager
+def _handed() -> Iterator[list[tuple[str, int]]]:
+    """What torch's backends are handed within the block."""
+    noted: list[tuple[str, int]] = []
+    issue = Communicator.issue
+
+    def note(self: Communicator, operation: Operation) -> Any:
+        noted.append((operation.kind, operation.tensor.nbytes))
+        return issue(self, operation)
+
+    Communicator.issue = note  # type: ignore[method-assign]
+    try:
+        yield noted
+    finally:
+        Communicator.issue = issue  # type: ignore[method-assign]
+
+
+def _count(engine: Engine, step: Callable[[], object]) -> Counts:
+    transport, pool = engine.transport, engine._pool
+    for _ in range(WARM_UP):
+        step()
+    asked: list[tuple[str, int]] = []
+    made: list[int] = []
+    allocate = pool._allocate
+
+    def noting(kind: str) -> Callable[..., Any]:
+        ask = getattr(transport, kind)
+
+        def note(tensor: Tensor, *rest: Any, **options: Any) -> Any:
+            asked.append((kind, tensor.nbytes))
+            return ask(tensor, *rest, **options)
+
+        return note
+
+    def note_memory(numel: int, *rest: Any) -> Tensor:
+        made.append(numel)
+        return allocate(numel, *rest)
+
+    for kind in COLLECTIVES:
+        setattr(transport, kind, noting(kind))
+    pool._allocate = note_memory
+    with _handed() as handed:
+        before = traffic()
+        for _ in range(STEPS):
+            step()
+        carried = traffic() - before
+    plan = engine.program.plan
+    sizes = [bucket.numel * getattr(torch, bucket.dtype).itemsize for bucket in plan.buckets]
+    return Counts(transport.name, sizes, asked, handed, carried, len(made))
+
+
+def _functional(rank: int, world_size: int, transport: Any, dtype: torch.dtype) -> Counts:
+    params, loss_fn = _model(dtype)
+    x = torch.randn(8, 256, dtype=dtype)
+    with fddp.GradSync(params, transport=transport, **CAPS) as sync:
+        synced_fn = sync.value_and_grad(loss_fn)
+        grads: Any = None
+
+        def step() -> None:
+            nonlocal grads
+            _, grads = synced_fn(params, x)
+
+        return _count(sync._engine, step)
+
+
+def _wrapped(rank: int, world_size: int, view: bool) -> Counts:
+    layers = [nn.Linear(256, 256, bias=False) for _ in range(4)]
+    module = nn.Sequential(*layers)
+    wrapped = fddp.DistributedDataParallel(
+        module, bucket_cap_mb_list=[0.2, 0.3], gradient_as_bucket_view=view
+    )
+    x = torch.randn(8, 256)
+
+    def step() -> None:
+        module.zero_grad()
+        wrapped(x).square().mean().backward()
+
+    return _count(wrapped.steps.engine, step)
+
+
+def _of(ranks: RankPool, world_size: int, fn: Callable[..., Counts], *args: Any) -> Counts:
+    counts = ranks.run(world_size, fn, *args)
+    if "shm" in args and counts[0].transport != "shm":
+        pytest.skip("ranks can't share memory here")
+    for each in counts:
+        assert each.asked == counts[0].asked  # what one rank issues, all do
+    return counts[0]  # type: ignore[no-any-return]
+
+
+def _payload(counts: Counts) -> int:
+    return sum(nbytes for _, nbytes in counts.asked)
+
+
+def test_a_step_over_gloo_is_one_all_reduce_for_each_bucket(ranks: RankPool) -> None:
+    counts = _of(ranks, 2, _functional, "c10d", torch.float32)
+    assert counts.transport == "c10d"
+    assert len(counts.buckets_bytes) >= 3
+    assert len(counts.asked) == STEPS * len(counts.buckets_bytes)
+    assert {kind for kind, _ in counts.asked} == {"all_reduce"}
+    assert counts.handed == counts.asked
+    # The control word rides behind the last bucket; nothing else comes on top of the gradients.
+    words = _payload(counts) / STEPS - sum(counts.buckets_bytes)
+    assert 0 < words < 1024
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gloo_carries_the_gradients_and_little_else(ranks: RankPool, world_size: int) -> None:
+    counts = _of(ranks, world_size, _functional, "c10d", torch.float32)
+    least = _payload(counts) * 2 * (world_size - 1) / world_size
+    # Each of gloo's messages has a header.
+    assert 0.99 * least <= counts.traffic.sent <= 1.02 * least
+    assert 0.99 * least <= counts.traffic.received <= 1.02 * least
+
+
+def test_shared_memory_leaves_sockets_alone(ranks: RankPool) -> None:
+    counts = _of(ranks, 2, _functional, "shm", torch.float32)
+    assert len(counts.asked) == STEPS * len(counts.buckets_bytes)
+    assert counts.handed == []
+    assert counts.traffic == Traffic(0, 0)
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_a_word_that_can_not_ride_takes_one_collective(ranks: RankPool, transport: str) -> None:
+    counts = _of(ranks, 2, _functional, transport, torch.bfloat16)
+    assert len(counts.asked) == STEPS * (1 + len(counts.buckets_bytes))
+    assert counts.asked[-1][1] < 1024
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_bucket_memory_is_used_again(ranks: RankPool, transport: str) -> None:
+    assert _of(ranks, 2, _functional, transport, torch.float32).allocations == 0
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_wrapped_step_issues_the_same(ranks: RankPool, view: bool) -> None:
+    counts = _of(ranks, 2, _wrapped, view)
+    assert len(counts.buckets_bytes) >= 3
+    assert len(counts.asked) == STEPS * len(counts.buckets_bytes)
+    assert counts.allocations == 0
+    if counts.transport == "shm":
+        assert (counts.handed, counts.traffic) == ([], Traffic(0, 0))

@@ -1,0 +1,202 @@
+"""Open files from process to process: what arrives, and who is turned away."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from fddp.transport import open_transport
+from fddp.transport.shm.bindings import make_arena, view_arena
+from fddp.transport.shm.fd_passing import MOST_DESCRIPTORS, Door, ForeignUserError, Line, dial
+from fddp.transport.shm.host_discovery import _hosts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.support.ranks import RankPool
+
+NOBODY = 65534
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can run as another user")
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    opened = Door()
+    yield opened
+    opened.close()
+
+
+def ends_of(door: Door) -> tuple[Line, Line]:
+    """Both ends of a connection through `door`."""
+    line = dial(door.name)
+    assert line is not None
+    (admitted,) = door.admit()
+    return line, admitted
+
+
+def test_notes_and_files_arrive(door: Door) -> None:
+    mine, theirs = ends_of(door)
+    before = open_files()
+    with ExitStack() as stack:
+        stack.callback(mine.close)
+        stack.callback(theirs.close)
+        read, write = os.pipe()
+        mine.give(b"an end", [write])
+        mine.give(b"no file")
+        os.close(write)
+        parcel = theirs.take()
+        assert (parcel.note, len(parcel.descriptors)) == (b"an end", 1)
+        assert not os.get_inheritable(parcel.descriptors[0])
+        os.write(parcel.descriptors[0], b"through")
+        parcel.close()
+        assert os.read(read, 100) == b"through"
+        assert os.read(read, 100) == b"", "all copies are closed"
+        os.close(read)
+        assert theirs.take() == (b"no file", ())
+        with pytest.raises(BlockingIOError):
+            theirs.take()
+        mine.close()
+        with pytest.raises(OSError, match="the other process closed its connection"):
+            theirs.take()
+    assert open_files() == before - 2
+
+
+def test_as_many_files_as_a_parcel_holds(door: Door) -> None:
+    mine, theirs = ends_of(door)
+    with mine, theirs:
+        mine.give(b"many", [0] * MOST_DESCRIPTORS)
+        parcel = theirs.take()
+        assert len(parcel.descriptors) == MOST_DESCRIPTORS
+        parcel.close()
+
+
+def test_files_that_do_not_fit_are_an_error_and_left_to_nobody(door: Door) -> None:
+    """As where a process may open no more files."""
+    mine, theirs = ends_of(door)
+    with mine, theirs:
+        before = open_files()
+        raw = mine._socket.dup()
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, bytes(4 * (MOST_DESCRIPTORS + 5)))]
+        raw.sendmsg([b"too many"], rights)
+        raw.close()
+        with pytest.raises(OSError, match=r"not all that was sent arrived; .* \(ulimit -n\)"):
+            theirs.take()
+        assert open_files() == before
+
+
+def test_a_door_that_is_closed_is_out_of_reach(door: Door) -> None:
+    assert dial("nobody's") is None
+    door.close()
+    assert dial(door.name) is None
+
+
+def test_doors_have_names_of_their_own() -> None:
+    one, two = Door(), Door()
+    assert one.name != two.name
+    assert len(one.name) == 32, "128 bits, so that nobody guesses it"
+    one.close()
+    two.close()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# Other users
+
+
+def as_nobody(do: Callable[[], None]) -> None:
+    """Run `do` in a process of another user; fail if it raises."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+            do()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def turned_away_on_rank(rank: int, world_size: int) -> None:
+    door = Door()
+
+    def knock() -> None:
+        with pytest.raises(ForeignUserError, match=f"as user 0, and this one as {NOBODY}"):
+            dial(door.name)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
+            raw.connect(f"\0fddp-{door.name}")  # one that does not look who answers
+            raw.send(b"hello")
+
+    as_nobody(knock)
+    assert list(door.admit()) == []
+    door.close()
+
+
+@AS_ROOT
+def test_another_user_is_turned_away(ranks: RankPool) -> None:
+    ranks.run(1, turned_away_on_rank)  # JAX, which may be imported here, warns of forks
+
+
+def guarded_on_rank(rank: int, world_size: int) -> None:
+    with open_transport(timeout_s=20) as transport:
+        assert transport.name == "shm"
+        tensor = transport.empty(1000, torch.float32, torch.device("cpu")).fill_(1.0)
+        transport.exchange(b"memory is there")
+        arena = transport._arena  # type: ignore[attr-defined]
+        owner, file, span = os.getpid(), os.dup(arena.fd), arena.span
+
+        def pry() -> None:
+            theirs = [f"/proc/{owner}/fd/{arena.fd}", f"/proc/{owner}/mem"]
+            for path in (*theirs, f"/proc/self/fd/{file}"):
+                with pytest.raises(PermissionError):
+                    os.open(path, os.O_RDWR)
+            with pytest.raises(PermissionError):
+                os.listdir(f"/proc/{owner}/map_files")
+            with pytest.raises((ValueError, OSError), match=r"user|uid|own"):
+                view_arena(file, span)
+
+        as_nobody(pry)
+        os.close(file)
+        transport.all_reduce(tensor).wait("the sum")
+
+
+@AS_ROOT
+def test_another_user_cannot_open_the_memory(ranks: RankPool) -> None:
+    ranks.run(2, guarded_on_rank)
+
+
+def test_only_sealed_anonymous_files_are_mapped() -> None:
+    arena = make_arena(1 << 20)
+    assert view_arena(arena.fd, arena.span) is not None
+    for span in (arena.span - 4096, arena.span + 4096, 0, -1, 2**63):
+        with pytest.raises((ValueError, OSError, TypeError)):
+            view_arena(arena.fd, span)
+    loose = os.memfd_create("loose")
+    os.ftruncate(loose, arena.span)
+    with pytest.raises((ValueError, OSError), match="seal"):
+        view_arena(loose, arena.span)
+    os.close(loose)
+    with open(__file__, "rb") as ordinary, pytest.raises((ValueError, OSError)):
+        view_arena(ordinary.fileno(), os.path.getsize(__file__))
+
+
+# Hosts
+
+
+def test_hosts_follow_leaders_unless_a_member_has_a_problem() -> None:
+    assert _hosts([0, 0, 2, 0], {}) == ((0, 1, 3), (0, 1, 3), (2,), (0, 1, 3))
+    assert _hosts([0, 0, 2, 2], {3: "lost its way"}) == ((0, 1), (0, 1), (2,), (3,))
+    assert _hosts([0, 0, None, 0], {2: "no socket"}) == ((0, 1, 3), (0, 1, 3), (2,), (0, 1, 3))
+    # Rank 2 does not reach rank 0, but rank 1, which is no leader.
+    assert _hosts([0, 0, 1], {}) == ((0, 1), (0, 1), (2,))

@@ -1,0 +1,188 @@
+"""What loopback promises beyond the contract of `Transport` (test_transports.py)."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+
+import pytest
+import torch
+
+from fddp.core.schedule.topology import Topology
+from fddp.errors import DesyncError, RankLostError
+from fddp.transport import LoopbackGroup, loopback, open_transport
+
+
+def test_results_come_in_rank_order() -> None:
+    def slow_first(group: LoopbackGroup, unit: str) -> str:
+        time.sleep(0.05 * (group.size - group.rank))
+        return f"{group.rank} of {group.size} {unit}"
+
+    assert loopback(3, slow_first, "ranks") == ["0 of 3 ranks", "1 of 3 ranks", "2 of 3 ranks"]
+
+
+def test_a_group_needs_a_rank() -> None:
+    with pytest.raises(ValueError, match="world_size=0: a loopback group needs at least one rank"):
+        loopback(0, lambda group: None)
+
+
+def test_threads_see_the_callers_context() -> None:
+    setting = contextvars.ContextVar("setting", default="unset")
+    setting.set("the caller's")
+    assert loopback(2, lambda group: setting.get()) == ["the caller's"] * 2
+
+
+def test_no_thread_is_left() -> None:
+    before = threading.active_count()
+    loopback(4, lambda group: open_transport(group).close())
+    assert threading.active_count() == before
+
+
+def test_sums_run_in_rank_order() -> None:
+    parts = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
+    expected = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+
+    def total(group: LoopbackGroup) -> torch.Tensor:
+        transport = open_transport(group)
+        mine = parts[group.rank].clone()
+        time.sleep(0.02 * ((group.rank * 3) % 4))  # come in another order
+        transport.all_reduce(mine).wait("the sum")
+        return mine
+
+    assert all(torch.equal(result, expected) for result in loopback(4, total))
+
+
+def test_the_first_ranks_own_exception_is_raised() -> None:
+    seen: dict[int, RankLostError] = {}
+
+    def fails_on_one(group: LoopbackGroup) -> None:
+        transport = open_transport(group)
+        if group.rank == 1:
+            raise KeyError("boom")
+        pending = transport.all_reduce(torch.ones(1))
+        with pytest.raises(RankLostError) as caught:
+            pending.wait("bucket 2 of step 5")
+        seen[group.rank] = caught.value
+        with pytest.raises(RankLostError):  # a later opening meets the same
+            open_transport(group)
+        raise caught.value
+
+    with pytest.raises(KeyError, match="boom") as raised:
+        loopback(3, fails_on_one)
+    assert raised.value.__notes__ == ["raised on rank 1 of 3 of a loopback group"]  # type: ignore[attr-defined]
+    for rank in (0, 2):
+        assert seen[rank].ranks == (1,)
+        assert str(seen[rank]) == (
+            f"bucket 2 of step 5 on rank {rank} of 3: lost rank 1 raised KeyError('boom'); "
+            "mend that rank's own error first"
+        )
+
+
+def test_a_rank_that_returns_early_is_lost() -> None:
+    def leaves_early(group: LoopbackGroup) -> None:
+        transport = open_transport(group)
+        if group.rank == 0:
+            transport.all_reduce(torch.ones(1)).wait("the second epoch")
+
+    with pytest.raises(
+        RankLostError, match="the second epoch on rank 0 of 2: lost rank 1 returned"
+    ):
+        loopback(2, leaves_early)
+
+
+def test_a_rank_that_closes_its_transport_is_lost_to_that_one_only() -> None:
+    def closes_one(group: LoopbackGroup) -> None:
+        one, two = open_transport(group), open_transport(group)
+        if group.rank == 1:
+            one.close()
+        else:
+            with pytest.raises(RankLostError, match=r"lost rank 1 left its transport \(close\(\)"):
+                one.all_reduce(torch.ones(1)).wait("the sum")
+        two.exchange(b"still here")
+
+    loopback(2, closes_one)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "text"),
+    [
+        (torch.ones(3), r"all_reduce of torch.float32 \(3,\)"),
+        (torch.ones(2, dtype=torch.float64), r"all_reduce of torch.float64 \(2,\)"),
+        (torch.ones(2, 1), r"all_reduce of torch.float32 \(2, 1\)"),
+        (None, r"broadcast from rank 1 of torch.float32 \(2,\)"),
+    ],
+    ids=["numel", "dtype", "shape", "kind"],
+)
+def test_mismatched_operations_are_told_on_every_rank(
+    theirs: torch.Tensor | None, text: str
+) -> None:
+    def mismatched(group: LoopbackGroup) -> None:
+        transport = open_transport(group)
+        mine = torch.ones(2)
+        if group.rank != 1:
+            work = transport.all_reduce(mine)
+        elif theirs is None:
+            work = transport.broadcast(mine, 1)
+        else:
+            work = transport.all_reduce(theirs)
+        with pytest.raises(DesyncError, match=f"bucket 0 on rank {group.rank} of 3") as caught:
+            work.wait("bucket 0")
+        assert caught.match(f"rank 1 {text}")
+        assert caught.match(r"rank [02] all_reduce of torch.float32 \(2,\)")
+        assert mine.tolist() == [1.0, 1.0]
+        assert transport.exchange(b"goes on") == [b"goes on"] * 3
+
+    loopback(3, mismatched)
+
+
+def test_an_operation_does_not_block_its_issuer() -> None:
+    def asynchronous(group: LoopbackGroup) -> float:
+        transport = open_transport(group)
+        if group.rank == 1:
+            time.sleep(0.2)
+        start_s = time.perf_counter()
+        work = transport.all_reduce(torch.ones(1))
+        issued_s = time.perf_counter() - start_s
+        work.wait("the sum")
+        return issued_s
+
+    assert loopback(2, asynchronous)[0] < 0.1
+
+
+SQUARE = Topology(host=2, local=2)
+AXES = [("host",), ("local",)]
+
+
+def test_mismatched_operations_of_a_group_are_told_on_its_ranks() -> None:
+    def mismatched(group: LoopbackGroup) -> None:
+        transport, rank = open_transport(group), group.rank
+        transport.divide(SQUARE, AXES)
+        buffer = torch.ones(4)
+        work = transport.reduce_scatter(buffer, axes=("local",), average=rank == 3)
+        if rank < 2:
+            work.wait("bucket 0")
+        else:
+            with pytest.raises(DesyncError, match=f"bucket 0 on rank {rank} of 4: ranks met"):
+                work.wait("bucket 0")
+            assert work.done
+            with pytest.raises(DesyncError, match=r"rank 3 averaging reduce_scatter of .* \(4,\)"):
+                work.wait("bucket 0")
+        assert transport.exchange(b"goes on") == [b"goes on"] * 4
+
+    loopback(4, mismatched)
+
+
+def test_a_rank_that_leaves_is_lost_to_those_who_wait_for_it() -> None:
+    def leaves(group: LoopbackGroup) -> None:
+        transport, rank = open_transport(group), group.rank
+        transport.divide(SQUARE, AXES)
+        if rank == 3:
+            transport.close()
+            return
+        axes = [("local",), ("host",), ("local",)][rank]
+        with pytest.raises(RankLostError, match="bucket 1") as caught:
+            transport.all_reduce(torch.ones(1), axes=axes).wait("bucket 1")
+        assert caught.value.ranks == (1 if rank == 0 else 3,)
+
+    loopback(4, leaves)

@@ -1,0 +1,177 @@
+"""torch's `DeviceMesh` in place of a group: its axes become the topology's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fddp
+from fddp import Topology
+from fddp.testing import assert_mean
+from tests.support.models import rand, same_bits
+from tests.support.ranks import RankPool
+from tests.sync.test_errors import Ending, ending
+
+ALGORITHMS = ("all_reduce", "hierarchical", "reduce_scatter")
+
+
+def trees(ranks: list[int]) -> list[dict[str, Tensor]]:
+    return [{"a": rand(7, 3, seed=r), "b": rand(5, seed=50 + r).float()} for r in ranks]
+
+
+def checked(mesh: Any, ranks: list[int], algorithm: Any) -> tuple[str, Any]:
+    """The topology, and the mean over these ranks as asserted."""
+    with fddp.GradSync(trees([0])[0], mesh=mesh, algorithm=algorithm) as sync:
+        assert sync.world_size == len(ranks)
+        assert sync.rank == ranks.index(dist.get_rank())
+        return str(sync.schedule.topology), assert_mean(sync, trees(ranks))
+
+
+def two_dimensions(rank: int, world_size: int, names: tuple[str, str] | None) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    return [checked(mesh, [0, 1, 2, 3], algorithm) for algorithm in ALGORITHMS]
+
+
+@pytest.mark.parametrize("names", [("host", "local"), None])
+def test_two_dimensions(ranks: RankPool, names: tuple[str, str] | None) -> None:
+    runs = ranks.run(4, two_dimensions, names)
+    expected = "Topology(host=2, local=2)" if names else "Topology(dim0=2, dim1=2)"
+    for results in zip(*runs, strict=True):
+        assert {topology for topology, _ in results} == {expected}
+        assert same_bits([mean for _, mean in results])
+
+
+def one_dimension(rank: int, world_size: int) -> Any:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    return [checked(mesh, [*range(world_size)], a)[0] for a in ("all_reduce", "reduce_scatter")]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_one_dimension(ranks: RankPool, world_size: int) -> None:
+    for topologies in ranks.run(world_size, one_dimension):
+        assert topologies == [f"Topology(dp={world_size})"] * 2
+
+
+def sub_meshes(rank: int, world_size: int) -> Any:
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "pp", "tp"))
+    everyone = [0, 1, 2, 3]
+    own_host, own_place = [0, 1] if rank < 2 else [2, 3], [rank % 2, rank % 2 + 2]
+    return [
+        checked(mesh, everyone, "hierarchical")[0],
+        checked(mesh["dp", "tp"], everyone, "hierarchical")[0],
+        checked(mesh["pp", "tp"], own_host, "hierarchical")[0],
+        checked(mesh["dp", "pp"], own_place, "reduce_scatter")[0],
+        checked(mesh["dp"], own_place, "all_reduce")[0],
+        checked(mesh["tp"], own_host, "reduce_scatter")[0],
+    ]
+
+
+def test_sub_meshes_reduce_over_their_own_ranks(ranks: RankPool) -> None:
+    for topologies in ranks.run(4, sub_meshes):
+        assert topologies == [
+            "Topology(dp=2, pp=1, tp=2)",
+            "Topology(dp=2, tp=2)",
+            "Topology(pp=1, tp=2)",
+            "Topology(dp=2, pp=1)",
+            "Topology(dp=2)",
+            "Topology(tp=2)",
+        ]
+
+
+def part_of_the_world(rank: int, world_size: int) -> str | None:
+    """A mesh of three of four ranks."""
+    mesh = DeviceMesh("cpu", [0, 1, 3], mesh_dim_names=("dp",))
+    if rank == 2:
+        return ending(lambda: fddp.GradSync(trees([0])[0], mesh=mesh)).kinds[0]
+    return checked(mesh, [0, 1, 3], "reduce_scatter")[0]
+
+
+def test_a_mesh_of_some_ranks(ranks: RankPool) -> None:
+    *members, last = ranks.run(4, part_of_the_world)
+    assert members == ["Topology(dp=3)", "Topology(dp=3)", "ValueError"]
+    assert last == "Topology(dp=3)"
+
+
+def groups_and_topologies(rank: int, world_size: int) -> list[str]:
+    """A topology laid over a group that is not the default one."""
+    own = [0, 1] if rank < 2 else [2, 3]
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    told = []
+    for mesh in (Topology(a=1, b=2), Topology(a=2, b=1)):
+        with fddp.GradSync(
+            trees([0])[0], group=groups[rank // 2], mesh=mesh, algorithm="hierarchical"
+        ) as sync:
+            assert_mean(sync, trees(own))
+            told.append(str(sync.schedule.topology))
+    return told
+
+
+def test_a_topology_over_a_group(ranks: RankPool) -> None:
+    for told in ranks.run(4, groups_and_topologies):
+        assert told == ["Topology(a=1, b=2)", "Topology(a=2, b=1)"]
+
+
+def training(rank: int, world_size: int) -> Any:
+    """Hierarchical steps with torch's own mesh, against the mean computed by one process."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local"))
+    params = {"w": rand(3, 3, seed=0)}
+    with fddp.GradSync(params, mesh=mesh, algorithm="hierarchical") as sync:
+        step = sync.value_and_grad(lambda p, x: torch.tanh(x @ p["w"]).square().mean())
+        for number in range(3):
+            x = rand(4, 3, seed=10 * number + rank)
+            params = fddp.tree_map(lambda p, g: p - 0.1 * g, params, step(params, x)[1])
+    return params
+
+
+def test_training_on_a_mesh(ranks: RankPool) -> None:
+    w = rand(3, 3, seed=0)
+    for number in range(3):
+        x = torch.cat([rand(4, 3, seed=10 * number + rank) for rank in range(4)])
+        w.requires_grad_()
+        loss = torch.tanh(x @ w).square().mean()
+        w = (w - 0.1 * torch.autograd.grad(loss, w)[0]).detach()
+    runs = ranks.run(4, training)
+    assert same_bits(runs)
+    assert torch.allclose(runs[0]["w"], w, rtol=1e-12)
+
+
+# Bad input
+
+
+def bad_meshes(rank: int, world_size: int) -> dict[str, Ending]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local"))
+    shuffled = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("host", "local"))
+    params = trees([0])[0]
+    group = dist.group.WORLD
+    told = {
+        "with a group": ending(lambda: fddp.GradSync(params, group=group, mesh=mesh)),
+        "as a group": ending(lambda: fddp.GradSync(params, group=mesh)),
+        "shuffled": ending(lambda: fddp.GradSync(params, mesh=shuffled)),
+        "mixed": ending(lambda: fddp.GradSync(params, mesh=mesh if rank else shuffled)),
+        "of one axis": ending(
+            lambda: fddp.GradSync(params, mesh=mesh["host"], algorithm="hierarchical")
+        ),
+    }
+    checked(mesh, [0, 1, 2, 3], "hierarchical")
+    return told
+
+
+BAD = {
+    "with a group": ("ValueError", "a DeviceMesh brings its own group; leave group= out"),
+    "as a group": ("ValueError", "pass one dimension of it (mesh[name])"),
+    "shuffled": ("ValueError", "numbers its ranks [0, 2, 1, 3]"),
+    "of one axis": ("ValueError", "at least two axes"),
+}
+
+
+def test_bad_meshes(ranks: RankPool) -> None:
+    for rank, told in enumerate(ranks.run(4, bad_meshes)):
+        for name, (kind, text) in BAD.items():
+            assert told[name].kinds[0] == kind
+            assert text in told[name].text
+        assert told["mixed"].kinds[0] == ("PlanMismatchError" if rank else "ValueError")

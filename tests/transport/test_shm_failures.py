@@ -1,0 +1,372 @@
+"""Ranks that die, stop, leave or meet elsewhere, over shared memory: told to all others in time.
+
+Functions named `*_on_rank` run on ranks, which are processes, as `fn(rank, world_size, *args)`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fddp.errors import ClosedError, FddpError, RankLostError, SyncTimeoutError
+from fddp.transport import open_transport
+from tests.support.ranks import run_fresh, split_into_hosts
+from tests.transport.test_shm import held
+from tests.transport.test_transport_groups import AXES, SQUARE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fddp.transport import Transport
+    from tests.support.ranks import Outcome, RankPool
+
+TIMEOUT_S = 30.0  # of operations that a death must end long before
+# Of a rank whose time was over, or which heard that another one's was.
+OVER = r"not finished within timeout_s=1\.0|after 0\.\d s of timeout_s=1\.0, because that of .*rank"
+NOTICED_S = 2.5  # a second, and what a busy machine takes
+
+
+class Ended(NamedTuple):
+    """How an operation ended on a rank that waited for it."""
+
+    error: str
+    text: str
+    ranks: tuple[int, ...]
+    took_s: float
+
+
+def ended(transport: Transport, *, numel: int = 10, axes: tuple[str, ...] = ()) -> Ended:
+    """How a sum ends that some rank does not come to."""
+    start_s = time.perf_counter()
+    with pytest.raises(FddpError) as caught:
+        transport.all_reduce(torch.ones(numel), axes=axes).wait("bucket 3 of step 17")
+    took_s = time.perf_counter() - start_s
+    with pytest.raises(ClosedError, match="failed"):
+        transport.exchange(b"more")
+    ranks = caught.value.ranks if isinstance(caught.value, RankLostError) else ()
+    return Ended(type(caught.value).__name__, str(caught.value), ranks, took_s)
+
+
+def survivors(outcomes: list[Outcome], dead: int) -> list[tuple[int, Any]]:
+    for rank, outcome in enumerate(outcomes):
+        assert rank == dead or outcome.error is None, outcome.error
+    return [(rank, outcome.result) for rank, outcome in enumerate(outcomes) if rank != dead]
+
+
+# Death
+
+ENDS = {"exit": 7, "kill": -signal.SIGKILL, "exception": 0}
+
+
+def die(how: str) -> None:
+    if how == "exit":
+        os._exit(ENDS[how])
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError("the program's own mistake")
+
+
+def dying_on_rank(rank: int, world_size: int, dead: int, how: str, numel: int) -> Ended:
+    transport = open_transport(timeout_s=TIMEOUT_S)
+    assert transport.name == "shm"
+    value = torch.ones(numel)
+    transport.all_reduce(value).wait("a sum with all")
+    if rank == dead:
+        time.sleep(0.3)
+        with transport:  # as a program would that may raise
+            die(how)
+    return ended(transport, numel=numel)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dead", "how", "numel"),
+    [
+        (2, 0, "kill", 10),
+        (3, 1, "kill", 2_000_000),
+        (3, 2, "exit", 10),
+        (4, 0, "exit", 2_000_000),
+        (3, 1, "exception", 10),
+    ],
+)
+def test_a_rank_that_ends_is_named(world_size: int, dead: int, how: str, numel: int) -> None:
+    outcomes = run_fresh(world_size, dying_on_rank, dead, how, numel)
+    assert outcomes[dead].exitcode == ENDS[how]
+    for rank, seen in survivors(outcomes, dead):
+        print(f"{how}: rank {rank} of {world_size} noticed after {seen.took_s - 0.3:.2f} s")
+        why = "it closed its transport" if how == "exception" else "its process has ended"
+        assert seen.text.startswith(
+            f"bucket 3 of step 17 on rank {rank} of {world_size}: lost rank {dead} ({why}); start "
+            "the job again from a checkpoint"
+        )
+        assert (seen.error, seen.ranks) == ("RankLostError", (dead,))
+        assert seen.took_s < 0.3 + NOTICED_S
+
+
+def killed_at_any_moment_on_rank(rank: int, world_size: int, delay_s: float) -> Ended:
+    """Rank 1 is killed while operations of all sizes run one after the other."""
+    transport = open_transport(timeout_s=TIMEOUT_S)
+    sizes = [3, 10_000, 300_000, 1_500_000]
+    shared = [transport.empty(n, torch.float32, torch.device("cpu")) for n in sizes]
+    dist.barrier()
+    if rank == 1:
+        threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    start_s = time.perf_counter()
+    with pytest.raises(RankLostError) as caught:
+        reduce_for_ever(transport, shared)
+    took_s = time.perf_counter() - start_s - delay_s
+    return Ended("RankLostError", str(caught.value), caught.value.ranks, took_s)
+
+
+def reduce_for_ever(transport: Transport, tensors: list[Tensor]) -> None:
+    while True:
+        works = [
+            transport.all_reduce(tensor.fill_(1.0)) if i % 3 else transport.broadcast(tensor, 1)
+            for i, tensor in enumerate(tensors)
+        ]
+        for work in works:
+            work.wait("bucket 3 of step 17")
+
+
+@pytest.mark.parametrize("delay_s", [0.05, 0.0777, 0.1])
+def test_a_rank_may_be_killed_at_any_moment(delay_s: float) -> None:
+    outcomes = run_fresh(3, killed_at_any_moment_on_rank, delay_s)
+    assert outcomes[1].exitcode == -signal.SIGKILL
+    for _, seen in survivors(outcomes, 1):
+        assert seen.ranks == (1,)
+        assert seen.took_s < NOTICED_S
+
+
+def store_host_killed_on_rank(rank: int, world_size: int, port: int) -> Ended:
+    """The store goes with rank 0; the others know all the same who is gone."""
+    dist.barrier()  # gloo's ranks may still be connecting
+    dist.destroy_process_group()
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    transport = open_transport(timeout_s=TIMEOUT_S)
+    transport.exchange(b"all are there")
+    if rank == 0:
+        os._exit(7)
+    return ended(transport)
+
+
+def test_losing_the_rank_that_hosts_the_store(free_port: int) -> None:
+    for _, seen in survivors(run_fresh(3, store_host_killed_on_rank, free_port), 0):
+        assert (seen.error, seen.ranks) == ("RankLostError", (0,))
+        assert seen.took_s < NOTICED_S
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def missed_in_a_group_on_rank(rank: int, world_size: int, how: str) -> Ended | None:
+    """Rank 3 is missed by 1 and 2, along one axis each; rank 0 waits for rank 1 only."""
+    transport = open_transport(timeout_s=TIMEOUT_S if how == "kill" else 1.0)
+    transport.divide(SQUARE, AXES)
+    transport.exchange(b"all are there")
+    if rank == 3:
+        time.sleep(0.3)
+        if how == "kill":
+            die(how)
+        time.sleep(2.0)
+        transport.close()
+        return None
+    if rank == 0:
+        time.sleep(0.5)  # so that its own time is not up when that of the others is
+    return ended(transport, axes=[("local",), ("host",), ("local",)][rank])
+
+
+def test_a_rank_killed_in_one_group_is_told_to_all() -> None:
+    for rank, seen in survivors(run_fresh(4, missed_in_a_group_on_rank, "kill"), 3):
+        assert f"bucket 3 of step 17 on rank {rank} of 4: lost rank 3 (" in seen.text
+        assert (seen.error, seen.ranks) == ("RankLostError", (3,))
+        assert seen.took_s < NOTICED_S
+
+
+def test_a_rank_late_in_one_group_is_told_to_all(ranks: RankPool) -> None:
+    for rank, seen in enumerate(ranks.run(4, missed_in_a_group_on_rank, "late")):
+        if seen is not None:
+            assert seen.error == "SyncTimeoutError", seen
+            assert f"bucket 3 of step 17 on rank {rank} of 4: " in seen.text
+            assert re.search(OVER, seen.text)
+            assert "no word from rank 3. All" in seen.text
+            assert seen.took_s < 1.0 + NOTICED_S
+
+
+# Some ranks wait in shared memory, others in gloo
+
+
+def dead_across_on_rank(rank: int, world_size: int, dead: int) -> Ended:
+    """Ranks 0 and 1 share a host, and 2 and 3. One dies; the others wait for each other."""
+    with split_into_hosts([(0, 1), (2, 3)]):
+        transport = open_transport(timeout_s=TIMEOUT_S)
+        transport.divide(SQUARE, AXES)
+        transport.exchange(b"all are there")
+        if rank == dead:
+            time.sleep(0.3)
+            die("kill")
+        # In gloo: rank 0 for 2. In shared memory: 1 for 0, and 2 for 3 or 3 for 2.
+        return ended(transport, axes=("host",) if rank == 0 else ("local",))
+
+
+@pytest.mark.parametrize("dead", [2, 3])
+def test_a_death_is_told_from_shared_memory_to_gloo_and_back(dead: int) -> None:
+    """Rank 3 is missed in shared memory by 2 only; rank 2 in gloo by 0, in shared memory by 3."""
+    outcomes = run_fresh(4, dead_across_on_rank, dead)
+    for rank, seen in survivors(outcomes, dead):
+        print(f"rank {rank} noticed the end of {dead} after {seen.took_s - 0.3:.2f} s: {seen.text}")
+        assert f"bucket 3 of step 17 on rank {rank} of 4: lost rank {dead} (" in seen.text
+        assert seen.ranks == (dead,)
+        assert seen.took_s < 0.3 + NOTICED_S + 2.0  # what gloo's survivors give each other
+
+
+def late_across_on_rank(rank: int, world_size: int) -> Ended | None:
+    with split_into_hosts([(0, 1), (2, 3)]):
+        transport = open_transport(timeout_s=1.0)
+        transport.divide(SQUARE, AXES)
+        transport.exchange(b"all are there")
+        if rank == 3:
+            time.sleep(2.5)
+            transport.close()
+            return None
+        return ended(transport, axes=("host",) if rank == 0 else ("local",))
+
+
+def test_a_late_rank_is_told_from_shared_memory_to_gloo(ranks: RankPool) -> None:
+    for rank, seen in enumerate(ranks.run(4, late_across_on_rank)):
+        if seen is not None:
+            assert seen.error == "SyncTimeoutError"
+            assert f"on rank {rank} of 4: " in seen.text
+            assert re.search(OVER, seen.text)
+            assert seen.took_s < 1.0 + NOTICED_S
+            if rank == 2:
+                assert "no word from rank 3. All ranks must issue" in seen.text
+
+
+# Stopped processes
+
+
+def stopped_on_rank(rank: int, world_size: int, stopped_s: float) -> tuple[Ended | None, str]:
+    """Rank 1 is stopped for some seconds, as by a debugger or a busy host."""
+    transport = open_transport(timeout_s=2.0)
+    transport.exchange(b"all are there")
+    if rank == 1:
+        waker = os.fork()
+        if waker == 0:
+            time.sleep(stopped_s)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os.waitpid(waker, 0)
+    start_s = time.perf_counter()
+    try:
+        value = torch.ones(10)
+        transport.all_reduce(value).wait("bucket 3 of step 17")
+        assert value.tolist() == [3.0] * 10
+        return None, ""
+    except FddpError as error:
+        took_s = time.perf_counter() - start_s
+        return Ended(type(error).__name__, str(error), (), took_s), str(error)
+
+
+def test_a_rank_that_is_stopped_for_long_is_late() -> None:
+    outcomes = run_fresh(3, stopped_on_rank, 3.5)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, outcome.error
+        seen, text = outcome.result
+        assert seen.error == "SyncTimeoutError", seen
+        if rank != 1:
+            assert "within timeout_s=2.0; no word from rank 1. All ranks must" in text
+            assert 1.9 < seen.took_s < 2.0 + NOTICED_S
+
+
+def test_a_rank_that_is_stopped_for_a_moment_goes_on() -> None:
+    for outcome in run_fresh(3, stopped_on_rank, 0.9):
+        assert outcome.error is None, outcome.error
+        assert outcome.result[0] is None
+
+
+# Leaving
+
+
+def left_on_rank(rank: int, world_size: int, numel: int) -> Ended | None:
+    transport = open_transport(timeout_s=TIMEOUT_S)
+    transport.exchange(b"all are there")
+    if rank == 1:
+        time.sleep(0.2)
+        transport.close()
+        return None
+    return ended(transport, numel=numel)
+
+
+@pytest.mark.parametrize("numel", [10, 2_000_000])
+def test_a_rank_that_closes_while_others_wait(ranks: RankPool, numel: int) -> None:
+    for rank, seen in enumerate(ranks.run(3, left_on_rank, numel)):
+        if seen is not None:
+            assert f"bucket 3 of step 17 on rank {rank} of 3: lost rank 1 (it closed" in seen.text
+            assert seen.ranks == (1,)
+            assert seen.took_s < NOTICED_S
+
+
+def late_again_on_rank(rank: int, world_size: int) -> None:
+    """The rank that others gave up is told so, and the group goes on."""
+    earlier = held().mappings  # of groups whose communicators other tests have opened
+    transport = open_transport(timeout_s=0.5)
+    if rank == 1:
+        time.sleep(1.5)
+        with pytest.raises(
+            SyncTimeoutError,
+            match=r"of timeout_s=0\.5, because that of .*rank 0.* was over; every rank is alive",
+        ):
+            transport.all_reduce(torch.ones(3)).wait("bucket 3")
+    else:
+        with pytest.raises(SyncTimeoutError, match=r"timeout_s=0.5; no word from rank 1\. All"):
+            transport.all_reduce(torch.ones(3)).wait("bucket 3")
+    with open_transport(timeout_s=20) as fresh:
+        assert fresh.name == "shm"
+        value = torch.ones(3)
+        fresh.all_reduce(value).wait("the next attempt")
+        assert value.tolist() == [3.0] * 3
+    transport.close()
+    dist.barrier()
+    deadline_s = time.perf_counter() + 10
+    while held().mappings > earlier and time.perf_counter() < deadline_s:
+        time.sleep(0.05)
+    assert held().mappings <= earlier, "nothing is left of a transport that failed"
+
+
+def test_the_group_goes_on_after_a_failure(ranks: RankPool) -> None:
+    ranks.run(3, late_again_on_rank)
+
+
+def interrupted_on_rank(rank: int, world_size: int) -> float:
+    """Ctrl-C ends a wait at once."""
+    transport = open_transport(timeout_s=20)
+    transport.exchange(b"all are there")
+    took_s = 0.0
+    if rank == 0:
+        work = transport.all_reduce(torch.ones(3))
+        start_s = time.perf_counter()
+        # Last of all before the wait: elsewhere Python may drop the interrupt, in a finalizer.
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            work.wait("bucket 3")
+        took_s = time.perf_counter() - start_s
+    dist.barrier()
+    transport.close()
+    return took_s
+
+
+def test_a_wait_can_be_interrupted(ranks: RankPool) -> None:
+    assert ranks.run(2, interrupted_on_rank)[0] < 0.2 + NOTICED_S

@@ -1,0 +1,127 @@
+"""Shared memory within a host and gloo across, on two hosts made of namespaces.
+
+Functions named `*_on_rank` run on ranks, which are processes, as `fn(rank, world_size, *args)`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fddp
+from fddp.core.sim.cost import factors
+from fddp.core.sim.simulator import collective_bytes
+from tests.support.hosts import crossed_bytes
+
+if TYPE_CHECKING:
+    from fddp.core.schedule.schedule import Schedule
+    from fddp.sync.request import Reduction
+    from fddp.transport import TransportName
+    from tests.support.hosts import Hosts
+
+SQUARE = fddp.Topology(host=2, local=2)
+STEPS = 3
+# What stands around the payload of a segment: Ethernet 14, IPv4 20, TCP 32 with timestamps. As the
+# interface segments nothing, an acknowledgement of 66 bytes may answer each segment of 1448.
+PER_SEGMENT = 1 + (66 + 66) / 1448
+PER_OPERATION = 6_000  # of gloo's own messages, per operation: 40 to 80 of some 100 bytes each
+
+
+def params() -> dict[str, torch.Tensor]:
+    return {"weight": torch.zeros(1200, 700), "bias": torch.zeros(700)}
+
+
+def expected_bytes(schedule: Schedule) -> tuple[float, int]:
+    """What `schedule` sends across hosts in both directions, and in how many operations."""
+    total, operations = 0.0, 0
+    for op in schedule.ops:
+        moves = op.kind in ("all_reduce", "reduce_scatter", "all_gather") and op.when == "always"
+        if moves and "host" in op.axes:
+            n = schedule.topology.size(op.axes)
+            share = factors(op.kind, n, "ring").share
+            total += collective_bytes(schedule, op) * share * schedule.topology.world_size
+            operations += 1
+    return total, operations
+
+
+class Run(NamedTuple):
+    """What one rank saw of some steps."""
+
+    transport: str
+    reason: str
+    crossed: float  # bytes a step through the link, both ways
+    expected: float
+    operations: int
+
+
+RUNS: dict[str, tuple[Reduction, TransportName]] = {
+    "hierarchical": ("hierarchical", "auto"),
+    "over c10d": ("hierarchical", "c10d"),
+    "flat": ("all_reduce", "auto"),
+}
+
+
+def runs_on_rank(rank: int, world_size: int) -> dict[str, Run]:
+    return {name: run_of(rank, *chosen) for name, chosen in RUNS.items()}
+
+
+def run_of(rank: int, algorithm: Reduction, transport: TransportName) -> Run:
+    sync = fddp.GradSync(
+        params(),
+        mesh=SQUARE,
+        algorithm=algorithm,
+        bucket_cap_mb=1,
+        transport=transport,
+        timeout_s=30.0,
+    )
+    grads = {name: torch.full_like(p, 1.0 + rank) for name, p in params().items()}
+    mean, info = sync(grads, with_info=True)
+    dist.barrier()
+    before = crossed_bytes()
+    dist.barrier()
+    for _ in range(STEPS):
+        mean = sync(grads)
+    dist.barrier()
+    crossed = crossed_bytes() - before
+    assert torch.equal(mean["weight"], torch.full((1200, 700), 2.5))
+    assert torch.equal(mean["bias"], torch.full((700,), 2.5))
+    expected, operations = expected_bytes(sync.schedule)
+    sync.close()
+    return Run(info.transport, info.transport_reason, crossed / STEPS, expected, operations)
+
+
+@pytest.fixture(scope="module")
+def runs(hosts: Hosts) -> list[dict[str, Run]]:
+    """Of each rank."""
+    return hosts.run(4, runs_on_rank)
+
+
+@pytest.mark.parametrize("name", ["hierarchical", "over c10d"])
+def test_only_what_the_schedule_says_crosses(runs: list[dict[str, Run]], name: str) -> None:
+    """It is the schedule that saves what crosses, whatever carries it."""
+    for run in (of_rank[name] for of_rank in runs):
+        print(f"{name}: {run.crossed:.0f} bytes crossed a step, schedule: {run.expected:.0f}")
+        assert run.expected == 2 * 4 * (1200 * 700 + 700), "half of it, both ways, by two pairs"
+        most = run.expected * PER_SEGMENT + PER_OPERATION * (run.operations + 1)
+        assert run.expected < run.crossed < most
+
+
+def test_within_hosts_memory_is_shared(runs: list[dict[str, Run]]) -> None:
+    for of_rank in runs:
+        assert of_rank["hierarchical"].transport == "shm+c10d"
+        assert of_rank["hierarchical"].reason == (
+            "the ranks are on 2 hosts or parts of them (0-1, 2-3); shm within a host, c10d across"
+        )
+        assert of_rank["over c10d"].transport == "c10d"
+
+
+def test_a_flat_group_over_both_hosts_takes_c10d(runs: list[dict[str, Run]]) -> None:
+    for of_rank in runs:
+        flat = of_rank["flat"]
+        print(f"flat: {flat.crossed:.0f} bytes crossed a step")
+        assert flat.transport == "c10d"
+        assert flat.reason == "the ranks are on 2 hosts or parts of them (0-1, 2-3)"
+        assert flat.crossed > 1.4 * of_rank["hierarchical"].crossed

@@ -1,0 +1,223 @@
+"""How the library's threads begin and end: under no lock, and before the interpreter."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fddp
+from fddp.transport.lifetime import finalizer as collected
+from fddp.transport.lifetime import threads as exiting
+from fddp.transport.lifetime.finalizer import _Closer, _closer
+from fddp.transport.liveness import status_store as desks
+from fddp.transport.liveness.bounded_store import asker_of
+from fddp.transport.liveness.status import Desk
+from tests.support.ranks import Launch, launch_over
+from tests.sync.test_errors import Ending, ending
+
+W = {"w": torch.ones(3)}
+NAMES = ("fddp-closer", "fddp-whereabouts")
+
+
+@pytest.fixture(params=["c10d", "shm"])
+def launch(request: pytest.FixtureRequest) -> Launch:
+    return launch_over(request.param, request)
+
+
+# At the end of the process
+
+TORCH_FOREVER = """
+import threading
+from datetime import timedelta
+import torch.distributed as dist
+from fddp.transport import exiting
+
+store, over = dist.HashStore(), threading.Event()
+
+def ask():
+    while not over.is_set():
+        try:
+            store.wait(["nothing"], timedelta(milliseconds=2))
+        except RuntimeError:
+            pass
+
+exiting.start(ask, "asks", over.set)
+"""
+
+
+def test_a_thread_that_calls_torch_ends_first() -> None:
+    """By itself it would come back to an interpreter that has ended, and abort the process."""
+    run = subprocess.run([sys.executable, "-c", TORCH_FOREVER], capture_output=True, timeout=60)
+    assert (run.returncode, run.stderr) == (0, b"")
+
+
+SHORT_RUN = """
+import sys
+import torch, torch.distributed as dist
+import fddp
+
+path, rank = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=int(rank), world_size=2)
+fddp.pmean(torch.ones(3))
+sync = fddp.GradSync({"w": torch.ones(3)})
+sync({"w": torch.ones(3)})
+dist.destroy_process_group()
+"""
+
+
+def test_a_run_that_ends_in_order_ends_with_0(tmp_path: Path) -> None:
+    """The last group takes its communicator with it, which another thread is closing by then."""
+    for turn in range(3):
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", SHORT_RUN, str(tmp_path / f"{turn}"), str(rank)],
+                stderr=subprocess.PIPE,
+            )
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            _, told = rank.communicate(timeout=50)
+            assert (rank.returncode, told) == (0, b"")
+
+
+# At their beginning
+
+
+def open_and_close(world: Any) -> None:
+    group = dist.new_group([0, 1])
+    for _ in range(2):
+        fddp.psum(torch.ones(2), group)
+        with fddp.GradSync(W, group=group) as sync:
+            sync(W)
+    dist.destroy_process_group(group)
+
+
+def start_under_no_lock(world: Any) -> dict[str, bool]:
+    """Whether a lock was held that what a collection closes takes, by name of the thread."""
+    held: dict[str, bool] = {}
+    start = exiting.start
+    locks: list[Any] = [desks._lock, _closer._lock, asker_of(world)._lock]
+
+    def watched(run: Callable[[], None], name: str, stop: Callable[[], None]) -> Any:
+        held[name] = held.get(name, False) or any(lock._is_owned() for lock in locks)
+        return start(run, name, stop)
+
+    time.sleep(0.7)  # until the thread for the store is idle
+    with mock.patch.object(exiting, "start", watched):
+        open_and_close(world)
+    return held
+
+
+def test_threads_are_started_under_no_lock(launch: Launch) -> None:
+    """A collection on a thread that starts may close what takes it, while others wait for it."""
+    for held in launch(2, start_under_no_lock):
+        assert "fddp-store" in held
+        assert not any(held.values()), held
+
+
+def fail_to_start(world: Any) -> list[tuple[str, Ending, bool]]:
+    start, told = exiting.start, []
+    for name in NAMES:
+        failures = iter([True])
+
+        def fail_once(
+            run: Callable[[], None],
+            title: str,
+            stop: Callable[[], None],
+            name: str = name,
+            failures: Iterator[bool] = failures,
+        ) -> Any:
+            if title == name and next(failures, False):
+                raise RuntimeError("can't start new thread")
+            return start(run, title, stop)
+
+        group = dist.new_group([0, 1])
+        with (
+            mock.patch.object(collected, "_closer", _Closer()),
+            mock.patch.object(exiting, "start", fail_once),
+        ):
+            seen = ending(lambda: fddp.GradSync(W, group=group, timeout_s=5.0))  # noqa: B023
+        dist.barrier()
+        sync = fddp.GradSync(W, group=group)
+        result = sync(W)["w"].tolist()
+        transport = sync._engine.transport
+        answers = transport.slot.desk.answers([0, 1], 0, 5.0)
+        del sync
+        dist.barrier()
+        told.append((name, seen, result == [1.0] * 3 and None not in answers.values()))
+        del transport
+    return told
+
+
+def test_a_thread_that_can_not_be_started_is_started_next_time(
+    request: pytest.FixtureRequest,
+) -> None:
+    for told in launch_over("c10d", request)(2, fail_to_start):
+        for name, seen, well in told:
+            assert seen.kinds[0] == "RuntimeError", (name, seen)
+            assert well, name
+
+
+# While a transport is opened
+
+
+def interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def interrupt_an_opening(world: Any) -> tuple[Ending, float, list[float]]:
+    """Rank 1 is interrupted where it waits, as rank 0 does, for rank 2 to open as well."""
+    rank, begin_s = dist.get_rank(), time.perf_counter()
+    if rank == 2:
+        time.sleep(4.0)
+        seen = ending(lambda: None)
+    else:
+        if rank == 1:
+            signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.6)
+        seen = ending(lambda: fddp.GradSync(W, timeout_s=30.0))
+    took_s = time.perf_counter() - begin_s
+    dist.barrier()
+    with fddp.GradSync(W, group=dist.new_group([0, 1, 2])) as sync:
+        return seen, took_s, sync(W)["w"].tolist()
+
+
+def test_an_opening_that_is_interrupted_ends_on_all_ranks(launch: Launch) -> None:
+    (first, took_s, _), (second, _, _), _ = told = launch(3, interrupt_an_opening)
+    assert second.kinds[0] == "KeyboardInterrupt"
+    assert first.kinds[0] == "RankLostError"
+    assert "lost rank 1" in first.text
+    assert took_s < 10.0
+    assert all(mean == [1.0] * 3 for _, _, mean in told)
+
+
+# Beside other threads
+
+
+class Changing(list[Any]):
+    """Changes while it is looked through for the first time."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.looks += 1
+        if self.looks == 1:
+            raise RuntimeError("Set changed size during iteration")
+        return super().__iter__()
+
+
+def test_transports_may_open_while_a_rank_looks_at_them() -> None:
+    desk = Desk()
+    slot = desk.open("one")
+    desk._slots = Changing([slot])  # type: ignore[assignment]
+    assert desk.open_slots == [slot]

@@ -1,0 +1,428 @@
+"""The contract of `Transport` along the axes of a topology, held by every transport.
+
+Functions named `*_on_rank` run on ranks, which are threads or processes, as `fn(group, *args)`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from fddp.core.schedule.topology import Topology
+from fddp.errors import ClosedError, PlanMismatchError, SyncTimeoutError
+from fddp.transport import loopback, open_transport
+from tests.support.ranks import launch_over
+from tests.transport.test_transports import MOVED, SUMMED, TRANSPORTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from fddp.transport import Group, Transport
+    from tests.support.ranks import Launch
+
+SQUARE = Topology(host=2, local=2)
+AXES = [("host",), ("local",)]
+LENGTHS = [0, 1, 7]  # of a chunk
+AVERAGED = [dtype for dtype in SUMMED if dtype.is_floating_point or dtype.is_complex]
+
+
+@pytest.fixture(params=TRANSPORTS)
+def launch(request: pytest.FixtureRequest) -> Launch:
+    """A test that takes this runs over every transport."""
+    return launch_over(request.param, request)
+
+
+def part(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """What a rank brings: small numbers, whose sums every dtype holds."""
+    values = (torch.arange(numel) + 3 * rank) % 7
+    return (values * (1 + 1j) if dtype.is_complex else values).to(dtype)
+
+
+def total(ranks: tuple[int, ...], numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.stack([part(rank, numel, dtype) for rank in ranks]).sum(0).to(dtype)
+
+
+def own_chunk(buffer: Tensor, ranks: tuple[int, ...], rank: int) -> Tensor:
+    return buffer.tensor_split(len(ranks))[ranks.index(rank)]
+
+
+# Numbers
+
+
+def sums_on_rank(group: Group, topology: Topology) -> None:
+    with open_transport(group, timeout_s=20) as transport:
+        names, rank = topology.names, transport.rank
+        transport.divide(topology, [(name,) for name in names])
+        for axes in [(), names, *((name,) for name in names)]:
+            ranks = topology.group(axes or names, rank)
+            for dtype in SUMMED:
+                tensor = part(rank, 6, dtype).reshape(2, 3)
+                transport.all_reduce(tensor, axes=axes).wait("the sum")
+                assert torch.equal(tensor.flatten(), total(ranks, 6, dtype)), (axes, dtype)
+                for length in LENGTHS:
+                    numel = length * len(ranks)
+                    buffer = part(rank, numel, dtype)
+                    transport.reduce_scatter(buffer, axes=axes).wait("the shards")
+                    expected = own_chunk(total(ranks, numel, dtype), ranks, rank)
+                    assert torch.equal(own_chunk(buffer, ranks, rank), expected), (axes, dtype)
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [SQUARE, Topology(host=1, local=3), Topology(host=3, local=1), Topology(world=1)],
+    ids=str,
+)
+def test_sums_run_along_axes(launch: Launch, topology: Topology) -> None:
+    launch(topology.world_size, sums_on_rank, topology)
+
+
+@pytest.mark.parametrize(
+    "topology", [Topology(host=2, local=4), Topology(a=2, b=2, c=2), Topology(world=5)], ids=str
+)
+def test_sums_run_along_axes_of_larger_worlds(topology: Topology) -> None:
+    loopback(topology.world_size, sums_on_rank, topology)
+
+
+def gathers_on_rank(group: Group, topology: Topology) -> None:
+    with open_transport(group, timeout_s=20) as transport:
+        names, rank = topology.names, transport.rank
+        transport.divide(topology, [(name,) for name in names])
+        for axes in [(), *((name,) for name in names)]:
+            ranks = topology.group(axes or names, rank)
+            for dtype in MOVED:
+                for length in LENGTHS:
+                    chunks = [part(other, length, dtype) for other in ranks]
+                    buffer = torch.zeros(length * len(ranks), dtype=dtype)
+                    own_chunk(buffer, ranks, rank).copy_(part(rank, length, dtype))
+                    work = transport.all_gather_in_place(buffer, axes=axes)
+                    work.wait("the whole")
+                    assert torch.equal(buffer, torch.cat(chunks)), (axes, dtype)
+                    assert work.results == []
+
+
+@pytest.mark.parametrize("topology", [SQUARE, Topology(host=1, local=3)], ids=str)
+def test_gathers_run_along_axes(launch: Launch, topology: Topology) -> None:
+    launch(topology.world_size, gathers_on_rank, topology)
+
+
+def means_on_rank(group: Group) -> None:
+    with open_transport(group, timeout_s=20) as transport:
+        rank = transport.rank
+        transport.divide(SQUARE, AXES)
+        for axes in [(), *AXES]:
+            ranks = SQUARE.group(axes or SQUARE.names, rank)
+            for dtype in AVERAGED:
+                expected = total(ranks, 8, dtype) / len(ranks)
+                tensor, buffer = part(rank, 8, dtype), part(rank, 8, dtype)
+                transport.all_reduce(tensor, axes=axes, average=True).wait("the mean")
+                work = transport.reduce_scatter(buffer, axes=axes, average=True, stamp=True)
+                work.wait("its shards")
+                assert work.done_s is not None
+                assert torch.equal(tensor, expected), (axes, dtype)
+                chunk = own_chunk(buffer, ranks, rank)
+                assert torch.equal(chunk, own_chunk(expected, ranks, rank)), (axes, dtype)
+        for sum_up in (transport.all_reduce, transport.reduce_scatter):
+            with pytest.raises(TypeError, match=f"rank {rank} cannot average torch.int32; convert"):
+                sum_up(torch.ones(4, dtype=torch.int32), average=True)
+
+
+def test_means_are_sums_over_the_ranks_that_take_part(launch: Launch) -> None:
+    launch(4, means_on_rank)
+
+
+def neighbours_on_rank(group: Group) -> Tensor:
+    """A chain of collectives on a slice: the memory around it stays as it is."""
+    with open_transport(group, timeout_s=20) as transport:
+        transport.divide(SQUARE, AXES)
+        memory = torch.randn(32, generator=torch.Generator().manual_seed(transport.rank))
+        before, buffer = memory.clone(), memory[8:24]
+        own = own_chunk(buffer, SQUARE.group(("local",), transport.rank), transport.rank)
+        transport.reduce_scatter(buffer, axes=("local",)).wait("the first link")
+        transport.all_reduce(own, axes=("host",)).wait("the second link")
+        transport.all_gather_in_place(buffer, axes=("local",)).wait("the third link")
+        assert torch.equal(memory[:8], before[:8])
+        assert torch.equal(memory[24:], before[24:])
+        transport.all_reduce(before).wait("the sum")
+        assert torch.allclose(buffer, before[8:24], atol=1e-6)
+        return buffer.clone()
+
+
+def test_a_hierarchical_sum_has_the_same_bits_everywhere(launch: Launch) -> None:
+    first, *others = launch(4, neighbours_on_rank)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def shards_on_rank(group: Group) -> Tensor:
+    with open_transport(group, timeout_s=20) as transport:
+        generator = torch.Generator().manual_seed(transport.rank)
+        buffer = torch.randn(4000, generator=generator)
+        transport.reduce_scatter(buffer).wait("the shards")
+        return buffer.tensor_split(4)[transport.rank].clone()
+
+
+def test_sharded_sums_run_in_rank_order(launch: Launch) -> None:
+    parts = [torch.randn(4000, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+    expected = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    assert torch.equal(torch.cat(launch(4, shards_on_rank)), expected)
+
+
+# Order
+
+
+def interleaved_on_rank(group: Group) -> None:
+    with open_transport(group, timeout_s=20) as transport:
+        rank = transport.rank
+        transport.divide(SQUARE, AXES)
+        issues = [(axes, i) for axes in AXES for i in range(6)]
+        # By host first, by local first, in turn, in turn from the end of one.
+        orders: list[Callable[[tuple[tuple[str, ...], int]], object]] = [
+            lambda issue: issue,
+            lambda issue: (issue[0] == ("host",), issue[1]),
+            lambda issue: (issue[1], issue[0]),
+            lambda issue: (issue[1] + 3 * (issue[0] == ("host",)), issue[0]),
+        ]
+        issues.sort(key=orders[rank])
+        buffers = [part(rank, 4 + 2 * i, torch.float32) for _, i in issues]
+        works = [
+            transport.all_reduce(buffer, axes=axes)
+            if i % 2
+            else transport.reduce_scatter(buffer, axes=axes)
+            for buffer, (axes, i) in zip(buffers, issues, strict=True)
+        ]
+        for work in reversed(works):
+            work.wait("one of many")
+        for buffer, (axes, _) in zip(buffers, issues, strict=True):
+            ranks = SQUARE.group(axes, rank)
+            expected = total(ranks, buffer.numel(), torch.float32)
+            assert torch.equal(own_chunk(buffer, ranks, rank), own_chunk(expected, ranks, rank))
+
+
+def test_groups_of_two_axes_do_not_mix(launch: Launch) -> None:
+    launch(4, interleaved_on_rank)
+
+
+def divided_twice_on_rank(group: Group) -> None:
+    with open_transport(group, timeout_s=20) as transport:
+        rank = transport.rank
+        pending = part(rank, 4, torch.float32)
+        transport.divide(SQUARE, AXES)
+        work = transport.all_reduce(pending, axes=("local",))
+        # As before, by other names, of another shape.
+        for topology in (SQUARE, Topology(node=2, device=2), Topology(row=4, column=1)):
+            for name in topology.names:
+                transport.divide(topology, {(name,)})
+            for name in topology.names:
+                ranks = topology.group((name,), rank)
+                tensor = part(rank, 4, torch.float32)
+                transport.all_reduce(tensor, axes=(name,)).wait("the sum")
+                assert torch.equal(tensor, total(ranks, 4, torch.float32))
+        work.wait("what was issued before")
+        assert torch.equal(pending, total(SQUARE.group(("local",), rank), 4, torch.float32))
+        with pytest.raises(
+            ValueError,
+            match=rf"all_reduce on rank {rank}: no group along \('local',\) was opened; "
+            r"open: \('row',\), \('row', 'column'\), \('column',\); name these axes to divide",
+        ):
+            transport.all_reduce(pending, axes=("local",))
+
+
+def test_a_transport_can_be_divided_anew(launch: Launch) -> None:
+    launch(4, divided_twice_on_rank)
+
+
+# Done
+
+
+def done_on_rank(group: Group) -> None:
+    with (
+        open_transport(group, timeout_s=20) as transport,
+        open_transport(group, timeout_s=20) as other,
+    ):
+        transport.divide(SQUARE, AXES)
+        for start in (
+            lambda: transport.all_reduce(torch.ones(4), axes=("host",), average=True),
+            lambda: transport.reduce_scatter(torch.ones(4), axes=("host",), stamp=True),
+            lambda: transport.all_gather_in_place(torch.ones(4), axes=("host",)),
+            lambda: transport.all_gather(torch.ones(4)),
+        ):
+            if transport.rank == 3:
+                other.exchange(b"rank 1 has looked")
+                work = start()
+            else:
+                work = start()
+                if transport.rank == 1:
+                    assert not work.done
+                other.exchange(b"rank 1 has looked")
+            deadline_s = time.perf_counter() + 10
+            while not work.done:
+                assert time.perf_counter() < deadline_s
+                time.sleep(0.001)
+            work.wait("what is done")
+            assert work.done
+
+
+def test_done_tells_without_waiting(launch: Launch) -> None:
+    launch(4, done_on_rank)
+
+
+def alone_on_rank(group: Group) -> None:
+    with open_transport(group, timeout_s=20) as transport:
+        transport.divide(Topology(one=1, all=2), [("one",), ("all",)])
+        buffer = part(transport.rank, 5, torch.float32)
+        for work in (
+            transport.all_reduce(buffer, axes=("one",), average=True, stamp=True),
+            transport.reduce_scatter(buffer, axes=("one",), stamp=True),
+            transport.all_gather_in_place(buffer, axes=("one",), stamp=True),
+        ):
+            assert work.done
+            work.wait("nothing")
+            assert work.done_s is not None
+        assert torch.equal(buffer, part(transport.rank, 5, torch.float32))
+        plain = transport.all_reduce(buffer, axes=("one",))
+        assert plain.done_s is None
+
+
+def test_a_group_of_one_rank_is_done_at_once(launch: Launch) -> None:
+    launch(2, alone_on_rank)
+
+
+# Mistakes
+
+BAD_CALLS: dict[str, tuple[Callable[[Transport], object], type[Exception], str]] = {
+    "undivided": (
+        lambda t: t.all_reduce(torch.ones(2), axes=("local",)),
+        ValueError,
+        r"all_reduce on rank \d: no group along \('local',\) was opened; open: none; name",
+    ),
+    "unknown axis": (
+        lambda t: t.divide(SQUARE, [("host",), ("rack",)]),
+        ValueError,
+        r"divide on rank \d: \('rack',\) are not distinct axes of Topology\(host=2, local=2\); "
+        r"choose among \('host', 'local'\)",
+    ),
+    "repeated axis": (
+        lambda t: t.divide(SQUARE, [("host", "host")]),
+        ValueError,
+        r"\('host', 'host'\) are not distinct axes",
+    ),
+    "world size": (
+        lambda t: t.divide(Topology(host=2, local=4), AXES),
+        ValueError,
+        r"Topology\(host=2, local=4\) has 8 ranks and the transport 4; pass a topology",
+    ),
+    "disagreement": (
+        lambda t: t.divide(SQUARE, AXES[: 2 - t.rank // 2]),
+        PlanMismatchError,
+        r"rank 0 has Topology\(host=2, local=2\) divided along \[\('host',\), \('local',\)\], "
+        r"rank 2 has .* along \[\('host',\)\]; pass the same",
+    ),
+    "scatter of a matrix": (
+        lambda t: t.reduce_scatter(torch.ones(4, 4)),
+        ValueError,
+        r"reduce_scatter on rank \d: a buffer of shape \(4, 4\) can't be cut into 4 equal chunks",
+    ),
+    "scatter of a remainder": (
+        lambda t: t.reduce_scatter(torch.ones(6)),
+        ValueError,
+        r"shape \(6,\) can't be cut into 4 equal chunks; .* padded to a multiple of 4",
+    ),
+    "gather of a remainder": (
+        lambda t: t.all_gather_in_place(torch.ones(6)),
+        ValueError,
+        r"all_gather on rank \d: a buffer of shape \(6,\) can't be cut",
+    ),
+    "scatter of booleans": (
+        lambda t: t.reduce_scatter(torch.ones(4, dtype=torch.bool)),
+        TypeError,
+        "reduce_scatter .* cannot sum torch.bool",
+    ),
+    "gather of strides": (
+        lambda t: t.all_gather_in_place(torch.ones(8)[::2]),
+        ValueError,
+        "all_gather .* has strides .* pass tensor.contiguous",
+    ),
+}
+
+
+def bad_calls_on_rank(group: Group) -> None:
+    with open_transport(group, timeout_s=20) as transport:
+        for call, kind, text in BAD_CALLS.values():
+            with pytest.raises(kind, match=text):
+                call(transport)
+        transport.divide(SQUARE, AXES)
+        tensor = torch.ones(2)
+        transport.all_reduce(tensor, axes=("host",)).wait("what follows the mistakes")
+        assert tensor.tolist() == [2.0, 2.0]
+    for call in (
+        lambda: transport.divide(SQUARE, AXES),
+        lambda: transport.all_reduce(tensor, axes=("host",)),
+        lambda: transport.reduce_scatter(tensor, axes=("host",)),
+        lambda: transport.all_gather_in_place(tensor, axes=("host",)),
+    ):
+        with pytest.raises(ClosedError, match=r"is closed \(close\(\) was called\)"):
+            call()
+
+
+def test_mistakes_are_named_and_cost_nothing(launch: Launch) -> None:
+    launch(4, bad_calls_on_rank)
+
+
+# Ranks that do not come
+
+
+def late_on_rank(group: Group) -> None:
+    """Rank 3 skips an operation of its host, for which only rank 2 waits in vain."""
+    transport = open_transport(group, timeout_s=1.0)
+    transport.divide(SQUARE, AXES)
+    rank = transport.rank
+    if rank != 3:
+        work = transport.reduce_scatter(torch.ones(4), axes=("local",))
+        behind = transport.all_reduce(torch.ones(4), axes=("local",)) if rank == 2 else None
+        if rank == 2:
+            with pytest.raises(SyncTimeoutError) as caught:
+                work.wait("bucket 3 of step 17")
+            assert "bucket 3 of step 17 on rank 2 of 4" in str(caught.value)
+            assert "within timeout_s=1.0; no word from rank 3. All ranks" in str(caught.value)
+            assert work.done
+            assert behind is not None
+            assert behind.done
+            with pytest.raises((SyncTimeoutError, ClosedError), match="bucket 4 of step 17"):
+                behind.wait("bucket 4 of step 17")
+            with pytest.raises(ClosedError, match="bucket 3 of step 17 failed"):
+                transport.all_reduce(torch.ones(1), axes=("host",))
+        else:
+            work.wait("bucket 3 of step 17")
+    with open_transport(group, timeout_s=20) as fresh:  # the group goes on
+        fresh.divide(SQUARE, AXES)
+        tensor = torch.ones(1)
+        fresh.all_reduce(tensor, axes=("local",)).wait("the sum of the next attempt")
+        assert tensor.item() == 2
+    transport.close()
+
+
+def test_a_late_rank_of_one_group_is_named(launch: Launch) -> None:
+    launch(4, late_on_rank)
+
+
+def close_in_flight_on_rank(group: Group) -> None:
+    transport = open_transport(group, timeout_s=3)
+    transport.divide(SQUARE, AXES)
+    if transport.rank == 0:
+        work = transport.reduce_scatter(torch.ones(2), axes=("local",))
+        assert not work.done
+        transport.close()
+        assert work.done
+        with pytest.raises(ClosedError, match="the orphan on rank 0 of 4: the transport was"):
+            work.wait("the orphan")
+    with open_transport(group, timeout_s=20) as other:
+        other.exchange(b"rank 0 is done")
+    transport.close()
+
+
+def test_closing_gives_up_what_is_in_flight_along_axes(launch: Launch) -> None:
+    launch(4, close_in_flight_on_rank)
