@@ -23,8 +23,8 @@ from fddp.core.plan.plan import BucketPlan as BucketPlan
 from fddp.core.plan.plan import LeafSpec as LeafSpec
 from fddp.core.plan.plan import rebucket as rebucket
 from fddp.core.schedule.builder import make_schedule as make_schedule
-from fddp.core.schedule.schedule import Op as Op
-from fddp.core.schedule.schedule import Region as Region
+from fddp.core.schedule.op import Op as Op
+from fddp.core.schedule.op import Region as Region
 from fddp.core.schedule.schedule import Schedule as Schedule
 from fddp.core.schedule.topology import Topology as Topology
 from fddp.core.sim.cost import PRESETS as PRESETS
@@ -59,8 +59,8 @@ from fddp.sync.functional_module import functionalize as functionalize
 from fddp.sync.grad_sync import GradSync as GradSync
 from fddp.sync.measure import measure_cost as measure_cost
 from fddp.sync.monitor import Monitor as Monitor
+from fddp.sync.rounds import EXHAUSTED as EXHAUSTED
 from fddp.sync.transform import as_transform as as_transform
-from fddp.sync.uneven_inputs import EXHAUSTED as EXHAUSTED
 from fddp.sync.uneven_inputs import uneven as uneven
 from fddp.telemetry.flight.dump import FlightDumps as FlightDumps
 from fddp.telemetry.flight.dump import dump_flights as dump_flights

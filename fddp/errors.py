@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+_LONGEST_TEXT = 8000  # characters
+
 
 class FddpError(RuntimeError):
     """Base of the errors that a caller can act on."""
@@ -172,3 +174,13 @@ class ExtensionError(ImportError):
 
 class InternalError(AssertionError):
     """An invariant of fddp does not hold: a bug in fddp, not in the caller's code."""
+
+
+def error_text(error: BaseException) -> str:
+    """Name and message of an error, truncated so that it can be sent to every rank."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # an error that can't be printed must not keep the others waiting
+        return type(error).__name__
+    more = len(text) - _LONGEST_TEXT
+    return f"{text[:_LONGEST_TEXT]}... ({more:,} more characters)" if more > 0 else text

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from fddp.collectives.calls import Call
-from fddp.collectives.execute import run
+from fddp.collectives.dispatch import run
+from fddp.collectives.execute import spread
 from fddp.native.operands import first_without_memory, have_derivatives
 
 
@@ -225,14 +226,6 @@ def _batched(
         else:
             moved.append(leaf.movedim(dim, at))
     return moved
-
-
-def spread(results: Sequence[Any], positions: Sequence[int], count: int) -> list[Any]:
-    """Results at their positions, and None elsewhere."""
-    whole: list[Any] = [None] * count
-    for k, result in zip(positions, results, strict=True):
-        whole[k] = result
-    return whole
 
 
 def _share(row: Tensor, largest: Tensor, own: Tensor) -> Tensor:

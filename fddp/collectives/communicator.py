@@ -21,13 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fddp.collectives.group_registry import OfGroups, is_destroyed
 from fddp.collectives.operator_program import Place
+from fddp.core.plan.defaults import CAP_MB, MAX_TIMEOUT_S
 from fddp.core.schedule.topology import Topology
-from fddp.errors import ClosedError, DesyncError, PlanMismatchError
+from fddp.errors import ClosedError, DesyncError, PlanMismatchError, error_text
 from fddp.native.recycled_buffers import Memory
 from fddp.runtime.agreement import exchange
-from fddp.runtime.failures import text_of
 from fddp.runtime.guards import outside_tracing
-from fddp.sync.request import CAP_MB, LONGEST_S
 from fddp.telemetry.flight.recorder import Recorder
 from fddp.transport import Group, LoopbackGroup, TransportName, open_transport
 from fddp.transport.lifetime.finalizer import when_collected
@@ -124,7 +123,7 @@ class Communicator:
             except BaseException:
                 self.transport.close()
                 raise
-        self.memory = Memory(self.transport)
+        self.memory = Memory(self.transport.empty)
         self.recorder = Recorder("Communicator", self, self.transport)
         # One that is dropped frees its connections, too.
         self._was_closed = when_collected(self, self.transport.close)
@@ -194,7 +193,7 @@ class Communicator:
         mine = [
             str(self.topology),
             self.cap_bytes,
-            text_of(problem) if problem else "",
+            error_text(problem) if problem else "",
             self.begun,
         ]
         told = exchange(self.transport, mine, (str, int, str, int))
@@ -313,8 +312,10 @@ def _given(communicator: Communicator, mesh: Mesh | None) -> Communicator:
 def _problem(cap_mb: object, timeout_s: object) -> Exception | None:
     if not (isinstance(cap_mb, (int, float)) and 1 <= cap_mb * MIB_BYTES < 2**63):
         return ValueError(f"bucket_cap_mb must be a number of MiB above 0, got {cap_mb!r}")
-    if timeout_s is None or (isinstance(timeout_s, (int, float)) and 0 < timeout_s <= LONGEST_S):
+    if timeout_s is None or (
+        isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MAX_TIMEOUT_S
+    ):
         return None
     return ValueError(
-        f"timeout_s must be above 0 and at most {LONGEST_S} seconds, got {timeout_s!r}"
+        f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S} seconds, got {timeout_s!r}"
     )

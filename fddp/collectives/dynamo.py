@@ -18,6 +18,7 @@ from fddp.collectives.autograd import FddpLinear, FddpMaximum, FddpMeanOnBackwar
 from fddp.collectives.call_cache import Asked, program_of, tiles
 from fddp.collectives.calls import Application, Call
 from fddp.collectives.communicator import Communicator, communicator_of, numbered
+from fddp.collectives.group_position import checked_root, meeting_place
 from fddp.collectives.operator_program import Place
 from fddp.core.plan.plan import BucketPlan
 from fddp.runtime.guards import outside_tracing
@@ -110,7 +111,6 @@ def _in_graph(
     *leaves: Tensor,
 ) -> tuple[Tensor, ...]:
     """An operator on the leaves that are there, for a graph."""
-    from fddp.collectives.operators import checked_root, meeting_place
     from fddp.collectives.torch_library import number
 
     communicator = numbered(int(label))

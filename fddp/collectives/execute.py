@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from time import perf_counter
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from fddp.telemetry.flight.dump import note_failure
 from fddp.transport import Work
 
 
-def run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
+def run_eagerly(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
     """Carries a call out; a collective call of the ranks of its place.
 
     Args:
@@ -39,10 +39,6 @@ def run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
         DesyncError, PeerError: ranks are in different operators, or one can't take part; on all.
         RankLostError, SyncTimeoutError, ClosedError: the transport failed.
     """
-    if torch._C._len_torch_dispatch_stack():
-        from fddp.collectives import torch_library as graph_ops
-
-        return graph_ops.emit(call, leaves)
     grad = torch.no_grad() if torch.is_grad_enabled() else nullcontext()
     inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     with inference, grad, call.communicator.lock:
@@ -63,6 +59,14 @@ def run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
             # The others have been told that this rank takes part.
             call.communicator.transport.close()
             raise error
+
+
+def spread(results: Sequence[Any], positions: Sequence[int], count: int) -> list[Any]:
+    """Results at their positions, and None elsewhere."""
+    whole: list[Any] = [None] * count
+    for k, result in zip(positions, results, strict=True):
+        whole[k] = result
+    return whole
 
 
 def _refuse(call: Call, leaf: Tensor | None, position: int) -> NoReturn:

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 
 from fddp.core.protocol.messages import Form, OneOf, nonsense, read
-from fddp.errors import DesyncError, FddpError, PeerError
-from fddp.runtime.failures import text_of
+from fddp.errors import DesyncError, FddpError, PeerError, error_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,7 +103,7 @@ def refuse(communicator: Communicator, place: Place, what: str, error: Exception
         try:
             rows = _rows(communicator, place)
             _tell(communicator, place, rows, (0, -1, -1, 1)).wait(what)
-            _exchange(communicator, place, what, {"error": text_of(error), "text": what})
+            _exchange(communicator, place, what, {"error": error_text(error), "text": what})
         except FddpError as nobody:
             raise error from nobody
     raise error

@@ -31,10 +31,9 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fddp.collectives import execute as primitive
-from fddp.collectives.autograd import spread
 from fddp.collectives.calls import Application, Call
 from fddp.collectives.communicator import Communicator, numbered
+from fddp.collectives.execute import run_eagerly, spread
 from fddp.collectives.operator_program import Operator, Program
 from fddp.core.plan.leaf import LeafSpec
 from fddp.native.operands import have_derivatives
@@ -50,7 +49,7 @@ LIBRARY: Any = torch.library.Library("fddp", "FRAGMENT")  # type: ignore[no-unty
 
 
 def emit(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
-    """What `primitive.run` does, as an operator in the graph that is being recorded.
+    """What `execute.run_eagerly` does, as an operator in the graph that is being recorded.
 
     Args:
         call: what to do when the graph runs.
@@ -63,7 +62,7 @@ def emit(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
     results: list[Tensor]
     # The operator of torch that carries effects knows no lazy conjugation.
     plain = [None if leaf is None else leaf.resolve_conj().resolve_neg() for leaf in leaves]
-    *results, token = operator(plain, before, call.communicator.number, text_of(call))
+    *results, token = operator(plain, before, call.communicator.number, error_text(call))
     if tracer is not None:
         tracer.fddp_token = token
     return results
@@ -77,7 +76,7 @@ def number(application: Application) -> None:
         tracer.fddp_calls = application.position + 1
 
 
-def text_of(call: Call) -> str:
+def error_text(call: Call) -> str:
     """A call as text; see [Note: calls as text]."""
     program = call.program
     return json.dumps(
@@ -171,7 +170,7 @@ class FddpRecorded(_SingleLevelFunction):
 
 def _recorded(call: Call, leaves: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     operator = getattr(torch.ops.fddp, call.program.operator).default
-    *results, _ = operator(list(leaves), None, call.communicator.number, text_of(call))
+    *results, _ = operator(list(leaves), None, call.communicator.number, error_text(call))
     return tuple(results)
 
 
@@ -192,7 +191,7 @@ def _register(operator: Operator) -> None:
         leaves: Sequence[Tensor | None], after: Tensor | None, communicator: int, call: str
     ) -> list[Tensor]:
         found = call_of(operator, numbered(communicator), call)
-        return [*primitive.run(found, leaves), _token()]
+        return [*run_eagerly(found, leaves), _token()]
 
     def shapes(
         leaves: Sequence[Tensor | None], after: Tensor | None, communicator: int, call: str

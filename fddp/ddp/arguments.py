@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.nn.parameter import UninitializedParameter
 
+from fddp.core.plan.defaults import CAP_MB
 from fddp.core.plan.leaf import MAX_COUNT
 from fddp.errors import NoGradientError
-from fddp.sync.request import CAP_MB
 from fddp.transport import LoopbackGroup
 from fddp.tree.planner import MIB_BYTES
 

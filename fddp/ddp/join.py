@@ -22,16 +22,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
+from fddp.ddp.state import Holder
 from fddp.errors import FddpError, NonFiniteError, PeerError, RankLostError
 from fddp.transport import Transport
-
-if TYPE_CHECKING:
-    from fddp.ddp.wrapper import DistributedDataParallel
-
 
 _HAS_INPUT, _SYNCS, _LEAVES = 1, 2, 4  # what a rank votes for
 
@@ -44,7 +40,7 @@ class ModuleJoinHook(JoinHook):
         divide_by_initial_world_size: whether ranks that have joined still count in the mean.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
+    def __init__(self, ddp: Holder, divide_by_initial_world_size: bool) -> None:
         self._ddp = ddp
         self._steps = ddp.steps
         self._weight = 1.0 if divide_by_initial_world_size else 0.0
@@ -89,7 +85,7 @@ class ModuleJoin(Join):
 
     def __init__(
         self,
-        ddp: DistributedDataParallel,
+        ddp: Holder,
         *,
         divide: bool,
         enable: bool,
@@ -135,7 +131,7 @@ class ModuleJoin(Join):
         raise RuntimeError(f"Rank {self._rank} exhausted all inputs.")
 
 
-def notify(ddp: DistributedDataParallel) -> None:
+def notify(ddp: Holder) -> None:
     """Tells ranks that have joined, before a forward pass, that this one has not.
 
     Raises:
@@ -154,7 +150,7 @@ def notify(ddp: DistributedDataParallel) -> None:
         )
 
 
-def _number_with_input(ddp: DistributedDataParallel, *, mine: bool) -> int:
+def _number_with_input(ddp: Holder, *, mine: bool) -> int:
     """The number of ranks that say so; a collective call."""
     votes = _votes(ddp, _HAS_INPUT * mine + _SYNCS * (mine and ddp._syncs))
     kept, ddp._meetings.failure = ddp._meetings.failure, None
@@ -165,7 +161,7 @@ def _number_with_input(ddp: DistributedDataParallel, *, mine: bool) -> int:
     return sum(bool(vote & _HAS_INPUT) for vote in votes)
 
 
-def _votes(ddp: DistributedDataParallel, own: int) -> list[int]:
+def _votes(ddp: Holder, own: int) -> list[int]:
     steps = ddp.steps
     steps.engine.check_usable()
     steps.has_failed = False
@@ -173,7 +169,7 @@ def _votes(ddp: DistributedDataParallel, own: int) -> list[int]:
     return [int.from_bytes(vote[:1], "big") for vote in told]
 
 
-def _left_error(ddp: DistributedDataParallel, left: tuple[int, ...]) -> RankLostError:
+def _left_error(ddp: Holder, left: tuple[int, ...]) -> RankLostError:
     """The error of a rank that caught what others left the block with."""
     transport, step = ddp.steps.engine.transport, ddp.steps.engine.step - 1
     names = ", ".join(map(str, left))
@@ -185,7 +181,7 @@ def _left_error(ddp: DistributedDataParallel, left: tuple[int, ...]) -> RankLost
     )
 
 
-def some_sync(ddp: DistributedDataParallel, *, mine: bool) -> bool:
+def some_sync(ddp: Holder, *, mine: bool) -> bool:
     """Whether the backward pass of any rank will synchronise gradients; a collective call, where it
     was not told when ranks with input were counted."""
     if isinstance(ddp._join_config, _CountedHere):

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fddp.ddp.wrapper import DistributedDataParallel
+from fddp.ddp.state import Holder
 
 
 class Reducer:
     """Stands where DDP has its C++ reducer. Holds the wrapper weakly."""
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: Holder) -> None:
         self._ddp = weakref.ref(ddp)
 
     @property
-    def _wrapper(self) -> DistributedDataParallel:
+    def _wrapper(self) -> Holder:
         ddp = self._ddp()
         if ddp is None:
             raise RuntimeError("the wrapped module that this reducer belongs to is gone")

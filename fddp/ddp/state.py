@@ -22,7 +22,6 @@ from fddp.ddp.logger import Recorder
 from fddp.ddp.logging_data import Facts, start_log
 from fddp.ddp.mixed_precision import wire_dtype
 from fddp.ddp.parameter_watch import Watch
-from fddp.ddp.reducer_facade import Reducer
 from fddp.ddp.request import ModuleRequest
 from fddp.errors import FddpError, InternalError
 from fddp.hooks import cast as cast_hook
@@ -87,7 +86,6 @@ class Holder(_TorchDDP):  # type: ignore[misc]
 
     def _attach(self) -> None:
         """Sets what hangs on this process, and is made anew for a copy."""
-        self.reducer = Reducer(self)
         self.logger = self._recorder = Recorder()
         self._watch = Watch(self.module, self._options.ignored)
         self._steps: Steps | None = None

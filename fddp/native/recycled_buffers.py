@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from fddp.transport import Transport
+    from fddp.native.buffer_pool import Allocate
 
 _KEPT = 2  # of one size; a loop holds two in turn
 _SIZES = 32  # the sizes that were asked for last
 
 
 class Memory:
-    """Buffers by size, from a transport."""
+    """Buffers by size, from `allocate`."""
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, allocate: Allocate) -> None:
+        self._allocate = allocate
         self._lent: OrderedDict[tuple[int, torch.dtype, torch.device], list[Tensor]] = OrderedDict()
 
     def acquire(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -30,7 +30,7 @@ class Memory:
         for position, buffer in enumerate(lent):
             if storage_use_count(buffer) == 1:
                 return lent.pop(position)  # type: ignore[union-attr]  # not the empty tuple
-        return self._transport.empty(numel, dtype, device)
+        return self._allocate(numel, dtype, device)
 
     def lend(self, buffer: Tensor) -> None:
         """Takes note of a buffer that is done with, or whose slices were handed out."""

@@ -18,9 +18,8 @@ from fddp.core.protocol.messages import Form, OneOf, heard, maybe, nonsense, rea
 from fddp.core.schedule.builder import Algorithm, make_schedule
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
-from fddp.errors import InternalError, PlanMismatchError
+from fddp.errors import InternalError, PlanMismatchError, error_text
 from fddp.hooks.hook import Hook
-from fddp.runtime.failures import text_of
 from fddp.runtime.nonfinite import Policy
 from fddp.transport.base import Transport
 
@@ -186,7 +185,7 @@ def agree(transport: Transport, terms: Terms | None, failure: Exception | None) 
         Exception: `failure`, on the rank that has it.
     """
     if terms is None:
-        summary: dict[str, object] = {"failure": text_of(failure) if failure else "it has none"}
+        summary: dict[str, object] = {"failure": error_text(failure) if failure else "it has none"}
     else:
         summary = terms.summary()
     told = exchange(transport, summary, _SUMMARY)

@@ -27,12 +27,9 @@ from fddp.transport.base import Transport
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fddp.core.schedule.schedule import Op
+    from fddp.core.schedule.op import Op
     from fddp.runtime.contributions import Contributions
     from fddp.runtime.program import Program
-
-
-_LONGEST_TEXT = 8000  # characters of an error that others are told
 
 
 class Told(NamedTuple):
@@ -98,16 +95,6 @@ def locate(error: BaseException, program: Program, op: Op | None, step: int) -> 
     where = f"{words} of step {step}"
     if where not in str(error):
         error.args = (f"{where}: {error}", *error.args[1:])
-
-
-def text_of(error: BaseException) -> str:
-    """An error in words, cut where it is too long to be told to every rank."""
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:  # an error that can't be printed must not keep the others waiting
-        return type(error).__name__
-    more = len(text) - _LONGEST_TEXT
-    return f"{text[:_LONGEST_TEXT]}... ({more:,} more characters)" if more > 0 else text
 
 
 def peer_error(step: int, failures: Mapping[int, str]) -> PeerError:

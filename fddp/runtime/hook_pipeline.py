@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fddp.core.schedule.schedule import Op
+from fddp.core.schedule.op import Op
 from fddp.core.timeline import Interval
 from fddp.errors import DesyncError, RankLostError, SyncTimeoutError
 from fddp.hooks.future import Future

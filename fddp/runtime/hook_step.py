@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.control_word import ControlReport
-from fddp.core.schedule.schedule import Op
+from fddp.core.schedule.op import Op
 from fddp.core.timeline import Interval
 from fddp.hooks.future import Future
 from fddp.hooks.hook import Bucket, HookError

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fddp.core.schedule.schedule import Op, rides
+from fddp.core.schedule.op import Op, rides
 from fddp.errors import InternalError
 from fddp.runtime.context import BucketState, Setting
 from fddp.runtime.results import Devices

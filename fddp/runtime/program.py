@@ -10,8 +10,9 @@ from functools import cached_property
 
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.control_word import ControlLayout
+from fddp.core.schedule.op import Op, Region, chunk
 from fddp.core.schedule.piggyback import control_layout
-from fddp.core.schedule.schedule import Op, Region, Schedule, chunk
+from fddp.core.schedule.schedule import Schedule
 from fddp.native.autograd_leaves import (
     LeafTypes,
     Members,

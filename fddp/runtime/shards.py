@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fddp.core.plan.plan import BucketPlan
-from fddp.core.schedule.schedule import Op
+from fddp.core.schedule.op import Op
 from fddp.native.layout import Layout
 
 

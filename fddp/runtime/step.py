@@ -29,9 +29,10 @@ from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport, ControlWord, decode, encode
 from fddp.core.protocol.readiness import Action
-from fddp.core.schedule.schedule import RETAINED_DTYPES, Op, rides
+from fddp.core.schedule.op import Op, rides
+from fddp.core.schedule.schedule import RETAINED_DTYPES
 from fddp.core.timeline import Interval
-from fddp.errors import FddpError, InternalError
+from fddp.errors import FddpError, InternalError, error_text
 from fddp.native.layout import Stats
 from fddp.runtime.context import Outcome, Setting
 from fddp.runtime.contributions import NOTHING, Contributions
@@ -40,7 +41,6 @@ from fddp.runtime.failures import (
     exchange,
     locate,
     peer_error,
-    text_of,
     unfit_error,
     unpackable,
 )
@@ -182,7 +182,7 @@ class Session:
         if self.failure is not None:
             return
         self.failure = error
-        self._told = text_of(error)
+        self._told = error_text(error)
         if isinstance(error, FddpError):
             rank, step = self.setting.transport.rank, self.setting.step
             error.args = (f"rank {rank} at step {step}: {error}", *error.args[1:])

@@ -115,7 +115,7 @@ class Averager:
 
     Example:
         >>> import fddp, torch
-        >>> from fddp.averaging import Averager, Periodic
+        >>> from fddp.sync.averaging import Averager, Periodic
         >>> def train(group):
         ...     params = {"w": torch.tensor(0.0)}
         ...     seen = []
@@ -222,7 +222,7 @@ def average(
 
     Example:
         >>> import fddp, torch
-        >>> from fddp.averaging import average
+        >>> from fddp.sync.averaging import average
         >>> own = lambda rank: {"w": torch.tensor(float(rank)), "seen": torch.tensor(rank)}
         >>> fddp.loopback(2, lambda group: average(own(group.rank), group=group))
         [{'w': tensor(0.5000), 'seen': tensor(0)}, {'w': tensor(0.5000), 'seen': tensor(1)}]

@@ -30,20 +30,20 @@ from fddp.errors import (
     SyncTimeoutError,
     TreeMismatchError,
     UnevenError,
+    error_text,
 )
 from fddp.hooks.hook import Hook
 from fddp.native.buffer_pool import BufferPool
 from fddp.runtime.agreement import Terms, agree, agree_on_hook
 from fddp.runtime.context import Outcome, Setting
 from fddp.runtime.donation import donate
-from fddp.runtime.failures import text_of
 from fddp.runtime.hook_binding import Attached
 from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.nonfinite import Policy
 from fddp.runtime.program import Program, make_program
 from fddp.runtime.step import Session
 from fddp.sync.request import Asking, hook_problem, usable_transport
-from fddp.sync.uneven_inputs import Round
+from fddp.sync.rounds import Round
 from fddp.telemetry.flight.dump import note_failure
 from fddp.telemetry.flight.recorder import Recorder
 from fddp.transport import Group, Transport, open_transport, resolve
@@ -253,7 +253,7 @@ class Engine:
                 self.recorder.fail()
                 note_failure(error, breaks=True)
                 # A step was left half done: ranks no longer agree on what comes next.
-                reason = text_of(error)
+                reason = error_text(error)
                 self.transport.raise_alarm(session.setting.step, type(error).__name__)
                 self.transport.abandon(reason)
                 self.transport.slot.desk.doubtful_s = time.perf_counter()
@@ -373,7 +373,7 @@ class Engine:
             error: what went wrong here; of a `PeerError` the rank that failed has told.
         """
         if not isinstance(error, PeerError):
-            self.transport.raise_alarm(step, text_of(error)[:_LONGEST_ALARM])
+            self.transport.raise_alarm(step, error_text(error)[:_LONGEST_ALARM])
 
     def init_states(self) -> tuple[Any, ...]:
         """The hook's state of each bucket before the first step; () where there is none to keep."""

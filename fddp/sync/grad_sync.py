@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fddp.core.plan.defaults import CAP_MB, FIRST_MB
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.calls import Method
 from fddp.core.schedule.schedule import Result, Schedule
@@ -32,7 +33,7 @@ from fddp.runtime.untraced import untraced
 from fddp.sync.autotune import TuneReport, tune
 from fddp.sync.engine import Engine
 from fddp.sync.rebuild import joined, renewed
-from fddp.sync.request import CAP_MB, FIRST_MB, Reduction, Request
+from fddp.sync.request import Reduction, Request
 from fddp.sync.value_and_grad import INSTEAD_IN_A_GRAPH, ValueAndGrad
 from fddp.telemetry.flight.dump import failures_noted
 from fddp.transport import Group, TransportName

@@ -7,13 +7,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from fddp.collectives.communicator import Communicator, communicator_of
 from fddp.collectives.operators import all_gather
-from fddp.ddp import DistributedDataParallel
 from fddp.errors import ClosedError, PeerError, PlanMismatchError
 from fddp.sync.grad_sync import GradSync
 from fddp.telemetry.flight.log import names
@@ -40,6 +39,16 @@ class Exporter(Protocol):
 
     def report(self, report: MonitorReport) -> None:
         """Takes a report on all ranks."""
+
+
+@runtime_checkable
+class WrappedModule(Protocol):
+    """Interface of `fddp.DistributedDataParallel` that a monitor uses."""
+
+    process_group: Any
+
+    def keep_sync_info(self) -> None:
+        """Record a `SyncInfo` of every step from now on."""
 
 
 class Monitor:
@@ -87,7 +96,7 @@ class Monitor:
 
     def __init__(
         self,
-        sync_or_group: GradSync | DistributedDataParallel | Group | Communicator | None = None,
+        sync_or_group: GradSync | WrappedModule | Group | Communicator | None = None,
         *,
         every: int | None = None,
         window: int = 100,
@@ -98,7 +107,7 @@ class Monitor:
             if group._engine.is_shut:
                 raise ClosedError("this GradSync is closed; pass one that takes steps")
             group = group._engine.group
-        elif isinstance(group, DistributedDataParallel):
+        elif isinstance(group, WrappedModule):
             group.keep_sync_info()
             group = group.process_group
         self._communicator = communicator_of(group, None)

@@ -15,15 +15,14 @@ from typing import Any, NamedTuple
 
 from fddp.collectives.replicas.chunked_broadcast import pass_on_text
 from fddp.collectives.replicas.reconcile import reconciled
+from fddp.core.plan.defaults import MAX_TIMEOUT_S
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.protocol.messages import Form
 from fddp.core.schedule.topology import Topology
-from fddp.errors import ClosedError, InternalError, PlanMismatchError, ReentryError
+from fddp.errors import ClosedError, InternalError, PlanMismatchError, ReentryError, error_text
 from fddp.hooks.hook import Hook
 from fddp.runtime.agreement import Terms, exchange
-from fddp.runtime.failures import text_of
 from fddp.sync.engine import Engine
-from fddp.sync.request import LONGEST_S
 from fddp.sync.terms_codec import brought_along, terms_from_json, terms_to_json, topology_over
 from fddp.transport import Transport, TransportName
 from fddp.transport.mesh import Span
@@ -102,7 +101,7 @@ class Continuation:
                 problem = error
         text = "" if own is None else terms_to_json(own)
         mine = _standing(self.old, own, text)
-        own_account = [text_of(problem) if problem else "", *mine]
+        own_account = [error_text(problem) if problem else "", *mine]
         told = exchange(transport, own_account, _STANDING, "standing")
         if problem is not None:
             raise problem
@@ -172,9 +171,9 @@ def joined(
     problem: Exception | None = None
     leaves, is_foreign = None, False
     try:
-        if timeout_s is not None and not 0 < timeout_s <= LONGEST_S:
+        if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
             raise ValueError(
-                f"timeout_s must be above 0 and at most {LONGEST_S} seconds, got {timeout_s!r}"
+                f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S} seconds, got {timeout_s!r}"
             )
         if params is not None:
             own, treedef = flatten(params)
@@ -228,7 +227,7 @@ def _states(
         engine.checked_states(states, "the GradSync before")
     except Exception as error:
         problem = error
-    told = exchange(engine.transport, text_of(problem) if problem else "", str, "hook state")
+    told = exchange(engine.transport, error_text(problem) if problem else "", str, "hook state")
     if problem is not None:
         raise problem
     for rank, theirs in enumerate(told):

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
+from fddp.core.plan.defaults import CAP_MB, FIRST_MB, MAX_TIMEOUT_S
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
@@ -22,11 +23,6 @@ from fddp.tree.planner import plan_buckets
 from fddp.tree.pytree import flatten
 
 Reduction = Literal["all_reduce", "hierarchical", "reduce_scatter"]
-
-CAP_MB = 25.0
-FIRST_MB = 1.0
-LONGEST_S = 10**7
-"""What the backends' clocks hold, with room to spare."""
 
 
 class Asking(Protocol):
@@ -99,7 +95,7 @@ class Request:
     def usable_timeout_s(self) -> float | None:
         """The timeout, if a transport can be opened with it."""
         given = self.timeout_s
-        usable = isinstance(given, (int, float)) and 0 < given <= LONGEST_S
+        usable = isinstance(given, (int, float)) and 0 < given <= MAX_TIMEOUT_S
         return given if usable else None
 
     @property
@@ -121,7 +117,8 @@ class Request:
         """
         if self.timeout_s is not None and self.usable_timeout_s is None:
             raise ValueError(
-                f"timeout_s must be above 0 and at most {LONGEST_S} seconds, got {self.timeout_s!r}"
+                f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S} seconds, "
+                f"got {self.timeout_s!r}"
             )
         if self.transport not in ("auto", transport.name):
             raise ValueError(

@@ -25,7 +25,7 @@ from fddp.runtime.program import Program
 from fddp.runtime.step import Session
 from fddp.runtime.step_info import make_info
 from fddp.runtime.untraced import untraced
-from fddp.sync.uneven_inputs import EXHAUSTED
+from fddp.sync.rounds import EXHAUSTED
 from fddp.tree.pytree import TreeDef, map_leaves
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from fddp.core.check import check_schedule
 from fddp.core.protocol.readiness import on_backward_end, on_ready, start
-from fddp.core.schedule.schedule import Op, Schedule, meets
+from fddp.core.schedule.op import Op, meets
+from fddp.core.schedule.schedule import Schedule
 from fddp.errors import ScheduleError
 
 

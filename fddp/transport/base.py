@@ -125,6 +125,11 @@ class Transport(ABC):
     _topology: Topology | None = None
     _groups: Mapping[tuple[str, ...], tuple[int, ...]] = MappingProxyType({})  # ranks by axes
 
+    @property
+    def label(self) -> str:
+        """Name of this transport in error texts, such as "GradSync #1"; empty if it has none."""
+        return self.slot.label
+
     def divide(self, topology: Topology, groups: Collection[tuple[str, ...]]) -> None:
         """Open the groups along each of `groups`, tuples of axes; every rank calls this; blocks.
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from fddp.core.check import check_schedule
 from fddp.core.plan.plan import BucketPlan, LeafSpec, plan_leaves
 from fddp.core.schedule.builder import make_gather, make_schedule
+from fddp.core.schedule.op import COLLECTIVES, CONTROL_REGION, Op, Region, meets
 from fddp.core.schedule.piggyback import control_layout, with_own_word, with_riding_word
-from fddp.core.schedule.schedule import COLLECTIVES, CONTROL_REGION, Op, Region, Schedule, meets
+from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
 
 WORLD = Topology(world=2)

@@ -19,7 +19,8 @@ import pytest
 from fddp.core.check import check_schedule
 from fddp.core.plan.plan import LeafSpec, plan_leaves
 from fddp.core.schedule.builder import Algorithm, make_schedule
-from fddp.core.schedule.schedule import Buffer, Kind, Op, Result, Scaling, Schedule, Topology, When
+from fddp.core.schedule.op import Buffer, Kind, Op, When
+from fddp.core.schedule.schedule import Result, Scaling, Schedule, Topology
 from fddp.errors import ScheduleError
 from tests.support.oracle import find_fault
 

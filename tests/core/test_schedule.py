@@ -21,8 +21,9 @@ import fddp
 from fddp.core.check import check_schedule
 from fddp.core.plan.plan import BucketPlan, LeafSpec, plan_leaves
 from fddp.core.schedule.builder import make_schedule
+from fddp.core.schedule.op import CONTROL_REGION, Op, Region, chunk
 from fddp.core.schedule.piggyback import with_own_word
-from fddp.core.schedule.schedule import CONTROL_REGION, Op, Region, Schedule, Topology, chunk
+from fddp.core.schedule.schedule import Schedule, Topology
 from fddp.errors import ScheduleError
 from tests.support.models import batch, mlp, mlp_loss
 from tests.support.ranks import Launch

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from fddp.core.plan.leaf import ITEM_BYTES
 from fddp.core.plan.plan import BucketPlan, LeafSpec, plan_leaves
 from fddp.core.schedule.builder import make_schedule
+from fddp.core.schedule.op import Op, chunk, meets
 from fddp.core.schedule.piggyback import control_layout, with_own_word
-from fddp.core.schedule.schedule import Op, Schedule, chunk, meets
+from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
 from fddp.core.sim.cost import CostModel
 from fddp.core.sim.simulator import Jitter, simulate

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fddp.core.schedule.schedule import RETAINED_DTYPES, Op, Schedule
+from fddp.core.schedule.op import Op
+from fddp.core.schedule.schedule import RETAINED_DTYPES, Schedule
 
 PRIME = 2**31 - 1
 

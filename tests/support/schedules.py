@@ -12,19 +12,9 @@ from hypothesis import strategies as st
 from fddp.core.check import check_schedule
 from fddp.core.plan.plan import BucketPlan, LeafSpec, plan_leaves
 from fddp.core.schedule.builder import Algorithm, make_schedule
+from fddp.core.schedule.op import CONTROL_REGION, Buffer, Kind, Op, Region, When
 from fddp.core.schedule.piggyback import with_own_word
-from fddp.core.schedule.schedule import (
-    CONTROL_REGION,
-    Buffer,
-    Kind,
-    Op,
-    Region,
-    Result,
-    Scaling,
-    Schedule,
-    Topology,
-    When,
-)
+from fddp.core.schedule.schedule import Result, Scaling, Schedule, Topology
 from fddp.errors import ScheduleError
 
 TOPOLOGIES = (

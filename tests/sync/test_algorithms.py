@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fddp
 from fddp import Topology
-from fddp.core.schedule.schedule import meets
+from fddp.core.schedule.op import meets
 from fddp.runtime.program import Program
 from fddp.testing import assert_mean
 from fddp.tree.pytree import flatten

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import fddp
-from fddp.core.schedule.schedule import Op
+from fddp.core.schedule.op import Op
 from fddp.core.timeline import BucketTimes, StepTimes
 from fddp.hooks import AllReduce, Bucket, BucketSpec, Future, Hook
 from fddp.runtime.results import Results

@@ -17,8 +17,8 @@ from hypothesis.errors import NoSuchExample
 from torch import Tensor
 
 import fddp
+from fddp.core.schedule.op import COLLECTIVES, meets
 from fddp.core.schedule.piggyback import with_own_word
-from fddp.core.schedule.schedule import COLLECTIVES, meets
 from fddp.testing import (
     arrivals,
     assert_mean,

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.protocol.messages import Form
-from fddp.errors import PlanMismatchError, TransformError
+from fddp.errors import PlanMismatchError, TransformError, error_text
 from fddp.runtime.agreement import LEAF_DETAILS, exchange, leaf_details, leaf_difference
-from fddp.runtime.failures import text_of
 from fddp.runtime.inputs import check_no_transform, outside_transforms
 from fddp.transport import Group, open_transport
 from fddp.transport.base import Transport
@@ -100,7 +99,7 @@ def _specs(paths: Sequence[str], leaves: Sequence[Any]) -> list[LeafSpec]:
 def _check_alike(
     transport: Transport, details: list[list[object]], src: int, failure: Exception | None
 ) -> None:
-    problem = text_of(failure) if failure else ""
+    problem = error_text(failure) if failure else ""
     told = exchange(transport, [problem, None if failure else src, details], _TOLD)
     for rank, (theirs_problem, theirs_src, theirs) in enumerate(told):
         if theirs_problem:

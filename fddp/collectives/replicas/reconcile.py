@@ -12,9 +12,8 @@ import torch
 from fddp.collectives.replicas.chunked_broadcast import pass_on_, pass_on_text
 from fddp.collectives.replicas.snapshot import Held, room_for
 from fddp.core.protocol.messages import Form, maybe, nonsense
-from fddp.errors import DesyncError, InternalError, PlanMismatchError
+from fddp.errors import DesyncError, InternalError, PlanMismatchError, error_text
 from fddp.runtime.agreement import exchange
-from fddp.runtime.failures import text_of
 from fddp.runtime.inputs import check_no_transform, outside_transforms
 from fddp.transport import Group, open_transport
 from fddp.transport.base import Transport
@@ -153,7 +152,7 @@ def _agree(
     transport: Transport, failure: Exception | None, value: T, form: Form
 ) -> list[tuple[str, T]]:
     """Every rank's value, if none has failed."""
-    mine = [text_of(failure) if failure else "", value]
+    mine = [error_text(failure) if failure else "", value]
     told = exchange(transport, mine, (str, form), "own state")
     for rank, (problem, _) in enumerate(told):
         if problem:

@@ -16,7 +16,8 @@ from fddp.core.check.explain import explain
 from fddp.core.check.findings import fail, fail_bucket, in_words, paths_in, wide
 from fddp.core.check.ordering import Order
 from fddp.core.check.symbolic import Algebra, Branch, Value
-from fddp.core.schedule.schedule import Buffer, Op, Schedule
+from fddp.core.schedule.op import Buffer, Op
+from fddp.core.schedule.schedule import Schedule
 
 
 class _Piece(NamedTuple):

@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fddp.core.check.findings import everywhere, fail, in_words, wide
+from fddp.core.schedule.op import Op, rides
 from fddp.core.schedule.piggyback import tail_problem
-from fddp.core.schedule.schedule import Op, Schedule, rides
+from fddp.core.schedule.schedule import Schedule
 from fddp.errors import ScheduleError
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from fddp.core.schedule.schedule import RETAINED_DTYPES, Schedule, When
+from fddp.core.schedule.op import When
+from fddp.core.schedule.schedule import RETAINED_DTYPES, Schedule
 
 Source = Literal["packed", "unfit", "late", "shard"]
 """Contributions: what was there when a bucket was packed, in a fit or perhaps an unfit unit of

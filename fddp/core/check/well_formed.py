@@ -7,16 +7,8 @@ from types import MappingProxyType
 
 from fddp.core.check.findings import fail, fail_bucket, in_words, wide
 from fddp.core.plan.leaf import ITEM_BYTES
-from fddp.core.schedule.schedule import (
-    CONTROL_REGION,
-    Buffer,
-    Kind,
-    Op,
-    Schedule,
-    When,
-    meets,
-    rides,
-)
+from fddp.core.schedule.op import CONTROL_REGION, Buffer, Kind, Op, When, meets, rides
+from fddp.core.schedule.schedule import Schedule
 
 _REDUCED: tuple[tuple[Buffer, When], ...] = (
     ("bucket", "always"),

@@ -20,36 +20,9 @@ from sys import intern
 from types import MappingProxyType
 
 from fddp.core.plan import text as plan_text
+from fddp.core.plan.bucket import Bucket as Bucket
 from fddp.core.plan.leaf import ITEM_BYTES, MAX_COUNT, is_counts, leaf_problem
 from fddp.core.plan.leaf import LeafSpec as LeafSpec
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Leaves that are reduced together, packed one after the other without gaps.
-
-    Attributes:
-        leaves: indices into the plan's leaves, in the order in which they were offered.
-        offsets: where each leaf starts, in elements.
-        numel: elements of the whole bucket.
-        dtype: dtype of every leaf in it.
-        device: device of every leaf in it.
-        cap_bytes: the bucket was closed once it held that much; 0 for a sparse bucket.
-        sparse: it is one leaf whose gradient is sparse; `numel` is that of a dense one.
-    """
-
-    leaves: tuple[int, ...]
-    offsets: tuple[int, ...]
-    numel: int
-    dtype: str
-    device: str
-    cap_bytes: int
-    sparse: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole bucket."""
-        return self.numel * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, repr=False)

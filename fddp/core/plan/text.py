@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fddp.core import tables
+from fddp.core.plan.bucket import Bucket
+from fddp.core.plan.leaf import LeafSpec
 
 if TYPE_CHECKING:
-    from fddp.core.plan.plan import Bucket, BucketPlan
+    pass
 
 FORMAT = "fddp.BucketPlan/1"
 """First field of every document; the number changes when the fields do."""
@@ -26,6 +28,26 @@ _HEADER = ("bucket", "leaves", "first leaf", "last leaf", "dtype", "device", "Mi
 _NUMERIC_COLUMNS = (0, 1, 6, 7)
 
 
+class Plan(Protocol):
+    """Fields of a `BucketPlan`."""
+
+    @property
+    def leaves(self) -> tuple[LeafSpec, ...]:
+        """Leaves of the tree."""
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Buckets of the plan."""
+
+    @property
+    def caps_bytes(self) -> tuple[int, ...]:
+        """Caps of the buckets."""
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Bucketed leaves in the order in which they were offered."""
+
+
 class PlanDocument(NamedTuple):
     """A parsed document: its form is right; what it says is for `BucketPlan` to judge."""
 
@@ -35,7 +57,7 @@ class PlanDocument(NamedTuple):
     order: tuple[Any, ...]
 
 
-def to_json(plan: BucketPlan) -> str:
+def to_json(plan: Plan) -> str:
     """The whole plan, with nothing in it that could differ between processes."""
     return _dumps(
         {
@@ -48,7 +70,7 @@ def to_json(plan: BucketPlan) -> str:
     )
 
 
-def shared_json(plan: BucketPlan) -> str:
+def shared_json(plan: Plan) -> str:
     """What ranks must agree on: as `to_json`, but leaves in no bucket are left out.
 
     Without those, leaf indices differ from rank to rank, so leaves stand in for their indices.
@@ -140,7 +162,7 @@ def _dumps(document: dict[str, Any]) -> str:
     return json.dumps(document, separators=(",", ":"))
 
 
-def summary(plan: BucketPlan) -> str:
+def summary(plan: Plan) -> str:
     """One line of totals."""
     total_bytes = sum(bucket.nbytes for bucket in plan.buckets)
     caps = ", ".join(_mib(cap) for cap in plan.caps_bytes[:4])
@@ -151,18 +173,18 @@ def summary(plan: BucketPlan) -> str:
     )
 
 
-def table(plan: BucketPlan) -> str:
+def table(plan: Plan) -> str:
     """The plan as a plain-text table under its totals; the middle of a long one is left out."""
     rows = tables.plain_table(_HEADER, _rows(plan), _NUMERIC_COLUMNS)
     return f"BucketPlan: {summary(plan)}\n{rows}"
 
 
-def html_table(plan: BucketPlan) -> str:
+def html_table(plan: Plan) -> str:
     """The same table for notebooks."""
     return tables.html_table(f"BucketPlan: {summary(plan)}", _HEADER, _rows(plan))
 
 
-def _rows(plan: BucketPlan) -> Iterator[tuple[str, ...]]:
+def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     count = len(plan.buckets)
     head = count if count <= _SHOWN_BUCKETS else _SHOWN_BUCKETS // 2
     for index in range(head):
@@ -174,7 +196,7 @@ def _rows(plan: BucketPlan) -> Iterator[tuple[str, ...]]:
             yield _row(plan, index)
 
 
-def _row(plan: BucketPlan, index: int) -> tuple[str, ...]:
+def _row(plan: Plan, index: int) -> tuple[str, ...]:
     bucket = plan.buckets[index]
     return (
         str(index),

@@ -6,19 +6,9 @@ from typing import Literal, NamedTuple, get_args
 
 from fddp.core.plan.leaf import ITEM_BYTES
 from fddp.core.plan.plan import BucketPlan
+from fddp.core.schedule.op import CONTROL_REGION, Buffer, Kind, Op, Region, When
 from fddp.core.schedule.piggyback import with_riding_word
-from fddp.core.schedule.schedule import (
-    CONTROL_REGION,
-    RETAINED_DTYPES,
-    Buffer,
-    Kind,
-    Op,
-    Region,
-    Result,
-    Scaling,
-    Schedule,
-    When,
-)
+from fddp.core.schedule.schedule import RETAINED_DTYPES, Result, Scaling, Schedule
 from fddp.core.schedule.topology import Topology
 
 Algorithm = Literal["all_reduce", "hierarchical", "reduce_scatter", "all_gather"]

@@ -17,7 +17,8 @@ from fddp.core.protocol.control_word import (
     Format,
     limb_bits,
 )
-from fddp.core.schedule.schedule import Op, Schedule, meets
+from fddp.core.schedule.op import Op, meets
+from fddp.core.schedule.schedule import Schedule
 
 #: the formats of buckets in whose tail the word can ride
 FORMATS: frozenset[str] = frozenset({"float32", "float64"})

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from fddp.core import tables
-
-if TYPE_CHECKING:
-    from fddp.core.schedule.schedule import Schedule
+from fddp.core.schedule.op import Op
+from fddp.core.schedule.topology import Topology
 
 FORMAT = "fddp.Schedule/2"
 """First field of every document; the number changes when the fields do."""
@@ -19,6 +18,34 @@ _FIELDS = ("format", "plan", "axes", "ops", "wire_dtypes", "scaling", "result", 
 _HEADER = ("op", "kind", "bucket", "along", "buffer", "elements", "shard", "when", "after")
 _NUMERIC_COLUMNS = (0, 2)
 _SHOWN_IN_HTML = 60
+
+
+class Schedule(Protocol):
+    """Fields of a `Schedule`, apart from its plan."""
+
+    @property
+    def topology(self) -> Topology:
+        """Axes of the ranks."""
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """Operations in launch order."""
+
+    @property
+    def wire_dtypes(self) -> tuple[str, ...]:
+        """Dtype in which each bucket travels."""
+
+    @property
+    def scaling(self) -> str:
+        """Position of the division by the number of ranks."""
+
+    @property
+    def result(self) -> str:
+        """Postcondition."""
+
+    @property
+    def deterministic(self) -> bool:
+        """True if sums have one fixed association."""
 
 
 class ScheduleDocument(NamedTuple):

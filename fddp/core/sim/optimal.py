@@ -30,7 +30,8 @@ import numpy.typing as npt
 from fddp.core.plan.leaf import ITEM_BYTES, LeafSpec
 from fddp.core.plan.plan import Bucket, BucketPlan, assign_buckets, plan_leaves
 from fddp.core.schedule.builder import Algorithm, make_schedule
-from fddp.core.schedule.schedule import Schedule, meets
+from fddp.core.schedule.op import meets
+from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
 from fddp.core.sim.cost import FloatArray
 from fddp.core.sim.simulator import (

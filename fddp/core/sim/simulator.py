@@ -29,8 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fddp.core.plan.leaf import ITEM_BYTES, LeafSpec
+from fddp.core.schedule.op import Op, meets
 from fddp.core.schedule.piggyback import control_layout
-from fddp.core.schedule.schedule import Op, Schedule, meets
+from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
 from fddp.core.sim.cost import MOST_S, CollectiveKind, CostModel, FloatArray
 from fddp.core.timeline import COMPUTE, Span, Timeline, backward_span

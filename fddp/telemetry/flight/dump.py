@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from fddp.errors import DesyncError, FddpError, RankLostError, SyncTimeoutError
-from fddp.runtime.failures import text_of
+from fddp.errors import DesyncError, FddpError, RankLostError, SyncTimeoutError, error_text
 from fddp.telemetry.flight.recorder import flight
 
 if TYPE_CHECKING:
@@ -210,9 +209,9 @@ def note_failure(error: BaseException, *, breaks: bool = False) -> None:
     if dumps is None or not (breaks or isinstance(error, _BREAKS)):
         return
     try:
-        said = f"what this process did before is in {str(dumps.write(text_of(error)))!r}"
+        said = f"what this process did before is in {str(dumps.write(error_text(error)))!r}"
     except Exception as problem:  # which must not take the place of the error
-        said = f"what this process did before can't be written: {text_of(problem)}"
+        said = f"what this process did before can't be written: {error_text(problem)}"
     if isinstance(error, FddpError):
         error.args = (f"{error}; {said}", *error.args[1:])
 

@@ -23,19 +23,38 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 from fddp.core.plan.leaf import ITEM_BYTES
-from fddp.core.schedule.schedule import Op, Schedule, rides
+from fddp.core.schedule.op import Op, rides
+from fddp.core.schedule.schedule import Schedule
 from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fddp.transport.base import Transport
 
 SIZE = 100
 """Operations that are kept of each `GradSync` and communicator."""
 
 _serials = itertools.count()
 _alive: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+class Recordable(Protocol):
+    """Part of a transport that the recorder reads."""
+
+    name: str
+    timeout_s: float
+
+    @property
+    def label(self) -> str:
+        """Name in error texts; empty if there is none."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Global ranks of the group."""
 
 
 class Recorded(Protocol):
@@ -79,13 +98,13 @@ class Recorder:
         count: how many there have been.
     """
 
-    def __init__(self, kind: str, owner: Recorded, transport: Transport) -> None:
+    def __init__(self, kind: str, owner: Recorded, transport: Recordable) -> None:
         self._members = transport.members
         self._rank = transport.rank
         self._transport = transport.name
         self._timeout_s = transport.timeout_s
         self._made_s = time.time()
-        self.name = transport.slot.label or kind
+        self.name = transport.label or kind
         self._serial = next(_serials)
         self._owner = weakref.ref(owner)
         self.ring: deque[Entry] = deque(maxlen=SIZE)

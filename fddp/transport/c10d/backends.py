@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fddp.native import extension as ext
-from fddp.transport.c10d.diagnosis import is_the_users
 from fddp.transport.c10d.rendezvous import connected
 from fddp.transport.lifetime.fork import own
 from fddp.transport.liveness.interrupts import LateError
+from fddp.transport.liveness.user_code import from_user_code
 from fddp.transport.ordered_sum import sum_in_order_
 
 if TYPE_CHECKING:
@@ -425,7 +425,7 @@ def _finishes(work: dist.Work, within: timedelta) -> bool:
     try:
         work.wait(within)
     except RuntimeError as error:
-        if is_the_users(error):
+        if from_user_code(error):
             raise
         if not work.is_completed():
             return False

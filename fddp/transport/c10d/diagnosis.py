@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from typing import TYPE_CHECKING
 
 from fddp.transport.liveness.bounded_store import SilentError
@@ -15,9 +14,6 @@ if TYPE_CHECKING:
 
     from fddp.transport.liveness.failure_detector import Peers
     from fddp.transport.liveness.membership import Report, RollCall, Verdict
-
-_OWN_MODULES = {"fddp", "torch", *sys.stdlib_module_names}  # from which errors of a backend come
-_HANDLERS = "torch.utils.data."  # of signals, which tell of workers that have ended
 
 
 def diagnose(roll: RollCall, peers: Peers, error: Exception, report: Report) -> Failure:
@@ -64,17 +60,6 @@ def diagnose(roll: RollCall, peers: Peers, error: Exception, report: Report) -> 
         mismatch="" if dead else _mismatch(reports, report),
         gave_up=() if late else timed_out,
     )
-
-
-def is_the_users(error: Exception) -> bool:
-    """Whether it came out of a signal handler: code that no backend has."""
-    trace = error.__traceback__
-    while trace is not None:
-        module = str(trace.tb_frame.f_globals.get("__name__", ""))
-        if module.partition(".")[0] not in _OWN_MODULES or module.startswith(_HANDLERS):
-            return True
-        trace = trace.tb_next
-    return False
 
 
 def _is_late(text: str) -> bool:

@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError
 from fddp.transport.base import Transport, Work
 from fddp.transport.c10d.backends import Communicator, Seat, connect
-from fddp.transport.c10d.diagnosis import diagnose, is_the_users
+from fddp.transport.c10d.diagnosis import diagnose
 from fddp.transport.lifetime import threads as exiting
 from fddp.transport.lifetime.finalizer import when_collected
 from fddp.transport.lifetime.fork import IN_A_FORK, check_not_inherited, own
@@ -37,6 +37,7 @@ from fddp.transport.liveness.failure import Failure, explain
 from fddp.transport.liveness.failure_detector import Peers
 from fddp.transport.liveness.interrupts import EndedError, LeftError, ToldError
 from fddp.transport.liveness.membership import Report, RollCall
+from fddp.transport.liveness.user_code import from_user_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -271,7 +272,7 @@ class C10dTransport(Transport):
         Raises:
             RuntimeError: `error` itself, where that is none of the backend's.
         """
-        if is_the_users(error):
+        if from_user_code(error):
             raise error
         with self.lock:
             if self._failure is None:

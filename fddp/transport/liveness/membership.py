@@ -12,9 +12,9 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
-from fddp.transport.c10d.diagnosis import is_the_users
 from fddp.transport.liveness.bounded_store import ANSWER_S, GLANCE_S, AskedStore, Asker
 from fddp.transport.liveness.interrupts import ToldError
+from fddp.transport.liveness.user_code import from_user_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -170,7 +170,7 @@ class RollCall:
         try:
             return self.store.within(GLANCE_S).check(["failed"])
         except RuntimeError as error:
-            if is_the_users(error):
+            if from_user_code(error):
                 raise
             return False
 

@@ -22,7 +22,7 @@ from fddp.transport.base import Transport
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fddp.core.schedule.schedule import Op
+    from fddp.core.schedule.op import Op
     from fddp.sync.engine import Engine
     from tests.faults.chaos.faults import Fault
 

@@ -1,0 +1,19 @@
+"""Errors raised by the caller's code, as opposed to the backend's."""
+
+from __future__ import annotations
+
+import sys
+
+_OWN_MODULES = {"fddp", "torch", *sys.stdlib_module_names}  # from which errors of a backend come
+_HANDLERS = "torch.utils.data."  # of signals, which tell of workers that have ended
+
+
+def from_user_code(error: Exception) -> bool:
+    """Return True if a signal handler raised `error`: its traceback leads through user code."""
+    trace = error.__traceback__
+    while trace is not None:
+        module = str(trace.tb_frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] not in _OWN_MODULES or module.startswith(_HANDLERS):
+            return True
+        trace = trace.tb_next
+    return False

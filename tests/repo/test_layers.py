@@ -1,0 +1,115 @@
+"""Imports between rooms run one way, and no files import each other; read from the source."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PACKAGE = Path(__file__).parents[2] / "fddp"
+
+# Each may import those before it. The folders of the package are these rooms.
+ROOMS = (
+    *("errors", "core", "native", "tree", "telemetry", "transport", "hooks", "runtime"),
+    *("collectives", "sync", "ddp", "jax", "testing", "viz", "cli"),
+)
+NAMES = ("__init__", "__main__")
+TOOLS = ("testing", "viz", "cli")  # which use the library as its users do
+# By package, the rooms that import it.
+ONLY_IN = {"optree": {"tree"}, "fddp._C": {"native"}}
+CORE_IMPORTS_NONE_OF = ("torch", "optree", "jax")
+WITHOUT_PROCESS_GROUPS = {"core", "native", "tree"}
+
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def imports(module: str) -> Iterator[str]:
+    """Full names of what a module imports, also inside functions and under `TYPE_CHECKING`."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_module(name: str) -> str | None:
+    """The module of fddp that an imported name is or lies in; `None` for others' names."""
+    parts = name.split(".")
+    if parts[0] != "fddp":
+        return None
+    while parts[1:] and ".".join(parts[1:]) not in MODULES:
+        parts.pop()
+    return ".".join(parts[1:]) or "__init__"
+
+
+def is_of(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Sets of modules that reach each other."""
+    reached: dict[str, set[str]] = {}
+    for start in edges:
+        found, pending = set[str](), [start]
+        while pending:
+            for target in edges.get(pending.pop(), ()):
+                if target not in found:
+                    found.add(target)
+                    pending.append(target)
+        reached[start] = found
+    groups = {
+        tuple(sorted(other for other in edges if other in reached[m] and m in reached[other]))
+        for m in edges
+        if m in reached[m]
+    }
+    return [list(group) for group in sorted(groups)]
+
+
+def test_every_module_has_a_room() -> None:
+    assert {*map(room_of, MODULES)} == {*ROOMS, *NAMES}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_one_way(module: str) -> None:
+    room = room_of(module)
+    for name in imports(module):
+        for package, importers in ONLY_IN.items():
+            assert not is_of(name, package) or room in importers, f"{module} imports {name}"
+        if room == "core":
+            assert not any(is_of(name, other) for other in CORE_IMPORTS_NONE_OF), (
+                f"{module} imports {name}"
+            )
+        if room in WITHOUT_PROCESS_GROUPS:
+            assert not is_of(name, "torch.distributed"), f"{module} imports {name}"
+        imported = own_module(name)
+        if imported is None or room in NAMES or is_of(name, "fddp._C"):
+            continue
+        if imported == "__init__":
+            assert room in TOOLS, f"{module} imports the public names, which only tools may"
+            continue
+        assert room_of(imported) in ROOMS, f"{module} imports {name}, which is in no room"
+        above = ROOMS.index(room_of(imported)) > ROOMS.index(room)
+        assert not above, f"{module} imports {name}, of a later room"
+
+
+def test_no_circle_of_files() -> None:
+    edges = {m: {own for name in imports(m) if (own := own_module(name))} - {m} for m in MODULES}
+    assert circles(edges) == []
+
+
+def test_circles_are_found() -> None:
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}
+    assert circles(edges) == [["b", "c"]]
