@@ -23,7 +23,7 @@ from tests.support.ranks import Launch, RankPool
 
 PAGE = "docs/determinism.md"
 _ROW = re.compile(r"^\|(?P<cells>.+)\|\s*$", re.MULTILINE)
-_TEST = re.compile(r"`tests/(?P<file>test_\w+\.py)::(?P<name>test_\w+)`")
+_TEST = re.compile(r"`tests/(?P<file>[\w/]+\.py)::(?P<name>test_\w+)`")
 
 
 # The page

@@ -40,7 +40,7 @@ TORCH_FOREVER = """
 import threading
 from datetime import timedelta
 import torch.distributed as dist
-from fddp.transport import exiting
+from fddp.transport.lifetime import threads as exiting
 
 store, over = dist.HashStore(), threading.Event()
 
