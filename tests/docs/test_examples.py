@@ -138,10 +138,10 @@ def test_a_rank_that_parts_is_seen_by_all(ranks: RankPool) -> None:
 
 _SCRIPT = """
 import sys
-from examples import dp_sgd, running
+from examples import common, dp_sgd
 example = dp_sgd.example
 dp_sgd.example = lambda: example(total=lambda tree: tree)
-sys.exit(running.main("dp_sgd", []))
+sys.exit(common.main("dp_sgd", []))
 """
 
 
