@@ -24,7 +24,7 @@ from fddp.collectives.operator_program import Place
 from fddp.core.plan.defaults import CAP_MB, MAX_TIMEOUT_S
 from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError, DesyncError, PlanMismatchError, error_text
-from fddp.native.recycled_buffers import Memory
+from fddp.native.buffer_pool import BufferPool
 from fddp.runtime.agreement import exchange
 from fddp.runtime.guards import outside_tracing
 from fddp.telemetry.flight.recorder import Recorder
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fddp.transport import Transport
 
 _MOST_BETWEEN = 2**16
+_POOLED_SIZES = 32  # of buffers, those that were released last
 _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
 _of_groups: OfGroups[Communicator] = OfGroups()
@@ -123,7 +124,7 @@ class Communicator:
             except BaseException:
                 self.transport.close()
                 raise
-        self.memory = Memory(self.transport.empty)
+        self.pool = BufferPool(self.transport.empty, _POOLED_SIZES)
         self.recorder = Recorder("Communicator", self, self.transport)
         # One that is dropped frees its connections, too.
         self._was_closed = when_collected(self, self.transport.close)
@@ -176,7 +177,7 @@ class Communicator:
         """Frees connections and memory; a second call does nothing."""
         self._was_closed()
         self.known.clear()
-        self.memory.clear()
+        self.pool.clear()
         self.transport.close()
 
     def __enter__(self) -> Self:

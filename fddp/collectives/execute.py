@@ -92,7 +92,7 @@ class _Flight(NamedTuple):
 
 
 def _run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
-    program, memory = call.program, call.communicator.memory
+    program, pool = call.program, call.communicator.pool
     pack, start, take = _MOVES[program.operator]
     entry = call.communicator.recorder.launched(call.text, -1, -1)
     met = meeting.begin(call)
@@ -115,7 +115,7 @@ def _run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
         work.wait(call.text)
         for k, result in zip(load.members, take(call, load, buffer), strict=True):
             results[k] = result
-        memory.lend(buffer)
+        pool.release((len(buffer), buffer.dtype, buffer.device), buffer)
     entry.done_s = perf_counter()
     return results  # type: ignore[return-value]  # each unit is in one load
 
@@ -132,7 +132,8 @@ def _packed_first(call: Call, leaves: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _acquire(call: Call, load: Load, numel: int) -> Tensor:
-    return call.communicator.memory.acquire(numel, load.dtype, load.device)
+    key = (numel, load.dtype, load.device)
+    return call.communicator.pool.acquire(key, *key)
 
 
 def _fill(buffer: Tensor, load: Load, sources: Sequence[Tensor | None]) -> None:

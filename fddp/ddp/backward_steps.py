@@ -51,7 +51,7 @@ from fddp.native.autograd_leaves import distributed_context, param_set, serves_s
 from fddp.runtime.context import Outcome
 from fddp.runtime.contributions import BackwardContributions, Contributions, TreeContributions
 from fddp.runtime.failures import peer_error
-from fddp.runtime.step import Session
+from fddp.runtime.step import Step
 from fddp.runtime.step_info import make_info
 from fddp.sync.engine import Engine
 from fddp.tree.pytree import flatten
@@ -126,7 +126,7 @@ class Steps:
         self._replace = replace
         self._recorder = recorder
         self._lock = threading.RLock()
-        self._session: Session | None = None
+        self._step: Step | None = None
         self._end: weakref.ref[_End] | None = None
         self._broken: BaseException | None = None
         self._begun_s = 0.0
@@ -155,20 +155,20 @@ class Steps:
 
     def enter(self) -> None:
         """From now on operators end here where another rank has failed the step that comes."""
-        self.engine.transport.slot.in_step = self.engine.step
+        self.engine.transport.enter_step(self.engine.step)
 
     def leave(self) -> None:
         """What this rank waits for from now on, others bring whether or not they have failed."""
-        self.engine.transport.slot.in_step = None
+        self.engine.transport.leave_step()
 
     def raise_alarm(self, error: BaseException) -> None:
         """Tells ranks that wait in operators within the step which `fail` is about to end."""
         with self._lock:
             if self._runs_backward:
                 return
-            session = self._session
-            step = self.engine.step if session is None else session.setting.step
-            self.engine.raise_alarm(step, error)
+            step = self._step
+            number = self.engine.step if step is None else step.number
+            self.engine.raise_alarm(number, error)
 
     # Forward
 
@@ -243,45 +243,45 @@ class Steps:
             end = _End(self, required)
             self._end = weakref.ref(end)
             Variable._execution_engine.queue_callback(end)
-        return self._session is None
+        return self._step is None
 
     def _open(self, *, again: bool = False) -> None:
         """Never raises while backward runs: what is wrong is raised at its end."""
         try:
             self._begun_s = time.perf_counter()
-            step = self.engine.step
-            session = self._session = self.engine.open(
-                Method.MODULE, with_stats=self._recorder.wants(step)
+            number = self.engine.step
+            step = self._step = self.engine.open(
+                Method.MODULE, with_stats=self._recorder.wants(number)
             )
             self.engine.in_backward = True
-            session.lets_rest = self.usage.joining
-            if session.setting.attached is not None:
+            step.allow_idle_ranks = self.usage.joining
+            if step.context.attached is not None:
                 self.leave()  # hooks may call operators, and run on ranks that have failed as well
             if self._changed and not again:
-                session.fail(ParametersChangedError("the parameters are others than in the plan"))
+                step.fail(ParametersChangedError("the parameters are others than in the plan"))
                 return
             contributions = BackwardContributions(
                 self.engine.program,
                 weight=1.0,
                 accumulated=None,
-                idle=session.setting.idle,
-                lie_in=self._set.lie_in if self._replace else None,
+                idle=step.context.idle,
+                aliases_buffer=self._set.lie_in if self._replace else None,
             )
-            session.begin(contributions, self._params)
+            step.begin(contributions, self._params)
             self._put = partial(self._set.put, replace=self._replace)
             contributions.arm(
                 self._set,
                 _AllMayCome([True] * len(self._names)),
                 self.engine.arrivals,
-                session.buffer_of,
-                session.scale,
-                session.bucket_ready,
+                step.buffer_of,
+                step.scale,
+                step.bucket_ready,
             )
         except BaseException as error:
-            if self._session is None:
+            if self._step is None:
                 self._broken = error
             else:
-                self._session.fail(error)
+                self._step.fail(error)
 
     def finish(self, *, required: bool) -> None:
         """Backward has ended: closes the step, and makes its results the gradients.
@@ -297,9 +297,9 @@ class Steps:
             try:
                 if self._context is not None:
                     self._open_distributed(self._context)
-                elif required and self._session is None and self._broken is None:
+                elif required and self._step is None and self._broken is None:
                     self._open()
-                if self._session is not None or self._broken is not None:
+                if self._step is not None or self._broken is not None:
                     self._expects = self._expects and not self._is_touched
                     self._finish()
             except BaseException as error:
@@ -311,7 +311,7 @@ class Steps:
 
     def _finish(self) -> None:
         end_s = time.perf_counter()
-        if self._broken is not None or self._session is None:
+        if self._broken is not None or self._step is None:
             raise self._broken or InternalError("a step was to end that was not open")
         here = self._used()
         self._judge(here)
@@ -323,19 +323,19 @@ class Steps:
         except BaseException:
             self._put_back()
             raise
-        session = self._session
+        step = self._step
         self._put(outcome.leaves)
         if outcome.skipped:
             self._drop()
         self._set.forget_use()
         self._wait_for_work()
         self.usage.note(Use(here, self._users(outcome.report.users)))
-        if session.setting.with_stats:
-            program = session.setting.program
-            idle = session.setting.idle - set(outcome.report.late)
+        if step.stamp:
+            program = step.program
+            idle = step.context.idle - set(outcome.report.late)
             self._recorder.record(
                 make_info(
-                    session,
+                    step,
                     outcome,
                     (min(self._touched_s, self._begun_s), end_s),
                     begun_s=self._recorder.forward_start_s,
@@ -348,8 +348,8 @@ class Steps:
     def _judge(self, here: frozenset[str]) -> None:
         """By itself, so that no frame that an error passes through refers to it."""
         problem = self.usage.problem(here)
-        if problem is not None and self._session is not None:
-            self._session.fail(problem)
+        if problem is not None and self._step is not None:
+            self._step.fail(problem)
 
     def _wait_for_work(self) -> None:
         for wait in self.work:
@@ -357,29 +357,29 @@ class Steps:
         self.work.clear()
 
     def _close(self) -> Outcome:
-        if self._session is None:
+        if self._step is None:
             raise InternalError("a step was to be closed that was not open")
         self.engine.in_backward = False
-        outcome = self._end_of(self._session)
-        contributions = self._session.contributions
+        outcome = self._end_of(self._step)
+        contributions = self._step.contributions
         if isinstance(contributions, BackwardContributions):
             self.engine.arrivals = contributions.arrivals()
         return outcome
 
-    def _end_of(self, session: Session) -> Outcome:
+    def _end_of(self, step: Step) -> Outcome:
         self.skipped = self.has_failed = False
         self.leave()
         try:
-            outcome = self.engine.close(session)
+            outcome = self.engine.finish(step)
         except BaseException:
-            self.has_failed = not self.engine.is_shut
+            self.has_failed = not self.engine.is_closed
             raise
         self.skipped = outcome.skipped
         return outcome
 
     def _repeat(self) -> Outcome:
         """Makes a new plan with all ranks, and takes the step again."""
-        told = self._session.told if self._session else []
+        told = self._step.failures if self._step else []
         rank = self.engine.transport.rank
         failures = {
             other: text
@@ -395,10 +395,10 @@ class Steps:
                     f"rank {other} it has not; freeze, unfreeze and replace parameters on all "
                     f"ranks between the same two steps"
                 )
-        hook, step = self.engine.hook, self.engine.step
-        self.engine.shut("the parameters changed")
+        hook, number = self.engine.hook, self.engine.step
+        self.engine.close("the parameters changed")
         self.engine = _engine(self._request)
-        self.engine.step = step
+        self.engine.step = number
         if hook is not None:
             self.engine.set_hook(hook)
         self._changed = False
@@ -414,22 +414,22 @@ class Steps:
 
         grads = get_gradients(context)
         own = [grads.get(param) for param in self._params]
-        self._session = self.engine.open(Method.MODULE, with_stats=False)
+        self._step = self.engine.open(Method.MODULE, with_stats=False)
         if self.engine.terms.nonfinite == "skip":
-            self._session.fail(ValueError(skip_in_context_problem()))
+            self._step.fail(ValueError(skip_in_context_problem()))
             return
-        self._session.begin(TreeContributions(self.engine.program, own, 1.0), self._params)
+        self._step.begin(TreeContributions(self.engine.program, own, 1.0), self._params)
         self._put = partial(_write, own)
 
     def take_part(self, weight: float) -> None:
         """A step without a backward pass on this rank, whose gradients stay as they are."""
         self.give_up_stale()
-        session = self.engine.open(Method.MODULE, with_stats=False)
-        session.lets_rest = True
+        step = self.engine.open(Method.MODULE, with_stats=False)
+        step.allow_idle_ranks = True
         nothing = Contributions()
         nothing.weight = weight
-        session.begin(nothing, self._params)
-        self._end_of(session)
+        step.begin(nothing, self._params)
+        self._end_of(step)
         self._wait_for_work()
 
     def fail(self, error: BaseException) -> None:
@@ -443,8 +443,8 @@ class Steps:
             if self._runs_backward:
                 return
             self._end = None
-            self._session = self._session or self.engine.open(Method.NOTHING, with_stats=False)
-            self._session.fail(error)
+            self._step = self._step or self.engine.open(Method.NOTHING, with_stats=False)
+            self._step.fail(error)
             try:
                 self._close()
             finally:
@@ -463,12 +463,12 @@ class Steps:
         """Whether a backward pass ended before its step."""
         with self._lock:
             is_over = self._end is None or self._end() is None
-            return self._session is not None and is_over
+            return self._step is not None and is_over
 
     def close(self) -> None:
         """Frees the communicator."""
         self.stop()
-        self.engine.shut("the module was let go of")
+        self.engine.close("the module was let go of")
 
     # Parts
 
@@ -488,11 +488,11 @@ class Steps:
         """Gives back the gradients that were there before a step that failed. Those that were being
         reduced where they lay are nobody's now, and are dropped."""
         self._set.put_back()
-        if self._session is None:
+        if self._step is None:
             return
-        contributions = self._session.contributions
+        contributions = self._step.contributions
         if isinstance(contributions, BackwardContributions):
-            program = self._session.setting.program
+            program = self._step.program
             for bucket in contributions.in_place:
                 for number in program.member_numbers[bucket]:
                     self._params[program.differentiated[number]].grad = None
@@ -507,7 +507,7 @@ class Steps:
         self._set.disarm()
         self.engine.in_backward = False
         self.work.clear()
-        self._session = self._broken = self._context = None
+        self._step = self._broken = self._context = None
         self._is_touched, self._touched_s = False, math.inf
         self._put = partial(_write, ())
 
@@ -517,9 +517,9 @@ class Steps:
             if self._end is not None and self._end() is not None:
                 return
             self._end = None
-            if self._session is None:
+            if self._step is None:
                 return
-            self._session.fail(
+            self._step.fail(
                 RuntimeError(
                     "backward was broken off on this rank, where its error was raised; inside of "
                     "`with ddp.in_step():` all ranks are told which"
@@ -551,7 +551,7 @@ class _End:
 
 def _engine(request: ModuleRequest) -> Engine:
     engine = Engine(request)
-    engine.name_it(
+    engine.lifecycle.set_label(
         "this DistributedDataParallel", "make a new one of its module, on a working group"
     )
     return engine

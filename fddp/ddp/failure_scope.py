@@ -92,7 +92,7 @@ class Failing(Holder):
         steps = self._steps
         if steps is None or steps.is_stopped or self._all_delayed or not self._syncs:
             return None
-        if self._meetings.is_open or steps.engine.is_shut or steps.engine.transport.closed_by:
+        if self._meetings.is_open or steps.engine.is_closed or steps.engine.transport.closed_by:
             return None  # they have met with an error as well
         return steps if steps.engine.step == step or steps.is_broken_off else None
 

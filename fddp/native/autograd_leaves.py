@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
@@ -154,9 +155,11 @@ class LeafTypes(Protocol):
         -1: a tangent of forward mode or, with `graphs`, a graph behind it."""
 
 
-def leaf_set(params: Sequence[Tensor | None]) -> LeafSet:
-    """Makes one leaf for each parameter, none of which may be None; they share its memory."""
-    return cast(LeafSet, ext.load().LeafSet(params))
+@cache
+def leaf_set_type() -> Callable[[Sequence[Tensor | None]], LeafSet]:
+    """Constructor of `LeafSet(params)`: one leaf for each parameter, none of which may be None,
+    over its memory."""
+    return cast("Callable[[Sequence[Tensor | None]], LeafSet]", ext.load().LeafSet)
 
 
 def param_set(params: Sequence[Tensor], on_begin: Callable[[], None]) -> ParamSet:
@@ -175,9 +178,11 @@ def distributed_context() -> int | None:
     return cast("int | None", ext.load().distributed_context())
 
 
-def eager_slot(leaf: int, buffer: Tensor, layout: Layout, scale: float) -> EagerSlot:
-    """Has a leaf's gradient packed on arrival into the only slice of `layout`, times `scale`."""
-    return cast(EagerSlot, ext.load().EagerSlot(leaf, buffer, layout.native, scale))
+@cache
+def eager_slot_type() -> Callable[[int, Tensor, Any, float], EagerSlot]:
+    """Constructor of `EagerSlot(leaf, buffer, layout, scale)`: the gradient of a leaf is packed on
+    arrival into the only slice of a compiled layout, times `scale`."""
+    return cast("Callable[[int, Tensor, Any, float], EagerSlot]", ext.load().EagerSlot)
 
 
 def members(leaves: Sequence[Sequence[int]]) -> Members:

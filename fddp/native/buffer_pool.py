@@ -1,10 +1,10 @@
-"""Flat memory for buckets, used again once nothing outside holds a view of it.
+"""Pool of flat buffers, which are reused once nothing outside holds a view of them.
 
 [Note: results are values]
-What a synchronisation returns are views of bucket memory, each with a storage of its own that keeps
-the bucket's alive. A buffer goes back into use only when its storage has no owner but the pool. In
-the usual loop two buffers alternate for each bucket: the gradients of one step are still held when
-the next begins. Who donates gradients, or drops them before the next step, needs one.
+A synchronisation returns views of bucket memory. Each view has a storage of its own that keeps the
+bucket's memory alive. A buffer is reused only when the pool is the only owner of its storage. In a
+usual loop two buffers alternate for each bucket: the gradients of one step are still held when the
+next step begins. A loop that donates its gradients, or drops them before the next step, needs one.
 """
 
 from __future__ import annotations
@@ -16,62 +16,91 @@ import torch
 from torch import Tensor
 
 from fddp.native import extension as ext
-from fddp.native.pack import storage_use_count
 
-# What a loop holds in turn; more are freed when the caller lets go of them.
-_KEPT = 2
+_KEPT = 2  # buffers of one key that a loop holds in turn; more are freed with their last view
 
 
-#: makes memory of so many elements, of this dtype, on this device
+#: Allocator of `numel` elements of a dtype on a device.
 Allocate: TypeAlias = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
 class BufferPool:
-    """Buffers by bucket, from `allocate`; by other keys, those that do not travel."""
+    """Released buffers by key.
 
-    def __init__(self, allocate: Allocate) -> None:
+    Args:
+        allocate: allocates a buffer of shape `(numel,)`.
+        max_keys: number of keys whose buffers are kept, the most recently released; None for all.
+    """
+
+    def __init__(self, allocate: Allocate, max_keys: int | None = None) -> None:
         self._allocate = allocate
-        self._lent: dict[Hashable, list[Tensor]] = {}
-        self._lenders: Any = ext.load().Lenders()
+        self._max_keys = max_keys
+        self._released: dict[Hashable, list[Tensor]] = {}
+        self._use_count: Callable[[Tensor], int] = ext.load().storage_use_count
+        self._live_views: Any = ext.load().Lenders()
 
     def acquire(
-        self, key: Hashable, numel: int, dtype: torch.dtype, device: torch.device
+        self,
+        key: Hashable,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        allocate: Allocate | None = None,
     ) -> Tensor:
-        """A buffer of shape `(numel,)` that nobody holds; its contents are undefined."""
-        lent = self._lent.get(key, [])
-        for position, buffer in enumerate(lent):
-            fits = buffer.dtype == dtype and buffer.device == device and buffer.numel() == numel
-            if fits and storage_use_count(buffer) == 1:
-                return lent.pop(position)
-        if isinstance(key, int):
-            return self._allocate(numel, dtype, device)
-        return torch.empty(numel, dtype=dtype, device=device)
+        """Return a buffer of shape `(numel,)` without other owners; its contents are undefined.
 
-    def lend(self, key: Hashable, buffer: Tensor) -> None:
-        """Takes note of a buffer whose views have been handed out."""
-        lent = self._lent.setdefault(key, [])
-        lent.append(buffer)
-        del lent[:-_KEPT]
-        self._lenders.add(buffer)
+        Args:
+            key: buffers are reused under the key that they were released with.
+            numel: elements.
+            dtype: dtype of the elements.
+            device: device of the memory.
+            allocate: allocator in place of the pool's.
+        """
+        released = self._released.get(key, ())
+        for position, buffer in enumerate(released):
+            if buffer.dtype != dtype or buffer.device != device or buffer.numel() != numel:
+                continue
+            if self._use_count(buffer) == 1:
+                del self._released[key][position]
+                return buffer
+        return (allocate or self._allocate)(numel, dtype, device)
 
-    def take_back(self, bucket: int, is_free: Callable[[Tensor], bool]) -> Tensor | None:
-        """The buffer that was lent last, whoever holds views of it, if the caller knows that it may
-        be written; None if not."""
-        lent = self._lent.get(bucket, [])
-        if not (lent and is_free(lent[-1])):
+    def release(self, key: Hashable, buffer: Tensor) -> None:
+        """Take a buffer back, also while views of it are in use."""
+        released = self._released.pop(key, None)
+        if released is None:
+            released = []
+            if self._max_keys is not None and len(self._released) >= self._max_keys:
+                del self._released[next(iter(self._released))]
+        self._released[key] = released  # the last key is the most recent
+        released.append(buffer)
+        del released[:-_KEPT]
+        self._live_views.add(buffer)
+
+    def reclaim(self, key: Hashable, is_free: Callable[[Tensor], bool]) -> Tensor | None:
+        """Return the buffer that was released last if `is_free(buffer)`, whatever views of it are
+        in use; None otherwise."""
+        released = self._released.get(key, [])
+        if not (released and is_free(released[-1])):
             return None
-        # No other is wanted, while gradients stay where they are.
-        return self._lent.pop(bucket)[-1]
+        # No other buffer of this key is needed while the caller keeps this one.
+        return self._released.pop(key)[-1]
 
-    def has_lent(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of the views that were handed out."""
-        return bool(self._lenders.lent(tensor))
+    def is_view(self, tensor: Tensor) -> bool:
+        """Return True if a tensor is a view of a released buffer."""
+        return bool(self._live_views.lent(tensor))
 
     def clear(self) -> None:
-        """Lets go of all buffers."""
-        self._lent.clear()
+        """Drop all buffers."""
+        self._released.clear()
 
 
-def vacate(tensors: Iterable[Tensor], text: str) -> None:
-    """Takes the memory away from views that a pool has lent: using one raises, with this text."""
+def new_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate ordinary memory of shape `(numel,)`."""
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def invalidate(tensors: Iterable[Tensor], text: str) -> None:
+    """Detach views from their memory. Any later use of one raises a RuntimeError with `text`."""
     ext.load().vacate(list(tensors), text)

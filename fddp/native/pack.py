@@ -18,8 +18,9 @@ scale of zero is not multiplied: the sources are not read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -193,6 +194,12 @@ def slices(buffer: Tensor, layout: Layout) -> list[Tensor]:
         (tensor([3.]), 4)
     """
     return cast("list[Tensor]", ext.load().slices(buffer, layout.native))
+
+
+@cache
+def native_slices() -> Callable[[Tensor, Any], list[Tensor]]:
+    """Compiled form of `slices(buffer, layout)`, which takes `layout.native`."""
+    return cast("Callable[[Tensor, Any], list[Tensor]]", ext.load().slices)
 
 
 def storage_use_count(tensor: Tensor) -> int:

@@ -1,8 +1,7 @@
-"""What a session gets, how far it is with each bucket, and what it ends with."""
+"""Constants and outcome of one step."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,15 +13,14 @@ from fddp.core.protocol.control_word import ControlReport
 from fddp.native.buffer_pool import BufferPool
 from fddp.native.layout import Stats
 from fddp.runtime.hook_binding import Attached
-from fddp.runtime.hook_pipeline import HookedWork
 from fddp.runtime.nonfinite import Policy
 from fddp.runtime.program import Program
 from fddp.telemetry.flight.recorder import Recorder
-from fddp.transport.base import Transport, Work
+from fddp.transport.base import Transport
 
 
 class Outcome(NamedTuple):
-    """What a session ends with.
+    """Outcome of a step.
 
     Attributes:
         leaves: the synchronised gradients, by leaf; local ones for leaves that are not reduced.
@@ -38,21 +36,9 @@ class Outcome(NamedTuple):
     skipped: bool = False
 
 
-@dataclass
-class BucketState:
-    """A bucket's fate in one step; times on the clock of `time.perf_counter`."""
-
-    buffer: Tensor | None = None
-    repair: Tensor | None = None
-    ready_s: float = math.inf  # infinite until its gradients are there
-    launch_s: float = math.nan
-    work: Work | None = None  # the last collective that is not a hook's
-    hooked: HookedWork | None = None
-
-
 @dataclass(frozen=True)
-class Setting:
-    """What a session gets from its `GradSync`.
+class StepContext:
+    """Constants of one step.
 
     Attributes:
         program: what to execute.

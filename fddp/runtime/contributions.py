@@ -11,7 +11,7 @@ from torch import Tensor
 from fddp.core.numerics.overflow import stays_finite
 from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.expected_counts import Arrivals, expected_counts
-from fddp.native.autograd_leaves import Arriving, Visible, eager_slot
+from fddp.native.autograd_leaves import Arriving, Visible, eager_slot_type
 from fddp.native.buffer_pool import BufferPool
 from fddp.native.layout import Layout
 from fddp.native.pack import pack_, pack_add_, plus
@@ -21,7 +21,7 @@ from fddp.runtime.shards import Chunk
 Leaves = Sequence[Tensor | None]
 
 
-class Part(NamedTuple):
+class WeightedGradients(NamedTuple):
     """Gradients of one bucket's leaves, in bucket order, and the weight that they count with."""
 
     sources: Leaves
@@ -39,12 +39,15 @@ class Contributions:
     """The base contributes nothing: a rank without input, or one that has failed.
 
     Attributes:
-        weight: what this rank counts in the weighted mean.
+        weight: weight of this rank in the mean.
+        aliases_buffer: returns True if a buffer's slices are the gradients of some leaves, which
+            may be reduced in place; None if they never are.
     """
 
     weight: float = 0.0
+    aliases_buffer: Callable[[Sequence[int], Tensor, Any], bool] | None = None
 
-    def parts(self, bucket: int) -> list[Part]:
+    def parts(self, bucket: int) -> list[WeightedGradients]:
         """All that there is for a bucket; the parts are summed."""
         return []
 
@@ -57,10 +60,10 @@ class Contributions:
         """Writes what came for the bucket since it was packed, and zeros elsewhere."""
         return _pack_parts_(buffer, layout, [], scale)
 
-    def hold(self) -> None:
+    def retain_sources(self) -> None:
         """Has `sources` tell what was packed wherever packing may make infinity of a number."""
 
-    def sources(self, bucket: int) -> list[Part] | None:
+    def sources(self, bucket: int) -> list[WeightedGradients] | None:
         """What the bucket was packed from, asked for right after it was; None where it is let go
         of, which after `hold` it is only where what was finite stayed so."""
         return self.parts(bucket)
@@ -69,7 +72,7 @@ class Contributions:
         """Writes this rank's own shards where they belong; as `pack_`."""
         return pack_(buffer, chunk.layout, [None] * len(chunk.parts), 0.0)
 
-    def memory(self, bucket: int, pool: BufferPool) -> Tensor | None:
+    def aliased_memory(self, bucket: int, pool: BufferPool) -> Tensor | None:
         """The bucket's memory, where gradients lie in it already; None where it is to be new."""
         return None
 
@@ -111,9 +114,13 @@ class TreeContributions(Contributions):
         self._program = program
         self._leaves = leaves
 
-    def parts(self, bucket: int) -> list[Part]:
+    def parts(self, bucket: int) -> list[WeightedGradients]:
         members = self._program.plan.buckets[bucket].leaves
-        return [Part([self._leaves[i] for i in members], self.weight)] if self.weight else []
+        return (
+            [WeightedGradients([self._leaves[i] for i in members], self.weight)]
+            if self.weight
+            else []
+        )
 
     def used(self, program: Program) -> list[bool]:
         if not self.weight:
@@ -158,8 +165,7 @@ class BackwardContributions(Contributions):
             there is only what is accumulated.
         accumulated: gradients of earlier micro-batches.
         idle: buckets that are left out; any gradient for one is late.
-        lie_in: whether a buffer's slices are the gradients of leaves that are numbered among the
-            differentiated ones, and may be reduced where they lie; None if they never are.
+        aliases_buffer: as in `Contributions`.
 
     Attributes:
         in_place: the buckets whose gradients are reduced where they lie.
@@ -172,20 +178,25 @@ class BackwardContributions(Contributions):
         weight: float,
         accumulated: Accumulated | None,
         idle: Collection[int] = (),
-        lie_in: Callable[[Sequence[int], Tensor, Any], bool] | None = None,
+        aliases_buffer: Callable[[Sequence[int], Tensor, Any], bool] | None = None,
     ) -> None:
         self.weight = weight + (accumulated.weight if accumulated else 0.0)
-        self.expected: tuple[int, ...] = ()
+        self.expected: Sequence[int] = ()
+        self._opaque = False
+        self._scale: WeightScale | None = None
+        self._factor = 0.0
         self._visible: Sequence[bool] = ()
         self._own_weight = weight
         self._program = program
         self._leaf_set: Arriving | None = None  # from `arm` on
         self._accumulated = accumulated
         self._idle = idle
-        self._lie_in = lie_in
+        self.aliases_buffer = aliases_buffer
         self.in_place: list[int] = []
-        self._holds = False
-        self._held: dict[int, list[Part]] = {}  # of the bucket that was packed last
+        self._retains = False
+        self._retained: dict[
+            int, list[WeightedGradients]
+        ] = {}  # of the bucket that was packed last
 
     def arm(
         self,
@@ -208,24 +219,39 @@ class BackwardContributions(Contributions):
         """
         self._leaf_set = leaf_set
         self._visible = view.used
-        expected = expected_counts(view.used, opaque=view.opaque, previous=previous)
-        self.expected = tuple(expected)
-        factor = scale.before(self._own_weight)
+        self._opaque = view.opaque
+        if (
+            previous is not None
+            and previous.as_expected
+            and previous.opaque == view.opaque
+            and previous.visible == view.used
+        ):
+            expected = previous.counts
+        else:
+            expected = expected_counts(view.used, opaque=view.opaque, previous=previous)
+        self.expected = expected
+        self._scale, weight = scale, self._own_weight
+        self._factor = factor = scale.unit_factor if weight == 1.0 else scale.before(weight)
+        new_slot = eager_slot_type()
         eager = [
-            eager_slot(members[position], buffer_of(bucket), slot, factor)
-            for bucket, members in enumerate(self._program.member_numbers)
-            for position, slot in self._program.packing[bucket].early
-            if bucket not in self._idle and not self._may_overflow(bucket, scale)
+            new_slot(leaf, buffer_of(bucket), slot.native, factor)
+            for bucket, leaves in self._program.early
+            if bucket not in self._idle
+            if not (self._retains and self._may_overflow(bucket, scale))
+            for leaf, slot in leaves
         ]
         leaf_set.arm(self._program.members, expected, eager, on_bucket)
-        for bucket, members in enumerate(self._program.member_numbers):
-            if not any(expected[k] for k in members):
-                on_bucket(bucket)
+        if 0 in expected:
+            for bucket, members in enumerate(self._program.member_numbers):
+                if not any(expected[k] for k in members):
+                    on_bucket(bucket)
 
     def arrivals(self) -> Arrivals:
         """What this backward showed, for the next step's expectations."""
         assert self._leaf_set is not None
-        return Arrivals(self._visible, self._leaf_set.counts())
+        counts = self._leaf_set.counts()
+        expected = counts == self.expected
+        return Arrivals(self._visible, counts, as_expected=expected, opaque=self._opaque)
 
     def arrival_log(self) -> list[int]:
         """Differentiated leaves in the order of their gradients, repeats included."""
@@ -240,65 +266,74 @@ class BackwardContributions(Contributions):
                 ready_s[leaf] = time_s
         return ready_s
 
-    def parts(self, bucket: int) -> list[Part]:
+    def parts(self, bucket: int) -> list[WeightedGradients]:
         return [*self._taken(bucket), *self._earlier(bucket)]
 
     def pack_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
-        if self._leaf_set is None or not buffer.is_cpu or self._may_overflow(bucket, scale):
-            return self._pack_held_(bucket, buffer, layout, self.parts(bucket), scale)
+        if (
+            self._leaf_set is None
+            or not buffer.is_cpu
+            or (self._retains and self._may_overflow(bucket, scale))
+        ):
+            return self._pack_parts_(bucket, buffer, layout, self.parts(bucket), scale)
         keep = bucket in self._program.schedule.retained
-        packing, factor = self._program.packing[bucket].native, scale.before(self._own_weight)
+        factor = self._factor if scale is self._scale else scale.before(self._own_weight)
+        packing = self._program.packing[bucket].native
         peak = self._leaf_set.pack(bucket, buffer, packing, keep, factor)
-        for sums, weight in self._earlier(bucket):
-            peak = plus(peak, pack_add_(buffer, layout, sums, scale.before(weight)))
+        if self._accumulated is not None:
+            for sums, weight in self._earlier(bucket):
+                peak = plus(peak, pack_add_(buffer, layout, sums, scale.before(weight)))
         return peak
 
-    def memory(self, bucket: int, pool: BufferPool) -> Tensor | None:
-        if self._lie_in is None or bucket in self._program.schedule.retained:
+    def aliased_memory(self, bucket: int, pool: BufferPool) -> Tensor | None:
+        aliases, leaves = self.aliases_buffer, self._program.member_numbers[bucket]
+        if aliases is None or bucket in self._program.schedule.retained:
             return None
-        lie_in, leaves = self._lie_in, self._program.member_numbers[bucket]
         layout, numel = self._program.layouts[bucket].native, self._program.buffer_numels[bucket]
-        memory = pool.take_back(bucket, lambda b: len(b) == numel and lie_in(leaves, b, layout))
+        memory = pool.reclaim(bucket, lambda b: len(b) == numel and aliases(leaves, b, layout))
         if memory is not None:
             self.in_place.append(bucket)
         return memory
 
     def pack_late_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
-        return self._pack_held_(bucket, buffer, layout, self._taken(bucket), scale)
+        return self._pack_parts_(bucket, buffer, layout, self._taken(bucket), scale)
 
-    def hold(self) -> None:
-        self._holds = True
+    def retain_sources(self) -> None:
+        self._retains = True
 
-    def sources(self, bucket: int) -> list[Part] | None:
-        return self._held.pop(bucket, None)
+    def sources(self, bucket: int) -> list[WeightedGradients] | None:
+        return self._retained.pop(bucket, None)
 
     def _may_overflow(self, bucket: int, scale: WeightScale) -> bool:
-        """Whether sources are held, and packing may make infinity of a number."""
-        if not self._holds:
-            return False
+        """Return True if packing may turn a finite number into infinity."""
         factor = scale.before(self._own_weight) + (scale.before(1.0) if self._accumulated else 0.0)
         planned, wire = self._program.plan.buckets[bucket], self._program.schedule.wire_dtypes
         return not stays_finite(planned.dtype, wire[bucket], factor)
 
-    def _pack_held_(
-        self, bucket: int, buffer: Tensor, layout: Layout, parts: list[Part], scale: WeightScale
+    def _pack_parts_(
+        self,
+        bucket: int,
+        buffer: Tensor,
+        layout: Layout,
+        parts: list[WeightedGradients],
+        scale: WeightScale,
     ) -> float:
-        if self._holds:
-            self._held = {bucket: parts}
+        if self._retains:
+            self._retained = {bucket: parts}
         return _pack_parts_(buffer, layout, parts, scale)
 
-    def _taken(self, bucket: int) -> list[Part]:
+    def _taken(self, bucket: int) -> list[WeightedGradients]:
         if self._leaf_set is None:
             return []
         keep = bucket in self._program.schedule.retained
-        return [Part(self._leaf_set.take(bucket, keep), self._own_weight)]
+        return [WeightedGradients(self._leaf_set.take(bucket, keep), self._own_weight)]
 
-    def _earlier(self, bucket: int) -> list[Part]:
+    def _earlier(self, bucket: int) -> list[WeightedGradients]:
         if self._accumulated is None:
             return []
         members = self._program.plan.buckets[bucket].leaves
         # The sums are weighted already.
-        return [Part([self._accumulated.sums[i] for i in members], 1.0)]
+        return [WeightedGradients([self._accumulated.sums[i] for i in members], 1.0)]
 
     def used(self, program: Program) -> list[bool]:
         if self._leaf_set and not self._accumulated and program.reduced == program.differentiated:
@@ -337,7 +372,7 @@ class BackwardContributions(Contributions):
 
 
 def _pack_parts_(
-    buffer: Tensor, layout: Layout, parts: Sequence[Part], scale: WeightScale
+    buffer: Tensor, layout: Layout, parts: Sequence[WeightedGradients], scale: WeightScale
 ) -> float:
     if not parts:
         return pack_(buffer, layout, [None] * len(layout.offsets), 0.0)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fddp.errors import TreeMismatchError
-from fddp.native.buffer_pool import BufferPool, vacate
+from fddp.native.buffer_pool import BufferPool, invalidate
 from fddp.runtime.program import Program
 from fddp.tree.foreign import is_foreign
 from fddp.tree.pytree import check_paths
@@ -40,7 +40,7 @@ def donate(program: Program, pool: BufferPool, grads: Any) -> None:
                     f"JAX array, whose memory can't be taken away from JAX; drop the arrays: their "
                     f"bucket is used again once nothing refers to them"
                 )
-            if isinstance(grad, Tensor) and pool.has_lent(grad):
+            if isinstance(grad, Tensor) and pool.is_view(grad):
                 taken[grad.untyped_storage()._cdata] = grad
             elif not (isinstance(grad, Tensor) and may_lie_elsewhere):
                 raise TreeMismatchError(
@@ -48,4 +48,4 @@ def donate(program: Program, pool: BufferPool, grads: Any) -> None:
                     f"no result of this GradSync, or has been donated before; pass the tree that a "
                     f"step returned, as it is"
                 )
-    vacate(taken.values(), _TEXT)
+    invalidate(taken.values(), _TEXT)

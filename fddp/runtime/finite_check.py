@@ -8,29 +8,27 @@ hook of torch's kind gives they vote in each step: it may be each rank's own.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fddp.core.numerics.overflow import MOST_AFTER, bound
+from fddp.core.numerics.overflow import MOST_AFTER
 from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.messages import heard
 from fddp.errors import NonFiniteError, RankLostError, SyncTimeoutError
 from fddp.hooks.hook import Hook
-from fddp.runtime.contributions import Part
+from fddp.runtime.contributions import Contributions
 from fddp.runtime.nonfinite import Account, Finder, Holding, Policy, StopStepError, nonfinite_error
-from fddp.runtime.program import Program
+from fddp.runtime.program import BucketProgram, Program
 from fddp.runtime.results import Results
 from fddp.telemetry.flight.recorder import Recorder
 from fddp.transport.base import Transport
 
 
-class Judge:
+class FiniteCheck:
     """Judges the numbers of one step.
 
     Args:
@@ -39,10 +37,6 @@ class Judge:
         results: is told whether to look at what is put in.
         hook: the communication hook; None where there is none.
         recorder: takes note of votes and of what ranks tell each other.
-
-    Attributes:
-        finite: whether all that this rank has packed is finite.
-        large: whether a sum may overflow by what this rank gives to it.
     """
 
     def __init__(
@@ -53,8 +47,6 @@ class Judge:
         hook: Hook[Any] | None,
         recorder: Recorder,
     ) -> None:
-        self.finite = True
-        self.large = False
         self._policy = policy
         self._program = program
         self._results = results
@@ -66,44 +58,32 @@ class Judge:
         self._outgrown = False  # whether weights were above those that gradients were scaled for
 
     def packed(
-        self,
-        bucket: int,
-        buffer: Tensor,
-        peak: float,
-        sources: Callable[[int], Sequence[Part] | None],
+        self, bucket: BucketProgram, buffer: Tensor, source: Contributions, *, finite: bool
     ) -> None:
-        """Takes note of gradients that were packed.
+        """Look into a packed bucket, if errors are to name its leaves.
 
         Args:
-            bucket: theirs.
-            buffer: what they were packed into.
-            peak: the bound that packing gave.
-            sources: gives what was packed into a bucket, where it is still there.
+            bucket: the bucket.
+            buffer: its buffer, which is reduced in place later.
+            source: contributions that were packed.
+            finite: False if packing found a number that is not finite.
         """
-        schedule, planned = self._program.schedule, self._program.plan.buckets[bucket]
-        is_finite = not math.isinf(peak)
-        limit = bound(schedule.wire_dtypes[bucket], planned.dtype, schedule.topology.world_size)
-        self.finite = self.finite and is_finite
-        self.large = self.large or not peak <= limit
-        layout = self._program.layouts[bucket]
-        if self._finder.wants(buffer, finite=is_finite):
-            parts = sources(bucket)
+        if self._finder.wants(buffer, finite=finite):
+            parts = source.sources(bucket.index)
             grads = None if parts is None else [part.sources for part in parts]
-            self._finder.look_into(planned.leaves, layout, buffer, grads)
+            self._finder.look_into(bucket.leaves, bucket.layout, buffer, grads)
 
     def gathered(self, leaf: int, sources: list[Tensor | None]) -> None:
         """Takes note of this rank's gradients of a sparse leaf, whose sum is there."""
         if not self._results.finite:
             self._finder.look_at([leaf] * len(sources), sources)
 
-    def know(self, report: ControlReport, scale: WeightScale) -> None:
+    def on_report(self, report: ControlReport, scale: WeightScale) -> None:
         """Draws the consequences of the control word.
 
         Raises:
             StopStepError: a contribution is not finite, on all ranks.
         """
-        if self._policy == "propagate":
-            return
         if report.nonfinite:
             raise StopStepError
         self._doubts = (
@@ -119,14 +99,12 @@ class Judge:
         has_sparse = any(bucket.sparse for bucket in self._program.plan.buckets)
         self._results.looks = self._results.looks or self._doubts or has_sparse
 
-    def judge_results(self, transport: Transport, step: int) -> None:
+    def check_results(self, transport: Transport, step: int) -> None:
         """Looks at what came out; a collective call where ranks hold different results.
 
         Raises:
             StopStepError: a result is not finite, on all ranks.
         """
-        if self._policy == "propagate":
-            return
         finite = self._results.finite
         if self._doubts and self._holding != "alike":
             finite = self._all_vote_for(finite, transport, step)

@@ -1,7 +1,8 @@
-"""What a hook does in one step."""
+"""Steps whose buckets are reduced by a communication hook."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
@@ -13,38 +14,45 @@ from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.schedule.op import Op
 from fddp.core.timeline import Interval
+from fddp.errors import FddpError
 from fddp.hooks.future import Future
 from fddp.hooks.hook import Bucket, HookError
+from fddp.runtime.bucket import BucketState, RunningStep
+from fddp.runtime.context import StepContext
+from fddp.runtime.contributions import Contributions
+from fddp.runtime.failures import unfit_error
 from fddp.runtime.hook_binding import Attached
 from fddp.runtime.hook_pipeline import Collectives, HookedWork, Line
-from fddp.runtime.program import Program
-from fddp.transport.base import Transport, Work
+from fddp.runtime.program import BucketProgram, Instruction, Program
+from fddp.runtime.step import Step
+from fddp.transport.base import Transport
 
 
-class HookedStep:
-    """A hook's part in one step: starts its reductions, puts results in place, keeps its states.
+class HookExecutor:
+    """Runs a communication hook in one step: starts its reductions, stores results and states.
 
     Args:
-        attached: the hook and its buckets; None where there is none, and nothing to do.
-        program: what the step carries out.
-        transport: carries the collectives.
+        attached: the hook and its buckets.
+        program: program of the step.
+        transport: transport of the hook's collectives.
         scale: the agreed unit of weight.
-        stamp: whether to record when collectives are done.
+        stamp: True to record when collectives are done.
 
     Attributes:
-        spans: when the hook was at work, or waited, on the clock of `time.perf_counter`; with
-            stamps only.
+        spans: when the hook ran or waited, on the clock of `time.perf_counter`; with `stamp` only.
+        is_raw: True if the hook receives this rank's own gradients; see `Hook.raw`.
     """
 
     def __init__(
         self,
-        attached: Attached | None,
+        attached: Attached,
         program: Program,
         transport: Transport,
         scale: WeightScale,
         *,
         stamp: bool,
     ) -> None:
+        self.is_raw = attached.hook.raw
         self._attached = attached
         self._program = program
         self._transport = transport
@@ -57,14 +65,9 @@ class HookedStep:
         self._is_late = False  # to tell of a failure
         self._overflows = False  # weights did not fit what the hook sums in
 
-    @property
-    def is_raw(self) -> bool:
-        """Whether the hook gets this rank's own gradients; see `Hook.raw`."""
-        return self._attached is not None and self._attached.hook.raw
-
-    def takes(self, position: int, op: Op) -> bool:
-        """Whether the hook takes the place of an operation."""
-        return self._attached is not None and self._attached.positions.get(op.bucket) == position
+    def replaces(self, position: int, bucket: int) -> bool:
+        """Return True if the hook replaces the operation at a position."""
+        return self._attached.positions.get(bucket) == position
 
     def start(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> HookedWork:
         """Starts the reduction of what an operation works on.
@@ -76,7 +79,6 @@ class HookedStep:
             what: the bucket in words, for errors.
         """
         attached = self._attached
-        assert attached is not None
         hook, spec = attached.hook, attached.specs[op.bucket]
         before = self._scale.scaling == "before"
         reference = self._scale.reference if before else self._scale.unit
@@ -112,10 +114,9 @@ class HookedStep:
             self.finish(last)
         return last.settled
 
-    def is_done(self, work: Work | HookedWork) -> bool:
+    def is_done(self, work: HookedWork) -> bool:
         """Whether there is nothing to wait for, after starting what stages can start."""
-        if isinstance(work, HookedWork):
-            self._line.run_out(work, block=False)
+        self._line.run_out(work, block=False)
         return work.done
 
     def finish(self, work: HookedWork) -> None:
@@ -130,7 +131,7 @@ class HookedStep:
         self._is_late = True
         return self._failure
 
-    def know(self, report: ControlReport) -> None:
+    def on_report(self, report: ControlReport) -> None:
         """Takes note of the control word of a step that goes well."""
         self._overflows = self._is_narrow and not self._keeps_range(report)
 
@@ -154,14 +155,12 @@ class HookedStep:
         ranks = self._transport.world_size if repairs else 1
         return WeightScale(ranks, unit=weight or 1.0)
 
-    def problem(self, report: ControlReport, *, lets_rest: bool) -> str | None:
+    def problem(self, report: ControlReport, *, allow_idle_ranks: bool) -> str | None:
         """Why the hook and the weights of all ranks do not fit together, or None."""
         attached = self._attached
-        if attached is None:
-            return None
         total, ranks = report.total_weight, self._transport.world_size
         are_equal = report.total_squared * report.active == total * total
-        if attached.hook.raw and not (are_equal and (lets_rest or report.active == ranks)):
+        if attached.hook.raw and not (are_equal and (allow_idle_ranks or report.active == ranks)):
             return (
                 f"{attached.hook.name} divides by the number of ranks itself, so that all must "
                 f"weigh the same, and {report.active} of {ranks} ranks have a weight above 0, "
@@ -178,11 +177,11 @@ class HookedStep:
 
     @property
     def _is_narrow(self) -> bool:
-        return self._attached is not None and self._attached.hook.narrow
+        return self._attached.hook.narrow
 
     @property
     def _is_stateful(self) -> bool:
-        return self._attached is not None and self._attached.stateful
+        return self._attached.stateful
 
     @property
     def _averages(self) -> bool:
@@ -225,3 +224,112 @@ class HookedStep:
             raise error
         self._failure = self._failure or error
         return Future.of((torch.zeros_like(own), ()))
+
+
+class HookedBucket(BucketState):
+    """A bucket that a hook reduces.
+
+    Attributes:
+        hooks: the hook's executor.
+        hooked: the hook's reduction, once it was started.
+    """
+
+    __slots__ = ("hooked", "hooks")
+
+    def __init__(self, program: BucketProgram, hooks: HookExecutor) -> None:
+        super().__init__(program)
+        self.hooks = hooks
+        self.hooked: HookedWork | None = None
+
+    def launch(self, step: RunningStep, position: int, op: Op) -> None:
+        """Start the hook's reduction where it replaces the operation, else the operation."""
+        if not self.hooks.replaces(position, op.bucket):
+            if op.when == "again":
+                self.hooks.discard(op.bucket)
+            super().launch(step, position, op)
+            return
+        entry = step.recorder.launched(step.program.schedule, step.number, position)
+        if math.isnan(self.launch_s):
+            self.launch_s = entry.launched_s
+        own = self.operand(step, position, op)
+        what = f"{self.program.text} of step {step.number}"
+        self.hooked = self.hooks.start(op, own, step.hook_states, what)
+        self.works[position] = self.hooked, entry
+
+    def is_done(self, position: int) -> bool:
+        """As `BucketState.is_done`, after starting the stages that can start."""
+        work = self.works.get(position, (None,))[0]
+        if isinstance(work, HookedWork):
+            return self.hooks.is_done(work)
+        return super().is_done(position)
+
+    def wait(self, step: RunningStep, position: int) -> None:
+        """Block until the collective or reduction at a position has finished."""
+        work = self.works.get(position, (None,))[0]
+        if not isinstance(work, HookedWork):
+            super().wait(step, position)
+            return
+        _, entry = self.works.pop(position)
+        entry.waited_s = perf_counter()
+        self.hooks.finish(work)
+        entry.done_s = perf_counter()
+
+
+class HookedStep(Step):
+    """A step whose all-reduces are replaced by a communication hook.
+
+    Operations other than the control word wait for the hook's stages that come before them; see
+    [Note: stages in one order].
+    """
+
+    _waits_for_buckets_only = False
+
+    def __init__(self, context: StepContext, attached: Attached) -> None:
+        super().__init__(context)
+        hooks = self._hooks = HookExecutor(
+            attached, self.program, self.transport, context.scale, stamp=self.stamp
+        )
+        self.buckets = [HookedBucket(bucket, hooks) for bucket in self.program.buckets]
+        self.hook_spans = hooks.spans
+        if hooks.is_raw:
+            self.averages = self.applies_scale = False
+
+    def begin(self, contributions: Contributions, leaves: Sequence[Tensor | None]) -> None:
+        """As `Step.begin`; hooks that divide by the number of ranks receive gradients unscaled."""
+        super().begin(contributions, leaves)
+        if self._hooks.is_raw:
+            self.scale = self._hooks.scale_before(contributions.weight)
+
+    def pack_scale(self, bucket: BucketProgram, op: Op) -> WeightScale:
+        """As `Step.pack_scale`; repairs are added to results that the hook has divided."""
+        if self._hooks.is_raw:
+            weight = self.contributions.weight
+            return self._hooks.scale_before(weight, repairs=op.when != "always")
+        return super().pack_scale(bucket, op)
+
+    def _may_run(self, instruction: Instruction) -> bool:
+        if instruction.op.kind != "control" and not self._hooks.go_on(block=self.backward_ended):
+            return False
+        return self.backward_ended or super()._may_run(instruction)
+
+    def _send_control(self, position: int, op: Op) -> None:
+        if failure := self._hooks.failure():
+            self.fail(failure)
+        super()._send_control(position, op)
+
+    def _is_regular(self, report: ControlReport) -> bool:
+        return False  # the hook has rules of its own
+
+    def _unfit_error(self, report: ControlReport) -> FddpError | None:
+        problem = self._hooks.problem(report, allow_idle_ranks=self.allow_idle_ranks)
+        return unfit_error(report, self.program, self.context.scale, self.number, problem)
+
+    def _on_report(self, report: ControlReport) -> None:
+        self._hooks.on_report(report)
+        super()._on_report(report)
+
+    def _rescaled(self, report: ControlReport) -> frozenset[int]:
+        return frozenset() if self._hooks.is_raw else super()._rescaled(report)
+
+    def _keep_hook_states(self, report: ControlReport) -> None:
+        self.hook_states = self._hooks.new_states(self.hook_states, report)

@@ -7,12 +7,16 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
+import torch
+
+from fddp.core.numerics.overflow import bound
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.control_word import ControlLayout
-from fddp.core.schedule.op import Op, Region, chunk
+from fddp.core.schedule.op import Op, Region, chunk, meets
 from fddp.core.schedule.piggyback import control_layout
-from fddp.core.schedule.schedule import Schedule
+from fddp.core.schedule.schedule import RETAINED_DTYPES, Schedule
 from fddp.native.autograd_leaves import (
     LeafTypes,
     Members,
@@ -60,8 +64,60 @@ class Packing:
 
 
 @dataclass(frozen=True)
+class BucketProgram:
+    """Constants of one bucket.
+
+    Attributes:
+        index: number of the bucket in the plan.
+        text: the bucket in error texts: its number and the paths at its ends.
+        leaves: indices of its leaves.
+        layout: slices of the leaves in the buffer.
+        numel: elements of the leaves.
+        padded_numel: elements that collectives work on.
+        buffer_numel: elements of the buffer, with the control word where it rides there.
+        wire_dtype: dtype of the buffer.
+        device: device in the plan.
+        sparse: True for a single leaf with sparse gradients.
+        is_plain: True if results are views of the buffer.
+        rescaled: True if the bucket is reduced again where the agreed scale does not fit.
+        max_safe_magnitude: largest magnitude of contributions whose sum cannot overflow.
+    """
+
+    index: int
+    text: str
+    leaves: tuple[int, ...]
+    layout: Layout
+    numel: int
+    padded_numel: int
+    buffer_numel: int
+    wire_dtype: torch.dtype
+    device: str
+    sparse: bool
+    is_plain: bool
+    rescaled: bool
+    max_safe_magnitude: float
+
+
+class Instruction(NamedTuple):
+    """An operation of the schedule, prepared.
+
+    Attributes:
+        position: its position in the schedule.
+        op: the operation.
+        awaited: positions and buckets of the collectives that must have finished before; also
+            those that a dependency would wait for, because it may be skipped.
+        needs_report: True if the control word must have been read before.
+    """
+
+    position: int
+    op: Op
+    awaited: tuple[tuple[int, int], ...]
+    needs_report: bool
+
+
+@dataclass(frozen=True)
 class Program:
-    """What a session executes.
+    """What a step executes.
 
     Attributes:
         plan: the bucket plan.
@@ -87,15 +143,94 @@ class Program:
     shards: ShardMap
     foreign: bool = False
 
-    @property
+    @cached_property
     def plan(self) -> BucketPlan:
         """The bucket plan."""
         return self.schedule.plan
 
-    @property
+    @cached_property
     def paths(self) -> tuple[str, ...]:
         """The path of each leaf, in canonical order."""
         return self.plan.paths
+
+    @cached_property
+    def buckets(self) -> tuple[BucketProgram, ...]:
+        """Constants of each bucket."""
+        return tuple(map(self._bucket, range(len(self.plan.buckets))))
+
+    def _bucket(self, index: int) -> BucketProgram:
+        schedule, planned = self.schedule, self.plan.buckets[index]
+        wire = schedule.wire_dtypes[index]
+        return BucketProgram(
+            index=index,
+            text=self.describe(index),
+            leaves=planned.leaves,
+            layout=self.layouts[index],
+            numel=self.layouts[index].numel,
+            padded_numel=schedule.buffer_numels[index],
+            buffer_numel=self.buffer_numels[index],
+            wire_dtype=getattr(torch, wire),
+            device=planned.device,
+            sparse=planned.sparse,
+            is_plain=wire == planned.dtype and schedule.result != "sharded_mean",
+            rescaled=wire in RETAINED_DTYPES and index in schedule.retained,
+            max_safe_magnitude=bound(wire, planned.dtype, schedule.topology.world_size),
+        )
+
+    @cached_property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """All operations, in launch order."""
+        ops = self.schedule.ops
+        prepared: list[Instruction] = []
+        for position, op in enumerate(ops):
+            awaited: dict[tuple[int, int], None] = {}
+            for dep in op.deps:
+                if meets(ops[dep]):
+                    awaited[dep, ops[dep].bucket] = None
+                if ops[dep].when != "always":
+                    awaited.update(dict.fromkeys(prepared[dep].awaited))
+            needs_report = op.kind in ("gather", "unpack") or position >= self.first_conditional
+            prepared.append(Instruction(position, op, tuple(awaited), needs_report))
+        return tuple(prepared)
+
+    @cached_property
+    def usual(self) -> tuple[Instruction, ...]:
+        """Operations of a step in which no bucket is reduced twice."""
+        return tuple(i for i in self.instructions if i.op.when == "always")
+
+    @cached_property
+    def first_conditional(self) -> int:
+        """Position of the first operation that the control word decides on."""
+        ops = self.schedule.ops
+        return next((i for i, op in enumerate(ops) if op.when != "always"), len(ops))
+
+    @cached_property
+    def rescaled(self) -> frozenset[int]:
+        """Buckets that are reduced again where the agreed scale does not fit."""
+        return frozenset(bucket.index for bucket in self.buckets if bucket.rescaled)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """True if all leaves are reduced, and results are not shards."""
+        has_local = len(self.plan.order) < sum(leaf.reducible for leaf in self.plan.leaves)
+        return self.schedule.result == "replicated_mean" and not has_local
+
+    @cached_property
+    def extents(self) -> tuple[tuple[int, int], ...]:
+        """Elements of its buffer that each operation works on, on this rank."""
+        return tuple(map(self.extent, self.schedule.ops))
+
+    @cached_property
+    def early(self) -> tuple[tuple[int, tuple[tuple[int, Layout], ...]], ...]:
+        """Buckets with leaves that are packed as soon as their gradients arrive: these leaves, as
+        numbered among the differentiated ones, and the slice of each."""
+        return tuple(
+            (bucket, tuple((members[position], slot) for position, slot in packing.early))
+            for bucket, (members, packing) in enumerate(
+                zip(self.member_numbers, self.packing, strict=True)
+            )
+            if packing.early
+        )
 
     @cached_property
     def number(self) -> dict[int, int]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
-from fddp.native.buffer_pool import BufferPool
+from fddp.native.buffer_pool import BufferPool, new_memory
 from fddp.native.layout import Stats
 from fddp.native.pack import pack_, scale_, slices, unpack_
 from fddp.runtime.contributions import Contributions, ShardContributions
@@ -43,7 +43,7 @@ class Results:
         self._program = program
         self._with_stats = self.looks = with_stats
         self._devices = devices
-        self._pool = pool or BufferPool(_new_memory)
+        self._pool = pool or BufferPool(new_memory)
         self._parts: dict[int, list[Tensor]] = {}  # by operation: this rank's shards
         self._stats = Stats(0.0, True)
 
@@ -101,8 +101,7 @@ class Results:
                 stats = scale_(buffer[: layout.numel], after, stats=self.looks)
             results = slices(buffer, layout)
         else:
-            memory = self._pool.acquire(("cast", bucket), layout.numel, dtype, buffer.device)
-            self._pool.lend(("cast", bucket), memory)
+            memory = self._memory(("cast", bucket), layout.numel, dtype, buffer.device)
             results = slices(memory, layout)
             stats = unpack_(results, layout, buffer, after, stats=self.looks)
         leaves = self._program.plan.buckets[bucket].leaves
@@ -116,18 +115,21 @@ class Results:
         """In memory of their own, so that the bucket is let go of."""
         dtype = getattr(torch, self._program.plan.buckets[chunk.bucket].dtype)
         numel, key = chunk.own_layout.numel, ("shard", position)
-        memory = self._pool.acquire(key, numel, dtype, buffer.device)
-        self._pool.lend(key, memory)
+        memory = self._memory(key, numel, dtype, buffer.device)
         parts = slices(memory, chunk.own_layout)
         return parts, unpack_(parts, chunk.layout, buffer, after, stats=self.looks)
+
+    def _memory(
+        self, key: Hashable, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Memory of this rank alone, reused once no result lies in it."""
+        memory = self._pool.acquire(key, numel, dtype, device, allocate=new_memory)
+        self._pool.release(key, memory)
+        return memory
 
     def _note(self, stats: Stats) -> None:
         sq_norm, finite = self._stats
         self._stats = Stats(sq_norm + stats.sq_norm, finite and stats.finite)
-
-
-def _new_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def shards_of(program: Program, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -1,25 +1,24 @@
-"""One synchronisation on one rank: carries a schedule out, operation by operation.
+"""One synchronisation on one rank: an interpreter of schedules.
 
-A session is opened before the gradients exist and walks through the schedule's operations as far
-as readiness allows: a bucket is packed and sent when it is full and all before it have gone. From
-the end of backward on it runs to the end of the schedule.
+A step is opened before the gradients exist. While backward runs, it executes the operations of its
+schedule as far as buckets are ready: a bucket is packed and sent when it is full and all before it
+have gone. From the end of backward on it runs to the end of the schedule.
 
 [Note: a rank that fails]
-What one rank alone can see (an exception in its loss function, a bad weight, a wrong tree) must not
-leave the others waiting. The session notes the failure, contributes zeros from then on, finishes
-the collectives that are the same on all ranks whatever happened, and tells through the control
-word. Then all ranks exchange what went wrong and raise; no collective is left half done, so the
-group stays usable. Only an error of the transport itself ends a session at once, or one of a hook,
-whose collectives nobody else knows.
+A failure that only one rank can see (an exception in its loss function, a bad weight, a wrong
+tree) must not leave the others waiting. The step notes the failure, contributes zeros from then
+on, finishes the collectives, which are the same on all ranks in any case, and reports the failure
+in the control word. Then all ranks exchange their failures and raise. No collective is left
+half-done, so the group stays usable. Only two kinds of errors end a step at once: those of the
+transport, and those of a hook whose collectives the other ranks do not know.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from time import perf_counter
 from typing import Any, NoReturn
 
 import torch
@@ -29,467 +28,465 @@ from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport, ControlWord, decode, encode
 from fddp.core.protocol.readiness import Action
-from fddp.core.schedule.op import Op, rides
-from fddp.core.schedule.schedule import RETAINED_DTYPES
+from fddp.core.schedule.op import Op
 from fddp.core.timeline import Interval
 from fddp.errors import FddpError, InternalError, error_text
 from fddp.native.layout import Stats
-from fddp.runtime.context import Outcome, Setting
+from fddp.runtime.bucket import HANDLERS, BucketState
+from fddp.runtime.context import Outcome, StepContext
 from fddp.runtime.contributions import NOTHING, Contributions
-from fddp.runtime.failures import (
-    desync_error,
-    exchange,
-    locate,
-    peer_error,
-    unfit_error,
-    unpackable,
-)
-from fddp.runtime.finite_check import Judge
-from fddp.runtime.hook_pipeline import HookedWork
-from fddp.runtime.hook_step import HookedStep
-from fddp.runtime.memory import StepMemory
+from fddp.runtime.failures import desync_error, exchange, locate, peer_error, unfit_error
+from fddp.runtime.finite_check import FiniteCheck
 from fddp.runtime.nonfinite import StopStepError
-from fddp.runtime.results import Results
-from fddp.runtime.sparse import gather_sparse
-from fddp.telemetry.flight.recorder import StepNotes
+from fddp.runtime.program import BucketProgram, Instruction
+from fddp.runtime.results import Devices, Results
+from fddp.telemetry.flight.recorder import Entry
 from fddp.transport.base import Work
 
-_BACKWARD = frozenset({"pack", "all_reduce", "reduce_scatter", "all_gather"})
+_IN_BACKWARD = frozenset({"pack", "all_reduce", "reduce_scatter", "all_gather"})
+_RUN = {kind: getattr(BucketState, name) for kind, name in HANDLERS.items()}
 
 
-@dataclass
-class Session:
-    """Runs one synchronisation; see the module's text.
+class StepState:
+    """State of one synchronisation, which its buckets share.
+
+    Args:
+        context: constants of the step.
 
     Attributes:
-        setting: what does not change during the session.
-        contributions: what this rank brings; nothing until it is set.
-        has_next: whether this rank has input for another step.
-        hook_states: the communication hook's state by bucket, before the step and, once it went
-            through, after it; empty where the hook keeps none.
-        lets_rest: whether a hook that divides by the number of ranks itself may meet ranks of
+        number: number of the synchronisation.
+        method: the call, which must be the same on all ranks that contribute.
+        contributions: gradients and weight of this rank; nothing until `begin`.
+        source: the contributions that are packed: nothing on a rank that has failed.
+        has_next: True if this rank has input for another step.
+        hook_states: state of the communication hook by bucket, before the step and, once it has
+            succeeded, after it; () if the hook has none.
+        allow_idle_ranks: True if a hook that divides by the number of ranks may meet ranks of
             weight 0, which then count as zeros; the same on all ranks that have input.
-        failure: what went wrong on this rank.
-        opened_s: when it was opened, on the clock of `time.perf_counter`; NaN where no times are
-            wanted.
-        method: the call, which ranks that bring something have in common.
-        orderly: whether the step ended, well or not, with all collectives done.
-        report: what the control word said, once it is in.
-        log: what was done, each with the number of gradients that had arrived by then.
-        buckets: how far each bucket is.
-        told: what went wrong on each rank, once they have exchanged it; empty where nothing did.
+        failure: error of this rank.
+        is_orderly: True once the step has ended, in success or failure, with all collectives done.
+        report: the control word summed over ranks, once it is known.
+        failures: error text of each rank, once they were exchanged; "" for ranks without one.
+        buckets: state of each bucket.
+        results: results by leaf.
+        stamp: True if times, norm and finiteness are wanted.
+        opened_s: when the step was opened, on the clock of `time.perf_counter`.
+        hook_spans: when the hook ran or waited, on the same clock; with `stamp` only.
+        log: actions, each with the number of gradients that had arrived; with `stamp` only.
     """
 
-    setting: Setting
-    contributions: Contributions = NOTHING
-    has_next: bool = True
-    hook_states: Sequence[Any] = ()
-    lets_rest: bool = False
-    failure: BaseException | None = None
-    orderly: bool = False
-    report: ControlReport | None = None
-    log: list[tuple[int, Action]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._program = self.setting.program
-        self._ops = self._program.schedule.ops
-        self.method = self.setting.method
-        self.opened_s = time.perf_counter() if self.setting.with_stats else math.nan
-        self._begun_s = math.nan
-        self._cursor = 0
-        self._ended = False
-        self._lock = threading.RLock()
-        self._memory = StepMemory(self.setting)
-        self.buckets = self._memory.buckets
-        self._works: dict[int, Work | HookedWork] = {}
-        self._notes = StepNotes(self.setting.recorder, self._program.schedule, self.setting.step)
-        self._awaited: set[int] = set()  # operations that need no more waiting for
-        self._at: Op | None = None  # the operation under way; None for what is in no schedule
-        self._broken: BaseException | None = None
-        self._carrier = self._program.schedule.carrier
-        self._results = Results(
-            self._program, self.setting.with_stats, self._memory.devices, self.setting.pool
-        )
-        attached = self.setting.attached
-        self._judge = Judge(
-            self.setting.nonfinite,
-            self._program,
-            self._results,
-            None if attached is None else attached.hook,
-            self.setting.recorder,
-        )
-        self._hook = HookedStep(
-            self.setting.attached,
-            self._program,
-            self.setting.transport,
-            self.setting.scale,
-            stamp=self.setting.with_stats,
-        )
-        self._told = ""  # what the others are told of the failure
-        self.told: list[str] = []
+    def __init__(self, context: StepContext) -> None:
+        program = context.program
+        self.context = context
+        self.program, self.transport, self.pool = program, context.transport, context.pool
+        self.recorder, self.number, self.method = context.recorder, context.step, context.method
+        self.stamp, self.scale = context.with_stats, context.scale
+        self.averages = program.schedule.scaling == "average"
+        self.applies_scale = program.schedule.result != "replicated"
+        self.devices = Devices()
+        self.results = Results(program, self.stamp, self.devices, self.pool)
+        self.contributions = self.source = NOTHING
+        self.has_next = True
+        self.hook_states: Sequence[Any] = ()
+        self.allow_idle_ranks = False
+        self.failure: BaseException | None = None
+        self.failures: list[str] = []
+        self.is_orderly = self.backward_ended = False
+        self.report: ControlReport | None = None
+        self.after = 1.0
+        self.word: Tensor | None = None
+        self.opened_s = self._begun_s = perf_counter()
+        self.hook_spans: Sequence[Interval] = ()
+        self.log: list[tuple[int, Action]] = []
+        self._is_finite, self._may_overflow = True, False
+        self._failure_text = ""
+        self._check: FiniteCheck | None = None  # None if non-finite numbers are propagated
+        if context.nonfinite != "propagate":
+            hook = None if context.attached is None else context.attached.hook
+            self._check = FiniteCheck(context.nonfinite, program, self.results, hook, self.recorder)
+        self.buckets: Sequence[BucketState] = [*map(BucketState, program.buckets)]
 
     @property
-    def scale(self) -> WeightScale:
-        """What gradients are multiplied by as they are packed, once contributions are set."""
-        raw = self._hook.is_raw
-        return self._hook.scale_before(self.contributions.weight) if raw else self.setting.scale
-
-    # Events
+    def phase(self) -> str:
+        """What this rank is doing, for error texts of other ranks."""
+        if self.is_orderly:
+            return "between steps"
+        return "after backward" if self.backward_ended else "in forward"
 
     def begin(self, contributions: Contributions, leaves: Sequence[Tensor | None]) -> None:
-        """Sets what this rank brings; `leaves` show on which devices the buckets belong."""
-        self._begun_s = time.perf_counter()
+        """Set this rank's contributions; `leaves` determine the devices of the buckets."""
+        self._begun_s = perf_counter()
         self.contributions = contributions
-        if self.setting.nonfinite == "raise":
-            contributions.hold()
-        self._memory.place(leaves)
+        if self.failure is None:
+            self.source = contributions
+        if self.context.nonfinite == "raise":
+            contributions.retain_sources()
+        for bucket in self.program.buckets:
+            if bucket.device not in self.devices:
+                leaf = leaves[bucket.leaves[0]]
+                if leaf is not None:
+                    self.devices[bucket.device] = leaf.device
 
     def ready_times_s(self) -> dict[int, float]:
-        """For each leaf with a gradient type, when its last gradient came, on the clock of
-        `time.perf_counter`; NaN where none did."""
-        leaves = self._program.differentiated
+        """Time of the last gradient of each leaf with a gradient type, on the clock of
+        `time.perf_counter`; NaN for leaves without one."""
+        leaves = self.program.differentiated
         times_s = self.contributions.ready_times_s() or [self._begun_s] * len(leaves)
         return dict(zip(leaves, times_s, strict=True))
 
-    @property
-    def hook_spans(self) -> Sequence[Interval]:
-        """When the hook was at work, or waited; see `HookedStep.spans`."""
-        return self._hook.spans
+    def fail(self, error: BaseException) -> None:
+        """Fail the step on this rank; see [Note: a rank that fails]."""
+        if self.failure is not None:
+            return
+        self.failure, self.source = error, NOTHING
+        self._failure_text = error_text(error)
+        if isinstance(error, FddpError):
+            rank = self.transport.rank
+            error.args = (f"rank {rank} at step {self.number}: {error}", *error.args[1:])
 
-    def buffer_of(self, bucket: int) -> Tensor:
-        """The memory of a dense bucket, from the pool."""
-        state = self.buckets[bucket]
-        if state.buffer is None:
-            # Zeros, which a rank that fails sends, are not to be written over its gradients.
-            contributions = NOTHING if self.failure else self.contributions
-            own = contributions.memory(bucket, self.setting.pool)
-            state.buffer = self._roomy_buffer(bucket) if own is None else own
-        return state.buffer
+    # For buckets
 
     def bucket_ready(self, bucket: int) -> None:
-        """All gradients of a bucket are there. Never raises: backward must run to its end."""
-        self.buckets[bucket].ready_s = time.perf_counter()
+        """Note that all expected gradients of a bucket are there."""
+        raise NotImplementedError
+
+    def buffer_of(self, bucket: int) -> Tensor:
+        """Buffer of a dense bucket."""
+        state = self.buckets[bucket]
+        return state.memory(self) if state.buffer is None else state.buffer
+
+    def device_of(self, bucket: BucketProgram) -> torch.device:
+        """Device of a bucket's buffer on this rank."""
+        return self.devices[bucket.device]
+
+    def recover_memory(self, error: BaseException) -> None:
+        """Fail the step on this rank for lack of memory, and free what can be freed.
+
+        Raises:
+            BaseException: `error`, if it is too late to report it in the control word.
+        """
+        if self.report is not None:
+            raise error
+        self.fail(error)
+        self.pool.clear()
+
+    def note_magnitude(self, bucket: BucketProgram, buffer: Tensor, peak: float, op: Op) -> None:
+        """Note a packed bucket with large or non-finite numbers, or unknown ones.
+
+        Args:
+            bucket: the bucket.
+            buffer: its buffer.
+            peak: bound on the magnitudes; NaN if it is not known.
+            op: the operation that packed it.
+        """
+        if op.when == "again":
+            return  # the same numbers were noted when they were packed first
+        self._is_finite = self._is_finite and not math.isinf(peak)
+        self._may_overflow = True
+        if self._check is not None:
+            self._check.packed(bucket, buffer, self.source, finite=not math.isinf(peak))
+
+    def note_sparse(self, leaf: int, sources: list[Tensor | None]) -> None:
+        """Note this rank's gradients of a sparse leaf, whose sum is there."""
+        if self._check is not None:
+            self._check.gathered(leaf, sources)
+
+    def log_packed(self, op: Op) -> None:
+        """Add a packed bucket to the step's trace."""
+        if op.when != "always":
+            self.log.append((self.contributions.arrived(), Action("repair", op.bucket)))
+        elif op.region.start == 0:
+            self.log.append((self.contributions.arrived(), Action("launch", op.bucket)))
+
+    def pack_scale(self, bucket: BucketProgram, op: Op) -> WeightScale:
+        """Scale of gradients that are packed after the control word was read: the agreed one, or
+        one that fits for a bucket that is reduced again."""
+        report, scale = self.report, self.context.scale
+        if report is None or not bucket.rescaled:
+            return scale
+        if scale.keeps_range(report.total_weight, report.active):
+            return scale
+        return scale.fitting(report.total_weight, report.active)
+
+    def result_factor(self, bucket: BucketProgram) -> float:
+        """Factor on a bucket that may have been reduced twice."""
+        if self.report is None or not self.applies_scale:
+            return 1.0
+        (op, *_) = self.program.schedule.ops
+        return self.pack_scale(bucket, op).after(self.report.total_weight)
+
+
+class Step(StepState):
+    """Executes one synchronisation; see the module's text."""
+
+    _waits_for_buckets_only = True  # once backward has ended, no operation has to ask
+
+    def __init__(self, context: StepContext) -> None:
+        super().__init__(context)
+        self._instructions = self.program.usual
+        self._cursor = 0
+        self._is_irregular = bool(context.idle)  # some operations are left out
+        self._repaired: dict[str, frozenset[int]] = {}  # buckets by `Op.when`, once known
+        self._runs_freely = False  # no operation has to wait for gradients
+        self._lock = threading.RLock()
+        self._word_work: tuple[Work, Entry] | None = None  # where the word does not ride
+        self._current: Op | None = None  # the operation under way; None for one of no schedule
+        self._broken: BaseException | None = None
+
+    # Events
+
+    def bucket_ready(self, bucket: int) -> None:
+        """Note that all expected gradients of a bucket are there. Never raises: backward must run
+        to its end."""
+        self.buckets[bucket].ready_s = perf_counter()
         if self._broken is not None:
             return  # the other ranks would take the next operation for the one that failed here
         try:
             self._advance()
         except BaseException as error:
-            locate(error, self._program, self._at, self.setting.step)
+            locate(error, self.program, self._current, self.number)
             self._broken = self._broken or error
 
-    def fail(self, error: BaseException) -> None:
-        """This rank can't contribute; see [Note: a rank that fails]."""
-        if self.failure is not None:
-            return
-        self.failure = error
-        self._told = error_text(error)
-        if isinstance(error, FddpError):
-            rank, step = self.setting.transport.rank, self.setting.step
-            error.args = (f"rank {rank} at step {step}: {error}", *error.args[1:])
-
     def finish(self) -> Outcome:
-        """Backward has ended, or there was none: runs the rest of the schedule.
+        """Run the rest of the schedule, once backward has ended.
 
         Raises:
             BaseException: this rank's own failure, once the step's collectives are done.
             PeerError: another rank failed.
             WeightError: the total weight over ranks is zero.
             DesyncError: ranks are at different steps, or run different plans.
-            NonFiniteError: a number is not finite, and callers asked for this error.
+            NonFiniteError: a number is not finite, under the policy "raise".
             RankLostError, SyncTimeoutError: the transport failed.
         """
-        now = time.perf_counter()
+        now_s = perf_counter()
         for state in self.buckets:
-            state.ready_s = min(state.ready_s, now)
-        self._ended = True
+            state.ready_s = min(state.ready_s, now_s)
+        self.backward_ended, self._runs_freely = True, self._waits_for_buckets_only
         if self._broken is not None:
             self._raise(self._broken)
         try:
             return self._run_out()
         except BaseException as error:
-            locate(error, self._program, self._at, self.setting.step)
+            locate(error, self.program, self._current, self.number)
             raise
 
     def _run_out(self) -> Outcome:
-        report = self._completed()
-        if report is None:
-            return self._stopped()
-        self.hook_states = self._hook.new_states(self.hook_states, report)
-        self._memory.lend()
-        self.orderly = True
-        self.log.append((self.contributions.arrived(), Action("finish")))
-        return Outcome(self._results.leaves, report, self._results.stats)
-
-    def _completed(self) -> ControlReport | None:
-        """Runs the rest of the schedule; None if all ranks end the step for bad numbers."""
         try:
             self._advance()
-            report = self._known()
-            self._results.finish(report.used, self.contributions)
-            self._judge.judge_results(self.setting.transport, self.setting.step)
+            if self.report is None and self._read_report(len(self.program.schedule.ops)):
+                self._advance()
+            report = self.report
+            if report is None:
+                raise InternalError("a step ended without a control word")
+            if 0 in report.users or not self.program.is_plain:
+                self.results.finish(report.used, self.contributions)
+            if self._check is not None:
+                self._check.check_results(self.transport, self.number)
         except StopStepError:
-            return None
-        return report
+            return self._stopped()
+        self._keep_hook_states(report)
+        for state in self.buckets:
+            state.release(self.pool)
+        self.is_orderly = True
+        if self.stamp:
+            self.log.append((self.contributions.arrived(), Action("finish")))
+        return Outcome(self.results.leaves, report, self.results.stats)
 
-    # The interpreter
+    def _keep_hook_states(self, report: ControlReport) -> None:
+        """Update `hook_states` after a step that succeeded."""
+
+    # Interpreter
 
     def _advance(self) -> None:
+        """Run operations until one has to wait for gradients."""
         with self._lock:
-            while self._cursor < len(self._ops):
-                op = self._ops[self._cursor]
-                if not self._may_run(op):
+            while self._cursor < len(self._instructions):
+                instruction = self._instructions[self._cursor]
+                if not (self._runs_freely or self._may_run(instruction)):
                     return
-                position = self._cursor
-                # Moved on first: a gradient that arrives while this runs must not run it again.
+                position, op, awaited, needs_report = instruction
+                if needs_report and self.report is None and self._read_report(position):
+                    continue  # with all operations, repairs included
+                # Moved on first: a gradient that arrives meanwhile must not run this again.
                 self._cursor += 1
-                if self._applies(op):
-                    self._run(position, op)
+                if self._is_irregular and not self._applies(position, op):
+                    continue
+                for dep, bucket in awaited:
+                    if bucket >= 0 and dep in self.buckets[bucket].works:
+                        self._current = self.program.schedule.ops[dep]
+                        self.buckets[bucket].wait(self, dep)
+                self._current = op
+                if op.kind == "control":
+                    self._send_control(position, op)
+                else:
+                    _RUN[op.kind](self.buckets[op.bucket], self, position, op)
 
-    def _may_run(self, op: Op) -> bool:
-        # The control word does not wait for hooks, on any rank.
-        if op.kind != "control" and not self._hook.go_on(block=self._ended):
+    def _may_run(self, instruction: Instruction) -> bool:
+        """Return True if an operation may run while backward goes on."""
+        op = instruction.op
+        if instruction.needs_report or op.kind not in _IN_BACKWARD:
             return False
-        if self._ended:
-            return True
-        if op.kind not in _BACKWARD or op.when != "always":
+        if op.bucket == self.program.schedule.sequence[-1]:
             return False
-        if op.bucket == self._program.schedule.sequence[-1]:
+        if self.buckets[op.bucket].ready_s == math.inf:
             return False
-        # Backward goes on rather than wait for a collective on which this one builds.
-        is_ready = self.buckets[op.bucket].ready_s < math.inf
-        works = [self._works[dep] for dep in op.deps if dep in self._works]
-        return is_ready and all(map(self._hook.is_done, works))
+        # Backward goes on rather than wait for a collective on which this operation builds.
+        for dep, bucket in instruction.awaited:
+            if bucket >= 0 and not self.buckets[bucket].is_done(dep):
+                return False
+        return True
 
-    def _applies(self, op: Op) -> bool:
-        if op.when == "always":
-            if op.bucket not in self.setting.idle or op.kind == "control":
-                return True
-            if self._cursor - 1 == self._carrier:
-                return True  # the word alone travels
-            return op.kind not in _BACKWARD and op.bucket in self._known().late
-        late = op.bucket in self._known().late
-        if op.when == "late":
-            return late
-        if late or self._hook.is_raw:
-            return late
-        if self._program.schedule.wire_dtypes[op.bucket] not in RETAINED_DTYPES:
-            return False  # one factor after the sum corrects it
-        report = self._known()
-        return not self.setting.scale.keeps_range(report.total_weight, report.active)
-
-    def _run(self, position: int, op: Op) -> None:
-        for dep in op.deps:
-            self._wait(dep)
-        self._at = op
-        _HANDLERS[op.kind](self, position, op)
-
-    def _wait(self, position: int) -> None:
-        """Waits for an operation; for one that was skipped, for what it would have waited for."""
-        pending = [position]
-        while pending:
-            position = pending.pop()
-            if position in self._awaited:
-                continue
-            self._awaited.add(position)
-            work, op = self._works.get(position), self._ops[position]
-            if work is None:
-                if op.when != "always":
-                    pending.extend(op.deps)
-                continue
-            self._at = op
-            entry = self._notes[position]
-            entry.waited_s = time.perf_counter()
-            if isinstance(work, HookedWork):
-                self._hook.finish(work)
-            else:
-                work.wait(f"{self._what(op)} of step {self.setting.step}")
-            entry.done_s = time.perf_counter()
-
-    def _what(self, op: Op) -> str:
-        return "the control word" if op.kind == "control" else self._program.describe(op.bucket)
-
-    # Operations
-
-    def _pack(self, position: int, op: Op) -> None:
-        state = self.buckets[op.bucket]
-        if op.region.buffer == "repair":
-            state.repair = self._memory.acquire(op.bucket)
-            self._fill(state.repair, position, op)
-        else:
-            self._fill(self.buffer_of(op.bucket), position, op)
+    def _applies(self, position: int, op: Op) -> bool:
+        """Return True if an operation is part of this step."""
         if op.when != "always":
-            self.log.append((self.contributions.arrived(), Action("repair", op.bucket)))
-        elif op.region.start == 0:
-            self.log.append((self.contributions.arrived(), Action("launch", op.bucket)))
+            return op.bucket in self._repaired[op.when]
+        if op.bucket not in self.context.idle or op.kind == "control":
+            return True
+        if position == self.program.schedule.carrier:
+            return True  # the control word travels alone
+        return op.kind not in _IN_BACKWARD and op.bucket in self._repaired["late"]
 
-    def _fill(self, buffer: Tensor, position: int, op: Op) -> None:
-        numel, padded = (
-            self._program.layouts[op.bucket].numel,
-            self._program.schedule.buffer_numels[op.bucket],
-        )
-        if numel < padded:
-            buffer[numel:padded].zero_()
-        try:
-            contributions = NOTHING if self.failure else self.contributions
-            peak = self._write(contributions, buffer, position, op)
-            if op.when != "again":  # what is packed again has been judged
-                self._judge.packed(op.bucket, buffer, peak, contributions.sources)
-        except Exception as error:
-            if self.report is not None:
-                raise  # too late to tell the others through the control word
-            self.fail(unpackable(self._program, op.bucket, buffer, contributions, error))
-            self._write(NOTHING, buffer, position, op)
-
-    def _write(self, contributions: Contributions, buffer: Tensor, position: int, op: Op) -> float:
-        chunk = self._program.shards.chunks.get(position)
-        if chunk is not None:
-            return contributions.pack_chunk_(chunk, buffer)
-        pack = contributions.pack_late_ if op.when == "late" else contributions.pack_
-        return pack(op.bucket, buffer, self._program.layouts[op.bucket], self._scale_before(op))
-
-    def _communicate(self, position: int, op: Op) -> None:
-        state, transport = self.buckets[op.bucket], self.setting.transport
-        own, stamp = self._memory.travelling(position, op), self.setting.with_stats
-        average = self._program.schedule.scaling == "average" and not self._hook.is_raw
-        if op.when == "always" and math.isnan(state.launch_s):
-            state.launch_s = time.perf_counter()
-        self._notes.launched(position)
-        if self._hook.takes(position, op):
-            what = f"{self._what(op)} of step {self.setting.step}"
-            state.hooked = self._hook.start(op, own, self.hook_states, what)
-            self._works[position] = state.hooked
-            return
-        if op.kind == "all_reduce":
-            if op.when == "again":
-                self._hook.discard(op.bucket)
-            work = transport.all_reduce(
-                own, axes=op.axes, average=average, stamp=stamp, soon=self._ended
-            )
-        elif op.kind == "reduce_scatter":
-            work = transport.reduce_scatter(
-                own,
-                axes=op.axes,
-                average=average,
-                ordered=self._program.schedule.deterministic,
-                stamp=stamp,
-                soon=self._ended,
-            )
-        else:
-            work = transport.all_gather_in_place(own, axes=op.axes, stamp=stamp, soon=self._ended)
-        state.work = self._works[position] = work
-
-    def _add(self, position: int, op: Op) -> None:
-        if self.buckets[op.bucket].buffer is None:
-            self.buffer_of(op.bucket).zero_()  # it was idle
-        repair = op._replace(region=op.region._replace(buffer="repair"))
-        self._memory.of(op).add_(self._memory.of(repair))
+    # Control word
 
     def _send_control(self, position: int, op: Op) -> None:
-        layout = self._program.control
-        if failure := self._hook.failure():
-            self.fail(failure)
-        contributions = NOTHING if self.failure else self.contributions
+        """Write this rank's control word behind its bucket, or send it by itself."""
+        layout, source = self.program.control, self.source
         word = ControlWord(
-            fingerprint=self._program.fingerprint(self.setting.moment),
+            fingerprint=self.program.fingerprint(self.context.moment),
             method=self.method,
-            weight=contributions.weight,
-            used=contributions.used(self._program),
-            late=contributions.late(self._program),
+            weight=source.weight,
+            used=source.used(self.program),
+            late=source.late(self.program),
             has_next=self.has_next,
-            nonfinite=not self._judge.finite,
-            large=self._judge.large,
+            nonfinite=not self._is_finite,
+            large=self._may_overflow,
             failed=self.failure is not None,
-            order=self._order() if layout.with_order else (),
+            order=self._arrival_order() if layout.with_order else (),
         )
         vector = torch.from_numpy(encode(layout, word))
-        lying = self._memory.put_word(op, vector, self.buffer_of)
-        if not rides(op):
-            self._notes.launched(position)
-            self._works[position] = self.setting.transport.all_reduce(lying, soon=True)
-        self.log.append((self.contributions.arrived(), Action("control")))
+        if op.bucket < 0:
+            self.word = vector.to(self.transport.control_device)
+            entry = self.recorder.launched(self.program.schedule, self.number, position)
+            self._word_work = self.transport.all_reduce(self.word, soon=True), entry
+        elif op.bucket in self.context.idle:
+            self.word = vector.to(self.device_of(self.program.buckets[op.bucket]))
+        else:
+            state = self.buckets[op.bucket]
+            buffer = state.memory(self) if state.buffer is None else state.buffer
+            self.word = buffer[state.program.padded_numel :]
+            self.word.copy_(vector)
+        if self.stamp:
+            self.log.append((self.contributions.arrived(), Action("control")))
 
-    def _order(self) -> tuple[int, ...]:
-        if self.setting.transport.rank != 0 or self.failure:
+    def _arrival_order(self) -> tuple[int, ...]:
+        """Order of rank 0's gradients, by which the plan is rebuilt."""
+        if self.transport.rank != 0 or self.failure:
             return ()
-        return tuple(self.contributions.order(self._program))
+        return tuple(self.contributions.order(self.program))
 
-    def _gather(self, position: int, op: Op) -> None:
-        report = self._known()
-        (leaf,) = self._program.plan.buckets[op.bucket].leaves
-        spec = self._program.plan.leaves[leaf]
-        parts = [
-            (part.sources[0], part.weight / report.total_weight)
-            for part in self.contributions.parts(op.bucket)
-        ]
-        entry = self._notes.launched(position)
-        entry.waited_s = entry.launched_s
-        gathered = gather_sparse(
-            spec,
-            self._program.schedule.wire_dtypes[op.bucket],
-            self._memory.devices[spec.device],
-            [(source, factor) for source, factor in parts if source is not None],
-            self.setting.transport,
-            f"{self._what(op)} of step {self.setting.step}",
+    def _read_report(self, position: int) -> bool:
+        """Wait for the control word, and decide what is left to do. Return True if repairs are due,
+        so that all operations from the first conditional one, or this one, are to be run."""
+        self._wait_for_word()
+        if self.word is None:
+            raise InternalError("the control word was read before it was written")
+        self.report = report = decode(
+            self.program.control,
+            self.word.cpu().numpy(),
+            fingerprint=self.program.fingerprint(self.context.moment),
+            world_size=self.transport.world_size,
         )
-        entry.done_s = time.perf_counter()
-        self._results.put_sparse(leaf, gathered)
-        self._judge.gathered(leaf, [source for source, _ in parts])
-
-    def _unpack(self, position: int, op: Op) -> None:
-        report = self._known()
-        if self._program.plan.buckets[op.bucket].sparse:
-            return  # gathered as it is wanted
-        after = 1.0
-        if self._program.schedule.result != "replicated" and not self._hook.is_raw:
-            after = self._scale(op.bucket).after(report.total_weight)
-        self._results.unpack(position, op.bucket, self.buffer_of(op.bucket), after)
-
-    # What the control word says
-
-    def _known(self) -> ControlReport:
-        if self.report is None:
-            self.report = report = self._read_control()
-            problem = self._hook.problem(report, lets_rest=self.lets_rest)
-            unfit = unfit_error(
-                report, self._program, self.setting.scale, self.setting.step, problem
-            )
+        if not self._is_regular(report):
+            unfit = self._unfit_error(report)
             if not report.agreed or report.failed or unfit is not None:
                 self._give_up(report, unfit)
-            self._hook.know(report)
-            self._judge.know(report, self.setting.scale)
-        return self.report
+            if self.applies_scale:
+                self.after = self.context.scale.after(report.total_weight)
+        self._on_report(report)
+        late = again = frozenset(report.late)
+        if self.program.rescaled:
+            again |= self._rescaled(report)
+        self._repaired = {"late": late, "again": again}
+        if not again:
+            return False
+        self._is_irregular = True
+        self._instructions = self.program.instructions
+        self._cursor = min(position, self.program.first_conditional)
+        return True
 
-    def _read_control(self) -> ControlReport:
-        self._wait(self._program.word_position)
-        return decode(
-            self._program.control,
-            self._memory.word.cpu().numpy(),
-            fingerprint=self._program.fingerprint(self.setting.moment),
-            world_size=self.setting.transport.world_size,
+    def _wait_for_word(self) -> None:
+        schedule = self.program.schedule
+        if self._word_work is not None:
+            (work, entry), self._word_work = self._word_work, None
+            self._current = schedule.ops[schedule.control]
+            entry.waited_s = perf_counter()
+            work.wait(f"the control word of step {self.number}")
+            entry.done_s = perf_counter()
+        elif schedule.carrier >= 0:
+            self._current = schedule.ops[schedule.carrier]
+            self.buckets[self._current.bucket].wait(self, schedule.carrier)
+
+    def _is_regular(self, report: ControlReport) -> bool:
+        """Return True if all ranks contribute with the agreed weights, and none has failed."""
+        schedule = self.program.schedule
+        return (
+            report.agreed
+            and not report.failed
+            and report.active == schedule.topology.world_size
+            and report.total_weight == self.context.scale.reference
+            and schedule.result != "replicated"
+            and schedule.scaling != "after"
         )
 
-    def _give_up(self, report: ControlReport, unfit: FddpError | None) -> None:
-        """Raises on every rank, after the collectives in flight."""
-        for position in list(self._works):
-            self._wait(position)
-        transport, step = self.setting.transport, self.setting.step
+    def _unfit_error(self, report: ControlReport) -> FddpError | None:
+        """Error of contributions that have no mean together."""
+        return unfit_error(report, self.program, self.context.scale, self.number, None)
+
+    def _on_report(self, report: ControlReport) -> None:
+        """Act on the control word of a step that no rank has failed."""
+        if self._check is not None:
+            self._check.on_report(report, self.context.scale)
+
+    def _rescaled(self, report: ControlReport) -> frozenset[int]:
+        """Buckets that are reduced again because their sums were scaled for other weights."""
+        if self.context.scale.keeps_range(report.total_weight, report.active):
+            return frozenset()
+        return self.program.rescaled
+
+    # Failures
+
+    def _give_up(self, report: ControlReport, unfit: FddpError | None) -> NoReturn:
+        """Raise on every rank, after the collectives in flight."""
+        self._wait_for_all()
         if unfit is not None and report.agreed and not report.failed:
-            self.orderly = True
+            self.is_orderly = True
             raise unfit
-        self._at = None
+        self._current = None
         method = self.method if self.contributions.weight > 0.0 else Method.NOTHING
-        digest = self._program.schedule.shared_digest
-        told = exchange(transport, self.setting.moment, digest, method.text, self._told)
-        self.told = [account.failure for account in told]
-        self.orderly = True
+        digest = self.program.schedule.shared_digest
+        reports = exchange(
+            self.transport, self.context.moment, digest, method.text, self._failure_text
+        )
+        self.failures = [report.failure for report in reports]
+        self.is_orderly = True
         if not report.agreed:
-            raise desync_error(transport.rank, told) from self.failure
+            raise desync_error(self.transport.rank, reports) from self.failure
         if self.failure is not None:
             self._raise(self.failure)
-        raise peer_error(step, {rank: text for rank, text in enumerate(self.told) if text})
+        raise peer_error(
+            self.number, {rank: text for rank, text in enumerate(self.failures) if text}
+        )
+
+    def _wait_for_all(self) -> None:
+        """Block until no collective of the step is in flight."""
+        places = [(position, state) for state in self.buckets for position in state.works]
+        for position, state in sorted(places, key=lambda place: place[0]):
+            self._current = self.program.schedule.ops[position]
+            state.wait(self, position)
+        self._wait_for_word()
 
     def _raise(self, error: BaseException) -> NoReturn:
-        """Lets go of an error while raising it: its traceback leads back here, and would keep the
+        """Raise an error without keeping it: its traceback leads back here, and would keep the
         step's tensors until the garbage collector runs."""
         self.failure = self._broken = None
         try:
@@ -498,74 +495,23 @@ class Session:
             del error
 
     def _stopped(self) -> Outcome:
-        """The outcome of a step that all ranks end because a number is not finite, after the
-        collectives in flight.
+        """Outcome of a step that all ranks end because a number is not finite.
 
         Raises:
-            NonFiniteError: callers asked for it.
+            NonFiniteError: under the policy "raise".
         """
-        for position in list(self._works):
-            self._wait(position)
+        self._wait_for_all()
         report = self.report
-        if report is None:
+        if report is None or self._check is None:
             raise InternalError("a step was left out before the control word was read")
-        self._at = None
-        error = self._judge.error(self.setting.transport, self.setting.step)
-        self._memory.lend()
-        self.orderly = True
+        self._current = None
+        error = self._check.error(self.transport, self.number)
+        for state in self.buckets:
+            state.release(self.pool)
+        self.is_orderly = True
         if error is not None:
             self._raise(error)
-        self.log.append((self.contributions.arrived(), Action("finish")))
-        nothing: list[Tensor | None] = [None] * len(self._results.leaves)
+        if self.stamp:
+            self.log.append((self.contributions.arrived(), Action("finish")))
+        nothing: list[Tensor | None] = [None] * len(self.results.leaves)
         return Outcome(nothing, report, Stats(math.nan, False), skipped=True)
-
-    # Helpers
-
-    @property
-    def phase(self) -> str:
-        """What this rank is at."""
-        if self.orderly:
-            return "between steps"
-        return "after backward" if self._ended else "in forward"
-
-    def _scale_before(self, op: Op) -> WeightScale:
-        """The scale that an operation packs with."""
-        if self._hook.is_raw:
-            repairs = op.when != "always"
-            return self._hook.scale_before(self.contributions.weight, repairs=repairs)
-        return self._scale(op.bucket)
-
-    def _scale(self, bucket: int) -> WeightScale:
-        """The agreed scale, or one that fits for a bucket that is reduced again."""
-        scale = self.setting.scale
-        schedule = self._program.schedule
-        is_narrow = schedule.wire_dtypes[bucket] in RETAINED_DTYPES
-        if self.report is not None and is_narrow and bucket in schedule.retained:
-            report = self.report
-            if not scale.keeps_range(report.total_weight, report.active):
-                return scale.fitting(report.total_weight, report.active)
-        return scale
-
-    def _roomy_buffer(self, bucket: int) -> Tensor:
-        """As `StepMemory.acquire`; a rank without memory makes room for zeros, to end the step with
-        them."""
-        try:
-            return self._memory.acquire(bucket)
-        except (RuntimeError, MemoryError) as error:
-            if self.report is not None:
-                raise  # too late to tell the others through the control word
-            self.fail(error)
-            self.setting.pool.clear()
-            return self._memory.acquire(bucket)
-
-
-_HANDLERS: dict[str, Callable[[Session, int, Op], None]] = {
-    "pack": Session._pack,
-    "all_reduce": Session._communicate,
-    "reduce_scatter": Session._communicate,
-    "all_gather": Session._communicate,
-    "add": Session._add,
-    "control": Session._send_control,
-    "gather": Session._gather,
-    "unpack": Session._unpack,
-}

@@ -22,7 +22,7 @@ from fddp.core.sim.simulator import simulate
 from fddp.errors import PeerError, PlanMismatchError, UnevenError
 from fddp.runtime.agreement import exchange
 from fddp.runtime.results import Devices
-from fddp.sync.engine import Engine
+from fddp.sync.engine import Engine, any_rank_has_input
 from fddp.sync.measure import DEFAULT_SIZES_BYTES, largest, measure_axes
 
 _WARM_STEPS = 2  # until a plan has been rebuilt and memory is warm
@@ -111,8 +111,8 @@ def tune(engine: Engine, call: Callable[[], object], rounds: int) -> TuneReport:
         adopted = after != before and timings[1] < timings[0]
         kept = after if adopted else before
     finally:
-        if not engine.is_shut:
-            engine.adopt(kept)
+        if not engine.is_closed:
+            engine.set_plan(kept)
     simulated = (
         simulate(engine.terms.schedule_of(before), costs, ready_s).step_s,
         simulate(engine.terms.schedule_of(after), costs, ready_s).step_s,
@@ -128,7 +128,7 @@ def _check(engine: Engine, rounds: int) -> None:
         )
     if type(rounds) is not int or rounds < 1:
         raise ValueError(f"rounds must be an int of at least 1, got {rounds!r}")
-    if engine.in_round:
+    if engine.round is not None:
         raise UnevenError("tune synchronises many times; call it outside the loop of fddp.uneven")
     if engine.terms.schedule is not None or engine.program.schedule.result != "replicated_mean":
         raise ValueError(
@@ -148,9 +148,9 @@ def _timed(engine: Engine, call: Callable[[], object]) -> tuple[float, float]:
     took_s = time.perf_counter() - start_s
     if engine.step == steps:  # the others wait in the synchronisation that this rank left out
         engine.fail_step(error or _no_step(engine))
-    if error is not None and (engine.is_shut or engine.last_failed):
+    if error is not None and (engine.is_closed or engine.last_failed):
         raise error  # from the synchronisation itself: all ranks raise
-    if engine.any_has(error is not None):
+    if any_rank_has_input(engine, error is not None):
         raise error or PeerError("another rank failed after its step was synchronised")
     return start_s, took_s
 
@@ -178,13 +178,13 @@ def _costs(engine: Engine, plan: BucketPlan) -> dict[str, CostModel]:
 def _ready_times_s(engine: Engine, call: Callable[[], object], steps: int) -> list[float]:
     """By leaf of the plan; measured with buckets so large that nothing disturbs backward."""
     plan = engine.program.plan
-    engine.adopt(plan_leaves(plan.leaves, order=plan.order, caps_bytes=[_EVERYTHING_BYTES]))
+    engine.set_plan(plan_leaves(plan.leaves, order=plan.order, caps_bytes=[_EVERYTHING_BYTES]))
     _timed(engine, call)
     seen: list[list[float]] = []
     for _ in range(steps):
-        with engine.watched() as sessions:
+        with engine.watched() as taken:
             start_s, _took_s = _timed(engine, call)
-        ready_s = sessions[-1].ready_times_s()
+        ready_s = taken[-1].ready_times_s()
         seen.append([ready_s[leaf] - start_s for leaf in plan.reduced])
     slowest = largest(
         engine.transport, [_median_of_present(column) for column in zip(*seen, strict=True)]
@@ -260,7 +260,7 @@ def _compared(
     times_s: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
         for plan, own_s in zip(plans, times_s, strict=True):
-            engine.adopt(plan)
+            engine.set_plan(plan)
             _timed(engine, call)
             own_s.extend(_timed(engine, call)[1] for _ in range(_TIMED_STEPS))
     count = rounds * _TIMED_STEPS

@@ -32,6 +32,7 @@ from fddp.runtime.step_info import make_info
 from fddp.runtime.untraced import untraced
 from fddp.sync.autotune import TuneReport, tune
 from fddp.sync.engine import Engine
+from fddp.sync.hook_states import checked_states, init_states
 from fddp.sync.rebuild import joined, renewed
 from fddp.sync.request import Reduction, Request
 from fddp.sync.value_and_grad import INSTEAD_IN_A_GRAPH, ValueAndGrad
@@ -241,7 +242,7 @@ class GradSync:
             For each bucket of the plan a tree of tensors and numbers, which may differ from rank to
             rank; () where there is no hook that keeps state. `torch.save` saves it.
         """
-        return self._engine.init_states()
+        return init_states(self._engine)
 
     @untraced(INSTEAD_IN_A_GRAPH)
     def reduce_(self, grads: Any, *, weight: float = 1.0, with_info: bool = False) -> Any:
@@ -312,16 +313,16 @@ class GradSync:
         form = _Form("sharded_mean", Method.ALL_GATHER, Method.CALL)
         fits = form.result == self.schedule.result
         engine = self._engine
-        session = engine.open_gathering() if fits else engine.open(form.method, with_stats=False)
+        step = engine.open_gather() if fits else engine.open(form.method, with_stats=False)
         treedef: TreeDef | None = None
         try:
             form.check(self.schedule)
-            own, treedef = matched_shards(shards, session.setting.program)
-            check_no_derivatives(own, session.setting.program, "shards", graphs=False)
-            session.begin(ShardContributions(own), own)
+            own, treedef = matched_shards(shards, step.program)
+            check_no_derivatives(own, step.program, "shards", graphs=False)
+            step.begin(ShardContributions(own), own)
         except BaseException as error:
-            session.fail(error)
-        outcome = self._engine.close(session)
+            step.fail(error)
+        outcome = self._engine.finish(step)
         if treedef is None:
             raise InternalError("a step without a tree went through")
         return treedef.unflatten(outcome.leaves)
@@ -525,7 +526,7 @@ class GradSync:
 
     def close(self) -> None:
         """Frees the communicator and all memory; a second call does nothing."""
-        self._engine.shut("close() was called")
+        self._engine.close("close() was called")
 
     def __enter__(self) -> Self:
         return self
@@ -538,29 +539,29 @@ class GradSync:
     ) -> tuple[Any, ...]:
         """The tree of results, the new state if one was given, and the info if it is wanted."""
         start_s = time.perf_counter()
-        session = self._engine.open(form.method, with_stats=with_info)
-        program = session.setting.program
+        step = self._engine.open(form.method, with_stats=with_info)
+        program = step.program
         treedef: TreeDef | None = None
         own: Sequence[Tensor | None] = ()
         try:
             form.check(self.schedule)
-            session.hook_states = self._engine.checked_states(state, "update(grads, state)")
+            step.hook_states = checked_states(self._engine, state, "update(grads, state)")
             own, treedef = matched_leaves(grads, program, "gradients")
             if isinstance(treedef, ForeignTreeDef):
                 # JAX has differentiated already what other ranks differentiate in their step.
-                session.method = Method.NOTHING
+                step.method = Method.NOTHING
             check_no_derivatives(own, program, "gradients", graphs=True)
             if form.in_place:
                 check_writable(own, treedef, program)
-            session.begin(TreeContributions(program, own, checked_weight(weight)), own)
+            step.begin(TreeContributions(program, own, checked_weight(weight)), own)
         except BaseException as error:
-            session.fail(error)
-        outcome = self._engine.close(session)
+            step.fail(error)
+        outcome = self._engine.finish(step)
         if treedef is None:
             raise InternalError("a step without a tree went through")
         leaves = _written(own, outcome.leaves) if form.in_place else outcome.leaves
-        states = () if state is None else (session.hook_states,)
-        infos = (make_info(session, outcome, (start_s, start_s)),) if with_info else ()
+        states = () if state is None else (step.hook_states,)
+        infos = (make_info(step, outcome, (start_s, start_s)),) if with_info else ()
         return treedef.unflatten(leaves), *states, *infos
 
 

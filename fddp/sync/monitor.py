@@ -104,7 +104,7 @@ class Monitor:
     ) -> None:
         group = sync_or_group
         if isinstance(group, GradSync):
-            if group._engine.is_shut:
+            if group._engine.is_closed:
                 raise ClosedError("this GradSync is closed; pass one that takes steps")
             group = group._engine.group
         elif isinstance(group, WrappedModule):

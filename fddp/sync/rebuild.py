@@ -23,6 +23,7 @@ from fddp.errors import ClosedError, InternalError, PlanMismatchError, ReentryEr
 from fddp.hooks.hook import Hook
 from fddp.runtime.agreement import Terms, exchange
 from fddp.sync.engine import Engine
+from fddp.sync.hook_states import checked_states, init_states
 from fddp.sync.terms_codec import brought_along, terms_from_json, terms_to_json, topology_over
 from fddp.transport import Transport, TransportName
 from fddp.transport.mesh import Span
@@ -142,17 +143,17 @@ def renewed(old: Engine, span: Span) -> Engine:
         ReentryError: one of its steps runs, whose transport would be closed.
         Exception: as from making an engine.
     """
-    if old.runs_step:
+    if old.running:
         part = "backward" if old.in_backward else "the loss function"
         raise ReentryError(
             f"rebuild was called while {part} of a step runs; call it between steps, when the step "
             f"has returned or raised"
         )
-    if old.gave_way:
-        raise ClosedError(f"rebuild was called a second time: {old.closed_text}")
+    if old.lifecycle.superseded:
+        raise ClosedError(f"rebuild was called a second time: {old.lifecycle.closed_text}")
     name: Any = old.terms.transport
     engine = _opened(Continuation(span, name, old.timeout_s, old.program.foreign, old))
-    old.give_way(
+    old.supersede(
         "rebuild() goes on with another in its place",
         "take steps with the one that it returned: sync = sync.rebuild(group), and "
         "step = sync.value_and_grad(loss_fn) anew",
@@ -194,7 +195,7 @@ def _opened(continuation: Continuation) -> Engine:
         raise InternalError("ranks went on without telling how far they are")
     try:
         states = _states(engine, old, newest, continuation.parted)
-        engine.carry_on(
+        engine.restore(
             step=newest.step,
             finished=newest.finished,
             unit=newest.unit,
@@ -202,7 +203,7 @@ def _opened(continuation: Continuation) -> Engine:
             hook_states=states,
         )
     except BaseException:
-        engine.shut("it could not take up the state of the hook")
+        engine.close("it could not take up the state of the hook")
         raise
     return engine
 
@@ -219,12 +220,12 @@ def _states(
     if parted:
         behind = own is None
         others, _ = reconciled(
-            engine.transport, engine.init_states() if behind else own, 0 if behind else 1
+            engine.transport, init_states(engine) if behind else own, 0 if behind else 1
         )
         states = others if behind else own
     problem: Exception | None = None
     try:
-        engine.checked_states(states, "the GradSync before")
+        checked_states(engine, states, "the GradSync before")
     except Exception as error:
         problem = error
     told = exchange(engine.transport, error_text(problem) if problem else "", str, "hook state")

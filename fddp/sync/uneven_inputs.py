@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from fddp.sync.engine import any_rank_has_input
 from fddp.sync.rounds import EXHAUSTED, Round
 
 if TYPE_CHECKING:
@@ -55,13 +56,13 @@ def uneven(batches: Iterable[Any], sync: GradSync, *, every: int = 1) -> Iterato
     """
     items = _grouped(batches, every)
     following = next(items)
-    more = sync._engine.any_has(following is not EXHAUSTED)
+    more = any_rank_has_input(sync._engine, following is not EXHAUSTED)
     number = 0
     try:
         while more:
             current = following
             following = EXHAUSTED if isinstance(current, _Failed) else next(items)
-            turn = sync._engine.begin_round(Round(number, following is not EXHAUSTED))
+            turn = sync._engine.round = Round(number, following is not EXHAUSTED)
             if isinstance(current, _Failed):
                 sync._engine.fail_step(current.error)
             yield current
@@ -70,7 +71,7 @@ def uneven(batches: Iterable[Any], sync: GradSync, *, every: int = 1) -> Iterato
             more = turn.any_next
             number += 1
     finally:
-        sync._engine.end_rounds()
+        sync._engine.round = None
 
 
 def _grouped(batches: Iterable[Any], every: int) -> Iterator[Any]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fddp.core.protocol.calls import Method
 from fddp.errors import InternalError, LossError
-from fddp.native.autograd_leaves import LeafSet, leaf_set
+from fddp.native.autograd_leaves import LeafSet, leaf_set_type
 from fddp.runtime.backward import backward
 from fddp.runtime.contributions import Accumulated, BackwardContributions
 from fddp.runtime.inputs import (
@@ -22,14 +22,13 @@ from fddp.runtime.inputs import (
     matched_leaves,
 )
 from fddp.runtime.program import Program
-from fddp.runtime.step import Session
+from fddp.runtime.step import Step
 from fddp.runtime.step_info import make_info
 from fddp.runtime.untraced import untraced
+from fddp.sync.engine import Engine
+from fddp.sync.hook_states import checked_states
 from fddp.sync.rounds import EXHAUSTED
 from fddp.tree.pytree import TreeDef, map_leaves
-
-if TYPE_CHECKING:
-    from fddp.sync.engine import Engine
 
 INSTEAD_IN_A_GRAPH = (
     "a GradSync is no part of a graph: call it outside of the compiled function, or average with "
@@ -115,86 +114,86 @@ class ValueAndGrad:
         **kwargs: Any,
     ) -> Any:
         """See the class."""
-        session = self._engine.open(Method.VALUE_AND_GRAD, with_stats=self._with_info)
-        transport = session.setting.transport
+        engine = self._engine
+        step = engine.open(Method.VALUE_AND_GRAD, with_stats=self._with_info)
         computed = None
-        transport.slot.in_step = session.setting.step
-        try:
-            check_no_transform("value_and_grad")
-            session.hook_states = self._engine.checked_states(hook_state, "hook_state=")
-            # As torch.func.grad, this differentiates whatever mode the caller is in.
-            with torch.inference_mode(False):
-                computed = self._compute(session, args, kwargs, accumulated)
-        except BaseException as error:
-            session.fail(error)
-            self._engine.raise_alarm(session.setting.step, error)
-        finally:
-            transport.slot.in_step = None
-        outcome = self._engine.close(session)
+        with step.transport.step_scope(step.number):
+            try:
+                check_no_transform("value_and_grad")
+                if hook_state is not None or step.context.attached is not None:
+                    step.hook_states = checked_states(engine, hook_state, "hook_state=")
+                # As torch.func.grad, this differentiates whatever mode the caller is in.
+                with torch.inference_mode(False):
+                    computed = self._compute(step, args, kwargs, accumulated)
+            except BaseException as error:
+                step.fail(error)
+                engine.raise_alarm(step.number, error)
+        outcome = engine.finish(step)
         if computed is None:
-            raise InternalError("a step went through without its own part")
+            raise InternalError("a step succeeded without its own part")
         grads = computed.treedef.unflatten(outcome.leaves)
         value = (computed.loss, computed.aux) if self._has_aux else computed.loss
-        states = () if hook_state is None else (session.hook_states,)
-        infos = (make_info(session, outcome, computed.backward_s),) if self._with_info else ()
+        states = () if hook_state is None else (step.hook_states,)
+        infos = (make_info(step, outcome, computed.backward_s),) if self._with_info else ()
         return value, grads, *states, *infos
 
     def _compute(
         self,
-        session: Session,
+        step: Step,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         accumulated: tuple[Any, float] | None,
     ) -> _Computed:
-        """This rank's own forward and backward pass."""
-        program = session.setting.program
+        """Run forward and backward on this rank."""
+        program = step.program
         params, treedef = matched_leaves(
             self._params(args), program, "parameters", differentiable=True
         )
         check_no_derivatives(params, program, "parameters", graphs=False)
-        earlier = _earlier(accumulated, program)
-        if any(argument is EXHAUSTED for argument in (*args, *kwargs.values())):
+        earlier = None if accumulated is None else _earlier(accumulated, program)
+        if any([argument is EXHAUSTED for argument in (*args, *kwargs.values())]):
             contributions = BackwardContributions(program, weight=0.0, accumulated=earlier)
-            session.begin(contributions, params)
+            step.begin(contributions, params)
             now_s = time.perf_counter()
             return _Computed(treedef, None, None, (now_s, now_s))
 
-        weight = checked_weight(self._weight_fn(*args) if self._weight_fn else 1.0)
-        leaves = leaf_set([params[i] for i in program.differentiated])
+        weight = 1.0 if self._weight_fn is None else checked_weight(self._weight_fn(*args))
+        leaves = leaf_set_type()([params[i] for i in program.differentiated])
         contributions = BackwardContributions(program, weight=weight, accumulated=earlier)
-        session.begin(contributions, params)
+        step.begin(contributions, params)
         own = _replaced_leaves(params, program.differentiated, leaves.leaves)
         with torch.enable_grad(), differentiated():
             result = self._fn(*self._replaced(args, treedef.unflatten(own)), **kwargs)
         loss, aux = self._split(result)
         start_s = time.perf_counter()
         if weight > 0.0 and loss.requires_grad:
-            self._backward(session, contributions, leaves, loss)
+            self._backward(step, contributions, leaves, loss)
         end_s = time.perf_counter()
-        return _Computed(treedef, loss.detach(), map_leaves(_detached, aux), (start_s, end_s))
+        if self._has_aux:
+            aux = map_leaves(_detached, aux)
+        return _Computed(treedef, loss.detach(), aux, (start_s, end_s))
 
     def _backward(
-        self, session: Session, contributions: BackwardContributions, leaves: LeafSet, loss: Tensor
+        self, step: Step, contributions: BackwardContributions, leaves: LeafSet, loss: Tensor
     ) -> None:
-        if session.setting.attached is not None:
+        engine = self._engine
+        if step.context.attached is not None:
             # Hooks may call operators, too, and run on ranks that have failed.
-            session.setting.transport.slot.in_step = None
+            step.transport.leave_step()
         view = leaves.inspect(loss)
         contributions.arm(
-            leaves,
-            view,
-            self._engine.arrivals,
-            session.buffer_of,
-            session.scale,
-            session.bucket_ready,
+            leaves, view, engine.arrivals, step.buffer_of, step.scale, step.bucket_ready
         )
-        self._engine.in_backward = True
+        engine.in_backward = True
         try:
-            backward(loss, view, leaves.leaves)
+            if view.foreign or view.opaque:
+                backward(loss, view, leaves.leaves)
+            else:
+                torch.autograd.backward(loss)
         finally:
-            self._engine.in_backward = False
+            engine.in_backward = False
             leaves.disarm()
-        self._engine.arrivals = contributions.arrivals()
+        engine.arrivals = contributions.arrivals()
 
     def _params(self, args: tuple[Any, ...]) -> Any:
         if isinstance(self._argnums, int):
@@ -229,9 +228,7 @@ class ValueAndGrad:
         return loss, aux
 
 
-def _earlier(accumulated: tuple[Any, float] | None, program: Program) -> Accumulated | None:
-    if accumulated is None:
-        return None
+def _earlier(accumulated: tuple[Any, float], program: Program) -> Accumulated | None:
     tree, weight = accumulated
     sums, _ = matched_leaves(tree, program, "accumulated gradients")
     checked = checked_weight(weight)

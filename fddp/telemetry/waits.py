@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 KEPT = 4096
 """Waits that are kept of each thread; what is older counts as the rank's own time."""
 
-_LEAST_S = 2e-6  # of one that is over at once, about what calling it takes
+LEAST_S = 2e-6  # of one that is over at once, about what calling it takes
 
 
 class _Waits(threading.local):
@@ -35,7 +35,7 @@ _own = _Waits()
 
 def note_wait(start_s: float, end_s: float) -> None:
     """Takes note of a wait that is over; on the clock of `time.perf_counter`."""
-    if end_s - start_s > _LEAST_S:
+    if end_s - start_s > LEAST_S:
         newest = _own.newest
         while newest and newest[-1][0] >= start_s:
             newest.pop()  # it lay within this one

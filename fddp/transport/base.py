@@ -26,7 +26,7 @@ import torch
 
 from fddp.core.protocol.messages import nonsense
 from fddp.errors import ClosedError, DesyncError, InternalError, PlanMismatchError
-from fddp.telemetry.waits import note_wait
+from fddp.telemetry.waits import LEAST_S, note_wait
 from fddp.transport.operation import Operation, check_operation, check_tensor
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ class Work(ABC):
         """
         start_s = perf_counter()
         self._wait(what)
-        note_wait(start_s, perf_counter())
+        end_s = perf_counter()
+        if end_s - start_s > LEAST_S:
+            note_wait(start_s, end_s)
 
     @abstractmethod
     def _wait(self, what: str) -> None:
@@ -129,6 +131,18 @@ class Transport(ABC):
     def label(self) -> str:
         """Name of this transport in error texts, such as "GradSync #1"; empty if it has none."""
         return self.slot.label
+
+    def step_scope(self, step: int) -> StepScope:
+        """Context in which this rank's waits end with an error once another rank fails `step`."""
+        return StepScope(self.slot, step)
+
+    def enter_step(self, step: int) -> None:
+        """Let waits end with an error once another rank fails `step`."""
+        self.slot.in_step = step
+
+    def leave_step(self) -> None:
+        """Undo `enter_step`."""
+        self.slot.in_step = None
 
     def divide(self, topology: Topology, groups: Collection[tuple[str, ...]]) -> None:
         """Open the groups along each of `groups`, tuples of axes; every rank calls this; blocks.
@@ -434,6 +448,22 @@ class Transport(ABC):
                 "name these axes to divide"
             )
         return ranks
+
+
+class StepScope:
+    """Context manager of `Transport.step_scope`."""
+
+    __slots__ = ("_status", "_step")
+
+    def __init__(self, status: Slot, step: int | None) -> None:
+        self._status = status
+        self._step = step
+
+    def __enter__(self) -> None:
+        self._status.in_step = self._step
+
+    def __exit__(self, *_: object) -> None:
+        self._status.in_step = None
 
 
 class _LoneWork(Work):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 # By how much the mean weight may fall below the agreed unit before a float16 sum loses range.
@@ -47,10 +48,15 @@ class WeightScale:
     unit: float = 1.0
     scaling: Literal["before", "after", "average"] = "before"
 
-    @property
+    @cached_property
     def reference(self) -> float:
         """The total weight at which nothing remains to be corrected."""
         return self.world_size * self.unit
+
+    @cached_property
+    def unit_factor(self) -> float:
+        """`before(1.0)`."""
+        return self.before(1.0)
 
     def before(self, weight: float) -> float:
         """Factor on a rank's gradients before the reduction."""

@@ -16,10 +16,14 @@ class Arrivals(NamedTuple):
     Attributes:
         visible: whether the graph behind the loss led to the leaf.
         counts: how many gradients arrived.
+        as_expected: True if these are the counts that were expected.
+        opaque: as in `expected_counts`.
     """
 
     visible: Sequence[bool]
     counts: Sequence[int]
+    as_expected: bool = False
+    opaque: bool = False
 
 
 def expected_counts(

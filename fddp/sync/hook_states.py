@@ -1,0 +1,43 @@
+"""States of communication hooks, as callers pass them from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fddp.errors import TreeMismatchError
+from fddp.sync.engine import Engine
+
+
+def init_states(engine: Engine) -> tuple[Any, ...]:
+    """State of the hook by bucket before the first step; () if there is none to keep."""
+    attached = engine.attached
+    return () if attached is None else attached.init_states(engine.program)
+
+
+def checked_states(engine: Engine, states: Any, source: str) -> Sequence[Any]:
+    """Return the states that a caller passed, if they are this hook's.
+
+    Args:
+        engine: has the hook.
+        states: the states; None if none were passed.
+        source: how callers pass them, for errors.
+
+    Raises:
+        ValueError: no states were passed, and the hook needs some.
+        TreeMismatchError: the states differ in form from those of `init_states`.
+    """
+    attached = engine.attached
+    if attached is not None and attached.stateful:
+        if states is None:
+            raise ValueError(
+                f"{attached.hook.name} keeps state, which this call would lose; begin with "
+                f"sync.init_state(), and pass the state on by {source}"
+            )
+        return attached.checked(states)
+    if states is not None and states != ():
+        raise TreeMismatchError(
+            f"there is no hook that keeps state, and the state is a {type(states).__name__}; "
+            f"pass what init_state gave, which is ()"
+        )
+    return ()
