@@ -143,7 +143,7 @@ class Communicator:
     @property
     def closed(self) -> str | None:
         """Why it can't be used any more; None while it can."""
-        return self.transport._closed
+        return self.transport.closed_by or None
 
     def at(self) -> tuple[int, str]:
         """For flights: it has no steps, and is open or not."""

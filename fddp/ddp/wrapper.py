@@ -334,13 +334,9 @@ class DistributedDataParallel(Observed, Hooked, Failing):
                 return
             hook = self.buffer_hook
             # It may call operators, and runs on ranks that have failed as well.
-            slot, in_step = transport.slot, transport.slot.in_step
-            slot.in_step = None
-            try:
+            with transport.step_scope(None):
                 state, buffers = hook.buffer_comm_hook_state, self.named_module_buffers
                 futures = hook.buffer_comm_hook(state, buffers)
-            finally:
-                slot.in_step = in_step
             self.steps.work += [future.wait for future in futures or ()]
 
     # Uneven inputs

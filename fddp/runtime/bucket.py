@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from fddp.core.numerics.weighting import WeightScale
@@ -23,7 +22,7 @@ from fddp.native.pack import native_slices
 from fddp.runtime.contributions import NOTHING, Contributions
 from fddp.runtime.failures import unpackable
 from fddp.runtime.program import BucketProgram, Program
-from fddp.runtime.results import Results
+from fddp.runtime.results import Devices, Results
 from fddp.runtime.sparse import gather_sparse
 from fddp.telemetry.flight.recorder import Entry, Recorder
 from fddp.transport.base import Transport, Work
@@ -36,7 +35,9 @@ class RunningStep(Protocol):
     transport: Transport
     pool: BufferPool
     recorder: Recorder
-    results: Results
+    leaves: list[Tensor | None]
+    measures: bool
+    devices: Devices
     number: int
     stamp: bool
     source: Contributions
@@ -48,8 +49,9 @@ class RunningStep(Protocol):
     hook_states: Sequence[Any]
     backward_ended: bool
 
-    def device_of(self, bucket: BucketProgram) -> torch.device:
-        """Device of a bucket's buffer on this rank."""
+    @property
+    def results(self) -> Results:
+        """Results of buckets that are more than views of their buffers."""
 
     def pack_scale(self, bucket: BucketProgram, op: Op) -> WeightScale:
         """Scale of gradients that are packed after the control word was read."""
@@ -102,23 +104,21 @@ class BucketState:
 
     def memory(self, step: RunningStep) -> Tensor:
         """Buffer of the bucket, taken from the pool at the first call."""
-        if self.buffer is None:
-            aliased = None
-            if step.source.aliases_buffer is not None:
-                aliased = step.source.aliased_memory(self.program.index, step.pool)
-            self.buffer = self._new_memory(step) if aliased is None else aliased
-        return self.buffer
-
-    def _new_memory(self, step: RunningStep) -> Tensor:
-        """Memory for the bucket. A rank without any fails, and makes room for the zeros with which
-        it ends the step."""
-        bucket = self.program
-        key, device = bucket.index, step.device_of(bucket)
+        if self.buffer is not None:
+            return self.buffer
+        bucket, device = self.program, step.devices[self.program.device]
+        if step.source.aliases_buffer is not None:
+            self.buffer = step.source.aliased_memory(bucket.index, step.pool)
+            if self.buffer is not None:
+                return self.buffer
+        spec = bucket.index, bucket.buffer_numel, bucket.wire_dtype, device
         try:
-            return step.pool.acquire(key, bucket.buffer_numel, bucket.wire_dtype, device)
+            self.buffer = step.pool.acquire(*spec)
         except (RuntimeError, MemoryError) as error:
+            # This rank ends the step with zeros, for which it makes room.
             step.recover_memory(error)
-            return step.pool.acquire(key, bucket.buffer_numel, bucket.wire_dtype, device)
+            self.buffer = step.pool.acquire(*spec)
+        return self.buffer
 
     def release(self, pool: BufferPool) -> None:
         """Return the buffers to the pool, which reuses them once no result lies in them."""
@@ -134,7 +134,7 @@ class BucketState:
         bucket = self.program
         if op.region.buffer == "repair":
             buffer = self.repair = step.pool.acquire(
-                bucket.index, bucket.buffer_numel, bucket.wire_dtype, step.device_of(bucket)
+                bucket.index, bucket.buffer_numel, bucket.wire_dtype, step.devices[bucket.device]
             )
         else:
             buffer = self.memory(step) if self.buffer is None else self.buffer
@@ -243,7 +243,7 @@ class BucketState:
         gathered = gather_sparse(
             spec,
             step.program.schedule.wire_dtypes[op.bucket],
-            step.device_of(self.program),
+            step.devices[self.program.device],
             [(source, factor) for source, factor in parts if source is not None],
             step.transport,
             f"{self.program.text} of step {step.number}",
@@ -259,14 +259,13 @@ class BucketState:
             return  # gathered in its final form
         buffer = self.memory(step) if self.buffer is None else self.buffer
         after = step.result_factor(bucket) if bucket.rescaled else step.after
-        results = step.results
-        if bucket.is_plain and after == 1.0 and not results.looks:
+        if bucket.is_plain and after == 1.0 and not step.measures:
             for leaf, result in zip(
                 bucket.leaves, native_slices()(buffer, bucket.layout.native), strict=True
             ):
-                results.leaves[leaf] = result
+                step.leaves[leaf] = result
         else:
-            results.unpack(position, bucket.index, buffer, after)
+            step.results.unpack(position, bucket.index, buffer, after)
 
 
 HANDLERS: Mapping[str, str] = {

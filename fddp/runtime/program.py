@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -282,10 +281,6 @@ class Program:
         if op.kind == "all_gather":
             shard = shard[: len(shard) - len(op.axes)]
         return _own(op.region, shard, self.places)
-
-    def fingerprint(self, step: str) -> int:
-        """Number below 2**32 on which ranks agree if they are at one step of one plan."""
-        return zlib.crc32(f"{self.schedule.shared_digest}:{step}".encode())
 
     def describe(self, bucket: int) -> str:
         """A bucket in words, for errors: its number and the leaves at its ends."""

@@ -28,29 +28,36 @@ class Results:
 
     Args:
         program: knows where each leaf lies.
-        with_stats: whether norm and finiteness are wanted.
+        leaves: results by leaf, None at first.
         devices: where leaves live.
         pool: memory for results that are not left in their bucket's.
+        measure: whether norm and finiteness are wanted.
 
     Attributes:
         looks: whether finiteness is wanted of what is put in from now on.
     """
 
     def __init__(
-        self, program: Program, with_stats: bool, devices: Devices, pool: BufferPool | None = None
+        self,
+        program: Program,
+        leaves: list[Tensor | None],
+        devices: Devices,
+        pool: BufferPool,
+        *,
+        measure: bool,
     ) -> None:
-        self.leaves: list[Tensor | None] = [None] * len(program.plan.leaves)
+        self.leaves = leaves
         self._program = program
-        self._with_stats = self.looks = with_stats
+        self._measure = self.looks = measure
         self._devices = devices
-        self._pool = pool or BufferPool(new_memory)
+        self._pool = pool
         self._parts: dict[int, list[Tensor]] = {}  # by operation: this rank's shards
         self._stats = Stats(0.0, True)
 
     @property
     def stats(self) -> Stats | None:
         """Squared norm and finiteness of what was unpacked here; None unless asked for."""
-        return self._stats if self._with_stats else None
+        return self._stats if self._measure else None
 
     @property
     def finite(self) -> bool:
@@ -84,7 +91,7 @@ class Results:
         """
         program = self._program
         if self._parts:
-            self.leaves = program.shards.joined(program.plan, self._parts, self._devices)
+            self.leaves[:] = program.shards.joined(program.plan, self._parts, self._devices)
         for leaf, flag in zip(program.reduced, used, strict=True):
             if not flag:
                 self.leaves[leaf] = None
@@ -135,7 +142,9 @@ class Results:
 def shards_of(program: Program, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
     """This rank's shards of leaves that are all there, as copies."""
     devices = Devices()
-    results = Results(program, False, devices)
+    results = Results(
+        program, [None] * len(program.plan.leaves), devices, BufferPool(new_memory), measure=False
+    )
     packed: dict[int, Tensor] = {}
     for position, chunk in program.shards.chunks.items():
         bucket = program.plan.buckets[chunk.bucket]

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import math
 import threading
+import zlib
 from collections.abc import Sequence
+from functools import cached_property
 from time import perf_counter
 from typing import Any, NoReturn
 
@@ -44,7 +46,6 @@ from fddp.telemetry.flight.recorder import Entry
 from fddp.transport.base import Work
 
 _IN_BACKWARD = frozenset({"pack", "all_reduce", "reduce_scatter", "all_gather"})
-_RUN = {kind: getattr(BucketState, name) for kind, name in HANDLERS.items()}
 
 
 class StepState:
@@ -68,7 +69,8 @@ class StepState:
         report: the control word summed over ranks, once it is known.
         failures: error text of each rank, once they were exchanged; "" for ranks without one.
         buckets: state of each bucket.
-        results: results by leaf.
+        leaves: results by leaf.
+        measures: True if results are looked at as they are unpacked.
         stamp: True if times, norm and finiteness are wanted.
         opened_s: when the step was opened, on the clock of `time.perf_counter`.
         hook_spans: when the hook ran or waited, on the same clock; with `stamp` only.
@@ -84,7 +86,8 @@ class StepState:
         self.averages = program.schedule.scaling == "average"
         self.applies_scale = program.schedule.result != "replicated"
         self.devices = Devices()
-        self.results = Results(program, self.stamp, self.devices, self.pool)
+        self.leaves: list[Tensor | None] = [None] * len(program.plan.leaves)
+        self.measures = self.stamp
         self.contributions = self.source = NOTHING
         self.has_next = True
         self.hook_states: Sequence[Any] = ()
@@ -100,11 +103,19 @@ class StepState:
         self.log: list[tuple[int, Action]] = []
         self._is_finite, self._may_overflow = True, False
         self._failure_text = ""
+        moment = f"{program.schedule.shared_digest}:{context.step}{context.when}"
+        self._fingerprint = zlib.crc32(moment.encode())  # alike on ranks in the same step
         self._check: FiniteCheck | None = None  # None if non-finite numbers are propagated
         if context.nonfinite != "propagate":
             hook = None if context.attached is None else context.attached.hook
+            self.measures = True
             self._check = FiniteCheck(context.nonfinite, program, self.results, hook, self.recorder)
         self.buckets: Sequence[BucketState] = [*map(BucketState, program.buckets)]
+
+    @cached_property
+    def results(self) -> Results:
+        """Results of buckets that are more than views of their buffers."""
+        return Results(self.program, self.leaves, self.devices, self.pool, measure=self.stamp)
 
     @property
     def phase(self) -> str:
@@ -154,10 +165,6 @@ class StepState:
         """Buffer of a dense bucket."""
         state = self.buckets[bucket]
         return state.memory(self) if state.buffer is None else state.buffer
-
-    def device_of(self, bucket: BucketProgram) -> torch.device:
-        """Device of a bucket's buffer on this rank."""
-        return self.devices[bucket.device]
 
     def recover_memory(self, error: BaseException) -> None:
         """Fail the step on this rank for lack of memory, and free what can be freed.
@@ -290,7 +297,7 @@ class Step(StepState):
         self.is_orderly = True
         if self.stamp:
             self.log.append((self.contributions.arrived(), Action("finish")))
-        return Outcome(self.results.leaves, report, self.results.stats)
+        return Outcome(self.leaves, report, self.results.stats if self.stamp else None)
 
     def _keep_hook_states(self, report: ControlReport) -> None:
         """Update `hook_states` after a step that succeeded."""
@@ -319,7 +326,7 @@ class Step(StepState):
                 if op.kind == "control":
                     self._send_control(position, op)
                 else:
-                    _RUN[op.kind](self.buckets[op.bucket], self, position, op)
+                    getattr(self.buckets[op.bucket], HANDLERS[op.kind])(self, position, op)
 
     def _may_run(self, instruction: Instruction) -> bool:
         """Return True if an operation may run while backward goes on."""
@@ -352,7 +359,7 @@ class Step(StepState):
         """Write this rank's control word behind its bucket, or send it by itself."""
         layout, source = self.program.control, self.source
         word = ControlWord(
-            fingerprint=self.program.fingerprint(self.context.moment),
+            fingerprint=self._fingerprint,
             method=self.method,
             weight=source.weight,
             used=source.used(self.program),
@@ -369,7 +376,7 @@ class Step(StepState):
             entry = self.recorder.launched(self.program.schedule, self.number, position)
             self._word_work = self.transport.all_reduce(self.word, soon=True), entry
         elif op.bucket in self.context.idle:
-            self.word = vector.to(self.device_of(self.program.buckets[op.bucket]))
+            self.word = vector.to(self.devices[self.program.buckets[op.bucket].device])
         else:
             state = self.buckets[op.bucket]
             buffer = state.memory(self) if state.buffer is None else state.buffer
@@ -393,7 +400,7 @@ class Step(StepState):
         self.report = report = decode(
             self.program.control,
             self.word.cpu().numpy(),
-            fingerprint=self.program.fingerprint(self.context.moment),
+            fingerprint=self._fingerprint,
             world_size=self.transport.world_size,
         )
         if not self._is_regular(report):
@@ -513,5 +520,5 @@ class Step(StepState):
             self._raise(error)
         if self.stamp:
             self.log.append((self.contributions.arrived(), Action("finish")))
-        nothing: list[Tensor | None] = [None] * len(self.results.leaves)
+        nothing: list[Tensor | None] = [None] * len(self.leaves)
         return Outcome(nothing, report, Stats(math.nan, False), skipped=True)

@@ -151,7 +151,7 @@ class ValueAndGrad:
         )
         check_no_derivatives(params, program, "parameters", graphs=False)
         earlier = None if accumulated is None else _earlier(accumulated, program)
-        if any([argument is EXHAUSTED for argument in (*args, *kwargs.values())]):
+        if _has_exhausted(args, kwargs):
             contributions = BackwardContributions(program, weight=0.0, accumulated=earlier)
             step.begin(contributions, params)
             now_s = time.perf_counter()
@@ -226,6 +226,11 @@ class ValueAndGrad:
                 f"reduce it first, for instance with .mean()"
             )
         return loss, aux
+
+
+def _has_exhausted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if `EXHAUSTED` is among the arguments. By identity: arrays have no truth."""
+    return id(EXHAUSTED) in {*map(id, args), *map(id, kwargs.values())}
 
 
 def _earlier(accumulated: tuple[Any, float], program: Program) -> Accumulated | None:

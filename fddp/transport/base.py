@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fddp.transport.liveness.status import Slot
     from fddp.transport.operation import OperationKind
 
+_REAL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _LENGTH_BYTES = 8  # that tell how long a payload is
 _MOST_BYTES = 2**31  # of a payload; more is taken for nonsense, before there is memory for it
 _END_BYTES = 16  # that tell what it is for
@@ -123,7 +124,9 @@ class Transport(ABC):
     timeout_s: float
     control_device: torch.device
 
-    _closed: str | None = None  # why no new operation may start
+    #: reason why no new operation may start; empty while one may
+    closed_by: str = ""
+
     _topology: Topology | None = None
     _groups: Mapping[tuple[str, ...], tuple[int, ...]] = MappingProxyType({})  # ranks by axes
 
@@ -132,8 +135,9 @@ class Transport(ABC):
         """Name of this transport in error texts, such as "GradSync #1"; empty if it has none."""
         return self.slot.label
 
-    def step_scope(self, step: int) -> StepScope:
-        """Context in which this rank's waits end with an error once another rank fails `step`."""
+    def step_scope(self, step: int | None) -> StepScope:
+        """Context in which this rank's waits end with an error once another rank fails `step`, or
+        are not ended by failed steps if it is None."""
         return StepScope(self.slot, step)
 
     def enter_step(self, step: int) -> None:
@@ -198,7 +202,7 @@ class Transport(ABC):
             soon: whether the caller is about to wait, so that the work may be left to that; other
                 ranks may be held up until it does.
         """
-        ranks = self._ranks("all_reduce", axes)
+        ranks = self._groups.get(axes) or self._ranks("all_reduce", axes)
         return self._launch(
             Operation("all_reduce", tensor, ranks, average=average, stamp=stamp, soon=soon)
         )
@@ -228,7 +232,7 @@ class Transport(ABC):
                 float32 and rounded once. With `axes=()` ranks lie along one axis. See
                 [Note: one association] in `ordered.py`.
         """
-        ranks = self._ranks("reduce_scatter", axes)
+        ranks = self._groups.get(axes) or self._ranks("reduce_scatter", axes)
         order = self._order(axes) if ordered else ()
         return self._launch(
             Operation(
@@ -257,7 +261,7 @@ class Transport(ABC):
                 others are written.
             axes, stamp, soon: as for `all_reduce`.
         """
-        ranks = self._ranks("all_gather", axes)
+        ranks = self._groups.get(axes) or self._ranks("all_gather", axes)
         return self._launch(Operation("all_gather", buffer, ranks, stamp=stamp, soon=soon))
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -353,11 +357,6 @@ class Transport(ABC):
             text: what went wrong.
         """
 
-    @property
-    def closed_by(self) -> str:
-        """Why no new operation may start; empty while one may."""
-        return self._closed or ""
-
     def close(self, reason: str = "close() was called") -> None:
         """Free threads, sockets and buffers; a second call does nothing.
 
@@ -367,8 +366,8 @@ class Transport(ABC):
         Operations that have not finished are given up, and raise `ClosedError` when waited for;
         ranks that wait for them see this rank as lost.
         """
-        if self._closed is None:
-            self._closed = reason
+        if not self.closed_by:
+            self.closed_by = reason or "close() was called"
             self._release()
 
     def abandon(self, reason: str) -> None:
@@ -409,12 +408,21 @@ class Transport(ABC):
         return tuple(range(self.world_size))
 
     def _launch(self, operation: Operation) -> Work:
-        if self._closed is not None:
+        if self.closed_by:
             raise ClosedError(
                 f"{operation.kind} on rank {self.rank}: this {self.name} transport is closed "
-                f"({self._closed}); make what uses it anew, on a working group"
+                f"({self.closed_by}); make what uses it anew, on a working group"
             )
-        check_operation(operation, self.rank)
+        tensor = operation.tensor
+        is_usual = (
+            operation.kind == "all_reduce"
+            and tensor.dtype in _REAL_DTYPES
+            and tensor.layout is torch.strided
+            and tensor.is_contiguous()
+            and not (tensor.requires_grad or tensor.is_neg())
+        )
+        if not is_usual:
+            check_operation(operation, self.rank)
         if len(operation.ranks) == 1:
             return _LoneWork(operation.stamp)
         return self._start(operation)
@@ -453,17 +461,18 @@ class Transport(ABC):
 class StepScope:
     """Context manager of `Transport.step_scope`."""
 
-    __slots__ = ("_status", "_step")
+    __slots__ = ("_outer", "_status", "_step")
 
     def __init__(self, status: Slot, step: int | None) -> None:
         self._status = status
         self._step = step
 
     def __enter__(self) -> None:
+        self._outer = self._status.in_step
         self._status.in_step = self._step
 
     def __exit__(self, *_: object) -> None:
-        self._status.in_step = None
+        self._status.in_step = self._outer
 
 
 class _LoneWork(Work):
@@ -478,5 +487,7 @@ class _LoneWork(Work):
     def done_s(self) -> float | None:
         return self._done_s
 
-    def _wait(self, what: str) -> None:
+    def wait(self, what: str) -> None:
         return
+
+    _wait = wait

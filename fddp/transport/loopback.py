@@ -196,7 +196,7 @@ class LoopbackTransport(Transport):
 
     def _release(self) -> None:
         self._desk.leave(self.slot)
-        self._world.leave(self.rank, f"left its transport ({self._closed})", self._channel)
+        self._world.leave(self.rank, f"left its transport ({self.closed_by})", self._channel)
 
     def _explain(
         self, what: str, missing: dict[int, str | None], peer: str | None = None
@@ -236,7 +236,7 @@ class _LoopbackWork(Work):
 
     @property
     def done(self) -> bool:
-        return self._transport._closed is not None or self._transport._world.is_over(self._meeting)
+        return bool(self._transport.closed_by) or self._transport._world.is_over(self._meeting)
 
     @property
     def done_s(self) -> float | None:
@@ -250,10 +250,10 @@ class _LoopbackWork(Work):
 
     def _outcome(self, what: str) -> FddpError | None:
         transport, meeting = self._transport, self._meeting
-        if transport._closed is not None and meeting.done_s is None:
+        if transport.closed_by and meeting.done_s is None:
             return ClosedError(
                 f"{what} on rank {transport.rank} of {transport.world_size}: the transport was "
-                f"closed ({transport._closed})"
+                f"closed ({transport.closed_by})"
             )
         slot = transport.slot
         slot.begin(what)
@@ -272,7 +272,7 @@ class _LoopbackWork(Work):
         slot.fail(what)
         if isinstance(error, SyncTimeoutError):
             transport._world.give_up(transport.rank, transport._channel)
-        transport._closed = f"{what} failed"
+        transport.closed_by = f"{what} failed"
         transport._release()
         return error
 

@@ -89,7 +89,7 @@ def go_with_groups(rank: int, n: int) -> None:
     del alone
     gc.collect()
     assert gone() is None
-    assert soon(lambda: released._closed)
+    assert soon(lambda: released.closed_by)
     # torch keeps groups that it has destroyed, here and there.
     dist.destroy_process_group(part)
     if rank == 0:
@@ -100,7 +100,7 @@ def go_with_groups(rank: int, n: int) -> None:
     fddp.psum(ONE, dist.new_group([0, 1]))
     gc.collect()
     assert soon(lambda: kept() is None)
-    assert soon(lambda: transport._closed)
+    assert soon(lambda: transport.closed_by)
     assert len(communicators._of_groups) == known
 
 
@@ -117,7 +117,7 @@ def drop(rank: int, n: int) -> None:
         transports.append(ranks.transport)
         del ranks
     gc.collect()
-    assert soon(lambda: all(transport._closed for transport in transports))
+    assert soon(lambda: all(transport.closed_by for transport in transports))
 
 
 def test_groups_of_loopback_leave_nothing() -> None:

@@ -147,14 +147,14 @@ def test_a_graph_of_gradients_is_kept() -> None:
 
 def test_a_rank_that_fails_keeps_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Any] = []
-    take_back = BufferPool.take_back
+    reclaim = BufferPool.reclaim
 
     def noting(self: BufferPool, *args: Any) -> Tensor | None:
-        buffer = take_back(self, *args)
+        buffer = reclaim(self, *args)
         taken.append(buffer is not None)
         return buffer
 
-    monkeypatch.setattr(BufferPool, "take_back", noting)
+    monkeypatch.setattr(BufferPool, "reclaim", noting)
 
     def run(group: Any) -> None:
         module = model()

@@ -527,12 +527,12 @@ def test_set_hook_carries_state_from_step_to_step() -> None:
             engine.set_hook(top_k(0.5))
             means = []
             for _ in range(2):
-                session = engine.open(Method.CALL, with_stats=False)
+                step = engine.open(Method.CALL, with_stats=False)
                 from fddp.runtime.contributions import TreeContributions
 
-                program = session.setting.program
-                session.begin(TreeContributions(program, [own["w"]], 1.0), [own["w"]])
-                means.append(engine.close(session).leaves[0])
+                program = step.program
+                step.begin(TreeContributions(program, [own["w"]], 1.0), [own["w"]])
+                means.append(engine.finish(step).leaves[0])
             states = engine.hook_states
             assert states is not None
             engine.set_hook(None)

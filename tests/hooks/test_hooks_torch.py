@@ -371,11 +371,11 @@ def test_ranks_at_rest_count_as_zeros_where_they_may() -> None:
         own = torch.tensor([4.0, 6.0])
         hook = TorchHook(None, lambda _, bucket: finished(bucket.buffer() / 2))
         with fddp.GradSync({"w": own}, group=group, hook=hook) as sync:
-            session = sync._engine.open(Method.CALL, with_stats=False)
-            session.lets_rest = True
+            step = sync._engine.open(Method.CALL, with_stats=False)
+            step.allow_idle_ranks = True
             weight = 1.0 - group.rank
-            session.begin(TreeContributions(session.setting.program, [own], weight), [own])
-            (mean,) = sync._engine.close(session).leaves
+            step.begin(TreeContributions(step.program, [own], weight), [own])
+            (mean,) = sync._engine.finish(step).leaves
             return mean
 
     assert [mean.tolist() for mean in fddp.loopback(2, run)] == [[2.0, 3.0], [0.0, 0.0]]

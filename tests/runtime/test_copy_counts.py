@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fddp
 from fddp.native.buffer_pool import BufferPool
+from fddp.runtime.bucket import BucketState
 from fddp.transport import Transport
 from fddp.transport.loopback import LoopbackTransport
 
@@ -112,15 +113,15 @@ def test_no_memory_is_made_after_the_first_steps(
 ) -> None:
     loop, sets = LOOPS[name]
     addresses: dict[Any, set[int]] = {}
-    acquire, take_back = BufferPool.acquire, BufferPool.take_back
+    acquire, reclaim = BufferPool.acquire, BufferPool.reclaim
 
-    def noting(self: BufferPool, key: Any, *args: Any) -> Tensor:
-        buffer = acquire(self, key, *args)
+    def noting(self: BufferPool, key: Any, *args: Any, **options: Any) -> Tensor:
+        buffer = acquire(self, key, *args, **options)
         addresses.setdefault(key, set()).add(buffer.data_ptr())
         return buffer
 
     def keeping(self: BufferPool, *args: Any) -> Tensor | None:
-        buffer = take_back(self, *args)
+        buffer = reclaim(self, *args)
         if buffer is not None:
             addresses.setdefault(args[0], set()).add(buffer.data_ptr())
         return buffer
@@ -136,7 +137,7 @@ def test_no_memory_is_made_after_the_first_steps(
         steps.close()
 
     monkeypatch.setattr(BufferPool, "acquire", noting)
-    monkeypatch.setattr(BufferPool, "take_back", keeping)
+    monkeypatch.setattr(BufferPool, "reclaim", keeping)
     fddp.loopback(1, run)
     assert made == [], "of the transport"
     buckets = {key: found for key, found in addresses.items() if isinstance(key, int)}
@@ -158,17 +159,16 @@ def test_an_element_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(f"{module}.{name}", lambda *_, name=name, **__: written.append(name))
     packed: list[int] = []
-    memory = fddp.runtime.step.Session.buffer_of  # type: ignore[attr-defined]
+    memory = BucketState.memory
 
     def run(group: Any) -> None:
         buffers: dict[int, Tensor] = {}
 
-        def noting(self: Any, bucket: int) -> Tensor:
-            buffer: Tensor = memory(self, bucket)
-            buffers[bucket] = buffer
+        def noting(self: BucketState, step: Any) -> Tensor:
+            buffer = buffers[self.program.index] = memory(self, step)
             return buffer
 
-        monkeypatch.setattr("fddp.runtime.step.Session.buffer_of", noting)
+        monkeypatch.setattr(BucketState, "memory", noting)
         steps = functional(group)
         for _ in range(WARM_UP):
             sync, grads = next(steps)

@@ -140,7 +140,7 @@ def test_bits_do_not_depend_on_plans_that_change_between_steps() -> None:
                 if replans:
                     order = chance.sample(sync.plan.order, k=len(sync.plan.order))
                     caps = [chance.choice([4, 300, 1 << 20])]
-                    sync._engine.adopt(fddp.rebucket(sync.plan, order, caps_bytes=caps))
+                    sync._engine.set_plan(fddp.rebucket(sync.plan, order, caps_bytes=caps))
         return found
 
     kept, replanned = (fddp.loopback(3, steps, replans) for replans in (False, True))

@@ -20,8 +20,7 @@ import fddp
 from fddp.core.schedule.op import Op
 from fddp.core.timeline import BucketTimes, StepTimes
 from fddp.hooks import AllReduce, Bucket, BucketSpec, Future, Hook
-from fddp.runtime.results import Results
-from fddp.runtime.step import Session
+from fddp.runtime.bucket import BucketState
 from fddp.telemetry.perfetto import chrome_trace, steps_from_json, steps_to_json
 from fddp.telemetry.report import MonitorReport
 from fddp.telemetry.stragglers import RankSummary, StepRecord, summarize
@@ -84,21 +83,21 @@ def pause(where: str) -> None:
 
 def slow_parts() -> ExitStack:
     """Packing and unpacking pause, too."""
-    fill, take = Session._fill, Results.unpack
+    pack, unpack = BucketState.pack, BucketState.unpack
 
-    def filled(session: Session, buffer: Tensor, position: int, op: Op) -> None:
-        is_last = op.bucket == session.setting.program.schedule.sequence[-1]
+    def packed(state: BucketState, step: Any, position: int, op: Op) -> None:
+        is_last = op.bucket == step.program.schedule.sequence[-1]
         pause("pack" if is_last else "pack in backward")
-        fill(session, buffer, position, op)
+        pack(state, step, position, op)
 
-    def taken(results: Results, position: int, bucket: int, *args: Any) -> None:
-        if bucket == 0:
+    def unpacked(state: BucketState, step: Any, position: int, op: Op) -> None:
+        if op.bucket == 0:
             pause("unpack")
-        take(results, position, bucket, *args)
+        unpack(state, step, position, op)
 
     with ExitStack() as patched:
-        patched.enter_context(mock.patch.object(Session, "_fill", filled))
-        patched.enter_context(mock.patch.object(Results, "unpack", taken))
+        patched.enter_context(mock.patch.object(BucketState, "pack", packed))
+        patched.enter_context(mock.patch.object(BucketState, "unpack", unpacked))
         return patched.pop_all()
 
 

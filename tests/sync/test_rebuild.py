@@ -330,10 +330,10 @@ def test_what_was_made_of_the_old_one_says_where_to_go() -> None:
 
 
 def carry_step(engine: Engine, factor: float) -> None:
-    session = engine.open(Method.CALL, with_stats=False)
+    step = engine.open(Method.CALL, with_stats=False)
     leaves = [leaf * factor for leaf in flatten(mlp())[0]]
-    session.begin(TreeContributions(engine.program, leaves, 1.0), leaves)
-    engine.close(session)
+    step.begin(TreeContributions(engine.program, leaves, 1.0), leaves)
+    engine.finish(step)
 
 
 def test_carried_state_of_hooks() -> None:

@@ -41,7 +41,7 @@ def collect_where_a_lock_is_held(world: Any) -> None:
         collector.join(10.0)
         assert not collector.is_alive(), "it waits for the lock"
         assert gone() is None
-    assert soon(lambda: transport._closed)
+    assert soon(lambda: transport.closed_by)
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])

@@ -77,7 +77,7 @@ class ControlLayout:
     format: Format = "float64"
     limb_bits: int = 0
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of elements."""
         return int(self.fields["order"].stop)

@@ -193,13 +193,13 @@ class C10dTransport(Transport):
 
     def disown(self) -> None:
         """See [Note: forks]."""
-        self._closed = self._closed or IN_A_FORK
+        self.closed_by = self.closed_by or IN_A_FORK
 
     def raise_alarm(self, step: int, text: str) -> None:
         self._roll.raise_alarm(step, text)
 
     def abandon(self, reason: str) -> None:
-        if self._closed is None:
+        if not self.closed_by:
             self.tell_of_leaving()
         self.close(reason)
 
@@ -222,8 +222,8 @@ class C10dTransport(Transport):
             thread.join(_FREEING_S)
 
     def _await(self, pending: _Pending, what: str) -> None:
-        if self._closed is not None and not pending.flight.arrived:
-            raise RuntimeError(f"the transport was closed ({self._closed})")
+        if self.closed_by and not pending.flight.arrived:
+            raise RuntimeError(f"the transport was closed ({self.closed_by})")
         operation = pending.operation
         # Who has sent its part of a broadcast is done with it, and may end.
         among = () if operation.kind == "broadcast" else operation.ranks
@@ -276,7 +276,7 @@ class C10dTransport(Transport):
             raise error
         with self.lock:
             if self._failure is None:
-                if self._closed is not None:
+                if self.closed_by:
                     return ClosedError(f"{what} on rank {self.rank} of {self.world_size}: {error}")
                 if self.on_failure is not None:
                     self.on_failure(what)
@@ -355,7 +355,7 @@ class C10dTransport(Transport):
         self.slot.fail(what)
         self.slot.desk.tell()
         self._failure = failure
-        self._closed = f"{what} failed"
+        self.closed_by = f"{what} failed"
         self._release()
 
 
@@ -373,7 +373,7 @@ class _C10dWork(Work):
     @property
     def done(self) -> bool:
         pending = self.pending
-        return pending is None or self._transport._closed is not None or pending.flight.arrived
+        return pending is None or bool(self._transport.closed_by) or pending.flight.arrived
 
     @property
     def done_s(self) -> float | None:

@@ -85,7 +85,7 @@ class ShmTransport(Transport):
 
     def dismiss(self) -> None:
         """Frees all but the c10d transport, which stays open."""
-        self._closed = "it was not taken"
+        self.closed_by = "it was not taken"
         self._free()
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -137,13 +137,13 @@ class ShmTransport(Transport):
 
     def disown(self) -> None:
         """See [Note: forks]."""
-        self._closed = self._closed or IN_A_FORK
+        self.closed_by = self.closed_by or IN_A_FORK
 
     def raise_alarm(self, step: int, text: str) -> None:
         self._c10d.raise_alarm(step, text)
 
     def abandon(self, reason: str) -> None:
-        if self._closed is None:
+        if not self.closed_by:
             self._c10d.tell_of_leaving()
         self.close(reason)
 
@@ -226,10 +226,10 @@ class ShmTransport(Transport):
         with self._c10d.lock:
             if self._c10d.failed:
                 return self._c10d.explain(what)
-            if self._closed is not None:
+            if self.closed_by:
                 return ClosedError(
                     f"{what} on rank {self.rank} of {self.world_size}: the transport was closed "
-                    f"({self._closed})"
+                    f"({self.closed_by})"
                 )
             failure = _failure(table, self.rank, waited_s)
             if failure is None:
@@ -237,7 +237,7 @@ class ShmTransport(Transport):
             if failure.text == CLOSED:
                 # Why, if it was for what this rank would have seen as well, had it come sooner.
                 failure = failure._replace(mismatch=self._c10d.parting)
-            self._closed = f"{what} failed"
+            self.closed_by = f"{what} failed"
             self._spread(failure)
             self._c10d.end(what, failure)
             self._free()
@@ -249,7 +249,7 @@ class ShmTransport(Transport):
 
     def _fall(self, what: str) -> None:
         """The c10d transport has met a failure, or heard of one."""
-        self._closed = f"{what} failed"
+        self.closed_by = f"{what} failed"
         self._spread(None)
         self._free()
 

@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -16,7 +17,8 @@ from unittest import mock
 import torch
 
 from fddp.native.buffer_pool import BufferPool
-from fddp.runtime.step import Session
+from fddp.runtime.bucket import HANDLERS, BucketState
+from fddp.runtime.step import Step
 from fddp.transport.base import Transport
 
 if TYPE_CHECKING:
@@ -133,19 +135,31 @@ class Striker:
         if not self._is_mine:
             yield
             return
-        run, acquire, exchange = Session._run, BufferPool.acquire, Transport.exchange
+        acquire, exchange = BufferPool.acquire, Transport.exchange
         counted = 0
 
-        def watched_run(session: Session, position: int, op: Op) -> None:
-            before, after = self._places(session, position, op)
-            step = session.setting.step
-            if before and self._runs_through(before, step):
+        def watched(run: Callable[[int, Op], None], step: Step, position: int, op: Op) -> None:
+            before, after = self._places(step, position, op)
+            if before and self._runs_through(before, step.number):
                 self.strike()
-            run(session, position, op)
-            if after and self._runs_through(after, step):
+            run(position, op)
+            if after and self._runs_through(after, step.number):
                 self.strike()
 
-        def watched_acquire(pool: BufferPool, key: Any, *args: Any) -> Any:
+        def watching_bucket(name: str) -> Any:
+            run = getattr(BucketState, name)
+
+            def watched_run(state: BucketState, step: Step, position: int, op: Op) -> None:
+                watched(partial(run, state, step), step, position, op)
+
+            return mock.patch.object(BucketState, name, watched_run)
+
+        send = Step._send_control
+
+        def watched_send(step: Step, position: int, op: Op) -> None:
+            watched(partial(send, step), step, position, op)
+
+        def watched_acquire(pool: BufferPool, key: Any, *args: Any, **options: Any) -> Any:
             if self._fault.kind.startswith("no bucket memory") and self.engine is not None:
                 stage = {0: "first bucket", 1: "between buckets"}.get(key, "")
                 if self.is_due(stage, self.engine.step - 1):
@@ -153,7 +167,7 @@ class Striker:
                     self.strike()
                 if self._dry is self.engine:
                     self._huge_tensor()
-            return acquire(pool, key, *args)
+            return acquire(pool, key, *args, **options)
 
         def watched_exchange(transport: Transport, *args: Any) -> list[bytes]:
             nonlocal counted
@@ -161,25 +175,26 @@ class Striker:
             counted += 1
             return exchange(transport, *args)
 
-        with (
-            mock.patch.object(Session, "_run", watched_run),
-            mock.patch.object(BufferPool, "acquire", watched_acquire),
-            mock.patch.object(Transport, "exchange", watched_exchange),
-        ):
+        with contextlib.ExitStack() as patched:
+            for name in {*HANDLERS.values()}:
+                patched.enter_context(watching_bucket(name))
+            patched.enter_context(mock.patch.object(Step, "_send_control", watched_send))
+            patched.enter_context(mock.patch.object(BufferPool, "acquire", watched_acquire))
+            patched.enter_context(mock.patch.object(Transport, "exchange", watched_exchange))
             yield
 
     def _runs_through(self, stage: str, step: int) -> bool:
         by_itself = ("error in hook", "no bucket memory", "no bucket memory at all")
         return self._fault.kind not in by_itself and self.is_due(stage, step)
 
-    def _places(self, session: Session, position: int, op: Op) -> tuple[str, str]:
+    def _places(self, step: Step, position: int, op: Op) -> tuple[str, str]:
         """The stages that begin right before and right behind an operation."""
         if op.kind == "control":
             return "control word", ""
         if op.kind in _COLLECTIVES:
-            sent = sum(o.kind in _COLLECTIVES for o in session._ops[:position])
+            sent = sum(o.kind in _COLLECTIVES for o in step.program.schedule.ops[:position])
             return "", {0: "first bucket", 1: "between buckets"}.get(sent, "")
-        is_first = not any(o.kind == "unpack" for o in session._ops[:position])
+        is_first = not any(o.kind == "unpack" for o in step.program.schedule.ops[:position])
         return ("unpack" if op.kind == "unpack" and is_first else ""), ""
 
 

@@ -242,7 +242,7 @@ class Rig:
         # Not that of all leaves: what is in no bucket stays there.
         order = list(plan.order)
         own_chance(self._seed, turn.number, 0).shuffle(order)
-        self._sync._engine.adopt(fddp.rebucket(plan, order))
+        self._sync._engine.set_plan(fddp.rebucket(plan, order))
 
     def turn_change_hook(self, turn: Turn, chance: random.Random) -> None:
         hook = [None, *HOOKS][turn.choice % (1 + len(HOOKS))]
