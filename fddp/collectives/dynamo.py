@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fddp.collectives import handshake as meeting
+from fddp.collectives import handshake
 from fddp.collectives.autograd import FddpLinear, FddpMaximum, FddpMeanOnBackward
 from fddp.collectives.call_cache import Asked, program_of, tiles
 from fddp.collectives.calls import Application, Call
@@ -156,4 +156,4 @@ def _examples(leaves: Sequence[Any]) -> list[Any]:
 
 def _refuse(communicator: Communicator, place: Place, what: str, error: Exception) -> NoReturn:
     with outside_tracing():
-        meeting.refuse(communicator, place, what, error)
+        handshake.refuse(communicator, place, what, error)

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from fddp.collectives import handshake as meeting
+from fddp.collectives import handshake
 from fddp.collectives.calls import Call
 from fddp.collectives.operator_program import Load
 from fddp.errors import FddpError
 from fddp.native.operands import first_without_memory
 from fddp.native.pack import pack_, slices
-from fddp.telemetry.flight.dump import note_failure
+from fddp.telemetry.flight.dump import dump_on_failure
 from fddp.transport import Work
 
 
@@ -52,7 +52,7 @@ def run_eagerly(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
             return _run(call, leaves)
         except FddpError as error:
             call.communicator.recorder.fail()
-            note_failure(error)
+            dump_on_failure(error)
             raise
         except BaseException as error:
             call.communicator.recorder.fail()
@@ -80,7 +80,7 @@ def _refuse(call: Call, leaf: Tensor | None, position: int) -> NoReturn:
     )
     path = call.program.units[position].path
     problem = f"{call.program.operator}: leaf {path!r} is {kind}"
-    meeting.refuse(call.communicator, call.program.place, call.text, TypeError(problem))
+    handshake.refuse(call.communicator, call.program.place, call.text, TypeError(problem))
 
 
 class _Flight(NamedTuple):
@@ -95,7 +95,7 @@ def _run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
     program, memory = call.program, call.communicator.memory
     pack, start, take = _MOVES[program.operator]
     entry = call.communicator.recorder.launched(call.text, -1, -1)
-    met = meeting.begin(call)
+    met = handshake.begin(call)
     packed = _packed_first(call, leaves) if met is not None else None
     entry.waited_s = perf_counter()
     if met is not None:

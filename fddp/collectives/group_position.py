@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fddp.collectives import handshake as meeting
+from fddp.collectives import handshake
 from fddp.collectives.communicator import Communicator, communicator_of
 from fddp.collectives.operator_program import Place
 from fddp.errors import FddpError
@@ -49,7 +49,7 @@ def meeting_place(
     if problem is not None:
         # Who waits for this rank depends on what it meant: those along the axes that there are.
         with outside_tracing():
-            meeting.refuse(communicator, place, what, problem)
+            handshake.refuse(communicator, place, what, problem)
     return communicator, place
 
 

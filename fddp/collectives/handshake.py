@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
-from fddp.core.protocol.messages import Form, OneOf, nonsense, read
+from fddp.core.protocol.messages import AnyOf, Schema, decode, malformed_message_error
 from fddp.errors import DesyncError, FddpError, PeerError, error_text
 
 if TYPE_CHECKING:
@@ -35,21 +35,21 @@ _WORD = 4  # fingerprint, number, position, whether it failed
 _LENGTH_BYTES = 8
 _MOST_BYTES = 2**31  # of what one rank says; more is taken for nonsense
 
-_DETAILS: Form = (
+_DETAILS: Schema = (
     str,  # operator
-    OneOf(((), ([str], int))),  # who takes part; empty for `check_replicas`
+    AnyOf(((), ([str], int))),  # who takes part; empty for `check_replicas`
     int,
     bool,
     [(str, [int], str, str)],  # leaves
     [[int]],  # buckets
 )
-_CALL: dict[str, Form] = {
+_CALL: dict[str, Schema] = {
     "text": str,
     "details": _DETAILS,
     "roles": [str],
     "call": (int, int),
 }
-_TOLD = OneOf(({"error": str, "text": str}, _CALL, {**_CALL, "digests": [int], "when": str}))
+_TOLD = AnyOf(({"error": str, "text": str}, _CALL, {**_CALL, "digests": [int], "when": str}))
 
 
 class Meeting(NamedTuple):
@@ -284,9 +284,9 @@ def _exchange(
     told = {}
     for rank, text, size in zip(ranks, texts, sizes, strict=True):
         try:
-            told[rank] = read(text[:size], _TOLD)
+            told[rank] = decode(text[:size], _TOLD)
         except ValueError as error:
-            raise nonsense(rank, what, error) from error
+            raise malformed_message_error(rank, what, error) from error
     return told
 
 

@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 
 from torch.compiler import is_dynamo_compiling
 
-from fddp.collectives import dynamo as tracing
-from fddp.collectives import handshake as meeting
+from fddp.collectives import dynamo, handshake
 from fddp.collectives.autograd import (
     FddpLinear,
     FddpMaximum,
@@ -227,7 +226,7 @@ def pmax(
         [1, 1]
     """
     if is_dynamo_compiling():
-        return tracing.operate("pmax", tree, group, mesh, axis, plan)  # type: ignore[no-any-return]
+        return dynamo.operate("pmax", tree, group, mesh, axis, plan)  # type: ignore[no-any-return]
     site = call_site()
     communicator, place = meeting_place("pmax", group, mesh, axis, site)
     taken = _taken(communicator, place, "pmax", tree, plan, None, site)
@@ -274,7 +273,7 @@ def sync_on_backward(
         [0.5, 0.5]
     """
     if is_dynamo_compiling():
-        return tracing.operate("sync_on_backward", tree, group, mesh, axis, plan)  # type: ignore[no-any-return]
+        return dynamo.operate("sync_on_backward", tree, group, mesh, axis, plan)  # type: ignore[no-any-return]
     site = call_site()
     communicator, place = meeting_place("sync_on_backward", group, mesh, axis, site)
     taken = take_apart(communicator, Asked("sync_on_backward", place, -1, plan), tree, site)
@@ -299,7 +298,7 @@ def _linear(
     tiled: bool = False,
 ) -> Tree:
     if is_dynamo_compiling():
-        traced: Tree = tracing.operate(operator, tree, group, mesh, axis, plan, root, tiled)
+        traced: Tree = dynamo.operate(operator, tree, group, mesh, axis, plan, root, tiled)
         return traced
     site = call_site()
     communicator, place = meeting_place(operator, group, mesh, axis, site)
@@ -332,4 +331,4 @@ def _taken(
         return take_apart(communicator, Asked(operator, place, number, plan, tiled), tree, site)
     except Exception as error:
         with outside_tracing():
-            meeting.refuse(communicator, place, f"{operator}, called at {site}", error)
+            handshake.refuse(communicator, place, f"{operator}, called at {site}", error)

@@ -9,13 +9,13 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn import Module
 
 from fddp.collectives.replicas.broadcast import broadcast_, broadcast_tensors
-from fddp.core.protocol.messages import Each
+from fddp.core.protocol.messages import MappingOf
 from fddp.errors import DesyncError, PlanMismatchError
 from fddp.native.pack import storage_use_count
 from fddp.runtime.agreement import exchange
 from fddp.transport import Transport
 
-_SHAPES = Each(str)  # dtype and shape, by name
+_SHAPES = MappingOf(str)  # dtype and shape, by name
 
 
 def broadcast_module(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from fddp.ddp.arguments import managed
-from fddp.native import extension as ext
+from fddp.native import extension
 
 Change = Literal["none", "swapped", "changed"]
 
@@ -42,7 +42,7 @@ class Watch:
         self._tables = [m._parameters for m in modules]
         self._buffers = [m._buffers for m in modules]
         children = [m._modules for m in modules]
-        self._seen: Any = ext.load().KnownEntries([*self._tables, *children])
+        self._seen: Any = extension.load().KnownEntries([*self._tables, *children])
         every = managed(self._module, self._ignored)
         self._trainable = [param for param in every.values() if param.requires_grad]
         self._frozen = [param for param in every.values() if not param.requires_grad]

@@ -32,7 +32,7 @@ from fddp.ddp.outputs import find_tensors
 from fddp.ddp.tensor_parallel import make_local_
 from fddp.errors import InternalError
 from fddp.runtime.nonfinite import Policy
-from fddp.telemetry.flight.dump import failures_noted
+from fddp.telemetry.flight.dump import dump_failures
 from fddp.transport import TransportName
 
 # What is made anew where a wrapper is copied or unpickled.
@@ -328,7 +328,7 @@ class DistributedDataParallel(Observed, Hooked, Failing):
         src = 0
         if self._join_config.enable:
             src = last_rank(transport, mine=has_inputs) or 0
-        with failures_noted(), torch.no_grad(), torch.inference_mode(False):
+        with dump_failures(), torch.no_grad(), torch.inference_mode(False):
             if not hasattr(self, "buffer_hook"):
                 broadcast_buffers(transport, self.module, self._options.ignored, src)
                 return

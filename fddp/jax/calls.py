@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from fddp.collectives import calls as eager
-from fddp.collectives import handshake as meeting
+from fddp.collectives import handshake
 from fddp.collectives.communicator import Communicator
 from fddp.collectives.operator_program import Load, Program, bucketed
 from fddp.core.plan.leaf import LeafSpec
 from fddp.errors import DesyncError, SyncTimeoutError
-from fddp.jax import communicators as channels
+from fddp.jax import communicators
 from fddp.jax.communicators import Channel
 from fddp.jax.errors import keep
 from fddp.jax.primitives import Call
@@ -84,7 +84,7 @@ def carry_out(number: int, loan: Loan) -> str | None:
     """
     try:
         known = _known[number]
-        channel = channels.numbered(known.call.channel)
+        channel = communicators.numbered(known.call.channel)
         communicator = channel.communicator
         program = known.programs.get(communicator.number)
         if program is None:
@@ -109,7 +109,7 @@ def _turn(call: eager.Call) -> Iterator[None]:
         lock.acquire()
     try:
         if not alone:
-            meeting.refuse(call.communicator, call.program.place, call.text, _not_alone(call))
+            handshake.refuse(call.communicator, call.program.place, call.text, _not_alone(call))
         yield
     finally:
         lock.release()
@@ -127,7 +127,7 @@ def _with_way_out(error: Exception, number: int) -> Exception:
     """The error, which says more where ranks are threads: XLA may lack a thread for each."""
     if (
         isinstance(error, SyncTimeoutError)
-        and channels.numbered(_known[number].call.channel).threads
+        and communicators.numbered(_known[number].call.channel).threads
     ):
         hint = (
             "; ranks that are threads share XLA's, one for each core: call "
@@ -143,7 +143,7 @@ def _reduce(call: eager.Call, loan: Loan) -> None:
 
     Buckets take turns in the same memory, which is still in the caches when sums are handed out.
     """
-    met = meeting.begin(call)
+    met = handshake.begin(call)
     loads = call.program.loads
     # Not kept where an operation fails: others might still write it.
     slots: list[Tensor] = call.communicator.known.pop(_SLOTS, [])

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fddp.native import extension as ext
+from fddp.native import extension
 from fddp.native.pack import storage_use_count
 
 # What a loop holds in turn; more are freed when the caller lets go of them.
@@ -32,7 +32,7 @@ class BufferPool:
     def __init__(self, allocate: Allocate) -> None:
         self._allocate = allocate
         self._lent: dict[Hashable, list[Tensor]] = {}
-        self._lenders: Any = ext.load().Lenders()
+        self._lenders: Any = extension.load().Lenders()
 
     def acquire(
         self, key: Hashable, numel: int, dtype: torch.dtype, device: torch.device
@@ -74,4 +74,4 @@ class BufferPool:
 
 def vacate(tensors: Iterable[Tensor], text: str) -> None:
     """Takes the memory away from views that a pool has lent: using one raises, with this text."""
-    ext.load().vacate(list(tensors), text)
+    extension.load().vacate(list(tensors), text)

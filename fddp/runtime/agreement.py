@@ -14,7 +14,14 @@ from typing import Any
 
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.plan.plan import BucketPlan, plan_leaves, rebucket
-from fddp.core.protocol.messages import Form, OneOf, heard, maybe, nonsense, read
+from fddp.core.protocol.messages import (
+    AnyOf,
+    Schema,
+    decode,
+    decode_all,
+    malformed_message_error,
+    optional,
+)
 from fddp.core.schedule.builder import Algorithm, make_schedule
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
@@ -23,22 +30,22 @@ from fddp.hooks.hook import Hook
 from fddp.runtime.nonfinite import Policy
 from fddp.transport.base import Transport
 
-LEAF_DETAILS: Form = [(str, [int], str, maybe([int]), str, bool)]
+LEAF_DETAILS: Schema = [(str, [int], str, optional([int]), str, bool)]
 """What `leaf_details` gives, as ranks tell it."""
 
-_SUMMARY: Form = OneOf(
+_SUMMARY: Schema = AnyOf(
     (
         {"failure": str},
         {
             "given": bool,
             "transport": str,
-            "reduce_dtype": maybe(str),
+            "reduce_dtype": optional(str),
             "algorithm": str,
             "mesh": str,
-            "schedule": maybe(str),
+            "schedule": optional(str),
             "caps": [int],
-            "hook": maybe(str),
-            "rebuild": maybe(str),
+            "hook": optional(str),
+            "rebuild": optional(str),
             "skips_unused": bool,
             "deterministic": bool,
             "nonfinite": str,
@@ -215,7 +222,7 @@ def agree_on_hook(transport: Transport, hook: Hook[Any] | None) -> None:
     Raises:
         PlanMismatchError: on every rank, if any two differ.
     """
-    names = exchange(transport, _hook_name(hook), maybe(str), "hooks")
+    names = exchange(transport, _hook_name(hook), optional(str), "hooks")
     for rank, other in enumerate(names):
         if other != names[0]:
             raise PlanMismatchError(
@@ -227,7 +234,7 @@ def _hook_name(hook: Hook[Any] | None) -> str | None:
     return None if hook is None else hook.name
 
 
-def exchange(transport: Transport, value: object, form: Form, end: str = "terms") -> list[Any]:
+def exchange(transport: Transport, value: object, form: Schema, end: str = "terms") -> list[Any]:
     """Every rank's value, by rank; a collective call.
 
     Args:
@@ -239,8 +246,8 @@ def exchange(transport: Transport, value: object, form: Form, end: str = "terms"
     Raises:
         DesyncError: what a rank says is of another form, on every rank; or as `Transport.exchange`.
     """
-    return heard(
-        transport.exchange(json.dumps(value).encode(), end), lambda text: read(text, form), end
+    return decode_all(
+        transport.exchange(json.dumps(value).encode(), end), lambda text: decode(text, form), end
     )
 
 
@@ -248,7 +255,7 @@ def _reordered(plan: BucketPlan, slots: list[int]) -> BucketPlan:
     reduced = plan.reduced
     if sorted(slots) != [*range(len(reduced))]:
         problem = ValueError(f"its order does not have each of {len(reduced)} leaves once")
-        raise nonsense(0, "terms", problem)
+        raise malformed_message_error(0, "terms", problem)
     return plan_leaves(plan.leaves, order=[reduced[s] for s in slots], caps_bytes=plan.caps_bytes)
 
 

@@ -126,8 +126,8 @@ def _swapped(told: Sequence[Told]) -> DesyncError:
             first.setdefault(account.method, rank)
     sides = " and ".join(f"{method} on rank {rank}" for method, rank in first.items())
     return DesyncError(
-        f"step {told[0].step} is {sides}; every rank must make the same calls of one GradSync in "
-        f"the same order (a rank without a part in a call may pass weight=0)"
+        f"step {told[0].step} is {sides}; every rank must make the same calls of one GradSync "
+        f"in the same order (a rank without a part in a call may pass weight=0)"
     )
 
 

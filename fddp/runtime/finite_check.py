@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fddp.core.numerics.overflow import MOST_AFTER, bound
+from fddp.core.numerics.overflow import MOST_AFTER, max_safe_magnitude
 from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.control_word import ControlReport
-from fddp.core.protocol.messages import heard
+from fddp.core.protocol.messages import decode_all
 from fddp.errors import NonFiniteError, RankLostError, SyncTimeoutError
 from fddp.hooks.hook import Hook
 from fddp.runtime.contributions import Part
@@ -82,7 +82,9 @@ class Judge:
         """
         schedule, planned = self._program.schedule, self._program.plan.buckets[bucket]
         is_finite = not math.isinf(peak)
-        limit = bound(schedule.wire_dtypes[bucket], planned.dtype, schedule.topology.world_size)
+        limit = max_safe_magnitude(
+            schedule.wire_dtypes[bucket], planned.dtype, schedule.topology.world_size
+        )
         self.finite = self.finite and is_finite
         self.large = self.large or not peak <= limit
         layout = self._program.layouts[bucket]
@@ -107,7 +109,7 @@ class Judge:
         if report.nonfinite:
             raise StopStepError
         self._doubts = (
-            report.large > 0
+            report.may_overflow > 0
             or bool(report.late)  # of what came late it does not speak
             or self._hook is not None
             or not scale.keeps_range(report.total_weight, report.active)
@@ -156,7 +158,7 @@ class Judge:
         own = account.encode()
         entry = self._recorder.launched("exchange of counts", step, len(own))
         entry.waited_s = entry.launched_s
-        accounts = heard(transport.exchange(own), Account.decode, "counts")
+        accounts = decode_all(transport.exchange(own), Account.decode, "counts")
         entry.done_s = time.perf_counter()
         wires = {
             program.paths[leaf]: program.schedule.wire_dtypes[number]

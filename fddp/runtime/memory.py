@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fddp.core.schedule.op import Op, rides
+from fddp.core.schedule.op import Op, is_piggybacked
 from fddp.errors import InternalError
 from fddp.runtime.context import BucketState, Setting
 from fddp.runtime.results import Devices
@@ -26,7 +26,7 @@ class StepMemory:
         self.devices = Devices()
         self._setting = setting
         self._program = setting.program
-        self._carrier = setting.program.schedule.carrier
+        self._carrier = setting.program.schedule.piggyback_op
         self._word: Tensor | None = None
 
     def place(self, leaves: Sequence[Tensor | None]) -> None:
@@ -71,7 +71,7 @@ class StepMemory:
 
     def put_word(self, op: Op, vector: Tensor, buffer_of: Callable[[int], Tensor]) -> Tensor:
         """The control word where it is summed: behind its bucket, or by itself."""
-        if not rides(op):
+        if not is_piggybacked(op):
             self._word = vector.to(self._setting.transport.control_device)
         elif op.bucket in self._setting.idle:
             self._word = vector.to(self._device_of(op.bucket))

@@ -110,14 +110,14 @@ class Program:
     @cached_property
     def word_position(self) -> int:
         """Position of the operation that brings the control word's sum."""
-        return max(self.schedule.control, self.schedule.carrier)
+        return max(self.schedule.control, self.schedule.piggyback_op)
 
     @cached_property
     def buffer_numels(self) -> tuple[int, ...]:
         """Elements of each bucket's buffer, with the tail in which the control word rides."""
         numels = list(self.schedule.buffer_numels)
-        if self.schedule.carrier >= 0:
-            numels[self.schedule.ops[self.schedule.carrier].bucket] += self.control.size
+        if self.schedule.piggyback_op >= 0:
+            numels[self.schedule.ops[self.schedule.piggyback_op].bucket] += self.control.size
         return tuple(numels)
 
     @cached_property

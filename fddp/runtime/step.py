@@ -29,7 +29,7 @@ from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport, ControlWord, decode, encode
 from fddp.core.protocol.readiness import Action
-from fddp.core.schedule.op import Op, rides
+from fddp.core.schedule.op import Op, is_piggybacked
 from fddp.core.schedule.schedule import RETAINED_DTYPES
 from fddp.core.timeline import Interval
 from fddp.errors import FddpError, InternalError, error_text
@@ -51,7 +51,7 @@ from fddp.runtime.memory import StepMemory
 from fddp.runtime.nonfinite import StopStepError
 from fddp.runtime.results import Results
 from fddp.runtime.sparse import gather_sparse
-from fddp.telemetry.flight.recorder import StepNotes
+from fddp.telemetry.flight.recorder import StepEntries
 from fddp.transport.base import Work
 
 _BACKWARD = frozenset({"pack", "all_reduce", "reduce_scatter", "all_gather"})
@@ -102,11 +102,11 @@ class Session:
         self._memory = StepMemory(self.setting)
         self.buckets = self._memory.buckets
         self._works: dict[int, Work | HookedWork] = {}
-        self._notes = StepNotes(self.setting.recorder, self._program.schedule, self.setting.step)
+        self._notes = StepEntries(self.setting.recorder, self._program.schedule, self.setting.step)
         self._awaited: set[int] = set()  # operations that need no more waiting for
         self._at: Op | None = None  # the operation under way; None for what is in no schedule
         self._broken: BaseException | None = None
-        self._carrier = self._program.schedule.carrier
+        self._carrier = self._program.schedule.piggyback_op
         self._results = Results(
             self._program, self.setting.with_stats, self._memory.devices, self.setting.pool
         )
@@ -397,13 +397,13 @@ class Session:
             late=contributions.late(self._program),
             has_next=self.has_next,
             nonfinite=not self._judge.finite,
-            large=self._judge.large,
+            may_overflow=self._judge.large,
             failed=self.failure is not None,
             order=self._order() if layout.with_order else (),
         )
         vector = torch.from_numpy(encode(layout, word))
         lying = self._memory.put_word(op, vector, self.buffer_of)
-        if not rides(op):
+        if not is_piggybacked(op):
             self._notes.launched(position)
             self._works[position] = self.setting.transport.all_reduce(lying, soon=True)
         self.log.append((self.contributions.arrived(), Action("control")))

@@ -268,8 +268,8 @@ def _check_alike(sync: GradSync, when: Periodic) -> None:
     for rank, theirs in enumerate(told):
         if theirs != told[0]:
             raise PlanMismatchError(
-                f"averages are due by {told[0]} on rank 0 and by {theirs} on rank {rank}; pass the "
-                f"same on every rank"
+                f"averages are due by {told[0]} on rank 0 and by {theirs} on rank {rank}; pass "
+                f"the same on every rank"
             )
 
 

@@ -17,8 +17,8 @@ from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.expected_counts import Arrivals
-from fddp.core.schedule.builder import make_gather
-from fddp.core.schedule.piggyback import with_own_word
+from fddp.core.schedule.builder import make_all_gather_schedule
+from fddp.core.schedule.piggyback import with_separate_word
 from fddp.core.schedule.schedule import Schedule
 from fddp.errors import (
     ClosedError,
@@ -44,7 +44,7 @@ from fddp.runtime.program import Program, make_program
 from fddp.runtime.step import Session
 from fddp.sync.request import Asking, hook_problem, usable_transport
 from fddp.sync.rounds import Round
-from fddp.telemetry.flight.dump import note_failure
+from fddp.telemetry.flight.dump import dump_on_failure
 from fddp.telemetry.flight.recorder import Recorder
 from fddp.transport import Group, Transport, open_transport, resolve
 
@@ -247,11 +247,11 @@ class Engine:
                 outcome = session.finish()
         except BaseException as error:
             if session.orderly:
-                note_failure(error)
+                dump_on_failure(error)
                 self._take_note(session)
             else:
                 self.recorder.fail()
-                note_failure(error, breaks=True)
+                dump_on_failure(error, breaks=True)
                 # A step was left half done: ranks no longer agree on what comes next.
                 reason = error_text(error)
                 self.transport.raise_alarm(session.setting.step, type(error).__name__)
@@ -426,9 +426,9 @@ class Engine:
         """Proves what is about to be carried out, and opens the groups that it needs."""
         self.schedule = schedule
         if self.hook is not None:
-            schedule = with_own_word(schedule)
+            schedule = with_separate_word(schedule)
         check_schedule(schedule)
-        gather = make_gather(schedule) if schedule.result == "sharded_mean" else None
+        gather = make_all_gather_schedule(schedule) if schedule.result == "sharded_mean" else None
         if gather is not None:
             check_schedule(gather)
         groups = sorted({*schedule.groups, *(gather.groups if gather else ())})

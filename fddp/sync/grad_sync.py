@@ -35,7 +35,7 @@ from fddp.sync.engine import Engine
 from fddp.sync.rebuild import joined, renewed
 from fddp.sync.request import Reduction, Request
 from fddp.sync.value_and_grad import INSTEAD_IN_A_GRAPH, ValueAndGrad
-from fddp.telemetry.flight.dump import failures_noted
+from fddp.telemetry.flight.dump import dump_failures
 from fddp.transport import Group, TransportName
 from fddp.transport.mesh import Mesh, span_of
 from fddp.tree.foreign import ForeignTreeDef
@@ -139,7 +139,7 @@ class GradSync:
             nonfinite=nonfinite,
             title=self._title,
         )
-        with outside_transforms(), failures_noted():
+        with outside_transforms(), dump_failures():
             self._engine = Engine(request)
 
     @property

@@ -17,7 +17,7 @@ from fddp.errors import ClosedError, PeerError, PlanMismatchError
 from fddp.sync.grad_sync import GradSync
 from fddp.telemetry.flight.log import names
 from fddp.telemetry.perfetto import chrome_trace, steps_from_json, steps_to_json
-from fddp.telemetry.phases import INPUT, MONITOR, OF_STEPS, WAIT, Covered, step_phases
+from fddp.telemetry.phases import INPUT, MONITOR, OF_STEPS, WAIT, IntervalIndex, step_phases
 from fddp.telemetry.report import MonitorReport
 from fddp.telemetry.step_info import SyncInfo
 from fddp.telemetry.stragglers import RankSummary, StepRecord, summarize
@@ -196,7 +196,7 @@ class Monitor:
         finally:
             end_s = time.perf_counter()
             within = self._open.pop()
-            waited_s = Covered(waits_since(start_s)).within(start_s, end_s)
+            waited_s = IntervalIndex(waits_since(start_s)).within(start_s, end_s)
             own_s = end_s - start_s - within.lasted_s - (waited_s - within.waited_s)
             into.append(_Named(name, start_s, end_s, own_s))
             if self._open:

@@ -17,7 +17,7 @@ from fddp.collectives.replicas.chunked_broadcast import pass_on_text
 from fddp.collectives.replicas.reconcile import reconciled
 from fddp.core.plan.defaults import MAX_TIMEOUT_S
 from fddp.core.plan.leaf import LeafSpec
-from fddp.core.protocol.messages import Form
+from fddp.core.protocol.messages import Schema
 from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError, InternalError, PlanMismatchError, ReentryError, error_text
 from fddp.hooks.hook import Hook
@@ -52,7 +52,7 @@ class Standing(NamedTuple):
     length: int
 
 
-_STANDING: Form = (str, int, int, float, bool, str, int)
+_STANDING: Schema = (str, int, int, float, bool, str, int)
 """What is wrong on a rank, and its `Standing`, as ranks tell them."""
 
 
@@ -118,8 +118,8 @@ class Continuation:
         self.newest = newest = told[source]
         if newest.finished < 0:
             raise PlanMismatchError(
-                f"none of the {len(told)} ranks has a GradSync to go on with; build one on each: "
-                f"fddp.GradSync(params)"
+                f"none of the {len(told)} ranks has a GradSync to go on with; build one on "
+                f"each: fddp.GradSync(params)"
             )
         self.parted = len(set(finished)) > 1
         if all(standing.digest == newest.digest for standing in told):

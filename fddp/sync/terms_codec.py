@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from fddp.core.plan.leaf import ITEM_BYTES, MAX_COUNT, LeafSpec
 from fddp.core.plan.plan import BucketPlan
-from fddp.core.protocol.messages import Form, OneOf, maybe, read
+from fddp.core.protocol.messages import AnyOf, Schema, decode, optional
 from fddp.core.schedule.builder import Algorithm
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
@@ -19,18 +19,18 @@ from fddp.runtime.nonfinite import Policy
 from fddp.transport import Transport, TransportName
 
 _NOT_PLAIN = frozenset({"plan", "topology", "schedule", "rebuild", "hook"})
-_TERMS: Form = {
+_TERMS: Schema = {
     "given": bool,
-    "transport": OneOf(get_args(TransportName)),
-    "reduce_dtype": maybe(OneOf(tuple(ITEM_BYTES))),
-    "algorithm": OneOf(get_args(Algorithm)),
+    "transport": AnyOf(get_args(TransportName)),
+    "reduce_dtype": optional(AnyOf(tuple(ITEM_BYTES))),
+    "algorithm": AnyOf(get_args(Algorithm)),
     "skips_unused": bool,
     "deterministic": bool,
-    "nonfinite": OneOf(get_args(Policy)),
+    "nonfinite": AnyOf(get_args(Policy)),
     "plan": str,
     "topology": [(str, int)],
-    "schedule": maybe(str),
-    "rebuild": maybe(([int], bool)),
+    "schedule": optional(str),
+    "rebuild": optional(([int], bool)),
 }
 
 
@@ -57,7 +57,7 @@ def brought_along(own: Terms, text: str) -> Terms:
     Raises:
         ValueError: the text is none that `terms_to_json` writes.
     """
-    document = read(text, _TERMS)
+    document = decode(text, _TERMS)
     theirs = BucketPlan.from_json(document["plan"])
     mine = [own.plan.leaves[i] for i in own.plan.reduced]
     may_differ = not own.given and own.schedule is None and own.algorithm != "reduce_scatter"
@@ -125,7 +125,7 @@ def terms_from_json(
         ValueError: the text is none that `terms_to_json` writes, or does not fit the group.
         PlanMismatchError: the plan does not fit `leaves`.
     """
-    document = read(text, _TERMS)
+    document = decode(text, _TERMS)
     plan, schedule = BucketPlan.from_json(document.pop("plan")), document.pop("schedule")
     theirs = _topology(document.pop("topology"))
     return Terms(

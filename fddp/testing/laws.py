@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fddp.core.check import check_schedule
 from fddp.core.protocol.readiness import on_backward_end, on_ready, start
-from fddp.core.schedule.op import Op, meets
+from fddp.core.schedule.op import Op, is_collective
 from fddp.core.schedule.schedule import Schedule
 from fddp.errors import ScheduleError
 
@@ -96,9 +96,9 @@ def _issued(schedule: Schedule, own: frozenset[int], everywhere: frozenset[int])
     """Positions of the collectives of a rank on which the buckets `own` are late."""
     known, positions = own, []
     for position, op in enumerate(schedule.ops):
-        if meets(op) and (op.when == "always" or op.bucket in known):
+        if is_collective(op) and (op.when == "always" or op.bucket in known):
             positions.append(position)
-        if position == max(schedule.control, schedule.carrier):
+        if position == max(schedule.control, schedule.piggyback_op):
             known = everywhere
     return positions
 

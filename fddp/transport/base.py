@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fddp.core.protocol.messages import nonsense
+from fddp.core.protocol.messages import malformed_message_error
 from fddp.errors import ClosedError, DesyncError, InternalError, PlanMismatchError
 from fddp.telemetry.waits import note_wait
 from fddp.transport.operation import Operation, check_operation, check_tensor
@@ -308,14 +308,14 @@ class Transport(ABC):
         for rank, other in enumerate(ends):
             if other != ends[0]:
                 raise DesyncError(
-                    f"rank 0 is about to compare {ends[0]} where rank {rank} compares {other}: all "
-                    f"ranks must make the same calls in the same order"
+                    f"rank 0 is about to compare {ends[0]} where rank {rank} compares {other}: "
+                    f"all ranks must make the same calls in the same order"
                 )
         told = [text[_END_BYTES:] for text in told]
         lengths = [int.from_bytes(text[:_LENGTH_BYTES], "big") for text in told]
         longest = max(lengths)
         if longest > _MOST_BYTES:
-            raise nonsense(
+            raise malformed_message_error(
                 lengths.index(longest), ends[0], ValueError(f"it has {longest} bytes to tell")
             )
         if longest <= _AT_ONCE_BYTES:

@@ -279,8 +279,8 @@ class _LoopbackWork(Work):
     def _desync(self, what: str, parted: str) -> DesyncError:
         return DesyncError(
             f"{what} on rank {self._transport.rank} of {self._transport.world_size}: ranks met in "
-            f"different operations: {parted}; all ranks must issue the same operations in the same "
-            f"order"
+            f"different operations: {parted}; all ranks must issue the same operations in the "
+            f"same order"
         )
 
 

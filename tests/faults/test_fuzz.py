@@ -26,7 +26,7 @@ import fddp
 from fddp.cli.main import main
 from fddp.core.plan.plan import LeafSpec, plan_leaves
 from fddp.core.sim.cost import CostModel
-from fddp.native import extension as ext
+from fddp.native import extension
 from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp
 from fddp.transport.liveness.bounded_store import AskedStore, Asker
 from fddp.transport.liveness.membership import Report, RollCall
@@ -393,7 +393,7 @@ def hostile_arguments(rank: int, world_size: int) -> dict[str, int]:
 
 def test_layouts_live_as_long_as_slots_that_are_armed() -> None:
     """What AddressSanitizer found: the memory of a layout that Python had let go of was read."""
-    module = ext.load()
+    module = extension.load()
     leaves = module.LeafSet([torch.ones(3)])
     buffer = torch.zeros(3)
     slot = module.EagerSlot(0, buffer, module.Layout([0], [(3,)], [(1,)], 3), 2.0)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import fddp
 from fddp.collectives.replicas.chunked_broadcast import pass_on_text
 from fddp.collectives.replicas.snapshot import Held, room_for
-from fddp.core.protocol.messages import Each, OneOf, maybe, read
+from fddp.core.protocol.messages import AnyOf, MappingOf, decode, optional
 from fddp.runtime.agreement import Rebuild, Terms
 from fddp.runtime.failures import _told
 from fddp.runtime.nonfinite import Account, Count
@@ -42,9 +42,9 @@ from tests.support.hook_models import SMALL
         ("{}", {"a": int}, "the whole is {}, and should be an object with the fields a"),
         ('{"a": 1, "b": 2}', {"a": int}, "and should be an object with the fields a"),
         ('{"a": [null]}', {"a": [str]}, r".a[0] is None, and should be text"),
-        ('"b"', OneOf(("a", None)), "the whole is 'b', and should be 'a' or None"),
-        ('{"x": 1, "y": "z"}', Each(int), ".'y' is 'z', and should be an int"),
-        ("[]", Each(int), "the whole is [], and should be an object"),
+        ('"b"', AnyOf(("a", None)), "the whole is 'b', and should be 'a' or None"),
+        ('{"x": 1, "y": "z"}', MappingOf(int), ".'y' is 'z', and should be an int"),
+        ("[]", MappingOf(int), "the whole is [], and should be an object"),
         ("[" * 100_000, object, "it is not JSON: maximum recursion depth"),
         ("1" * 5000, int, "it is not JSON: Exceeds the limit"),
         ("", object, "it is not JSON: Expecting value"),
@@ -52,13 +52,13 @@ from tests.support.hook_models import SMALL
 )
 def test_what_is_of_another_form_is_told_where(text: str, form: Any, problem: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - its text is compared
-        read(text, form)
+        decode(text, form)
     assert problem in str(caught.value)
 
 
 def test_bytes_that_are_no_text() -> None:
     with pytest.raises(ValueError, match="it is not JSON"):
-        read(b"\xff\x80\x00", object)
+        decode(b"\xff\x80\x00", object)
 
 
 @pytest.mark.parametrize(
@@ -66,16 +66,16 @@ def test_bytes_that_are_no_text() -> None:
     [
         (1, float),
         (1.5, float),
-        (None, maybe(int)),
-        ([["w", [3], None]], [(str, [int], maybe([int]))]),
+        (None, optional(int)),
+        ([["w", [3], None]], [(str, [int], optional([int]))]),
         ([], [int]),
         ([], ()),
-        ({"a": {"b": True}}, {"a": Each(bool)}),
-        ("text", OneOf(("auto", "text"))),
+        ({"a": {"b": True}}, {"a": MappingOf(bool)}),
+        ("text", AnyOf(("auto", "text"))),
     ],
 )
 def test_what_is_of_its_form_is_read(value: Any, form: Any) -> None:
-    assert read(json.dumps(value), form) == value
+    assert decode(json.dumps(value), form) == value
 
 
 # Documents of other ranks, changed

@@ -140,7 +140,7 @@ def test_schedules_are_proved(topology: Any, algorithm: Any, scaling: Any) -> No
     assert {*schedule.wire_dtypes} == {"float32"}
     kinds = {op.kind for op in schedule.ops}
     assert "all_reduce" not in kinds
-    assert schedule.carrier < 0
+    assert schedule.piggyback_op < 0
 
 
 def flat(**options: Any) -> Schedule:

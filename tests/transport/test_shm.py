@@ -26,7 +26,7 @@ from fddp.errors import ClosedError, DesyncError, FddpError, PlanMismatchError
 from fddp.transport import open_transport
 from fddp.transport.c10d.transport import C10dTransport
 from fddp.transport.selection import choose
-from fddp.transport.shm import host_discovery as neighbours
+from fddp.transport.shm import host_discovery
 from fddp.transport.shm import transport as shm
 from tests.support.ranks import split_into_hosts
 from tests.transport.test_transport_groups import AXES, SQUARE, own_chunk, part, total
@@ -117,8 +117,8 @@ def in_rounds_on_rank(rank: int, world_size: int) -> None:
     """As on a host of many ranks, where not all descriptors may be on their way at once."""
     for on_the_way in (1, 16, 40):
         with (
-            mock.patch.object(neighbours, "_ON_THE_WAY", on_the_way),
-            mock.patch.object(neighbours, "_CARDS", 3),
+            mock.patch.object(host_discovery, "_ON_THE_WAY", on_the_way),
+            mock.patch.object(host_discovery, "_CARDS", 3),
             open_transport(name="shm", timeout_s=20) as transport,
         ):
             tensor = part(rank, 5, torch.float32)
@@ -218,7 +218,7 @@ def obstacle_on_rank(rank: int, world_size: int, method: str, at: int) -> tuple[
         raise OSError(24, f"no more files for {method}")
 
     before = open_files()
-    where = neighbours._Search if hasattr(neighbours._Search, method) else shm.ShmTransport
+    where = host_discovery._Search if hasattr(host_discovery._Search, method) else shm.ShmTransport
     with mock.patch.object(where, method, fails if rank == at else getattr(where, method)):
         with open_transport(timeout_s=20) as transport:
             told = transport.name, transport.reason
@@ -312,8 +312,8 @@ def unproved_on_rank(rank: int, world_size: int) -> str:
         def write(self, offset: int, data: bytes) -> None:
             pass
 
-    view = (lambda fd, span: Elsewhere()) if rank == 1 else neighbours.view_arena
-    with mock.patch.object(neighbours, "view_arena", view), open_transport() as transport:
+    view = (lambda fd, span: Elsewhere()) if rank == 1 else host_discovery.view_arena
+    with mock.patch.object(host_discovery, "view_arena", view), open_transport() as transport:
         assert transport.name == "c10d"
         return transport.reason
 

@@ -17,9 +17,7 @@ import torch.distributed as dist
 
 import fddp
 from fddp.collectives.communicator import communicator_of
-from fddp.transport.liveness import failure_detector as peers
-from fddp.transport.liveness import status as whereabouts
-from fddp.transport.liveness import status_store as desks
+from fddp.transport.liveness import failure_detector, status, status_store
 from fddp.transport.liveness.status_store import StoreDesk
 from tests.support.polling import soon
 from tests.support.ranks import RankPool
@@ -44,9 +42,9 @@ def line_of(text: str) -> int:
 
 def pause_for_long(rank: int, n: int) -> Ending:
     with (
-        mock.patch.object(desks, "_AWAKE_S", 0.8),
-        mock.patch.object(whereabouts, "ASK_AGAIN_S", 0.1),
-        mock.patch.object(peers, "_GRACE_S", 0.5),
+        mock.patch.object(status_store, "_AWAKE_S", 0.8),
+        mock.patch.object(status, "ASK_AGAIN_S", 0.1),
+        mock.patch.object(failure_detector, "_GRACE_S", 0.5),
         fddp.GradSync(W, timeout_s=3.0) as sync,
     ):
         clerk = desk_of(sync)._clerk
@@ -72,15 +70,17 @@ def test_ranks_that_are_asked_stay_awake(ranks: RankPool) -> None:
 @pytest.mark.parametrize("timeout_s", [0.5, 1.5, 8.0, 40.0, 60.0, 1800.0])
 def test_pauses_are_shorter_than_the_time_for_answers(timeout_s: float) -> None:
     """In jobs of up to a thousand ranks, whether or not they were asked before."""
-    grace_s = min(peers._GRACE_S, timeout_s / 4)
+    grace_s = min(failure_detector._GRACE_S, timeout_s / 4)
     for size in (2, 16, 1000):
-        assert desks.pause_s(timeout_s, size) <= max(grace_s / 2, desks._LEAST_PAUSE_S)
+        assert status_store.pause_s(timeout_s, size) <= max(
+            grace_s / 2, status_store._LEAST_PAUSE_S
+        )
 
 
 def test_a_store_serves_jobs_of_any_size() -> None:
     for size in (2000, 5000):
-        assert size / desks.pause_s(1800.0, size) <= 1000.0
-    assert desks.pause_s(1800.0, 10**6) == 5.0
+        assert size / status_store.pause_s(1800.0, size) <= 1000.0
+    assert status_store.pause_s(1800.0, 10**6) == 5.0
 
 
 # Questions
@@ -112,7 +112,7 @@ def test_every_wait_asks_anew(ranks: RankPool, transport: str) -> None:
     assert 0 < first < second
 
 
-class Count(whereabouts.Desk):
+class Count(status.Desk):
     """Counts questions."""
 
     asked = 0
@@ -251,10 +251,10 @@ def test_the_line_is_the_users() -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     end_s = time.perf_counter() + 10.0
-    text = whereabouts.line_of(thread.ident)
+    text = status.line_of(thread.ident)
     while "in wait" not in text and time.perf_counter() < end_s:
         time.sleep(0.01)
-        text = whereabouts.line_of(thread.ident)
+        text = status.line_of(thread.ident)
     mail.put(1)
     thread.join()
     assert text == f"{__file__}:{line_of('mail.get(timeout=20.0)')} in wait"

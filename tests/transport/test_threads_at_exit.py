@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 
 import fddp
-from fddp.transport.lifetime import finalizer as collected
-from fddp.transport.lifetime import threads as exiting
+from fddp.transport.lifetime import finalizer, threads
 from fddp.transport.lifetime.finalizer import _Closer, _closer
-from fddp.transport.liveness import status_store as desks
+from fddp.transport.liveness import status_store
 from fddp.transport.liveness.bounded_store import asker_of
 from fddp.transport.liveness.status import Desk
 from tests.support.ranks import Launch, launch_over
@@ -40,7 +39,7 @@ TORCH_FOREVER = """
 import threading
 from datetime import timedelta
 import torch.distributed as dist
-from fddp.transport.lifetime import threads as exiting
+from fddp.transport.lifetime import threads
 
 store, over = dist.HashStore(), threading.Event()
 
@@ -105,15 +104,15 @@ def open_and_close(world: Any) -> None:
 def start_under_no_lock(world: Any) -> dict[str, bool]:
     """Whether a lock was held that what a collection closes takes, by name of the thread."""
     held: dict[str, bool] = {}
-    start = exiting.start
-    locks: list[Any] = [desks._lock, _closer._lock, asker_of(world)._lock]
+    start = threads.start
+    locks: list[Any] = [status_store._lock, _closer._lock, asker_of(world)._lock]
 
     def watched(run: Callable[[], None], name: str, stop: Callable[[], None]) -> Any:
         held[name] = held.get(name, False) or any(lock._is_owned() for lock in locks)
         return start(run, name, stop)
 
     time.sleep(0.7)  # until the thread for the store is idle
-    with mock.patch.object(exiting, "start", watched):
+    with mock.patch.object(threads, "start", watched):
         open_and_close(world)
     return held
 
@@ -126,7 +125,7 @@ def test_threads_are_started_under_no_lock(launch: Launch) -> None:
 
 
 def fail_to_start(world: Any) -> list[tuple[str, Ending, bool]]:
-    start, told = exiting.start, []
+    start, told = threads.start, []
     for name in NAMES:
         failures = iter([True])
 
@@ -143,8 +142,8 @@ def fail_to_start(world: Any) -> list[tuple[str, Ending, bool]]:
 
         group = dist.new_group([0, 1])
         with (
-            mock.patch.object(collected, "_closer", _Closer()),
-            mock.patch.object(exiting, "start", fail_once),
+            mock.patch.object(finalizer, "_closer", _Closer()),
+            mock.patch.object(threads, "start", fail_once),
         ):
             seen = ending(lambda: fddp.GradSync(W, group=group, timeout_s=5.0))  # noqa: B023
         dist.barrier()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fddp.core.plan.leaf import LeafSpec
-from fddp.core.protocol.messages import Form
+from fddp.core.protocol.messages import Schema
 from fddp.errors import PlanMismatchError, TransformError, error_text
 from fddp.runtime.agreement import LEAF_DETAILS, exchange, leaf_details, leaf_difference
 from fddp.runtime.inputs import check_no_transform, outside_transforms
@@ -26,7 +26,7 @@ AT_ONCE_BYTES = 250 * 1024 * 1024
 # The same where values are written over those that are there.
 _WRITTEN_AT_ONCE_BYTES = 32 * 1024 * 1024
 
-_TOLD: Form = (str, object, LEAF_DETAILS)  # what is wrong, source, leaves
+_TOLD: Schema = (str, object, LEAF_DETAILS)  # what is wrong, source, leaves
 
 
 def broadcast(

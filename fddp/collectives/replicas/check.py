@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fddp.collectives import handshake as meeting
+from fddp.collectives import handshake
 from fddp.collectives.communicator import Communicator, communicator_of
 from fddp.collectives.replicas.divergence import (
     apart_of,
@@ -108,8 +108,8 @@ def check_replicas(
             own = _own(tree, _when(every, step))
             what = own.text
         except Exception as error:
-            meeting.refuse(communicator, communicator.place(()), what, error)
-        told = meeting.compare(communicator, what, own.fingerprint, own.value, own.told())
+            handshake.refuse(communicator, communicator.place(()), what, error)
+        told = handshake.compare(communicator, what, own.fingerprint, own.value, own.told())
         if told is not None:
             _check_when([told[rank]["when"] for rank in sorted(told)], own.text)
             raise _error(communicator, own, {rank: t["digests"] for rank, t in told.items()})
@@ -272,9 +272,9 @@ class _Place(NamedTuple):
 def _values(communicator: Communicator, what: str, own: str) -> list[str]:
     """What ranks have, in words, by rank."""
     run = own.encode()
-    lengths = meeting.gather(communicator, what, len(run).to_bytes(8, "big"))
+    lengths = handshake.gather(communicator, what, len(run).to_bytes(8, "big"))
     sizes = [int.from_bytes(length, "big") for length in lengths]
-    told = meeting.gather(communicator, what, run.ljust(max(sizes)))
+    told = handshake.gather(communicator, what, run.ljust(max(sizes)))
     return [text[:size].decode() for text, size in zip(told, sizes, strict=True)]
 
 
@@ -288,11 +288,11 @@ def _first_difference(communicator: Communicator, leaf: Tensor, what: str) -> _P
         digests = [
             digest_of(flat[cut * itemsize : min(cut + size, stop) * itemsize]) for cut in cuts
         ]
-        told = meeting.gather(communicator, what, np.array(digests, np.uint64).tobytes())
+        told = handshake.gather(communicator, what, np.array(digests, np.uint64).tobytes())
         piece = _first_apart([np.frombuffer(text, np.uint64) for text in told])
         start, stop = cuts[piece], min(cuts[piece] + size, stop)
     own = flat[start * itemsize : stop * itemsize].cpu().numpy().tobytes()
-    told = meeting.gather(communicator, what, own)
+    told = handshake.gather(communicator, what, own)
     rows = [np.frombuffer(text, np.uint8).reshape(-1, itemsize) for text in told]
     element = _first_apart(rows)
     values = _values(communicator, what, repr(element_at(leaf, start + element)))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fddp.core.protocol.messages import nonsense
+from fddp.core.protocol.messages import malformed_message_error
 from fddp.transport.base import Transport
 
 PIECE_BYTES = 32 * 1024 * 1024
@@ -92,7 +92,7 @@ def pass_on_text(transport: Transport, text: str, length: int, src: int, what: s
         DesyncError: it is no such text, or `length` can't be one's; on every rank.
     """
     if not 0 <= length <= MOST_TEXT_BYTES:
-        raise nonsense(src, what, ValueError(f"its text has {length} bytes"))
+        raise malformed_message_error(src, what, ValueError(f"its text has {length} bytes"))
     if transport.rank == src:
         run = torch.frombuffer(bytearray(text.encode("ascii")), dtype=torch.uint8)
     else:
@@ -101,4 +101,4 @@ def pass_on_text(transport: Transport, text: str, length: int, src: int, what: s
     try:
         return run.numpy().tobytes().decode("ascii")
     except ValueError as error:
-        raise nonsense(src, what, error) from error
+        raise malformed_message_error(src, what, error) from error

@@ -11,7 +11,7 @@ import torch
 
 from fddp.collectives.replicas.chunked_broadcast import pass_on_, pass_on_text
 from fddp.collectives.replicas.snapshot import Held, room_for
-from fddp.core.protocol.messages import Form, maybe, nonsense
+from fddp.core.protocol.messages import Schema, malformed_message_error, optional
 from fddp.errors import DesyncError, InternalError, PlanMismatchError, error_text
 from fddp.runtime.agreement import exchange
 from fddp.runtime.inputs import check_no_transform, outside_transforms
@@ -105,11 +105,11 @@ def _newest(
     transport: Transport, own: Held | None, step: int | None, failure: Exception | None
 ) -> _Newest:
     """Whose state is taken; raises on all ranks where one can't take part."""
-    told = _agree(transport, failure, None if own is None else step, maybe(int))
+    told = _agree(transport, failure, None if own is None else step, optional(int))
     steps = [theirs for _, theirs in told]
     for rank, theirs in enumerate(steps):
         if theirs is not None and theirs < 0:
-            raise nonsense(rank, "own state", ValueError(f"its step is {theirs}"))
+            raise malformed_message_error(rank, "own state", ValueError(f"its step is {theirs}"))
     held = [theirs for theirs in steps if theirs is not None]
     if not held:
         raise PlanMismatchError(
@@ -149,7 +149,7 @@ def _pass_on(transport: Transport, own: Held | None, newest: _Newest) -> tuple[H
 
 
 def _agree(
-    transport: Transport, failure: Exception | None, value: T, form: Form
+    transport: Transport, failure: Exception | None, value: T, form: Schema
 ) -> list[tuple[str, T]]:
     """Every rank's value, if none has failed."""
     mine = [error_text(failure) if failure else "", value]

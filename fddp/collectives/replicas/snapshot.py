@@ -13,16 +13,16 @@ from torch import Tensor
 
 from fddp.collectives.replicas.containers import containers_from_json, containers_to_json
 from fddp.core.plan.leaf import MAX_COUNT
-from fddp.core.protocol.messages import Form, OneOf, read
+from fddp.core.protocol.messages import AnyOf, Schema, decode
 from fddp.tree.foreign import ForeignTreeDef, adapted
 from fddp.tree.pytree import TreeDef, flatten
 
 #: what a leaf may be
 Leaf: TypeAlias = Tensor | bool | int | float | str | None
 
-_DESCRIPTION: Form = {
+_DESCRIPTION: Schema = {
     "paths": [str],
-    "leaves": [OneOf(((str, [int], str), {"float": str}, {"int": str}, bool, str, None))],
+    "leaves": [AnyOf(((str, [int], str), {"float": str}, {"int": str}, bool, str, None))],
     "containers": str,
     "obstacle": str,
 }
@@ -110,7 +110,7 @@ def room_for(description: str, own: Held | None) -> Held:
         ValueError: its containers can't be made here, or the text is no description.
         RuntimeError: there is no memory for it.
     """
-    document = read(description, _DESCRIPTION)
+    document = decode(description, _DESCRIPTION)
     paths, kinds = tuple(document["paths"]), document["leaves"]
     containers, obstacle = document["containers"], document["obstacle"]
     if len(kinds) != len(paths) or bool(containers) == bool(obstacle):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from fddp.native import extension as ext
+from fddp.native import extension
 from fddp.transport.c10d.rendezvous import connected
 from fddp.transport.lifetime.fork import own
 from fddp.transport.liveness.interrupts import LateError
@@ -183,7 +183,7 @@ class Communicator:
         The stamp is taken on the backend's thread, which must not ask for Python's lock: where the
         interpreter has ended, that is SIGABRT instead of the process's own exit code.
         """
-        stamps = [ext.load().Stamp(work) for work in flight.works]
+        stamps = [extension.load().Stamp(work) for work in flight.works]
 
         def arrived_s() -> float | None:
             ended_s = [stamp.ended_s for stamp in stamps]
@@ -210,7 +210,7 @@ class Communicator:
     def disown(self) -> None:
         """See [Note: forks]."""
         if self._is_owner and self._backend is not None:
-            ext.load().Freeing(self._backend).keep()
+            extension.load().Freeing(self._backend).keep()
 
 
 class GlooCommunicator(Communicator):
@@ -239,7 +239,7 @@ class GlooCommunicator(Communicator):
         self._spare = _Spare()
 
     def free(self, *, failed: bool, over: threading.Event) -> Callable[[], None]:
-        freeing = ext.load().Freeing(self._backend)
+        freeing = extension.load().Freeing(self._backend)
         # Here, not on that thread: Python's lock is let go of meanwhile, see [Note: exits].
         self._backend = None
         freeing.begin()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from fddp.transport.lifetime import threads as exiting
+from fddp.transport.lifetime import threads
 from fddp.transport.liveness.interrupts import LateError
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class _Attempt:
         self.ended.acquire()
         self._results: list[Any] = []
         self._error: Exception | None = None
-        exiting.start(partial(self._run, connect, meeting), "fddp-connecting", meeting.give_up)
+        threads.start(partial(self._run, connect, meeting), "fddp-connecting", meeting.give_up)
 
     def _run(self, connect: Callable[[Meeting], Any], meeting: Meeting) -> None:
         try:

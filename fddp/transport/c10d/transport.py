@@ -28,10 +28,10 @@ from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError
 from fddp.transport.base import Transport, Work
 from fddp.transport.c10d.backends import Communicator, Seat, connect
 from fddp.transport.c10d.diagnosis import diagnose
-from fddp.transport.lifetime import threads as exiting
+from fddp.transport.lifetime import threads
 from fddp.transport.lifetime.finalizer import when_collected
 from fddp.transport.lifetime.fork import IN_A_FORK, check_not_inherited, own
-from fddp.transport.liveness import status_store as desks
+from fddp.transport.liveness import status_store
 from fddp.transport.liveness.bounded_store import asker_of
 from fddp.transport.liveness.failure import Failure, explain
 from fddp.transport.liveness.failure_detector import Peers
@@ -82,7 +82,7 @@ class C10dTransport(Transport):
         self._began_s = 0.0  # the wait that is under way, or the last one
         store = group.get_group_store()
         self._roll = RollCall(store, self.rank, self.world_size, asker_of(group))
-        self.slot, at_desk = desks.enter(group, self.timeout_s)
+        self.slot, at_desk = status_store.enter(group, self.timeout_s)
         self.slot.alarm = self._roll.alarm
         self._peers = Peers(self._roll, self.slot, at_desk, self._global_ranks, self.timeout_s)
         self._was_closed: Callable[[], None] = _nothing
@@ -217,7 +217,7 @@ class C10dTransport(Transport):
         over = threading.Event()
         freeing = [communicator.free(failed=failed, over=over) for communicator in made]
         # On a thread of its own, for [Note: freeing waits]; in order it does not, or not for long.
-        thread = exiting.start(partial(_finish, freeing), "fddp-c10d-close", over.set)
+        thread = threads.start(partial(_finish, freeing), "fddp-c10d-close", over.set)
         if not failed:
             thread.join(_FREEING_S)
 

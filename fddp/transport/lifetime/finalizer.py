@@ -15,7 +15,7 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fddp.transport.lifetime import threads as exiting
+from fddp.transport.lifetime import threads
 from fddp.transport.lifetime.fork import own
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class _Closer:
     def _start(self) -> None:
         own(self)
         try:
-            exiting.start(self._run, "fddp-closer", self._end)
+            threads.start(self._run, "fddp-closer", self._end)
         except BaseException:
             self._watched -= 1
             self._has_thread = False

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch.distributed as dist
 
-from fddp.transport.lifetime import threads as exiting
+from fddp.transport.lifetime import threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ class Asker:
 
     def _start(self) -> None:
         try:
-            exiting.start(self._run, "fddp-store", partial(self._questions.put, None))
+            threads.start(self._run, "fddp-store", partial(self._questions.put, None))
         except BaseException:
             self._serving = 0
             raise

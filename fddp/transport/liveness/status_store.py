@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from fddp.core.protocol.messages import Form, read
-from fddp.transport.lifetime import threads as exiting
+from fddp.core.protocol.messages import Schema, decode
+from fddp.transport.lifetime import threads
 from fddp.transport.liveness.bounded_store import GLANCE_S, AskedStore, Asker, asker_of
 from fddp.transport.liveness.processes import Process, numbering, own_line, parsed
 from fddp.transport.liveness.status import ASK_AGAIN_S, Desk, Doing, Slot
@@ -33,7 +33,7 @@ _PER_TIMEOUT = 8  # looks in the time that an operation may take
 _AWAKE_S = 2 * ASK_AGAIN_S  # how long a rank looks often, once it was asked
 _AWAKE_LOOKS_PER_S = 10_000
 _END_S = 0.5  # what the thread gets to end in order
-_ANSWER: Form = (int, bool, [str], str, str, [str])  # question, whether at the end, and a `Doing`
+_ANSWER: Schema = (int, bool, [str], str, str, [str])  # question, whether at the end, and a `Doing`
 _MOST_WAITS, _MOST_CHARS = 8, 1000  # of one rank's answer that an error shows
 
 _lock = threading.RLock()  # a transport may be collected while one is opened
@@ -148,7 +148,7 @@ class StoreDesk(Desk):
         if not self._asked.check([f"answer/{rank}"]):
             return False
         try:
-            told = read(self._asked.get(f"answer/{rank}"), _ANSWER)
+            told = decode(self._asked.get(f"answer/{rank}"), _ANSWER)
         except ValueError:  # no answer that makes sense
             found[rank] = None
             return True
@@ -188,7 +188,7 @@ class _Clerk:
             self._told.set()
             return
         try:
-            self._thread = exiting.start(self._run, "fddp-whereabouts", self._end)
+            self._thread = threads.start(self._run, "fddp-whereabouts", self._end)
         except BaseException:
             self._started = False
             raise

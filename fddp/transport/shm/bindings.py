@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from fddp.native import extension as ext
+from fddp.native import extension
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,7 +88,7 @@ class Team(Protocol):
 
 def make_arena(span_bytes: int) -> Arena:
     """Reserves addresses, and pages only as they are needed; an OSError if that can't be."""
-    return cast("Arena", ext.load().ShmArena(span_bytes))
+    return cast("Arena", extension.load().ShmArena(span_bytes))
 
 
 def view_arena(fd: int, span_bytes: int) -> View:
@@ -98,7 +98,7 @@ def view_arena(fd: int, span_bytes: int) -> View:
         ValueError: it is no sealed anonymous file of this size and user.
         OSError: it can't be mapped.
     """
-    return cast("View", ext.load().ShmView(fd, span_bytes))
+    return cast("View", extension.load().ShmView(fd, span_bytes))
 
 
 def make_team(
@@ -124,5 +124,5 @@ def make_team(
     Raises:
         OSError, RuntimeError: pages could not be reserved.
     """
-    made = ext.load().ShmTeam(arena, views, index, board_offset, pidfds, timeout_s, crowd)
+    made = extension.load().ShmTeam(arena, views, index, board_offset, pidfds, timeout_s, crowd)
     return cast("Team", made)
