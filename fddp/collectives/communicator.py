@@ -29,8 +29,8 @@ from fddp.runtime.agreement import exchange
 from fddp.runtime.guards import outside_tracing
 from fddp.telemetry.flight.recorder import Recorder
 from fddp.transport import Group, LoopbackGroup, TransportName, open_transport
-from fddp.transport.lifetime.finalizer import when_collected
-from fddp.transport.mesh import Mesh, span_of
+from fddp.transport.lifetime.finalizer import on_finalize
+from fddp.transport.mesh import Mesh, resolve_mesh
 from fddp.tree.planner import MIB_BYTES
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Communicator:
         timeout_s: float | None = None,
         _begun: int = 0,
     ) -> None:
-        span = span_of(group, mesh)
+        span = resolve_mesh(group, mesh)
         problem = span.problem or _problem(bucket_cap_mb, timeout_s)
         loopback = isinstance(span.group, LoopbackGroup)
         name = transport if transport in ("shm", "c10d") and not loopback else "auto"
@@ -126,7 +126,7 @@ class Communicator:
         self.memory = Memory(self.transport.empty)
         self.recorder = Recorder("Communicator", self, self.transport)
         # One that is dropped frees its connections, too.
-        self._was_closed = when_collected(self, self.transport.close)
+        self._was_closed = on_finalize(self, self.transport.close)
         _by_number[self.number] = self
 
     @property
@@ -222,7 +222,7 @@ class Communicator:
         groups = [
             some for size in range(1, len(names)) for some in itertools.combinations(names, size)
         ]
-        self.transport.divide(self.topology, groups)
+        self.transport.open_subgroups(self.topology, groups)
 
 
 def communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> Communicator:
@@ -243,7 +243,7 @@ def communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> Co
             f"group of fddp.loopback, got a {type(group).__name__}"
             + ("; a group can't be batched by vmap" if isinstance(group, torch.Tensor) else "")
         )
-    span = span_of(group, mesh)
+    span = resolve_mesh(group, mesh)
     key: Any = span.group if span.group is not None else dist.group.WORLD
     if isinstance(key, DeviceMesh) and key.ndim == 1:
         key = key.get_group()
@@ -252,7 +252,7 @@ def communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> Co
     known = _of_groups.of(key)
     found = known.get(span.topology)
     if found is not None:
-        found.transport.slot.desk.settle()
+        found.transport.status.board.close_abandoned_communicators()
     if found is None or found.closed is not None:
         begun = 0 if found is None else found.begun
         found = known[span.topology] = Communicator(group, mesh=mesh, _begun=begun)
@@ -264,7 +264,7 @@ def communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> Co
 def may_be_reopened(communicator: Communicator) -> None:
     """Lets a step that fails on all ranks close it on all of them, where any rank left it half way
     through a call; who uses it opens another."""
-    communicator.transport.slot.close = _Closing(communicator)
+    communicator.transport.status.close = _Closing(communicator)
 
 
 class _Closing:

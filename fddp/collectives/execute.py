@@ -188,18 +188,18 @@ def _pack_root(call: Call, load: Load, sources: Sequence[Tensor | None]) -> Tens
 def _sum(call: Call, load: Load, buffer: Tensor, last: bool) -> Work:
     axes, average = call.program.place.axes, call.program.operator == "pmean"
     transport = call.communicator.transport
-    return transport.all_reduce(buffer, axes=axes, average=average, soon=last)
+    return transport.all_reduce(buffer, axes=axes, average=average, wait_soon=last)
 
 
 def _gather(call: Call, load: Load, buffer: Tensor, last: bool) -> Work:
     transport, axes = call.communicator.transport, call.program.place.axes
     flat = buffer if load.layout is not None else buffer.view(torch.uint8)
-    return transport.all_gather_in_place(flat, axes=axes, soon=last)
+    return transport.all_gather_in_place(flat, axes=axes, wait_soon=last)
 
 
 def _scatter(call: Call, load: Load, buffer: Tensor, last: bool) -> Work:
     transport, axes = call.communicator.transport, call.program.place.axes
-    return transport.reduce_scatter(buffer, axes=axes, soon=last)
+    return transport.reduce_scatter(buffer, axes=axes, wait_soon=last)
 
 
 def _spread(call: Call, load: Load, buffer: Tensor, last: bool) -> Work:
@@ -207,7 +207,7 @@ def _spread(call: Call, load: Load, buffer: Tensor, last: bool) -> Work:
     if not place.axes:
         return transport.broadcast(buffer, call.program.root)
     # Bytes added to zeros: exact, whatever they stand for.
-    return transport.all_reduce(buffer.view(torch.uint8), axes=place.axes, soon=last)
+    return transport.all_reduce(buffer.view(torch.uint8), axes=place.axes, wait_soon=last)
 
 
 # Handing out

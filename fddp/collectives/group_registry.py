@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fddp.core.schedule.topology import Topology
-from fddp.transport.lifetime.finalizer import when_collected
+from fddp.transport.lifetime.finalizer import on_finalize
 
 
 class Closable(Protocol):
@@ -59,7 +59,7 @@ class OfGroups(Generic[T]):
             for other in [other for other in self._made if is_destroyed(other)]:
                 _close_all(self._made.pop(other))
             known = self._made.setdefault(group, {})
-            when_collected(group, partial(_close_all, known))
+            on_finalize(group, partial(_close_all, known))
             return known
 
 

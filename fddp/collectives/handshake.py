@@ -126,7 +126,7 @@ def _tell(
         communicator.begun += 1
     mine = torch.tensor(own, dtype=torch.int64, device="cpu")
     rows[place.own * _WORD : (place.own + 1) * _WORD].copy_(mine)
-    return communicator.transport.all_gather_in_place(rows, axes=place.axes, soon=True)
+    return communicator.transport.all_gather_in_place(rows, axes=place.axes, wait_soon=True)
 
 
 def _numbers(call: Call) -> tuple[int, int]:

@@ -155,11 +155,11 @@ class Steps:
 
     def enter(self) -> None:
         """From now on operators end here where another rank has failed the step that comes."""
-        self.engine.transport.slot.in_step = self.engine.step
+        self.engine.transport.status.in_step = self.engine.step
 
     def leave(self) -> None:
         """What this rank waits for from now on, others bring whether or not they have failed."""
-        self.engine.transport.slot.in_step = None
+        self.engine.transport.status.in_step = None
 
     def raise_alarm(self, error: BaseException) -> None:
         """Tells ranks that wait in operators within the step which `fail` is about to end."""

@@ -90,14 +90,14 @@ def _check_alike(transport: Transport, names: list[str], tensors: list[Tensor]) 
     """Compares buffers over ranks when they are no longer those of before: backends end the process
     where sizes differ."""
     known = [(n, tensor.dtype, tensor.shape) for n, tensor in zip(names, tensors, strict=True)]
-    if transport.agreed.get("buffers") == known:
+    if transport.size_cache.get("buffers") == known:
         return
     told = exchange(transport, _shapes(names, tensors), _SHAPES, "buffers")
     if (difference := _difference(told)) is not None:
         raise DesyncError(
             f"{difference}; keep buffers alike on all ranks, or pass broadcast_buffers=False"
         )
-    transport.agreed["buffers"] = known
+    transport.size_cache["buffers"] = known
 
 
 def _shapes(names: list[str], tensors: list[Tensor]) -> dict[str, str]:

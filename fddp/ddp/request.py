@@ -13,7 +13,7 @@ from fddp.ddp.arguments import Options
 from fddp.runtime.agreement import Rebuild, Terms
 from fddp.runtime.nonfinite import Policy
 from fddp.transport import Transport, TransportName
-from fddp.transport.mesh import Span
+from fddp.transport.mesh import GroupAndTopology
 from fddp.tree.planner import plan_buckets
 
 
@@ -33,7 +33,7 @@ class ModuleRequest:
 
     params: Mapping[str, Tensor]
     options: Options
-    span: Span
+    span: GroupAndTopology
     last_is_small: bool = False
     transport: TransportName = "auto"
     nonfinite: Policy = "propagate"

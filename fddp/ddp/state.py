@@ -26,7 +26,7 @@ from fddp.ddp.request import ModuleRequest
 from fddp.errors import FddpError, InternalError
 from fddp.hooks import cast as cast_hook
 from fddp.transport import Group
-from fddp.transport.mesh import Span
+from fddp.transport.mesh import GroupAndTopology
 
 # Untyped, and so are its methods.
 _TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
@@ -145,7 +145,7 @@ class Holder(_TorchDDP):  # type: ignore[misc]
         return ModuleRequest(
             params=self._watch.look(),
             options=self._options,
-            span=Span(cast(Group, self.process_group), None),
+            span=GroupAndTopology(cast(Group, self.process_group), None),
             last_is_small=os.environ.get("DDP_SET_LAST_BUCKET_CAP", "0") == "1",
             transport=self._transport,
             nonfinite=self._nonfinite,

@@ -334,7 +334,7 @@ class DistributedDataParallel(Observed, Hooked, Failing):
                 return
             hook = self.buffer_hook
             # It may call operators, and runs on ranks that have failed as well.
-            slot, in_step = transport.slot, transport.slot.in_step
+            slot, in_step = transport.status, transport.status.in_step
             slot.in_step = None
             try:
                 state, buffers = hook.buffer_comm_hook_state, self.named_module_buffers

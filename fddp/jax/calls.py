@@ -167,7 +167,7 @@ def _start(call: eager.Call, buffer: Tensor, last: bool) -> Work:
         buffer,
         axes=call.program.place.axes,
         average=call.program.operator == "pmean",
-        soon=last,
+        wait_soon=last,
     )
 
 

@@ -24,7 +24,7 @@ from fddp.collectives.group_registry import OfGroups
 from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError
 from fddp.transport import Group, LoopbackGroup, resolve
-from fddp.transport.mesh import Mesh, span_of
+from fddp.transport.mesh import Mesh, resolve_mesh
 
 # Of shared memory: what the cores' caches hold from packing until sums are handed out.
 _CACHED_BYTES = 1 << 20
@@ -121,7 +121,7 @@ def channel_of(group: Group | Communicator | None, mesh: Mesh | None) -> Channel
             f"group of fddp.loopback, got a {type(group).__name__}; a group is no argument of a "
             f"traced function, and can't be batched: let the function close over it"
         )
-    span = span_of(group, mesh)
+    span = resolve_mesh(group, mesh)
     if span.problem is not None:
         raise span.problem
     return _channel(resolve(span.group), span.topology)

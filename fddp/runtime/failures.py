@@ -56,7 +56,7 @@ def exchange(transport: Transport, step: str, digest: str, method: str, failure:
     What any rank has left half way through a call of an operator is closed on all of them, so that
     the next call opens it anew.
     """
-    desk = transport.slot.desk
+    desk = transport.status.board
     abandoned = "\t".join(desk.abandoned)
     own = Told(step, digest, method, abandoned, failure)
     payload = "\n".join(own).encode(errors="backslashreplace")

@@ -139,7 +139,7 @@ class Judge:
         votes = torch.tensor([not finite], dtype=torch.float64, device=transport.control_device)
         entry = self._recorder.launched("vote on results", step, votes.nbytes)
         try:
-            work = transport.all_reduce(votes, soon=True)
+            work = transport.all_reduce(votes, wait_soon=True)
             entry.waited_s = time.perf_counter()
             work.wait(f"the vote on results of step {step}")
         except (RankLostError, SyncTimeoutError) as error:

@@ -73,7 +73,7 @@ class Collectives(AllReduce):
 
     def __call__(self, tensor: Tensor) -> Future[Tensor]:
         self._check_alike("all_reduce", tensor)
-        work = self._transport.all_reduce(tensor, axes=self._axes, stamp=self._stamp)
+        work = self._transport.all_reduce(tensor, axes=self._axes, record_time=self._stamp)
         return self._started(work, tensor, tensor)
 
     def all_gather(self, tensor: Tensor) -> Future[Tensor]:
@@ -81,7 +81,7 @@ class Collectives(AllReduce):
         everyones = tensor.new_empty((self.world_size, *tensor.shape))
         everyones[self.rank].copy_(tensor)
         work = self._transport.all_gather_in_place(
-            everyones.view(-1), axes=self._axes, stamp=self._stamp
+            everyones.view(-1), axes=self._axes, record_time=self._stamp
         )
         return self._started(work, tensor, everyones)
 
@@ -97,7 +97,7 @@ class Collectives(AllReduce):
             return  # which tell them apart themselves
         place = (self._bucket, len(self._works))
         own = f"{kind} of {tensor.dtype} {tuple(tensor.shape)}"
-        if transport.agreed.get(place) == own:
+        if transport.size_cache.get(place) == own:
             return
         texts = transport.exchange(own.encode(), "hook operations")
         told = [text.decode(errors="replace") for text in texts]
@@ -108,7 +108,7 @@ class Collectives(AllReduce):
                     f"about to issue different operations: rank 0 {told[0]}, rank {rank} {theirs}; "
                     f"a hook must hand over tensors of one size and dtype on every rank"
                 )
-        transport.agreed[place] = own
+        transport.size_cache[place] = own
 
     @property
     def done_s(self) -> float | None:

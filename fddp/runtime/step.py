@@ -363,7 +363,7 @@ class Session:
             if op.when == "again":
                 self._hook.discard(op.bucket)
             work = transport.all_reduce(
-                own, axes=op.axes, average=average, stamp=stamp, soon=self._ended
+                own, axes=op.axes, average=average, record_time=stamp, wait_soon=self._ended
             )
         elif op.kind == "reduce_scatter":
             work = transport.reduce_scatter(
@@ -371,11 +371,13 @@ class Session:
                 axes=op.axes,
                 average=average,
                 ordered=self._program.schedule.deterministic,
-                stamp=stamp,
-                soon=self._ended,
+                record_time=stamp,
+                wait_soon=self._ended,
             )
         else:
-            work = transport.all_gather_in_place(own, axes=op.axes, stamp=stamp, soon=self._ended)
+            work = transport.all_gather_in_place(
+                own, axes=op.axes, record_time=stamp, wait_soon=self._ended
+            )
         state.work = self._works[position] = work
 
     def _add(self, position: int, op: Op) -> None:
@@ -405,7 +407,7 @@ class Session:
         lying = self._memory.put_word(op, vector, self.buffer_of)
         if not is_piggybacked(op):
             self._notes.launched(position)
-            self._works[position] = self.setting.transport.all_reduce(lying, soon=True)
+            self._works[position] = self.setting.transport.all_reduce(lying, wait_soon=True)
         self.log.append((self.contributions.arrived(), Action("control")))
 
     def _order(self) -> tuple[int, ...]:

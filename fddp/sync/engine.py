@@ -254,9 +254,9 @@ class Engine:
                 dump_on_failure(error, breaks=True)
                 # A step was left half done: ranks no longer agree on what comes next.
                 reason = error_text(error)
-                self.transport.raise_alarm(session.setting.step, type(error).__name__)
+                self.transport.publish_step_failure(session.setting.step, type(error).__name__)
                 self.transport.abandon(reason)
-                self.transport.slot.desk.doubtful_s = time.perf_counter()
+                self.transport.status.board.doubtful_s = time.perf_counter()
                 self.shut(reason)
             raise
         finally:
@@ -373,7 +373,7 @@ class Engine:
             error: what went wrong here; of a `PeerError` the rank that failed has told.
         """
         if not isinstance(error, PeerError):
-            self.transport.raise_alarm(step, error_text(error)[:_LONGEST_ALARM])
+            self.transport.publish_step_failure(step, error_text(error)[:_LONGEST_ALARM])
 
     def init_states(self) -> tuple[Any, ...]:
         """The hook's state of each bucket before the first step; () where there is none to keep."""
@@ -433,7 +433,7 @@ class Engine:
             check_schedule(gather)
         groups = sorted({*schedule.groups, *(gather.groups if gather else ())})
         if groups != self._groups:
-            self.transport.divide(schedule.topology, groups)
+            self.transport.open_subgroups(schedule.topology, groups)
             self._groups = groups
         rank = self.transport.rank
         foreign = self._foreign

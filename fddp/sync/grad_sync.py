@@ -37,7 +37,7 @@ from fddp.sync.request import Reduction, Request
 from fddp.sync.value_and_grad import INSTEAD_IN_A_GRAPH, ValueAndGrad
 from fddp.telemetry.flight.dump import dump_failures
 from fddp.transport import Group, TransportName
-from fddp.transport.mesh import Mesh, span_of
+from fddp.transport.mesh import Mesh, resolve_mesh
 from fddp.tree.foreign import ForeignTreeDef
 from fddp.tree.pytree import TreeDef
 
@@ -131,7 +131,7 @@ class GradSync:
             select=select,
             reduce_dtype=reduce_dtype,
             algorithm=algorithm,
-            span=span_of(group, mesh),
+            span=resolve_mesh(group, mesh),
             transport=transport,
             timeout_s=timeout_s,
             hook=hook,
@@ -470,7 +470,7 @@ class GradSync:
             [[1.5, 1.5], [1.5, 1.5]]
         """
         with outside_transforms():
-            engine = renewed(self._engine, span_of(group, mesh))
+            engine = renewed(self._engine, resolve_mesh(group, mesh))
         other = copy.copy(self)
         other._engine = engine
         return other
@@ -520,7 +520,7 @@ class GradSync:
         """
         self = cls.__new__(cls)
         with outside_transforms():
-            self._engine = joined(span_of(group, mesh), params, hook, transport, timeout_s)
+            self._engine = joined(resolve_mesh(group, mesh), params, hook, transport, timeout_s)
         return self
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from fddp.runtime.agreement import Terms, exchange
 from fddp.sync.engine import Engine
 from fddp.sync.terms_codec import brought_along, terms_from_json, terms_to_json, topology_over
 from fddp.transport import Transport, TransportName
-from fddp.transport.mesh import Span
+from fddp.transport.mesh import GroupAndTopology
 from fddp.tree.describe import leaf_specs
 from fddp.tree.foreign import holds_foreign
 from fddp.tree.pytree import flatten
@@ -73,7 +73,7 @@ class Continuation:
         parted: whether ranks differ in that.
     """
 
-    span: Span
+    span: GroupAndTopology
     transport: TransportName
     usable_timeout_s: float | None
     is_foreign: bool
@@ -132,7 +132,7 @@ class Continuation:
         return brought_along(own, text)
 
 
-def renewed(old: Engine, span: Span) -> Engine:
+def renewed(old: Engine, span: GroupAndTopology) -> Engine:
     """An engine that goes on where this one stopped, on other ranks; a collective call.
 
     The old one is closed once the new one works.
@@ -161,7 +161,7 @@ def renewed(old: Engine, span: Span) -> Engine:
 
 
 def joined(
-    span: Span,
+    span: GroupAndTopology,
     params: Any,
     hook: Hook[Any] | None,
     transport: TransportName,

@@ -17,7 +17,7 @@ from fddp.hooks.hook import Hook
 from fddp.runtime.agreement import Rebuild, Terms
 from fddp.runtime.nonfinite import Policy
 from fddp.transport import LoopbackGroup, Transport, TransportName
-from fddp.transport.mesh import Span
+from fddp.transport.mesh import GroupAndTopology
 from fddp.tree.foreign import aligned, holds_foreign
 from fddp.tree.planner import plan_buckets
 from fddp.tree.pytree import flatten
@@ -29,7 +29,7 @@ class Asking(Protocol):
     """What an engine is made from."""
 
     @property
-    def span(self) -> Span:
+    def span(self) -> GroupAndTopology:
         """The axes of the ranks."""
 
     @property
@@ -83,7 +83,7 @@ class Request:
     select: Callable[[str], bool] | None
     reduce_dtype: torch.dtype | None
     algorithm: Reduction
-    span: Span
+    span: GroupAndTopology
     transport: TransportName
     timeout_s: float | None
     hook: Hook[Any] | None

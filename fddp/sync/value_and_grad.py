@@ -118,7 +118,7 @@ class ValueAndGrad:
         session = self._engine.open(Method.VALUE_AND_GRAD, with_stats=self._with_info)
         transport = session.setting.transport
         computed = None
-        transport.slot.in_step = session.setting.step
+        transport.status.in_step = session.setting.step
         try:
             check_no_transform("value_and_grad")
             session.hook_states = self._engine.checked_states(hook_state, "hook_state=")
@@ -129,7 +129,7 @@ class ValueAndGrad:
             session.fail(error)
             self._engine.raise_alarm(session.setting.step, error)
         finally:
-            transport.slot.in_step = None
+            transport.status.in_step = None
         outcome = self._engine.close(session)
         if computed is None:
             raise InternalError("a step went through without its own part")
@@ -178,7 +178,7 @@ class ValueAndGrad:
     ) -> None:
         if session.setting.attached is not None:
             # Hooks may call operators, too, and run on ranks that have failed.
-            session.setting.transport.slot.in_step = None
+            session.setting.transport.status.in_step = None
         view = leaves.inspect(loss)
         contributions.arm(
             leaves,

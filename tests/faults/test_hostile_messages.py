@@ -23,8 +23,8 @@ from fddp.runtime.nonfinite import Account, Count
 from fddp.sync.autotune import _decoded, _encoded
 from fddp.sync.terms_codec import terms_from_json, terms_to_json
 from fddp.transport.base import Transport
-from fddp.transport.liveness.status import Doing, in_words
-from fddp.transport.liveness.status_store import StoreDesk
+from fddp.transport.liveness.status import RankStatus, format_statuses
+from fddp.transport.liveness.status_store import StoreStatusBoard
 from tests.faults.test_fuzz import JSON, mutants, plan, schedule
 from tests.support.hook_models import SMALL
 
@@ -324,28 +324,28 @@ def test_where_ranks_are_is_told_whatever_the_store_holds(
 ) -> None:
     """What explains another failure never fails itself."""
     store = dist.HashStore()
-    desk = StoreDesk(store, 0, 2)
-    desk._store.set("answer/1", answer)
-    desk._store.set("questions", question)
-    desk.ask()
-    desk.tell()
-    found = desk.answers([0, 1], since, 0.0)
+    board = StoreStatusBoard(store, 0, 2)
+    board._store.set("answer/1", answer)
+    board._store.set("questions", question)
+    board.query()
+    board.publish()
+    found = board.answers([0, 1], since, 0.0)
     assert set(found) == {0, 1}
-    assert isinstance(found[0], Doing)
+    assert isinstance(found[0], RankStatus)
     theirs = found[1]
     assert theirs is None or all(
         type(text) is str for text in (*theirs.waits, theirs.last, theirs.at)
     )
-    told = in_words({f"rank {rank}": doing for rank, doing in found.items()})
+    told = format_statuses({f"rank {rank}": doing for rank, doing in found.items()})
     assert len(told) < 20_000
     assert "\x1b" not in told
 
 
 def test_an_answer_is_told_as_it_was_given() -> None:
     store = dist.HashStore()
-    desks = [StoreDesk(store, rank, 2) for rank in range(2)]
+    desks = [StoreStatusBoard(store, rank, 2) for rank in range(2)]
     desks[1].gave_up = "giving up bucket 0"
-    desks[1].answer(desks[1]._store, desks[0].ask() + 1)
+    desks[1].answer(desks[1]._store, desks[0].query() + 1)
     told = desks[0].answers([1], 0, 0.0)[1]
     assert told is not None
     assert told.last == "giving up bucket 0"

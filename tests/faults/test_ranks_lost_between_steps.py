@@ -130,7 +130,7 @@ def test_where_processes_have_no_name_none_is_looked_for(monkeypatch: pytest.Mon
     store = dist.HashStore()
     for host, expected in ("a host", {0, 1}), ("", set()):
         monkeypatch.setattr(status_store, "numbering", lambda host=host: host)
-        two = [status_store.StoreDesk(store, rank, 2) for rank in range(2)]
-        for desk in two:
-            desk.tell_process()
+        two = [status_store.StoreStatusBoard(store, rank, 2) for rank in range(2)]
+        for board in two:
+            board.publish_process()
         assert two[0].processes().keys() == expected

@@ -56,7 +56,7 @@ def scattered(group: Any, name: str) -> list[Any]:
     """Own chunks: along both axes at once, and along one after the other."""
     found = []
     with open_transport(group, name) as transport:
-        transport.divide(GRID, [("host", "local"), ("host",), ("local",)])
+        transport.open_subgroups(GRID, [("host", "local"), ("host",), ("local",)])
         for dtype, average in product(FORMATS, (False, True)):
             buffer = part_of(transport.rank, dtype)
             transport.reduce_scatter(

@@ -52,7 +52,7 @@ def test_the_slowest_ranks_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def axes_on_rank(group: Group) -> dict[str, tuple[Sample, ...]]:
     with open_transport(group, timeout_s=20) as transport:
-        transport.divide(SQUARE, [("local",)])
+        transport.open_subgroups(SQUARE, [("local",)])
         by_axis = measure_axes(transport, SQUARE, sizes_bytes=SIZES_BYTES, repeats=1)
         total = torch.ones(1)
         transport.all_reduce(total, axes=("local",)).wait("a group that was open before")

@@ -30,8 +30,10 @@ def op_of(number: int, *, state: Any = "done", bucket: int = 0, **fields: Any) -
 
 
 def lined_up(*ops_by_rank: tuple[FlightOp, ...]) -> Divergence:
-    (parting,) = find_divergences(flight_of(log_of(r, *ops)) for r, ops in enumerate(ops_by_rank))
-    return parting
+    (divergence,) = find_divergences(
+        flight_of(log_of(r, *ops)) for r, ops in enumerate(ops_by_rank)
+    )
+    return divergence
 
 
 def test_ranks_that_are_together() -> None:
@@ -210,9 +212,9 @@ def test_flights_are_read_as_they_were_written(some: list[Flight]) -> None:
     for one in some:
         assert Flight.from_json(one.to_json()) == one
         assert "\x1b" not in str(one)
-    for parting in find_divergences(some):
-        assert "\x1b" not in parting.text
-        assert set(parting.ranks) <= {0, 1, 2}
+    for divergence in find_divergences(some):
+        assert "\x1b" not in divergence.text
+        assert set(divergence.ranks) <= {0, 1, 2}
 
 
 @given(

@@ -29,7 +29,7 @@ if rank == 1:
     print("ready", flush=True)
     sys.stdin.read()
     os._exit(0)
-work = transport.all_reduce(torch.ones(4), stamp=True)
+work = transport.all_reduce(torch.ones(4), record_time=True)
 for kept in (work, transport, dist.group.WORLD):
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # what is freed would be waited for
 ctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).getchar)

@@ -295,14 +295,14 @@ def _team(draw: Draw, module: Any, arena: Any, board: Any) -> None:
     team = module.ShmTeam(*arguments)
     try:
         kind = draw.one_of(("all_reduce", "all_gather", "reduce_scatter", "broadcast", "what"))
-        passage = team.start(
+        work = team.start(
             kind,
             draw.tensor() if draw.likely() else draw.anything(),
             draw.number(),
             bool(draw.below(2)),
             [draw.number() for _ in range(draw.below(8))],
         )
-        passage.wait(0.02), passage.done, passage.done_s, passage.descriptors()
+        work.wait(0.02), work.done, work.done_s, work.descriptors()
         team.fail(draw.number(), [draw.number()])
     finally:
         team.leave()
