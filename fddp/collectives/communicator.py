@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fddp.collectives.group_registry import OfGroups, is_destroyed
-from fddp.collectives.operator_program import Place
+from fddp.collectives.group_registry import GroupRegistry, is_destroyed
+from fddp.collectives.operator_program import GroupPosition
 from fddp.core.plan.defaults import CAP_MB, MAX_TIMEOUT_S
 from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError, DesyncError, PlanMismatchError, error_text
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _MOST_BETWEEN = 2**16
 _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
-_of_groups: OfGroups[Communicator] = OfGroups()
+_of_groups: GroupRegistry[Communicator] = GroupRegistry()
 
 
 class Communicator:
@@ -107,9 +107,11 @@ class Communicator:
         self.known: dict[Any, Any] = {}  # what operators have worked out; see `patterns.py`
         self.begun = _begun
         self.belongs_to: weakref.ref[Any] | None = None
-        self._meetings: dict[Place, int] = {}
-        self._between: dict[Place, int] = {}  # calls since the last meeting that did not meet
-        self._places: dict[tuple[str, ...], Place] = {}
+        self._handshakes: dict[GroupPosition, int] = {}
+        self._calls_since_handshake: dict[
+            GroupPosition, int
+        ] = {}  # calls since the last meeting that did not meet
+        self._places: dict[tuple[str, ...], GroupPosition] = {}
         with outside_tracing(), torch.inference_mode(False):
             self.transport: Transport = open_transport(span.group, name, usable_s, "Communicator")
             if problem is None and transport not in ("auto", self.transport.name):
@@ -148,7 +150,7 @@ class Communicator:
         """For flights: it has no steps, and is open or not."""
         return -1, "open" if self.closed is None else "closed"
 
-    def place(self, axes: tuple[str, ...]) -> Place:
+    def place(self, axes: tuple[str, ...]) -> GroupPosition:
         """This rank's place among the ranks that meet along these axes, of the topology and in its
         order."""
         known = self._places.get(axes)
@@ -157,20 +159,22 @@ class Communicator:
             if axes and self.topology is not None:
                 ranks = self.topology.group(axes, self.rank)
             ranks = tuple(ranks)
-            known = self._places[axes] = Place(axes, len(ranks), ranks.index(self.rank))
+            known = self._places[axes] = GroupPosition(axes, len(ranks), ranks.index(self.rank))
         return known
 
-    def met(self, place: Place) -> int:
+    def advance_call_number(self, place: GroupPosition) -> int:
         """The ranks of a place have met: a number for their call, the same on all of them."""
-        meetings = self._meetings[place] = self._meetings.get(place, 0) + 1
-        self._between[place] = 0
+        meetings = self._handshakes[place] = self._handshakes.get(place, 0) + 1
+        self._calls_since_handshake[place] = 0
         return meetings * _MOST_BETWEEN
 
-    def passed(self, place: Place) -> int:
+    def next_call_number(self, place: GroupPosition) -> int:
         """A number for a call in which they do not meet, as it will in its backward. It counts from
         the last meeting, so that ranks which differ in such calls agree again after the next."""
-        between = self._between[place] = (self._between.get(place, 0) + 1) % _MOST_BETWEEN
-        return self._meetings.get(place, 0) * _MOST_BETWEEN + between
+        between = self._calls_since_handshake[place] = (
+            self._calls_since_handshake.get(place, 0) + 1
+        ) % _MOST_BETWEEN
+        return self._handshakes.get(place, 0) * _MOST_BETWEEN + between
 
     def close(self) -> None:
         """Frees connections and memory; a second call does nothing."""
@@ -196,23 +200,23 @@ class Communicator:
             error_text(problem) if problem else "",
             self.begun,
         ]
-        told = exchange(self.transport, mine, (str, int, str, int))
+        received = exchange(self.transport, mine, (str, int, str, int))
         if problem is not None:
             raise problem
-        for rank, theirs in enumerate(told):
+        for rank, theirs in enumerate(received):
             if theirs[2]:
                 raise PlanMismatchError(f"rank {rank} can't make a communicator: {theirs[2]}")
-            if theirs[3] != told[0][3]:
+            if theirs[3] != received[0][3]:
                 raise DesyncError(
                     f"the operators of a group are to go on after a failure that ranks met in "
-                    f"different calls: rank 0 has called {told[0][3]}, rank {rank} {theirs[3]}; "
-                    f"make a new group, or a fddp.Communicator, on every rank"
+                    f"different calls: rank 0 has called {received[0][3]}, rank {rank} "
+                    f"{theirs[3]}; make a new group, or a fddp.Communicator, on every rank"
                 )
-            if theirs != told[0]:
+            if theirs != received[0]:
                 raise PlanMismatchError(
-                    f"a communicator has mesh {told[0][0]} and buckets of {told[0][1]} bytes on "
-                    f"rank 0, and mesh {theirs[0]} and {theirs[1]} bytes on rank {rank}; pass the "
-                    f"same mesh and bucket_cap_mb on every rank"
+                    f"a communicator has mesh {received[0][0]} and buckets of {received[0][1]} "
+                    f"bytes on rank 0, and mesh {theirs[0]} and {theirs[1]} bytes on rank {rank}; "
+                    f"pass the same mesh and bucket_cap_mb on every rank"
                 )
 
     def _divide(self) -> None:
@@ -278,7 +282,7 @@ class _Closing:
             communicator.begun = 0  # all ranks have heard of it, and begin anew
 
 
-def numbered(number: int) -> Communicator:
+def communicator_by_id(number: int) -> Communicator:
     """The communicator of this number.
 
     Raises:

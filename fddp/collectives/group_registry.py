@@ -24,7 +24,7 @@ class Closable(Protocol):
 T = TypeVar("T", bound=Closable)
 
 
-class OfGroups(Generic[T]):
+class GroupRegistry(Generic[T]):
     """For each group, and the axes laid over it, what was made for them.
 
     Holds no group. What was made is closed soon after its group is gone; at the latest when a group

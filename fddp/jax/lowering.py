@@ -40,7 +40,7 @@ def serves() -> bool:
 
     The first call registers the handler.
     """
-    handler = extension.load().xla_handler(calls.carry_out)
+    handler = extension.load().xla_handler(calls.execute)
     if handler is None:
         return False
     jax.ffi.register_ffi_target(TARGET, handler, platform="cpu")
@@ -64,7 +64,7 @@ def _by_callback(ctx: Any, token: Any, operands: Sequence[Any], number: int) -> 
 
     def call_back(*operands: np.ndarray) -> list[np.ndarray]:
         loan = _Arrays(operands)
-        problem = calls.carry_out(number, loan)
+        problem = calls.execute(number, loan)
         if problem is not None:
             raise RuntimeError(problem)
         return [*loan.results, np.empty(0, np.uint8)]
@@ -110,7 +110,7 @@ def _bytes(buffer: Tensor) -> np.ndarray:
 
 def _lower_reduce(ctx: Any, *operands: Any, call: Call) -> list[Any]:
     emit: Callable[..., list[Any]] = _by_extension if serves() else _by_callback
-    communicators.numbered(call.channel).open()
+    communicators.communicator_by_id(call.channel).open()
     types = tuple((aval.shape, aval.dtype.name) for aval in ctx.avals_in)
     token = ctx.tokens_in.get(EFFECT)
     token, *results = emit(ctx, token, operands, calls.number_of(call, types))

@@ -13,7 +13,7 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from fddp.collectives.replicas.chunked_broadcast import pass_on_text
+from fddp.collectives.replicas.chunked_broadcast import broadcast_text
 from fddp.collectives.replicas.reconcile import reconciled
 from fddp.core.plan.defaults import MAX_TIMEOUT_S
 from fddp.core.plan.leaf import LeafSpec
@@ -126,7 +126,7 @@ class Continuation:
             if own is None:
                 raise InternalError("ranks without terms have those of a rank that has some")
             return own
-        text = pass_on_text(transport, text, newest.length, source, "the plan of the newest rank")
+        text = broadcast_text(transport, text, newest.length, source, "the plan of the newest rank")
         if own is None:
             return terms_from_json(text, self.span.topology, transport, self.hook, self.leaves)
         return brought_along(own, text)

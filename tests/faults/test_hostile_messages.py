@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import fddp
-from fddp.collectives.replicas.chunked_broadcast import pass_on_text
-from fddp.collectives.replicas.snapshot import Held, room_for
+from fddp.collectives.replicas.chunked_broadcast import broadcast_text
+from fddp.collectives.replicas.snapshot import Snapshot, allocate_like
 from fddp.core.protocol.messages import AnyOf, MappingOf, decode, optional
 from fddp.runtime.agreement import Rebuild, Terms
 from fddp.runtime.failures import _told
@@ -101,17 +101,17 @@ def terms() -> Terms:
     )
 
 
-def state() -> Held:
+def state() -> Snapshot:
     state = {"w": torch.ones(2, 3), "seen": 7, "rate": 0.1, "name": "adam", "of": (None, [True])}
-    return Held.of(state)
+    return Snapshot.of(state)
 
 
 def from_text(text: str) -> Terms:
     return terms_from_json(text, None, Wants(), None, None)  # type: ignore[arg-type]
 
 
-def as_described(text: str) -> Held:
-    return room_for(text, None)
+def as_described(text: str) -> Snapshot:
+    return allocate_like(text, None)
 
 
 def account(text: str) -> Account:
@@ -133,7 +133,7 @@ class Written(NamedTuple):
 ACCOUNT = Account({"w": Count(1, 2)}, {"b": Count(0, 3)}, 4)
 WRITTEN = {
     "terms": Written(from_text, terms_to_json(terms()), terms_to_json),
-    "state": Written(as_described, state().description(), Held.description),
+    "state": Written(as_described, state().description(), Snapshot.description),
     "account": Written(account, ACCOUNT.encode().decode(), lambda found: found.encode().decode()),
     "tuned plan": Written(tuned, _encoded(plan()).decode(), lambda found: _encoded(found).decode()),
 }
@@ -206,7 +206,7 @@ class Sends:
 
 def test_texts_of_another_rank() -> None:
     def passed(length: int) -> str:
-        return pass_on_text(Sends(b"\x80plan"), "", length, 3, "the plan")  # type: ignore[arg-type]
+        return broadcast_text(Sends(b"\x80plan"), "", length, 3, "the plan")  # type: ignore[arg-type]
 
     with pytest.raises(fddp.DesyncError, match="rank 3 says makes no sense as its part of the pl"):
         passed(5)

@@ -13,8 +13,8 @@ from torch.library import opcheck
 
 import fddp
 from fddp.collectives import torch_library
-from fddp.collectives.call_cache import Asked, program_of
-from fddp.collectives.calls import Application, Call
+from fddp.collectives.call_cache import CallSpec, program_of
+from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.operator_program import Operator
 from fddp.native import torch_ops
 from fddp.native.layout import Layout
@@ -80,10 +80,10 @@ def test_pack_needs_a_leaf() -> None:
 def make_call(communicator: fddp.Communicator, operator: Operator, leaves: list[Tensor]) -> Call:
     """A call of leaves "0", "1" and so on."""
     root = 1 if operator == "broadcast_from" else -1
-    asked = Asked(operator, communicator.place(()), root)
+    asked = CallSpec(operator, communicator.place(()), root)
     paths = [str(k) for k in range(len(leaves))]
     program = program_of(communicator, asked, paths, range(len(leaves)), leaves)
-    return Call(communicator, program, Application(None), ("backward",))
+    return Call(communicator, program, CallRecord(None), ("backward",))
 
 
 def check_collectives(rank: int, world_size: int) -> int:
@@ -114,7 +114,7 @@ def test_a_call_is_its_text(operator: Any, shapes: list[list[int]], roles: tuple
             leading = [1] if operator == "reduce_scatter" else []
             leaves = [torch.zeros([*leading, *shape]) for shape in shapes]
             call = make_call(ranks, operator, leaves)
-            call = Call(ranks, call.program, Application("train.py:3"), roles)  # type: ignore[arg-type]
+            call = Call(ranks, call.program, CallRecord("train.py:3"), roles)  # type: ignore[arg-type]
             text = torch_library.error_text(call)
             again = torch_library.call_of(operator, ranks, text)
             assert again.program.details == call.program.details

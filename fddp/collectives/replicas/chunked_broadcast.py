@@ -18,7 +18,7 @@ MOST_TEXT_BYTES = 2**31
 """Longer texts are taken for nonsense, before there is memory for them."""
 
 
-class Stretch(NamedTuple):
+class ByteRange(NamedTuple):
     """Some bytes of one of several runs.
 
     Attributes:
@@ -32,20 +32,20 @@ class Stretch(NamedTuple):
     stop: int
 
 
-def pieces(sizes: Sequence[int], most: int) -> Iterator[list[Stretch]]:
+def chunks(sizes: Sequence[int], most: int) -> Iterator[list[ByteRange]]:
     """Cuts runs of these sizes, one behind the other, into pieces of at most `most` bytes.
 
     Example:
-        >>> [[tuple(stretch) for stretch in piece] for piece in pieces([3, 0, 6], 4)]
+        >>> [[tuple(stretch) for stretch in piece] for piece in chunks([3, 0, 6], 4)]
         [[(0, 0, 3), (2, 0, 1)], [(2, 1, 5)], [(2, 5, 6)]]
     """
-    piece: list[Stretch] = []
+    piece: list[ByteRange] = []
     room = most
     for run, size in enumerate(sizes):
         start = 0
         while start < size:
             stop = min(size, start + room)
-            piece.append(Stretch(run, start, stop))
+            piece.append(ByteRange(run, start, stop))
             room -= stop - start
             start = stop
             if room == 0:
@@ -55,7 +55,7 @@ def pieces(sizes: Sequence[int], most: int) -> Iterator[list[Stretch]]:
         yield piece
 
 
-def pass_on_(
+def broadcast_bytes_(
     transport: Transport, runs: Sequence[Tensor], src: int, what: str, *, keeps: bool = True
 ) -> None:
     """Writes rank `src`'s bytes into those of all ranks; a collective call.
@@ -70,7 +70,7 @@ def pass_on_(
     sizes = [run.numel() for run in runs]
     longest = min(PIECE_BYTES, sum(sizes))
     memory = transport.empty(longest, torch.uint8, transport.control_device)
-    for piece in pieces(sizes, PIECE_BYTES):
+    for piece in chunks(sizes, PIECE_BYTES):
         end, places = 0, []
         for run, start, stop in piece:
             places.append((runs[run][start:stop], slice(end, end + stop - start)))
@@ -85,7 +85,7 @@ def pass_on_(
                 part.copy_(travelling[place])
 
 
-def pass_on_text(transport: Transport, text: str, length: int, src: int, what: str) -> str:
+def broadcast_text(transport: Transport, text: str, length: int, src: int, what: str) -> str:
     """Rank `src`'s text on all ranks, which know its length in ASCII; a collective call.
 
     Raises:
@@ -97,7 +97,7 @@ def pass_on_text(transport: Transport, text: str, length: int, src: int, what: s
         run = torch.frombuffer(bytearray(text.encode("ascii")), dtype=torch.uint8)
     else:
         run = torch.empty(length, dtype=torch.uint8, device="cpu")
-    pass_on_(transport, [run], src, what)
+    broadcast_bytes_(transport, [run], src, what)
     try:
         return run.numpy().tobytes().decode("ascii")
     except ValueError as error:
