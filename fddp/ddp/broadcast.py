@@ -33,8 +33,8 @@ def broadcast_module(
         own |= buffers_of(module, ignored)
     names = sorted(own)  # ranks may have registered them in another order
     tensors = [own[name].detach() for name in names]
-    told = exchange(transport, _shapes(names, tensors), _SHAPES, "module")
-    if (difference := _difference(told)) is not None:
+    received = exchange(transport, _shapes(names, tensors), _SHAPES, "module")
+    if (difference := _difference(received)) is not None:
         raise PlanMismatchError(
             f"{difference}; build the module alike on all ranks, or pass init_sync=False"
         )
@@ -92,8 +92,8 @@ def _check_alike(transport: Transport, names: list[str], tensors: list[Tensor]) 
     known = [(n, tensor.dtype, tensor.shape) for n, tensor in zip(names, tensors, strict=True)]
     if transport.size_cache.get("buffers") == known:
         return
-    told = exchange(transport, _shapes(names, tensors), _SHAPES, "buffers")
-    if (difference := _difference(told)) is not None:
+    received = exchange(transport, _shapes(names, tensors), _SHAPES, "buffers")
+    if (difference := _difference(received)) is not None:
         raise DesyncError(
             f"{difference}; keep buffers alike on all ranks, or pass broadcast_buffers=False"
         )
@@ -106,11 +106,11 @@ def _shapes(names: list[str], tensors: list[Tensor]) -> dict[str, str]:
     return {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in pairs}
 
 
-def _difference(told: list[dict[str, str]]) -> str | None:
+def _difference(received: list[dict[str, str]]) -> str | None:
     """Where the first two ranks differ that do."""
-    for rank, theirs in enumerate(told):
-        for name in sorted(told[0].keys() | theirs.keys()):
-            mine, other = told[0].get(name, "missing"), theirs.get(name, "missing")
+    for rank, theirs in enumerate(received):
+        for name in sorted(received[0].keys() | theirs.keys()):
+            mine, other = received[0].get(name, "missing"), theirs.get(name, "missing")
             if mine != other:
                 return f"{name!r} of the module is {mine} on rank 0 and {other} on rank {rank}"
     return None

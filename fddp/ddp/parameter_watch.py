@@ -18,7 +18,7 @@ from fddp.native import extension
 Change = Literal["none", "swapped", "changed"]
 
 
-class Watch:
+class ParameterWatch:
     """Looks after the parameters of one module.
 
     Args:
@@ -34,9 +34,9 @@ class Watch:
         self._module = module
         self._ignored = ignored
         self.latest: dict[str, Parameter] = {}
-        self.look()
+        self.find_replaced()
 
-    def look(self) -> Mapping[str, Parameter]:
+    def find_replaced(self) -> Mapping[str, Parameter]:
         """Takes the parameters as they are now."""
         modules = list(self._module.modules())
         self._tables = [m._parameters for m in modules]

@@ -85,7 +85,7 @@ class Rebuild:
 
 
 @dataclass(frozen=True)
-class Terms:
+class SyncConfig:
     """What ranks must have in common.
 
     Attributes:
@@ -173,7 +173,9 @@ def leaf_details(specs: Sequence[LeafSpec]) -> list[list[object]]:
     ]
 
 
-def agree(transport: Transport, terms: Terms | None, failure: Exception | None) -> Terms:
+def validate_across_ranks(
+    transport: Transport, terms: SyncConfig | None, failure: Exception | None
+) -> SyncConfig:
     """Compares terms over ranks.
 
     Leaves are registered in another order on another rank when its dicts were filled in another
@@ -195,25 +197,25 @@ def agree(transport: Transport, terms: Terms | None, failure: Exception | None) 
         summary: dict[str, object] = {"failure": error_text(failure) if failure else "it has none"}
     else:
         summary = terms.summary()
-    told = exchange(transport, summary, _SUMMARY)
+    received = exchange(transport, summary, _SUMMARY)
     if failure is not None:
         failure.args = (f"rank {transport.rank}: {failure}", *failure.args[1:])
         raise failure
-    for rank, other in enumerate(told):
+    for rank, other in enumerate(received):
         if "failure" in other:
             raise PlanMismatchError(f"rank {rank} could not build its plan: {other['failure']}")
     if terms is None:
         raise InternalError("a rank has neither terms nor a failure")
-    differing = [rank for rank, other in enumerate(told) if other != told[0]]
+    differing = [rank for rank, other in enumerate(received) if other != received[0]]
     if not differing:
         return terms
-    plans_only = all({**other, "plan": None} == {**told[0], "plan": None} for other in told)
+    plans_only = all({**other, "plan": None} == {**received[0], "plan": None} for other in received)
     if plans_only and not terms.given:
         slots = {leaf: slot for slot, leaf in enumerate(terms.plan.reduced)}
         orders = exchange(transport, [slots[leaf] for leaf in terms.plan.order], [int])
         return replace(terms, plan=_reordered(terms.plan, orders[0]))
     details = exchange(transport, terms.leaves(), LEAF_DETAILS)
-    raise PlanMismatchError(_difference(differing[0], told, details))
+    raise PlanMismatchError(_difference(differing[0], received, details))
 
 
 def agree_on_hook(transport: Transport, hook: Hook[Any] | None) -> None:
@@ -234,20 +236,24 @@ def _hook_name(hook: Hook[Any] | None) -> str | None:
     return None if hook is None else hook.name
 
 
-def exchange(transport: Transport, value: object, form: Schema, end: str = "terms") -> list[Any]:
+def exchange(
+    transport: Transport, value: object, schema: Schema, topic: str = "terms"
+) -> list[Any]:
     """Every rank's value, by rank; a collective call.
 
     Args:
         transport: carries them.
         value: what JSON holds.
-        form: of every rank's.
-        end: as for `Transport.exchange`.
+        schema: of every rank's.
+        topic: as for `Transport.exchange`.
 
     Raises:
         DesyncError: what a rank says is of another form, on every rank; or as `Transport.exchange`.
     """
     return decode_all(
-        transport.exchange(json.dumps(value).encode(), end), lambda text: decode(text, form), end
+        transport.exchange(json.dumps(value).encode(), topic),
+        lambda text: decode(text, schema),
+        topic,
     )
 
 
@@ -259,8 +265,8 @@ def _reordered(plan: BucketPlan, slots: list[int]) -> BucketPlan:
     return plan_leaves(plan.leaves, order=[reduced[s] for s in slots], caps_bytes=plan.caps_bytes)
 
 
-def _difference(rank: int, told: list[Any], details: list[Any]) -> str:
-    mine, theirs = told[0], told[rank]
+def _difference(rank: int, received: list[Any], details: list[Any]) -> str:
+    mine, theirs = received[0], received[rank]
     for name, way_out in _WAY_OUT.items():
         if mine[name] != theirs[name]:
             return f"{name} is {mine[name]} on rank 0 and {theirs[name]} on rank {rank}; {way_out}"

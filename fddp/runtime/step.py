@@ -39,10 +39,10 @@ from fddp.runtime.contributions import NOTHING, Contributions
 from fddp.runtime.failures import (
     desync_error,
     exchange,
+    incompatible_contributions_error,
     locate,
+    pack_error,
     peer_error,
-    unfit_error,
-    unpackable,
 )
 from fddp.runtime.finite_check import Judge
 from fddp.runtime.hook_pipeline import HookedWork
@@ -337,7 +337,7 @@ class Session:
         except Exception as error:
             if self.report is not None:
                 raise  # too late to tell the others through the control word
-            self.fail(unpackable(self._program, op.bucket, buffer, contributions, error))
+            self.fail(pack_error(self._program, op.bucket, buffer, contributions, error))
             self._write(NOTHING, buffer, position, op)
 
     def _write(self, contributions: Contributions, buffer: Tensor, position: int, op: Op) -> float:
@@ -452,7 +452,7 @@ class Session:
         if self.report is None:
             self.report = report = self._read_control()
             problem = self._hook.problem(report, lets_rest=self.lets_rest)
-            unfit = unfit_error(
+            unfit = incompatible_contributions_error(
                 report, self._program, self.setting.scale, self.setting.step, problem
             )
             if not report.agreed or report.failed or unfit is not None:

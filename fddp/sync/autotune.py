@@ -121,10 +121,10 @@ def tune(engine: Engine, call: Callable[[], object], rounds: int) -> TuneReport:
 
 
 def _check(engine: Engine, rounds: int) -> None:
-    told = exchange(engine.transport, repr(rounds), str, "tuning")
-    if len({*told}) > 1:
+    received = exchange(engine.transport, repr(rounds), str, "tuning")
+    if len({*received}) > 1:
         raise PlanMismatchError(
-            f"rounds are {', '.join(told)} by rank; tune with the same on every rank"
+            f"rounds are {', '.join(received)} by rank; tune with the same on every rank"
         )
     if type(rounds) is not int or rounds < 1:
         raise ValueError(f"rounds must be an int of at least 1, got {rounds!r}")

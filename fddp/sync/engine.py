@@ -34,7 +34,7 @@ from fddp.errors import (
 )
 from fddp.hooks.hook import Hook
 from fddp.native.buffer_pool import BufferPool
-from fddp.runtime.agreement import Terms, agree, agree_on_hook
+from fddp.runtime.agreement import SyncConfig, agree_on_hook, validate_across_ranks
 from fddp.runtime.context import Outcome, Setting
 from fddp.runtime.donation import donate
 from fddp.runtime.hook_binding import Attached
@@ -42,7 +42,7 @@ from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.nonfinite import Policy
 from fddp.runtime.program import Program, make_program
 from fddp.runtime.step import Session
-from fddp.sync.request import Asking, hook_problem, usable_transport
+from fddp.sync.request import EngineSpec, deterministic_hook_error, usable_transport
 from fddp.sync.rounds import Round
 from fddp.telemetry.flight.dump import dump_on_failure
 from fddp.telemetry.flight.recorder import Recorder
@@ -80,7 +80,7 @@ class Engine:
             not in step.
     """
 
-    def __init__(self, request: Asking) -> None:
+    def __init__(self, request: EngineSpec) -> None:
         self._foreign = request.is_foreign
         self.timeout_s = request.usable_timeout_s
         self._groups: list[tuple[str, ...]] = []  # those that the transport has opened
@@ -317,7 +317,7 @@ class Engine:
         """
         agree_on_hook(self.transport, hook)
         if hook is not None and self.schedule.deterministic:
-            raise ValueError(hook_problem(hook))
+            raise ValueError(deterministic_hook_error(hook))
         attached = None if hook is None else Attached.of(hook, self.program)
         self.hook = hook
         self._install(self.schedule, with_order=self.program.control.with_order)
@@ -503,12 +503,12 @@ class Engine:
         return report
 
 
-def _agreed_terms(transport: Transport, request: Asking) -> Terms:
+def _agreed_terms(transport: Transport, request: EngineSpec) -> SyncConfig:
     """What is wrong on this rank alone is told to the others before it is raised."""
     try:
         terms = request.terms(transport)
     except (ClosedError, DesyncError, RankLostError, SyncTimeoutError):
         raise  # from which nobody can be told
     except Exception as error:
-        return agree(transport, None, error)
-    return agree(transport, terms, None)
+        return validate_across_ranks(transport, None, error)
+    return validate_across_ranks(transport, terms, None)

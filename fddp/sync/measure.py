@@ -156,12 +156,12 @@ def _check(
     transport: Transport, sizes_bytes: Sequence[int], repeats: int, device: torch.device
 ) -> None:
     sizes = [*sizes_bytes] if isinstance(sizes_bytes, Sequence) else sizes_bytes
-    told = exchange(transport, f"{sizes!r}, {repeats!r} and {device.type}", str, "measurements")
-    for rank, theirs in enumerate(told):
-        if theirs != told[0]:
+    received = exchange(transport, f"{sizes!r}, {repeats!r} and {device.type}", str, "measurements")
+    for rank, theirs in enumerate(received):
+        if theirs != received[0]:
             raise PlanMismatchError(
                 f"measure_cost on rank {transport.rank}: sizes_bytes, repeats and device are "
-                f"{told[0]} on rank 0 and {theirs} on rank {rank}; pass the same on every rank"
+                f"{received[0]} on rank 0 and {theirs} on rank {rank}; pass the same on every rank"
             )
     if not isinstance(sizes_bytes, Sequence) or isinstance(sizes_bytes, str):
         raise ValueError(f"sizes_bytes must be a sequence of ints, got {sizes_bytes!r}")

@@ -77,7 +77,7 @@ def assert_same_collectives(
     issued = [_issued(schedule, own, everywhere) for own in late]
     for rank, positions in enumerate(issued):
         if positions != issued[0]:
-            raise AssertionError(_parting(schedule, rank, issued[0], positions))
+            raise AssertionError(_first_divergence(schedule, rank, issued[0], positions))
     return tuple(schedule.ops[position] for position in issued[0])
 
 
@@ -103,7 +103,7 @@ def _issued(schedule: Schedule, own: frozenset[int], everywhere: frozenset[int])
     return positions
 
 
-def _parting(schedule: Schedule, rank: int, first: list[int], other: list[int]) -> str:
+def _first_divergence(schedule: Schedule, rank: int, first: list[int], other: list[int]) -> str:
     step = next(
         (i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b),
         min(len(first), len(other)),

@@ -17,8 +17,8 @@ import fddp
 from fddp.collectives.replicas.chunked_broadcast import broadcast_text
 from fddp.collectives.replicas.snapshot import Snapshot, allocate_like
 from fddp.core.protocol.messages import AnyOf, MappingOf, decode, optional
-from fddp.runtime.agreement import Rebuild, Terms
-from fddp.runtime.failures import _told
+from fddp.runtime.agreement import Rebuild, SyncConfig
+from fddp.runtime.failures import _decode_report
 from fddp.runtime.nonfinite import Account, Count
 from fddp.sync.autotune import _decoded, _encoded
 from fddp.sync.terms_codec import terms_from_json, terms_to_json
@@ -87,8 +87,8 @@ class Wants(NamedTuple):
     world_size: int = 4
 
 
-def terms() -> Terms:
-    return Terms(
+def terms() -> SyncConfig:
+    return SyncConfig(
         plan=plan(),
         given=False,
         transport="auto",
@@ -106,7 +106,7 @@ def state() -> Snapshot:
     return Snapshot.of(state)
 
 
-def from_text(text: str) -> Terms:
+def from_text(text: str) -> SyncConfig:
     return terms_from_json(text, None, Wants(), None, None)  # type: ignore[arg-type]
 
 
@@ -180,8 +180,8 @@ def test_any_text_is_refused(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("text", [b"", b"7", b"a\nb", b"\xff\xfe"])
 def test_accounts_of_failures_that_make_no_sense_are_told_as_such(text: bytes) -> None:
-    assert _told(b"3\nabc\nstep\n\nno: 1\n2") == ("3", "abc", "step", "", "no: 1\n2")
-    assert _told(text).failure == f"it says {text!r}, which makes no sense"
+    assert _decode_report(b"3\nabc\nstep\n\nno: 1\n2") == ("3", "abc", "step", "", "no: 1\n2")
+    assert _decode_report(text).failure == f"it says {text!r}, which makes no sense"
 
 
 class Sends:
