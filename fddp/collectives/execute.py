@@ -83,49 +83,49 @@ def _refuse(call: Call, leaf: Tensor | None, position: int) -> NoReturn:
     handshake.abort_handshake(call.communicator, call.program.place, call.text, TypeError(problem))
 
 
-class _Flight(NamedTuple):
-    """One load on its way."""
+class _PendingBucket(NamedTuple):
+    """A fused bucket in flight."""
 
-    load: FusedBucket
+    bucket: FusedBucket
     buffer: Tensor
     work: Work
 
 
 def _run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
     program, memory = call.program, call.communicator.memory
-    pack, start, take = _MOVES[program.operator]
+    pack, start, take = _LOWERINGS[program.operator]
     entry = call.communicator.recorder.launched(call.text, -1, -1)
-    met = handshake.begin(call)
-    packed = _packed_first(call, leaves) if met is not None else None
+    exchange = handshake.begin(call)
+    packed = _packed_first(call, leaves) if exchange is not None else None
     entry.waited_s = perf_counter()
-    if met is not None:
-        met.complete()
+    if exchange is not None:
+        exchange.complete()
     number = call.communicator.advance_call_number(program.place)
     if not call.roles:
         call.record.number = number
-    flights: list[_Flight] = []
+    pending: list[_PendingBucket] = []
     for fused in program.fused_buckets:
         if packed is None:
             packed = pack(call, fused, [leaves[k] for k in fused.members])
         is_last = fused is program.fused_buckets[-1]
-        flights.append(_Flight(fused, packed, start(call, fused, packed, is_last)))
+        pending.append(_PendingBucket(fused, packed, start(call, fused, packed, is_last)))
         packed = None
     results: list[Tensor | None] = [None] * len(program.units)
-    for fused, buffer, work in flights:
+    for fused, buffer, work in pending:
         work.wait(call.text)
         for k, result in zip(fused.members, take(call, fused, buffer), strict=True):
             results[k] = result
         memory.lend(buffer)
     entry.done_s = perf_counter()
-    return results  # type: ignore[return-value]  # each unit is in one load
+    return results  # type: ignore[return-value]  # each unit is in one bucket
 
 
 def _packed_first(call: Call, leaves: Sequence[Tensor | None]) -> Tensor | None:
-    """The first load, packed while the others are told what this rank is about to do."""
+    """The first bucket, packed while the others are told what this rank is about to do."""
     if not call.program.fused_buckets:
         return None
     fused = call.program.fused_buckets[0]
-    return _MOVES[call.program.operator].pack(call, fused, [leaves[k] for k in fused.members])
+    return _LOWERINGS[call.program.operator].pack(call, fused, [leaves[k] for k in fused.members])
 
 
 # Packing
@@ -248,14 +248,14 @@ def _take_at_root(call: Call, fused: FusedBucket, buffer: Tensor) -> list[Tensor
 
 
 class _Lowering(NamedTuple):
-    """How one operator moves a load."""
+    """How one operator packs, communicates and unpacks a fused bucket."""
 
     pack: Callable[[Call, FusedBucket, Sequence[Tensor | None]], Tensor]
     start: Callable[[Call, FusedBucket, Tensor, bool], Work]
     take: Callable[[Call, FusedBucket, Tensor], list[Tensor]]
 
 
-_MOVES = {
+_LOWERINGS = {
     "psum": _Lowering(_pack_own, _sum, _take_own),
     "pmean": _Lowering(_pack_own, _sum, _take_own),
     "pmax": _Lowering(_pack_row, _gather, _take_rows),

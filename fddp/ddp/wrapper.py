@@ -334,13 +334,13 @@ class DistributedDataParallel(Introspection, CommHooks, FailurePropagation):
                 return
             hook = self.buffer_hook
             # It may call operators, and runs on ranks that have failed as well.
-            slot, in_step = transport.status, transport.status.in_step
-            slot.in_step = None
+            status, in_step = transport.status, transport.status.in_step
+            status.in_step = None
             try:
                 state, buffers = hook.buffer_comm_hook_state, self.named_module_buffers
                 futures = hook.buffer_comm_hook(state, buffers)
             finally:
-                slot.in_step = in_step
+                status.in_step = in_step
             self.steps.work += [future.wait for future in futures or ()]
 
     # Uneven inputs

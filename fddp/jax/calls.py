@@ -24,7 +24,7 @@ from fddp.jax.primitives import Call
 from fddp.transport import Work
 
 _IN_FLIGHT = 2  # one is packed while another is summed
-_SLOTS = "memory of compiled programs"
+_STAGING = "memory of compiled programs"
 
 Types = tuple[tuple[tuple[int, ...], str], ...]
 
@@ -141,27 +141,27 @@ def _with_way_out(error: Exception, number: int) -> Exception:
 
 
 def _reduce(call: eager.Call, borrowed: BorrowedBuffers) -> None:
-    """Meet, pack, sum and hand out: as `primitive.run`, a few buckets at a time.
+    """Meet, pack, sum and hand out: as `execute.run`, a few buckets at a time.
 
     Buckets take turns in the same memory, which is still in the caches when sums are handed out.
     """
-    met = handshake.begin(call)
-    loads = call.program.fused_buckets
+    exchange = handshake.begin(call)
+    fused_buckets = call.program.fused_buckets
     # Not kept where an operation fails: others might still write it.
-    slots: list[Tensor] = call.communicator.known.pop(_SLOTS, [])
-    flights: deque[tuple[FusedBucket, Tensor, Work]] = deque()
-    for position, fused in enumerate(loads):
-        if len(flights) == _IN_FLIGHT:
-            _land(call, borrowed, *flights.popleft())
-        buffer = _slot(call.communicator, slots, position % _IN_FLIGHT, fused)
+    staging: list[Tensor] = call.communicator.known.pop(_STAGING, [])
+    pending: deque[tuple[FusedBucket, Tensor, Work]] = deque()
+    for position, fused in enumerate(fused_buckets):
+        if len(pending) == _IN_FLIGHT:
+            _land(call, borrowed, *pending.popleft())
+        buffer = _staging_buffer(call.communicator, staging, position % _IN_FLIGHT, fused)
         borrowed.pack(buffer, fused.members)
-        if met is not None:
-            met.complete()
-            met = None
-        flights.append((fused, buffer, _start(call, buffer, position == len(loads) - 1)))
-    while flights:
-        _land(call, borrowed, *flights.popleft())
-    call.communicator.known[_SLOTS] = slots
+        if exchange is not None:
+            exchange.complete()
+            exchange = None
+        pending.append((fused, buffer, _start(call, buffer, position == len(fused_buckets) - 1)))
+    while pending:
+        _land(call, borrowed, *pending.popleft())
+    call.communicator.known[_STAGING] = staging
 
 
 def _start(call: eager.Call, buffer: Tensor, last: bool) -> Work:
@@ -180,16 +180,16 @@ def _land(
     borrowed.unpack(buffer, fused.members)
 
 
-def _slot(
-    communicator: Communicator, slots: list[Tensor], number: int, fused: FusedBucket
+def _staging_buffer(
+    communicator: Communicator, staging: list[Tensor], number: int, fused: FusedBucket
 ) -> Tensor:
-    """Memory for a load: that of its slot, which grows with what it has to hold."""
+    """Memory for a fused bucket, which grows with what it has to hold."""
     nbytes = fused.numel * fused.dtype.itemsize
-    if number == len(slots) or slots[number].nbytes < nbytes:
-        slots[number : number + 1] = [
+    if number == len(staging) or staging[number].nbytes < nbytes:
+        staging[number : number + 1] = [
             communicator.transport.empty(nbytes, torch.uint8, fused.device)
         ]
-    return slots[number][:nbytes].view(fused.dtype)
+    return staging[number][:nbytes].view(fused.dtype)
 
 
 def _program(channel: JitCommunicator, known: _Known) -> OperatorProgram:

@@ -135,8 +135,8 @@ class RankSummary:
 
         Example:
             >>> times = StepTimes((), 1.0, 3.0, 4.0)
-            >>> told = summarize(1, [StepRecord(0, {"backward": 2.0, "wait": 1.0}, times)])
-            >>> RankSummary.from_json(told.to_json(), 1) == told
+            >>> summary = summarize(1, [StepRecord(0, {"backward": 2.0, "wait": 1.0}, times)])
+            >>> RankSummary.from_json(summary.to_json(), 1) == summary
             True
         """
         return decode_from(rank, "summary of its steps", text, _SUMMARY, partial(_summary, rank))

@@ -108,11 +108,11 @@ def _first_divergence(schedule: Schedule, rank: int, first: list[int], other: li
         (i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b),
         min(len(first), len(other)),
     )
-    told = [
+    operations = [
         schedule.describe(positions[step]) if step < len(positions) else "nothing more"
         for positions in (first, other)
     ]
     return (
-        f"ranks part at collective {step}: rank 0 issues {told[0]} where rank {rank} issues "
-        f"{told[1]}; let what may differ by rank depend on the control word"
+        f"ranks part at collective {step}: rank 0 issues {operations[0]} where rank {rank} issues "
+        f"{operations[1]}; let what may differ by rank depend on the control word"
     )

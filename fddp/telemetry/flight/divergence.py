@@ -70,13 +70,13 @@ def find_divergences(flights: Iterable[Flight]) -> list[Divergence]:
     """
     newest: dict[tuple[Key, int], _Observation] = {}
     for flight in sorted(flights, key=lambda flight: flight.taken_s):
-        met: Counter[tuple[Key, int]] = Counter()
+        opened: Counter[tuple[Key, int]] = Counter()
         for log in flight.logs:
             # Groups of the same ranks have names in common; each process has them in one order.
             alike = ((log.name, log.members, 0), log.rank)
-            seat = ((log.name, log.members, met[alike]), log.rank)
-            met[alike] += 1
-            newest[seat] = _newer(newest.get(seat), flight, log)
+            log_key = ((log.name, log.members, opened[alike]), log.rank)
+            opened[alike] += 1
+            newest[log_key] = _newer(newest.get(log_key), flight, log)
     groups: dict[Key, dict[int, _Observation]] = {}
     for (key, rank), taken in newest.items():
         groups.setdefault(key, {})[rank] = taken

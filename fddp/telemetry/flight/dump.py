@@ -280,15 +280,15 @@ def _stacks() -> str:
         if collects:
             gc.enable()
     own = threading.get_ident()
-    told = []
+    stacks = []
     for thread, frame in sorted(frames.items(), key=lambda item: item[0] == own):
         name = "Current thread" if thread == own else "Thread"
         calls = [
             f'  File "{call.f_code.co_filename}", line {line} in {call.f_code.co_name}'
             for call, line in traceback.walk_stack(frame)
         ]
-        told.append("\n".join([f"{name} 0x{thread:016x}", *calls]))
-    return "\n\n".join(told) + "\n"
+        stacks.append("\n".join([f"{name} 0x{thread:016x}", *calls]))
+    return "\n\n".join(stacks) + "\n"
 
 
 def _write(path: Path, text: str) -> None:

@@ -38,7 +38,7 @@ class FailureDetector:
     Args:
         membership: by which the transport's ranks tell each other of failures.
         status: of this rank on this transport.
-        board_ranks: numbers of the ranks at the desk.
+        board_ranks: numbers of the ranks on the status board.
         global_ranks: their numbers in the job.
         timeout_s: of the transport.
 

@@ -195,7 +195,7 @@ class StatusBoard:
                 continue
 
     def open(self, key: str) -> TransportStatus:
-        """A slot for a transport that has been opened."""
+        """The status of a transport that has been opened."""
         status = TransportStatus(self, key)
         self._statuses.add(status)
         self.gave_up = ""

@@ -102,7 +102,7 @@ class StoreStatusBoard(StatusBoard):
     def register(
         self, key: str, timeout_s: float
     ) -> tuple[TransportStatus, _StatusResponder | None]:
-        """A slot for a transport that is being opened, and who answers for it, if anybody could
+        """The status of a transport that is being opened, and who answers for it, if anybody could
         ask; the caller has the lock."""
         status = self.open(key)
         self._timeouts_s[status] = timeout_s
@@ -303,7 +303,7 @@ def active_poll_interval_s(timeout_s: float, size: int) -> float:
 
 
 def register(group: dist.ProcessGroup, timeout_s: float) -> tuple[TransportStatus, list[int]]:
-    """A slot for a transport over `group`, and the numbers of its ranks at the desk."""
+    """The status of a transport over `group`, and the numbers of its ranks on the board."""
     world = dist.group.WORLD if dist.is_initialized() else None
     members = dist.get_process_group_ranks(group)
     host, ranks = (world, members) if world is not None else (group, list(range(len(members))))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-MOST_DESCRIPTORS = 240  # in one parcel; the kernel passes 253
+MOST_DESCRIPTORS = 240  # in one message; the kernel passes 253
 _MOST_BYTES = 4096
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: process, user, group
 

@@ -38,7 +38,7 @@ _MAX_FDS_IN_FLIGHT = (
     512  # descriptors that a host's leader has sent, half of what is usually allowed
 )
 _MAX_ARENA_BYTES = 1 << 47  # bytes; above what any arena has
-_RANKS_PER_MESSAGE = MOST_DESCRIPTORS // 2  # in a parcel; each is of one rank, with two descriptors
+_RANKS_PER_MESSAGE = MOST_DESCRIPTORS // 2  # in a message; two descriptors a rank
 
 
 class HostGroups(NamedTuple):
@@ -167,7 +167,7 @@ def discover_hosts(transport: Transport) -> HostGroups:
             def stage(
                 do: Callable[[], Any], is_sound: Callable[[Any], bool] = lambda _: True
             ) -> list[Any]:
-                """As the council's, for those who may still share a host."""
+                """As `exchange.stage`, for those who may still share a host."""
                 idle = len(host) == 1 or exchange.stopped(host)
                 return exchange.stage(lambda: None if idle else do(), is_sound)
 
@@ -308,15 +308,15 @@ class _HostDiscovery:
                     raise ValueError(f"the leader of the host sent {message.note[:40]!r}")
             except (ValueError, TypeError, OverflowError, RecursionError) as error:
                 message.close()
-                raise ValueError(f"a parcel makes no sense: {error}") from error
+                raise ValueError(f"a message makes no sense: {error}") from error
             self._keep(ranks, message.descriptors)
 
     def check(self, host: tuple[int, ...], listeners: Sequence[list[str]]) -> None:
         """Finds the others' secrets in this rank's own memory."""
         for place, rank in enumerate(host):
-            slot = self._secrets_offset + _SECRET_BYTES * place
+            offset = self._secrets_offset + _SECRET_BYTES * place
             if rank != self._rank and self.arena is not None:
-                found = self.arena.read(slot, _SECRET_BYTES)
+                found = self.arena.read(offset, _SECRET_BYTES)
                 if found.hex() != listeners[rank][1]:
                     raise OSError(f"what rank {rank} wrote into this rank's memory is not there")
 
