@@ -104,7 +104,7 @@ class Communicator:
         self.number = next(_numbers)
         self.label = str(self.number)  # which tracers take for a constant, as no number is
         self.lock = threading.RLock()
-        self.known: dict[Any, Any] = {}  # what operators have worked out; see `patterns.py`
+        self.known: dict[Any, Any] = {}  # what operators have worked out; see `call_cache.py`
         self.begun = _begun
         self.belongs_to: weakref.ref[Any] | None = None
         self._handshakes: dict[GroupPosition, int] = {}

@@ -2,7 +2,8 @@
 
 Dynamo refuses functions of autograd that have rules for forward mode, and follows no bookkeeping.
 So what it records is a call of `_in_graph`, with leaves and constants; ahead-of-time autograd, or
-the backend, then runs that function as Python would, and records the operators of `graph_ops.py`.
+the backend, then runs that function as Python would, and records the operators of
+`torch_library.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Operators on plain tensors: meet, pack into buckets, communicate, hand out.
 
 Nothing here is differentiated. Under tracing the same is written into the graph as operators of
-`torch.library` (`graph_ops.py`), which come back here when the graph runs.
+`torch.library` (`torch_library.py`), which come back here when the graph runs.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class Transport(ABC):
             ordered: whether the sum has one association, whatever the transport: within the
                 innermost axis in rank order, then across; float16 and bfloat16 are then added up in
                 float32 and rounded once. With `axes=()` ranks lie along one axis. See
-                [Note: one association] in `ordered.py`.
+                [Note: one association] in `ordered_sum.py`.
         """
         ranks = self._ranks("reduce_scatter", axes)
         association = self._association(axes) if ordered else ()

@@ -45,8 +45,8 @@ class Operation(NamedTuple):
     # of theirs, whose sizes differ, where ranks issue other operations than each other
     fixed_size: bool = False
     # reduce_scatter only: sizes of the axes along which `ranks` lie, outermost first, where the sum
-    # has the one association that follows from them, see [Note: one association] in `ordered.py`;
-    # () leaves it to the backend
+    # has the one association that follows from them, see [Note: one association] in
+    # `ordered_sum.py`; () leaves it to the backend
     association: tuple[int, ...] = ()
 
     @property

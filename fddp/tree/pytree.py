@@ -13,7 +13,7 @@ OrderedDicts.
 
 [Note: trees in graphs]
 Where dynamo traces, optree's functions are torch's in Python, which are many steps, and caches are
-not followed. There the entries on the way to each leaf are listed, by `traced_trees.py` where it
+not followed. There the entries on the way to each leaf are listed, by `traced.py` where it
 knows the containers, and a function that dynamo calls instead of tracing works out the order from
 them, once a graph.
 """
@@ -273,7 +273,7 @@ def _structure(treespec: PyTreeSpec) -> _Structure:
 
 @dataclass(frozen=True)
 class _TreeDefByExample(TreeDef):
-    """What `traced_trees.py` has taken apart."""
+    """What `traced.py` has taken apart."""
 
     _example: Any = field(default=None, compare=False, repr=False)
 

@@ -41,7 +41,7 @@ def piggyback_problem(schedule: Schedule, bucket: int) -> str | None:
 
 
 def control_layout(schedule: Schedule, *, with_order: bool) -> ControlLayout:
-    """The layout of a schedule's control word; see [Note: limbs] in `control.py`.
+    """The layout of a schedule's control word; see [Note: limbs] in `control_word.py`.
 
     Args:
         schedule: the operations.
