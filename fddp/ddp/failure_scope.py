@@ -61,14 +61,14 @@ class FailurePropagation(WrapperState):
         if self._steps is not None:
             self._steps.give_up_stale()  # an earlier step, of which others wait for the end
         self._forward_collectives.is_open = False
-        step, held = self._next_step, self._forward_collectives.done
+        step, done = self._next_step, self._forward_collectives.done
         self._enter()
         try:
             yield
         except BaseException as error:
             steps = self._owed(step)
             if steps is not None:
-                self._tell(steps, error, self._forward_collectives.done - held)
+                self._tell(steps, error, self._forward_collectives.done - done)
             raise
         finally:
             self._leave()
@@ -111,9 +111,9 @@ class FailurePropagation(WrapperState):
             steps.raise_alarm(error)  # first: they may be in the midst of their forward pass
             if not steps.is_broken_off:
                 if meetings == 0:
-                    self._meet()
+                    self._sync_before_forward()
                 if meetings == 0 or meetings % 2 == 1:
-                    self._meet_again()
+                    self._sync_after_forward()
                 self.require_forward_param_sync = True  # as on the others
             steps.fail(error)
         except BaseException as raised:
