@@ -29,6 +29,7 @@ from fddp.ddp.join import ModuleJoin, ModuleJoinHook, last_rank, notify, some_sy
 from fddp.ddp.mixed_precision import MixedPrecision
 from fddp.ddp.nonfinite import check_policy
 from fddp.ddp.outputs import find_tensors
+from fddp.ddp.reducer_facade import Reducer
 from fddp.ddp.tensor_parallel import make_local_
 from fddp.errors import InternalError
 from fddp.runtime.nonfinite import Policy
@@ -169,6 +170,10 @@ class DistributedDataParallel(Introspection, CommHooks, FailurePropagation):
             self._init_sync()
         if mixed_precision is not None:
             self._mixed = MixedPrecision(module, mixed_precision)
+
+    def _attach(self) -> None:
+        super()._attach()
+        self.reducer = Reducer(self)
 
     def _init_sync(self) -> None:
         broadcast_module(
