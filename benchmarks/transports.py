@@ -151,7 +151,7 @@ def _calls(nbytes: int, shm: Transport | None, gloos: dict[int, Any]) -> dict[st
 
 
 def _shm(transport: Transport, tensor: Tensor) -> Callable[[], object]:
-    return lambda: transport.all_reduce(tensor, soon=True).wait("an all-reduce")
+    return lambda: transport.all_reduce(tensor, wait_soon=True).wait("an all-reduce")
 
 
 def _all_reduce(gloo: Any, tensor: Tensor) -> Callable[[], object]:

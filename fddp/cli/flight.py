@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fddp.cli.common import CallError, Commands
-from fddp.telemetry.flight.divergence import partings
+from fddp.telemetry.flight.divergence import find_divergences
 from fddp.telemetry.flight.log import Flight
 
 _MOST_BYTES = 64 * 2**20  # of one file; one of a hundred GradSyncs has 2 MiB
@@ -38,8 +38,8 @@ def _run(args: argparse.Namespace) -> int:
     print(f"{counted} of {processes} process{'es' if processes > 1 else ''}")
     for problem in torn:
         print(f"left out: {problem}")
-    for parting in partings(flights):
-        print(f"\n{parting.text}")
+    for divergence in find_divergences(flights):
+        print(f"\n{divergence.text}")
     if args.all:
         for path, flight in zip(paths, flights, strict=True):
             print(f"\n{path}\n{flight}")

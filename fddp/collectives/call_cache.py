@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fddp.collectives.communicator import Communicator
-from fddp.collectives.operator_program import Operator, Place, Program, bucketed
+from fddp.collectives.operator_program import GroupPosition, Operator, OperatorProgram, bucketed
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.plan.plan import BucketPlan
 from fddp.errors import PlanMismatchError
@@ -22,7 +22,7 @@ from fddp.tree.foreign import adapted
 from fddp.tree.pytree import TreeDef, flatten
 
 
-class Asked(NamedTuple):
+class CallSpec(NamedTuple):
     """What the caller asks for.
 
     Attributes:
@@ -34,13 +34,13 @@ class Asked(NamedTuple):
     """
 
     operator: Operator | Literal["sync_on_backward"]
-    place: Place
+    place: GroupPosition
     root: int = -1
     plan: BucketPlan | None = None
     tiled: bool = False
 
 
-class Taken(NamedTuple):
+class FlattenedCall(NamedTuple):
     """A tree taken apart.
 
     Attributes:
@@ -50,11 +50,11 @@ class Taken(NamedTuple):
     """
 
     leaves: list[Tensor]
-    pattern: Pattern
+    pattern: CacheEntry
     treedef: TreeDef
 
     @property
-    def program(self) -> Program:
+    def program(self) -> OperatorProgram:
         """What to do with the leaves."""
         return self.pattern.program
 
@@ -69,11 +69,11 @@ class Taken(NamedTuple):
         return self.treedef.unflatten(whole)
 
 
-class Pattern(NamedTuple):
+class CacheEntry(NamedTuple):
     """What is known of trees that were seen at one place in the code.
 
     Attributes:
-        asked: what was asked for there.
+        call: what was asked for there.
         paths: the trees' paths.
         present: positions of the leaves that are not None; None if all are.
         program: what to do.
@@ -81,15 +81,17 @@ class Pattern(NamedTuple):
         trees: takes such trees apart.
     """
 
-    asked: Asked
+    call: CallSpec
     paths: tuple[str, ...]
     present: tuple[int, ...] | None
-    program: Program
+    program: OperatorProgram
     operands: Operands
     trees: KnownTrees
 
 
-def take_apart(communicator: Communicator, asked: Asked, tree: Any, site: Site) -> Taken:
+def flatten_call(
+    communicator: Communicator, call: CallSpec, tree: Any, site: Site
+) -> FlattenedCall:
     """A tree's leaves, and the program for them.
 
     Raises:
@@ -97,64 +99,64 @@ def take_apart(communicator: Communicator, asked: Asked, tree: Any, site: Site) 
         ValueError: a leaf's shape does not fit the operator.
         PlanMismatchError: the plan is for another tree.
     """
-    patterns: dict[Any, Pattern] = communicator.known.setdefault("patterns", {})
+    patterns: dict[Any, CacheEntry] = communicator.known.setdefault("patterns", {})
     key = (site.code, site.instruction)
-    pattern = patterns.get(key)
-    if pattern is None or pattern.asked != asked:
+    entry = patterns.get(key)
+    if entry is None or entry.call != call:
         leaves, treedef = adapted(*flatten(tree), "tree")
-        leaves = tiles(asked, leaves, treedef.paths)
+        leaves = tiles(call, leaves, treedef.paths)
     else:
-        leaves, treedef = adapted(*pattern.trees.flatten(tree), "tree")
-        leaves = tiles(asked, leaves, treedef.paths)
-        if treedef.paths is pattern.paths and pattern.operands.alike(leaves):
-            return Taken(_those(leaves, pattern.present), pattern, treedef)
+        leaves, treedef = adapted(*entry.trees.flatten(tree), "tree")
+        leaves = tiles(call, leaves, treedef.paths)
+        if treedef.paths is entry.paths and entry.operands.alike(leaves):
+            return FlattenedCall(_those(leaves, entry.present), entry, treedef)
     if len(patterns) >= _MOST_PATTERNS:
         patterns.clear()
-    found = patterns[key] = _pattern(communicator, asked, leaves, treedef, pattern)
-    return Taken(_those(leaves, found.present), found, treedef)
+    found = patterns[key] = _cache_entry(communicator, call, leaves, treedef, entry)
+    return FlattenedCall(_those(leaves, found.present), found, treedef)
 
 
-def _pattern(
+def _cache_entry(
     communicator: Communicator,
-    asked: Asked,
+    call: CallSpec,
     leaves: Sequence[Any],
     treedef: TreeDef,
-    before: Pattern | None,
-) -> Pattern:
+    before: CacheEntry | None,
+) -> CacheEntry:
     there = tuple(k for k, leaf in enumerate(leaves) if leaf is not None)
     own = [leaves[k] for k in there]
-    key = (asked, treedef.paths, there, tuple(_key(leaf) for leaf in own))
-    programs: dict[Any, Program] = communicator.known.setdefault("programs", {})
+    key = (call, treedef.paths, there, tuple(_key(leaf) for leaf in own))
+    programs: dict[Any, OperatorProgram] = communicator.known.setdefault("programs", {})
     program = programs.get(key)
     if program is None:
-        program = program_of(communicator, asked, treedef.paths, there, own)
+        program = program_of(communicator, call, treedef.paths, there, own)
         if len(programs) >= _MOST_PROGRAMS:
             programs.clear()
         programs[key] = program
     present = None if len(there) == len(leaves) else there
     # A helper that many call sees many trees: what it knows of the last ones is not thrown away.
     trees = KnownTrees() if before is None else before.trees
-    return Pattern(asked, treedef.paths, present, program, operands(leaves), trees)
+    return CacheEntry(call, treedef.paths, present, program, operands(leaves), trees)
 
 
-def tiles(asked: Asked, leaves: list[Any], paths: Sequence[str]) -> list[Any]:
+def tiles(call: CallSpec, leaves: list[Any], paths: Sequence[str]) -> list[Any]:
     """Leaves for a `tiled` operator: `reduce_scatter` takes them cut into the ranks' parts.
 
     Raises:
         ValueError: a leaf is a scalar, or has no equal parts.
     """
-    if not asked.tiled:
+    if not call.tiled:
         return leaves
-    n = asked.place.size if asked.operator == "reduce_scatter" else 1
+    n = call.place.size if call.operator == "reduce_scatter" else 1
     tiled = []
     for leaf, path in zip(leaves, paths, strict=True):
         if isinstance(leaf, Tensor):
             if leaf.dim() == 0 or leaf.shape[0] % n:
                 raise ValueError(
-                    f"{asked.operator}: leaf {path!r} of shape {tuple(leaf.shape)} can't be cut "
+                    f"{call.operator}: leaf {path!r} of shape {tuple(leaf.shape)} can't be cut "
                     f"into {n} equal parts along its first axis; pad it, or leave tiled=True out"
                 )
-            if asked.operator == "reduce_scatter":
+            if call.operator == "reduce_scatter":
                 leaf = leaf.reshape(n, leaf.shape[0] // n, *leaf.shape[1:])
         tiled.append(leaf)
     return tiled
@@ -179,26 +181,28 @@ def _key(leaf: Any) -> Any:
 
 def program_of(
     communicator: Communicator,
-    asked: Asked,
+    call: CallSpec,
     paths: Sequence[str],
     present: Sequence[int],
     leaves: Sequence[Any],
-) -> Program:
+) -> OperatorProgram:
     own_paths = [paths[k] for k in present]
     for path, leaf in zip(own_paths, leaves, strict=True):
-        _check(asked, path, leaf)
+        _check(call, path, leaf)
     specs = [spec._replace(strides=None) for spec in leaf_specs(own_paths, leaves)]
-    units = tuple(_unit(asked, spec) for spec in specs)
+    units = tuple(_unit(call, spec) for spec in specs)
     devices = tuple(leaf.device for leaf in leaves)
     buckets = bucketed(units, devices, communicator.cap_bytes)
-    if asked.plan is not None:
-        buckets = _planned(asked.plan, present, specs, buckets)
-    operator = "pmean" if asked.operator == "sync_on_backward" else asked.operator
-    return Program(operator, asked.place, asked.root, units, devices, buckets, tiled=asked.tiled)
+    if call.plan is not None:
+        buckets = _planned(call.plan, present, specs, buckets)
+    operator = "pmean" if call.operator == "sync_on_backward" else call.operator
+    return OperatorProgram(
+        operator, call.place, call.root, units, devices, buckets, tiled=call.tiled
+    )
 
 
-def _check(asked: Asked, path: str, leaf: Any) -> None:
-    operator = asked.operator
+def _check(call: CallSpec, path: str, leaf: Any) -> None:
+    operator = call.operator
     if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
         found = f"of layout {leaf.layout}" if isinstance(leaf, Tensor) else type(leaf).__name__
         raise TypeError(f"{operator}: leaf {path!r} is {found}; it takes dense tensors and None")
@@ -225,10 +229,10 @@ def _check(asked: Asked, path: str, leaf: Any) -> None:
         )
 
 
-def _unit(asked: Asked, spec: LeafSpec) -> LeafSpec:
-    if asked.operator != "reduce_scatter":
+def _unit(call: CallSpec, spec: LeafSpec) -> LeafSpec:
+    if call.operator != "reduce_scatter":
         return spec
-    n = asked.place.size
+    n = call.place.size
     if not spec.shape or spec.shape[0] != n:
         raise ValueError(
             f"reduce_scatter: leaf {spec.path!r} of shape {spec.shape} needs a leading axis of "

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fddp.collectives.communicator import Communicator
-    from fddp.collectives.operator_program import Program
+    from fddp.collectives.operator_program import OperatorProgram
     from fddp.telemetry.call_site import Site
 
 
-class Application:
+class CallRecord:
     """One call of an operator in the caller's code.
 
     Attributes:
@@ -37,13 +37,13 @@ class Call:
     Attributes:
         communicator: what it runs on.
         program: what is done with which leaves.
-        application: the call in the caller's code that it belongs to.
+        record: the call in the caller's code that it belongs to.
         roles: which derivatives led to it, the latest last: "backward", "jvp".
     """
 
     communicator: Communicator
-    program: Program
-    application: Application
+    program: OperatorProgram
+    record: CallRecord
     roles: tuple[str, ...] = ()
 
     def transposed(self) -> Call:
@@ -64,14 +64,14 @@ class Call:
 
     def batched(self, size: int) -> Call:
         """The same under one more `vmap`."""
-        return Call(self.communicator, self.program.batched(size), self.application, self.roles)
+        return Call(self.communicator, self.program.batched(size), self.record, self.roles)
 
-    def _derived(self, program: Program, role: str) -> Call:
-        return Call(self.communicator, program, self.application, (*self.roles, role))
+    def _derived(self, program: OperatorProgram, role: str) -> Call:
+        return Call(self.communicator, program, self.record, (*self.roles, role))
 
     @cached_property
     def text(self) -> str:
         """What runs, and where it was called, for errors."""
         roles = "".join(f"{role} of " for role in reversed(self.roles))
-        site = f", called at {self.application.site}" if self.application.site else ""
+        site = f", called at {self.record.site}" if self.record.site else ""
         return f"{roles}{self.program.text}{site}"

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fddp.collectives.group_registry import OfGroups, is_destroyed
-from fddp.collectives.operator_program import Place
+from fddp.collectives.group_registry import GroupRegistry, is_destroyed
+from fddp.collectives.operator_program import GroupPosition
 from fddp.core.plan.defaults import CAP_MB, MAX_TIMEOUT_S
 from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError, DesyncError, PlanMismatchError, error_text
@@ -29,8 +29,8 @@ from fddp.runtime.agreement import exchange
 from fddp.runtime.guards import outside_tracing
 from fddp.telemetry.flight.recorder import Recorder
 from fddp.transport import Group, LoopbackGroup, TransportName, open_transport
-from fddp.transport.lifetime.finalizer import when_collected
-from fddp.transport.mesh import Mesh, span_of
+from fddp.transport.lifetime.finalizer import on_finalize
+from fddp.transport.mesh import Mesh, resolve_mesh
 from fddp.tree.planner import MIB_BYTES
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _MOST_BETWEEN = 2**16
 _POOLED_SIZES = 32  # of buffers, those that were released last
 _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
-_of_groups: OfGroups[Communicator] = OfGroups()
+_of_groups: GroupRegistry[Communicator] = GroupRegistry()
 
 
 class Communicator:
@@ -95,7 +95,7 @@ class Communicator:
         timeout_s: float | None = None,
         _begun: int = 0,
     ) -> None:
-        span = span_of(group, mesh)
+        span = resolve_mesh(group, mesh)
         problem = span.problem or _problem(bucket_cap_mb, timeout_s)
         loopback = isinstance(span.group, LoopbackGroup)
         name = transport if transport in ("shm", "c10d") and not loopback else "auto"
@@ -105,12 +105,14 @@ class Communicator:
         self.number = next(_numbers)
         self.label = str(self.number)  # which tracers take for a constant, as no number is
         self.lock = threading.RLock()
-        self.known: dict[Any, Any] = {}  # what operators have worked out; see `patterns.py`
+        self.known: dict[Any, Any] = {}  # what operators have worked out; see `call_cache.py`
         self.begun = _begun
         self.belongs_to: weakref.ref[Any] | None = None
-        self._meetings: dict[Place, int] = {}
-        self._between: dict[Place, int] = {}  # calls since the last meeting that did not meet
-        self._places: dict[tuple[str, ...], Place] = {}
+        self._handshakes: dict[GroupPosition, int] = {}
+        self._calls_since_handshake: dict[
+            GroupPosition, int
+        ] = {}  # calls since the last meeting that did not meet
+        self._places: dict[tuple[str, ...], GroupPosition] = {}
         with outside_tracing(), torch.inference_mode(False):
             self.transport: Transport = open_transport(span.group, name, usable_s, "Communicator")
             if problem is None and transport not in ("auto", self.transport.name):
@@ -127,7 +129,7 @@ class Communicator:
         self.pool = BufferPool(self.transport.empty, _POOLED_SIZES)
         self.recorder = Recorder("Communicator", self, self.transport)
         # One that is dropped frees its connections, too.
-        self._was_closed = when_collected(self, self.transport.close)
+        self._was_closed = on_finalize(self, self.transport.close)
         _by_number[self.number] = self
 
     @property
@@ -149,7 +151,7 @@ class Communicator:
         """For flights: it has no steps, and is open or not."""
         return -1, "open" if self.closed is None else "closed"
 
-    def place(self, axes: tuple[str, ...]) -> Place:
+    def place(self, axes: tuple[str, ...]) -> GroupPosition:
         """This rank's place among the ranks that meet along these axes, of the topology and in its
         order."""
         known = self._places.get(axes)
@@ -158,20 +160,22 @@ class Communicator:
             if axes and self.topology is not None:
                 ranks = self.topology.group(axes, self.rank)
             ranks = tuple(ranks)
-            known = self._places[axes] = Place(axes, len(ranks), ranks.index(self.rank))
+            known = self._places[axes] = GroupPosition(axes, len(ranks), ranks.index(self.rank))
         return known
 
-    def met(self, place: Place) -> int:
+    def advance_call_number(self, place: GroupPosition) -> int:
         """The ranks of a place have met: a number for their call, the same on all of them."""
-        meetings = self._meetings[place] = self._meetings.get(place, 0) + 1
-        self._between[place] = 0
+        meetings = self._handshakes[place] = self._handshakes.get(place, 0) + 1
+        self._calls_since_handshake[place] = 0
         return meetings * _MOST_BETWEEN
 
-    def passed(self, place: Place) -> int:
+    def next_call_number(self, place: GroupPosition) -> int:
         """A number for a call in which they do not meet, as it will in its backward. It counts from
         the last meeting, so that ranks which differ in such calls agree again after the next."""
-        between = self._between[place] = (self._between.get(place, 0) + 1) % _MOST_BETWEEN
-        return self._meetings.get(place, 0) * _MOST_BETWEEN + between
+        between = self._calls_since_handshake[place] = (
+            self._calls_since_handshake.get(place, 0) + 1
+        ) % _MOST_BETWEEN
+        return self._handshakes.get(place, 0) * _MOST_BETWEEN + between
 
     def close(self) -> None:
         """Frees connections and memory; a second call does nothing."""
@@ -197,23 +201,23 @@ class Communicator:
             error_text(problem) if problem else "",
             self.begun,
         ]
-        told = exchange(self.transport, mine, (str, int, str, int))
+        received = exchange(self.transport, mine, (str, int, str, int))
         if problem is not None:
             raise problem
-        for rank, theirs in enumerate(told):
+        for rank, theirs in enumerate(received):
             if theirs[2]:
                 raise PlanMismatchError(f"rank {rank} can't make a communicator: {theirs[2]}")
-            if theirs[3] != told[0][3]:
+            if theirs[3] != received[0][3]:
                 raise DesyncError(
                     f"the operators of a group are to go on after a failure that ranks met in "
-                    f"different calls: rank 0 has called {told[0][3]}, rank {rank} {theirs[3]}; "
-                    f"make a new group, or a fddp.Communicator, on every rank"
+                    f"different calls: rank 0 has called {received[0][3]}, rank {rank} "
+                    f"{theirs[3]}; make a new group, or a fddp.Communicator, on every rank"
                 )
-            if theirs != told[0]:
+            if theirs != received[0]:
                 raise PlanMismatchError(
-                    f"a communicator has mesh {told[0][0]} and buckets of {told[0][1]} bytes on "
-                    f"rank 0, and mesh {theirs[0]} and {theirs[1]} bytes on rank {rank}; pass the "
-                    f"same mesh and bucket_cap_mb on every rank"
+                    f"a communicator has mesh {received[0][0]} and buckets of {received[0][1]} "
+                    f"bytes on rank 0, and mesh {theirs[0]} and {theirs[1]} bytes on rank {rank}; "
+                    f"pass the same mesh and bucket_cap_mb on every rank"
                 )
 
     def _divide(self) -> None:
@@ -223,7 +227,7 @@ class Communicator:
         groups = [
             some for size in range(1, len(names)) for some in itertools.combinations(names, size)
         ]
-        self.transport.divide(self.topology, groups)
+        self.transport.open_subgroups(self.topology, groups)
 
 
 def communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> Communicator:
@@ -244,7 +248,7 @@ def communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> Co
             f"group of fddp.loopback, got a {type(group).__name__}"
             + ("; a group can't be batched by vmap" if isinstance(group, torch.Tensor) else "")
         )
-    span = span_of(group, mesh)
+    span = resolve_mesh(group, mesh)
     key: Any = span.group if span.group is not None else dist.group.WORLD
     if isinstance(key, DeviceMesh) and key.ndim == 1:
         key = key.get_group()
@@ -253,7 +257,7 @@ def communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> Co
     known = _of_groups.of(key)
     found = known.get(span.topology)
     if found is not None:
-        found.transport.slot.desk.settle()
+        found.transport.status.board.close_abandoned_communicators()
     if found is None or found.closed is not None:
         begun = 0 if found is None else found.begun
         found = known[span.topology] = Communicator(group, mesh=mesh, _begun=begun)
@@ -265,7 +269,7 @@ def communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> Co
 def may_be_reopened(communicator: Communicator) -> None:
     """Lets a step that fails on all ranks close it on all of them, where any rank left it half way
     through a call; who uses it opens another."""
-    communicator.transport.slot.close = _Closing(communicator)
+    communicator.transport.status.close = _Closing(communicator)
 
 
 class _Closing:
@@ -279,7 +283,7 @@ class _Closing:
             communicator.begun = 0  # all ranks have heard of it, and begin anew
 
 
-def numbered(number: int) -> Communicator:
+def communicator_by_id(number: int) -> Communicator:
     """The communicator of this number.
 
     Raises:

@@ -2,7 +2,8 @@
 
 Dynamo refuses functions of autograd that have rules for forward mode, and follows no bookkeeping.
 So what it records is a call of `_in_graph`, with leaves and constants; ahead-of-time autograd, or
-the backend, then runs that function as Python would, and records the operators of `graph_ops.py`.
+the backend, then runs that function as Python would, and records the operators of
+`torch_library.py`.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fddp.collectives import handshake as meeting
+from fddp.collectives import handshake
 from fddp.collectives.autograd import FddpLinear, FddpMaximum, FddpMeanOnBackward
-from fddp.collectives.call_cache import Asked, program_of, tiles
-from fddp.collectives.calls import Application, Call
-from fddp.collectives.communicator import Communicator, communicator_of, numbered
-from fddp.collectives.group_position import checked_root, meeting_place
-from fddp.collectives.operator_program import Place
+from fddp.collectives.call_cache import CallSpec, program_of, tiles
+from fddp.collectives.calls import Call, CallRecord
+from fddp.collectives.communicator import Communicator, communicator_by_id, communicator_of
+from fddp.collectives.group_position import checked_root, resolve_communicator
+from fddp.collectives.operator_program import GroupPosition
 from fddp.core.plan.plan import BucketPlan
 from fddp.runtime.guards import outside_tracing
 from fddp.telemetry.call_site import is_inside
@@ -113,19 +114,19 @@ def _in_graph(
     """An operator on the leaves that are there, for a graph."""
     from fddp.collectives.torch_library import number
 
-    communicator = numbered(int(label))
-    communicator, place = meeting_place(operator, communicator, None, axis)
+    communicator = communicator_by_id(int(label))
+    communicator, place = resolve_communicator(operator, communicator, None, axis)
     try:
         own_root = checked_root(root, place) if operator == "broadcast_from" else -1
         plan = None if plan_text is None else BucketPlan.from_json(plan_text)
-        asked = Asked(operator, place, own_root, plan, tiled)
+        asked = CallSpec(operator, place, own_root, plan, tiled)
         leaves = tuple(tiles(asked, list(leaves), [paths[k] for k in present]))
         program = program_of(communicator, asked, paths, present, _examples(leaves))
     except Exception as error:
         _refuse(communicator, place, f"{operator}, called at {site}", error)
-    application = Application(site)  # type: ignore[arg-type]  # its text
-    number(application)
-    call = Call(communicator, program, application)
+    record = CallRecord(site)  # type: ignore[arg-type]  # its text
+    number(record)
+    call = Call(communicator, program, record)
     if operator == "sync_on_backward":
         return FddpMeanOnBackward.apply(call, *leaves)  # type: ignore[no-any-return, no-untyped-call]
     if operator == "pmax":
@@ -154,6 +155,8 @@ def _examples(leaves: Sequence[Any]) -> list[Any]:
         ]
 
 
-def _refuse(communicator: Communicator, place: Place, what: str, error: Exception) -> NoReturn:
+def _refuse(
+    communicator: Communicator, place: GroupPosition, what: str, error: Exception
+) -> NoReturn:
     with outside_tracing():
-        meeting.refuse(communicator, place, what, error)
+        handshake.abort_handshake(communicator, place, what, error)

@@ -1,7 +1,7 @@
 """Operators on plain tensors: meet, pack into buckets, communicate, hand out.
 
 Nothing here is differentiated. Under tracing the same is written into the graph as operators of
-`torch.library` (`graph_ops.py`), which come back here when the graph runs.
+`torch.library` (`torch_library.py`), which come back here when the graph runs.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from fddp.collectives import handshake as meeting
+from fddp.collectives import handshake
 from fddp.collectives.calls import Call
-from fddp.collectives.operator_program import Load
+from fddp.collectives.operator_program import FusedBucket
 from fddp.errors import FddpError
 from fddp.native.operands import first_without_memory
 from fddp.native.pack import pack_, slices
-from fddp.telemetry.flight.dump import note_failure
+from fddp.telemetry.flight.dump import dump_on_failure
 from fddp.transport import Work
 
 
@@ -52,7 +52,7 @@ def run_eagerly(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
             return _run(call, leaves)
         except FddpError as error:
             call.communicator.recorder.fail()
-            note_failure(error)
+            dump_on_failure(error)
             raise
         except BaseException as error:
             call.communicator.recorder.fail()
@@ -80,188 +80,188 @@ def _refuse(call: Call, leaf: Tensor | None, position: int) -> NoReturn:
     )
     path = call.program.units[position].path
     problem = f"{call.program.operator}: leaf {path!r} is {kind}"
-    meeting.refuse(call.communicator, call.program.place, call.text, TypeError(problem))
+    handshake.abort_handshake(call.communicator, call.program.place, call.text, TypeError(problem))
 
 
-class _Flight(NamedTuple):
-    """One load on its way."""
+class _PendingBucket(NamedTuple):
+    """A fused bucket in flight."""
 
-    load: Load
+    bucket: FusedBucket
     buffer: Tensor
     work: Work
 
 
 def _run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
     program, pool = call.program, call.communicator.pool
-    pack, start, take = _MOVES[program.operator]
+    pack, start, take = _LOWERINGS[program.operator]
     entry = call.communicator.recorder.launched(call.text, -1, -1)
-    met = meeting.begin(call)
-    packed = _packed_first(call, leaves) if met is not None else None
+    exchange = handshake.begin(call)
+    packed = _packed_first(call, leaves) if exchange is not None else None
     entry.waited_s = perf_counter()
-    if met is not None:
-        met.settle()
-    number = call.communicator.met(program.place)
+    if exchange is not None:
+        exchange.complete()
+    number = call.communicator.advance_call_number(program.place)
     if not call.roles:
-        call.application.number = number
-    flights: list[_Flight] = []
-    for load in program.loads:
+        call.record.number = number
+    pending: list[_PendingBucket] = []
+    for fused in program.fused_buckets:
         if packed is None:
-            packed = pack(call, load, [leaves[k] for k in load.members])
-        is_last = load is program.loads[-1]
-        flights.append(_Flight(load, packed, start(call, load, packed, is_last)))
+            packed = pack(call, fused, [leaves[k] for k in fused.members])
+        is_last = fused is program.fused_buckets[-1]
+        pending.append(_PendingBucket(fused, packed, start(call, fused, packed, is_last)))
         packed = None
     results: list[Tensor | None] = [None] * len(program.units)
-    for load, buffer, work in flights:
+    for fused, buffer, work in pending:
         work.wait(call.text)
-        for k, result in zip(load.members, take(call, load, buffer), strict=True):
+        for k, result in zip(fused.members, take(call, fused, buffer), strict=True):
             results[k] = result
         pool.release((len(buffer), buffer.dtype, buffer.device), buffer)
     entry.done_s = perf_counter()
-    return results  # type: ignore[return-value]  # each unit is in one load
+    return results  # type: ignore[return-value]  # each unit is in one bucket
 
 
 def _packed_first(call: Call, leaves: Sequence[Tensor | None]) -> Tensor | None:
-    """The first load, packed while the others are told what this rank is about to do."""
-    if not call.program.loads:
+    """The first bucket, packed while the others are told what this rank is about to do."""
+    if not call.program.fused_buckets:
         return None
-    load = call.program.loads[0]
-    return _MOVES[call.program.operator].pack(call, load, [leaves[k] for k in load.members])
+    fused = call.program.fused_buckets[0]
+    return _LOWERINGS[call.program.operator].pack(call, fused, [leaves[k] for k in fused.members])
 
 
 # Packing
 
 
-def _acquire(call: Call, load: Load, numel: int) -> Tensor:
-    key = (numel, load.dtype, load.device)
+def _acquire(call: Call, fused: FusedBucket, numel: int) -> Tensor:
+    key = (numel, fused.dtype, fused.device)
     return call.communicator.pool.acquire(key, *key)
 
 
-def _fill(buffer: Tensor, load: Load, sources: Sequence[Tensor | None]) -> None:
+def _fill(buffer: Tensor, fused: FusedBucket, sources: Sequence[Tensor | None]) -> None:
     """One rank's units, from the start of `buffer`."""
-    if load.layout is not None:
-        pack_(buffer, load.layout, sources)
+    if fused.layout is not None:
+        pack_(buffer, fused.layout, sources)
         return
     end = 0
-    for source, numel in zip(sources, load.numels, strict=True):
+    for source, numel in zip(sources, fused.numels, strict=True):
         part = buffer[end : end + numel]
         end += numel
         part.zero_() if source is None else part.copy_(source.reshape(-1))
 
 
-def _pack_own(call: Call, load: Load, sources: Sequence[Tensor | None]) -> Tensor:
-    buffer = _acquire(call, load, load.numel)
-    _fill(buffer, load, sources)
+def _pack_own(call: Call, fused: FusedBucket, sources: Sequence[Tensor | None]) -> Tensor:
+    buffer = _acquire(call, fused, fused.numel)
+    _fill(buffer, fused, sources)
     return buffer
 
 
-def _pack_row(call: Call, load: Load, sources: Sequence[Tensor | None]) -> Tensor:
+def _pack_row(call: Call, fused: FusedBucket, sources: Sequence[Tensor | None]) -> Tensor:
     """This rank's chunk of a buffer of all ranks'."""
     place = call.program.place
-    buffer = _acquire(call, load, place.size * load.numel)
-    own = place.own * load.numel
-    _fill(buffer[own : own + load.numel], load, sources)
+    buffer = _acquire(call, fused, place.size * fused.numel)
+    own = place.own * fused.numel
+    _fill(buffer[own : own + fused.numel], fused, sources)
     return buffer
 
 
-def _pack_rows(call: Call, load: Load, sources: Sequence[Tensor | None]) -> Tensor:
+def _pack_rows(call: Call, fused: FusedBucket, sources: Sequence[Tensor | None]) -> Tensor:
     """A chunk for each rank, from leaves with a leading axis of ranks."""
     n = call.program.place.size
-    buffer = _acquire(call, load, n * load.numel)
+    buffer = _acquire(call, fused, n * fused.numel)
     rows = [[None] * n if s is None else s.unbind(0) for s in sources]
     for rank in range(n):
-        chunk = buffer[rank * load.numel : (rank + 1) * load.numel]
-        _fill(chunk, load, [row[rank] for row in rows])
+        chunk = buffer[rank * fused.numel : (rank + 1) * fused.numel]
+        _fill(chunk, fused, [row[rank] for row in rows])
     return buffer
 
 
-def _pack_root(call: Call, load: Load, sources: Sequence[Tensor | None]) -> Tensor:
+def _pack_root(call: Call, fused: FusedBucket, sources: Sequence[Tensor | None]) -> Tensor:
     """The root's units; zeros elsewhere where they are summed."""
     place = call.program.place
     if place.own == call.program.root:
-        return _pack_own(call, load, sources)
-    buffer = _acquire(call, load, load.numel)
+        return _pack_own(call, fused, sources)
+    buffer = _acquire(call, fused, fused.numel)
     return buffer.zero_() if place.axes else buffer
 
 
 # Communicating
 
 
-def _sum(call: Call, load: Load, buffer: Tensor, last: bool) -> Work:
+def _sum(call: Call, fused: FusedBucket, buffer: Tensor, last: bool) -> Work:
     axes, average = call.program.place.axes, call.program.operator == "pmean"
     transport = call.communicator.transport
-    return transport.all_reduce(buffer, axes=axes, average=average, soon=last)
+    return transport.all_reduce(buffer, axes=axes, average=average, wait_soon=last)
 
 
-def _gather(call: Call, load: Load, buffer: Tensor, last: bool) -> Work:
+def _gather(call: Call, fused: FusedBucket, buffer: Tensor, last: bool) -> Work:
     transport, axes = call.communicator.transport, call.program.place.axes
-    flat = buffer if load.layout is not None else buffer.view(torch.uint8)
-    return transport.all_gather_in_place(flat, axes=axes, soon=last)
+    flat = buffer if fused.layout is not None else buffer.view(torch.uint8)
+    return transport.all_gather_in_place(flat, axes=axes, wait_soon=last)
 
 
-def _scatter(call: Call, load: Load, buffer: Tensor, last: bool) -> Work:
+def _scatter(call: Call, fused: FusedBucket, buffer: Tensor, last: bool) -> Work:
     transport, axes = call.communicator.transport, call.program.place.axes
-    return transport.reduce_scatter(buffer, axes=axes, soon=last)
+    return transport.reduce_scatter(buffer, axes=axes, wait_soon=last)
 
 
-def _spread(call: Call, load: Load, buffer: Tensor, last: bool) -> Work:
+def _spread(call: Call, fused: FusedBucket, buffer: Tensor, last: bool) -> Work:
     transport, place = call.communicator.transport, call.program.place
     if not place.axes:
         return transport.broadcast(buffer, call.program.root)
     # Bytes added to zeros: exact, whatever they stand for.
-    return transport.all_reduce(buffer.view(torch.uint8), axes=place.axes, soon=last)
+    return transport.all_reduce(buffer.view(torch.uint8), axes=place.axes, wait_soon=last)
 
 
 # Handing out
 
 
-def _parts(buffer: Tensor, load: Load, call: Call) -> list[Tensor]:
+def _parts(buffer: Tensor, fused: FusedBucket, call: Call) -> list[Tensor]:
     """Units over the memory of a buffer that nobody else will write."""
-    if load.layout is not None:
-        return slices(buffer, load.layout)
-    units = [call.program.units[k] for k in load.members]
-    flat = torch.split(buffer[: load.numel], load.numels)
+    if fused.layout is not None:
+        return slices(buffer, fused.layout)
+    units = [call.program.units[k] for k in fused.members]
+    flat = torch.split(buffer[: fused.numel], fused.numels)
     return [part.clone().view(unit.shape) for part, unit in zip(flat, units, strict=True)]
 
 
-def _take_own(call: Call, load: Load, buffer: Tensor) -> list[Tensor]:
-    return _parts(buffer, load, call)
+def _take_own(call: Call, fused: FusedBucket, buffer: Tensor) -> list[Tensor]:
+    return _parts(buffer, fused, call)
 
 
-def _take_rows(call: Call, load: Load, buffer: Tensor) -> list[Tensor]:
+def _take_rows(call: Call, fused: FusedBucket, buffer: Tensor) -> list[Tensor]:
     n = call.program.place.size
-    units = [call.program.units[k] for k in load.members]
-    columns = torch.split(buffer.view(n, load.numel), load.numels, dim=1)
+    units = [call.program.units[k] for k in fused.members]
+    columns = torch.split(buffer.view(n, fused.numel), fused.numels, dim=1)
     return [
         column.clone(memory_format=torch.contiguous_format).view(n, *unit.shape)
         for column, unit in zip(columns, units, strict=True)
     ]
 
 
-def _take_chunk(call: Call, load: Load, buffer: Tensor) -> list[Tensor]:
-    own = call.program.place.own * load.numel
-    return _parts(buffer[own : own + load.numel].clone(), load, call)
+def _take_chunk(call: Call, fused: FusedBucket, buffer: Tensor) -> list[Tensor]:
+    own = call.program.place.own * fused.numel
+    return _parts(buffer[own : own + fused.numel].clone(), fused, call)
 
 
-def _take_at_root(call: Call, load: Load, buffer: Tensor) -> list[Tensor]:
+def _take_at_root(call: Call, fused: FusedBucket, buffer: Tensor) -> list[Tensor]:
     if call.program.place.own != call.program.root:
         buffer.zero_()
-    return _parts(buffer, load, call)
+    return _parts(buffer, fused, call)
 
 
-class _Move(NamedTuple):
-    """How one operator moves a load."""
+class _Lowering(NamedTuple):
+    """How one operator packs, communicates and unpacks a fused bucket."""
 
-    pack: Callable[[Call, Load, Sequence[Tensor | None]], Tensor]
-    start: Callable[[Call, Load, Tensor, bool], Work]
-    take: Callable[[Call, Load, Tensor], list[Tensor]]
+    pack: Callable[[Call, FusedBucket, Sequence[Tensor | None]], Tensor]
+    start: Callable[[Call, FusedBucket, Tensor, bool], Work]
+    take: Callable[[Call, FusedBucket, Tensor], list[Tensor]]
 
 
-_MOVES = {
-    "psum": _Move(_pack_own, _sum, _take_own),
-    "pmean": _Move(_pack_own, _sum, _take_own),
-    "pmax": _Move(_pack_row, _gather, _take_rows),
-    "all_gather": _Move(_pack_row, _gather, _take_rows),
-    "reduce_scatter": _Move(_pack_rows, _scatter, _take_chunk),
-    "broadcast_from": _Move(_pack_root, _spread, _take_own),
-    "sum_to": _Move(_pack_own, _sum, _take_at_root),
+_LOWERINGS = {
+    "psum": _Lowering(_pack_own, _sum, _take_own),
+    "pmean": _Lowering(_pack_own, _sum, _take_own),
+    "pmax": _Lowering(_pack_row, _gather, _take_rows),
+    "all_gather": _Lowering(_pack_row, _gather, _take_rows),
+    "reduce_scatter": _Lowering(_pack_rows, _scatter, _take_chunk),
+    "broadcast_from": _Lowering(_pack_root, _spread, _take_own),
+    "sum_to": _Lowering(_pack_own, _sum, _take_at_root),
 }

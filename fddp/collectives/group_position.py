@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fddp.collectives import handshake as meeting
+from fddp.collectives import handshake
 from fddp.collectives.communicator import Communicator, communicator_of
-from fddp.collectives.operator_program import Place
+from fddp.collectives.operator_program import GroupPosition
 from fddp.errors import FddpError
 from fddp.runtime.guards import outside_tracing
 from fddp.telemetry.call_site import Site
@@ -20,13 +20,13 @@ from fddp.transport.mesh import Mesh
 Axis = str | Sequence[str] | None
 
 
-def meeting_place(
+def resolve_communicator(
     operator: str,
     group: Group | Communicator | None,
     mesh: Mesh | None,
     axis: Axis,
     site: Site | None = None,
-) -> tuple[Communicator, Place]:
+) -> tuple[Communicator, GroupPosition]:
     """What an operator runs on, and who meets there.
 
     Raises:
@@ -49,7 +49,7 @@ def meeting_place(
     if problem is not None:
         # Who waits for this rank depends on what it meant: those along the axes that there are.
         with outside_tracing():
-            meeting.refuse(communicator, place, what, problem)
+            handshake.abort_handshake(communicator, place, what, problem)
     return communicator, place
 
 
@@ -68,7 +68,7 @@ def _axis_problem(operator: str, axis: Any, known: tuple[str, ...]) -> Exception
     )
 
 
-def checked_root(root: Any, place: Place) -> int:
+def checked_root(root: Any, place: GroupPosition) -> int:
     if isinstance(root, Tensor):
         raise TypeError(
             "broadcast_from: root must be an int that all ranks know, got a tensor; a root can't "

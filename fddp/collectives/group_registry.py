@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fddp.core.schedule.topology import Topology
-from fddp.transport.lifetime.finalizer import when_collected
+from fddp.transport.lifetime.finalizer import on_finalize
 
 
 class Closable(Protocol):
@@ -24,7 +24,7 @@ class Closable(Protocol):
 T = TypeVar("T", bound=Closable)
 
 
-class OfGroups(Generic[T]):
+class GroupRegistry(Generic[T]):
     """For each group, and the axes laid over it, what was made for them.
 
     Holds no group. What was made is closed soon after its group is gone; at the latest when a group
@@ -59,7 +59,7 @@ class OfGroups(Generic[T]):
             for other in [other for other in self._made if is_destroyed(other)]:
                 _close_all(self._made.pop(other))
             known = self._made.setdefault(group, {})
-            when_collected(group, partial(_close_all, known))
+            on_finalize(group, partial(_close_all, known))
             return known
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
-from fddp.core.protocol.messages import Form, OneOf, nonsense, read
+from fddp.core.protocol.messages import AnyOf, Schema, decode, malformed_message_error
 from fddp.errors import DesyncError, FddpError, PeerError, error_text
 
 if TYPE_CHECKING:
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
 
     from fddp.collectives.calls import Call
     from fddp.collectives.communicator import Communicator
-    from fddp.collectives.operator_program import Place
+    from fddp.collectives.operator_program import GroupPosition
     from fddp.transport import Work
 
 _WORD = 4  # fingerprint, number, position, whether it failed
 _LENGTH_BYTES = 8
 _MOST_BYTES = 2**31  # of what one rank says; more is taken for nonsense
 
-_DETAILS: Form = (
+_DETAILS: Schema = (
     str,  # operator
-    OneOf(((), ([str], int))),  # who takes part; empty for `check_replicas`
+    AnyOf(((), ([str], int))),  # who takes part; empty for `check_replicas`
     int,
     bool,
     [(str, [int], str, str)],  # leaves
     [[int]],  # buckets
 )
-_CALL: dict[str, Form] = {
+_CALL: dict[str, Schema] = {
     "text": str,
     "details": _DETAILS,
     "roles": [str],
     "call": (int, int),
 }
-_TOLD = OneOf(({"error": str, "text": str}, _CALL, {**_CALL, "digests": [int], "when": str}))
+_REPORT = AnyOf(({"error": str, "text": str}, _CALL, {**_CALL, "digests": [int], "when": str}))
 
 
-class Meeting(NamedTuple):
+class Handshake(NamedTuple):
     """Rows on their way.
 
     Attributes:
@@ -65,7 +65,7 @@ class Meeting(NamedTuple):
     rows: Tensor
     work: Work
 
-    def settle(self) -> None:
+    def complete(self) -> None:
         """Waits until all ranks are known to be in the same operator.
 
         Raises:
@@ -74,12 +74,12 @@ class Meeting(NamedTuple):
             RankLostError, SyncTimeoutError: a rank did not come.
         """
         self.work.wait(self.call.text)
-        told = self.rows.tolist()
-        if told != told[:_WORD] * self.call.program.place.size:
-            _look(self.call, told)
+        rows = self.rows.tolist()
+        if rows != rows[:_WORD] * self.call.program.place.size:
+            _resolve_mismatch(self.call, rows)
 
 
-def begin(call: Call) -> Meeting | None:
+def begin(call: Call) -> Handshake | None:
     """Starts telling the others what this rank is about to do; None where there are no others."""
     place = call.program.place
     if place.size == 1:
@@ -87,10 +87,12 @@ def begin(call: Call) -> Meeting | None:
     rows = _rows(call.communicator, place)
     number, position = _numbers(call)
     own = (_fingerprint(call), number, position, 0)
-    return Meeting(call, rows, _tell(call.communicator, place, rows, own))
+    return Handshake(call, rows, _send_row(call.communicator, place, rows, own))
 
 
-def refuse(communicator: Communicator, place: Place, what: str, error: Exception) -> NoReturn:
+def abort_handshake(
+    communicator: Communicator, place: GroupPosition, what: str, error: Exception
+) -> NoReturn:
     """Tells the others that this rank can't take part, and why; raises it.
 
     Args:
@@ -102,15 +104,15 @@ def refuse(communicator: Communicator, place: Place, what: str, error: Exception
     if place.size > 1 and communicator.closed is None:
         try:
             rows = _rows(communicator, place)
-            _tell(communicator, place, rows, (0, -1, -1, 1)).wait(what)
+            _send_row(communicator, place, rows, (0, -1, -1, 1)).wait(what)
             _exchange(communicator, place, what, {"error": error_text(error), "text": what})
         except FddpError as nobody:
             raise error from nobody
     raise error
 
 
-def _rows(communicator: Communicator, place: Place) -> Tensor:
-    known: dict[Place, Tensor] = communicator.known.setdefault("rows", {})
+def _rows(communicator: Communicator, place: GroupPosition) -> Tensor:
+    known: dict[GroupPosition, Tensor] = communicator.known.setdefault("rows", {})
     rows = known.get(place)
     if rows is None:
         device = communicator.transport.control_device
@@ -119,19 +121,19 @@ def _rows(communicator: Communicator, place: Place) -> Tensor:
     return rows
 
 
-def _tell(
-    communicator: Communicator, place: Place, rows: Tensor, own: tuple[int, int, int, int]
+def _send_row(
+    communicator: Communicator, place: GroupPosition, rows: Tensor, own: tuple[int, int, int, int]
 ) -> Work:
     if not place.axes:
         communicator.begun += 1
     mine = torch.tensor(own, dtype=torch.int64, device="cpu")
     rows[place.own * _WORD : (place.own + 1) * _WORD].copy_(mine)
-    return communicator.transport.all_gather_in_place(rows, axes=place.axes, soon=True)
+    return communicator.transport.all_gather_in_place(rows, axes=place.axes, wait_soon=True)
 
 
 def _numbers(call: Call) -> tuple[int, int]:
     """Which call a derivative is of; -1 for what is not known."""
-    of = call.application
+    of = call.record
     if not call.roles:
         return -1, -1
     return -1 if of.number is None else of.number, -1 if of.position is None else of.position
@@ -148,10 +150,10 @@ def _fingerprint(call: Call) -> int:
     return found
 
 
-def _look(call: Call, told_rows: list[int]) -> None:
+def _resolve_mismatch(call: Call, flat_rows: list[int]) -> None:
     """Ranks wrote different words; what follows depends on what all of them read alone."""
     place = call.program.place
-    rows = [told_rows[k : k + _WORD] for k in range(0, len(told_rows), _WORD)]
+    rows = [flat_rows[k : k + _WORD] for k in range(0, len(flat_rows), _WORD)]
     fingerprints, numbers, positions, failed = (set(column) for column in zip(*rows, strict=True))
     are_one_call = len(numbers - {-1}) < 2 and len(positions - {-1}) < 2
     if len(fingerprints) == 1 and are_one_call and failed == {0}:
@@ -162,9 +164,9 @@ def _look(call: Call, told_rows: list[int]) -> None:
         "roles": call.roles,
         "call": _numbers(call),
     }
-    told = _exchange(call.communicator, place, call.text, mine)
-    _check_failures(call.text, call.communicator.rank, told)
-    raise DesyncError(_difference(told))
+    reports = _exchange(call.communicator, place, call.text, mine)
+    _check_failures(call.text, call.communicator.rank, reports)
+    raise DesyncError(_difference(reports))
 
 
 def compare(
@@ -192,15 +194,15 @@ def compare(
     if place.size == 1:
         return None
     rows = _rows(communicator, place)
-    _tell(communicator, place, rows, (fingerprint, value, -1, 0)).wait(what)
+    _send_row(communicator, place, rows, (fingerprint, value, -1, 0)).wait(what)
     words = rows.tolist()
     if words == words[:_WORD] * place.size:
         return None
-    told = _exchange(communicator, place, what, {"roles": [], "call": [-1, -1], **mine})
-    _check_failures(what, communicator.rank, told)
-    if any(_key(other) != _key(told[0]) for other in told.values()):
-        raise DesyncError(_difference(told))
-    return told
+    reports = _exchange(communicator, place, what, {"roles": [], "call": [-1, -1], **mine})
+    _check_failures(what, communicator.rank, reports)
+    if any(_key(other) != _key(reports[0]) for other in reports.values()):
+        raise DesyncError(_difference(reports))
+    return reports
 
 
 def gather(communicator: Communicator, what: str, payload: bytes) -> list[bytes]:
@@ -208,10 +210,12 @@ def gather(communicator: Communicator, what: str, payload: bytes) -> list[bytes]
     return _gather(communicator, communicator.place(()), what, payload)
 
 
-def _check_failures(what: str, rank: int, told: Mapping[int, dict[str, Any]]) -> None:
-    failures = {rank: t["error"] for rank, t in told.items() if t.get("error")}
+def _check_failures(what: str, rank: int, reports: Mapping[int, dict[str, Any]]) -> None:
+    failures = {rank: t["error"] for rank, t in reports.items() if t.get("error")}
     if failures:
-        lines = [f"{told[r]['text']}: rank {r} can't take part: {e}" for r, e in failures.items()]
+        lines = [
+            f"{reports[r]['text']}: rank {r} can't take part: {e}" for r, e in failures.items()
+        ]
         raise PeerError(
             f"{what}, on rank {rank}, met another rank in {'; '.join(lines)}; nothing was "
             f"communicated, and the communicator can be used on",
@@ -219,17 +223,17 @@ def _check_failures(what: str, rank: int, told: Mapping[int, dict[str, Any]]) ->
         )
 
 
-def _key(told: dict[str, Any]) -> tuple[Any, ...]:
-    return (told["details"], told["roles"], told["call"])
+def _key(reports: dict[str, Any]) -> tuple[Any, ...]:
+    return (reports["details"], reports["roles"], reports["call"])
 
 
-def _difference(told: Mapping[int, dict[str, Any]]) -> str:
-    ranks = list(told)
-    first = told[ranks[0]]
-    other = next((r for r in ranks if _key(told[r]) != _key(first)), ranks[-1])
-    second = told[other]
+def _difference(reports: Mapping[int, dict[str, Any]]) -> str:
+    ranks = list(reports)
+    first = reports[ranks[0]]
+    other = next((r for r in ranks if _key(reports[r]) != _key(first)), ranks[-1])
+    second = reports[other]
     reason = _reason(ranks[0], first, other, second)
-    where = "; ".join(f"rank {rank}: {t['text']}" for rank, t in told.items())
+    where = "; ".join(f"rank {rank}: {t['text']}" for rank, t in reports.items())
     return (
         f"ranks met in different operators: {where}; {reason}; all ranks must call the same "
         f"operators on like trees in the same order (branches that depend on a rank's own data "
@@ -266,7 +270,7 @@ def _leaf(detail: list[Any]) -> str:
 
 
 def _exchange(
-    communicator: Communicator, place: Place, what: str, mine: dict[str, Any]
+    communicator: Communicator, place: GroupPosition, what: str, mine: dict[str, Any]
 ) -> dict[int, dict[str, Any]]:
     """What each rank that meets here says, by rank of the communicator."""
     payload = json.dumps(mine, default=str).encode()
@@ -281,16 +285,18 @@ def _exchange(
     ranks: Sequence[int] = range(place.size)
     if place.axes and communicator.topology is not None:
         ranks = communicator.topology.group(place.axes, communicator.rank)
-    told = {}
+    reports = {}
     for rank, text, size in zip(ranks, texts, sizes, strict=True):
         try:
-            told[rank] = read(text[:size], _TOLD)
+            reports[rank] = decode(text[:size], _REPORT)
         except ValueError as error:
-            raise nonsense(rank, what, error) from error
-    return told
+            raise malformed_message_error(rank, what, error) from error
+    return reports
 
 
-def _gather(communicator: Communicator, place: Place, what: str, payload: bytes) -> list[bytes]:
+def _gather(
+    communicator: Communicator, place: GroupPosition, what: str, payload: bytes
+) -> list[bytes]:
     n, width = place.size, len(payload)
     rows = torch.zeros(n, width, dtype=torch.uint8, device="cpu")
     rows[place.own].copy_(torch.tensor(list(payload), dtype=torch.uint8, device="cpu"))

@@ -42,7 +42,7 @@ _MOST_SIZES = 16  # of batches that are remembered
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupPosition:
     """This rank's place among the ranks that meet.
 
     Attributes:
@@ -57,7 +57,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Load:
+class FusedBucket:
     """Units that travel in one buffer.
 
     Attributes:
@@ -78,7 +78,7 @@ class Load:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class OperatorProgram:
     """An operator over certain leaves.
 
     Attributes:
@@ -93,7 +93,7 @@ class Program:
     """
 
     operator: Operator
-    place: Place
+    place: GroupPosition
     root: int
     units: tuple[LeafSpec, ...]
     devices: tuple[torch.device, ...]
@@ -102,9 +102,9 @@ class Program:
     tiled: bool = False
 
     @cached_property
-    def loads(self) -> tuple[Load, ...]:
+    def fused_buckets(self) -> tuple[FusedBucket, ...]:
         """What travels, in order."""
-        return tuple(self._load(members) for members in self.buckets)
+        return tuple(self._fused(members) for members in self.buckets)
 
     @cached_property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -143,7 +143,7 @@ class Program:
         return hashlib.sha256(json.dumps(self.details).encode()).digest()
 
     @cached_property
-    def transposed(self) -> Program:
+    def transposed(self) -> OperatorProgram:
         """The adjoint, which takes what this gives, over the units that can have derivatives."""
         adjoint = self.differentiable._as(TRANSPOSES[self.operator])
         if self.operator not in ("psum", "pmean"):
@@ -151,7 +151,7 @@ class Program:
         return adjoint
 
     @cached_property
-    def differentiable(self) -> Program:
+    def differentiable(self) -> OperatorProgram:
         """The same over the units that can have derivatives."""
         if len(self.inexact) == len(self.units):
             return self
@@ -165,16 +165,16 @@ class Program:
         )
 
     @cached_property
-    def summing(self) -> Program:
+    def summing(self) -> OperatorProgram:
         """The sum of the units that can have derivatives."""
         return self.differentiable._as("psum")
 
     @cached_property
-    def averaging(self) -> Program:
+    def averaging(self) -> OperatorProgram:
         """Their mean."""
         return self.differentiable._as("pmean")
 
-    def batched(self, size: int) -> Program:
+    def batched(self, size: int) -> OperatorProgram:
         """The same over units with a leading axis of this size."""
         known = self._batched.get(size)
         if known is None:
@@ -186,13 +186,13 @@ class Program:
         return known
 
     @cached_property
-    def _batched(self) -> dict[int, Program]:
+    def _batched(self) -> dict[int, OperatorProgram]:
         return {}
 
-    def _as(self, operator: Operator) -> Program:
+    def _as(self, operator: Operator) -> OperatorProgram:
         return self if operator == self.operator else replace(self, operator=operator)
 
-    def _load(self, members: tuple[int, ...]) -> Load:
+    def _fused(self, members: tuple[int, ...]) -> FusedBucket:
         units = [self.units[k] for k in members]
         numels = [unit.numel for unit in units]
         *offsets, numel = accumulate(numels, initial=0)
@@ -202,7 +202,7 @@ class Program:
             strides = tuple(contiguous_strides(shape) for shape in shapes)
             layout = Layout(tuple(offsets), shapes, strides, numel)
         dtype, device = self.dtypes[members[0]], self.devices[members[0]]
-        return Load(members, dtype, device, numels, numel, layout)
+        return FusedBucket(members, dtype, device, numels, numel, layout)
 
 
 def bucketed(

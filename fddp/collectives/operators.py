@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 
 from torch.compiler import is_dynamo_compiling
 
-from fddp.collectives import dynamo as tracing
-from fddp.collectives import handshake as meeting
+from fddp.collectives import dynamo, handshake
 from fddp.collectives.autograd import (
     FddpLinear,
     FddpMaximum,
@@ -28,12 +27,12 @@ from fddp.collectives.autograd import (
     has_rules,
     largest,
 )
-from fddp.collectives.call_cache import Asked, Taken, take_apart
-from fddp.collectives.calls import Application, Call
+from fddp.collectives.call_cache import CallSpec, FlattenedCall, flatten_call
+from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.communicator import Communicator
 from fddp.collectives.dispatch import run
-from fddp.collectives.group_position import Axis, checked_root, meeting_place
-from fddp.collectives.operator_program import Operator, Place
+from fddp.collectives.group_position import Axis, checked_root, resolve_communicator
+from fddp.collectives.operator_program import GroupPosition, Operator
 from fddp.core.plan.plan import BucketPlan
 from fddp.runtime.guards import outside_tracing
 from fddp.telemetry.call_site import Site, call_site
@@ -227,11 +226,11 @@ def pmax(
         [1, 1]
     """
     if is_dynamo_compiling():
-        return tracing.operate("pmax", tree, group, mesh, axis, plan)  # type: ignore[no-any-return]
+        return dynamo.operate("pmax", tree, group, mesh, axis, plan)  # type: ignore[no-any-return]
     site = call_site()
-    communicator, place = meeting_place("pmax", group, mesh, axis, site)
-    taken = _taken(communicator, place, "pmax", tree, plan, None, site)
-    call = Call(communicator, taken.program, Application(site))
+    communicator, place = resolve_communicator("pmax", group, mesh, axis, site)
+    taken = _flattened(communicator, place, "pmax", tree, plan, None, site)
+    call = Call(communicator, taken.program, CallRecord(site))
     if has_rules(taken.leaves):
         results = FddpMaximum.apply(call, *taken.leaves)  # type: ignore[no-untyped-call]
     else:
@@ -274,14 +273,14 @@ def sync_on_backward(
         [0.5, 0.5]
     """
     if is_dynamo_compiling():
-        return tracing.operate("sync_on_backward", tree, group, mesh, axis, plan)  # type: ignore[no-any-return]
+        return dynamo.operate("sync_on_backward", tree, group, mesh, axis, plan)  # type: ignore[no-any-return]
     site = call_site()
-    communicator, place = meeting_place("sync_on_backward", group, mesh, axis, site)
-    taken = take_apart(communicator, Asked("sync_on_backward", place, -1, plan), tree, site)
+    communicator, place = resolve_communicator("sync_on_backward", group, mesh, axis, site)
+    taken = flatten_call(communicator, CallSpec("sync_on_backward", place, -1, plan), tree, site)
     if not has_rules(taken.leaves):
         return tree
-    call = Call(communicator, taken.program, Application(site))
-    call.application.number = communicator.passed(place)
+    call = Call(communicator, taken.program, CallRecord(site))
+    call.record.number = communicator.next_call_number(place)
     results = FddpMeanOnBackward.apply(call, *taken.leaves)  # type: ignore[no-untyped-call]
     rebuilt: Tree = taken.rebuilt(results)
     return rebuilt
@@ -299,12 +298,12 @@ def _linear(
     tiled: bool = False,
 ) -> Tree:
     if is_dynamo_compiling():
-        traced: Tree = tracing.operate(operator, tree, group, mesh, axis, plan, root, tiled)
+        traced: Tree = dynamo.operate(operator, tree, group, mesh, axis, plan, root, tiled)
         return traced
     site = call_site()
-    communicator, place = meeting_place(operator, group, mesh, axis, site)
-    taken = _taken(communicator, place, operator, tree, plan, root, site, tiled)
-    call = Call(communicator, taken.program, Application(site))
+    communicator, place = resolve_communicator(operator, group, mesh, axis, site)
+    taken = _flattened(communicator, place, operator, tree, plan, root, site, tiled)
+    call = Call(communicator, taken.program, CallRecord(site))
     if has_rules(taken.leaves):
         results = FddpLinear.apply(call, *taken.leaves)  # type: ignore[no-untyped-call]
     else:
@@ -315,21 +314,23 @@ def _linear(
     return rebuilt
 
 
-def _taken(
+def _flattened(
     communicator: Communicator,
-    place: Place,
+    place: GroupPosition,
     operator: Operator,
     tree: Any,
     plan: BucketPlan | None,
     root: Any,
     site: Site,
     tiled: bool = False,
-) -> Taken:
+) -> FlattenedCall:
     try:
         number = checked_root(root, place) if operator == "broadcast_from" else -1
         if plan is not None and not isinstance(plan, BucketPlan):
             raise TypeError(f"{operator}: plan must be a BucketPlan, got {type(plan).__name__}")
-        return take_apart(communicator, Asked(operator, place, number, plan, tiled), tree, site)
+        return flatten_call(
+            communicator, CallSpec(operator, place, number, plan, tiled), tree, site
+        )
     except Exception as error:
         with outside_tracing():
-            meeting.refuse(communicator, place, f"{operator}, called at {site}", error)
+            handshake.abort_handshake(communicator, place, f"{operator}, called at {site}", error)

@@ -31,14 +31,14 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fddp.collectives.calls import Application, Call
-from fddp.collectives.communicator import Communicator, numbered
+from fddp.collectives.calls import Call, CallRecord
+from fddp.collectives.communicator import Communicator, communicator_by_id
 from fddp.collectives.execute import run_eagerly, spread
-from fddp.collectives.operator_program import Operator, Program
+from fddp.collectives.operator_program import Operator, OperatorProgram
 from fddp.core.plan.leaf import LeafSpec
 from fddp.native.operands import have_derivatives
 
-Parsed: TypeAlias = tuple[Program, tuple[str, ...], str, int | None]
+Parsed: TypeAlias = tuple[OperatorProgram, tuple[str, ...], str, int | None]
 """What a text says: the program, the roles, the call site, the number within the graph."""
 
 _KNOWN_CALLS = 1024
@@ -56,7 +56,7 @@ def emit(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
         leaves: as a tracer has them; None for zeros.
     """
     operator = getattr(torch.ops.fddp, call.program.operator).default
-    number(call.application)
+    number(call.record)
     tracer = getattr(get_proxy_mode(), "tracer", None)
     before = getattr(tracer, "fddp_token", None)
     results: list[Tensor]
@@ -68,12 +68,12 @@ def emit(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
     return results
 
 
-def number(application: Application) -> None:
+def number(record: CallRecord) -> None:
     """Numbers a call within the graph that is being recorded, if it has no number yet."""
     tracer: Any = getattr(get_proxy_mode(), "tracer", None)
-    if application.position is None and tracer is not None:
-        application.position = getattr(tracer, "fddp_calls", 0)
-        tracer.fddp_calls = application.position + 1
+    if record.position is None and tracer is not None:
+        record.position = getattr(tracer, "fddp_calls", 0)
+        tracer.fddp_calls = record.position + 1
 
 
 def error_text(call: Call) -> str:
@@ -92,8 +92,8 @@ def error_text(call: Call) -> str:
             "batch": [int(size) for size in program.batch],
             "tiled": program.tiled,
             "roles": call.roles,
-            "site": str(call.application.site or ""),
-            "position": call.application.position,
+            "site": str(call.record.site or ""),
+            "position": call.record.position,
         }
     )
 
@@ -101,9 +101,9 @@ def error_text(call: Call) -> str:
 def call_of(operator: Operator, communicator: Communicator, text: str) -> Call:
     """The call that a text stands for, to be run once."""
     program, roles, site, position = _parsed(operator, communicator, text)
-    application = Application(site or None)  # type: ignore[arg-type]  # its text
-    application.position = position
-    return Call(communicator, program, application, roles)
+    record = CallRecord(site or None)  # type: ignore[arg-type]  # its text
+    record.position = position
+    return Call(communicator, program, record, roles)
 
 
 def _parsed(operator: Operator, communicator: Communicator, text: str) -> Parsed:
@@ -116,24 +116,24 @@ def _parsed(operator: Operator, communicator: Communicator, text: str) -> Parsed
     return found
 
 
-def _parse(operator: Operator, communicator: Communicator, told: dict[str, Any]) -> Parsed:
+def _parse(operator: Operator, communicator: Communicator, fields: dict[str, Any]) -> Parsed:
     units = tuple(
         LeafSpec(path, tuple(shape), dtype, device=device)
         for path, shape, dtype, device in zip(
-            told["paths"], told["shapes"], told["dtypes"], told["on"], strict=True
+            fields["paths"], fields["shapes"], fields["dtypes"], fields["on"], strict=True
         )
     )
-    program = Program(
+    program = OperatorProgram(
         operator,
-        communicator.place(tuple(told["axes"])),
-        told["root"],
+        communicator.place(tuple(fields["axes"])),
+        fields["root"],
         units,
-        tuple(torch.device(device) for device in told["devices"]),
-        tuple(tuple(bucket) for bucket in told["buckets"]),
-        tuple(told["batch"]),
-        told["tiled"],
+        tuple(torch.device(device) for device in fields["devices"]),
+        tuple(tuple(bucket) for bucket in fields["buckets"]),
+        tuple(fields["batch"]),
+        fields["tiled"],
     )
-    return program, tuple(told["roles"]), told["site"], told["position"]
+    return program, tuple(fields["roles"]), fields["site"], fields["position"]
 
 
 # Registration: one operator of torch for each of ours.
@@ -190,13 +190,13 @@ def _register(operator: Operator) -> None:
     def carry_out(
         leaves: Sequence[Tensor | None], after: Tensor | None, communicator: int, call: str
     ) -> list[Tensor]:
-        found = call_of(operator, numbered(communicator), call)
+        found = call_of(operator, communicator_by_id(communicator), call)
         return [*run_eagerly(found, leaves), _token()]
 
     def shapes(
         leaves: Sequence[Tensor | None], after: Tensor | None, communicator: int, call: str
     ) -> list[Tensor]:
-        program = call_of(operator, numbered(communicator), call).program
+        program = call_of(operator, communicator_by_id(communicator), call).program
         rows = (program.place.size,) if operator in _WITH_ROWS else ()
         return [
             *(
@@ -214,7 +214,7 @@ def _register(operator: Operator) -> None:
         own = [leaf for leaf in leaves if leaf is not None]
         is_transformed = torch._C._are_functorch_transforms_active()
         if is_transformed or have_derivatives(own, graphs=torch.is_grad_enabled()):
-            found = call_of(operator, numbered(communicator), call)
+            found = call_of(operator, communicator_by_id(communicator), call)
             with enable_single_level_autograd_function():
                 results = FddpRecorded.apply(found, *leaves)  # type: ignore[attr-defined]
             return [*results, _token()]

@@ -44,8 +44,8 @@ from fddp.core.protocol.calls import Method
 from fddp.ddp.logger import Recorder
 from fddp.ddp.nonfinite import skip_in_context_problem
 from fddp.ddp.request import ModuleRequest
-from fddp.ddp.unused_parameters import Usage, Use
-from fddp.ddp.weak_callback import weakly
+from fddp.ddp.unused_parameters import ParameterUse, Usage
+from fddp.ddp.weak_callback import weak_callback
 from fddp.errors import FddpError, InternalError, PlanMismatchError
 from fddp.native.autograd_leaves import distributed_context, param_set, serves_some
 from fddp.runtime.context import Outcome
@@ -149,7 +149,7 @@ class Steps:
         self._all_names = frozenset(self._names)
         self._counts: Sequence[int] = ()
         self._ranks: Mapping[str, int] = {}  # the same by name
-        self._set = param_set(self._params, weakly(self._begin))
+        self._set = param_set(self._params, weak_callback(self._begin))
 
     # Of others that fail
 
@@ -168,7 +168,7 @@ class Steps:
                 return
             step = self._step
             number = self.engine.step if step is None else step.number
-            self.engine.raise_alarm(number, error)
+            self.engine.publish_step_failure(number, error)
 
     # Forward
 
@@ -206,7 +206,7 @@ class Steps:
     def _anchor(self, output: Tensor) -> None:
         """Has the end of backward be that of the task that reaches this output."""
         handle: RemovableHandle = output.register_hook(  # type: ignore[no-untyped-call]  # torch's
-            weakly(self._touched)
+            weak_callback(self._touched)
         )
         if output.is_leaf:
             self._handles.append(handle)  # it may well be the output of the next forward, too
@@ -255,7 +255,7 @@ class Steps:
             )
             self.engine.in_backward = True
             step.allow_idle_ranks = self.usage.joining
-            if step.context.attached is not None:
+            if step.context.bound_hook is not None:
                 self.leave()  # hooks may call operators, and run on ranks that have failed as well
             if self._changed and not again:
                 step.fail(ParametersChangedError("the parameters are others than in the plan"))
@@ -329,8 +329,8 @@ class Steps:
             self._drop()
         self._set.forget_use()
         self._wait_for_work()
-        self.usage.note(Use(here, self._users(outcome.report.users)))
-        if step.stamp:
+        self.usage.note(ParameterUse(here, self._users(outcome.report.users)))
+        if step.record_time:
             program = step.program
             idle = step.context.idle - set(outcome.report.late)
             self._recorder.record(
@@ -379,16 +379,16 @@ class Steps:
 
     def _repeat(self) -> Outcome:
         """Makes a new plan with all ranks, and takes the step again."""
-        told = self._step.failures if self._step else []
+        received = self._step.failures if self._step else []
         rank = self.engine.transport.rank
         failures = {
             other: text
-            for other, text in enumerate(told)
+            for other, text in enumerate(received)
             if text and not text.startswith(ParametersChangedError.__name__)
         }
         if failures:  # ahead of its forward pass, maybe: it has not looked at its parameters
             raise peer_error(self.engine.step - 1, failures)
-        for other, text in enumerate(told):
+        for other, text in enumerate(received):
             if not text:
                 raise PlanMismatchError(
                     f"the wrapped module has other parameters than before on rank {rank}, and on "

@@ -9,13 +9,13 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn import Module
 
 from fddp.collectives.replicas.broadcast import broadcast_, broadcast_tensors
-from fddp.core.protocol.messages import Each
+from fddp.core.protocol.messages import MappingOf
 from fddp.errors import DesyncError, PlanMismatchError
 from fddp.native.pack import storage_use_count
 from fddp.runtime.agreement import exchange
 from fddp.transport import Transport
 
-_SHAPES = Each(str)  # dtype and shape, by name
+_SHAPES = MappingOf(str)  # dtype and shape, by name
 
 
 def broadcast_module(
@@ -33,8 +33,8 @@ def broadcast_module(
         own |= buffers_of(module, ignored)
     names = sorted(own)  # ranks may have registered them in another order
     tensors = [own[name].detach() for name in names]
-    told = exchange(transport, _shapes(names, tensors), _SHAPES, "module")
-    if (difference := _difference(told)) is not None:
+    received = exchange(transport, _shapes(names, tensors), _SHAPES, "module")
+    if (difference := _difference(received)) is not None:
         raise PlanMismatchError(
             f"{difference}; build the module alike on all ranks, or pass init_sync=False"
         )
@@ -90,14 +90,14 @@ def _check_alike(transport: Transport, names: list[str], tensors: list[Tensor]) 
     """Compares buffers over ranks when they are no longer those of before: backends end the process
     where sizes differ."""
     known = [(n, tensor.dtype, tensor.shape) for n, tensor in zip(names, tensors, strict=True)]
-    if transport.agreed.get("buffers") == known:
+    if transport.size_cache.get("buffers") == known:
         return
-    told = exchange(transport, _shapes(names, tensors), _SHAPES, "buffers")
-    if (difference := _difference(told)) is not None:
+    received = exchange(transport, _shapes(names, tensors), _SHAPES, "buffers")
+    if (difference := _difference(received)) is not None:
         raise DesyncError(
             f"{difference}; keep buffers alike on all ranks, or pass broadcast_buffers=False"
         )
-    transport.agreed["buffers"] = known
+    transport.size_cache["buffers"] = known
 
 
 def _shapes(names: list[str], tensors: list[Tensor]) -> dict[str, str]:
@@ -106,11 +106,11 @@ def _shapes(names: list[str], tensors: list[Tensor]) -> dict[str, str]:
     return {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in pairs}
 
 
-def _difference(told: list[dict[str, str]]) -> str | None:
+def _difference(received: list[dict[str, str]]) -> str | None:
     """Where the first two ranks differ that do."""
-    for rank, theirs in enumerate(told):
-        for name in sorted(told[0].keys() | theirs.keys()):
-            mine, other = told[0].get(name, "missing"), theirs.get(name, "missing")
+    for rank, theirs in enumerate(received):
+        for name in sorted(received[0].keys() | theirs.keys()):
+            mine, other = received[0].get(name, "missing"), theirs.get(name, "missing")
             if mine != other:
                 return f"{name!r} of the module is {mine} on rank 0 and {other} on rank {rank}"
     return None

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fddp.ddp.nonfinite import check_steps_wait
-from fddp.ddp.state import Holder
+from fddp.ddp.state import WrapperState
 from fddp.hooks import Hook, TorchHook, builtin
 from fddp.sync.hook_states import checked_states
 
 
-class Hooked(Holder):
+class CommHooks(WrapperState):
     """A wrapped module that takes hooks."""
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:

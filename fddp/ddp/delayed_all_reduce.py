@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fddp.collectives.replicas.broadcast import broadcast
 from fddp.core.plan.leaf import MAX_COUNT
-from fddp.ddp.weak_callback import weakly
+from fddp.ddp.weak_callback import weak_callback
 from fddp.sync.grad_sync import GradSync
 from fddp.transport import Group
 from fddp.tree.planner import MIB_BYTES
@@ -69,7 +69,7 @@ class Delayed:
             sparse=self._parameters.keys() & set(sparse),
         )
         register: Any = trigger.register_post_accumulate_grad_hook  # torch has no types for it
-        self._handle: RemovableHandle = register(weakly(self._ready))
+        self._handle: RemovableHandle = register(weak_callback(self._ready))
 
     def average(self) -> None:
         """Averages the gradients as they are now; a collective call.

@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from fddp.ddp.state import Holder
+from fddp.ddp.state import WrapperState
 
 if TYPE_CHECKING:
     from fddp.ddp.backward_steps import Steps
 
 
-class Failing(Holder):
+class FailurePropagation(WrapperState):
     """A wrapped module whose steps fail on all ranks together."""
 
     @contextmanager
@@ -60,26 +60,26 @@ class Failing(Holder):
         """
         if self._steps is not None:
             self._steps.give_up_stale()  # an earlier step, of which others wait for the end
-        self._meetings.is_open = False
-        step, held = self._next_step, self._meetings.held
+        self._forward_collectives.is_open = False
+        step, done = self._next_step, self._forward_collectives.done
         self._enter()
         try:
             yield
         except BaseException as error:
             steps = self._owed(step)
             if steps is not None:
-                self._tell(steps, error, self._meetings.held - held)
+                self._tell(steps, error, self._forward_collectives.done - done)
             raise
         finally:
             self._leave()
 
     def _enter(self) -> None:
-        self._meetings.in_step = True
+        self._forward_collectives.in_step = True
         if self._steps is not None:
             self._steps.enter()
 
     def _leave(self) -> None:
-        self._meetings.in_step = False
+        self._forward_collectives.in_step = False
         if self._steps is not None:
             self._steps.leave()
 
@@ -92,7 +92,11 @@ class Failing(Holder):
         steps = self._steps
         if steps is None or steps.is_stopped or self._all_delayed or not self._syncs:
             return None
-        if self._meetings.is_open or steps.engine.is_closed or steps.engine.transport.closed_by:
+        if (
+            self._forward_collectives.is_open
+            or steps.engine.is_closed
+            or steps.engine.transport.closed_by
+        ):
             return None  # they have met with an error as well
         return steps if steps.engine.step == step or steps.is_broken_off else None
 
@@ -107,9 +111,9 @@ class Failing(Holder):
             steps.raise_alarm(error)  # first: they may be in the midst of their forward pass
             if not steps.is_broken_off:
                 if meetings == 0:
-                    self._meet()
+                    self._sync_before_forward()
                 if meetings == 0 or meetings % 2 == 1:
-                    self._meet_again()
+                    self._sync_after_forward()
                 self.require_forward_param_sync = True  # as on the others
             steps.fail(error)
         except BaseException as raised:

@@ -6,11 +6,11 @@ from typing import Any
 
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.timeline import Timeline
-from fddp.ddp.state import Holder
+from fddp.ddp.state import WrapperState
 from fddp.telemetry.step_info import SyncInfo
 
 
-class Observed(Holder):
+class Introspection(WrapperState):
     """A wrapped module that shows its plan, its steps' times and DDP's log."""
 
     @property

@@ -25,7 +25,7 @@ from types import TracebackType
 
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
-from fddp.ddp.state import Holder
+from fddp.ddp.state import WrapperState
 from fddp.errors import FddpError, NonFiniteError, PeerError, RankLostError
 from fddp.transport import Transport
 
@@ -40,7 +40,7 @@ class ModuleJoinHook(JoinHook):
         divide_by_initial_world_size: whether ranks that have joined still count in the mean.
     """
 
-    def __init__(self, ddp: Holder, divide_by_initial_world_size: bool) -> None:
+    def __init__(self, ddp: WrapperState, divide_by_initial_world_size: bool) -> None:
         self._ddp = ddp
         self._steps = ddp.steps
         self._weight = 1.0 if divide_by_initial_world_size else 0.0
@@ -64,7 +64,7 @@ class ModuleJoinHook(JoinHook):
             if not isinstance(ddp._join_config, _CountedHere):
                 raise
             # Without the frames, which hold tensors of the step.
-            ddp._meetings.failure = error.with_traceback(None)
+            ddp._forward_collectives.failure = error.with_traceback(None)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Brings all ranks to the parameters of the one that went on for longest."""
@@ -85,7 +85,7 @@ class ModuleJoin(Join):
 
     def __init__(
         self,
-        ddp: Holder,
+        ddp: WrapperState,
         *,
         divide: bool,
         enable: bool,
@@ -131,7 +131,7 @@ class ModuleJoin(Join):
         raise RuntimeError(f"Rank {self._rank} exhausted all inputs.")
 
 
-def notify(ddp: Holder) -> None:
+def notify(ddp: WrapperState) -> None:
     """Tells ranks that have joined, before a forward pass, that this one has not.
 
     Raises:
@@ -150,26 +150,26 @@ def notify(ddp: Holder) -> None:
         )
 
 
-def _number_with_input(ddp: Holder, *, mine: bool) -> int:
+def _number_with_input(ddp: WrapperState, *, mine: bool) -> int:
     """The number of ranks that say so; a collective call."""
     votes = _votes(ddp, _HAS_INPUT * mine + _SYNCS * (mine and ddp._syncs))
-    kept, ddp._meetings.failure = ddp._meetings.failure, None
+    kept, ddp._forward_collectives.failure = ddp._forward_collectives.failure, None
     left = tuple(rank for rank, vote in enumerate(votes) if vote & _LEAVES)
     if left:
         raise kept or _left_error(ddp, left)
-    ddp._meetings.some_sync = any(vote & _SYNCS for vote in votes)
+    ddp._forward_collectives.some_sync = any(vote & _SYNCS for vote in votes)
     return sum(bool(vote & _HAS_INPUT) for vote in votes)
 
 
-def _votes(ddp: Holder, own: int) -> list[int]:
+def _votes(ddp: WrapperState, own: int) -> list[int]:
     steps = ddp.steps
     steps.engine.check_usable()
     steps.has_failed = False
-    told = steps.engine.transport.exchange(bytes([own]), "inputs in join()")
-    return [int.from_bytes(vote[:1], "big") for vote in told]
+    received = steps.engine.transport.exchange(bytes([own]), "inputs in join()")
+    return [int.from_bytes(vote[:1], "big") for vote in received]
 
 
-def _left_error(ddp: Holder, left: tuple[int, ...]) -> RankLostError:
+def _left_error(ddp: WrapperState, left: tuple[int, ...]) -> RankLostError:
     """The error of a rank that caught what others left the block with."""
     transport, step = ddp.steps.engine.transport, ddp.steps.engine.step - 1
     names = ", ".join(map(str, left))
@@ -181,11 +181,11 @@ def _left_error(ddp: Holder, left: tuple[int, ...]) -> RankLostError:
     )
 
 
-def some_sync(ddp: Holder, *, mine: bool) -> bool:
+def some_sync(ddp: WrapperState, *, mine: bool) -> bool:
     """Whether the backward pass of any rank will synchronise gradients; a collective call, where it
     was not told when ranks with input were counted."""
     if isinstance(ddp._join_config, _CountedHere):
-        return bool(ddp._meetings.some_sync)
+        return bool(ddp._forward_collectives.some_sync)
     return any_rank(ddp.steps.engine.transport, mine=mine)
 
 

@@ -50,7 +50,7 @@ Entry: TypeAlias = str | int
 
 
 @dataclass(frozen=True)
-class Facts:
+class StaticLoggingData:
     """What is known at construction.
 
     Attributes:
@@ -147,7 +147,7 @@ def is_sampled(iteration: int, sample_rate: int = SAMPLE_RATE) -> bool:
     return 0 < iteration <= _FIRST_STEPS or (iteration > 0 and iteration % sample_rate == 0)
 
 
-def start_log(facts: Facts) -> Log:
+def start_log(facts: StaticLoggingData) -> Log:
     """The log as it is before the first step."""
     options, plan = facts.options, facts.plan
     leaves = [plan.leaves[leaf] for leaf in plan.order]

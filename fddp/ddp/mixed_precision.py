@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.utils import _cast_forward_inputs
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from fddp.ddp.parameter_swap import StandIns
+from fddp.ddp.parameter_swap import ParameterSwap
 
 
 class MixedPrecision:
@@ -42,11 +42,11 @@ class MixedPrecision:
 
     def __init__(self, module: nn.Module, config: _MixedPrecision) -> None:
         self._dtype = config.param_dtype
-        self._casts: StandIns | None = None
+        self._casts: ParameterSwap | None = None
         if config.buffer_dtype is not None:
             _cast_buffers_(module, config.buffer_dtype)
         if self._dtype is not None:
-            self._casts = StandIns(module, self._cast, _in_backward)
+            self._casts = ParameterSwap(module, self._cast, _in_backward)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The module's output for these inputs, computed on casts of both.

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 
-class StandIns:
+class ParameterSwap:
     """Making it puts hooks on a module and on its parts.
 
     Args:
@@ -46,12 +46,12 @@ class StandIns:
     @contextmanager
     def over(self, module: nn.Module) -> Iterator[None]:
         """Stand-ins for all of the module's parameters, until the block ends or raises."""
-        self._take_back()  # an interrupt may have ended a part that ran by itself
+        self._reclaim()  # an interrupt may have ended a part that ran by itself
         self._put(module)
         try:
             yield
         finally:
-            self._take_back()
+            self._reclaim()
 
     def _enter(self, part: nn.Module, args: object) -> None:
         if not self._are_in and self._is_wanted():
@@ -60,7 +60,7 @@ class StandIns:
 
     def _leave(self, part: nn.Module, args: object, output: object) -> None:
         if part is self._first:
-            self._take_back()
+            self._reclaim()
 
     def _put(self, module: nn.Module) -> None:
         self._are_in = True
@@ -77,7 +77,7 @@ class StandIns:
         for parameters, name, owned in self._replaced:
             parameters[name] = made[owned]
 
-    def _take_back(self) -> None:
+    def _reclaim(self) -> None:
         for parameters, name, own in self._replaced:
             parameters[name] = own
         self._replaced.clear()

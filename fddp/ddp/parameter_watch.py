@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from fddp.ddp.arguments import managed
-from fddp.native import extension as ext
+from fddp.native import extension
 
 Change = Literal["none", "swapped", "changed"]
 
 
-class Watch:
+class ParameterWatch:
     """Looks after the parameters of one module.
 
     Args:
@@ -34,15 +34,15 @@ class Watch:
         self._module = module
         self._ignored = ignored
         self.latest: dict[str, Parameter] = {}
-        self.look()
+        self.find_replaced()
 
-    def look(self) -> Mapping[str, Parameter]:
+    def find_replaced(self) -> Mapping[str, Parameter]:
         """Takes the parameters as they are now."""
         modules = list(self._module.modules())
         self._tables = [m._parameters for m in modules]
         self._buffers = [m._buffers for m in modules]
         children = [m._modules for m in modules]
-        self._seen: Any = ext.load().KnownEntries([*self._tables, *children])
+        self._seen: Any = extension.load().KnownEntries([*self._tables, *children])
         every = managed(self._module, self._ignored)
         self._trainable = [param for param in every.values() if param.requires_grad]
         self._frozen = [param for param in every.values() if not param.requires_grad]

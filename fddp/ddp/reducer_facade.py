@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fddp.ddp.state import Holder
+from fddp.ddp.state import WrapperState
 
 
 class Reducer:
     """Stands where DDP has its C++ reducer. Holds the wrapper weakly."""
 
-    def __init__(self, ddp: Holder) -> None:
+    def __init__(self, ddp: WrapperState) -> None:
         self._ddp = weakref.ref(ddp)
 
     @property
-    def _wrapper(self) -> Holder:
+    def _wrapper(self) -> WrapperState:
         ddp = self._ddp()
         if ddp is None:
             raise RuntimeError("the wrapped module that this reducer belongs to is gone")

@@ -10,10 +10,10 @@ from torch import Tensor
 from fddp.core.plan.plan import plan_leaves
 from fddp.core.schedule.topology import Topology
 from fddp.ddp.arguments import Options
-from fddp.runtime.agreement import Rebuild, Terms
+from fddp.runtime.agreement import Rebuild, SyncConfig
 from fddp.runtime.nonfinite import Policy
 from fddp.transport import Transport, TransportName
-from fddp.transport.mesh import Span
+from fddp.transport.mesh import GroupAndTopology
 from fddp.tree.planner import plan_buckets
 
 
@@ -33,7 +33,7 @@ class ModuleRequest:
 
     params: Mapping[str, Tensor]
     options: Options
-    span: Span
+    span: GroupAndTopology
     last_is_small: bool = False
     transport: TransportName = "auto"
     nonfinite: Policy = "propagate"
@@ -42,7 +42,7 @@ class ModuleRequest:
     is_foreign = False
     title = "GradSync"
 
-    def terms(self, transport: Transport) -> Terms:
+    def terms(self, transport: Transport) -> SyncConfig:
         """What ranks must have in common.
 
         Like DDP, the first plan counts caps from the parameters that were registered first, whose
@@ -63,7 +63,7 @@ class ModuleRequest:
             caps_bytes=self.options.initial_caps_bytes,
             from_back=True,
         )
-        return Terms(
+        return SyncConfig(
             plan=first,
             given=False,
             transport=self.transport,

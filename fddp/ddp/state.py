@@ -19,25 +19,25 @@ from fddp.ddp.arguments import Options, managed
 from fddp.ddp.backward_steps import Steps, Switches
 from fddp.ddp.delayed_all_reduce import Delayed
 from fddp.ddp.logger import Recorder
-from fddp.ddp.logging_data import Facts, start_log
+from fddp.ddp.logging_data import StaticLoggingData, start_log
 from fddp.ddp.mixed_precision import wire_dtype
-from fddp.ddp.parameter_watch import Watch
+from fddp.ddp.parameter_watch import ParameterWatch
 from fddp.ddp.request import ModuleRequest
 from fddp.errors import FddpError, InternalError
 from fddp.hooks import cast as cast_hook
 from fddp.transport import Group
-from fddp.transport.mesh import Span
+from fddp.transport.mesh import GroupAndTopology
 
 # Untyped, and so are its methods.
 _TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
 
 
 @dataclass
-class Meetings:
+class ForwardCollectives:
     """What this rank has done together with the others around forward passes.
 
     Attributes:
-        held: how many it has been to: one before and one after each forward pass.
+        done: how many it has been to: one before and one after each forward pass.
         is_open: whether one is under way, or was left by an exception.
         some_sync: whether a rank that has input said, within `join`, that its backward pass will
             synchronise gradients.
@@ -45,14 +45,14 @@ class Meetings:
         failure: of the last step that this rank shadowed within `join`, if it failed.
     """
 
-    held: int = 0
+    done: int = 0
     is_open: bool = False
     some_sync: bool = False
     in_step: bool = False
     failure: FddpError | None = None
 
 
-class Holder(_TorchDDP):  # type: ignore[misc]
+class WrapperState(_TorchDDP):  # type: ignore[misc]
     """The state of a wrapped module. Its constructor is that of the wrapper."""
 
     def _expose(self, module: Module, options: Options) -> None:
@@ -87,10 +87,10 @@ class Holder(_TorchDDP):  # type: ignore[misc]
     def _attach(self) -> None:
         """Sets what hangs on this process, and is made anew for a copy."""
         self.logger = self._recorder = Recorder()
-        self._watch = Watch(self.module, self._options.ignored)
+        self._watch = ParameterWatch(self.module, self._options.ignored)
         self._steps: Steps | None = None
         self._all_delayed = not self._watch.params
-        self._meetings = Meetings()
+        self._forward_collectives = ForwardCollectives()
         self._delayed = self._delay(*self._delays)
 
     def _delay(self, named: Any, trigger: Tensor | None) -> Delayed | None:
@@ -119,7 +119,7 @@ class Holder(_TorchDDP):  # type: ignore[misc]
         if self._steps is None:
             try:
                 self._steps = self._make_steps()
-                if self._meetings.in_step:
+                if self._forward_collectives.in_step:
                     self._steps.enter()
             except AttributeError as error:  # which a property must not raise
                 raise InternalError(f"the steps could not be made: {error}") from error
@@ -143,18 +143,18 @@ class Holder(_TorchDDP):  # type: ignore[misc]
 
     def _request(self) -> ModuleRequest:
         return ModuleRequest(
-            params=self._watch.look(),
+            params=self._watch.find_replaced(),
             options=self._options,
-            span=Span(cast(Group, self.process_group), None),
+            span=GroupAndTopology(cast(Group, self.process_group), None),
             last_is_small=os.environ.get("DDP_SET_LAST_BUCKET_CAP", "0") == "1",
             transport=self._transport,
             nonfinite=self._nonfinite,
         )
 
-    def _facts(self, steps: Steps) -> Facts:
+    def _facts(self, steps: Steps) -> StaticLoggingData:
         group = self.process_group
         backend = dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "loopback"
-        return Facts(
+        return StaticLoggingData(
             module_name=type(self.module).__name__,
             rank=steps.engine.transport.rank,
             world_size=steps.engine.transport.world_size,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Size, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fddp.ddp.parameter_swap import StandIns
+from fddp.ddp.parameter_swap import ParameterSwap
 
 if TYPE_CHECKING:  # `torch.distributed.tensor` takes a second to import
     from torch.distributed.tensor.placement_types import Placement
@@ -66,7 +66,7 @@ def make_local_(module: nn.Module, mesh: DeviceMesh | None) -> None:
                 part.__dict__.setdefault(_SPLITS, {})[name] = split
                 part._parameters[name] = local[whole]
     if local:
-        StandIns(module, _whole, _always)
+        ParameterSwap(module, _whole, _always)
 
 
 def _always() -> bool:

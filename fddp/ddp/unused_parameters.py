@@ -20,7 +20,7 @@ from fddp.ddp.unused_messages import (
 )
 
 
-class Use(NamedTuple):
+class ParameterUse(NamedTuple):
     """What was used, by parameter name.
 
     Attributes:
@@ -31,10 +31,10 @@ class Use(NamedTuple):
     here: frozenset[str]
     ranks: Mapping[str, int]
 
-    def joined(self, other: Use) -> Use:
+    def joined(self, other: ParameterUse) -> ParameterUse:
         """What was used in either of two steps."""
         ranks = {name: max(count, other.ranks.get(name, 0)) for name, count in self.ranks.items()}
-        return Use(self.here | other.here, {**other.ranks, **ranks})
+        return ParameterUse(self.here | other.here, {**other.ranks, **ranks})
 
 
 class Usage:
@@ -65,7 +65,7 @@ class Usage:
     ) -> None:
         self.params = params
         self.static = static
-        self.last: Use | None = None
+        self.last: ParameterUse | None = None
         self.joining = False
         self.pending = ""
         self._rank = rank
@@ -103,13 +103,13 @@ class Usage:
         self.pending = static_unused_error(self._unused(here), self.names, self._rank)
         return RuntimeError(static_used_error(here - self._first))
 
-    def note(self, use: Use) -> None:
+    def note(self, use: ParameterUse) -> None:
         """Takes note of a step that has been closed."""
         self.last = use if self.last is None or self._is_closed else self.last.joined(use)
         self._is_closed = False
         self.pending = self._error(self.last)
 
-    def _error(self, use: Use) -> str:
+    def _error(self, use: ParameterUse) -> str:
         unused = self._unused(use.here)
         if self.static:
             gone = unused & (self._first or frozenset())
@@ -128,7 +128,7 @@ class Usage:
             return frozenset()
         return frozenset(n for n, p in self.params.items() if p.requires_grad and n not in here)
 
-    def _used_by_some(self, use: Use) -> frozenset[str]:
+    def _used_by_some(self, use: ParameterUse) -> frozenset[str]:
         """Used on some ranks and not on others."""
         if min(use.ranks.values(), default=0) == self._world_size:
             return frozenset()

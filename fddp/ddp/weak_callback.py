@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 
 
-def weakly(method: Callable[[], None]) -> Callable[..., None]:
+def weak_callback(method: Callable[[], None]) -> Callable[..., None]:
     """A function that calls a bound method, whatever it is given, as long as its object lives."""
     reference = weakref.WeakMethod(method)
 

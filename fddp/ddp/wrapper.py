@@ -22,9 +22,9 @@ from torch.nn import Module
 
 from fddp.ddp.arguments import Arguments, checked, group_of
 from fddp.ddp.broadcast import broadcast_buffers, broadcast_module, buffers_of
-from fddp.ddp.comm_hooks import Hooked
-from fddp.ddp.failure_scope import Failing
-from fddp.ddp.introspection import Observed
+from fddp.ddp.comm_hooks import CommHooks
+from fddp.ddp.failure_scope import FailurePropagation
+from fddp.ddp.introspection import Introspection
 from fddp.ddp.join import ModuleJoin, ModuleJoinHook, last_rank, notify, some_sync
 from fddp.ddp.mixed_precision import MixedPrecision
 from fddp.ddp.nonfinite import check_policy
@@ -32,7 +32,7 @@ from fddp.ddp.outputs import find_tensors
 from fddp.ddp.tensor_parallel import make_local_
 from fddp.errors import InternalError
 from fddp.runtime.nonfinite import Policy
-from fddp.telemetry.flight.dump import failures_noted
+from fddp.telemetry.flight.dump import dump_failures
 from fddp.transport import TransportName
 
 # What is made anew where a wrapper is copied or unpickled.
@@ -48,7 +48,7 @@ _NOT_STATE = (
 )
 
 
-class DistributedDataParallel(Observed, Hooked, Failing):
+class DistributedDataParallel(Introspection, CommHooks, FailurePropagation):
     """A module whose gradients are averaged over ranks while backward runs.
 
     Takes the place of `torch.nn.parallel.DistributedDataParallel`: the same arguments, methods and
@@ -221,11 +221,11 @@ class DistributedDataParallel(Observed, Hooked, Failing):
             self._recorder.renumber(steps.usage.names)
         if torch.is_grad_enabled():
             steps.begin_forward()
-        self._meet()
+        self._sync_before_forward()
 
-    def _meet(self) -> None:
+    def _sync_before_forward(self) -> None:
         """What ranks do together before the module's own forward."""
-        self._meetings.is_open = True
+        self._forward_collectives.is_open = True
         self.steps.has_failed = False
         if self._join_config.enable:
             notify(self)
@@ -233,8 +233,8 @@ class DistributedDataParallel(Observed, Hooked, Failing):
             self._sync_buffers()
         if self._join_config.enable:
             some_sync(self, mine=self._syncs)
-        self._meetings.held += 1
-        self._meetings.is_open = False
+        self._forward_collectives.done += 1
+        self._forward_collectives.is_open = False
 
     @property
     def _syncs(self) -> bool:
@@ -257,19 +257,19 @@ class DistributedDataParallel(Observed, Hooked, Failing):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _post_forward(self, output: Any) -> Any:
-        self._meet_again()
+        self._sync_after_forward()
         self.require_forward_param_sync = self._syncs
         if self._syncs and not self._watch.all_frozen:
             self.steps.expect(find_tensors(output))
         return output
 
-    def _meet_again(self) -> None:
+    def _sync_after_forward(self) -> None:
         """What ranks do together after the module's own forward."""
-        self._meetings.is_open = True
+        self._forward_collectives.is_open = True
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
-        self._meetings.held += 1
-        self._meetings.is_open = False
+        self._forward_collectives.done += 1
+        self._forward_collectives.is_open = False
 
     def _raise_pending(self) -> None:
         """Raises what is to be said of the last step."""
@@ -328,7 +328,7 @@ class DistributedDataParallel(Observed, Hooked, Failing):
         src = 0
         if self._join_config.enable:
             src = last_rank(transport, mine=has_inputs) or 0
-        with failures_noted(), torch.no_grad(), torch.inference_mode(False):
+        with dump_failures(), torch.no_grad(), torch.inference_mode(False):
             if not hasattr(self, "buffer_hook"):
                 broadcast_buffers(transport, self.module, self._options.ignored, src)
                 return

@@ -52,7 +52,7 @@ class Stateless(Compressor[tuple[()]]):
         return ()
 
 
-class Remembered(TypedDict, Generic[S]):
+class ErrorFeedbackState(TypedDict, Generic[S]):
     """State of error feedback.
 
     Attributes:
@@ -66,7 +66,7 @@ class Remembered(TypedDict, Generic[S]):
 
 
 @dataclass(frozen=True)
-class ErrorFeedback(Hook[Remembered[S]]):
+class ErrorFeedback(Hook[ErrorFeedbackState[S]]):
     """Adds to each step's gradients what the compressor has left out before."""
 
     compressor: Compressor[S]
@@ -79,17 +79,17 @@ class ErrorFeedback(Hook[Remembered[S]]):
     def narrow(self) -> bool:
         return self.compressor.narrow
 
-    def init(self, spec: BucketSpec) -> Remembered[S]:
+    def init(self, spec: BucketSpec) -> ErrorFeedbackState[S]:
         residual = torch.zeros(spec.numel, dtype=wide(spec.dtype), device=spec.device)
         return {"residual": residual, "inner": self.compressor.init(spec)}
 
     def apply(
-        self, state: Remembered[S], bucket: Bucket, all_reduce: AllReduce
-    ) -> Future[tuple[Tensor, Remembered[S]]]:
+        self, state: ErrorFeedbackState[S], bucket: Bucket, all_reduce: AllReduce
+    ) -> Future[tuple[Tensor, ErrorFeedbackState[S]]]:
         owed = state["residual"] / bucket.reference
         owed += bucket.buffer
 
-        def remember(end: Compressed[S]) -> tuple[Tensor, Remembered[S]]:
+        def remember(end: Compressed[S]) -> tuple[Tensor, ErrorFeedbackState[S]]:
             residual = (owed - end.sent()) * bucket.reference
             return end.total, {"residual": residual, "inner": end.state}
 
@@ -100,7 +100,7 @@ class ErrorFeedback(Hook[Remembered[S]]):
         return self.compressor.parts(spec)
 
 
-def error_feedback(compressor: Compressor[S]) -> Hook[Remembered[S]]:
+def error_feedback(compressor: Compressor[S]) -> Hook[ErrorFeedbackState[S]]:
     """Lets a compressor lose nothing over steps: what it leaves out of one step is added to the
     next (Karimireddy et al. 2019, "Error Feedback Fixes SignSGD").
 

@@ -51,13 +51,13 @@ def joined_bytes(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.view(-1).view(torch.uint8) for tensor in tensors])
 
 
-def parted_bytes(
+def split_bytes(
     joined: Tensor, forms: Sequence[tuple[torch.dtype, tuple[int, ...]]]
 ) -> list[Tensor]:
     """The tensors that `joined_bytes` was given, by dtype and shape.
 
     Example:
-        >>> parted_bytes(torch.tensor([1, 0, 7], dtype=torch.uint8), [(torch.int16, (1,))])
+        >>> split_bytes(torch.tensor([1, 0, 7], dtype=torch.uint8), [(torch.int16, (1,))])
         [tensor([1], dtype=torch.int16)]
     """
     parts, start = [], 0

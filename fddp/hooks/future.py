@@ -27,14 +27,14 @@ class Future(ABC, Generic[T]):
         return _Ready(value)
 
     @staticmethod
-    def started(is_there: Callable[[], bool], take: Callable[[], U]) -> Future[U]:
+    def started(is_ready: Callable[[], bool], take: Callable[[], U]) -> Future[U]:
         """A value that something which was started brings.
 
         Args:
-            is_there: whether `take` would return at once; does not block.
+            is_ready: whether `take` would return at once; does not block.
             take: waits for it; called once.
         """
-        return _Started(is_there, take)
+        return _Started(is_ready, take)
 
     def map(self, fn: Callable[[T], U]) -> Future[U]:
         """What `fn` makes of the value, without communication.
@@ -93,8 +93,8 @@ class _Ready(Future[T]):
 
 
 class _Started(Future[T]):
-    def __init__(self, is_there: Callable[[], bool], take: Callable[[], T]) -> None:
-        self._is_there: Callable[[], bool] | None = is_there
+    def __init__(self, is_ready: Callable[[], bool], take: Callable[[], T]) -> None:
+        self._is_ready: Callable[[], bool] | None = is_ready
         self._take = take
         self._value: T
 
@@ -102,12 +102,12 @@ class _Started(Future[T]):
 
     @property
     def done(self) -> bool:
-        return self._is_there is None or self._is_there()
+        return self._is_ready is None or self._is_ready()
 
     def wait(self) -> T:
-        if self._is_there is not None:
+        if self._is_ready is not None:
             self._value = self._take()
-            self._is_there = None
+            self._is_ready = None
             del self._take
         return self._value
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fddp.hooks.compression import Compressed, Compressor, Remembered, error_feedback
+from fddp.hooks.compression import Compressed, Compressor, ErrorFeedbackState, error_feedback
 from fddp.hooks.flat import wide
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce, Bucket, BucketSpec, Hook
@@ -77,12 +77,12 @@ class PowerSgd(Compressor[list[Tensor]]):
         ps = [matrix @ _orthonormal(q) for matrix, q in zip(own, state, strict=True)]
 
         def project(total: Tensor) -> Future[Compressed[list[Tensor]]]:
-            summed = _parted(total, [*whole, *ps])
+            summed = _split(total, [*whole, *ps])
             sums, bases = summed[: len(whole)], [_orthonormal(p) for p in summed[len(whole) :]]
             qs = [matrix.mH @ basis for matrix, basis in zip(own, bases, strict=True)]
 
             def finish(total: Tensor) -> Compressed[list[Tensor]]:
-                q_sums = _parted(total, qs)
+                q_sums = _split(total, qs)
                 return Compressed(
                     _assembled(bucket, matrices, sums, bases, q_sums),
                     lambda: _assembled(bucket, matrices, whole, bases, qs),
@@ -139,12 +139,12 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _parted(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def _split(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     parts = torch.split_with_sizes(flat, [tensor.numel() for tensor in like])
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
-def power_sgd(rank: int) -> Hook[Remembered[list[Tensor]]]:
+def power_sgd(rank: int) -> Hook[ErrorFeedbackState[list[Tensor]]]:
     """Sends gradients of matrices as products of two thin ones, with error feedback and warm start
     (Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression").
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fddp.hooks.compression import Compressed, Compressor, Stateless
-from fddp.hooks.flat import joined_bytes, parted_bytes, real, restored, wide
+from fddp.hooks.flat import joined_bytes, real, restored, split_bytes, wide
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce, Bucket, BucketSpec
 
@@ -47,7 +47,7 @@ class Int8(Stateless):
         def summed(everyones: Tensor) -> Compressed[tuple[()]]:
             total = numbers.new_zeros(count, dtype=scales.dtype)
             for row in everyones:  # in rank order, so that the bits are the same on every rank
-                total += values(*parted_bytes(row, forms))
+                total += values(*split_bytes(row, forms))
             return Compressed(restored(total, buffer.dtype), sent, state)
 
         def sent() -> Tensor:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fddp.hooks.compression import Compressed, Remembered, Stateless, error_feedback
-from fddp.hooks.flat import joined_bytes, parted_bytes, wide
+from fddp.hooks.compression import Compressed, ErrorFeedbackState, Stateless, error_feedback
+from fddp.hooks.flat import joined_bytes, split_bytes, wide
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce, Bucket, BucketSpec, Hook
 
@@ -41,7 +41,7 @@ class TopK(Stateless):
         def summed(everyones: Tensor) -> Compressed[tuple[()]]:
             total = buffer.new_zeros(len(buffer), dtype=wide(buffer.dtype))
             for row in everyones:  # in rank order, so that the bits are the same on every rank
-                values, indices = parted_bytes(row, forms)
+                values, indices = split_bytes(row, forms)
                 total.index_add_(0, indices, values.to(total.dtype))
             return Compressed(total, sent, state)
 
@@ -54,7 +54,7 @@ class TopK(Stateless):
         return ()
 
 
-def top_k(fraction: float) -> Hook[Remembered[tuple[()]]]:
+def top_k(fraction: float) -> Hook[ErrorFeedbackState[tuple[()]]]:
     """Sends the gradients of largest magnitude in each bucket, with error feedback (Stich et al.
     2018, "Sparsified SGD with Memory").
 

@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 
 from fddp.collectives import calls as eager
-from fddp.collectives import handshake as meeting
+from fddp.collectives import handshake
 from fddp.collectives.communicator import Communicator
-from fddp.collectives.operator_program import Load, Program, bucketed
+from fddp.collectives.operator_program import FusedBucket, OperatorProgram, bucketed
 from fddp.core.plan.leaf import LeafSpec
 from fddp.errors import DesyncError, SyncTimeoutError
-from fddp.jax import communicators as channels
-from fddp.jax.communicators import Channel
+from fddp.jax import communicators
+from fddp.jax.communicators import JitCommunicator
 from fddp.jax.errors import keep
 from fddp.jax.primitives import Call
 from fddp.transport import Work
 
 _IN_FLIGHT = 2  # one is packed while another is summed
-_SLOTS = "memory of compiled programs"
+_STAGING = "memory of compiled programs"
 
 Types = tuple[tuple[tuple[int, ...], str], ...]
 
 
-class Loan(Protocol):
+class BorrowedBuffers(Protocol):
     """Memory of a compiled program: operands to read and results to write, by position."""
 
     def pack(self, buffer: Tensor, members: Sequence[int]) -> None:
@@ -50,7 +50,7 @@ class _Known(NamedTuple):
 
     call: Call
     types: Types
-    programs: dict[int, Program]
+    programs: dict[int, OperatorProgram]
 
 
 _lock = threading.Lock()
@@ -72,29 +72,29 @@ def number_of(call: Call, types: Types) -> int:
         return number
 
 
-def carry_out(number: int, loan: Loan) -> str | None:
+def execute(number: int, borrowed: BorrowedBuffers) -> str | None:
     """Reduce over ranks; XLA calls this, on a thread of its own.
 
     Args:
         number: of the call.
-        loan: its operands and results.
+        borrowed: its operands and results.
 
     Returns:
         None, or what went wrong: the text of the error that the program raises.
     """
     try:
         known = _known[number]
-        channel = channels.numbered(known.call.channel)
+        channel = communicators.communicator_by_id(known.call.channel)
         communicator = channel.communicator
         program = known.programs.get(communicator.number)
         if program is None:
             known.programs.clear()
             program = known.programs[communicator.number] = _program(channel, known)
         call = eager.Call(
-            communicator, program, eager.Application(known.call.site), known.call.roles
+            communicator, program, eager.CallRecord(known.call.site), known.call.roles
         )
         with torch.no_grad(), _turn(call):
-            _reduce(call, loan)
+            _reduce(call, borrowed)
     except Exception as error:
         return keep(_with_way_out(error, number))
     return None
@@ -109,7 +109,9 @@ def _turn(call: eager.Call) -> Iterator[None]:
         lock.acquire()
     try:
         if not alone:
-            meeting.refuse(call.communicator, call.program.place, call.text, _not_alone(call))
+            handshake.abort_handshake(
+                call.communicator, call.program.place, call.text, _not_alone(call)
+            )
         yield
     finally:
         lock.release()
@@ -127,7 +129,7 @@ def _with_way_out(error: Exception, number: int) -> Exception:
     """The error, which says more where ranks are threads: XLA may lack a thread for each."""
     if (
         isinstance(error, SyncTimeoutError)
-        and channels.numbered(_known[number].call.channel).threads
+        and communicators.communicator_by_id(_known[number].call.channel).threads
     ):
         hint = (
             "; ranks that are threads share XLA's, one for each core: call "
@@ -138,28 +140,28 @@ def _with_way_out(error: Exception, number: int) -> Exception:
     return error
 
 
-def _reduce(call: eager.Call, loan: Loan) -> None:
-    """Meet, pack, sum and hand out: as `primitive.run`, a few buckets at a time.
+def _reduce(call: eager.Call, borrowed: BorrowedBuffers) -> None:
+    """Meet, pack, sum and hand out: as `execute.run`, a few buckets at a time.
 
     Buckets take turns in the same memory, which is still in the caches when sums are handed out.
     """
-    met = meeting.begin(call)
-    loads = call.program.loads
+    exchange = handshake.begin(call)
+    fused_buckets = call.program.fused_buckets
     # Not kept where an operation fails: others might still write it.
-    slots: list[Tensor] = call.communicator.known.pop(_SLOTS, [])
-    flights: deque[tuple[Load, Tensor, Work]] = deque()
-    for position, load in enumerate(loads):
-        if len(flights) == _IN_FLIGHT:
-            _land(call, loan, *flights.popleft())
-        buffer = _slot(call.communicator, slots, position % _IN_FLIGHT, load)
-        loan.pack(buffer, load.members)
-        if met is not None:
-            met.settle()
-            met = None
-        flights.append((load, buffer, _start(call, buffer, position == len(loads) - 1)))
-    while flights:
-        _land(call, loan, *flights.popleft())
-    call.communicator.known[_SLOTS] = slots
+    staging: list[Tensor] = call.communicator.known.pop(_STAGING, [])
+    pending: deque[tuple[FusedBucket, Tensor, Work]] = deque()
+    for position, fused in enumerate(fused_buckets):
+        if len(pending) == _IN_FLIGHT:
+            _land(call, borrowed, *pending.popleft())
+        buffer = _staging_buffer(call.communicator, staging, position % _IN_FLIGHT, fused)
+        borrowed.pack(buffer, fused.members)
+        if exchange is not None:
+            exchange.complete()
+            exchange = None
+        pending.append((fused, buffer, _start(call, buffer, position == len(fused_buckets) - 1)))
+    while pending:
+        _land(call, borrowed, *pending.popleft())
+    call.communicator.known[_STAGING] = staging
 
 
 def _start(call: eager.Call, buffer: Tensor, last: bool) -> Work:
@@ -167,26 +169,30 @@ def _start(call: eager.Call, buffer: Tensor, last: bool) -> Work:
         buffer,
         axes=call.program.place.axes,
         average=call.program.operator == "pmean",
-        soon=last,
+        wait_soon=last,
     )
 
 
-def _land(call: eager.Call, loan: Loan, load: Load, buffer: Tensor, work: Work) -> None:
+def _land(
+    call: eager.Call, borrowed: BorrowedBuffers, fused: FusedBucket, buffer: Tensor, work: Work
+) -> None:
     work.wait(call.text)
-    loan.unpack(buffer, load.members)
+    borrowed.unpack(buffer, fused.members)
 
 
-def _slot(communicator: Communicator, slots: list[Tensor], number: int, load: Load) -> Tensor:
-    """Memory for a load: that of its slot, which grows with what it has to hold."""
-    nbytes = load.numel * load.dtype.itemsize
-    if number == len(slots) or slots[number].nbytes < nbytes:
-        slots[number : number + 1] = [
-            communicator.transport.empty(nbytes, torch.uint8, load.device)
+def _staging_buffer(
+    communicator: Communicator, staging: list[Tensor], number: int, fused: FusedBucket
+) -> Tensor:
+    """Memory for a fused bucket, which grows with what it has to hold."""
+    nbytes = fused.numel * fused.dtype.itemsize
+    if number == len(staging) or staging[number].nbytes < nbytes:
+        staging[number : number + 1] = [
+            communicator.transport.empty(nbytes, torch.uint8, fused.device)
         ]
-    return slots[number][:nbytes].view(load.dtype)
+    return staging[number][:nbytes].view(fused.dtype)
 
 
-def _program(channel: Channel, known: _Known) -> Program:
+def _program(channel: JitCommunicator, known: _Known) -> OperatorProgram:
     call = known.call
     units = tuple(
         LeafSpec(path, shape, dtype)
@@ -195,4 +201,4 @@ def _program(channel: Channel, known: _Known) -> Program:
     devices = (torch.device("cpu"),) * len(units)
     buckets = bucketed(units, devices, channel.cap_bytes)
     place = channel.communicator.place(call.axes)
-    return Program(call.operator, place, -1, units, devices, buckets)
+    return OperatorProgram(call.operator, place, -1, units, devices, buckets)

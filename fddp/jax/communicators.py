@@ -20,21 +20,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fddp.collectives.communicator import Communicator, communicator_of
-from fddp.collectives.group_registry import OfGroups
+from fddp.collectives.group_registry import GroupRegistry
 from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError
 from fddp.transport import Group, LoopbackGroup, resolve
-from fddp.transport.mesh import Mesh, span_of
+from fddp.transport.mesh import Mesh, resolve_mesh
 
 # Of shared memory: what the cores' caches hold from packing until sums are handed out.
 _CACHED_BYTES = 1 << 20
 
 _numbers = itertools.count()
-_by_number: weakref.WeakValueDictionary[int, Channel] = weakref.WeakValueDictionary()
-_of_groups: OfGroups[Channel] = OfGroups()
+_by_number: weakref.WeakValueDictionary[int, JitCommunicator] = weakref.WeakValueDictionary()
+_of_groups: GroupRegistry[JitCommunicator] = GroupRegistry()
 
 
-class Channel:
+class JitCommunicator:
     """Where the reductions of compiled programs meet that were given one group and its axes.
 
     Attributes:
@@ -104,7 +104,7 @@ class Channel:
             self._communicator.close()
 
 
-def channel_of(group: Group | Communicator | None, mesh: Mesh | None) -> Channel:
+def jit_communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> JitCommunicator:
     """That of a group and axes over it; communicates nothing.
 
     Raises:
@@ -114,20 +114,20 @@ def channel_of(group: Group | Communicator | None, mesh: Mesh | None) -> Channel
         ValueError: `mesh` does not fit.
     """
     if isinstance(group, Communicator):
-        return _channel(communicator_of(group, mesh), group.topology)
+        return _jit_communicator(communicator_of(group, mesh), group.topology)
     if group is not None and not isinstance(group, dist.ProcessGroup | DeviceMesh | LoopbackGroup):
         raise TypeError(
             f"group must be a process group, a DeviceMesh of one dimension, a Communicator or the "
             f"group of fddp.loopback, got a {type(group).__name__}; a group is no argument of a "
             f"traced function, and can't be batched: let the function close over it"
         )
-    span = span_of(group, mesh)
+    span = resolve_mesh(group, mesh)
     if span.problem is not None:
         raise span.problem
-    return _channel(resolve(span.group), span.topology)
+    return _jit_communicator(resolve(span.group), span.topology)
 
 
-def numbered(number: int) -> Channel:
+def communicator_by_id(number: int) -> JitCommunicator:
     """The channel of this number.
 
     Raises:
@@ -139,8 +139,8 @@ def numbered(number: int) -> Channel:
     return found
 
 
-def _channel(group: Any, topology: Topology | None) -> Channel:
-    return _of_groups.get(group, topology, lambda: Channel(group, topology))
+def _jit_communicator(group: Any, topology: Topology | None) -> JitCommunicator:
+    return _of_groups.get(group, topology, lambda: JitCommunicator(group, topology))
 
 
 def _closed(communicator: Communicator | None, given: bool) -> ClosedError:

@@ -26,11 +26,10 @@ from jax.interpreters import mlir
 from torch import Tensor
 
 from fddp.errors import TransformError
-from fddp.jax import calls
-from fddp.jax import communicators as channels
+from fddp.jax import calls, communicators
 from fddp.jax.internals import abstract_token
 from fddp.jax.primitives import EFFECT, Call, identity_p, reduce_p
-from fddp.native import extension as ext
+from fddp.native import extension
 
 TARGET = "fddp_reduce"
 
@@ -41,7 +40,7 @@ def serves() -> bool:
 
     The first call registers the handler.
     """
-    handler = ext.load().xla_handler(calls.carry_out)
+    handler = extension.load().xla_handler(calls.execute)
     if handler is None:
         return False
     jax.ffi.register_ffi_target(TARGET, handler, platform="cpu")
@@ -65,7 +64,7 @@ def _by_callback(ctx: Any, token: Any, operands: Sequence[Any], number: int) -> 
 
     def call_back(*operands: np.ndarray) -> list[np.ndarray]:
         loan = _Arrays(operands)
-        problem = calls.carry_out(number, loan)
+        problem = calls.execute(number, loan)
         if problem is not None:
             raise RuntimeError(problem)
         return [*loan.results, np.empty(0, np.uint8)]
@@ -111,7 +110,7 @@ def _bytes(buffer: Tensor) -> np.ndarray:
 
 def _lower_reduce(ctx: Any, *operands: Any, call: Call) -> list[Any]:
     emit: Callable[..., list[Any]] = _by_extension if serves() else _by_callback
-    channels.numbered(call.channel).open()
+    communicators.communicator_by_id(call.channel).open()
     types = tuple((aval.shape, aval.dtype.name) for aval in ctx.avals_in)
     token = ctx.tokens_in.get(EFFECT)
     token, *results = emit(ctx, token, operands, calls.number_of(call, types))

@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 
 from fddp.collectives.communicator import Communicator
 from fddp.jax import lowering as lowering
-from fddp.jax.communicators import Channel, channel_of
+from fddp.jax.communicators import JitCommunicator, jit_communicator_of
 from fddp.jax.primitives import Call, Operator, identity_p, reduce_p
 from fddp.telemetry.call_site import call_site
 from fddp.transport import Group
@@ -139,7 +139,7 @@ def _bound(
     axis: Axis,
 ) -> Any:
     name = operator if primitive is reduce_p else "grad_sync"
-    channel = channel_of(group, mesh)
+    channel = jit_communicator_of(group, mesh)
     leaves, treedef = flatten(tree)
     arrays = [
         None if leaf is None else _array(leaf, path, name)
@@ -193,7 +193,7 @@ def _takes(name: str, array: jax.Array, path: str) -> bool:
     return True
 
 
-def _axes(name: str, channel: Channel, axis: Axis) -> tuple[str, ...]:
+def _axes(name: str, channel: JitCommunicator, axis: Axis) -> tuple[str, ...]:
     """The axes that are meant, in the topology's order; () for all ranks."""
     if axis is None:
         return ()

@@ -64,7 +64,7 @@ class Call:
 
     Attributes:
         operator: sum or mean.
-        channel: the number of its channel, see `channels.py`.
+        channel: the number of its channel, see `communicators.py`.
         axes: of the ranks' mesh along which they meet; () for all ranks.
         paths: of the leaves, in the order of the operands.
         site: where the caller's code called the operator.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fddp.core.plan.leaf import LeafSpec
-from fddp.native import extension as ext
+from fddp.native import extension as extension
 from fddp.native.layout import Layout
 
 
@@ -43,7 +43,7 @@ class EagerSlot(Protocol):
     """Where a large leaf's gradient is packed as soon as it arrives; opaque to Python."""
 
 
-class Visible(Protocol):
+class GraphInfo(Protocol):
     """What is known of a backward pass before it runs.
 
     Attributes:
@@ -58,7 +58,7 @@ class Visible(Protocol):
     def opaque(self) -> bool: ...
 
 
-class Arriving(Protocol):
+class GradientCounter(Protocol):
     """Leaves that announce their gradients (csrc/arrivals.h)."""
 
     leaves: list[Tensor]
@@ -109,14 +109,14 @@ class Arriving(Protocol):
         """Hands over one leaf's gradient."""
 
 
-class LeafSet(Arriving, Protocol):
+class LeafSet(GradientCounter, Protocol):
     """Fresh autograd leaves over parameters (csrc/leaves.cpp)."""
 
     def inspect(self, loss: Tensor) -> GraphView:
         """Walks the graph behind a loss."""
 
 
-class ParamSet(Arriving, Protocol):
+class ParamSet(GradientCounter, Protocol):
     """Parameters that live across steps; see [Note: hooks of parameters] (csrc/params.cpp)."""
 
     def watch(self, on: bool) -> None:
@@ -159,35 +159,35 @@ class LeafTypes(Protocol):
 def leaf_set_type() -> Callable[[Sequence[Tensor | None]], LeafSet]:
     """Constructor of `LeafSet(params)`: one leaf for each parameter, none of which may be None,
     over its memory."""
-    return cast("Callable[[Sequence[Tensor | None]], LeafSet]", ext.load().LeafSet)
+    return cast("Callable[[Sequence[Tensor | None]], LeafSet]", extension.load().LeafSet)
 
 
 def param_set(params: Sequence[Tensor], on_begin: Callable[[], None]) -> ParamSet:
     """Hooks parameters; `on_begin` is called before the first gradient of a step, and must not
     raise, nor lead back to the set."""
-    return cast(ParamSet, ext.load().ParamSet(params, on_begin))
+    return cast(ParamSet, extension.load().ParamSet(params, on_begin))
 
 
 def serves_some() -> bool:
     """Whether the backward pass that runs was told which leaves to serve (`autograd.grad`)."""
-    return cast(bool, ext.load().serves_some())
+    return cast(bool, extension.load().serves_some())
 
 
 def distributed_context() -> int | None:
     """The context of distributed autograd that the backward pass which runs belongs to."""
-    return cast("int | None", ext.load().distributed_context())
+    return cast("int | None", extension.load().distributed_context())
 
 
 @cache
 def eager_slot_type() -> Callable[[int, Tensor, Any, float], EagerSlot]:
     """Constructor of `EagerSlot(leaf, buffer, layout, scale)`: the gradient of a leaf is packed on
     arrival into the only slice of a compiled layout, times `scale`."""
-    return cast("Callable[[int, Tensor, Any, float], EagerSlot]", ext.load().EagerSlot)
+    return cast("Callable[[int, Tensor, Any, float], EagerSlot]", extension.load().EagerSlot)
 
 
 def members(leaves: Sequence[Sequence[int]]) -> Members:
     """Bucket members in compiled form."""
-    return cast(Members, ext.load().BucketMembers(leaves))
+    return cast(Members, extension.load().BucketMembers(leaves))
 
 
 def packing(
@@ -196,7 +196,7 @@ def packing(
     """Compiled form of which positions of a bucket are packed together, and where, and of where
     each of the others lies."""
     slots = [(position, slot.native) for position, slot in early]
-    return cast(NativePacking, ext.load().BucketPacking(together, layout.native, slots))
+    return cast(NativePacking, extension.load().BucketPacking(together, layout.native, slots))
 
 
 def leaf_types(specs: Sequence[LeafSpec]) -> LeafTypes:
@@ -204,7 +204,7 @@ def leaf_types(specs: Sequence[LeafSpec]) -> LeafTypes:
     dtypes = [getattr(torch, spec.dtype, None) for spec in specs]
     return cast(
         LeafTypes,
-        ext.load().LeafTypes(
+        extension.load().LeafTypes(
             [spec.shape for spec in specs],
             [dtype if isinstance(dtype, torch.dtype) else None for dtype in dtypes],
             [spec.reducible for spec in specs],

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fddp.native import extension as ext
+from fddp.native import extension
 
 _KEPT = 2  # buffers of one key that a loop holds in turn; more are freed with their last view
 
@@ -36,8 +36,8 @@ class BufferPool:
         self._allocate = allocate
         self._max_keys = max_keys
         self._released: dict[Hashable, list[Tensor]] = {}
-        self._use_count: Callable[[Tensor], int] = ext.load().storage_use_count
-        self._live_views: Any = ext.load().Lenders()
+        self._use_count: Callable[[Tensor], int] = extension.load().storage_use_count
+        self._live_views: Any = extension.load().Lenders()
 
     def acquire(
         self,
@@ -103,4 +103,4 @@ def new_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def invalidate(tensors: Iterable[Tensor], text: str) -> None:
     """Detach views from their memory. Any later use of one raises a RuntimeError with `text`."""
-    ext.load().vacate(list(tensors), text)
+    extension.load().vacate(list(tensors), text)

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fddp.native import extension as ext
+from fddp.native import extension
 
 _PIECE_WORDS = 1 << 22  # of an accelerator's memory that are looked at in one go
 _FACTORS = (-7924235374474036453, 5497524462133107635)  # odd, of 64 bits
@@ -38,7 +38,7 @@ def digest_of(tensor: Tensor) -> int:
     """
     flat = bytes_of(tensor)
     if flat.device.type == "cpu":
-        return cast(int, ext.load().digest_bytes(flat.numpy()))
+        return cast(int, extension.load().digest_bytes(flat.numpy()))
     return _on_device(flat)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fddp.core.plan.plan import BucketPlan
-from fddp.native import extension as ext
+from fddp.native import extension
 
 
 class Stats(NamedTuple):
@@ -55,7 +55,7 @@ class Layout:
     native: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        native = ext.load().Layout(self.offsets, self.shapes, self.strides, self.numel)
+        native = extension.load().Layout(self.offsets, self.shapes, self.strides, self.numel)
         object.__setattr__(self, "native", native)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from fddp.native import extension as ext
+from fddp.native import extension
 
 
 class Operands(Protocol):
@@ -28,7 +28,7 @@ def operands(leaves: Sequence[Tensor | None]) -> Operands:
     """
     return cast(
         Operands,
-        ext.load().Operands(
+        extension.load().Operands(
             [() if leaf is None else leaf.shape for leaf in leaves],
             [None if leaf is None else leaf.dtype for leaf in leaves],
             [None if leaf is None else leaf.device for leaf in leaves],
@@ -46,7 +46,7 @@ def first_without_memory(leaves: Sequence[Any]) -> int:
     >>> torch.func.vmap(lambda x: x * first_without_memory([x]))(torch.ones(2))
     tensor([0., 0.])
     """
-    return cast(int, ext.load().first_without_memory(leaves))
+    return cast(int, extension.load().first_without_memory(leaves))
 
 
 def have_derivatives(leaves: Sequence[Any], *, graphs: bool) -> bool:
@@ -58,4 +58,4 @@ def have_derivatives(leaves: Sequence[Any], *, graphs: bool) -> bool:
     >>> have_derivatives([torch.ones(2, requires_grad=True)], graphs=True)
     True
     """
-    return cast(bool, ext.load().have_derivatives(leaves, graphs))
+    return cast(bool, extension.load().have_derivatives(leaves, graphs))

@@ -24,8 +24,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from fddp.native import extension as ext
-from fddp.native import pack_foreach
+from fddp.native import extension, pack_foreach
 from fddp.native.layout import UNMEASURED
 from fddp.native.layout import Layout as Layout
 from fddp.native.layout import Stats as Stats
@@ -63,7 +62,7 @@ def pack_(
         tensor([0.5000, 1.0000, 0.0000])
     """
     if buffer.is_cpu:
-        return cast(float, ext.load().pack_(buffer, layout.native, sources, scale))
+        return cast(float, extension.load().pack_(buffer, layout.native, sources, scale))
     return pack_foreach.pack_(buffer, layout, sources, scale)
 
 
@@ -84,7 +83,7 @@ def pack_add_(
         tensor([1.5000, 0.0000, 1.0000])
     """
     if buffer.is_cpu:
-        return cast(float, ext.load().pack_add_(buffer, layout.native, sources, scale))
+        return cast(float, extension.load().pack_add_(buffer, layout.native, sources, scale))
     return pack_foreach.pack_add_(buffer, layout, sources, scale)
 
 
@@ -97,7 +96,7 @@ def plus(bound: float, peak: float) -> float:
         >>> plus(1.0, 2.0), plus(1e308, 1e308) < math.inf, plus(1.0, math.inf)
         (3.0, True, inf)
     """
-    return cast(float, ext.load().plus(bound, peak))
+    return cast(float, extension.load().plus(bound, peak))
 
 
 def scale_(buffer: Tensor, scale: float = 1.0, *, stats: bool = True) -> Stats:
@@ -125,7 +124,7 @@ def scale_(buffer: Tensor, scale: float = 1.0, *, stats: bool = True) -> Stats:
         return pack_foreach.scale_(buffer, scale, stats=stats)
     if scale == 1.0 and not stats:
         return UNMEASURED
-    measured = Stats(*ext.load().scale_(buffer, scale))
+    measured = Stats(*extension.load().scale_(buffer, scale))
     return measured if stats else UNMEASURED
 
 
@@ -165,7 +164,7 @@ def unpack_(
     """
     if not buffer.is_cpu:
         return pack_foreach.unpack_(outputs, layout, buffer, scale, stats=stats)
-    measured = Stats(*ext.load().unpack_(outputs, layout.native, buffer, scale))
+    measured = Stats(*extension.load().unpack_(outputs, layout.native, buffer, scale))
     return measured if stats else UNMEASURED
 
 
@@ -193,13 +192,13 @@ def slices(buffer: Tensor, layout: Layout) -> list[Tensor]:
         >>> second, second.untyped_storage().nbytes()
         (tensor([3.]), 4)
     """
-    return cast("list[Tensor]", ext.load().slices(buffer, layout.native))
+    return cast("list[Tensor]", extension.load().slices(buffer, layout.native))
 
 
 @cache
 def native_slices() -> Callable[[Tensor, Any], list[Tensor]]:
     """Compiled form of `slices(buffer, layout)`, which takes `layout.native`."""
-    return cast("Callable[[Tensor, Any], list[Tensor]]", ext.load().slices)
+    return cast("Callable[[Tensor, Any], list[Tensor]]", extension.load().slices)
 
 
 def storage_use_count(tensor: Tensor) -> int:
@@ -218,4 +217,4 @@ def storage_use_count(tensor: Tensor) -> int:
         >>> storage_use_count(buffer)
         1
     """
-    return cast(int, ext.load().storage_use_count(tensor))
+    return cast(int, extension.load().storage_use_count(tensor))

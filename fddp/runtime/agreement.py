@@ -14,7 +14,14 @@ from typing import Any
 
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.plan.plan import BucketPlan, plan_leaves, rebucket
-from fddp.core.protocol.messages import Form, OneOf, heard, maybe, nonsense, read
+from fddp.core.protocol.messages import (
+    AnyOf,
+    Schema,
+    decode,
+    decode_all,
+    malformed_message_error,
+    optional,
+)
 from fddp.core.schedule.builder import Algorithm, make_schedule
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
@@ -23,22 +30,22 @@ from fddp.hooks.hook import Hook
 from fddp.runtime.nonfinite import Policy
 from fddp.transport.base import Transport
 
-LEAF_DETAILS: Form = [(str, [int], str, maybe([int]), str, bool)]
+LEAF_DETAILS: Schema = [(str, [int], str, optional([int]), str, bool)]
 """What `leaf_details` gives, as ranks tell it."""
 
-_SUMMARY: Form = OneOf(
+_SUMMARY: Schema = AnyOf(
     (
         {"failure": str},
         {
             "given": bool,
             "transport": str,
-            "reduce_dtype": maybe(str),
+            "reduce_dtype": optional(str),
             "algorithm": str,
             "mesh": str,
-            "schedule": maybe(str),
+            "schedule": optional(str),
             "caps": [int],
-            "hook": maybe(str),
-            "rebuild": maybe(str),
+            "hook": optional(str),
+            "rebuild": optional(str),
             "skips_unused": bool,
             "deterministic": bool,
             "nonfinite": str,
@@ -78,7 +85,7 @@ class Rebuild:
 
 
 @dataclass(frozen=True)
-class Terms:
+class SyncConfig:
     """What ranks must have in common.
 
     Attributes:
@@ -166,7 +173,9 @@ def leaf_details(specs: Sequence[LeafSpec]) -> list[list[object]]:
     ]
 
 
-def agree(transport: Transport, terms: Terms | None, failure: Exception | None) -> Terms:
+def validate_across_ranks(
+    transport: Transport, terms: SyncConfig | None, failure: Exception | None
+) -> SyncConfig:
     """Compares terms over ranks.
 
     Leaves are registered in another order on another rank when its dicts were filled in another
@@ -188,25 +197,25 @@ def agree(transport: Transport, terms: Terms | None, failure: Exception | None) 
         summary: dict[str, object] = {"failure": error_text(failure) if failure else "it has none"}
     else:
         summary = terms.summary()
-    told = exchange(transport, summary, _SUMMARY)
+    received = exchange(transport, summary, _SUMMARY)
     if failure is not None:
         failure.args = (f"rank {transport.rank}: {failure}", *failure.args[1:])
         raise failure
-    for rank, other in enumerate(told):
+    for rank, other in enumerate(received):
         if "failure" in other:
             raise PlanMismatchError(f"rank {rank} could not build its plan: {other['failure']}")
     if terms is None:
         raise InternalError("a rank has neither terms nor a failure")
-    differing = [rank for rank, other in enumerate(told) if other != told[0]]
+    differing = [rank for rank, other in enumerate(received) if other != received[0]]
     if not differing:
         return terms
-    plans_only = all({**other, "plan": None} == {**told[0], "plan": None} for other in told)
+    plans_only = all({**other, "plan": None} == {**received[0], "plan": None} for other in received)
     if plans_only and not terms.given:
         slots = {leaf: slot for slot, leaf in enumerate(terms.plan.reduced)}
         orders = exchange(transport, [slots[leaf] for leaf in terms.plan.order], [int])
         return replace(terms, plan=_reordered(terms.plan, orders[0]))
     details = exchange(transport, terms.leaves(), LEAF_DETAILS)
-    raise PlanMismatchError(_difference(differing[0], told, details))
+    raise PlanMismatchError(_difference(differing[0], received, details))
 
 
 def agree_on_hook(transport: Transport, hook: Hook[Any] | None) -> None:
@@ -215,7 +224,7 @@ def agree_on_hook(transport: Transport, hook: Hook[Any] | None) -> None:
     Raises:
         PlanMismatchError: on every rank, if any two differ.
     """
-    names = exchange(transport, _hook_name(hook), maybe(str), "hooks")
+    names = exchange(transport, _hook_name(hook), optional(str), "hooks")
     for rank, other in enumerate(names):
         if other != names[0]:
             raise PlanMismatchError(
@@ -227,20 +236,24 @@ def _hook_name(hook: Hook[Any] | None) -> str | None:
     return None if hook is None else hook.name
 
 
-def exchange(transport: Transport, value: object, form: Form, end: str = "terms") -> list[Any]:
+def exchange(
+    transport: Transport, value: object, schema: Schema, topic: str = "terms"
+) -> list[Any]:
     """Every rank's value, by rank; a collective call.
 
     Args:
         transport: carries them.
         value: what JSON holds.
-        form: of every rank's.
-        end: as for `Transport.exchange`.
+        schema: of every rank's.
+        topic: as for `Transport.exchange`.
 
     Raises:
         DesyncError: what a rank says is of another form, on every rank; or as `Transport.exchange`.
     """
-    return heard(
-        transport.exchange(json.dumps(value).encode(), end), lambda text: read(text, form), end
+    return decode_all(
+        transport.exchange(json.dumps(value).encode(), topic),
+        lambda text: decode(text, schema),
+        topic,
     )
 
 
@@ -248,12 +261,12 @@ def _reordered(plan: BucketPlan, slots: list[int]) -> BucketPlan:
     reduced = plan.reduced
     if sorted(slots) != [*range(len(reduced))]:
         problem = ValueError(f"its order does not have each of {len(reduced)} leaves once")
-        raise nonsense(0, "terms", problem)
+        raise malformed_message_error(0, "terms", problem)
     return plan_leaves(plan.leaves, order=[reduced[s] for s in slots], caps_bytes=plan.caps_bytes)
 
 
-def _difference(rank: int, told: list[Any], details: list[Any]) -> str:
-    mine, theirs = told[0], told[rank]
+def _difference(rank: int, received: list[Any], details: list[Any]) -> str:
+    mine, theirs = received[0], received[rank]
     for name, way_out in _WAY_OUT.items():
         if mine[name] != theirs[name]:
             return f"{name} is {mine[name]} on rank 0 and {theirs[name]} on rank {rank}; {way_out}"

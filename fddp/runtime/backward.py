@@ -47,12 +47,12 @@ def backward(loss: Tensor, view: GraphView, leaves: Sequence[Tensor]) -> None:
         torch.autograd.backward(loss, **options)
         return
     with _ONE_AT_A_TIME:
-        taken = _TakenGradients(view.foreign if view.whole else (), leaves)
+        taken = _StashedGradients(view.foreign if view.whole else (), leaves)
         try:
             with _Recomputation(taken):
                 _backward_from_edges(loss, **options)
         finally:
-            taken.give_back()
+            taken.restore()
 
 
 def _backward_from_edges(
@@ -90,7 +90,7 @@ def _implicit_seed(root: _Root) -> Tensor | None:
 class _Recomputation(TorchFunctionMode):
     """Takes `.grad` off leaves of others when a recomputation first touches them."""
 
-    def __init__(self, taken: _TakenGradients) -> None:
+    def __init__(self, taken: _StashedGradients) -> None:
         super().__init__()
         self._taken = taken
 
@@ -112,7 +112,7 @@ class _Recomputation(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _TakenGradients:
+class _StashedGradients:
     """Gradients of others, put aside."""
 
     def __init__(self, foreign: Iterable[Tensor], own: Iterable[Tensor]) -> None:
@@ -130,7 +130,7 @@ class _TakenGradients:
         self._taken.append((weakref.ref(tensor), tensor.grad))
         tensor.grad = None
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Restores every gradient that was put aside."""
         for reference, grad in self._taken:
             tensor = reference()

@@ -20,7 +20,7 @@ from fddp.errors import InternalError
 from fddp.native.buffer_pool import BufferPool
 from fddp.native.pack import native_slices
 from fddp.runtime.contributions import NOTHING, Contributions
-from fddp.runtime.failures import unpackable
+from fddp.runtime.failures import pack_error
 from fddp.runtime.program import BucketProgram, Program
 from fddp.runtime.results import Devices, Results
 from fddp.runtime.sparse import gather_sparse
@@ -39,7 +39,7 @@ class RunningStep(Protocol):
     measures: bool
     devices: Devices
     number: int
-    stamp: bool
+    record_time: bool
     source: Contributions
     scale: WeightScale
     report: ControlReport | None
@@ -147,9 +147,9 @@ class BucketState:
         except Exception as error:
             if step.report is not None:
                 raise  # too late to report it in the control word
-            step.fail(unpackable(step.program, bucket.index, buffer, step.source, error))
+            step.fail(pack_error(step.program, bucket.index, buffer, step.source, error))
             self._write(step, NOTHING, buffer, position, op)
-        if step.stamp:
+        if step.record_time:
             step.log_packed(op)
 
     def _write(
@@ -170,10 +170,14 @@ class BucketState:
         if op.when == "always" and self.launch_s != self.launch_s:
             self.launch_s = entry.launched_s
         own = self.operand(step, position, op)
-        transport, soon = step.transport, step.backward_ended
+        transport, wait_soon = step.transport, step.backward_ended
         if op.kind == "all_reduce":
             work = transport.all_reduce(
-                own, axes=op.axes, average=step.averages, stamp=step.stamp, soon=soon
+                own,
+                axes=op.axes,
+                average=step.averages,
+                record_time=step.record_time,
+                wait_soon=wait_soon,
             )
         elif op.kind == "reduce_scatter":
             work = transport.reduce_scatter(
@@ -181,17 +185,19 @@ class BucketState:
                 axes=op.axes,
                 average=step.averages,
                 ordered=step.program.schedule.deterministic,
-                stamp=step.stamp,
-                soon=soon,
+                record_time=step.record_time,
+                wait_soon=wait_soon,
             )
         else:
-            work = transport.all_gather_in_place(own, axes=op.axes, stamp=step.stamp, soon=soon)
+            work = transport.all_gather_in_place(
+                own, axes=op.axes, record_time=step.record_time, wait_soon=wait_soon
+            )
         self.work = work
         self.works[position] = work, entry
 
     def operand(self, step: RunningStep, position: int, op: Op) -> Tensor:
         """Tensor that a collective works on, with the control word where it rides."""
-        if position != step.program.schedule.carrier:
+        if position != step.program.schedule.piggyback_op:
             start, stop = step.program.extents[position]
             memory = self.repair if op.region.buffer == "repair" else self.buffer
             if memory is None:

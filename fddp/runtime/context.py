@@ -12,7 +12,7 @@ from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport
 from fddp.native.buffer_pool import BufferPool
 from fddp.native.layout import Stats
-from fddp.runtime.hook_binding import Attached
+from fddp.runtime.hook_binding import BoundHook
 from fddp.runtime.nonfinite import Policy
 from fddp.runtime.program import Program
 from fddp.telemetry.flight.recorder import Recorder
@@ -49,7 +49,7 @@ class StepContext:
         method: the call that it belongs to.
         with_stats: whether times, norm and finiteness are wanted.
         recorder: takes note of operations.
-        attached: the communication hook, if there is one.
+        bound_hook: the communication hook, if there is one.
         idle: buckets that are left out, because no rank used them in the step before; a gradient
             for one makes it late. The same on all ranks.
         nonfinite: what becomes of the step if a number is not finite.
@@ -64,7 +64,7 @@ class StepContext:
     method: Method
     with_stats: bool
     recorder: Recorder
-    attached: Attached | None = None
+    bound_hook: BoundHook | None = None
     idle: frozenset[int] = frozenset()
     nonfinite: Policy = "propagate"
     when: str = ""

@@ -11,7 +11,7 @@ from torch import Tensor
 from fddp.core.numerics.overflow import stays_finite
 from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.expected_counts import Arrivals, expected_counts
-from fddp.native.autograd_leaves import Arriving, Visible, eager_slot_type
+from fddp.native.autograd_leaves import GradientCounter, GraphInfo, eager_slot_type
 from fddp.native.buffer_pool import BufferPool
 from fddp.native.layout import Layout
 from fddp.native.pack import pack_, pack_add_, plus
@@ -188,7 +188,7 @@ class BackwardContributions(Contributions):
         self._visible: Sequence[bool] = ()
         self._own_weight = weight
         self._program = program
-        self._leaf_set: Arriving | None = None  # from `arm` on
+        self._leaf_set: GradientCounter | None = None  # from `arm` on
         self._accumulated = accumulated
         self._idle = idle
         self.aliases_buffer = aliases_buffer
@@ -200,8 +200,8 @@ class BackwardContributions(Contributions):
 
     def arm(
         self,
-        leaf_set: Arriving,
-        view: Visible,
+        leaf_set: GradientCounter,
+        view: GraphInfo,
         previous: Arrivals | None,
         buffer_of: Callable[[int], Tensor],
         scale: WeightScale,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fddp.runtime.program import Program
 
 
-class Told(NamedTuple):
+class StepReport(NamedTuple):
     """What one rank says of its step.
 
     Attributes:
@@ -50,27 +50,33 @@ class Told(NamedTuple):
     failure: str
 
 
-def exchange(transport: Transport, step: str, digest: str, method: str, failure: str) -> list[Told]:
+def exchange(
+    transport: Transport, step: str, digest: str, method: str, failure: str
+) -> list[StepReport]:
     """Every rank's account, by rank; a collective call.
 
     What any rank has left half way through a call of an operator is closed on all of them, so that
     the next call opens it anew.
     """
-    desk = transport.slot.desk
-    abandoned = "\t".join(desk.abandoned)
-    own = Told(step, digest, method, abandoned, failure)
+    board = transport.status.board
+    abandoned = "\t".join(board.abandoned)
+    own = StepReport(step, digest, method, abandoned, failure)
     payload = "\n".join(own).encode(errors="backslashreplace")
-    told = [_told(text) for text in transport.exchange(payload, "failures")]
-    desk.close_abandoned([key for account in told for key in account.abandoned.split("\t") if key])
-    return told
+    reports = [_decode_report(text) for text in transport.exchange(payload, "failures")]
+    board.close_abandoned(
+        [key for account in reports for key in account.abandoned.split("\t") if key]
+    )
+    return reports
 
 
-def _told(text: bytes) -> Told:
+def _decode_report(text: bytes) -> StepReport:
     """An account; of one that makes no sense, that it makes none."""
-    parts = text.decode(errors="replace").split("\n", len(Told._fields) - 1)
-    if len(parts) == len(Told._fields):
-        return Told(*parts)
-    return Told("unknown", "unknown", "", "", f"it says {reprlib.repr(text)}, which makes no sense")
+    parts = text.decode(errors="replace").split("\n", len(StepReport._fields) - 1)
+    if len(parts) == len(StepReport._fields):
+        return StepReport(*parts)
+    return StepReport(
+        "unknown", "unknown", "", "", f"it says {reprlib.repr(text)}, which makes no sense"
+    )
 
 
 def locate(error: BaseException, program: Program, op: Op | None, step: int) -> None:
@@ -104,13 +110,13 @@ def peer_error(step: int, failures: Mapping[int, str]) -> PeerError:
     return PeerError("; ".join([*lines, advice]), failures)
 
 
-def desync_error(rank: int, told: Sequence[Told]) -> DesyncError:
+def desync_error(rank: int, reports: Sequence[StepReport]) -> DesyncError:
     """The error of ranks that met in one control word while not in step."""
-    mine = told[rank]
-    other = next((r for r, account in enumerate(told) if account[:2] != mine[:2]), None)
+    mine = reports[rank]
+    other = next((r for r, account in enumerate(reports) if account[:2] != mine[:2]), None)
     if other is None:
-        return _swapped(told)
-    theirs = told[other]
+        return _mismatched_calls_error(reports)
+    theirs = reports[other]
     return DesyncError(
         f"rank {rank} is at step {mine.step} with plan {mine.digest[:12]}, rank {other} at step "
         f"{theirs.step} with plan {theirs.digest[:12]}; every rank must synchronise equally often "
@@ -118,20 +124,20 @@ def desync_error(rank: int, told: Sequence[Told]) -> DesyncError:
     )
 
 
-def _swapped(told: Sequence[Told]) -> DesyncError:
+def _mismatched_calls_error(reports: Sequence[StepReport]) -> DesyncError:
     """The error of ranks that are in the same step by different calls."""
     first: dict[str, int] = {}
-    for rank, account in enumerate(told):
+    for rank, account in enumerate(reports):
         if account.method:
             first.setdefault(account.method, rank)
     sides = " and ".join(f"{method} on rank {rank}" for method, rank in first.items())
     return DesyncError(
-        f"step {told[0].step} is {sides}; every rank must make the same calls of one GradSync in "
-        f"the same order (a rank without a part in a call may pass weight=0)"
+        f"step {reports[0].step} is {sides}; every rank must make the same calls of one GradSync "
+        f"in the same order (a rank without a part in a call may pass weight=0)"
     )
 
 
-def unpackable(
+def pack_error(
     program: Program, bucket: int, buffer: Tensor, contributions: Contributions, error: Exception
 ) -> Exception:
     """The error of gradients that can't be packed into a bucket's buffer, by path; what a signal
@@ -156,11 +162,11 @@ def _is_of_a_handler(error: Exception) -> bool:
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def unfit_error(
-    report: ControlReport, program: Program, scale: WeightScale, step: int, hook_problem: str | None
+def incompatible_contributions_error(
+    report: ControlReport, program: Program, scale: WeightScale, step: int, hook_error: str | None
 ) -> FddpError | None:
     """The error of contributions that make no result together, or None."""
-    if problem := weight_problem(report, scale) or hook_problem:
+    if problem := weight_problem(report, scale) or hook_error:
         return WeightError(f"step {step}: {problem}")
     if program.schedule.result != "replicated":
         return None

@@ -17,7 +17,7 @@ from torch import Tensor
 from fddp.core.numerics.overflow import MOST_AFTER
 from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.control_word import ControlReport
-from fddp.core.protocol.messages import heard
+from fddp.core.protocol.messages import decode_all
 from fddp.errors import NonFiniteError, RankLostError, SyncTimeoutError
 from fddp.hooks.hook import Hook
 from fddp.runtime.contributions import Contributions
@@ -87,7 +87,7 @@ class FiniteCheck:
         if report.nonfinite:
             raise StopStepError
         self._doubts = (
-            report.large > 0
+            report.may_overflow > 0
             or bool(report.late)  # of what came late it does not speak
             or self._hook is not None
             or not scale.keeps_range(report.total_weight, report.active)
@@ -115,7 +115,7 @@ class FiniteCheck:
         votes = torch.tensor([not finite], dtype=torch.float64, device=transport.control_device)
         entry = self._recorder.launched("vote on results", step, votes.nbytes)
         try:
-            work = transport.all_reduce(votes, soon=True)
+            work = transport.all_reduce(votes, wait_soon=True)
             entry.waited_s = time.perf_counter()
             work.wait(f"the vote on results of step {step}")
         except (RankLostError, SyncTimeoutError) as error:
@@ -134,7 +134,7 @@ class FiniteCheck:
         own = account.encode()
         entry = self._recorder.launched("exchange of counts", step, len(own))
         entry.waited_s = entry.launched_s
-        accounts = heard(transport.exchange(own), Account.decode, "counts")
+        accounts = decode_all(transport.exchange(own), Account.decode, "counts")
         entry.done_s = time.perf_counter()
         wires = {
             program.paths[leaf]: program.schedule.wire_dtypes[number]

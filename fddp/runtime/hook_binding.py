@@ -18,7 +18,7 @@ from fddp.tree.pytree import TreeDef, flatten
 
 
 @dataclass(frozen=True)
-class Attached:
+class BoundHook:
     """A hook that takes the place of a program's all-reduces.
 
     Attributes:
@@ -34,10 +34,10 @@ class Attached:
     specs: Mapping[int, BucketSpec]
     whole: bool
     stateful: bool
-    _forms: tuple[_Form, ...]
+    _schemas: tuple[_StateSchema, ...]
 
     @classmethod
-    def of(cls, hook: Hook[Any], program: Program) -> Attached:
+    def of(cls, hook: Hook[Any], program: Program) -> BoundHook:
         """Finds a hook's place in a program.
 
         Raises:
@@ -54,11 +54,10 @@ class Attached:
                 f"algorithm='all_reduce'"
             )
         specs = {b: _spec(program, b, position) for b, position in positions.items()}
-        forms = [
-            _Form.of(state, f"the state of {hook.name}") for state in _init(hook, program, specs)
-        ]
-        stateful = any(form.kinds for form in forms)
-        return cls(hook, positions, specs, whole, stateful, tuple(forms))
+        what, states = f"the state of {hook.name}", _init(hook, program, specs)
+        schemas = tuple(_StateSchema.of(state, what) for state in states)
+        stateful = any(schema.kinds for schema in schemas)
+        return cls(hook, positions, specs, whole, stateful, schemas)
 
     def init_states(self, program: Program) -> tuple[Any, ...]:
         """The state of each bucket before the first step; () where there is none to keep."""
@@ -71,13 +70,13 @@ class Attached:
             TreeMismatchError: they are not like those of `init_states`.
         """
         advice = "pass what init_state or the last update gave, under the same plan"
-        if not isinstance(states, tuple) or len(states) != len(self._forms):
+        if not isinstance(states, tuple) or len(states) != len(self._schemas):
             found = len(states) if isinstance(states, tuple) else f"a {type(states).__name__}"
             raise TreeMismatchError(
-                f"the state of {self.hook.name} is a tuple of {len(self._forms)}, one for each "
+                f"the state of {self.hook.name} is a tuple of {len(self._schemas)}, one for each "
                 f"bucket, got {found}; {advice}"
             )
-        for bucket, (state, form) in enumerate(zip(states, self._forms, strict=True)):
+        for bucket, (state, form) in enumerate(zip(states, self._schemas, strict=True)):
             problem = form.misfit(state)
             if problem is not None:
                 raise TreeMismatchError(
@@ -87,14 +86,14 @@ class Attached:
 
 
 @dataclass(frozen=True)
-class _Form:
+class _StateSchema:
     """What a state must look like."""
 
     treedef: TreeDef
     kinds: tuple[str, ...]
 
     @classmethod
-    def of(cls, state: Any, what: str) -> _Form:
+    def of(cls, state: Any, what: str) -> _StateSchema:
         leaves, treedef = flatten(state)
         for leaf, path in zip(leaves, treedef.paths, strict=True):
             if not isinstance(leaf, (Tensor, int, float)):

@@ -43,7 +43,7 @@ class Collectives(AllReduce):
         axes: along which ranks meet.
         bucket: the bucket's number.
         what: the bucket in words, for errors.
-        stamp: whether to record when they are done.
+        record_time: whether to record when they are done.
 
     Attributes:
         nbytes: bytes that this rank has given to them.
@@ -57,7 +57,7 @@ class Collectives(AllReduce):
         bucket: int,
         what: str,
         *,
-        stamp: bool,
+        record_time: bool,
     ) -> None:
         self.rank, self.world_size = 0, 1
         for axis in axes:
@@ -68,12 +68,12 @@ class Collectives(AllReduce):
         self._axes = axes
         self._bucket = bucket
         self._what = what
-        self._stamp = stamp
+        self._record_time = record_time
         self._works: list[Work] = []
 
     def __call__(self, tensor: Tensor) -> Future[Tensor]:
         self._check_alike("all_reduce", tensor)
-        work = self._transport.all_reduce(tensor, axes=self._axes, stamp=self._stamp)
+        work = self._transport.all_reduce(tensor, axes=self._axes, record_time=self._record_time)
         return self._started(work, tensor, tensor)
 
     def all_gather(self, tensor: Tensor) -> Future[Tensor]:
@@ -81,7 +81,7 @@ class Collectives(AllReduce):
         everyones = tensor.new_empty((self.world_size, *tensor.shape))
         everyones[self.rank].copy_(tensor)
         work = self._transport.all_gather_in_place(
-            everyones.view(-1), axes=self._axes, stamp=self._stamp
+            everyones.view(-1), axes=self._axes, record_time=self._record_time
         )
         return self._started(work, tensor, everyones)
 
@@ -97,7 +97,7 @@ class Collectives(AllReduce):
             return  # which tell them apart themselves
         place = (self._bucket, len(self._works))
         own = f"{kind} of {tensor.dtype} {tuple(tensor.shape)}"
-        if transport.agreed.get(place) == own:
+        if transport.size_cache.get(place) == own:
             return
         texts = transport.exchange(own.encode(), "hook operations")
         told = [text.decode(errors="replace") for text in texts]
@@ -108,7 +108,7 @@ class Collectives(AllReduce):
                     f"about to issue different operations: rank 0 {told[0]}, rank {rank} {theirs}; "
                     f"a hook must hand over tensors of one size and dtype on every rank"
                 )
-        transport.agreed[place] = own
+        transport.size_cache[place] = own
 
     @property
     def done_s(self) -> float | None:
@@ -126,22 +126,22 @@ class Collectives(AllReduce):
         return Future.started(lambda: work.done, take)
 
 
-class Line:
+class StagePipeline:
     """Hooks' reductions of one step, in the order of their launch; see [Note: stages in one
     order]."""
 
     def __init__(self) -> None:
-        self._launched: list[HookedWork] = []
-        self._due: deque[HookedWork] = deque()
+        self._launched: list[HookWork] = []
+        self._due: deque[HookWork] = deque()
 
-    def join(self, work: HookedWork) -> None:
+    def join(self, work: HookWork) -> None:
         """Takes in a reduction whose first stage has just been started; the others are due a
         further one."""
         self._due.extend(reversed(self._launched))
         self._launched.append(work)
 
     @property
-    def last(self) -> HookedWork | None:
+    def last(self) -> HookWork | None:
         """What was launched last."""
         return self._launched[-1] if self._launched else None
 
@@ -153,7 +153,7 @@ class Line:
             self._due.popleft()
         return True
 
-    def run_out(self, work: HookedWork, *, block: bool) -> bool:
+    def run_out(self, work: HookWork, *, block: bool) -> bool:
         """Starts all stages that a reduction has left; False as for `go_on`."""
         while self.go_on(block=block):
             if not work.pending:
@@ -162,7 +162,7 @@ class Line:
         return False
 
 
-class HookedWork:
+class HookWork:
     """A hook's reduction of one bucket in flight.
 
     Args:

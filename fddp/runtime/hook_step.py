@@ -20,9 +20,9 @@ from fddp.hooks.hook import Bucket, HookError
 from fddp.runtime.bucket import BucketState, RunningStep
 from fddp.runtime.context import StepContext
 from fddp.runtime.contributions import Contributions
-from fddp.runtime.failures import unfit_error
-from fddp.runtime.hook_binding import Attached
-from fddp.runtime.hook_pipeline import Collectives, HookedWork, Line
+from fddp.runtime.failures import incompatible_contributions_error
+from fddp.runtime.hook_binding import BoundHook
+from fddp.runtime.hook_pipeline import Collectives, HookWork, StagePipeline
 from fddp.runtime.program import BucketProgram, Instruction, Program
 from fddp.runtime.step import Step
 from fddp.transport.base import Transport
@@ -32,34 +32,35 @@ class HookExecutor:
     """Runs a communication hook in one step: starts its reductions, stores results and states.
 
     Args:
-        attached: the hook and its buckets.
+        bound: the hook and its buckets.
         program: program of the step.
         transport: transport of the hook's collectives.
         scale: the agreed unit of weight.
-        stamp: True to record when collectives are done.
+        record_time: True to record when collectives are done.
 
     Attributes:
-        spans: when the hook ran or waited, on the clock of `time.perf_counter`; with `stamp` only.
+        spans: when the hook ran or waited, on the clock of `time.perf_counter`; with
+            `record_time` only.
         is_raw: True if the hook receives this rank's own gradients; see `Hook.raw`.
     """
 
     def __init__(
         self,
-        attached: Attached,
+        bound: BoundHook,
         program: Program,
         transport: Transport,
         scale: WeightScale,
         *,
-        stamp: bool,
+        record_time: bool,
     ) -> None:
-        self.is_raw = attached.hook.raw
-        self._attached = attached
+        self.is_raw = bound.hook.raw
+        self._bound = bound
         self._program = program
         self._transport = transport
         self._scale = scale
-        self._stamp = stamp
+        self._record_time = record_time
         self.spans: list[Interval] = []
-        self._line = Line()
+        self._pipeline = StagePipeline()
         self._new_states: dict[int, Any] = {}  # by bucket, of reductions that have ended
         self._failure: Exception | None = None
         self._is_late = False  # to tell of a failure
@@ -67,9 +68,9 @@ class HookExecutor:
 
     def replaces(self, position: int, bucket: int) -> bool:
         """Return True if the hook replaces the operation at a position."""
-        return self._attached.positions.get(bucket) == position
+        return self._bound.positions.get(bucket) == position
 
-    def start(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> HookedWork:
+    def start(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> HookWork:
         """Starts the reduction of what an operation works on.
 
         Args:
@@ -78,12 +79,12 @@ class HookExecutor:
             states: by bucket; empty for those of the first step.
             what: the bucket in words, for errors.
         """
-        attached = self._attached
-        hook, spec = attached.hook, attached.specs[op.bucket]
+        bound = self._bound
+        hook, spec = bound.hook, bound.specs[op.bucket]
         before = self._scale.scaling == "before"
         reference = self._scale.reference if before else self._scale.unit
         collectives = Collectives(
-            self._transport, self._program, op.axes, op.bucket, what, stamp=self._stamp
+            self._transport, self._program, op.axes, op.bucket, what, record_time=self._record_time
         )
         state = states[op.bucket] if states else hook.init(spec)
         start_s = perf_counter()
@@ -92,11 +93,11 @@ class HookExecutor:
                 future = hook.apply(state, Bucket(spec, own, reference), collectives)
         except Exception as error:
             future = self._instead(error, own)
-        spans = self.spans if self._stamp else None
+        spans = self.spans if self._record_time else None
         if spans is not None:
             spans.append((start_s, perf_counter()))
-        work = HookedWork(future, collectives, op, own, what, spans)
-        self._line.join(work)
+        work = HookWork(future, collectives, op, own, what, spans)
+        self._pipeline.join(work)
         return work
 
     def go_on(self, *, block: bool) -> bool:
@@ -105,23 +106,23 @@ class HookExecutor:
         Args:
             block: whether to wait.
         """
-        if not self._line.go_on(block=block):
+        if not self._pipeline.go_on(block=block):
             return False
-        last = self._line.last
+        last = self._pipeline.last
         if not self.is_raw or last is None:
             return True
         if block or last.done:
             self.finish(last)
         return last.settled
 
-    def is_done(self, work: HookedWork) -> bool:
+    def is_done(self, work: HookWork) -> bool:
         """Whether there is nothing to wait for, after starting what stages can start."""
-        self._line.run_out(work, block=False)
+        self._pipeline.run_out(work, block=False)
         return work.done
 
-    def finish(self, work: HookedWork) -> None:
+    def finish(self, work: HookWork) -> None:
         """Waits for a reduction, and puts its result in place; once."""
-        self._line.run_out(work, block=True)
+        self._pipeline.run_out(work, block=True)
         if not work.settled:
             with torch.no_grad():
                 self._settle(work)
@@ -157,19 +158,19 @@ class HookExecutor:
 
     def problem(self, report: ControlReport, *, allow_idle_ranks: bool) -> str | None:
         """Why the hook and the weights of all ranks do not fit together, or None."""
-        attached = self._attached
+        bound = self._bound
         total, ranks = report.total_weight, self._transport.world_size
         are_equal = report.total_squared * report.active == total * total
-        if attached.hook.raw and not (are_equal and (allow_idle_ranks or report.active == ranks)):
+        if bound.hook.raw and not (are_equal and (allow_idle_ranks or report.active == ranks)):
             return (
-                f"{attached.hook.name} divides by the number of ranks itself, so that all must "
+                f"{bound.hook.name} divides by the number of ranks itself, so that all must "
                 f"weigh the same, and {report.active} of {ranks} ranks have a weight above 0, "
                 f"{'the same' if are_equal else 'not the same'}; use a hook of fddp.hooks, or "
                 f"equal weights"
             )
-        if self._is_narrow and not attached.whole and not self._keeps_range(report):
+        if self._is_narrow and not bound.whole and not self._keeps_range(report):
             return (
-                f"the mean weight is {total / report.active} where {attached.hook.name} was scaled "
+                f"the mean weight is {total / report.active} where {bound.hook.name} was scaled "
                 f"for {self._scale.unit}; the next step is scaled for the new weights: call it "
                 f"again"
             )
@@ -177,11 +178,11 @@ class HookExecutor:
 
     @property
     def _is_narrow(self) -> bool:
-        return self._attached.hook.narrow
+        return self._bound.hook.narrow
 
     @property
     def _is_stateful(self) -> bool:
-        return self._attached.stateful
+        return self._bound.stateful
 
     @property
     def _averages(self) -> bool:
@@ -190,7 +191,7 @@ class HookExecutor:
     def _keeps_range(self, report: ControlReport) -> bool:
         return self._scale.keeps_range(report.total_weight, report.active)
 
-    def _settle(self, work: HookedWork) -> None:
+    def _settle(self, work: HookWork) -> None:
         """Puts a result in place, and keeps its state."""
         op, own = work.op, work.own
         try:
@@ -239,7 +240,7 @@ class HookedBucket(BucketState):
     def __init__(self, program: BucketProgram, hooks: HookExecutor) -> None:
         super().__init__(program)
         self.hooks = hooks
-        self.hooked: HookedWork | None = None
+        self.hooked: HookWork | None = None
 
     def launch(self, step: RunningStep, position: int, op: Op) -> None:
         """Start the hook's reduction where it replaces the operation, else the operation."""
@@ -259,14 +260,14 @@ class HookedBucket(BucketState):
     def is_done(self, position: int) -> bool:
         """As `BucketState.is_done`, after starting the stages that can start."""
         work = self.works.get(position, (None,))[0]
-        if isinstance(work, HookedWork):
+        if isinstance(work, HookWork):
             return self.hooks.is_done(work)
         return super().is_done(position)
 
     def wait(self, step: RunningStep, position: int) -> None:
         """Block until the collective or reduction at a position has finished."""
         work = self.works.get(position, (None,))[0]
-        if not isinstance(work, HookedWork):
+        if not isinstance(work, HookWork):
             super().wait(step, position)
             return
         _, entry = self.works.pop(position)
@@ -284,10 +285,10 @@ class HookedStep(Step):
 
     _waits_for_buckets_only = False
 
-    def __init__(self, context: StepContext, attached: Attached) -> None:
+    def __init__(self, context: StepContext, bound: BoundHook) -> None:
         super().__init__(context)
         hooks = self._hooks = HookExecutor(
-            attached, self.program, self.transport, context.scale, stamp=self.stamp
+            bound, self.program, self.transport, context.scale, record_time=self.record_time
         )
         self.buckets = [HookedBucket(bucket, hooks) for bucket in self.program.buckets]
         self.hook_spans = hooks.spans
@@ -322,7 +323,9 @@ class HookedStep(Step):
 
     def _unfit_error(self, report: ControlReport) -> FddpError | None:
         problem = self._hooks.problem(report, allow_idle_ranks=self.allow_idle_ranks)
-        return unfit_error(report, self.program, self.context.scale, self.number, problem)
+        return incompatible_contributions_error(
+            report, self.program, self.context.scale, self.number, problem
+        )
 
     def _on_report(self, report: ControlReport) -> None:
         self._hooks.on_report(report)

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fddp.core.protocol.messages import Each, Form, read
+from fddp.core.protocol.messages import MappingOf, Schema, decode
 from fddp.errors import NonFiniteError
 from fddp.native.layout import Layout, views
 
@@ -28,7 +28,7 @@ Holding = Literal["alike", "parts", "own"]
 MOST_NAMED = 100
 """Leaves that one rank tells the others of."""
 
-_ACCOUNT: Form = (Each((int, int)), Each((int, int)), int)
+_ACCOUNT: Schema = (MappingOf((int, int)), MappingOf((int, int)), int)
 
 _MOST_WRITTEN = 3  # of them in the message, for each rank
 
@@ -80,7 +80,7 @@ class Account(NamedTuple):
         Raises:
             ValueError: it is something else.
         """
-        own, sums, left_out = read(text, _ACCOUNT)
+        own, sums, left_out = decode(text, _ACCOUNT)
         return cls(_counts(own), _counts(sums), left_out)
 
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from fddp.core.numerics.overflow import bound
+from fddp.core.numerics.overflow import max_safe_magnitude
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.control_word import ControlLayout
-from fddp.core.schedule.op import Op, Region, chunk, meets
+from fddp.core.schedule.op import Op, Region, chunk, is_collective
 from fddp.core.schedule.piggyback import control_layout
 from fddp.core.schedule.schedule import RETAINED_DTYPES, Schedule
 from fddp.native.autograd_leaves import (
@@ -173,7 +173,9 @@ class Program:
             sparse=planned.sparse,
             is_plain=wire == planned.dtype and schedule.result != "sharded_mean",
             rescaled=wire in RETAINED_DTYPES and index in schedule.retained,
-            max_safe_magnitude=bound(wire, planned.dtype, schedule.topology.world_size),
+            max_safe_magnitude=max_safe_magnitude(
+                wire, planned.dtype, schedule.topology.world_size
+            ),
         )
 
     @cached_property
@@ -184,7 +186,7 @@ class Program:
         for position, op in enumerate(ops):
             awaited: dict[tuple[int, int], None] = {}
             for dep in op.deps:
-                if meets(ops[dep]):
+                if is_collective(ops[dep]):
                     awaited[dep, ops[dep].bucket] = None
                 if ops[dep].when != "always":
                     awaited.update(dict.fromkeys(prepared[dep].awaited))
@@ -244,14 +246,14 @@ class Program:
     @cached_property
     def word_position(self) -> int:
         """Position of the operation that brings the control word's sum."""
-        return max(self.schedule.control, self.schedule.carrier)
+        return max(self.schedule.control, self.schedule.piggyback_op)
 
     @cached_property
     def buffer_numels(self) -> tuple[int, ...]:
         """Elements of each bucket's buffer, with the tail in which the control word rides."""
         numels = list(self.schedule.buffer_numels)
-        if self.schedule.carrier >= 0:
-            numels[self.schedule.ops[self.schedule.carrier].bucket] += self.control.size
+        if self.schedule.piggyback_op >= 0:
+            numels[self.schedule.ops[self.schedule.piggyback_op].bucket] += self.control.size
         return tuple(numels)
 
     @cached_property

@@ -37,7 +37,13 @@ from fddp.native.layout import Stats
 from fddp.runtime.bucket import HANDLERS, BucketState
 from fddp.runtime.context import Outcome, StepContext
 from fddp.runtime.contributions import NOTHING, Contributions
-from fddp.runtime.failures import desync_error, exchange, locate, peer_error, unfit_error
+from fddp.runtime.failures import (
+    desync_error,
+    exchange,
+    incompatible_contributions_error,
+    locate,
+    peer_error,
+)
 from fddp.runtime.finite_check import FiniteCheck
 from fddp.runtime.nonfinite import StopStepError
 from fddp.runtime.program import BucketProgram, Instruction
@@ -71,10 +77,10 @@ class StepState:
         buckets: state of each bucket.
         leaves: results by leaf.
         measures: True if results are looked at as they are unpacked.
-        stamp: True if times, norm and finiteness are wanted.
+        record_time: True if times, norm and finiteness are wanted.
         opened_s: when the step was opened, on the clock of `time.perf_counter`.
-        hook_spans: when the hook ran or waited, on the same clock; with `stamp` only.
-        log: actions, each with the number of gradients that had arrived; with `stamp` only.
+        hook_spans: when the hook ran or waited, on the same clock; with `record_time` only.
+        log: actions, each with the number of gradients that had arrived; with `record_time` only.
     """
 
     def __init__(self, context: StepContext) -> None:
@@ -82,12 +88,12 @@ class StepState:
         self.context = context
         self.program, self.transport, self.pool = program, context.transport, context.pool
         self.recorder, self.number, self.method = context.recorder, context.step, context.method
-        self.stamp, self.scale = context.with_stats, context.scale
+        self.record_time, self.scale = context.with_stats, context.scale
         self.averages = program.schedule.scaling == "average"
         self.applies_scale = program.schedule.result != "replicated"
         self.devices = Devices()
         self.leaves: list[Tensor | None] = [None] * len(program.plan.leaves)
-        self.measures = self.stamp
+        self.measures = self.record_time
         self.contributions = self.source = NOTHING
         self.has_next = True
         self.hook_states: Sequence[Any] = ()
@@ -107,7 +113,7 @@ class StepState:
         self._fingerprint = zlib.crc32(moment.encode())  # alike on ranks in the same step
         self._check: FiniteCheck | None = None  # None if non-finite numbers are propagated
         if context.nonfinite != "propagate":
-            hook = None if context.attached is None else context.attached.hook
+            hook = None if context.bound_hook is None else context.bound_hook.hook
             self.measures = True
             self._check = FiniteCheck(context.nonfinite, program, self.results, hook, self.recorder)
         self.buckets: Sequence[BucketState] = [*map(BucketState, program.buckets)]
@@ -115,7 +121,7 @@ class StepState:
     @cached_property
     def results(self) -> Results:
         """Results of buckets that are more than views of their buffers."""
-        return Results(self.program, self.leaves, self.devices, self.pool, measure=self.stamp)
+        return Results(self.program, self.leaves, self.devices, self.pool, measure=self.record_time)
 
     @property
     def phase(self) -> str:
@@ -295,9 +301,9 @@ class Step(StepState):
         for state in self.buckets:
             state.release(self.pool)
         self.is_orderly = True
-        if self.stamp:
+        if self.record_time:
             self.log.append((self.contributions.arrived(), Action("finish")))
-        return Outcome(self.leaves, report, self.results.stats if self.stamp else None)
+        return Outcome(self.leaves, report, self.results.stats if self.record_time else None)
 
     def _keep_hook_states(self, report: ControlReport) -> None:
         """Update `hook_states` after a step that succeeded."""
@@ -349,7 +355,7 @@ class Step(StepState):
             return op.bucket in self._repaired[op.when]
         if op.bucket not in self.context.idle or op.kind == "control":
             return True
-        if position == self.program.schedule.carrier:
+        if position == self.program.schedule.piggyback_op:
             return True  # the control word travels alone
         return op.kind not in _IN_BACKWARD and op.bucket in self._repaired["late"]
 
@@ -366,7 +372,7 @@ class Step(StepState):
             late=source.late(self.program),
             has_next=self.has_next,
             nonfinite=not self._is_finite,
-            large=self._may_overflow,
+            may_overflow=self._may_overflow,
             failed=self.failure is not None,
             order=self._arrival_order() if layout.with_order else (),
         )
@@ -374,7 +380,7 @@ class Step(StepState):
         if op.bucket < 0:
             self.word = vector.to(self.transport.control_device)
             entry = self.recorder.launched(self.program.schedule, self.number, position)
-            self._word_work = self.transport.all_reduce(self.word, soon=True), entry
+            self._word_work = self.transport.all_reduce(self.word, wait_soon=True), entry
         elif op.bucket in self.context.idle:
             self.word = vector.to(self.devices[self.program.buckets[op.bucket].device])
         else:
@@ -382,7 +388,7 @@ class Step(StepState):
             buffer = state.memory(self) if state.buffer is None else state.buffer
             self.word = buffer[state.program.padded_numel :]
             self.word.copy_(vector)
-        if self.stamp:
+        if self.record_time:
             self.log.append((self.contributions.arrived(), Action("control")))
 
     def _arrival_order(self) -> tuple[int, ...]:
@@ -429,9 +435,9 @@ class Step(StepState):
             entry.waited_s = perf_counter()
             work.wait(f"the control word of step {self.number}")
             entry.done_s = perf_counter()
-        elif schedule.carrier >= 0:
-            self._current = schedule.ops[schedule.carrier]
-            self.buckets[self._current.bucket].wait(self, schedule.carrier)
+        elif schedule.piggyback_op >= 0:
+            self._current = schedule.ops[schedule.piggyback_op]
+            self.buckets[self._current.bucket].wait(self, schedule.piggyback_op)
 
     def _is_regular(self, report: ControlReport) -> bool:
         """Return True if all ranks contribute with the agreed weights, and none has failed."""
@@ -447,7 +453,9 @@ class Step(StepState):
 
     def _unfit_error(self, report: ControlReport) -> FddpError | None:
         """Error of contributions that have no mean together."""
-        return unfit_error(report, self.program, self.context.scale, self.number, None)
+        return incompatible_contributions_error(
+            report, self.program, self.context.scale, self.number, None
+        )
 
     def _on_report(self, report: ControlReport) -> None:
         """Act on the control word of a step that no rank has failed."""
@@ -518,7 +526,7 @@ class Step(StepState):
         self.is_orderly = True
         if error is not None:
             self._raise(error)
-        if self.stamp:
+        if self.record_time:
             self.log.append((self.contributions.arrived(), Action("finish")))
         nothing: list[Tensor | None] = [None] * len(self.leaves)
         return Outcome(nothing, report, Stats(math.nan, False), skipped=True)

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from fddp.core.plan.plan import Bucket, BucketPlan, plan_leaves
-from fddp.core.protocol.messages import Form, nonsense, read
+from fddp.core.protocol.messages import Schema, decode, malformed_message_error
 from fddp.core.sim.cost import CostModel
 from fddp.core.sim.optimal import Target, optimal_plan
 from fddp.core.sim.simulator import simulate
@@ -28,7 +28,7 @@ from fddp.sync.measure import DEFAULT_SIZES_BYTES, largest, measure_axes
 _WARM_STEPS = 2  # until a plan has been rebuilt and memory is warm
 _TIMED_STEPS = 2  # of each plan in a round
 _EVERYTHING_BYTES = 2**62
-_PLAN: Form = {
+_PLAN: Schema = {
     "buckets": [
         {
             "leaves": [int],
@@ -121,10 +121,10 @@ def tune(engine: Engine, call: Callable[[], object], rounds: int) -> TuneReport:
 
 
 def _check(engine: Engine, rounds: int) -> None:
-    told = exchange(engine.transport, repr(rounds), str, "tuning")
-    if len({*told}) > 1:
+    received = exchange(engine.transport, repr(rounds), str, "tuning")
+    if len({*received}) > 1:
         raise PlanMismatchError(
-            f"rounds are {', '.join(told)} by rank; tune with the same on every rank"
+            f"rounds are {', '.join(received)} by rank; tune with the same on every rank"
         )
     if type(rounds) is not int or rounds < 1:
         raise ValueError(f"rounds must be an int of at least 1, got {rounds!r}")
@@ -212,7 +212,7 @@ def _planned(
     try:
         plan = _decoded(transport.exchange(own)[0], before)
     except ValueError as error:
-        raise nonsense(0, "tuning", error) from error
+        raise malformed_message_error(0, "tuning", error) from error
     digests = exchange(transport, plan.shared_digest, str)
     if len({*digests}) > 1:
         raise PlanMismatchError(
@@ -240,7 +240,7 @@ def _decoded(text: bytes, before: BucketPlan) -> BucketPlan:
     Raises:
         ValueError: it is something else.
     """
-    document: dict[str, Any] = read(text, _PLAN)
+    document: dict[str, Any] = decode(text, _PLAN)
     reduced = before.reduced
     slots = [*document["order"], *(slot for b in document["buckets"] for slot in b["leaves"])]
     if not all(0 <= slot < len(reduced) for slot in slots):

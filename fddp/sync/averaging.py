@@ -264,12 +264,12 @@ def _check_whole(sync: GradSync, tree: Any) -> None:
 
 def _check_alike(sync: GradSync, when: Periodic) -> None:
     """Raises where ranks would average at different steps; `sync` is over all of them."""
-    told = exchange(sync._engine.transport, str(when), str, "averages")
-    for rank, theirs in enumerate(told):
-        if theirs != told[0]:
+    received = exchange(sync._engine.transport, str(when), str, "averages")
+    for rank, theirs in enumerate(received):
+        if theirs != received[0]:
             raise PlanMismatchError(
-                f"averages are due by {told[0]} on rank 0 and by {theirs} on rank {rank}; pass the "
-                f"same on every rank"
+                f"averages are due by {received[0]} on rank 0 and by {theirs} on rank {rank}; pass "
+                f"the same on every rank"
             )
 
 

@@ -17,8 +17,8 @@ from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.expected_counts import Arrivals
-from fddp.core.schedule.builder import make_gather
-from fddp.core.schedule.piggyback import with_own_word
+from fddp.core.schedule.builder import make_all_gather_schedule
+from fddp.core.schedule.piggyback import with_separate_word
 from fddp.core.schedule.schedule import Schedule
 from fddp.errors import (
     ClosedError,
@@ -33,18 +33,18 @@ from fddp.errors import (
 )
 from fddp.hooks.hook import Hook
 from fddp.native.buffer_pool import BufferPool
-from fddp.runtime.agreement import Terms, agree, agree_on_hook
+from fddp.runtime.agreement import SyncConfig, agree_on_hook, validate_across_ranks
 from fddp.runtime.context import Outcome, StepContext
 from fddp.runtime.donation import donate
-from fddp.runtime.hook_binding import Attached
+from fddp.runtime.hook_binding import BoundHook
 from fddp.runtime.hook_step import HookedStep
 from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.program import Program, make_program
 from fddp.runtime.step import Step
 from fddp.sync.lifecycle import Lifecycle
-from fddp.sync.request import Asking, hook_problem, usable_transport
+from fddp.sync.request import EngineSpec, deterministic_hook_error, usable_transport
 from fddp.sync.rounds import Round
-from fddp.telemetry.flight.dump import note_failure
+from fddp.telemetry.flight.dump import dump_on_failure
 from fddp.telemetry.flight.recorder import Recorder
 from fddp.transport import Group, Transport, open_transport, resolve
 
@@ -67,7 +67,7 @@ class Engine:
         in_backward: whether one is running.
         step: number of the next synchronisation.
         hook: the communication hook in force, if there is one.
-        attached: the same with what it reduces.
+        bound_hook: the same with what it reduces.
         schedule: what was agreed on; the program's differs from it where a hook takes the place of
             the all-reduce in which the control word would ride.
         hook_states: its state by bucket, carried on from step to step since `set_hook`; None where
@@ -80,14 +80,14 @@ class Engine:
             not in step.
     """
 
-    def __init__(self, request: Asking) -> None:
+    def __init__(self, request: EngineSpec) -> None:
         self._foreign = request.is_foreign
         self.timeout_s = request.usable_timeout_s
         self._groups: list[tuple[str, ...]] = []  # those that the transport has opened
         self.transport = open_transport(
             request.span.group, usable_transport(request), request.usable_timeout_s, request.title
         )
-        self.attached: Attached | None = None
+        self.bound_hook: BoundHook | None = None
         self.hook_states: tuple[Any, ...] | None = None
         try:
             self.terms = _agreed_terms(self.transport, request)
@@ -202,15 +202,15 @@ class Engine:
             method,
             with_stats,
             self.recorder,
-            self.attached if averages else None,
+            self.bound_hook if averages else None,
             self._idle if averages else frozenset(),
             # Parameters may be infinite, masks for instance.
             self.terms.nonfinite if averages else "propagate",
             self.when,
         )
         self.step += 1
-        attached = context.attached
-        step = Step(context) if attached is None else HookedStep(context, attached)
+        bound_hook = context.bound_hook
+        step = Step(context) if bound_hook is None else HookedStep(context, bound_hook)
         self._current = weakref.ref(step)
         self.running[step.number] = step
         return step
@@ -258,16 +258,16 @@ class Engine:
 
     def _on_failure(self, step: Step, error: BaseException) -> None:
         if step.is_orderly:
-            note_failure(error)
+            dump_on_failure(error)
             self._take_note(step)
             return
         self.recorder.fail()
-        note_failure(error, breaks=True)
+        dump_on_failure(error, breaks=True)
         # A collective was left half-done: ranks no longer agree on the next one.
         reason = error_text(error)
-        self.transport.raise_alarm(step.number, type(error).__name__)
+        self.transport.publish_step_failure(step.number, type(error).__name__)
         self.transport.abandon(reason)
-        self.transport.slot.desk.doubtful_s = time.perf_counter()
+        self.transport.status.board.doubtful_s = time.perf_counter()
         self.close(reason)
 
     def _unused_buckets(self, report: ControlReport) -> frozenset[int]:
@@ -294,10 +294,10 @@ class Engine:
 
     def set_plan(self, plan: BucketPlan) -> None:
         """Goes on with another plan for the same leaves; all ranks must at the same step."""
-        if self.attached is not None and self.attached.stateful:
+        if self.bound_hook is not None and self.bound_hook.stateful:
             raise ValueError(
-                f"the plan can't change under {self.attached.hook.name}, whose state is by bucket; "
-                f"tune without the hook, and pass on the plan"
+                f"the plan can't change under {self.bound_hook.hook.name}, whose state is by "
+                f"bucket; tune without the hook, and pass on the plan"
             )
         self._install(self.terms.schedule_of(plan), with_order=False)
         self._pool.clear()
@@ -312,11 +312,11 @@ class Engine:
         """
         agree_on_hook(self.transport, hook)
         if hook is not None and self.schedule.deterministic:
-            raise ValueError(hook_problem(hook))
-        attached = None if hook is None else Attached.of(hook, self.program)
+            raise ValueError(deterministic_hook_error(hook))
+        bound_hook = None if hook is None else BoundHook.of(hook, self.program)
         self.hook = hook
         self._install(self.schedule, with_order=self.program.control.with_order)
-        self.hook_states = None if attached is None else attached.init_states(self.program)
+        self.hook_states = None if bound_hook is None else bound_hook.init_states(self.program)
 
     def close(self, reason: str) -> None:
         """Free the communicator and all memory; a second call does nothing."""
@@ -351,10 +351,10 @@ class Engine:
         """Takes part in the next synchronisation only to say what went wrong; raises it."""
         step = self.open(Method.NOTHING, with_stats=False)
         step.fail(error)
-        self.raise_alarm(step.number, error)
+        self.publish_step_failure(step.number, error)
         self.finish(step)
 
-    def raise_alarm(self, step: int, error: BaseException) -> None:
+    def publish_step_failure(self, step: int, error: BaseException) -> None:
         """Tells ranks that wait for this one in operators which their loss function calls. Nobody
         else looks for it, and those in another step do not take it for theirs.
 
@@ -363,7 +363,7 @@ class Engine:
             error: what went wrong here; of a `PeerError` the rank that failed has told.
         """
         if not isinstance(error, PeerError):
-            self.transport.raise_alarm(step, error_text(error)[:_LONGEST_ALARM])
+            self.transport.publish_step_failure(step, error_text(error)[:_LONGEST_ALARM])
 
     # Parts
 
@@ -371,20 +371,20 @@ class Engine:
         """Proves what is about to be carried out, and opens the groups that it needs."""
         self.schedule = schedule
         if self.hook is not None:
-            schedule = with_own_word(schedule)
+            schedule = with_separate_word(schedule)
         check_schedule(schedule)
-        gather = make_gather(schedule) if schedule.result == "sharded_mean" else None
+        gather = make_all_gather_schedule(schedule) if schedule.result == "sharded_mean" else None
         if gather is not None:
             check_schedule(gather)
         groups = sorted({*schedule.groups, *(gather.groups if gather else ())})
         if groups != self._groups:
-            self.transport.divide(schedule.topology, groups)
+            self.transport.open_subgroups(schedule.topology, groups)
             self._groups = groups
         rank = self.transport.rank
         foreign = self._foreign
         self.program = make_program(schedule, rank, with_order=with_order, foreign=foreign)
-        self.attached = None if self.hook is None else Attached.of(self.hook, self.program)
-        if with_order and self.attached is not None and self.attached.stateful:
+        self.bound_hook = None if self.hook is None else BoundHook.of(self.hook, self.program)
+        if with_order and self.bound_hook is not None and self.bound_hook.stateful:
             # State is by bucket, so that plans stay as they are.
             self.program = make_program(schedule, rank, with_order=False, foreign=foreign)
         self.gathering: Program | None = None
@@ -411,15 +411,15 @@ class Engine:
         return report
 
 
-def _agreed_terms(transport: Transport, request: Asking) -> Terms:
+def _agreed_terms(transport: Transport, request: EngineSpec) -> SyncConfig:
     """What is wrong on this rank alone is told to the others before it is raised."""
     try:
         terms = request.terms(transport)
     except (ClosedError, DesyncError, RankLostError, SyncTimeoutError):
         raise  # from which nobody can be told
     except Exception as error:
-        return agree(transport, None, error)
-    return agree(transport, terms, None)
+        return validate_across_ranks(transport, None, error)
+    return validate_across_ranks(transport, terms, None)
 
 
 def any_rank_has_input(engine: Engine, mine: bool) -> bool:

@@ -165,8 +165,8 @@ class Apply:
             "checkpointed by itself, and checkpoint the call: "
             "checkpoint(apply_part, params, buffers, x, use_reentrant=False)"
         )
-        self._params.set([Vacant(text.format(f"parameter {n!r}")) for n in self._param_names])
-        self._buffers.set([Vacant(text.format(f"buffer {n!r}")) for n in self._buffer_names])
+        self._params.set([UnboundSlot(text.format(f"parameter {n!r}")) for n in self._param_names])
+        self._buffers.set([UnboundSlot(text.format(f"buffer {n!r}")) for n in self._buffer_names])
         self._list_anew()
 
     def _list_anew(self) -> None:
@@ -176,7 +176,7 @@ class Apply:
             module._init_flat_weights()
 
 
-class Vacant:
+class UnboundSlot:
     """Stands where a tensor belongs, and raises when it is used for one."""
 
     def __init__(self, text: str) -> None:
@@ -190,7 +190,9 @@ class Vacant:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> NoReturn:
-        raise FddpError(next(v._text for v in _flat((args, kwargs or {})) if isinstance(v, Vacant)))
+        raise FddpError(
+            next(v._text for v in _flat((args, kwargs or {})) if isinstance(v, UnboundSlot))
+        )
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):

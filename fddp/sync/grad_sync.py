@@ -33,12 +33,12 @@ from fddp.runtime.untraced import untraced
 from fddp.sync.autotune import TuneReport, tune
 from fddp.sync.engine import Engine
 from fddp.sync.hook_states import checked_states, init_states
-from fddp.sync.rebuild import joined, renewed
+from fddp.sync.rebuild import join_engine, rebuild_engine
 from fddp.sync.request import Reduction, Request
 from fddp.sync.value_and_grad import INSTEAD_IN_A_GRAPH, ValueAndGrad
-from fddp.telemetry.flight.dump import failures_noted
+from fddp.telemetry.flight.dump import dump_failures
 from fddp.transport import Group, TransportName
-from fddp.transport.mesh import Mesh, span_of
+from fddp.transport.mesh import Mesh, resolve_mesh
 from fddp.tree.foreign import ForeignTreeDef
 from fddp.tree.pytree import TreeDef
 
@@ -132,7 +132,7 @@ class GradSync:
             select=select,
             reduce_dtype=reduce_dtype,
             algorithm=algorithm,
-            span=span_of(group, mesh),
+            span=resolve_mesh(group, mesh),
             transport=transport,
             timeout_s=timeout_s,
             hook=hook,
@@ -140,7 +140,7 @@ class GradSync:
             nonfinite=nonfinite,
             title=self._title,
         )
-        with outside_transforms(), failures_noted():
+        with outside_transforms(), dump_failures():
             self._engine = Engine(request)
 
     @property
@@ -198,8 +198,8 @@ class GradSync:
             ValueError: the algorithm leaves shards, see `reduce_scatter`; or the hook keeps state,
                 see `update`.
         """
-        form = _Form("replicated_mean", Method.CALL, Method.REDUCE_SCATTER)
-        mean, *rest = self._sync_tree(form, grads, weight, with_info)
+        call = _CallSignature("replicated_mean", Method.CALL, Method.REDUCE_SCATTER)
+        mean, *rest = self._sync_tree(call, grads, weight, with_info)
         return (mean, *rest) if with_info else mean
 
     @untraced(INSTEAD_IN_A_GRAPH)
@@ -231,8 +231,8 @@ class GradSync:
             >>> fddp.loopback(2, two_steps)[0]
             ([4.0, 0.0], [0.0, 6.0])
         """
-        form = _Form("replicated_mean", Method.UPDATE, Method.REDUCE_SCATTER)
-        mean, new_state, *infos = self._sync_tree(form, grads, weight, with_info, state)
+        call = _CallSignature("replicated_mean", Method.UPDATE, Method.REDUCE_SCATTER)
+        mean, new_state, *infos = self._sync_tree(call, grads, weight, with_info, state)
         return mean, new_state, *infos
 
     def init_state(self) -> tuple[Any, ...]:
@@ -258,8 +258,10 @@ class GradSync:
             TreeMismatchError: as for a call, or a tensor whose elements share memory (an expanded
                 one) and so can't be written.
         """
-        form = _Form("replicated_mean", Method.REDUCE, Method.REDUCE_SCATTER, in_place=True)
-        mean, *rest = self._sync_tree(form, grads, weight, with_info)
+        call = _CallSignature(
+            "replicated_mean", Method.REDUCE, Method.REDUCE_SCATTER, in_place=True
+        )
+        mean, *rest = self._sync_tree(call, grads, weight, with_info)
         return (mean, *rest) if with_info else mean
 
     @untraced(INSTEAD_IN_A_GRAPH)
@@ -290,8 +292,8 @@ class GradSync:
             >>> fddp.loopback(2, halves)
             [([1.5, 3.0], [1.5, 3.0, 4.5]), ([4.5], [1.5, 3.0, 4.5])]
         """
-        form = _Form("sharded_mean", Method.REDUCE_SCATTER, Method.CALL)
-        mean, *rest = self._sync_tree(form, grads, weight, with_info)
+        call = _CallSignature("sharded_mean", Method.REDUCE_SCATTER, Method.CALL)
+        mean, *rest = self._sync_tree(call, grads, weight, with_info)
         return (mean, *rest) if with_info else mean
 
     @untraced(INSTEAD_IN_A_GRAPH)
@@ -310,13 +312,13 @@ class GradSync:
             PeerError: another rank raised one.
             ValueError: the algorithm is not "reduce_scatter".
         """
-        form = _Form("sharded_mean", Method.ALL_GATHER, Method.CALL)
-        fits = form.result == self.schedule.result
+        call = _CallSignature("sharded_mean", Method.ALL_GATHER, Method.CALL)
+        fits = call.result == self.schedule.result
         engine = self._engine
-        step = engine.open_gather() if fits else engine.open(form.method, with_stats=False)
+        step = engine.open_gather() if fits else engine.open(call.method, with_stats=False)
         treedef: TreeDef | None = None
         try:
-            form.check(self.schedule)
+            call.check(self.schedule)
             own, treedef = matched_shards(shards, step.program)
             check_no_derivatives(own, step.program, "shards", graphs=False)
             step.begin(ShardContributions(own), own)
@@ -471,7 +473,7 @@ class GradSync:
             [[1.5, 1.5], [1.5, 1.5]]
         """
         with outside_transforms():
-            engine = renewed(self._engine, span_of(group, mesh))
+            engine = rebuild_engine(self._engine, resolve_mesh(group, mesh))
         other = copy.copy(self)
         other._engine = engine
         return other
@@ -521,7 +523,9 @@ class GradSync:
         """
         self = cls.__new__(cls)
         with outside_transforms():
-            self._engine = joined(span_of(group, mesh), params, hook, transport, timeout_s)
+            self._engine = join_engine(
+                resolve_mesh(group, mesh), params, hook, transport, timeout_s
+            )
         return self
 
     def close(self) -> None:
@@ -535,23 +539,23 @@ class GradSync:
         self.close()
 
     def _sync_tree(
-        self, form: _Form, grads: Any, weight: float, with_info: bool, state: Any = None
+        self, call: _CallSignature, grads: Any, weight: float, with_info: bool, state: Any = None
     ) -> tuple[Any, ...]:
         """The tree of results, the new state if one was given, and the info if it is wanted."""
         start_s = time.perf_counter()
-        step = self._engine.open(form.method, with_stats=with_info)
+        step = self._engine.open(call.method, with_stats=with_info)
         program = step.program
         treedef: TreeDef | None = None
         own: Sequence[Tensor | None] = ()
         try:
-            form.check(self.schedule)
+            call.check(self.schedule)
             step.hook_states = checked_states(self._engine, state, "update(grads, state)")
             own, treedef = matched_leaves(grads, program, "gradients")
             if isinstance(treedef, ForeignTreeDef):
                 # JAX has differentiated already what other ranks differentiate in their step.
                 step.method = Method.NOTHING
             check_no_derivatives(own, program, "gradients", graphs=True)
-            if form.in_place:
+            if call.in_place:
                 check_writable(own, treedef, program)
             step.begin(TreeContributions(program, own, checked_weight(weight)), own)
         except BaseException as error:
@@ -559,13 +563,13 @@ class GradSync:
         outcome = self._engine.finish(step)
         if treedef is None:
             raise InternalError("a step without a tree went through")
-        leaves = _written(own, outcome.leaves) if form.in_place else outcome.leaves
+        leaves = _written(own, outcome.leaves) if call.in_place else outcome.leaves
         states = () if state is None else (step.hook_states,)
         infos = (make_info(step, outcome, (start_s, start_s)),) if with_info else ()
         return treedef.unflatten(leaves), *states, *infos
 
 
-class _Form(NamedTuple):
+class _CallSignature(NamedTuple):
     """How gradients are synchronised without differentiating.
 
     Attributes:

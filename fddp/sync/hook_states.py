@@ -11,8 +11,8 @@ from fddp.sync.engine import Engine
 
 def init_states(engine: Engine) -> tuple[Any, ...]:
     """State of the hook by bucket before the first step; () if there is none to keep."""
-    attached = engine.attached
-    return () if attached is None else attached.init_states(engine.program)
+    bound = engine.bound_hook
+    return () if bound is None else bound.init_states(engine.program)
 
 
 def checked_states(engine: Engine, states: Any, source: str) -> Sequence[Any]:
@@ -27,14 +27,14 @@ def checked_states(engine: Engine, states: Any, source: str) -> Sequence[Any]:
         ValueError: no states were passed, and the hook needs some.
         TreeMismatchError: the states differ in form from those of `init_states`.
     """
-    attached = engine.attached
-    if attached is not None and attached.stateful:
+    bound = engine.bound_hook
+    if bound is not None and bound.stateful:
         if states is None:
             raise ValueError(
-                f"{attached.hook.name} keeps state, which this call would lose; begin with "
+                f"{bound.hook.name} keeps state, which this call would lose; begin with "
                 f"sync.init_state(), and pass the state on by {source}"
             )
-        return attached.checked(states)
+        return bound.checked(states)
     if states is not None and states != ():
         raise TreeMismatchError(
             f"there is no hook that keeps state, and the state is a {type(states).__name__}; "

@@ -20,7 +20,7 @@ from fddp.core.sim.cost import CollectiveKind, Sample
 from fddp.errors import PlanMismatchError
 from fddp.runtime.agreement import exchange
 from fddp.transport import Group, Transport, TransportName, Work, open_transport
-from fddp.transport.mesh import Mesh, span_of
+from fddp.transport.mesh import Mesh, resolve_mesh
 
 DEFAULT_SIZES_BYTES = tuple(2**power for power in range(10, 26, 3))  # 1 KiB to 32 MiB
 
@@ -101,7 +101,7 @@ def measure_cost(
         >>> CostModel.fit(samples).algorithm
         'ring'
     """
-    span = span_of(group, mesh)
+    span = resolve_mesh(group, mesh)
     if span.problem is not None:
         raise span.problem
     with open_transport(span.group, transport, timeout_s) as opened:
@@ -129,7 +129,7 @@ def measure_axes(
     device = torch.device(device) if device is not None else transport.control_device
     _check(transport, sizes_bytes, repeats, device)
     axes = [name for name, size in topology.axes if size > 1]
-    transport.divide(topology, [(axis,) for axis in axes])
+    transport.open_subgroups(topology, [(axis,) for axis in axes])
     kinds: list[CollectiveKind] = ["all_reduce"]
     if len(axes) > 1:
         kinds += ["reduce_scatter", "all_gather"]
@@ -156,12 +156,12 @@ def _check(
     transport: Transport, sizes_bytes: Sequence[int], repeats: int, device: torch.device
 ) -> None:
     sizes = [*sizes_bytes] if isinstance(sizes_bytes, Sequence) else sizes_bytes
-    told = exchange(transport, f"{sizes!r}, {repeats!r} and {device.type}", str, "measurements")
-    for rank, theirs in enumerate(told):
-        if theirs != told[0]:
+    received = exchange(transport, f"{sizes!r}, {repeats!r} and {device.type}", str, "measurements")
+    for rank, theirs in enumerate(received):
+        if theirs != received[0]:
             raise PlanMismatchError(
                 f"measure_cost on rank {transport.rank}: sizes_bytes, repeats and device are "
-                f"{told[0]} on rank 0 and {theirs} on rank {rank}; pass the same on every rank"
+                f"{received[0]} on rank 0 and {theirs} on rank {rank}; pass the same on every rank"
             )
     if not isinstance(sizes_bytes, Sequence) or isinstance(sizes_bytes, str):
         raise ValueError(f"sizes_bytes must be a sequence of ints, got {sizes_bytes!r}")
@@ -232,7 +232,7 @@ def _time_s(link: _Link, probe: _Probe) -> float:
 def _start(link: _Link, kind: CollectiveKind, buffer: Tensor) -> Work:
     transport, axes = link.transport, (link.axis,)
     if kind == "reduce_scatter":
-        return transport.reduce_scatter(buffer, axes=axes, stamp=True)
+        return transport.reduce_scatter(buffer, axes=axes, record_time=True)
     if kind == "all_gather":
-        return transport.all_gather_in_place(buffer, axes=axes, stamp=True)
-    return transport.all_reduce(buffer, axes=axes, stamp=True)
+        return transport.all_gather_in_place(buffer, axes=axes, record_time=True)
+    return transport.all_reduce(buffer, axes=axes, record_time=True)

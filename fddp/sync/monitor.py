@@ -17,7 +17,7 @@ from fddp.errors import ClosedError, PeerError, PlanMismatchError
 from fddp.sync.grad_sync import GradSync
 from fddp.telemetry.flight.log import names
 from fddp.telemetry.perfetto import chrome_trace, steps_from_json, steps_to_json
-from fddp.telemetry.phases import INPUT, MONITOR, OF_STEPS, WAIT, Covered, step_phases
+from fddp.telemetry.phases import INPUT, MONITOR, OF_STEPS, WAIT, IntervalIndex, step_phases
 from fddp.telemetry.report import MonitorReport
 from fddp.telemetry.step_info import SyncInfo
 from fddp.telemetry.stragglers import RankSummary, StepRecord, summarize
@@ -196,7 +196,7 @@ class Monitor:
         finally:
             end_s = time.perf_counter()
             within = self._open.pop()
-            waited_s = Covered(waits_since(start_s)).within(start_s, end_s)
+            waited_s = IntervalIndex(waits_since(start_s)).within(start_s, end_s)
             own_s = end_s - start_s - within.lasted_s - (waited_s - within.waited_s)
             into.append(_Named(name, start_s, end_s, own_s))
             if self._open:
@@ -222,8 +222,8 @@ class Monitor:
 
     def _make_report(self) -> MonitorReport:
         own = summarize(self.rank, self._steps).to_json() if self._steps else ""
-        told = self._told(own)
-        ranks = [RankSummary.from_json(text, rank) for rank, text in enumerate(told)]
+        received = self._all_gather_text(own)
+        ranks = [RankSummary.from_json(text, rank) for rank, text in enumerate(received)]
         return MonitorReport.of(ranks)
 
     def _export(self, report: MonitorReport) -> None:
@@ -246,8 +246,8 @@ class Monitor:
         _check_count("steps", steps)
         with self._measured(MONITOR, self._spent):
             newest = list(self._steps)[-steps:]
-            told = self._told(steps_to_json(newest) if newest else "")
-            return chrome_trace({r: steps_from_json(text, r) for r, text in enumerate(told)})
+            received = self._all_gather_text(steps_to_json(newest) if newest else "")
+            return chrome_trace({r: steps_from_json(text, r) for r, text in enumerate(received)})
 
     def _record(self, info: SyncInfo) -> StepRecord:
         times = info.timeline
@@ -278,7 +278,7 @@ class Monitor:
         phases_s[WAIT] += waited_s
         return StepRecord(info.step, phases_s, times)
 
-    def _told(self, text: str) -> list[str]:
+    def _all_gather_text(self, text: str) -> list[str]:
         """What each rank has to say.
 
         Raises:
@@ -359,17 +359,17 @@ def _agree_on(
         PeerError: another rank has a problem.
     """
     own = _UNFIT if problem is not None else 0 if every is None else every
-    told = [number for (number,) in _gathered(torch.tensor([own]), communicator)]
+    received = [number for (number,) in _gathered(torch.tensor([own]), communicator)]
     if problem is not None:
         raise problem
-    where = f"Monitor on rank {communicator.rank} of {len(told)}"
-    for rank, number in enumerate(told):
+    where = f"Monitor on rank {communicator.rank} of {len(received)}"
+    for rank, number in enumerate(received):
         if number == _UNFIT:
             raise PeerError(f"{where}: rank {rank} passed an argument that it can't take")
-    for rank, number in enumerate(told):
-        if number != told[0]:
+    for rank, number in enumerate(received):
+        if number != received[0]:
             raise PlanMismatchError(
-                f"{where}: every is {told[0] or None} on rank 0 and {number or None} on rank "
+                f"{where}: every is {received[0] or None} on rank 0 and {number or None} on rank "
                 f"{rank}; pass the same on every rank"
             )
 

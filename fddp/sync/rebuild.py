@@ -13,26 +13,26 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from fddp.collectives.replicas.chunked_broadcast import pass_on_text
+from fddp.collectives.replicas.chunked_broadcast import broadcast_text
 from fddp.collectives.replicas.reconcile import reconciled
 from fddp.core.plan.defaults import MAX_TIMEOUT_S
 from fddp.core.plan.leaf import LeafSpec
-from fddp.core.protocol.messages import Form
+from fddp.core.protocol.messages import Schema
 from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError, InternalError, PlanMismatchError, ReentryError, error_text
 from fddp.hooks.hook import Hook
-from fddp.runtime.agreement import Terms, exchange
+from fddp.runtime.agreement import SyncConfig, exchange
 from fddp.sync.engine import Engine
 from fddp.sync.hook_states import checked_states, init_states
-from fddp.sync.terms_codec import brought_along, terms_from_json, terms_to_json, topology_over
+from fddp.sync.terms_codec import merge_plan, remap_topology, terms_from_json, terms_to_json
 from fddp.transport import Transport, TransportName
-from fddp.transport.mesh import Span
+from fddp.transport.mesh import GroupAndTopology
 from fddp.tree.describe import leaf_specs
 from fddp.tree.foreign import holds_foreign
 from fddp.tree.pytree import flatten
 
 
-class Standing(NamedTuple):
+class Progress(NamedTuple):
     """How far a rank is; plain values.
 
     Attributes:
@@ -53,12 +53,12 @@ class Standing(NamedTuple):
     length: int
 
 
-_STANDING: Form = (str, int, int, float, bool, str, int)
+_PROGRESS: Schema = (str, int, int, float, bool, str, int)
 """What is wrong on a rank, and its `Standing`, as ranks tell them."""
 
 
 @dataclass
-class Continuation:
+class RebuildSpec:
     """What an engine is made from that goes on where others, or one of this rank's, stopped.
 
     Attributes:
@@ -74,7 +74,7 @@ class Continuation:
         parted: whether ranks differ in that.
     """
 
-    span: Span
+    span: GroupAndTopology
     transport: TransportName
     usable_timeout_s: float | None
     is_foreign: bool
@@ -82,12 +82,12 @@ class Continuation:
     hook: Hook[Any] | None = None
     leaves: tuple[LeafSpec, ...] | None = None
     problem: Exception | None = None
-    newest: Standing | None = field(default=None, init=False)
+    newest: Progress | None = field(default=None, init=False)
     parted: bool = field(default=False, init=False)
 
     title = "GradSync"
 
-    def terms(self, transport: Transport) -> Terms:
+    def terms(self, transport: Transport) -> SyncConfig:
         """What ranks must have in common, mostly from the newest of them; a collective call.
 
         Raises:
@@ -103,37 +103,37 @@ class Continuation:
         text = "" if own is None else terms_to_json(own)
         mine = _standing(self.old, own, text)
         own_account = [error_text(problem) if problem else "", *mine]
-        told = exchange(transport, own_account, _STANDING, "standing")
+        received = exchange(transport, own_account, _PROGRESS, "standing")
         if problem is not None:
             raise problem
-        for rank, theirs in enumerate(told):
+        for rank, theirs in enumerate(received):
             if theirs[0]:
                 raise PlanMismatchError(f"rank {rank} can't go on: {theirs[0]}")
-        return self._settled(transport, own, text, [Standing(*theirs[1:]) for theirs in told])
+        return self._settled(transport, own, text, [Progress(*theirs[1:]) for theirs in received])
 
     def _settled(
-        self, transport: Transport, own: Terms | None, text: str, told: list[Standing]
-    ) -> Terms:
-        finished = [standing.finished for standing in told]
+        self, transport: Transport, own: SyncConfig | None, text: str, received: list[Progress]
+    ) -> SyncConfig:
+        finished = [progress.finished for progress in received]
         source = finished.index(max(finished))
-        self.newest = newest = told[source]
+        self.newest = newest = received[source]
         if newest.finished < 0:
             raise PlanMismatchError(
-                f"none of the {len(told)} ranks has a GradSync to go on with; build one on each: "
-                f"fddp.GradSync(params)"
+                f"none of the {len(received)} ranks has a GradSync to go on with; build one on "
+                f"each: fddp.GradSync(params)"
             )
         self.parted = len(set(finished)) > 1
-        if all(standing.digest == newest.digest for standing in told):
+        if all(progress.digest == newest.digest for progress in received):
             if own is None:
                 raise InternalError("ranks without terms have those of a rank that has some")
             return own
-        text = pass_on_text(transport, text, newest.length, source, "the plan of the newest rank")
+        text = broadcast_text(transport, text, newest.length, source, "the plan of the newest rank")
         if own is None:
             return terms_from_json(text, self.span.topology, transport, self.hook, self.leaves)
-        return brought_along(own, text)
+        return merge_plan(own, text)
 
 
-def renewed(old: Engine, span: Span) -> Engine:
+def rebuild_engine(old: Engine, span: GroupAndTopology) -> Engine:
     """An engine that goes on where this one stopped, on other ranks; a collective call.
 
     The old one is closed once the new one works.
@@ -152,7 +152,7 @@ def renewed(old: Engine, span: Span) -> Engine:
     if old.lifecycle.superseded:
         raise ClosedError(f"rebuild was called a second time: {old.lifecycle.closed_text}")
     name: Any = old.terms.transport
-    engine = _opened(Continuation(span, name, old.timeout_s, old.program.foreign, old))
+    engine = _opened(RebuildSpec(span, name, old.timeout_s, old.program.foreign, old))
     old.supersede(
         "rebuild() goes on with another in its place",
         "take steps with the one that it returned: sync = sync.rebuild(group), and "
@@ -161,8 +161,8 @@ def renewed(old: Engine, span: Span) -> Engine:
     return engine
 
 
-def joined(
-    span: Span,
+def join_engine(
+    span: GroupAndTopology,
     params: Any,
     hook: Hook[Any] | None,
     transport: TransportName,
@@ -182,13 +182,13 @@ def joined(
     except Exception as error:
         problem, timeout_s = error, None
     return _opened(
-        Continuation(
+        RebuildSpec(
             span, transport, timeout_s, is_foreign, hook=hook, leaves=leaves, problem=problem
         )
     )
 
 
-def _opened(continuation: Continuation) -> Engine:
+def _opened(continuation: RebuildSpec) -> Engine:
     engine = Engine(continuation)
     newest, old = continuation.newest, continuation.old
     if newest is None:
@@ -209,7 +209,7 @@ def _opened(continuation: Continuation) -> Engine:
 
 
 def _states(
-    engine: Engine, old: Engine | None, newest: Standing, parted: bool
+    engine: Engine, old: Engine | None, newest: Progress, parted: bool
 ) -> tuple[Any, ...] | None:
     """The hook's state that engines carry; a collective call where there is some. Ranks that are
     behind take that of one that is not: parts of it must be alike on all ranks."""
@@ -228,24 +228,24 @@ def _states(
         checked_states(engine, states, "the GradSync before")
     except Exception as error:
         problem = error
-    told = exchange(engine.transport, error_text(problem) if problem else "", str, "hook state")
+    received = exchange(engine.transport, error_text(problem) if problem else "", str, "hook state")
     if problem is not None:
         raise problem
-    for rank, theirs in enumerate(told):
+    for rank, theirs in enumerate(received):
         if theirs:
             raise PlanMismatchError(f"rank {rank} can't go on: {theirs}")
     return tuple(states)
 
 
-def _standing(old: Engine | None, own: Terms | None, text: str) -> Standing:
+def _standing(old: Engine | None, own: SyncConfig | None, text: str) -> Progress:
     if old is None or own is None:
-        return Standing(-1, -1, 1.0, False, "", 0)
+        return Progress(-1, -1, 1.0, False, "", 0)
     digest = hashlib.sha256(terms_to_json(own, plan=own.plan.shared_digest).encode()).hexdigest()
     keeps_state = old.hook_states is not None
-    return Standing(old.finished, old.step, old.scale.unit, keeps_state, digest, len(text))
+    return Progress(old.finished, old.step, old.scale.unit, keeps_state, digest, len(text))
 
 
-def _terms_over(old: Engine, axes: Topology | None, transport: Transport) -> Terms:
+def _terms_over(old: Engine, axes: Topology | None, transport: Transport) -> SyncConfig:
     """This rank's own terms over another group.
 
     Raises:
@@ -257,7 +257,7 @@ def _terms_over(old: Engine, axes: Topology | None, transport: Transport) -> Ter
             f"{transport.name!r}; build a new GradSync there"
         )
     before = old.schedule.topology
-    topology = topology_over(before, axes, transport.world_size)
+    topology = remap_topology(before, axes, transport.world_size)
     if old.terms.algorithm == "hierarchical" and len(topology.axes) < 2:
         raise ValueError(
             f"algorithm='hierarchical' needs a mesh of at least two axes, got {topology}"

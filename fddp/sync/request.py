@@ -14,10 +14,10 @@ from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
 from fddp.errors import NoGradientError
 from fddp.hooks.hook import Hook
-from fddp.runtime.agreement import Rebuild, Terms
+from fddp.runtime.agreement import Rebuild, SyncConfig
 from fddp.runtime.nonfinite import Policy
 from fddp.transport import LoopbackGroup, Transport, TransportName
-from fddp.transport.mesh import Span
+from fddp.transport.mesh import GroupAndTopology
 from fddp.tree.foreign import aligned, holds_foreign
 from fddp.tree.planner import plan_buckets
 from fddp.tree.pytree import flatten
@@ -25,11 +25,11 @@ from fddp.tree.pytree import flatten
 Reduction = Literal["all_reduce", "hierarchical", "reduce_scatter"]
 
 
-class Asking(Protocol):
+class EngineSpec(Protocol):
     """What an engine is made from."""
 
     @property
-    def span(self) -> Span:
+    def span(self) -> GroupAndTopology:
         """The axes of the ranks."""
 
     @property
@@ -48,14 +48,14 @@ class Asking(Protocol):
     def is_foreign(self) -> bool:
         """Whether this rank's trees hold arrays of another library than torch."""
 
-    def terms(self, transport: Transport) -> Terms:
+    def terms(self, transport: Transport) -> SyncConfig:
         """What ranks must have in common; raises what is wrong with it on this rank."""
 
 
-def usable_transport(asking: Asking) -> TransportName:
+def usable_transport(spec: EngineSpec) -> TransportName:
     """The transport that is asked for; "auto" if none of its group can have this name."""
-    loopback = isinstance(asking.span.group, LoopbackGroup)
-    return asking.transport if asking.transport in ("shm", "c10d") and not loopback else "auto"
+    loopback = isinstance(spec.span.group, LoopbackGroup)
+    return spec.transport if spec.transport in ("shm", "c10d") and not loopback else "auto"
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Request:
     select: Callable[[str], bool] | None
     reduce_dtype: torch.dtype | None
     algorithm: Reduction
-    span: Span
+    span: GroupAndTopology
     transport: TransportName
     timeout_s: float | None
     hook: Hook[Any] | None
@@ -108,7 +108,7 @@ class Request:
         except Exception:  # of which `terms` tells all ranks
             return False
 
-    def terms(self, transport: Transport) -> Terms:
+    def terms(self, transport: Transport) -> SyncConfig:
         """What ranks must have in common.
 
         Raises:
@@ -145,7 +145,7 @@ class Request:
             isinstance(self.source, Schedule) and self.source.deterministic
         )
         if is_deterministic and self.hook is not None:
-            raise ValueError(hook_problem(self.hook))
+            raise ValueError(deterministic_hook_error(self.hook))
         if self.span.problem is not None:
             raise self.span.problem
         plan = self._plan()
@@ -153,7 +153,7 @@ class Request:
         given = isinstance(self.source, (BucketPlan, Schedule))
         # Shards must stay what they are, so that plans of theirs are not rebuilt.
         rebuilds = not given and self.algorithm != "reduce_scatter"
-        return Terms(
+        return SyncConfig(
             plan=plan,
             given=given,
             transport=self.transport,
@@ -233,7 +233,7 @@ class Request:
         return topology
 
 
-def hook_problem(hook: Hook[Any]) -> str:
+def deterministic_hook_error(hook: Hook[Any]) -> str:
     """Why a hook can't be had where sums are deterministic."""
     return (
         f"{hook.name} decides itself how it sums, so that deterministic=True can't hold; leave one "

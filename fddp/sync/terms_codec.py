@@ -8,33 +8,33 @@ from typing import Any, get_args
 
 from fddp.core.plan.leaf import ITEM_BYTES, MAX_COUNT, LeafSpec
 from fddp.core.plan.plan import BucketPlan
-from fddp.core.protocol.messages import Form, OneOf, maybe, read
+from fddp.core.protocol.messages import AnyOf, Schema, decode, optional
 from fddp.core.schedule.builder import Algorithm
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
 from fddp.errors import PlanMismatchError
 from fddp.hooks.hook import Hook
-from fddp.runtime.agreement import Rebuild, Terms, leaf_details
+from fddp.runtime.agreement import Rebuild, SyncConfig, leaf_details
 from fddp.runtime.nonfinite import Policy
 from fddp.transport import Transport, TransportName
 
 _NOT_PLAIN = frozenset({"plan", "topology", "schedule", "rebuild", "hook"})
-_TERMS: Form = {
+_TERMS: Schema = {
     "given": bool,
-    "transport": OneOf(get_args(TransportName)),
-    "reduce_dtype": maybe(OneOf(tuple(ITEM_BYTES))),
-    "algorithm": OneOf(get_args(Algorithm)),
+    "transport": AnyOf(get_args(TransportName)),
+    "reduce_dtype": optional(AnyOf(tuple(ITEM_BYTES))),
+    "algorithm": AnyOf(get_args(Algorithm)),
     "skips_unused": bool,
     "deterministic": bool,
-    "nonfinite": OneOf(get_args(Policy)),
+    "nonfinite": AnyOf(get_args(Policy)),
     "plan": str,
     "topology": [(str, int)],
-    "schedule": maybe(str),
-    "rebuild": maybe(([int], bool)),
+    "schedule": optional(str),
+    "rebuild": optional(([int], bool)),
 }
 
 
-def topology_over(before: Topology, axes: Topology | None, world_size: int) -> Topology:
+def remap_topology(before: Topology, axes: Topology | None, world_size: int) -> Topology:
     """The axes of the ranks of a group, for those of another group."""
     if axes is not None:
         found = axes
@@ -50,14 +50,14 @@ def topology_over(before: Topology, axes: Topology | None, world_size: int) -> T
     return found
 
 
-def brought_along(own: Terms, text: str) -> Terms:
+def merge_plan(own: SyncConfig, text: str) -> SyncConfig:
     """This rank's terms with the newest plan, if that may be another one; ranks compare them next,
     and say where they differ.
 
     Raises:
         ValueError: the text is none that `terms_to_json` writes.
     """
-    document = read(text, _TERMS)
+    document = decode(text, _TERMS)
     theirs = BucketPlan.from_json(document["plan"])
     mine = [own.plan.leaves[i] for i in own.plan.reduced]
     may_differ = not own.given and own.schedule is None and own.algorithm != "reduce_scatter"
@@ -97,9 +97,9 @@ def _on_leaves(plan: BucketPlan, leaves: tuple[LeafSpec, ...]) -> BucketPlan:
     )
 
 
-def terms_to_json(terms: Terms, *, plan: str | None = None) -> str:
+def terms_to_json(terms: SyncConfig, *, plan: str | None = None) -> str:
     """The terms as ASCII, all but the hook; with this text in place of the plan."""
-    plain = {f.name: getattr(terms, f.name) for f in fields(Terms) if f.name not in _NOT_PLAIN}
+    plain = {f.name: getattr(terms, f.name) for f in fields(SyncConfig) if f.name not in _NOT_PLAIN}
     document = {
         **plain,
         "plan": terms.plan.to_json() if plan is None else plan,
@@ -118,19 +118,19 @@ def terms_from_json(
     transport: Transport,
     hook: Hook[Any] | None,
     leaves: tuple[LeafSpec, ...] | None,
-) -> Terms:
+) -> SyncConfig:
     """The terms that another rank wrote, on a rank that has none.
 
     Raises:
         ValueError: the text is none that `terms_to_json` writes, or does not fit the group.
         PlanMismatchError: the plan does not fit `leaves`.
     """
-    document = read(text, _TERMS)
+    document = decode(text, _TERMS)
     plan, schedule = BucketPlan.from_json(document.pop("plan")), document.pop("schedule")
     theirs = _topology(document.pop("topology"))
-    return Terms(
+    return SyncConfig(
         plan=plan if leaves is None else _on_leaves(plan, leaves),
-        topology=topology_over(theirs, axes, transport.world_size),
+        topology=remap_topology(theirs, axes, transport.world_size),
         schedule=None if schedule is None else Schedule.from_json(schedule),
         rebuild=_rebuild(document.pop("rebuild")),
         hook=hook,

@@ -120,14 +120,14 @@ class ValueAndGrad:
         with step.transport.step_scope(step.number):
             try:
                 check_no_transform("value_and_grad")
-                if hook_state is not None or step.context.attached is not None:
+                if hook_state is not None or step.context.bound_hook is not None:
                     step.hook_states = checked_states(engine, hook_state, "hook_state=")
                 # As torch.func.grad, this differentiates whatever mode the caller is in.
                 with torch.inference_mode(False):
                     computed = self._compute(step, args, kwargs, accumulated)
             except BaseException as error:
                 step.fail(error)
-                engine.raise_alarm(step.number, error)
+                engine.publish_step_failure(step.number, error)
         outcome = engine.finish(step)
         if computed is None:
             raise InternalError("a step succeeded without its own part")
@@ -177,7 +177,7 @@ class ValueAndGrad:
         self, step: Step, contributions: BackwardContributions, leaves: LeafSet, loss: Tensor
     ) -> None:
         engine = self._engine
-        if step.context.attached is not None:
+        if step.context.bound_hook is not None:
             # Hooks may call operators, too, and run on ranks that have failed.
             step.transport.leave_step()
         view = leaves.inspect(loss)

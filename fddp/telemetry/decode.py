@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from fddp.core.protocol.messages import Form, read
+from fddp.core.protocol.messages import Schema, decode
 
 T = TypeVar("T")
 
 _MOST = 2**63
 
 
-def told_by(rank: int, what: str, text: str, form: Form, make: Callable[[Any], T]) -> T:
+def decode_from(rank: int, what: str, text: str, form: Schema, make: Callable[[Any], T]) -> T:
     """What a rank told.
 
     Args:
@@ -26,14 +26,14 @@ def told_by(rank: int, what: str, text: str, form: Form, make: Callable[[Any], T
         ValueError: it is something else; names the rank, and says where and what.
 
     Example:
-        >>> told_by(3, "steps", "[1, 2.5]", [float], tuple)
+        >>> decode_from(3, "steps", "[1, 2.5]", [float], tuple)
         (1, 2.5)
-        >>> told_by(3, "steps", "[1, NaN]", [float], tuple)
+        >>> decode_from(3, "steps", "[1, NaN]", [float], tuple)
         Traceback (most recent call last):
         ValueError: rank 3 told no steps: nan is no number below 2**63
     """
     try:
-        value = read(text, form)
+        value = decode(text, form)
         for number in _numbers(value):
             if not abs(number) < _MOST:
                 raise ValueError(f"{number} is no number below 2**63")

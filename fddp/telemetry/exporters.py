@@ -136,7 +136,7 @@ class Prometheus:
             ) from error
         to = client.REGISTRY if registry is None else registry
         self._rank = str(rank)
-        self._told: set[tuple[str, str]] = set()  # rank and phase, of the newest report
+        self._exported: set[tuple[str, str]] = set()  # rank and phase, of the newest report
         self._steps = client.Counter("fddp_steps", "Synchronised steps.", ["rank"], registry=to)
         self._skipped = client.Counter(
             "fddp_skipped_steps", "Steps that all ranks left out.", ["rank"], registry=to
@@ -187,12 +187,12 @@ class Prometheus:
         """Takes a report on all ranks. What an earlier one had of ranks or phases that this one
         has not, is no longer served."""
         behind = {one.rank: one.behind_s for one in report.stragglers}
-        told = {(str(rank.rank), phase) for rank in report.ranks for phase in rank.phases}
-        for gone in self._told - told:
+        current = {(str(rank.rank), phase) for rank in report.ranks for phase in rank.phases}
+        for gone in self._exported - current:
             self._medians.remove(self._rank, *gone)
-        for gone_rank in {rank for rank, _ in self._told} - {rank for rank, _ in told}:
+        for gone_rank in {rank for rank, _ in self._exported} - {rank for rank, _ in current}:
             self._behind.remove(self._rank, gone_rank)
-        self._told = told
+        self._exported = current
         for rank in report.ranks:
             for phase, spread in rank.phases.items():
                 self._medians.labels(self._rank, str(rank.rank), phase).set(spread.median_s)

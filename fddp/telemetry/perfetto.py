@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fddp.core.protocol.messages import Each, Form
+from fddp.core.protocol.messages import MappingOf, Schema
 from fddp.core.timeline import COMPUTE, BucketTimes, Interval, StepTimes
-from fddp.telemetry.decode import check_least, told_by
+from fddp.telemetry.decode import check_least, decode_from
 from fddp.telemetry.phases import BACKWARD, FORWARD, HOOK, INPUT, OF_STEPS, SYNC, WAIT
 from fddp.telemetry.stragglers import StepRecord
 
@@ -46,14 +46,14 @@ def steps_from_json(text: str, rank: int) -> list[StepRecord]:
     Raises:
         ValueError: it is something else; names the rank, and says what.
     """
-    return told_by(rank, "steps", text, _STEPS, lambda read: [_step(*of) for of in read])
+    return decode_from(rank, "steps", text, _STEPS, lambda read: [_step(*of) for of in read])
 
 
-_INTERVALS: Form = [(float, float)]
-_STEPS: Form = [
+_INTERVALS: Schema = [(float, float)]
+_STEPS: Schema = [
     (
         int,
-        Each(float),
+        MappingOf(float),
         [(int, int, float, float, float)],
         *(float, float, float, float),
         _INTERVALS,

@@ -23,14 +23,14 @@ MONITOR = "monitor"
 """What a monitor takes between two steps, its exporters above all."""
 
 
-class Covered:
+class IntervalIndex:
     """How much of a span of time lies within some intervals.
 
     Args:
         intervals: none of which overlap, in order.
 
     Example:
-        >>> covered = Covered([(1.0, 2.0), (3.0, 5.0)])
+        >>> covered = IntervalIndex([(1.0, 2.0), (3.0, 5.0)])
         >>> covered.within(0.0, 9.0), covered.within(1.5, 4.0), covered.within(2.0, 3.0)
         (3.0, 1.5, 0.0)
     """
@@ -63,8 +63,8 @@ def step_phases(times: StepTimes) -> dict[str, float]:
         >>> step_phases(times)
         {'forward': 1.0, 'backward': 1.5, 'sync': 1.5, 'wait': 2.0}
     """
-    waits, hooks = Covered(times.waits), Covered(times.hooks)
-    hook_waits = Covered([wait for wait in times.waits if hooks.within(*wait) > 0.0])
+    waits, hooks = IntervalIndex(times.waits), IntervalIndex(times.hooks)
+    hook_waits = IntervalIndex([wait for wait in times.waits if hooks.within(*wait) > 0.0])
 
     def hook_s(start_s: float, end_s: float) -> float:
         return max(0.0, hooks.within(start_s, end_s) - hook_waits.within(start_s, end_s))

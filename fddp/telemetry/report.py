@@ -12,9 +12,9 @@ from fddp.telemetry.phases import INPUT, MONITOR, OF_STEPS
 from fddp.telemetry.stragglers import (
     LEAST_STEPS,
     RankSummary,
-    Spread,
+    RobustStats,
     Straggler,
-    find_monitored,
+    find_slow_monitors,
     find_stragglers,
 )
 
@@ -90,7 +90,7 @@ class MonitorReport:
         exporters = [
             f"exporters of the monitor take {one.behind_s * 1e3:.1f} ms a step ({one.share:.0%} of "
             f"it) longer on rank {one.rank} than on the others"
-            for one in find_monitored(self.ranks)
+            for one in find_slow_monitors(self.ranks)
         ]
         return "\n".join([*(lines or [none]), *exporters])
 
@@ -102,8 +102,8 @@ class MonitorReport:
         if len(spans) == 1:
             ((first, last),) = spans
             return f"steps {first} to {last}"
-        told = [f"{first} to {last} on {names(of)}" for (first, last), of in spans.items()]
-        return f"steps {', '.join(told)}"
+        ranges = [f"{first} to {last} on {names(of)}" for (first, last), of in spans.items()]
+        return f"steps {', '.join(ranges)}"
 
     def _bucket_table(self) -> list[str]:
         counts = {len(rank.buckets) for rank in self.ranks}
@@ -119,7 +119,7 @@ class MonitorReport:
         return [f"buckets; ms since the rank's backward began, median\n{table}"]
 
 
-def _cell(spread: Spread | None) -> str:
+def _cell(spread: RobustStats | None) -> str:
     return "" if spread is None else f"{_ms(spread.median_s)} ± {_ms(spread.mad_s)}"
 
 

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from fddp.core.protocol.messages import Each, Form
+from fddp.core.protocol.messages import MappingOf, Schema
 from fddp.core.timeline import StepTimes
-from fddp.telemetry.decode import check_least, told_by
+from fddp.telemetry.decode import check_least, decode_from
 from fddp.telemetry.phases import INPUT, MONITOR, WAIT
 
 _NOT_OWN = (WAIT, MONITOR)
@@ -53,7 +53,7 @@ class StepRecord(NamedTuple):
         return sum(s for phase, s in self.phases_s.items() if phase not in _NOT_OWN)
 
 
-class Spread(NamedTuple):
+class RobustStats(NamedTuple):
     """Seconds over several steps.
 
     Attributes:
@@ -69,12 +69,12 @@ class Spread(NamedTuple):
     steps: int
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Spread:
+    def of(cls, seconds: Sequence[float]) -> RobustStats:
         """Of one value at least.
 
         Example:
-            >>> Spread.of([1.0, 2.0, 9.0])
-            Spread(median_s=2.0, mad_s=1.0, most_s=9.0, steps=3)
+            >>> RobustStats.of([1.0, 2.0, 9.0])
+            RobustStats(median_s=2.0, mad_s=1.0, most_s=9.0, steps=3)
         """
         median_s = statistics.median(seconds)
         mad_s = statistics.median(abs(s - median_s) for s in seconds)
@@ -113,9 +113,9 @@ class RankSummary:
     rank: int
     first: int
     last: int
-    phases: Mapping[str, Spread]
-    own: Spread
-    step: Spread
+    phases: Mapping[str, RobustStats]
+    own: RobustStats
+    step: RobustStats
     buckets: tuple[BucketSpread, ...]
 
     def to_json(self) -> str:
@@ -135,19 +135,19 @@ class RankSummary:
 
         Example:
             >>> times = StepTimes((), 1.0, 3.0, 4.0)
-            >>> told = summarize(1, [StepRecord(0, {"backward": 2.0, "wait": 1.0}, times)])
-            >>> RankSummary.from_json(told.to_json(), 1) == told
+            >>> summary = summarize(1, [StepRecord(0, {"backward": 2.0, "wait": 1.0}, times)])
+            >>> RankSummary.from_json(summary.to_json(), 1) == summary
             True
         """
-        return told_by(rank, "summary of its steps", text, _SUMMARY, partial(_summary, rank))
+        return decode_from(rank, "summary of its steps", text, _SUMMARY, partial(_summary, rank))
 
 
-_SPREAD: Form = (float, float, float, int)
-_SUMMARY: Form = {
+_SPREAD: Schema = (float, float, float, int)
+_SUMMARY: Schema = {
     "rank": int,
     "first": int,
     "last": int,
-    "phases": Each(_SPREAD),
+    "phases": MappingOf(_SPREAD),
     "own": _SPREAD,
     "step": _SPREAD,
     "buckets": [(int, float, float, float)],
@@ -171,8 +171,8 @@ def _summary(rank: int, read: dict[str, Any]) -> RankSummary:
     )
 
 
-def _spread(read: list[Any]) -> Spread:
-    spread = Spread(*read)
+def _spread(read: list[Any]) -> RobustStats:
+    spread = RobustStats(*read)
     check_least(0, spread._asdict())
     check_least(1, {"steps": spread.steps})
     return spread
@@ -190,14 +190,14 @@ def summarize(rank: int, steps: Sequence[StepRecord]) -> RankSummary:
     # One whose beginning is not known is no whole step.
     whole = [record for record in steps if INPUT in record.phases_s] or list(steps)
     names = dict.fromkeys(name for record in whole for name in record.phases_s)
-    phases = {n: Spread.of([record.phases_s.get(n, 0.0) for record in whole]) for n in names}
+    phases = {n: RobustStats.of([record.phases_s.get(n, 0.0) for record in whole]) for n in names}
     return RankSummary(
         rank=rank,
         first=steps[0].step,
         last=steps[-1].step,
         phases=phases,
-        own=Spread.of([record.own_s for record in whole]),
-        step=Spread.of([sum(record.phases_s.values()) for record in whole]),
+        own=RobustStats.of([record.own_s for record in whole]),
+        step=RobustStats.of([sum(record.phases_s.values()) for record in whole]),
         buckets=_bucket_spreads([record.times for record in whole]),
     )
 
@@ -270,7 +270,7 @@ def find_stragglers(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
     return tuple(sorted(found, key=lambda one: -one.behind_s))
 
 
-def find_monitored(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
+def find_slow_monitors(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
     """The ranks whose monitors take longer than the others', by the measure of `find_stragglers`.
 
     Exporters do: the others wait for the rank, which is not slow itself.
@@ -281,7 +281,7 @@ def find_monitored(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
         ...     times = StepTimes((), 1.0, 3.0, 4.0)
         ...     return summarize(rank, [StepRecord(n, phases_s, times) for n in range(9)])
         >>> ranks = [rank_with_exporters(0, 0.010), rank_with_exporters(1, 0.0)]
-        >>> [(one.rank, one.phase) for one in find_monitored(ranks)], find_stragglers(ranks)
+        >>> [(one.rank, one.phase) for one in find_slow_monitors(ranks)], find_stragglers(ranks)
         ([(0, 'monitor')], ())
     """
     taken = [_of_phase(summary, MONITOR) for summary in summaries]
@@ -293,7 +293,7 @@ def find_monitored(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
 
 
 def _behind(
-    summaries: Sequence[RankSummary], spreads: Sequence[Spread]
+    summaries: Sequence[RankSummary], spreads: Sequence[RobustStats]
 ) -> Iterator[tuple[int, float, float]]:
     """Whose spread lies above the others' beyond noise: its position, by how much, and as a share
     of the step."""
@@ -308,11 +308,11 @@ def _behind(
             yield at, behind_s, behind_s / step_s if step_s > 0.0 else 0.0
 
 
-def _of_phase(summary: RankSummary, phase: str) -> Spread:
-    return summary.phases.get(phase, Spread(0.0, 0.0, 0.0, summary.own.steps))
+def _of_phase(summary: RankSummary, phase: str) -> RobustStats:
+    return summary.phases.get(phase, RobustStats(0.0, 0.0, 0.0, summary.own.steps))
 
 
-def _lead(spreads: Sequence[Spread], at: int) -> tuple[float, float]:
+def _lead(spreads: Sequence[RobustStats], at: int) -> tuple[float, float]:
     """By how much one's median lies above the others', and the standard error of that."""
     mine, others = spreads[at], [*spreads[:at], *spreads[at + 1 :]]
     middle_s = statistics.median_low(other.median_s for other in others)

@@ -56,12 +56,12 @@ def check_adjoint(
     cotangent = torch.randn(output.shape, generator=generator, dtype=output.dtype)
     (pulled,) = torch.func.vjp(vector, at)[1](cotangent)
     mine = [float(cotangent @ moved), float(pulled @ tangent)]
-    told = _exchange(communicator, mine)
-    forward, reverse = (sum(rank[k] for rank in told) for k in range(2))
+    received = _exchange(communicator, mine)
+    forward, reverse = (sum(rank[k] for rank in received) for k in range(2))
     if not abs(forward - reverse) <= rtol * max(abs(forward), abs(reverse), 1.0):
         raise AssertionError(
             f"summed over {communicator.world_size} ranks, <c, J t> is {forward} and <J^T c, t> is "
-            f"{reverse}; by rank: {told}"
+            f"{reverse}; by rank: {received}"
         )
 
 
@@ -152,8 +152,8 @@ def _columns(communicator: Communicator, like: Tensor, fn: Callable[[Tensor], An
             result = fn(unit)
             rows.append(result[0] if isinstance(result, tuple) else result)
     mine = torch.stack(rows).detach()
-    told = _exchange(communicator, mine.tolist())
-    return torch.stack([torch.tensor(rank, dtype=like.dtype) for rank in told], dim=1)
+    received = _exchange(communicator, mine.tolist())
+    return torch.stack([torch.tensor(rank, dtype=like.dtype) for rank in received], dim=1)
 
 
 def _compare(what: str, found: Tensor, wanted: Tensor, tol: float) -> None:
@@ -171,8 +171,8 @@ def _compare(what: str, found: Tensor, wanted: Tensor, tol: float) -> None:
 
 def _exchange(communicator: Communicator, mine: Any) -> list[Any]:
     """By the transport itself, not by what is being checked."""
-    told = communicator.transport.exchange(json.dumps(mine).encode())
-    return [json.loads(text) for text in told]
+    received = communicator.transport.exchange(json.dumps(mine).encode())
+    return [json.loads(text) for text in received]
 
 
 def _as_vector(fn: Callable[[Any], Any], inputs: Any) -> tuple[_Vector, Tensor]:

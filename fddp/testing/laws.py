@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fddp.core.check import check_schedule
 from fddp.core.protocol.readiness import on_backward_end, on_ready, start
-from fddp.core.schedule.op import Op, meets
+from fddp.core.schedule.op import Op, is_collective
 from fddp.core.schedule.schedule import Schedule
 from fddp.errors import ScheduleError
 
@@ -77,7 +77,7 @@ def assert_same_collectives(
     issued = [_issued(schedule, own, everywhere) for own in late]
     for rank, positions in enumerate(issued):
         if positions != issued[0]:
-            raise AssertionError(_parting(schedule, rank, issued[0], positions))
+            raise AssertionError(_first_divergence(schedule, rank, issued[0], positions))
     return tuple(schedule.ops[position] for position in issued[0])
 
 
@@ -96,23 +96,23 @@ def _issued(schedule: Schedule, own: frozenset[int], everywhere: frozenset[int])
     """Positions of the collectives of a rank on which the buckets `own` are late."""
     known, positions = own, []
     for position, op in enumerate(schedule.ops):
-        if meets(op) and (op.when == "always" or op.bucket in known):
+        if is_collective(op) and (op.when == "always" or op.bucket in known):
             positions.append(position)
-        if position == max(schedule.control, schedule.carrier):
+        if position == max(schedule.control, schedule.piggyback_op):
             known = everywhere
     return positions
 
 
-def _parting(schedule: Schedule, rank: int, first: list[int], other: list[int]) -> str:
+def _first_divergence(schedule: Schedule, rank: int, first: list[int], other: list[int]) -> str:
     step = next(
         (i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b),
         min(len(first), len(other)),
     )
-    told = [
+    operations = [
         schedule.describe(positions[step]) if step < len(positions) else "nothing more"
         for positions in (first, other)
     ]
     return (
-        f"ranks part at collective {step}: rank 0 issues {told[0]} where rank {rank} issues "
-        f"{told[1]}; let what may differ by rank depend on the control word"
+        f"ranks part at collective {step}: rank 0 issues {operations[0]} where rank {rank} issues "
+        f"{operations[1]}; let what may differ by rank depend on the control word"
     )

@@ -75,12 +75,14 @@ def assert_mean(
     result = call(own) if weights is None else call(own, weight=weights[sync.rank])
     counted = [1.0] * sync.world_size if weights is None else [float(w) for w in weights]
     problem = before.problem() or _problem(sync, trees, counted, result, rtol)
-    told = exchange(sync._engine.transport, [problem, _bits(sync, result, problem)], (str, object))
-    for rank, (text, _) in enumerate(told):
+    received = exchange(
+        sync._engine.transport, [problem, _bits(sync, result, problem)], (str, object)
+    )
+    for rank, (text, _) in enumerate(received):
         if text:
             raise AssertionError(f"rank {rank}: {text}")
-    for rank, (_, bits) in enumerate(told):
-        differing = [path for path, digest in bits.items() if digest != told[0][1][path]]
+    for rank, (_, bits) in enumerate(received):
+        differing = [path for path, digest in bits.items() if digest != received[0][1][path]]
         if differing:
             raise AssertionError(f"ranks 0 and {rank} got other bits for leaf {differing[0]!r}")
     return result

@@ -6,9 +6,9 @@ one group never mix, even where their operations interleave differently on diffe
 transport may be used from several threads, but issuing in the same order everywhere is the caller's
 duty.
 
-After `divide`, collectives can also run along some axes of a topology: in the group of ranks that
-differ from this one in these axes only. Then issue order counts for each group by itself, and
-groups do not wait for each other.
+After `open_subgroups`, collectives can also run along some axes of a topology: in the group of
+ranks that differ from this one in these axes only. Then issue order counts for each group by
+itself, and groups do not wait for each other.
 
 What every transport checks, and how the caller's tensors become what travels, is decided here once.
 A backend implements `_start`, `_connect` and `_release`.
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fddp.core.protocol.messages import nonsense
+from fddp.core.protocol.messages import malformed_message_error
 from fddp.errors import ClosedError, DesyncError, InternalError, PlanMismatchError
 from fddp.telemetry.waits import LEAST_S, note_wait
 from fddp.transport.operation import Operation, check_operation, check_tensor
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from fddp.core.schedule.topology import Topology
-    from fddp.transport.liveness.status import Slot
+    from fddp.transport.liveness.status import TransportStatus
     from fddp.transport.operation import OperationKind
 
 _REAL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _LENGTH_BYTES = 8  # that tell how long a payload is
 _MOST_BYTES = 2**31  # of a payload; more is taken for nonsense, before there is memory for it
-_END_BYTES = 16  # that tell what it is for
-_AT_ONCE_BYTES = 1000  # of a payload that travel with its length
+_TOPIC_BYTES = 16  # that tell what it is for
+_INLINE_BYTES = 1000  # of a payload that travel with its length
 
 
 class Work(ABC):
@@ -113,10 +113,10 @@ class Transport(ABC):
         world_size: ranks in the group.
         timeout_s: the longest that an operation may take.
         control_device: where small tensors that the host will read should live.
-        slot: what this rank is waiting for on it, for the errors of others.
+        status: what this rank is waiting for on it, for the errors of others.
     """
 
-    slot: Slot
+    status: TransportStatus
     name: str
     reason: str
     rank: int
@@ -133,22 +133,22 @@ class Transport(ABC):
     @property
     def label(self) -> str:
         """Name of this transport in error texts, such as "GradSync #1"; empty if it has none."""
-        return self.slot.label
+        return self.status.label
 
     def step_scope(self, step: int | None) -> StepScope:
         """Context in which this rank's waits end with an error once another rank fails `step`, or
         are not ended by failed steps if it is None."""
-        return StepScope(self.slot, step)
+        return StepScope(self.status, step)
 
     def enter_step(self, step: int) -> None:
         """Let waits end with an error once another rank fails `step`."""
-        self.slot.in_step = step
+        self.status.in_step = step
 
     def leave_step(self) -> None:
         """Undo `enter_step`."""
-        self.slot.in_step = None
+        self.status.in_step = None
 
-    def divide(self, topology: Topology, groups: Collection[tuple[str, ...]]) -> None:
+    def open_subgroups(self, topology: Topology, groups: Collection[tuple[str, ...]]) -> None:
         """Open the groups along each of `groups`, tuples of axes; every rank calls this; blocks.
 
         For each tuple a rank belongs to one group, `topology.group(axes, rank)`. A later call with
@@ -164,20 +164,20 @@ class Transport(ABC):
             ValueError: the topology has another world size, or lacks one of the axes.
             FddpError: as an operation that fails.
         """
-        named = sorted(set(groups))
-        self._agree(f"{topology} divided along {named}")
+        groups_sorted = sorted(set(groups))
+        self._check_equal(f"{topology} divided along {groups_sorted}")
         if topology.world_size != self.world_size:
             raise ValueError(
                 f"divide on rank {self.rank}: {topology} has {topology.world_size} ranks and the "
                 f"transport {self.world_size}; pass a topology of the transport's ranks"
             )
-        for axes in named:
+        for axes in groups_sorted:
             if len(set(axes) & set(topology.names)) != len(axes):
                 raise ValueError(
                     f"divide on rank {self.rank}: {axes!r} are not distinct axes of {topology}; "
                     f"choose among {topology.names!r}"
                 )
-        ranks = {axes: topology.group(axes, self.rank) for axes in (*named, topology.names)}
+        ranks = {axes: topology.group(axes, self.rank) for axes in (*groups_sorted, topology.names)}
         self._connect([group for group in ranks.values() if 1 < len(group) < self.world_size])
         known = self._groups if topology == self._topology else {}
         self._topology, self._groups = topology, {**known, **ranks}
@@ -188,23 +188,30 @@ class Transport(ABC):
         *,
         axes: tuple[str, ...] = (),
         average: bool = False,
-        stamp: bool = False,
-        soon: bool = False,
+        record_time: bool = False,
+        wait_soon: bool = False,
     ) -> Work:
         """Start replacing `tensor` by its sum over ranks, in place.
 
         Args:
             tensor: contiguous, of one of `SUMMABLE_DTYPES`, the same shape and dtype on all ranks;
                 not to be touched until the work was waited for.
-            axes: the ranks: () for all, else the group along axes that `divide` was given.
+            axes: the ranks: () for all, else the group along axes that `open_subgroups` was given.
             average: divide the sum by the number of these ranks; for floating and complex dtypes.
-            stamp: record when it finished, see `Work.done_s`.
-            soon: whether the caller is about to wait, so that the work may be left to that; other
-                ranks may be held up until it does.
+            record_time: record when it finished, see `Work.done_s`.
+            wait_soon: whether the caller is about to wait, so that the work may be left to that;
+                other ranks may be held up until it does.
         """
         ranks = self._groups.get(axes) or self._ranks("all_reduce", axes)
         return self._launch(
-            Operation("all_reduce", tensor, ranks, average=average, stamp=stamp, soon=soon)
+            Operation(
+                "all_reduce",
+                tensor,
+                ranks,
+                average=average,
+                record_time=record_time,
+                wait_soon=wait_soon,
+            )
         )
 
     def reduce_scatter(
@@ -214,8 +221,8 @@ class Transport(ABC):
         axes: tuple[str, ...] = (),
         average: bool = False,
         ordered: bool = False,
-        stamp: bool = False,
-        soon: bool = False,
+        record_time: bool = False,
+        wait_soon: bool = False,
     ) -> Work:
         """Start replacing this rank's own chunk of `buffer` by its sum over ranks, in place.
 
@@ -226,23 +233,23 @@ class Transport(ABC):
             buffer: as for `all_reduce`, and of one dimension, its length a multiple of the number
                 of ranks that take part.
             axes: as for `all_reduce`.
-            average, stamp, soon: as for `all_reduce`.
+            average, record_time, wait_soon: as for `all_reduce`.
             ordered: whether the sum has one association, whatever the transport: within the
                 innermost axis in rank order, then across; float16 and bfloat16 are then added up in
                 float32 and rounded once. With `axes=()` ranks lie along one axis. See
-                [Note: one association] in `ordered.py`.
+                [Note: one association] in `ordered_sum.py`.
         """
         ranks = self._groups.get(axes) or self._ranks("reduce_scatter", axes)
-        order = self._order(axes) if ordered else ()
+        association = self._association(axes) if ordered else ()
         return self._launch(
             Operation(
                 "reduce_scatter",
                 buffer,
                 ranks,
                 average=average,
-                stamp=stamp,
-                soon=soon,
-                order=order,
+                record_time=record_time,
+                wait_soon=wait_soon,
+                association=association,
             )
         )
 
@@ -251,58 +258,66 @@ class Transport(ABC):
         buffer: Tensor,
         *,
         axes: tuple[str, ...] = (),
-        stamp: bool = False,
-        soon: bool = False,
+        record_time: bool = False,
+        wait_soon: bool = False,
     ) -> Work:
         """Start filling `buffer` with every rank's own chunk of it; see `reduce_scatter`.
 
         Args:
             buffer: as for `reduce_scatter`, of any dtype; this rank's own chunk is read, the
                 others are written.
-            axes, stamp, soon: as for `all_reduce`.
+            axes, record_time, wait_soon: as for `all_reduce`.
         """
         ranks = self._groups.get(axes) or self._ranks("all_gather", axes)
-        return self._launch(Operation("all_gather", buffer, ranks, stamp=stamp, soon=soon))
+        return self._launch(
+            Operation("all_gather", buffer, ranks, record_time=record_time, wait_soon=wait_soon)
+        )
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory of shape `(numel,)` where operations are fastest; contents are undefined."""
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def all_gather(self, tensor: Tensor, *, stamp: bool = False, apart: bool = False) -> Work:
+    def all_gather(
+        self, tensor: Tensor, *, record_time: bool = False, fixed_size: bool = False
+    ) -> Work:
         """Start collecting every rank's `tensor`; `work.results[r]` is a copy of rank r's.
 
         Args:
             tensor: contiguous, any dtype, the same shape and dtype on all ranks.
-            stamp: record when it finished, see `Work.done_s`.
-            apart: whether it is the library's own, of a size on which ranks agree whatever they
-                are about to do; see `Operation`.
+            record_time: record when it finished, see `Work.done_s`.
+            fixed_size: whether it is the library's own, of a size on which ranks agree whatever
+                they are about to do; see `Operation`.
         """
         check_tensor("all_gather", tensor, self.rank)
         rows = tensor.new_empty((self.world_size, *tensor.shape))
         rows[self.rank].copy_(tensor)
         buffer = rows.view(-1)
         work = self._launch(
-            Operation("all_gather", buffer, self._everyone, stamp=stamp, apart=apart)
+            Operation(
+                "all_gather", buffer, self._everyone, record_time=record_time, fixed_size=fixed_size
+            )
         )
         work._results = rows.unbind(0)
         return work
 
-    def broadcast(self, tensor: Tensor, src: int, *, stamp: bool = False) -> Work:
+    def broadcast(self, tensor: Tensor, src: int, *, record_time: bool = False) -> Work:
         """Start replacing `tensor` by rank `src`'s, in place.
 
         Args:
             tensor: contiguous, any dtype, the same shape and dtype on all ranks.
             src: rank within the group, the same on all ranks.
-            stamp: record when it finished, see `Work.done_s`.
+            record_time: record when it finished, see `Work.done_s`.
         """
         if not 0 <= src < self.world_size:
             raise ValueError(
                 f"broadcast on rank {self.rank}: src={src} is not a rank of the group; "
                 f"choose one from 0 to {self.world_size - 1}"
             )
-        return self._launch(Operation("broadcast", tensor, self._everyone, src=src, stamp=stamp))
+        return self._launch(
+            Operation("broadcast", tensor, self._everyone, src=src, record_time=record_time)
+        )
 
-    def exchange(self, payload: bytes, end: str = "terms") -> list[bytes]:
+    def exchange(self, payload: bytes, topic: str = "terms") -> list[bytes]:
         """Give `payload` to every rank and return every rank's, in rank order; blocks.
 
         The lengths may differ and may be zero. A small collective on `control_device`, and another
@@ -310,46 +325,46 @@ class Transport(ABC):
 
         Args:
             payload: any bytes.
-            end: what ranks compare, in at most 16 characters; ranks meet in the same only.
+            topic: what ranks compare, in at most 16 characters; ranks meet in the same only.
 
         Raises:
             DesyncError: ranks compare different things; on every rank. No payload was taken.
             FddpError: as an operation that fails.
         """
-        if len(end.encode()) > _END_BYTES:
-            raise InternalError(f"ranks would compare {end!r}, of more than {_END_BYTES} bytes")
-        what = f"exchange of {end} ({len(payload)} bytes)"
+        if len(topic.encode()) > _TOPIC_BYTES:
+            raise InternalError(f"ranks would compare {topic!r}, of more than {_TOPIC_BYTES} bytes")
+        what = f"exchange of {topic} ({len(payload)} bytes)"
         length = len(payload).to_bytes(_LENGTH_BYTES, "big")
-        head = end.encode().ljust(_END_BYTES) + length + payload[:_AT_ONCE_BYTES]
-        told = self._gather_bytes(head, _END_BYTES + _LENGTH_BYTES + _AT_ONCE_BYTES, what)
-        ends = [text[:_END_BYTES].decode(errors="replace").strip() for text in told]
-        for rank, other in enumerate(ends):
-            if other != ends[0]:
+        head = topic.encode().ljust(_TOPIC_BYTES) + length + payload[:_INLINE_BYTES]
+        received = self._gather_bytes(head, _TOPIC_BYTES + _LENGTH_BYTES + _INLINE_BYTES, what)
+        topics = [text[:_TOPIC_BYTES].decode(errors="replace").strip() for text in received]
+        for rank, other in enumerate(topics):
+            if other != topics[0]:
                 raise DesyncError(
-                    f"rank 0 is about to compare {ends[0]} where rank {rank} compares {other}: all "
-                    f"ranks must make the same calls in the same order"
+                    f"rank 0 is about to compare {topics[0]} where rank {rank} compares {other}: "
+                    f"all ranks must make the same calls in the same order"
                 )
-        told = [text[_END_BYTES:] for text in told]
-        lengths = [int.from_bytes(text[:_LENGTH_BYTES], "big") for text in told]
+        received = [text[_TOPIC_BYTES:] for text in received]
+        lengths = [int.from_bytes(text[:_LENGTH_BYTES], "big") for text in received]
         longest = max(lengths)
         if longest > _MOST_BYTES:
-            raise nonsense(
-                lengths.index(longest), ends[0], ValueError(f"it has {longest} bytes to tell")
+            raise malformed_message_error(
+                lengths.index(longest), topics[0], ValueError(f"it has {longest} bytes to tell")
             )
-        if longest <= _AT_ONCE_BYTES:
-            whole = [text[_LENGTH_BYTES:] for text in told]
+        if longest <= _INLINE_BYTES:
+            whole = [text[_LENGTH_BYTES:] for text in received]
         else:
             whole = self._gather_bytes(payload, longest, what)
         return [text[:length] for text, length in zip(whole, lengths, strict=True)]
 
     def _gather_bytes(self, payload: bytes, width: int, what: str) -> list[bytes]:
         padded = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8)
-        work = self.all_gather(padded.to(self.control_device), apart=True)
+        work = self.all_gather(padded.to(self.control_device), fixed_size=True)
         work.wait(what)
         return [row.cpu().numpy().tobytes() for row in work.results]
 
     @abstractmethod
-    def raise_alarm(self, step: int, text: str) -> None:
+    def publish_step_failure(self, step: int, text: str) -> None:
         """Tell ranks that wait elsewhere, in the loss function of a step, that it has failed here.
 
         Args:
@@ -398,7 +413,7 @@ class Transport(ABC):
         return self._everyone
 
     @cached_property
-    def agreed(self) -> dict[object, object]:
+    def size_cache(self) -> dict[object, object]:
         """What all ranks are known to hand over alike where callers decide about sizes: operations
         of hooks, buffers of modules."""
         return {}
@@ -424,19 +439,19 @@ class Transport(ABC):
         if not is_usual:
             check_operation(operation, self.rank)
         if len(operation.ranks) == 1:
-            return _LoneWork(operation.stamp)
+            return _LoneWork(operation.record_time)
         return self._start(operation)
 
-    def _order(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+    def _association(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Sizes of the axes along which ranks lie, outermost first."""
         if not axes or self._topology is None:
             return (self.world_size,)
         sizes = (size for name, size in self._topology.axes if name in axes and size > 1)
         return tuple(sizes) or (1,)
 
-    def _agree(self, text: str) -> None:
+    def _check_equal(self, text: str) -> None:
         """Raise on every rank where `text` is not the same on all."""
-        first, *others = [told.decode() for told in self.exchange(text.encode(), "groups")]
+        first, *others = [payload.decode() for payload in self.exchange(text.encode(), "groups")]
         for rank, other in enumerate(others, start=1):
             if other != first:
                 raise PlanMismatchError(
@@ -463,7 +478,7 @@ class StepScope:
 
     __slots__ = ("_outer", "_status", "_step")
 
-    def __init__(self, status: Slot, step: int | None) -> None:
+    def __init__(self, status: TransportStatus, step: int | None) -> None:
         self._status = status
         self._step = step
 
@@ -480,8 +495,8 @@ class _LoneWork(Work):
 
     done = True
 
-    def __init__(self, stamp: bool) -> None:
-        self._done_s = perf_counter() if stamp else None
+    def __init__(self, record_time: bool) -> None:
+        self._done_s = perf_counter() if record_time else None
 
     @property
     def done_s(self) -> float | None:

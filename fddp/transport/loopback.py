@@ -26,7 +26,7 @@ from fddp.errors import (
 )
 from fddp.transport.base import Transport, Work
 from fddp.transport.liveness.failure import check_titles
-from fddp.transport.liveness.status import MOST_RANKS, Desk, Doing, in_words
+from fddp.transport.liveness.status import MOST_RANKS, RankStatus, StatusBoard, format_statuses
 from fddp.transport.ordered_sum import sum_in_order_
 
 if TYPE_CHECKING:
@@ -66,19 +66,19 @@ def loopback(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: a loopback group needs at least one rank")
-    world = _World(world_size, timeout_s)
+    state = _SharedState(world_size, timeout_s)
     results: dict[int, T] = {}
     failures: list[tuple[int, BaseException]] = []  # in order of time
 
     def run(rank: int) -> None:
         reason = "returned"
         try:
-            results[rank] = fn(LoopbackGroup(rank, world), *args)
+            results[rank] = fn(LoopbackGroup(rank, state), *args)
         except BaseException as error:
             failures.append((rank, error))
             reason = f"raised {error!r}"
         finally:
-            world.leave(rank, reason)
+            state.leave(rank, reason)
 
     threads = [
         threading.Thread(
@@ -110,38 +110,38 @@ class LoopbackGroup:
         size: ranks in the group.
     """
 
-    def __init__(self, rank: int, world: _World) -> None:
+    def __init__(self, rank: int, state: _SharedState) -> None:
         self.rank = rank
-        self.size = world.size
-        self._world = world
+        self.size = state.size
+        self._state = state
         self._opened = 0
         self._named: Counter[str] = Counter()
-        world.desks[rank] = ThreadDesk(world.abandoned)
+        state.boards[rank] = ThreadStatusBoard(state.abandoned)
 
     def __repr__(self) -> str:
         return f"LoopbackGroup(rank={self.rank}, size={self.size})"
 
 
-class ThreadDesk(Desk):
+class ThreadStatusBoard(StatusBoard):
     """What a rank does that is a thread.
 
     Args:
-        told: transports by their keys that any rank has left half way through a call.
+        abandoned_keys: transports by their keys that any rank has left half way through a call.
     """
 
-    def __init__(self, told: set[str]) -> None:
+    def __init__(self, abandoned_keys: set[str]) -> None:
         super().__init__()
         self._thread = threading.get_ident()
-        self._told = told
+        self._abandoned_keys = abandoned_keys
 
-    def tell_abandoned(self, key: str) -> None:
-        self._told.add(key)
+    def publish_abandoned(self, key: str) -> None:
+        self._abandoned_keys.add(key)
 
-    def told_abandoned(self, keys: Sequence[str]) -> list[str]:
-        return [key for key in keys if key in self._told]
+    def find_abandoned(self, keys: Sequence[str]) -> list[str]:
+        return [key for key in keys if key in self._abandoned_keys]
 
-    def doing(self, main_thread: int | None = None) -> Doing:
-        return super().doing(self._thread)
+    def own_status(self, main_thread: int | None = None) -> RankStatus:
+        return super().own_status(self._thread)
 
 
 class LoopbackTransport(Transport):
@@ -155,92 +155,94 @@ class LoopbackTransport(Transport):
     ) -> None:
         self.rank = group.rank
         self.world_size = group.size
-        self.timeout_s = group._world.timeout_s if timeout_s is None else timeout_s
+        self.timeout_s = group._state.timeout_s if timeout_s is None else timeout_s
         self.control_device = torch.device("cpu")
-        self._world = group._world
+        self._state = group._state
         self._issued: Counter[tuple[int, ...]] = Counter()  # operations by ranks that take part
         # The n-th transport that a rank opens meets the n-th of every other rank.
         self._channel = group._opened
-        self._desk = self._world.desks[self.rank]
-        self.slot = self._desk.open(str(self._channel))
-        self.slot.alarm = partial(self._world.alarm, self._channel)
-        self.slot.begin(f"the opening of a {title}")
-        peer = partial(self._desk.doomed, self.slot)
-        missing = self._world.open(self._channel, self.rank, title, self.timeout_s, peer)
+        self._board = self._state.boards[self.rank]
+        self.status = self._board.open(str(self._channel))
+        self.status.read_step_failure = partial(self._state.read_step_failure, self._channel)
+        self.status.begin(f"the opening of a {title}")
+        peer = partial(self._board.step_failure, self.status)
+        missing = self._state.open(self._channel, self.rank, title, self.timeout_s, peer)
         if missing:
-            told = peer()
-            self._desk.leave(self.slot)
-            raise self._explain("opening a loopback transport", missing, told)
+            failure = peer()
+            self._board.leave(self.status)
+            raise self._explain("opening a loopback transport", missing, failure)
         group._opened += 1
         try:
-            check_titles(self._world.titles(self._channel))
+            check_titles(self._state.titles(self._channel))
         except DesyncError:
             self.close()
             raise
         group._named[title] += 1
-        self.slot.label = f"{title} #{group._named[title]}"
-        self.slot.finish("the opening")
+        self.status.label = f"{title} #{group._named[title]}"
+        self.status.finish("the opening")
 
     def _start(self, operation: Operation) -> Work:
         position = self._issued[operation.ranks]
         self._issued[operation.ranks] += 1
-        appointment = _Appointment(self._channel, operation.ranks, position)
-        meeting = self._world.join(appointment, self.rank, operation)
-        return _LoopbackWork(self, meeting, operation.stamp)
+        appointment = _CollectiveKey(self._channel, operation.ranks, position)
+        rendezvous = self._state.join(appointment, self.rank, operation)
+        return _LoopbackWork(self, rendezvous, operation.record_time)
 
     def _connect(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Nothing to do: any ranks can meet."""
 
-    def raise_alarm(self, step: int, text: str) -> None:
-        self._world.raise_alarm(self._channel, step, f"rank {self.rank} failed: {text}")
+    def publish_step_failure(self, step: int, text: str) -> None:
+        self._state.publish_step_failure(self._channel, step, f"rank {self.rank} failed: {text}")
 
     def _release(self) -> None:
-        self._desk.leave(self.slot)
-        self._world.leave(self.rank, f"left its transport ({self.closed_by})", self._channel)
+        self._board.leave(self.status)
+        self._state.leave(self.rank, f"left its transport ({self.closed_by})", self._channel)
 
     def _explain(
         self, what: str, missing: dict[int, str | None], peer: str | None = None
     ) -> FddpError:
-        """The error that `what` ends with, given the ranks that `_World` found missing, or which
-        one has failed the step."""
+        """The error that `what` ends with, given the ranks that `_SharedState` found missing, or
+        which one has failed the step."""
         where = f"{what} on rank {self.rank} of {self.world_size}"
         if peer is not None:
             return PeerError(
                 f"{where}: {peer}, and does not come here; the step fails on all ranks"
             )
         gone = {rank: reason for rank, reason in missing.items() if reason is not None}
-        if gone and not self._world.gave_up(self._channel) & gone.keys():
+        if gone and not self._state.gave_up(self._channel) & gone.keys():
             reasons = ", ".join(f"rank {rank} {reason}" for rank, reason in gone.items())
             return RankLostError(
                 f"{where}: lost {reasons}; mend that rank's own error first", tuple(gone)
             )
         absent = ", ".join(f"rank {rank}" for rank in missing)
         others = [rank for rank in range(self.world_size) if rank not in missing]
-        desks = self._world.desks
-        some = sorted(rank for rank in [*missing, *others] if rank in desks)[:MOST_RANKS]
-        doings = in_words({f"rank {rank}": desks[rank].doing() for rank in some})
+        boards = self._state.boards
+        some = sorted(rank for rank in [*missing, *others] if rank in boards)[:MOST_RANKS]
+        statuses = format_statuses({f"rank {rank}": boards[rank].own_status() for rank in some})
         return SyncTimeoutError(
             f"{where}: not finished within timeout_s={self.timeout_s}; no word from {absent}. All "
             "ranks must issue the same operations in the same order; where one is only slow, raise "
-            f"timeout_s. What each does: {doings}",
+            f"timeout_s. What each does: {statuses}",
             tuple(missing),
         )
 
 
 class _LoopbackWork(Work):
-    def __init__(self, transport: LoopbackTransport, meeting: _Meeting, stamp: bool) -> None:
+    def __init__(
+        self, transport: LoopbackTransport, rendezvous: _Rendezvous, record_time: bool
+    ) -> None:
         self._transport = transport
-        self._meeting = meeting
-        self._stamp = stamp
+        self._rendezvous = rendezvous
+        self._record_time = record_time
         self._error: FddpError | None = None
 
     @property
     def done(self) -> bool:
-        return bool(self._transport.closed_by) or self._transport._world.is_over(self._meeting)
+        return bool(self._transport.closed_by) or self._transport._state.is_over(self._rendezvous)
 
     @property
     def done_s(self) -> float | None:
-        return self._meeting.done_s if self._stamp else None
+        return self._rendezvous.done_s if self._record_time else None
 
     def _wait(self, what: str) -> None:
         if self._error is None:
@@ -249,42 +251,42 @@ class _LoopbackWork(Work):
             raise self._error
 
     def _outcome(self, what: str) -> FddpError | None:
-        transport, meeting = self._transport, self._meeting
-        if transport.closed_by and meeting.done_s is None:
+        transport, rendezvous = self._transport, self._rendezvous
+        if transport.closed_by and rendezvous.done_s is None:
             return ClosedError(
                 f"{what} on rank {transport.rank} of {transport.world_size}: the transport was "
                 f"closed ({transport.closed_by})"
             )
-        slot = transport.slot
-        slot.begin(what)
-        peer = partial(transport._desk.doomed, slot)
-        missing = transport._world.wait(meeting, transport.timeout_s, peer)
-        if meeting.mismatch is not None:
-            return self._desync(what, meeting.mismatch)
+        status = transport.status
+        status.begin(what)
+        peer = partial(transport._board.step_failure, status)
+        missing = transport._state.wait(rendezvous, transport.timeout_s, peer)
+        if rendezvous.mismatch is not None:
+            return self._desync(what, rendezvous.mismatch)
         if not missing:
-            slot.finish(what)
+            status.finish(what)
             return None
-        if any(missing.values()) and (parted := transport._world.parting(meeting)):
+        if any(missing.values()) and (mismatch := transport._state.mismatch(rendezvous)):
             # Nobody comes for what lies behind the operations in which ranks have parted.
-            error: FddpError = self._desync(what, parted)
+            error: FddpError = self._desync(what, mismatch)
         else:
             error = transport._explain(what, missing, peer())
-        slot.fail(what)
+        status.fail(what)
         if isinstance(error, SyncTimeoutError):
-            transport._world.give_up(transport.rank, transport._channel)
+            transport._state.give_up(transport.rank, transport._channel)
         transport.closed_by = f"{what} failed"
         transport._release()
         return error
 
-    def _desync(self, what: str, parted: str) -> DesyncError:
+    def _desync(self, what: str, mismatch: str) -> DesyncError:
         return DesyncError(
             f"{what} on rank {self._transport.rank} of {self._transport.world_size}: ranks met in "
-            f"different operations: {parted}; all ranks must issue the same operations in the same "
-            f"order"
+            f"different operations: {mismatch}; all ranks must issue the same operations in the "
+            f"same order"
         )
 
 
-class _Appointment(NamedTuple):
+class _CollectiveKey(NamedTuple):
     """What ranks must have in common to meet."""
 
     channel: int  # the transport
@@ -292,22 +294,22 @@ class _Appointment(NamedTuple):
     position: int  # how many operations of these ranks on this transport came before
 
 
-class _Meeting:
+class _Rendezvous:
     """One operation: who has come with what. Guarded by the world's condition."""
 
-    def __init__(self, appointment: _Appointment) -> None:
-        self.appointment = appointment
+    def __init__(self, key: _CollectiveKey) -> None:
+        self.key = key
         self.operations: dict[int, Operation] = {}
         self.mismatch: str | None = None
         self.done_s: float | None = None
 
 
-class _Departure(NamedTuple):
+class _Exit(NamedTuple):
     rank: int
     channel: int | None  # None: all of them
 
 
-class _World:
+class _SharedState:
     """What the threads share."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
@@ -315,12 +317,14 @@ class _World:
         self.timeout_s = timeout_s
         self._changed = threading.Condition()
         self._openings: dict[int, dict[int, str]] = {}
-        self._meetings: dict[_Appointment, _Meeting] = {}
-        self._departed: dict[_Departure, str] = {}
+        self._rendezvous: dict[_CollectiveKey, _Rendezvous] = {}
+        self._exits: dict[_Exit, str] = {}
         self._gave_up: set[tuple[int, int]] = set()  # ranks and channels
-        self._parted: dict[tuple[int, tuple[int, ...]], str] = {}  # by channel and ranks
-        self._alarms: dict[int, tuple[int, str]] = {}  # by channel: a step that fails, and why
-        self.desks: dict[int, Desk] = {}  # by rank
+        self._mismatches: dict[tuple[int, tuple[int, ...]], str] = {}  # by channel and ranks
+        self._step_failures: dict[
+            int, tuple[int, str]
+        ] = {}  # by channel: a step that fails, and why
+        self.boards: dict[int, StatusBoard] = {}  # by rank
         self.abandoned: set[str] = set()  # keys of transports; threads add, and nobody removes
 
     def open(
@@ -329,7 +333,7 @@ class _World:
         rank: int,
         title: str,
         timeout_s: float,
-        left: Callable[[], object | None],
+        aborted: Callable[[], object | None],
     ) -> dict[int, str | None]:
         """Wait for all ranks to open `channel`; as `wait`. One that waits in vain withdraws."""
         with self._changed:
@@ -340,7 +344,7 @@ class _World:
             self._changed.wait_for(
                 lambda: (
                     self._is_settled(self._missing(everyone, present, channel))
-                    or left() is not None
+                    or aborted() is not None
                 ),
                 timeout_s,
             )
@@ -354,36 +358,38 @@ class _World:
         with self._changed:
             return dict(self._openings[channel])
 
-    def join(self, appointment: _Appointment, rank: int, operation: Operation) -> _Meeting:
+    def join(self, key: _CollectiveKey, rank: int, operation: Operation) -> _Rendezvous:
         """Bring `operation` to its meeting; the last rank to come carries it out."""
         with self._changed:
-            meeting = self._meetings.setdefault(appointment, _Meeting(appointment))
-            first_rank, first = next(iter(meeting.operations.items()), (rank, operation))
-            meeting.operations[rank] = operation
-            if meeting.mismatch is None and str(operation) != str(first):
-                meeting.mismatch = f"rank {first_rank} {first}, rank {rank} {operation}"
-                self._parted.setdefault(appointment[:2], meeting.mismatch)
-            if len(meeting.operations) == len(appointment.ranks):
-                del self._meetings[appointment]
-                if meeting.mismatch is None:
-                    _carry_out([meeting.operations[r] for r in appointment.ranks])
-                meeting.done_s = time.perf_counter()
+            rendezvous = self._rendezvous.setdefault(key, _Rendezvous(key))
+            first_rank, first = next(iter(rendezvous.operations.items()), (rank, operation))
+            rendezvous.operations[rank] = operation
+            if rendezvous.mismatch is None and str(operation) != str(first):
+                rendezvous.mismatch = f"rank {first_rank} {first}, rank {rank} {operation}"
+                self._mismatches.setdefault(key[:2], rendezvous.mismatch)
+            if len(rendezvous.operations) == len(key.ranks):
+                del self._rendezvous[key]
+                if rendezvous.mismatch is None:
+                    _execute([rendezvous.operations[r] for r in key.ranks])
+                rendezvous.done_s = time.perf_counter()
             self._changed.notify_all()
-            return meeting
+            return rendezvous
 
     def wait(
-        self, meeting: _Meeting, timeout_s: float, left: Callable[[], object | None]
+        self, rendezvous: _Rendezvous, timeout_s: float, aborted: Callable[[], object | None]
     ) -> dict[int, str | None]:
         """Wait for all ranks to come; those that did not, with why they left (None: late). Where it
-        is `left` that a rank will not come, nobody waits for longer."""
+        is `aborted` that a rank will not come, nobody waits for longer."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_over(meeting) or left() is not None, timeout_s)
-            return self._missing_at(meeting)
+            self._changed.wait_for(
+                lambda: self._is_over(rendezvous) or aborted() is not None, timeout_s
+            )
+            return self._missing_at(rendezvous)
 
-    def parting(self, meeting: _Meeting) -> str:
+    def mismatch(self, rendezvous: _Rendezvous) -> str:
         """The different operations in which its ranks met before; empty where they did not."""
         with self._changed:
-            return self._parted.get(meeting.appointment[:2], "")
+            return self._mismatches.get(rendezvous.key[:2], "")
 
     def give_up(self, rank: int, channel: int) -> None:
         """Say that `rank` leaves `channel` because others did not come in time."""
@@ -395,42 +401,41 @@ class _World:
         with self._changed:
             return {rank for rank, other in self._gave_up if other == channel}
 
-    def raise_alarm(self, channel: int, step: int, text: str) -> None:
+    def publish_step_failure(self, channel: int, step: int, text: str) -> None:
         """Tell those who wait elsewhere in this step that it fails."""
         with self._changed:
-            self._alarms[channel] = step, text
+            self._step_failures[channel] = step, text
             self._changed.notify_all()
 
-    def alarm(self, channel: int, step: int) -> str | None:
+    def read_step_failure(self, channel: int, step: int) -> str | None:
         """What was told of this step."""
-        failed, text = self._alarms.get(channel, (-1, ""))
+        failed, text = self._step_failures.get(channel, (-1, ""))
         return text if failed == step else None
 
-    def is_over(self, meeting: _Meeting) -> bool:
+    def is_over(self, rendezvous: _Rendezvous) -> bool:
         """Whether `wait` would return at once."""
         with self._changed:
-            return self._is_over(meeting)
+            return self._is_over(rendezvous)
 
     def leave(self, rank: int, reason: str, channel: int | None = None) -> None:
         """Say that `rank` will bring no more operations (to `channel`)."""
         with self._changed:
-            self._departed.setdefault(_Departure(rank, channel), reason)
+            self._exits.setdefault(_Exit(rank, channel), reason)
             self._changed.notify_all()
 
-    def _is_over(self, meeting: _Meeting) -> bool:
-        return meeting.mismatch is not None or self._is_settled(self._missing_at(meeting))
+    def _is_over(self, rendezvous: _Rendezvous) -> bool:
+        return rendezvous.mismatch is not None or self._is_settled(self._missing_at(rendezvous))
 
-    def _missing_at(self, meeting: _Meeting) -> dict[int, str | None]:
-        channel, ranks, _ = meeting.appointment
-        return self._missing(ranks, meeting.operations, channel)
+    def _missing_at(self, rendezvous: _Rendezvous) -> dict[int, str | None]:
+        channel, ranks, _ = rendezvous.key
+        return self._missing(ranks, rendezvous.operations, channel)
 
     def _missing(
         self, ranks: Iterable[int], present: Collection[int], channel: int
     ) -> dict[int, str | None]:
         """Those of `ranks` that are not `present`, with why they left, if they did."""
         return {
-            rank: self._departed.get(_Departure(rank, None))
-            or self._departed.get(_Departure(rank, channel))
+            rank: self._exits.get(_Exit(rank, None)) or self._exits.get(_Exit(rank, channel))
             for rank in ranks
             if rank not in present
         }
@@ -442,7 +447,7 @@ class _World:
 
 
 @torch.no_grad()
-def _carry_out(operations: list[Operation]) -> None:
+def _execute(operations: list[Operation]) -> None:
     """Do what the ranks' operations, which are of one kind and shape, ask for together."""
     first = operations[0]
     tensors = [operation.tensor for operation in operations]
@@ -458,15 +463,15 @@ def _carry_out(operations: list[Operation]) -> None:
         for place, row in enumerate(chunks):
             if first.kind == "reduce_scatter":
                 parts = [other[place] for other in chunks]
-                row[place].copy_(_sum(parts, first.average, first.order))
+                row[place].copy_(_sum(parts, first.average, first.association))
             else:
                 for source, chunk in enumerate(row):
                     chunk.copy_(chunks[source][source])
 
 
-def _sum(tensors: list[Tensor], average: bool, order: tuple[int, ...] = ()) -> Tensor:
-    if order:
-        total = sum_in_order_([tensor.clone() for tensor in tensors], order)
+def _sum(tensors: list[Tensor], average: bool, association: tuple[int, ...] = ()) -> Tensor:
+    if association:
+        total = sum_in_order_([tensor.clone() for tensor in tensors], association)
     else:
         total = tensors[0].clone()
         for tensor in tensors[1:]:

@@ -13,7 +13,7 @@ from fddp.transport import Group
 Mesh: TypeAlias = Topology | DeviceMesh
 
 
-class Span(NamedTuple):
+class GroupAndTopology(NamedTuple):
     """A group, and its axes where the caller gave any.
 
     Attributes:
@@ -27,7 +27,7 @@ class Span(NamedTuple):
     problem: Exception | None = None
 
 
-def span_of(group: Group | None, mesh: Mesh | None) -> Span:
+def resolve_mesh(group: Group | None, mesh: Mesh | None) -> GroupAndTopology:
     """The group to communicate on, and the topology laid over it.
 
     Args:
@@ -38,16 +38,18 @@ def span_of(group: Group | None, mesh: Mesh | None) -> Span:
         ValueError: this rank is not in the `DeviceMesh`.
     """
     if mesh is None or isinstance(mesh, Topology):
-        return Span(group, mesh)
+        return GroupAndTopology(group, mesh)
     if not isinstance(mesh, DeviceMesh):
         found = type(mesh).__name__
-        return Span(group, None, TypeError(f"mesh must be a Topology or a DeviceMesh, got {found}"))
+        return GroupAndTopology(
+            group, None, TypeError(f"mesh must be a Topology or a DeviceMesh, got {found}")
+        )
     if group is not None:
         problem = (
             "a DeviceMesh brings its own group; leave group= out, or pass the axes of the group "
             "as a Topology"
         )
-        return Span(group, None, ValueError(problem))
+        return GroupAndTopology(group, None, ValueError(problem))
     ranks = mesh.mesh.flatten().tolist()
     if mesh.get_coordinate() is None:
         raise ValueError(
@@ -60,8 +62,8 @@ def span_of(group: Group | None, mesh: Mesh | None) -> Span:
             f"the DeviceMesh numbers its ranks {ranks}, and a topology counts them row by row; "
             f"build it with ascending ranks, as init_device_mesh does"
         )
-        return Span(own, None, ValueError(problem))
-    return Span(own, Topology.from_group(mesh))
+        return GroupAndTopology(own, None, ValueError(problem))
+    return GroupAndTopology(own, Topology.from_group(mesh))
 
 
 def _group_of(mesh: DeviceMesh, ranks: list[int]) -> dist.ProcessGroup:

@@ -39,15 +39,15 @@ class Operation(NamedTuple):
     ranks: tuple[int, ...]  # who takes part, ascending
     src: int = 0  # broadcast only: rank in the transport
     average: bool = False  # sums only: divide by the number of `ranks`
-    stamp: bool = False
-    soon: bool = False  # the caller is about to wait for it
+    record_time: bool = False
+    wait_soon: bool = False  # the caller is about to wait for it
     # all_gather only: what is no caller's tensor and always of one size, so that it may meet none
     # of theirs, whose sizes differ, where ranks issue other operations than each other
-    apart: bool = False
+    fixed_size: bool = False
     # reduce_scatter only: sizes of the axes along which `ranks` lie, outermost first, where the sum
-    # has the one association that follows from them, see [Note: one association] in `ordered.py`;
-    # () leaves it to the backend
-    order: tuple[int, ...] = ()
+    # has the one association that follows from them, see [Note: one association] in
+    # `ordered_sum.py`; () leaves it to the backend
+    association: tuple[int, ...] = ()
 
     @property
     def chunks(self) -> tuple[Tensor, ...]:
@@ -67,8 +67,10 @@ class Operation(NamedTuple):
         """
         source = f" from rank {self.src}" if self.kind == "broadcast" else ""
         averaging = "averaging " if self.average else ""
-        order = f" in order {' x '.join(map(str, self.order))}" if self.order else ""
-        what = f"{self.kind}{source}{order}"
+        association = (
+            f" in order {' x '.join(map(str, self.association))}" if self.association else ""
+        )
+        what = f"{self.kind}{source}{association}"
         return f"{averaging}{what} of {self.tensor.dtype} {tuple(self.tensor.shape)}"
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fddp.errors import PlanMismatchError
 from fddp.transport.liveness.failure import check_titles
-from fddp.transport.shm.host_discovery import find_neighbours
+from fddp.transport.shm.host_discovery import discover_hosts
 from fddp.transport.shm.transport import ShmTransport
 
 if TYPE_CHECKING:
@@ -35,10 +35,12 @@ def choose(c10d: C10dTransport, wanted: str, title: str = "transport") -> Transp
         FddpError: as an operation that fails.
     """
     try:
-        told = [text.decode().split("\n") for text in c10d.exchange(f"{wanted}\n{title}".encode())]
-        check_titles({rank: theirs for rank, (_, theirs) in enumerate(told)})
-        c10d.call(title)
-        names = [name for name, _ in told]
+        received = [
+            text.decode().split("\n") for text in c10d.exchange(f"{wanted}\n{title}".encode())
+        ]
+        check_titles({rank: theirs for rank, (_, theirs) in enumerate(received)})
+        c10d.set_title(title)
+        names = [name for name, _ in received]
         for rank, name in enumerate(names):
             if name != names[0]:
                 raise PlanMismatchError(
@@ -67,7 +69,7 @@ def _chosen(c10d: C10dTransport, wanted: str) -> Transport:
     elif wanted == "auto" and c10d.world_size == 1:
         c10d.reason = "the group has one rank, which exchanges nothing"
     else:
-        neighbours = find_neighbours(c10d)
+        neighbours = discover_hosts(c10d)
         shm = ShmTransport(c10d, neighbours)
         if shm.name == "shm" or (wanted == "auto" and len(neighbours.hosts) < c10d.world_size):
             return shm

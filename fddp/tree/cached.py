@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from fddp.native import extension as ext
-from fddp.tree.pytree import TreeDef, flatten, registration_order
+from fddp.native import extension
+from fddp.tree.pytree import TreeDef, flatten, insertion_order
 
 # To remember a tree costs more than to flatten it; where trees keep changing, it is given up.
 _MOST_MEMORIES = 32
@@ -49,6 +49,6 @@ class KnownTrees:
         is_new = treedef != self._treedef or self._known is None or self._known.is_known
         if is_new and self._memories < _MOST_MEMORIES:
             self._memories += 1
-            self._known = ext.load().KnownTree(tree, registration_order(tree, treedef))
+            self._known = extension.load().KnownTree(tree, insertion_order(tree, treedef))
             self._treedef = treedef
         return leaves, treedef

@@ -16,7 +16,7 @@ from fddp.core.sim.optimal import Target, optimal_plan
 from fddp.core.sim.simulator import Cost, ReadyTimes
 from fddp.errors import NoGradientError
 from fddp.tree.describe import leaf_specs
-from fddp.tree.pytree import flatten, registration_order
+from fddp.tree.pytree import flatten, insertion_order
 
 MIB_BYTES = 1024 * 1024
 """Bytes of what DDP, and so fddp, calls a MB."""
@@ -134,7 +134,7 @@ def _described(
     specs = leaf_specs(treedef.paths, leaves, declared_sparse)
     _check_sparse(specs)
     selected = _selected(specs, select)
-    offered = [leaf for leaf in reversed(registration_order(tree, treedef)) if leaf in selected]
+    offered = [leaf for leaf in reversed(insertion_order(tree, treedef)) if leaf in selected]
     return specs, offered
 
 

@@ -13,7 +13,7 @@ OrderedDicts.
 
 [Note: trees in graphs]
 Where dynamo traces, optree's functions are torch's in Python, which are many steps, and caches are
-not followed. There the entries on the way to each leaf are listed, by `traced_trees.py` where it
+not followed. There the entries on the way to each leaf are listed, by `traced.py` where it
 knows the containers, and a function that dynamo calls instead of tracing works out the order from
 them, once a graph.
 """
@@ -183,7 +183,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     return optree.tree_map(fn, tree)
 
 
-def registration_order(tree: Any, treedef: TreeDef) -> tuple[int, ...]:
+def insertion_order(tree: Any, treedef: TreeDef) -> tuple[int, ...]:
     """Canonical leaf indices in the order in which the containers were filled.
 
     Modules register parameters in about the order in which forward uses them, so gradients arrive
@@ -194,7 +194,7 @@ def registration_order(tree: Any, treedef: TreeDef) -> tuple[int, ...]:
         treedef: that of this very tree, as `flatten` gives it.
 
     >>> tree = {"b": 0.0, "a": [0.0, 0.0]}
-    >>> registration_order(tree, flatten(tree)[1])
+    >>> insertion_order(tree, flatten(tree)[1])
     (2, 0, 1)
     """
     filled: list[int] = []
@@ -263,7 +263,7 @@ def _structure(treespec: PyTreeSpec) -> _Structure:
     if len(set(paths)) != len(paths):
         accessors = optree.treespec_accessors(treespec)
         codes = [accessors[position].codify("") for position in positions]
-        paths = _told_apart(paths, codes)
+        paths = _disambiguated(paths, codes)
     return _Structure(
         paths=tuple(map(intern, paths)),
         positions=tuple(positions),
@@ -273,7 +273,7 @@ def _structure(treespec: PyTreeSpec) -> _Structure:
 
 @dataclass(frozen=True)
 class _TreeDefByExample(TreeDef):
-    """What `traced_trees.py` has taken apart."""
+    """What `traced.py` has taken apart."""
 
     _example: Any = field(default=None, compare=False, repr=False)
 
@@ -339,7 +339,7 @@ def _structure_of_ways(
     if len(set(paths)) != len(paths):
         if codes is None:
             return None
-        paths = _told_apart(paths, [codes[position] for position in positions])
+        paths = _disambiguated(paths, [codes[position] for position in positions])
     return _Structure(tuple(map(intern, paths)), tuple(positions), positions == [*range(len(ways))])
 
 
@@ -443,7 +443,7 @@ def _entry_text(entry: object) -> str:
     return text
 
 
-def _told_apart(paths: list[str], codes: list[str]) -> list[str]:
+def _disambiguated(paths: list[str], codes: list[str]) -> list[str]:
     """Paths in which clashing ones, as of {"a.b": x, "a": {"b": y}}, are written as code."""
     counts = Counter(paths)
     mixed = [code if counts[path] > 1 else path for path, code in zip(paths, codes, strict=True)]

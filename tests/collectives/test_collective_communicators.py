@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fddp
 from fddp.collectives import communicator as communicators
-from fddp.collectives.communicator import communicator_of, numbered
+from fddp.collectives.communicator import communicator_by_id, communicator_of
 from tests.collectives.test_broadcast import rank_of
 from tests.support.models import rand
 from tests.support.polling import soon
@@ -41,7 +41,7 @@ def one_for_a_group(group: Any) -> None:
     own = communicator_of(group, None)
     fddp.pmean([ONE], group)
     assert communicator_of(group, None) is own
-    assert numbered(own.number) is own
+    assert communicator_by_id(own.number) is own
     assert (own.rank, own.world_size) == (rank_of(group), 2)
     with fddp.Communicator(group, timeout_s=30.0) as other:
         assert other.number != own.number
@@ -58,7 +58,7 @@ def one_for_a_group(group: Any) -> None:
     del other, order, works
     gc.collect()
     with pytest.raises(fddp.ClosedError, match=f"communicator {number} of this process is gone"):
-        numbered(number)
+        communicator_by_id(number)
     # One that a failure has closed is opened anew.
     own.transport.close()
     dist_barrier(group)

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 import fddp
-from fddp.collectives import execute as primitive
+from fddp.collectives import execute
 from tests.support.ranks import RankPool
 
 Fn = Callable[..., Any]
@@ -43,13 +43,13 @@ def compiled(fn: Fn, backend: str = "aot_eager", *, fullgraph: bool = True) -> F
 def recorded() -> Iterator[list[str]]:
     """What runs in here, in order: operators with roles and number of leaves."""
     calls: list[str] = []
-    run = primitive._run
+    run = execute._run
 
     def note(call: Any, leaves: Any) -> Any:
         calls.append(call.text.partition(" (")[0])
         return run(call, leaves)
 
-    with mock.patch.object(primitive, "_run", note):
+    with mock.patch.object(execute, "_run", note):
         yield calls
 
 

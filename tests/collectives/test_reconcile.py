@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fddp
-from fddp.collectives.replicas import chunked_broadcast as passing
+from fddp.collectives.replicas import chunked_broadcast
 from fddp.collectives.replicas.containers import containers_from_json, containers_to_json
 from fddp.transport.base import Transport
 from fddp.tree.pytree import flatten
@@ -104,7 +104,7 @@ def test_all_get_the_newest_of_the_lowest_rank(trees: list[tuple[Any, int]]) -> 
         assert "none of" in ending(lambda: fddp.loopback(len(trees), run)).text
         return
     expected = next(tree for tree, step in held if step == newest)
-    with mock.patch.object(passing, "PIECE_BYTES", 7):
+    with mock.patch.object(chunked_broadcast, "PIECE_BYTES", 7):
         results = fddp.loopback(len(trees), run)
     for (tree, _), (found, step) in zip(trees, results, strict=True):
         assert step == newest
@@ -174,7 +174,7 @@ def test_a_rank_that_has_it_keeps_its_tree() -> None:
         fddp.check_replicas(found, group)
         return found is tree, w._version == version
 
-    with mock.patch.object(passing, "PIECE_BYTES", 7):
+    with mock.patch.object(chunked_broadcast, "PIECE_BYTES", 7):
         assert fddp.loopback(3, run, 2) == [(True, True), (True, True), (False, True)]
         assert fddp.loopback(3, run, 0) == [(False, True), (True, True), (True, True)]
 

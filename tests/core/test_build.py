@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from fddp.core.check import check_schedule
 from fddp.core.plan.plan import BucketPlan, LeafSpec, plan_leaves
-from fddp.core.schedule.builder import make_gather, make_schedule
-from fddp.core.schedule.op import COLLECTIVES, CONTROL_REGION, Op, Region, meets
-from fddp.core.schedule.piggyback import control_layout, with_own_word, with_riding_word
+from fddp.core.schedule.builder import make_all_gather_schedule, make_schedule
+from fddp.core.schedule.op import COLLECTIVES, CONTROL_REGION, Op, Region, is_collective
+from fddp.core.schedule.piggyback import control_layout, with_piggybacked_word, with_separate_word
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
 
@@ -77,7 +77,7 @@ def test_the_control_word_rides_in_the_last_bucket() -> None:
         Op("unpack", 0, (), whole(), (7, 4)),
         Op("unpack", 1, (), whole(), (10, 4)),
     )
-    assert (schedule.control, schedule.carrier) == (3, 4)
+    assert (schedule.control, schedule.piggyback_op) == (3, 4)
     assert schedule.groups == (world,)
 
 
@@ -105,34 +105,34 @@ def test_when_the_control_word_rides(
     schedule = make_schedule(plan_of(("a", dtype)), GRID, **options)
     check_schedule(schedule)
     layout = control_layout(schedule, with_order=False)
-    assert (schedule.carrier >= 0) is (format_ is not None)
+    assert (schedule.piggyback_op >= 0) is (format_ is not None)
     assert layout.format == (format_ or "float64")
     assert (layout.limb_bits > 0) is (layout.format == "float32")
-    assert sum(map(meets, schedule.ops)) == sum(map(meets, with_own_word(schedule).ops)) - (
-        format_ is not None
-    )
+    assert sum(map(is_collective, schedule.ops)) == sum(
+        map(is_collective, with_separate_word(schedule).ops)
+    ) - (format_ is not None)
 
 
 def test_the_word_may_be_kept_from_riding() -> None:
     riding = make_schedule(ONE, WORLD)
-    assert make_schedule(ONE, WORLD, ride=False) == with_own_word(riding) != riding
+    assert make_schedule(ONE, WORLD, ride=False) == with_separate_word(riding) != riding
 
 
 def test_with_too_many_ranks_the_word_goes_by_itself() -> None:
-    assert make_schedule(ONE, Topology(host=2**8, local=2**8)).carrier >= 0
-    assert make_schedule(ONE, Topology(host=2**9, local=2**8)).carrier < 0
+    assert make_schedule(ONE, Topology(host=2**8, local=2**8)).piggyback_op >= 0
+    assert make_schedule(ONE, Topology(host=2**9, local=2**8)).piggyback_op < 0
     wide = make_schedule(plan_of(("a", "float64")), Topology(host=2**9, local=2**8))
-    assert wide.carrier >= 0
+    assert wide.piggyback_op >= 0
 
 
 def test_a_word_that_is_needed_before_its_carrier_goes_by_itself() -> None:
-    schedule = with_own_word(make_schedule(plan_of(("e", "float32"), ("a", "float32")), WORLD))
+    schedule = with_separate_word(make_schedule(plan_of(("e", "float32"), ("a", "float32")), WORLD))
     pack, reduce, last_pack, last, control, *_ = schedule.ops
     early = control._replace(deps=(0, 1))
     acting = Op("pack", 0, (), repair(), (2, 3), "late")
     ops = (pack, last_pack, reduce._replace(deps=(0,)), early, acting, last._replace(deps=(1,)))
     by_hand = dataclasses.replace(schedule, ops=ops)
-    assert with_riding_word(by_hand) == by_hand
+    assert with_piggybacked_word(by_hand) == by_hand
 
 
 def test_hierarchical() -> None:
@@ -219,7 +219,7 @@ def test_the_counterpart_of_shards(topology: Topology, split_mb: float | None) -
     scattered = make_schedule(
         plan, topology, algorithm="reduce_scatter", reduce_dtype="float32", split_mb=split_mb
     )
-    gathered = make_gather(scattered)
+    gathered = make_all_gather_schedule(scattered)
     check_schedule(gathered)
     given = {op.region for op in scattered.ops if op.kind == "unpack"}
     assert given == {op.region for op in gathered.ops if op.kind == "pack"}
@@ -333,11 +333,11 @@ def test_what_holds_of_every_flat_schedule(
     launches = [op.bucket for op in ops if op.kind == "all_reduce" and op.when == "always"]
     assert launches == dense == list(schedule.sequence)
     assert sum(op.kind == "control" for op in ops) == 1
-    known = max(schedule.control, schedule.carrier)
+    known = max(schedule.control, schedule.piggyback_op)
     assert all(op.when == "always" for op in ops[:known])
     assert sum(op.kind == "all_reduce" for op in ops[: known + 1]) == len(dense)
     rides = bool(dense) and schedule.wire_dtypes[dense[-1]] == "float32"
-    assert (schedule.carrier >= 0) is rides
+    assert (schedule.piggyback_op >= 0) is rides
     for b, bucket in enumerate(plan.buckets):
         kinds = [op.kind for op in ops if op.bucket == b]
         if bucket.sparse:
@@ -386,7 +386,7 @@ SPARSE = plan_of(("e", "float32"), sparse=("e",))
             r"it out with select=$",
         ),
         (
-            lambda: make_gather(make_schedule(ONE, WORLD)),
+            lambda: make_all_gather_schedule(make_schedule(ONE, WORLD)),
             r"^only a schedule whose result is 'sharded_mean', .* got the result "
             r"'replicated_mean'",
         ),
@@ -401,4 +401,4 @@ def test_errors(make: Callable[[], Schedule], text: str) -> None:
 def test_the_host_does_not_fetch_the_word_from_a_device(device: str, rides: bool) -> None:
     leaf = LeafSpec("a", (3,), "float32", device=device)
     schedule = make_schedule(plan_leaves([leaf], order=[0], caps_bytes=[1]), WORLD)
-    assert (schedule.carrier >= 0) is rides
+    assert (schedule.piggyback_op >= 0) is rides

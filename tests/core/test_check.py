@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from fddp.core.check import check_schedule
 from fddp.core.plan.plan import LeafSpec
 from fddp.core.schedule.builder import make_schedule
-from fddp.core.schedule.piggyback import with_own_word, with_riding_word
+from fddp.core.schedule.piggyback import with_piggybacked_word, with_separate_word
 from fddp.core.schedule.schedule import Schedule, Topology
 from fddp.errors import FddpError, ScheduleError
 from tests.support.oracle import find_fault
@@ -36,11 +36,11 @@ from tests.support.schedules import (
 @settings(max_examples=40)
 @given(built())
 def test_the_word_is_set_down_and_rides_again(schedule: Schedule) -> None:
-    own = with_own_word(schedule)
-    assert own.carrier < 0
-    assert with_riding_word(own) == schedule
-    assert with_own_word(own) == own
-    assert with_riding_word(schedule) == schedule
+    own = with_separate_word(schedule)
+    assert own.piggyback_op < 0
+    assert with_piggybacked_word(own) == schedule
+    assert with_separate_word(own) == own
+    assert with_piggybacked_word(schedule) == schedule
     check_schedule(own)
 
 
@@ -95,7 +95,7 @@ def test_the_leaves_are_those_of_the_elements() -> None:
     leaves = [LeafSpec(name, (4,), "float32") for name in "abcd"]
     plan = plan_of(*leaves, cap_bytes=1000)
     # Two leaves in a piece.
-    schedule = with_own_word(make_schedule(plan, Topology(world=2), split_mb=2.0**-15))
+    schedule = with_separate_word(make_schedule(plan, Topology(world=2), split_mb=2.0**-15))
     position = next(i for i, op in enumerate(schedule.ops) if op.region.start == 8)
     with pytest.raises(ScheduleError, match="leaves 'c' to 'd'") as caught:
         check_schedule(without(schedule, position))
@@ -106,7 +106,7 @@ def test_the_leaves_are_those_of_the_elements() -> None:
 
 
 def test_a_path_through_other_buckets_will_do() -> None:
-    schedule = with_own_word(make_schedule(plan_of(W, LeafSpec("x", (4,), "float32")), SMALL))
+    schedule = with_separate_word(make_schedule(plan_of(W, LeafSpec("x", (4,), "float32")), SMALL))
     assert [op.kind for op in schedule.ops[:4]] == ["pack", "all_reduce"] * 2
     chained = replace(
         schedule,

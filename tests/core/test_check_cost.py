@@ -11,7 +11,7 @@ import fddp.core.check
 from fddp.core.check import check_schedule
 from fddp.core.plan.plan import BucketPlan, LeafSpec
 from fddp.core.schedule.builder import Algorithm, make_schedule
-from fddp.core.schedule.piggyback import with_own_word
+from fddp.core.schedule.piggyback import with_separate_word
 from fddp.core.schedule.schedule import Schedule, Topology
 from fddp.errors import ScheduleError
 from tests.support.schedules import SMALL, flat, plan_of, with_op_of, without
@@ -43,7 +43,7 @@ def wide_plan(buckets: int) -> BucketPlan:
 def test_the_number_of_ranks_costs_nothing(algorithm: Algorithm) -> None:
     plan = wide_plan(20)
     small, large = (
-        with_own_word(make_schedule(plan, topology, algorithm=algorithm))
+        with_separate_word(make_schedule(plan, topology, algorithm=algorithm))
         for topology in (Topology(host=2, local=4), Topology(host=12500, local=8))
     )
     # Which terms of a set are compared depends on hashes, which differ from process to process.

@@ -38,7 +38,7 @@ def steps(draw: st.DrawFn) -> tuple[ControlLayout, list[ControlWord]]:
             method=method,
             has_next=draw(st.booleans()),
             nonfinite=draw(st.booleans()),
-            large=draw(st.booleans()),
+            may_overflow=draw(st.booleans()),
             failed=draw(st.booleans()),
             order=draw(st.permutations(range(leaves)))[: draw(st.integers(0, leaves))]
             if rank == 0
@@ -60,7 +60,7 @@ def test_the_sum_tells_every_rank_the_same(step: tuple[ControlLayout, list[Contr
     assert report.total_squared == sum(word.weight**2 for word in words)
     assert report.has_next == sum(word.has_next for word in words)
     assert report.nonfinite == sum(word.nonfinite for word in words)
-    assert report.large == sum(word.large for word in words)
+    assert report.may_overflow == sum(word.may_overflow for word in words)
     assert report.failed == sum(word.failed for word in words)
     assert report.used == tuple(any(flags) for flags in zip(*(w.used for w in words), strict=True))
     late = [b for b in range(layout.buckets) if any(word.late[b] for word in words)]

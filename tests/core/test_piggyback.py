@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fddp
-from fddp.core.schedule.piggyback import with_own_word
+from fddp.core.schedule.piggyback import with_separate_word
 from tests.core.test_schedule import record
 from tests.support.models import batch, mlp, mlp_loss, same_bits
 from tests.support.ranks import Launch
@@ -51,7 +51,7 @@ def test_what_rides_tells_what_a_word_of_its_own_tells(
 
     def run(group: Any) -> Any:
         reports = []
-        for schedule in (made, with_own_word(made)):
+        for schedule in (made, with_separate_word(made)):
             with fddp.GradSync(schedule, group=group) as sync, sync._engine.watched() as sessions:
                 grads = {"a": torch.ones(3, dtype=dtype), "b": None}
                 try:
@@ -113,7 +113,7 @@ def with_and_without_hook(group: Any) -> tuple[list[int], bool]:
         issued = record(sync)
         for hook in (None, fddp.hooks.bf16_compress, None, fddp.hooks.bf16_compress):
             sync._engine.set_hook(hook)
-            assert (sync.schedule.carrier < 0) is (hook is not None)
+            assert (sync.schedule.piggyback_op < 0) is (hook is not None)
             issued.clear()
             assert torch.equal(sync(grads)["w"], grads["w"])
             counts.append(len(issued))
@@ -144,8 +144,8 @@ def test_the_word_of_an_idle_bucket_travels_alone() -> None:
 
 def gradients(group: Any, rides: bool) -> list[Any]:
     schedule = fddp.make_schedule(fddp.plan_buckets(mlp()), WORLD, split_mb=0.0001)
-    own = with_own_word(schedule)
-    assert schedule.ops[schedule.carrier].region.start > 0
+    own = with_separate_word(schedule)
+    assert schedule.ops[schedule.piggyback_op].region.start > 0
     with fddp.GradSync(schedule if rides else own, group=group) as sync:
         step = sync.value_and_grad(mlp_loss)
         return [step(mlp(), batch(group.rank, number))[1] for number in range(3)]

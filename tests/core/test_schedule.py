@@ -22,7 +22,7 @@ from fddp.core.check import check_schedule
 from fddp.core.plan.plan import BucketPlan, LeafSpec, plan_leaves
 from fddp.core.schedule.builder import make_schedule
 from fddp.core.schedule.op import CONTROL_REGION, Op, Region, chunk
-from fddp.core.schedule.piggyback import with_own_word
+from fddp.core.schedule.piggyback import with_separate_word
 from fddp.core.schedule.schedule import Schedule, Topology
 from fddp.errors import ScheduleError
 from tests.support.models import batch, mlp, mlp_loss
@@ -95,7 +95,7 @@ def test_pickles_leave_what_was_worked_out_behind() -> None:
 
 def test_one_by_hand() -> None:
     plan, region = plan_of(("a", "float32")), Region("bucket", 0, 3)
-    made = with_own_word(make_schedule(plan, WORLD))
+    made = with_separate_word(make_schedule(plan, WORLD))
     ops = (
         Op("pack", 0, (), region, ()),
         Op("all_reduce", 0, ("world",), region, (0,)),
@@ -358,7 +358,7 @@ def expected_of(
             joined = len(op.axes) if op.kind == "all_gather" else 0
             shard = op.region.shard[: len(op.region.shard) - joined]
             numel = (op.region.stop - op.region.start) // schedule.topology.size(shard)
-            if op is schedule.ops[schedule.carrier]:
+            if op is schedule.ops[schedule.piggyback_op]:
                 numel += program.control.size
             expected.append(Issued(op.kind, schedule.wire_dtypes[op.bucket], numel, ranks))
     return expected

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from fddp.core.plan.leaf import ITEM_BYTES
 from fddp.core.plan.plan import BucketPlan, LeafSpec, plan_leaves
 from fddp.core.schedule.builder import make_schedule
-from fddp.core.schedule.op import Op, chunk, meets
-from fddp.core.schedule.piggyback import control_layout, with_own_word
+from fddp.core.schedule.op import Op, chunk, is_collective
+from fddp.core.schedule.piggyback import control_layout, with_separate_word
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
 from fddp.core.sim.cost import CostModel
@@ -58,7 +58,7 @@ class Plain:
         self.world = schedule.topology.world_size
         times = [0.0 if math.isnan(t) else t for t in ready_s]
         self.ready_s = [max(times[i] for i in b.leaves) for b in schedule.plan.buckets]
-        self.word = max(schedule.control, schedule.carrier)  # what brings it
+        self.word = max(schedule.control, schedule.piggyback_op)  # what brings it
         self.now = 0.0
         self.cursor = [0] * self.world
         self.launch_s: list[dict[int, float]] = [{} for _ in range(self.world)]
@@ -74,13 +74,13 @@ class Plain:
                 ],
             )
             for op in schedule.ops
-            if meets(op)
+            if is_collective(op)
             for r in range(self.world)
             for ranks in [schedule.topology.group(op.axes, r)]
         }
 
     def is_meeting(self, op: Op) -> bool:
-        return meets(op) and (op.when == "always" or op.bucket in self.late)
+        return is_collective(op) and (op.when == "always" or op.bucket in self.late)
 
     def backward_end_s(self, rank: int) -> float:
         return max(self.ready_s) * self.slow[rank]
@@ -116,7 +116,7 @@ class Plain:
         self.cursor[rank] += 1
         if op.when == "always" or op.bucket in self.late:
             self.launch_s[rank][position] = self.now
-            if not meets(op):
+            if not is_collective(op):
                 self.start_s[rank][position] = self.end_s[rank][position] = self.now
         return True
 
@@ -154,7 +154,7 @@ class Plain:
             cuts = [(self.schedule.topology.size((a,)), places[a]) for a in op.region.shard]
             start, stop = chunk(op.region.start, op.region.stop, cuts)
             nbytes = (stop - start) * ITEM_BYTES[self.schedule.wire_dtypes[op.bucket]]
-            if op is self.schedule.ops[self.schedule.carrier]:
+            if op is self.schedule.ops[self.schedule.piggyback_op]:
                 layout = control_layout(self.schedule, with_order=False)
                 nbytes += layout.size * ITEM_BYTES[layout.format]
         if op.kind == "all_gather":
@@ -312,7 +312,7 @@ def test_like_the_plain_simulation_where_written_by_hand(case: Any, data: st.Dat
     left = set(range(len(schedule.ops)))
     order: list[int] = []
     # The control word decides on repairs, so it stays ahead of them.
-    control = max(schedule.control, schedule.carrier)
+    control = max(schedule.control, schedule.piggyback_op)
     while left:
         free = [
             i
@@ -343,7 +343,7 @@ def two_leaves(*, world: int = 2) -> Schedule:
 
 
 def test_the_word_rides_at_the_cost_of_its_bytes() -> None:
-    riding, own = (f(two_leaves()) for f in (lambda s: s, with_own_word))
+    riding, own = (f(two_leaves()) for f in (lambda s: s, with_separate_word))
     ready_s = {"b": 0.007, "a": 0.010}
     latency = CostModel(1e-3, 0.0)
     assert simulate(riding, latency, ready_s).step_s == pytest.approx(0.012)
@@ -360,7 +360,7 @@ def test_the_word_rides_at_the_cost_of_its_bytes() -> None:
 
 def test_overlap_slows_what_runs_beside_backward() -> None:
     cost = CostModel(0.0, 1e-9, overlap=0.25)
-    timeline = simulate(with_own_word(two_leaves()), cost, {"b": 0.007, "a": 0.010})
+    timeline = simulate(with_separate_word(two_leaves()), cost, {"b": 0.007, "a": 0.010})
     first, last, control = (s for s in timeline.spans if s.lane != COMPUTE)
     # 1 ms of work: 3 ms at a quarter of the speed, and the rest alone.
     assert (first.launch_s, first.end_s) == (0.007, pytest.approx(0.01025))
@@ -400,7 +400,7 @@ def test_repairs_cost_their_reduction() -> None:
 
 def test_what_follows_a_repair_waits_for_the_control_word() -> None:
     """It decides on the repair, so a rank can't pass over that before the word is in."""
-    schedule = with_own_word(two_leaves())
+    schedule = with_separate_word(two_leaves())
     order = [0, 1, 2, 4, 5, 6, 7, 3, *range(8, len(schedule.ops))]
     ops = [schedule.ops[i] for i in order]
     assert [(op.kind, op.bucket, op.when) for op in ops[3:8]] == [

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from fddp.core.plan.plan import BucketPlan, plan_leaves
 from fddp.core.timeline import BucketTimes, StepTimes
 from fddp.ddp.arguments import Arguments, checked
-from fddp.ddp.logging_data import Facts, Log, Step, is_sampled, start_log
+from fddp.ddp.logging_data import Log, StaticLoggingData, Step, is_sampled, start_log
 from fddp.tree.planner import plan_buckets
 from tests.support.ranks import RankPool
 
@@ -42,8 +42,8 @@ def plan_of(module: nn.Module, **given: Any) -> BucketPlan:
     return plan_leaves(plan.leaves, order=plan.order, caps_bytes=caps_bytes, from_back=True)
 
 
-def facts_of(module: nn.Module, **given: Any) -> Facts:
-    return Facts(
+def facts_of(module: nn.Module, **given: Any) -> StaticLoggingData:
+    return StaticLoggingData(
         module_name=type(module).__name__,
         rank=0,
         world_size=1,

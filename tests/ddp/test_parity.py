@@ -173,7 +173,7 @@ def compare_in_equal_buckets(
     rank: int, world_size: int, model_name: str, option_name: str
 ) -> Verdict:
     """The same where the control word travels by itself, and so makes no bucket longer."""
-    with mock.patch("fddp.core.schedule.builder.with_riding_word", lambda schedule: schedule):
+    with mock.patch("fddp.core.schedule.builder.with_piggybacked_word", lambda schedule: schedule):
         return compare(rank, world_size, model_name, option_name)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fddp
-from examples import common as running
+from examples import common
 from examples.common import Check, Report, difference, difference_between_ranks
 from tests.support.pages import ROOT, commands, read
 
@@ -109,7 +109,7 @@ def test_a_check_fails(check: Check) -> None:
 
 
 def test_the_table_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    running.show(Report("some", [("a row", "1.0", "remark")], {"a check": GOOD, "worse": BAD}))
+    common.show(Report("some", [("a row", "1.0", "remark")], {"a check": GOOD, "worse": BAD}))
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
     for text in ("a row", "remark", "1.0e-16", "passed: at most 1e-10", "FAILED: at most 1e-10"):
@@ -120,7 +120,7 @@ def test_a_missing_library_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
-    assert running.main("dp_sgd", []) == 2
+    assert common.main("dp_sgd", []) == 2
     assert capsys.readouterr().err == "dp_sgd needs rich: pip install fddp[examples]\n"
 
 

@@ -206,13 +206,13 @@ def quiet(rank: int, n: int) -> None:
     """Nobody asks and nobody answers where all is well, and nothing is left of it."""
     descriptors = len(os.listdir("/proc/self/fd"))
     with fddp.GradSync(W, timeout_s=4.0) as sync:
-        desk = sync._engine.transport.slot.desk
+        board = sync._engine.transport.status.board
         for _ in range(3):
             sync(W)
             time.sleep(0.6 * rank)  # within a quarter of the time limit
-        assert not desk._store.check(["questions"]) or desk._store.add("questions", 0) == 0  # type: ignore[attr-defined]
-        assert not desk._store.check([f"answer/{rank}"])  # type: ignore[attr-defined]
-        thread = desk._clerk._thread  # type: ignore[attr-defined]
+        assert not board._store.check(["questions"]) or board._store.add("questions", 0) == 0  # type: ignore[attr-defined]
+        assert not board._store.check([f"answer/{rank}"])  # type: ignore[attr-defined]
+        thread = board._responder._thread  # type: ignore[attr-defined]
         assert thread.is_alive()
     thread.join(10.0)
     assert not thread.is_alive()
@@ -442,7 +442,7 @@ def go_on_unequally(group: Any) -> list[Ending]:
     communicator = communicator_of(group, None)
     communicator.begun += rank
     communicator.transport.close()
-    together: threading.Barrier = group._world.__dict__.setdefault("barrier", threading.Barrier(2))
+    together: threading.Barrier = group._state.__dict__.setdefault("barrier", threading.Barrier(2))
     together.wait(20.0)
     return [ending(lambda: fddp.psum(W, group)) for _ in range(2)]
 

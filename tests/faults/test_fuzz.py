@@ -26,13 +26,13 @@ import fddp
 from fddp.cli.main import main
 from fddp.core.plan.plan import LeafSpec, plan_leaves
 from fddp.core.sim.cost import CostModel
-from fddp.native import extension as ext
+from fddp.native import extension
 from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp
-from fddp.transport.liveness.bounded_store import AskedStore, Asker
-from fddp.transport.liveness.membership import Report, RollCall
+from fddp.transport.liveness.bounded_store import BoundedStore, StoreClientThread
+from fddp.transport.liveness.membership import Membership, Report
 from fddp.transport.shm.bindings import Status, make_arena, make_team, view_arena
-from fddp.transport.shm.fd_passing import Door, dial
-from fddp.transport.shm.host_discovery import Council, _is_place, _Search
+from fddp.transport.shm.fd_passing import FdListener, connect
+from fddp.transport.shm.host_discovery import StagedExchange, _HostDiscovery, _is_arena_offset
 from fddp.tree.pytree import tree_map
 from tests.faults.fuzz.targets import TARGETS, one_input
 from tests.support.hook_models import SMALL
@@ -261,31 +261,31 @@ PAYLOADS = st.one_of(
 @settings(max_examples=200, deadline=None)
 @given(PAYLOADS)
 def test_what_neighbours_tell(payload: bytes) -> None:
-    council = Council(Peers(payload))  # type: ignore[arg-type]
-    own, theirs = council.stage(lambda: [3, 1], _is_place)
+    exchange = StagedExchange(Peers(payload))  # type: ignore[arg-type]
+    own, theirs = exchange.stage(lambda: [3, 1], _is_arena_offset)
     assert own == [3, 1]
-    assert 0 not in council.problems
-    assert theirs is None or (theirs[1] < theirs[0] and 1 not in council.problems)
-    if 1 in council.problems:
-        assert isinstance(council.problems[1], str)
-        assert len(council.problems[1]) <= 300
-        assert council.stopped([1])
+    assert 0 not in exchange.problems
+    assert theirs is None or (theirs[1] < theirs[0] and 1 not in exchange.problems)
+    if 1 in exchange.problems:
+        assert isinstance(exchange.problems[1], str)
+        assert len(exchange.problems[1]) <= 300
+        assert exchange.stopped([1])
 
 
 @settings(max_examples=100, deadline=None)
 @given(PAYLOADS)
 def test_what_the_store_of_a_group_holds(payload: bytes) -> None:
     store = torch.distributed.HashStore()
-    calls = [RollCall(store, rank, 2) for rank in range(2)]
+    calls = [Membership(store, rank, 2) for rank in range(2)]
     for call in calls:
-        call.store = AskedStore(store, Asker())
+        call.store = BoundedStore(store, StoreClientThread())
     calls[0].report(Report("timeout", (0, 1)))
     store.set("report/1", payload)
     store.set("alarm", payload)
     told = calls[0].reports(0.0)
     assert told[0] == Report("timeout", (0, 1))
     assert all(type(rank) is int for rank in told.get(1, told[0]).ranks)
-    assert calls[0].alarm(3) is None or payload.startswith(b"[3")
+    assert calls[0].read_step_failure(3) is None or payload.startswith(b"[3")
 
 
 @settings(max_examples=50, deadline=None)
@@ -294,20 +294,20 @@ def test_parcels_of_descriptors(note: bytes, count: int) -> None:
     """Whatever is sent through the socket, no descriptor is left open."""
     before = set(os.listdir("/proc/self/fd"))
     with ExitStack() as sockets:
-        door = Door()
-        sockets.callback(door.close)
-        caller = dial(door.name)
+        listener = FdListener()
+        sockets.callback(listener.close)
+        caller = connect(listener.name)
         assert caller is not None
         sockets.callback(caller.close)
-        (line,) = door.admit()
-        search = _Search(1, sockets)
+        (line,) = listener.accept()
+        search = _HostDiscovery(1, sockets)
         search._leader = line
         sockets.callback(line.close)
         null = os.open(os.devnull, os.O_RDONLY)
-        caller.give(note[:4000] or b" ", [null] * count)
+        caller.send(note[:4000] or b" ", [null] * count)
         os.close(null)
         with suppress(ValueError, OSError):
-            search._take_all((0, 1))
+            search._receive_all((0, 1))
         search.processes.close()
     assert set(os.listdir("/proc/self/fd")) == before
 
@@ -362,11 +362,11 @@ def test_a_board_of_garbage_ends_in_an_error(garbage: bytes) -> None:
     assert board is not None
     views = [view_arena(arena.fd, arena.span) for arena in arenas]
     team = make_team(arenas[0], [None, views[1]], 0, board, [-1, -1], 0.3, 2)
-    passage = team.start("all_reduce", torch.ones(100_000))
+    work = team.start("all_reduce", torch.ones(100_000))
     views[0].write(board, garbage * 16_000)  # shorter than a board of two
     status = Status.PENDING
     for _ in range(100):
-        status = Status(passage.wait(0.1))
+        status = Status(work.wait(0.1))
         if status != Status.PENDING:
             break
     assert status in (Status.TIMEOUT, Status.BROKEN, Status.LOST)
@@ -393,7 +393,7 @@ def hostile_arguments(rank: int, world_size: int) -> dict[str, int]:
 
 def test_layouts_live_as_long_as_slots_that_are_armed() -> None:
     """What AddressSanitizer found: the memory of a layout that Python had let go of was read."""
-    module = ext.load()
+    module = extension.load()
     leaves = module.LeafSet([torch.ones(3)])
     buffer = torch.zeros(3)
     slot = module.EagerSlot(0, buffer, module.Layout([0], [(3,)], [(1,)], 3), 2.0)
@@ -534,6 +534,6 @@ def test_a_pickle_is_no_document() -> None:
     for reader in READERS.values():
         with pytest.raises(ValueError, match=r"not a JSON document|it is not JSON"):
             reader.read(bomb.decode("latin-1"))
-    council = Council(Peers(bomb))  # type: ignore[arg-type]
-    council.stage(lambda: None)
-    assert "makes no sense" in council.problems[1]
+    exchange = StagedExchange(Peers(bomb))  # type: ignore[arg-type]
+    exchange.stage(lambda: None)
+    assert "makes no sense" in exchange.problems[1]

@@ -14,17 +14,17 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import fddp
-from fddp.collectives.replicas.chunked_broadcast import pass_on_text
-from fddp.collectives.replicas.snapshot import Held, room_for
-from fddp.core.protocol.messages import Each, OneOf, maybe, read
-from fddp.runtime.agreement import Rebuild, Terms
-from fddp.runtime.failures import _told
+from fddp.collectives.replicas.chunked_broadcast import broadcast_text
+from fddp.collectives.replicas.snapshot import Snapshot, allocate_like
+from fddp.core.protocol.messages import AnyOf, MappingOf, decode, optional
+from fddp.runtime.agreement import Rebuild, SyncConfig
+from fddp.runtime.failures import _decode_report
 from fddp.runtime.nonfinite import Account, Count
 from fddp.sync.autotune import _decoded, _encoded
 from fddp.sync.terms_codec import terms_from_json, terms_to_json
 from fddp.transport.base import Transport
-from fddp.transport.liveness.status import Doing, in_words
-from fddp.transport.liveness.status_store import StoreDesk
+from fddp.transport.liveness.status import RankStatus, format_statuses
+from fddp.transport.liveness.status_store import StoreStatusBoard
 from tests.faults.test_fuzz import JSON, mutants, plan, schedule
 from tests.support.hook_models import SMALL
 
@@ -42,9 +42,9 @@ from tests.support.hook_models import SMALL
         ("{}", {"a": int}, "the whole is {}, and should be an object with the fields a"),
         ('{"a": 1, "b": 2}', {"a": int}, "and should be an object with the fields a"),
         ('{"a": [null]}', {"a": [str]}, r".a[0] is None, and should be text"),
-        ('"b"', OneOf(("a", None)), "the whole is 'b', and should be 'a' or None"),
-        ('{"x": 1, "y": "z"}', Each(int), ".'y' is 'z', and should be an int"),
-        ("[]", Each(int), "the whole is [], and should be an object"),
+        ('"b"', AnyOf(("a", None)), "the whole is 'b', and should be 'a' or None"),
+        ('{"x": 1, "y": "z"}', MappingOf(int), ".'y' is 'z', and should be an int"),
+        ("[]", MappingOf(int), "the whole is [], and should be an object"),
         ("[" * 100_000, object, "it is not JSON: maximum recursion depth"),
         ("1" * 5000, int, "it is not JSON: Exceeds the limit"),
         ("", object, "it is not JSON: Expecting value"),
@@ -52,13 +52,13 @@ from tests.support.hook_models import SMALL
 )
 def test_what_is_of_another_form_is_told_where(text: str, form: Any, problem: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - its text is compared
-        read(text, form)
+        decode(text, form)
     assert problem in str(caught.value)
 
 
 def test_bytes_that_are_no_text() -> None:
     with pytest.raises(ValueError, match="it is not JSON"):
-        read(b"\xff\x80\x00", object)
+        decode(b"\xff\x80\x00", object)
 
 
 @pytest.mark.parametrize(
@@ -66,16 +66,16 @@ def test_bytes_that_are_no_text() -> None:
     [
         (1, float),
         (1.5, float),
-        (None, maybe(int)),
-        ([["w", [3], None]], [(str, [int], maybe([int]))]),
+        (None, optional(int)),
+        ([["w", [3], None]], [(str, [int], optional([int]))]),
         ([], [int]),
         ([], ()),
-        ({"a": {"b": True}}, {"a": Each(bool)}),
-        ("text", OneOf(("auto", "text"))),
+        ({"a": {"b": True}}, {"a": MappingOf(bool)}),
+        ("text", AnyOf(("auto", "text"))),
     ],
 )
 def test_what_is_of_its_form_is_read(value: Any, form: Any) -> None:
-    assert read(json.dumps(value), form) == value
+    assert decode(json.dumps(value), form) == value
 
 
 # Documents of other ranks, changed
@@ -87,8 +87,8 @@ class Wants(NamedTuple):
     world_size: int = 4
 
 
-def terms() -> Terms:
-    return Terms(
+def terms() -> SyncConfig:
+    return SyncConfig(
         plan=plan(),
         given=False,
         transport="auto",
@@ -101,17 +101,17 @@ def terms() -> Terms:
     )
 
 
-def state() -> Held:
+def state() -> Snapshot:
     state = {"w": torch.ones(2, 3), "seen": 7, "rate": 0.1, "name": "adam", "of": (None, [True])}
-    return Held.of(state)
+    return Snapshot.of(state)
 
 
-def from_text(text: str) -> Terms:
+def from_text(text: str) -> SyncConfig:
     return terms_from_json(text, None, Wants(), None, None)  # type: ignore[arg-type]
 
 
-def as_described(text: str) -> Held:
-    return room_for(text, None)
+def as_described(text: str) -> Snapshot:
+    return allocate_like(text, None)
 
 
 def account(text: str) -> Account:
@@ -133,7 +133,7 @@ class Written(NamedTuple):
 ACCOUNT = Account({"w": Count(1, 2)}, {"b": Count(0, 3)}, 4)
 WRITTEN = {
     "terms": Written(from_text, terms_to_json(terms()), terms_to_json),
-    "state": Written(as_described, state().description(), Held.description),
+    "state": Written(as_described, state().description(), Snapshot.description),
     "account": Written(account, ACCOUNT.encode().decode(), lambda found: found.encode().decode()),
     "tuned plan": Written(tuned, _encoded(plan()).decode(), lambda found: _encoded(found).decode()),
 }
@@ -180,8 +180,8 @@ def test_any_text_is_refused(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("text", [b"", b"7", b"a\nb", b"\xff\xfe"])
 def test_accounts_of_failures_that_make_no_sense_are_told_as_such(text: bytes) -> None:
-    assert _told(b"3\nabc\nstep\n\nno: 1\n2") == ("3", "abc", "step", "", "no: 1\n2")
-    assert _told(text).failure == f"it says {text!r}, which makes no sense"
+    assert _decode_report(b"3\nabc\nstep\n\nno: 1\n2") == ("3", "abc", "step", "", "no: 1\n2")
+    assert _decode_report(text).failure == f"it says {text!r}, which makes no sense"
 
 
 class Sends:
@@ -206,7 +206,7 @@ class Sends:
 
 def test_texts_of_another_rank() -> None:
     def passed(length: int) -> str:
-        return pass_on_text(Sends(b"\x80plan"), "", length, 3, "the plan")  # type: ignore[arg-type]
+        return broadcast_text(Sends(b"\x80plan"), "", length, 3, "the plan")  # type: ignore[arg-type]
 
     with pytest.raises(fddp.DesyncError, match="rank 3 says makes no sense as its part of the pl"):
         passed(5)
@@ -324,28 +324,28 @@ def test_where_ranks_are_is_told_whatever_the_store_holds(
 ) -> None:
     """What explains another failure never fails itself."""
     store = dist.HashStore()
-    desk = StoreDesk(store, 0, 2)
-    desk._store.set("answer/1", answer)
-    desk._store.set("questions", question)
-    desk.ask()
-    desk.tell()
-    found = desk.answers([0, 1], since, 0.0)
+    board = StoreStatusBoard(store, 0, 2)
+    board._store.set("answer/1", answer)
+    board._store.set("questions", question)
+    board.query()
+    board.publish()
+    found = board.answers([0, 1], since, 0.0)
     assert set(found) == {0, 1}
-    assert isinstance(found[0], Doing)
+    assert isinstance(found[0], RankStatus)
     theirs = found[1]
     assert theirs is None or all(
         type(text) is str for text in (*theirs.waits, theirs.last, theirs.at)
     )
-    told = in_words({f"rank {rank}": doing for rank, doing in found.items()})
+    told = format_statuses({f"rank {rank}": doing for rank, doing in found.items()})
     assert len(told) < 20_000
     assert "\x1b" not in told
 
 
 def test_an_answer_is_told_as_it_was_given() -> None:
     store = dist.HashStore()
-    desks = [StoreDesk(store, rank, 2) for rank in range(2)]
+    desks = [StoreStatusBoard(store, rank, 2) for rank in range(2)]
     desks[1].gave_up = "giving up bucket 0"
-    desks[1].answer(desks[1]._store, desks[0].ask() + 1)
+    desks[1].answer(desks[1]._store, desks[0].query() + 1)
     told = desks[0].answers([1], 0, 0.0)[1]
     assert told is not None
     assert told.last == "giving up bucket 0"

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import fddp
-from fddp.transport.liveness.membership import RollCall
-from fddp.transport.liveness.status_store import StoreDesk
+from fddp.transport.liveness.membership import Membership
+from fddp.transport.liveness.status_store import StoreStatusBoard
 from tests.support.ranks import RankPool, run_fresh
 
 TIMEOUT_S = 2.0
@@ -69,7 +69,7 @@ def host_the_store(rank: int, world_size: int) -> None:
 
 def die_while_connecting(rank: int, world_size: int, lost: int, how: str) -> Seen | None:
     sync = fddp.GradSync(TREE, timeout_s=TIMEOUT_S, transport="c10d")
-    meet = RollCall.open
+    meet = Membership.open
 
     def meet_and_wait(*args: Any) -> tuple[int, ...]:
         absent = meet(*args)
@@ -80,7 +80,7 @@ def die_while_connecting(rank: int, world_size: int, lost: int, how: str) -> See
         return absent
 
     dist.barrier()
-    with mock.patch.object(RollCall, "open", meet_and_wait):
+    with mock.patch.object(Membership, "open", meet_and_wait):
         if how == "new":
             return seen(lambda: fddp.GradSync(TREE, timeout_s=TIMEOUT_S))
         return seen(lambda: sync.rebuild(dist.group.WORLD))
@@ -101,7 +101,7 @@ def test_a_rank_that_is_killed_while_the_others_connect() -> None:
 
 
 def die_beside_one_that_computes(rank: int, world_size: int) -> Seen | None:
-    with mock.patch.object(StoreDesk, "processes", return_value={}):
+    with mock.patch.object(StoreStatusBoard, "processes", return_value={}):
         sync = fddp.GradSync(TREE, timeout_s=8.0, transport="c10d")
         sync(TREE)
         if rank == 1:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import fddp
-from fddp.transport.liveness import status_store as desks
+from fddp.transport.liveness import status_store
 from tests.support.models import batch, mlp, mlp_loss
 from tests.support.ranks import launch_over, run_fresh, split_into_hosts
 from tests.sync.test_errors import ending
@@ -129,8 +129,8 @@ def test_where_processes_have_no_name_none_is_looked_for(monkeypatch: pytest.Mon
     """Without /proc, numbers of processes may be another host's."""
     store = dist.HashStore()
     for host, expected in ("a host", {0, 1}), ("", set()):
-        monkeypatch.setattr(desks, "numbering", lambda host=host: host)
-        two = [desks.StoreDesk(store, rank, 2) for rank in range(2)]
-        for desk in two:
-            desk.tell_process()
+        monkeypatch.setattr(status_store, "numbering", lambda host=host: host)
+        two = [status_store.StoreStatusBoard(store, rank, 2) for rank in range(2)]
+        for board in two:
+            board.publish_process()
         assert two[0].processes().keys() == expected

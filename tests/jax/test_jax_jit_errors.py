@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import fddp
 from fddp.jax import calls, internals, named_errors, pmean, psum
-from fddp.jax.communicators import channel_of
+from fddp.jax.communicators import jit_communicator_of
 from fddp.transport import LoopbackGroup
 from tests.support.ranks import RankPool
 
@@ -178,7 +178,7 @@ def test_programs_of_two_threads_over_one_group(monkeypatch: pytest.MonkeyPatch)
         def first() -> float:
             return float(jax.jit(lambda x: psum(x, group))(1.0))
 
-        channel_of(group, None).open()
+        jit_communicator_of(group, None).open()
         with ThreadPoolExecutor(1) as pool:
             total = pool.submit(first)
             reducing.wait(20)
@@ -236,7 +236,7 @@ def test_a_communicator_that_failed_is_opened_anew_by_compiling_anew() -> None:
         step = jax.jit(lambda x: psum(x, group))
         with named_errors():
             step(1.0).block_until_ready()
-        channel_of(group, None).communicator.close()
+        jit_communicator_of(group, None).communicator.close()
         with pytest.raises(fddp.ClosedError) as caught, named_errors():
             step(1.0)
         met.wait()

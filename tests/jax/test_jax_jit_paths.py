@@ -14,7 +14,7 @@ import torch
 
 import fddp
 from fddp.jax import lowering, named_errors, pmean, psum
-from fddp.native import extension as ext
+from fddp.native import extension
 from fddp.transport import LoopbackGroup
 
 TARGETS = {"extension": "fddp_reduce", "callback": "xla_ffi_python_cpu_callback"}
@@ -107,6 +107,6 @@ def test_a_loan_ends_with_its_call() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lowering.calls, "_reduce", keeping)
         fddp.loopback(1, program)
-    assert isinstance(kept[0], ext.load().XlaLoan)
+    assert isinstance(kept[0], extension.load().XlaLoan)
     with pytest.raises(IndexError):
         kept[0].pack(torch.empty(4), [0])

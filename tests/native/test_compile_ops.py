@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.library import opcheck
 
 import fddp
-from fddp.collectives import torch_library as graph_ops
-from fddp.collectives.call_cache import Asked, program_of
-from fddp.collectives.calls import Application, Call
+from fddp.collectives import torch_library
+from fddp.collectives.call_cache import CallSpec, program_of
+from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.operator_program import Operator
-from fddp.native import torch_ops as native_ops
+from fddp.native import torch_ops
 from fddp.native.layout import Layout
 from tests.reference.pack import pack_ as reference_pack_
 from tests.support.ranks import RankPool
@@ -42,7 +42,7 @@ def test_operators_of_the_extension_keep_torchs_rules(dtype: torch.dtype) -> Non
 
 def test_operators_of_the_extension_compute_what_the_reference_does() -> None:
     leaves = leaves_of(torch.bfloat16)
-    shapes = native_ops.shapes_of(NDIMS, SIZES)
+    shapes = torch_ops.shapes_of(NDIMS, SIZES)
     layout = Layout(tuple(OFFSETS), shapes, ((2, 1), (), (4, 1)), 20)
     wanted = torch.zeros(20)
     reference_pack_(wanted, layout, leaves, 0.3)
@@ -80,10 +80,10 @@ def test_pack_needs_a_leaf() -> None:
 def make_call(communicator: fddp.Communicator, operator: Operator, leaves: list[Tensor]) -> Call:
     """A call of leaves "0", "1" and so on."""
     root = 1 if operator == "broadcast_from" else -1
-    asked = Asked(operator, communicator.place(()), root)
+    asked = CallSpec(operator, communicator.place(()), root)
     paths = [str(k) for k in range(len(leaves))]
     program = program_of(communicator, asked, paths, range(len(leaves)), leaves)
-    return Call(communicator, program, Application(None), ("backward",))
+    return Call(communicator, program, CallRecord(None), ("backward",))
 
 
 def check_collectives(rank: int, world_size: int) -> int:
@@ -91,7 +91,7 @@ def check_collectives(rank: int, world_size: int) -> int:
     with fddp.Communicator() as ranks:
         for operator in get_args(Operator):
             leaves = [torch.randn(2, 3) + rank, torch.randn(2, 1, dtype=torch.float64)]
-            text = graph_ops.error_text(make_call(ranks, operator, leaves))
+            text = torch_library.error_text(make_call(ranks, operator, leaves))
             op = getattr(OPS, operator).default
             opcheck(op, (leaves, None, ranks.number, text))
             opcheck(op, ([None, leaves[1]], torch.empty(0), ranks.number, text))
@@ -114,11 +114,11 @@ def test_a_call_is_its_text(operator: Any, shapes: list[list[int]], roles: tuple
             leading = [1] if operator == "reduce_scatter" else []
             leaves = [torch.zeros([*leading, *shape]) for shape in shapes]
             call = make_call(ranks, operator, leaves)
-            call = Call(ranks, call.program, Application("train.py:3"), roles)  # type: ignore[arg-type]
-            text = graph_ops.error_text(call)
-            again = graph_ops.call_of(operator, ranks, text)
+            call = Call(ranks, call.program, CallRecord("train.py:3"), roles)  # type: ignore[arg-type]
+            text = torch_library.error_text(call)
+            again = torch_library.call_of(operator, ranks, text)
             assert again.program.details == call.program.details
             assert (again.roles, again.text) == (call.roles, call.text)
-            assert graph_ops.error_text(again) == text
+            assert torch_library.error_text(again) == text
 
     fddp.loopback(1, there_and_back)

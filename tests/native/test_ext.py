@@ -7,36 +7,36 @@ import pytest
 import torch
 
 from fddp.errors import ExtensionError
-from fddp.native import extension as ext
+from fddp.native import extension
 
 REBUILD = r"run `pip install --no-build-isolation \.` in fddp's source directory"
 
 
 @pytest.fixture
 def load():
-    """`ext.load` as a fresh process would call it."""
-    return ext.load.__wrapped__
+    """`extension.load` as a fresh process would call it."""
+    return extension.load.__wrapped__
 
 
 def found_at(monkeypatch, library):
     spec = SimpleNamespace(origin=str(library))
-    monkeypatch.setattr(ext, "find_spec", lambda name: spec)
+    monkeypatch.setattr(extension, "find_spec", lambda name: spec)
 
 
 def test_loads_once_and_knows_its_torch():
-    assert ext.load() is ext.load()
-    assert ext.load().torch_version == torch.__version__.split("+")[0]
+    assert extension.load() is extension.load()
+    assert extension.load().torch_version == torch.__version__.split("+")[0]
 
 
 def test_note_beside_the_library_says_the_same_as_the_library():
     library = importlib.util.find_spec("fddp._C").origin
-    assert ext._torch_built_for(ext.Path(library)) == ext.load().torch_version
+    assert extension._torch_built_for(extension.Path(library)) == extension.load().torch_version
 
 
 def test_another_torch_is_named_before_the_library_is_loaded(monkeypatch, tmp_path, load):
     (tmp_path / "_C.torch_version").write_text("2.11.0\n")
     found_at(monkeypatch, tmp_path / "_C.so")
-    monkeypatch.setattr(ext, "import_module", lambda name: pytest.fail("loaded"))
+    monkeypatch.setattr(extension, "import_module", lambda name: pytest.fail("loaded"))
     monkeypatch.setattr(torch, "__version__", "2.12.1+cu128")
     message = rf"built for torch 2\.11\.0, but torch 2\.12\.1 is installed: {REBUILD}"
     with pytest.raises(ExtensionError, match=message):
@@ -45,7 +45,7 @@ def test_another_torch_is_named_before_the_library_is_loaded(monkeypatch, tmp_pa
 
 @pytest.mark.parametrize("origin", [None, SimpleNamespace(origin=None)])
 def test_a_missing_library_says_how_to_build_it(monkeypatch, load, origin):
-    monkeypatch.setattr(ext, "find_spec", lambda name: origin)
+    monkeypatch.setattr(extension, "find_spec", lambda name: origin)
     with pytest.raises(ExtensionError, match=rf"fddp\._C is not built: {REBUILD}"):
         load()
 
@@ -60,6 +60,6 @@ def test_a_library_that_does_not_load_keeps_the_cause(monkeypatch, load):
     def broken(name):
         raise ImportError("undefined symbol: at::gone")
 
-    monkeypatch.setattr(ext, "import_module", broken)
+    monkeypatch.setattr(extension, "import_module", broken)
     with pytest.raises(ExtensionError, match=rf"undefined symbol: at::gone\): {REBUILD}"):
         load()

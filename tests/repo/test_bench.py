@@ -11,10 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import bounds as figures_module
-from benchmarks import gpu, memory, packing, transports
+from benchmarks import bounds, gpu, memory, packing, per_parameter, transports
 from benchmarks import operators as functional
-from benchmarks import per_parameter as leaves
 from benchmarks.bounds import Figure, at_least, at_most, from_values, to_values
 from benchmarks.competitors import (
     DETERMINISTIC,
@@ -218,7 +216,7 @@ def test_figures_of_several_files_in_one_table(
         text = json.dumps({"figures": to_values([figure])})
         (tmp_path / f"{name}.json").write_text(text)
         assert from_values(json.loads(text)["figures"]) == [figure]
-    figures_module.main([str(tmp_path / f"{name}.json") for name in ("one", "two", "three")])
+    bounds.main([str(tmp_path / f"{name}.json") for name in ("one", "two", "three")])
     printed = capsys.readouterr()
     assert "1.25 (1.00-1.50)" in printed.out
     assert "<= 1" in printed.out
@@ -308,14 +306,14 @@ def test_figures_of_memory() -> None:
 # The others
 
 
-def _leaves(rank: int, world_size: int) -> list[leaves.Case]:
-    return leaves.run_rank(2, (20, 40))
+def _leaves(rank: int, world_size: int) -> list[per_parameter.Case]:
+    return per_parameter.run_rank(2, (20, 40))
 
 
 def test_cost_of_a_parameter_is_a_slope(ranks: RankPool) -> None:
     (cases,) = ranks.run(1, _leaves)
     assert [case.count for case in cases] == [20, 40]
-    assert len(leaves.figures(cases)) == 3
+    assert len(per_parameter.figures(cases)) == 3
 
 
 def _operators(rank: int, world_size: int) -> functional.Results:

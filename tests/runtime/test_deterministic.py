@@ -56,7 +56,7 @@ def scattered(group: Any, name: str) -> list[Any]:
     """Own chunks: along both axes at once, and along one after the other."""
     found = []
     with open_transport(group, name) as transport:
-        transport.divide(GRID, [("host", "local"), ("host",), ("local",)])
+        transport.open_subgroups(GRID, [("host", "local"), ("host",), ("local",)])
         for dtype, average in product(FORMATS, (False, True)):
             buffer = part_of(transport.rank, dtype)
             transport.reduce_scatter(
@@ -140,7 +140,7 @@ def test_schedules_are_proved(topology: Any, algorithm: Any, scaling: Any) -> No
     assert {*schedule.wire_dtypes} == {"float32"}
     kinds = {op.kind for op in schedule.ops}
     assert "all_reduce" not in kinds
-    assert schedule.carrier < 0
+    assert schedule.piggyback_op < 0
 
 
 def flat(**options: Any) -> Schedule:

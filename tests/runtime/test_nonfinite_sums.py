@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 )
 
 import fddp
-from fddp.core.numerics.overflow import bound
+from fddp.core.numerics.overflow import max_safe_magnitude
 from tests.support.models import same_bits
 from tests.support.ranks import launch_over
 from tests.support.spoiled_trees import INF, NAN, dot, overflow, tree
@@ -244,7 +244,7 @@ def test_sums_below_the_bound_are_finite(wire: str, ranks: int, random: Any) -> 
     """The largest sums: all at the bound, with the same sign, added up one after the other or in
     pairs, each rounded."""
     dtype = getattr(torch, wire)
-    limit = torch.tensor(bound(wire, wire, ranks), dtype=torch.float64).to(dtype)
+    limit = torch.tensor(max_safe_magnitude(wire, wire, ranks), dtype=torch.float64).to(dtype)
     terms = [limit] * ranks
     while len(terms) > 1:
         first, second = (terms.pop(random.randrange(len(terms))) for _ in range(2))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fddp.native import extension as ext
+from fddp.native import extension
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-_C = ext.load()
+_C = extension.load()
 MIB = 2**20
 
 

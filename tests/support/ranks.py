@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fddp.transport import loopback
-from fddp.transport.shm import host_discovery as neighbours
+from fddp.transport.shm import host_discovery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -155,13 +155,17 @@ def _with_default_group(
 @contextlib.contextmanager
 def split_into_hosts(hosts: Sequence[Collection[int]]) -> Iterator[None]:
     """Ranks find only those of their own host in reach; to be entered on all ranks."""
-    call = neighbours._Search.call
+    call = host_discovery._HostDiscovery.connect_to_leader
 
-    def masked(self: neighbours._Search, doors: Sequence[list[str] | None]) -> tuple[int, str]:
+    def masked(
+        self: host_discovery._HostDiscovery, listeners: Sequence[list[str] | None]
+    ) -> tuple[int, str]:
         mine = next(host for host in hosts if self._rank in host)
-        return call(self, [door if rank in mine else None for rank, door in enumerate(doors)])
+        return call(
+            self, [listener if rank in mine else None for rank, listener in enumerate(listeners)]
+        )
 
-    with mock.patch.object(neighbours._Search, "call", masked):
+    with mock.patch.object(host_discovery._HostDiscovery, "connect_to_leader", masked):
         yield
 
 

@@ -13,7 +13,7 @@ from fddp.core.check import check_schedule
 from fddp.core.plan.plan import BucketPlan, LeafSpec, plan_leaves
 from fddp.core.schedule.builder import Algorithm, make_schedule
 from fddp.core.schedule.op import CONTROL_REGION, Buffer, Kind, Op, Region, When
-from fddp.core.schedule.piggyback import with_own_word
+from fddp.core.schedule.piggyback import with_separate_word
 from fddp.core.schedule.schedule import Result, Scaling, Schedule, Topology
 from fddp.errors import ScheduleError
 
@@ -182,7 +182,7 @@ SMALL = Topology(host=2, local=2)
 
 
 def flat(topology: Topology = SMALL, **options: Any) -> Schedule:
-    return with_own_word(riding(topology, **options))
+    return with_separate_word(riding(topology, **options))
 
 
 def riding(topology: Topology = SMALL, **options: Any) -> Schedule:
@@ -241,7 +241,9 @@ def two() -> Schedule:
     """Two leaves in a bucket, and a sparse one."""
     leaves = (LeafSpec("a", (3,), "float32"), LeafSpec("b", (4,), "float32"))
     rows = LeafSpec("rows", (3, 2), "float32", sparse=True)
-    return with_own_word(make_schedule(plan_of(*leaves, rows, cap_bytes=100), Topology(world=2)))
+    return with_separate_word(
+        make_schedule(plan_of(*leaves, rows, cap_bytes=100), Topology(world=2))
+    )
 
 
 def shards() -> Schedule:

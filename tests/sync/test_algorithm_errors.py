@@ -207,7 +207,7 @@ MISMATCHES: dict[str, tuple[Build, Build, tuple[str, ...]]] = {
 
 def build_differently(group: Any, name: str) -> Ending:
     first, other, _ = MISMATCHES[name]
-    last = (group.rank if hasattr(group, "_world") else group.rank()) == 3
+    last = (group.rank if hasattr(group, "_state") else group.rank()) == 3
     end = ending(lambda: (other if last else first)(group))
     goes_on(group)
     return end

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fddp
 from fddp import Topology
-from fddp.core.schedule.op import meets
+from fddp.core.schedule.op import is_collective
 from fddp.runtime.program import Program
 from fddp.testing import assert_mean
 from fddp.tree.pytree import flatten
@@ -222,7 +222,7 @@ def listed(sync: fddp.GradSync, program: Program, late: tuple[int, ...]) -> list
     schedule = program.schedule
     topology, issued = schedule.topology, []
     for op in schedule.ops:
-        if not meets(op) or (op.when == "late" and op.bucket not in late):
+        if not is_collective(op) or (op.when == "late" and op.bucket not in late):
             continue
         if op.kind == "control":
             everyone = tuple(range(sync.world_size))
@@ -231,7 +231,7 @@ def listed(sync: fddp.GradSync, program: Program, late: tuple[int, ...]) -> list
         # What an all-gather fills; what the others work on.
         cuts = op.region.shard[:-1] if op.kind == "all_gather" else op.region.shard
         numel = (op.region.stop - op.region.start) // topology.size(cuts)
-        if op is schedule.ops[schedule.carrier]:
+        if op is schedule.ops[schedule.piggyback_op]:
             numel += program.control.size
         ranks = topology.group(op.axes, sync.rank)
         issued.append(Issued(op.kind, ranks, schedule.wire_dtypes[op.bucket], numel))

@@ -14,7 +14,7 @@ import fddp
 from fddp.core.schedule.topology import Topology
 from fddp.core.sim.cost import CostModel
 from fddp.errors import PlanMismatchError
-from fddp.sync import measure as measuring
+from fddp.sync import measure
 from fddp.sync.measure import DEFAULT_SIZES_BYTES, measure_axes, measure_cost
 from fddp.transport import LoopbackGroup, open_transport
 
@@ -45,14 +45,14 @@ def test_samples_of_a_group(launch: Launch, world_size: int) -> None:
 
 
 def test_the_slowest_ranks_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_time_s", lambda link, probe: 1.0 + link.transport.rank)
+    monkeypatch.setattr(measure, "_time_s", lambda link, probe: 1.0 + link.transport.rank)
     samples = fddp.loopback(3, small_on_rank)[0]
     assert {sample.time_s for sample in samples} == {3.0}
 
 
 def axes_on_rank(group: Group) -> dict[str, tuple[Sample, ...]]:
     with open_transport(group, timeout_s=20) as transport:
-        transport.divide(SQUARE, [("local",)])
+        transport.open_subgroups(SQUARE, [("local",)])
         by_axis = measure_axes(transport, SQUARE, sizes_bytes=SIZES_BYTES, repeats=1)
         total = torch.ones(1)
         transport.all_reduce(total, axes=("local",)).wait("a group that was open before")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everywhere
 
 import fddp
-from fddp.core.schedule.piggyback import with_own_word
+from fddp.core.schedule.piggyback import with_separate_word
 from fddp.tree.pytree import flatten
 from tests.support.models import (
     batch,
@@ -101,7 +101,7 @@ def compare_with_ddp(rank: int, world_size: int) -> dict[str, bool]:
 
     schedule = fddp.make_schedule(plan, fddp.Topology(world=world_size))
     if world_size > 2:
-        schedule = with_own_word(schedule)
+        schedule = with_separate_word(schedule)
     with fddp.GradSync(schedule, transport="c10d") as sync:
         _, grads = sync.value_and_grad(loss_fn)(params)
         again = sync(torch.func.grad(loss_fn)(params))

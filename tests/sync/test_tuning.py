@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fddp
 from fddp.errors import PeerError, PlanMismatchError, UnevenError
-from fddp.sync import autotune as tuning
+from fddp.sync import autotune
 from tests.support.models import batch, largest_difference, mean_gradients, mlp, mlp_loss, same_bits
 from tests.support.ranks import Launch
 
@@ -67,7 +67,7 @@ def test_what_was_measured_decides(monkeypatch: pytest.MonkeyPatch, faster: str)
     caps = fddp.plan_buckets(params, bucket_cap_mb=1e-4, first_bucket_mb=1e-4).caps_bytes
     assert len(caps) == 2
     timings = (1.0, 2.0) if faster == "before" else (2.0, 1.0)
-    monkeypatch.setattr(tuning, "_compared", lambda *_: timings)
+    monkeypatch.setattr(autotune, "_compared", lambda *_: timings)
 
     def on_rank(group: Any) -> Any:
         with fddp.GradSync(mlp(), group=group, bucket_cap_mb=1e-4, first_bucket_mb=1e-4) as sync:
@@ -236,6 +236,6 @@ def test_what_fails_outside_of_a_synchronisation_is_told(launch: Launch, when: s
 def test_the_plan_that_is_sent_is_the_plan_that_arrives() -> None:
     params = mlp()
     plan = fddp.plan_buckets(params, bucket_cap_mb=1e-4, first_bucket_mb=1e-5)
-    sent = tuning._encoded(plan)
+    sent = autotune._encoded(plan)
     json.loads(sent)
-    assert tuning._decoded(sent, fddp.plan_buckets(params)) == plan
+    assert autotune._decoded(sent, fddp.plan_buckets(params)) == plan

@@ -329,7 +329,7 @@ def test_a_full_disk_does_not_hide_the_error(
     error = fddp.SyncTimeoutError("rank 3 did not come")
     with fddp.dump_flights(tmp_path) as dumps:
         monkeypatch.setattr(dumps, "write", full)
-        fddp.telemetry.flight.dump.note_failure(error)
+        fddp.telemetry.flight.dump.dump_on_failure(error)
     assert str(error) == (
         "rank 3 did not come; what this process did before can't be written: OSError: [Errno 28] "
         "No space left on device"
@@ -340,12 +340,12 @@ def test_the_newest_directory_counts_and_stopping_goes_back(tmp_path: Path) -> N
     first, second = fddp.DesyncError("first"), fddp.DesyncError("second")
     with fddp.dump_flights(tmp_path / "outer"):
         with fddp.dump_flights(tmp_path / "inner" / "deep"):
-            fddp.telemetry.flight.dump.note_failure(first)
-        fddp.telemetry.flight.dump.note_failure(second)
+            fddp.telemetry.flight.dump.dump_on_failure(first)
+        fddp.telemetry.flight.dump.dump_on_failure(second)
     assert "inner/deep/flight-" in str(first)
     assert "outer/flight-" in str(second)
     third = fddp.DesyncError("third")
-    fddp.telemetry.flight.dump.note_failure(third)
+    fddp.telemetry.flight.dump.dump_on_failure(third)
     assert str(third) == "third"
 
 
@@ -373,7 +373,7 @@ def test_flights_stop_in_any_order(tmp_path: Path, order: tuple[int, ...]) -> No
                 assert len(list((tmp_path / str(n)).iterdir())) == (n in left)
         assert signal.getsignal(signal.SIGUSR1) == before or not callable(before)
         error = fddp.DesyncError("as it was")
-        fddp.telemetry.flight.dump.note_failure(error)
+        fddp.telemetry.flight.dump.dump_on_failure(error)
         assert str(error) == "as it was"
     finally:
         signal.signal(signal.SIGUSR1, before)

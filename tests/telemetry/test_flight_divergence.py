@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fddp.cli.main import main
-from fddp.telemetry.flight.divergence import Parting, partings
+from fddp.telemetry.flight.divergence import Divergence, find_divergences
 from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp
 
 
@@ -29,9 +29,11 @@ def op_of(number: int, *, state: Any = "done", bucket: int = 0, **fields: Any) -
     return op._replace(**fields)
 
 
-def lined_up(*ops_by_rank: tuple[FlightOp, ...]) -> Parting:
-    (parting,) = partings(flight_of(log_of(r, *ops)) for r, ops in enumerate(ops_by_rank))
-    return parting
+def lined_up(*ops_by_rank: tuple[FlightOp, ...]) -> Divergence:
+    (divergence,) = find_divergences(
+        flight_of(log_of(r, *ops)) for r, ops in enumerate(ops_by_rank)
+    )
+    return divergence
 
 
 def test_ranks_that_are_together() -> None:
@@ -72,13 +74,13 @@ def test_ranks_that_failed_tell_why_and_how_much_later() -> None:
     late = log_of(1, op_of(7, state="failed"), size=2)
     other = replace(flight_of(late, taken_s=1.8e9 + 5.0), reason="s" * 999)
     for flights in ([first, ended, other], [ended, other, first]):
-        (told,) = partings(flights)
+        (told,) = find_divergences(flights)
         lines = told.text.splitlines()
         assert lines[2] == "    no word from rank 1"
         assert lines[4] == f"    5.0 s later: {'s' * 238}.."
         assert len(lines) == 5
     again = flight_of(replace(log, made_s=1.8e9 + 1.0), taken_s=1.8e9 + 9.0)
-    (told,) = partings([first, again])
+    (told,) = find_divergences([first, again])
     assert "no word from rank 1" not in told.text, "that was a run before"
 
 
@@ -101,13 +103,13 @@ def test_of_several_flights_of_a_rank_the_newest_counts() -> None:
     old = flight_of(log_of(0, op_of(1, bucket=3), size=1), taken_s=1.0)
     new = flight_of(log_of(0, op_of(1), size=1), taken_s=2.0)
     for order in ([old, new], [new, old]):
-        (told,) = partings(order)
+        (told,) = find_divergences(order)
         assert "bucket 0" in told.text
 
 
 def test_groups_of_the_same_ranks_are_told_apart_by_their_order() -> None:
     flights = [flight_of(log_of(r, op_of(1)), log_of(r, op_of(2 + r)), pid=r) for r in range(3)]
-    first, second = partings(flights)
+    first, second = find_divergences(flights)
     assert first.number == -1
     assert (second.number, second.ranks) == (4, (0, 1))
 
@@ -122,24 +124,24 @@ def test_flights_of_a_run_before_are_left_out() -> None:
     first = [of_run(100.0, 4000.0, r, op_of(5000, state="failed")) for r in (0, 2)]
     second = [of_run(4100.0, 8000.0, r, op_of(39), op_of(40, state="failed")) for r in (0, 1)]
     for order in ([*first, *second], [*second, *first]):
-        (told,) = partings(order)
+        (told,) = find_divergences(order)
         assert (told.number, told.ranks) == (40, (0, 1))
         assert told.text.splitlines()[-1] == (
             "  rank 2: no flight; one of a run before is left out, taken 100.0 s before the "
             "others' GradSync #1 was made"
         )
-    (told,) = partings(first)
+    (told,) = find_divergences(first)
     assert "no flight; one" not in told.text
 
 
 def test_ranks_that_were_made_one_after_the_other_are_of_one_run() -> None:
     flights = [of_run(100.0 + r, 200.0 + r, r, op_of(5)) for r in range(3)]
-    (told,) = partings(flights)
+    (told,) = find_divergences(flights)
     assert "all are together up to operation 5" in told.text
 
 
 def test_a_clock_that_was_set_back_leaves_flights_to_look_at() -> None:
-    (told,) = partings([of_run(100.0, 50.0, 0, op_of(5))])
+    (told,) = find_divergences([of_run(100.0, 50.0, 0, op_of(5))])
     assert "  rank 0: at step 5" in told.text
 
 
@@ -151,7 +153,7 @@ def test_ranks_of_a_part_of_the_job_have_both_numbers() -> None:
         flight_of(log(0, op_of(6), op_of(7, state="failed"))),
         flight_of(log(1, op_of(6))),
     ]
-    (told,) = partings(flights)
+    (told,) = find_divergences(flights)
     assert told.text.splitlines() == [
         "GradSync #1, ranks 0 to 2 (global 0, 2, 9): rank 1 (global 2) has not come to operation "
         "7, all_reduce of bucket 0 (w0) of step 5, and rank 0 waits",
@@ -163,7 +165,7 @@ def test_ranks_of_a_part_of_the_job_have_both_numbers() -> None:
     ]
     assert "GradSync #1: rank 1 (global 2) of 3 over shm" in str(flights[1])
     many = replace(log(0), members=tuple(range(1, 400)))
-    (told,) = partings([flight_of(many)])
+    (told,) = find_divergences([flight_of(many)])
     assert told.text.startswith("GradSync #1, ranks 0 to 398 (global 1, 2, 3, 4, 5, 6, .., 399): ")
 
 
@@ -210,9 +212,9 @@ def test_flights_are_read_as_they_were_written(some: list[Flight]) -> None:
     for one in some:
         assert Flight.from_json(one.to_json()) == one
         assert "\x1b" not in str(one)
-    for parting in partings(some):
-        assert "\x1b" not in parting.text
-        assert set(parting.ranks) <= {0, 1, 2}
+    for divergence in find_divergences(some):
+        assert "\x1b" not in divergence.text
+        assert set(divergence.ranks) <= {0, 1, 2}
 
 
 @given(
@@ -244,7 +246,7 @@ def test_what_is_no_flight_is_refused_by_name(junk: Any, field: str, inner: str,
         assert len(problem) < 400
     else:
         assert str(read)
-        assert partings([read]) is not None
+        assert find_divergences([read]) is not None
 
 
 @pytest.mark.parametrize("text", ["", "[", "3", "[]", "{}", "[" * 100_000, "9" * 10_000])

@@ -139,7 +139,7 @@ def test_a_directory_that_can_not_be_written_to_is_refused_at_once() -> None:
         fddp.dump_flights("/proc", on_signal=signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     error = fddp.DesyncError("as it was")
-    fddp.telemetry.flight.dump.note_failure(error)
+    fddp.telemetry.flight.dump.dump_on_failure(error)
     assert str(error) == "as it was"
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fddp.core.timeline import BucketTimes, Interval, StepTimes
 from fddp.telemetry.perfetto import chrome_trace, steps_from_json, steps_to_json
-from fddp.telemetry.phases import Covered, step_phases
+from fddp.telemetry.phases import IntervalIndex, step_phases
 from fddp.telemetry.stragglers import RankSummary, StepRecord, summarize
 
 _seconds = st.floats(0.0, 1e6)
@@ -181,7 +181,7 @@ def test_errors_say_what_is_wrong(
 def test_what_is_covered(intervals: tuple[Interval, ...], one: float, other: float) -> None:
     start_s, end_s = sorted((one, other))
     expected = sum(max(0.0, min(e, end_s) - max(s, start_s)) for s, e in intervals)
-    assert Covered(intervals).within(start_s, end_s) == pytest.approx(expected, abs=1e-6)
+    assert IntervalIndex(intervals).within(start_s, end_s) == pytest.approx(expected, abs=1e-6)
 
 
 @given(st.lists(st.floats(0.0, 100.0), min_size=16, max_size=16, unique=True))

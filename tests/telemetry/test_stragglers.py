@@ -14,9 +14,9 @@ from fddp.core.timeline import StepTimes
 from fddp.telemetry.report import MonitorReport
 from fddp.telemetry.stragglers import (
     RankSummary,
-    Spread,
+    RobustStats,
     StepRecord,
-    find_monitored,
+    find_slow_monitors,
     find_stragglers,
     summarize,
 )
@@ -102,8 +102,8 @@ def test_a_monitor_is_no_part_of_its_rank() -> None:
     told = told.replace("65%", "39%")  # of a longer median step
     assert report_of(0.04, 0.02, 0.02, slow=1).finding == f"rank 1 {slow.format(39)}\n{told}others"
     assert report_of(1e-4, 0.0).finding == none
-    assert find_monitored([summary_of(0, [{"input": 0.01, "monitor": 1.0}] * 9)]) == ()
-    assert find_monitored([summary_of(r, [{"monitor": 1.0 - r}] * 8) for r in range(2)]) == ()
+    assert find_slow_monitors([summary_of(0, [{"input": 0.01, "monitor": 1.0}] * 9)]) == ()
+    assert find_slow_monitors([summary_of(r, [{"monitor": 1.0 - r}] * 8) for r in range(2)]) == ()
 
 
 def test_half_of_the_ranks_may_be_slow() -> None:
@@ -189,7 +189,7 @@ def test_the_finding_keeps_its_sense(noises: list[Any], factor: float, random: A
 
 @given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=9))
 def test_a_spread_is_robust_and_travels(seconds: list[float]) -> None:
-    spread = Spread.of(seconds)
+    spread = RobustStats.of(seconds)
     assert min(seconds) <= spread.median_s <= max(seconds) == spread.most_s
     summary = summary_of(3, [{"forward": s} for s in seconds])
     assert RankSummary.from_json(summary.to_json(), 3) == summary

@@ -17,8 +17,8 @@ from hypothesis.errors import NoSuchExample
 from torch import Tensor
 
 import fddp
-from fddp.core.schedule.op import COLLECTIVES, meets
-from fddp.core.schedule.piggyback import with_own_word
+from fddp.core.schedule.op import COLLECTIVES, is_collective
+from fddp.core.schedule.piggyback import with_separate_word
 from fddp.testing import (
     arrivals,
     assert_mean,
@@ -145,9 +145,11 @@ def test_kinds_of_schedules() -> None:
     for shards in (True, False):
         split = schedules(algorithms=["reduce_scatter" if shards else "hierarchical"])
         drawn(split, lambda s: max(count_pieces(s).values(), default=0) > 2)
-    assert drawn(schedules(), lambda s: s.carrier >= 0).ops
+    assert drawn(schedules(), lambda s: s.piggyback_op >= 0).ops
     with pytest.raises(NoSuchExample):
-        find(schedules(ride=False), lambda s: s.carrier >= 0, settings=settings(max_examples=50))
+        find(
+            schedules(ride=False), lambda s: s.piggyback_op >= 0, settings=settings(max_examples=50)
+        )
     assert drawn(schedules(deterministic=True), lambda s: s.deterministic and s.retained).ops
     fixed = schedules(st.just(one_plan()), st.just(fddp.Topology(world=2)))
     assert drawn(fixed, lambda s: True).plan == one_plan()
@@ -196,7 +198,7 @@ def test_ranks_issue_the_same_collectives(data: st.DataObject) -> None:
         data.draw(arrivals(plan, ranks)),
         expected=data.draw(st.none() | st.lists(counts, min_size=ranks, max_size=ranks)),
     )
-    always = [op for op in schedule.ops if meets(op) and op.when == "always"]
+    always = [op for op in schedule.ops if is_collective(op) and op.when == "always"]
     assert [op for op in ops if op.when == "always"] == always
 
 
@@ -208,7 +210,7 @@ def repaired_before_it_is_known(schedule: fddp.Schedule) -> fddp.Schedule:
 
 
 def test_a_repair_before_the_control_word_lets_ranks_part() -> None:
-    bad = repaired_before_it_is_known(with_own_word(one_schedule()))
+    bad = repaired_before_it_is_known(with_separate_word(one_schedule()))
     assert_same_collectives(bad, [[1, 0], [0, 1]])
     with pytest.raises(AssertionError) as caught:
         assert_same_collectives(bad, [[1, 0], [1, 0, 1]])

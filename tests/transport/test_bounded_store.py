@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fddp.transport.c10d.rendezvous import Meeting, connected
-from fddp.transport.liveness.bounded_store import AskedStore, Asker, SilentError
-from fddp.transport.liveness.interrupts import LateError, ToldError
+from fddp.transport.c10d.rendezvous import AbortableStore, connect_with_abort
+from fddp.transport.liveness.bounded_store import BoundedStore, StoreClientThread, StoreTimeoutError
+from fddp.transport.liveness.interrupts import DeadlineExceededError, PeerFailureError
 from tests.support.polling import soon
 
 LONG_S = 20.0  # what a wait takes that is not ended
@@ -44,8 +44,8 @@ def host() -> Iterator[Host]:
     host.speaks.set()
 
 
-def asked(host: Any) -> AskedStore:
-    return AskedStore(host, Asker(), 0.2)
+def asked(host: Any) -> BoundedStore:
+    return BoundedStore(host, StoreClientThread(), 0.2)
 
 
 def test_a_silent_store_is_not_waited_for(host: Host) -> None:
@@ -53,10 +53,10 @@ def test_a_silent_store_is_not_waited_for(host: Host) -> None:
     assert store.add("a", 1) == 1
     host.speaks.clear()
     begin_s = time.perf_counter()
-    with pytest.raises(SilentError, match="the group's store does not answer"):
+    with pytest.raises(StoreTimeoutError, match="the group's store does not answer"):
         store.add("b", 1)
     for _ in range(5):  # behind a question that is open for too long nobody waits anew
-        with pytest.raises(SilentError):
+        with pytest.raises(StoreTimeoutError):
             store.within(1.0).add("c", 1)
     assert time.perf_counter() - begin_s < 4.0, "1 s for all of them"
     host.speaks.set()
@@ -70,27 +70,27 @@ def test_what_a_store_raises_passes_through(host: Host) -> None:
 
 
 def test_the_thread_ends_when_idle(host: Any) -> None:
-    asker = Asker()
+    client = StoreClientThread()
     for _ in range(2):
-        AskedStore(host, asker, LONG_S).add("a", 1)
-        assert asker._serving == os.getpid()
-        assert soon(lambda: asker._serving == 0)
+        BoundedStore(host, client, LONG_S).add("a", 1)
+        assert client._serving_pid == os.getpid()
+        assert soon(lambda: client._serving_pid == 0)
 
 
 def test_an_opening_ends_with_what_is_seen_meanwhile() -> None:
     """Here a rank would wait for an address that nobody sets."""
     threads: list[threading.Thread] = []
 
-    def connect(meeting: Meeting) -> bytes:
+    def connect(meeting: AbortableStore) -> bytes:
         threads.append(threading.current_thread())
         return meeting.get("1")
 
     def look() -> None:
-        raise ToldError("another rank reported a failure")
+        raise PeerFailureError("another rank reported a failure")
 
     begin_s = time.perf_counter()
-    with pytest.raises(ToldError):
-        connected(connect, dist.HashStore(), LONG_S, look)
+    with pytest.raises(PeerFailureError):
+        connect_with_abort(connect, dist.HashStore(), LONG_S, look)
     threads[0].join(LONG_S / 2)
     assert not threads[0].is_alive(), "its store has told it that it was given up"
     assert time.perf_counter() - begin_s < LONG_S / 2
@@ -98,24 +98,24 @@ def test_an_opening_ends_with_what_is_seen_meanwhile() -> None:
 
 def test_an_opening_ends_in_time() -> None:
     done = threading.Event()
-    with pytest.raises(LateError, match=r"timed out after 0\.3 s"):
-        connected(lambda meeting: done.wait(LONG_S), dist.HashStore(), 0.3, lambda: None)
+    with pytest.raises(DeadlineExceededError, match=r"timed out after 0\.3 s"):
+        connect_with_abort(lambda meeting: done.wait(LONG_S), dist.HashStore(), 0.3, lambda: None)
     done.set()
 
 
 def test_an_opening_gives_what_was_made() -> None:
     store = dist.HashStore()
 
-    def connect(meeting: Meeting) -> tuple[bytes, bool]:
+    def connect(meeting: AbortableStore) -> tuple[bytes, bool]:
         meeting.set("1", "here")
         return meeting.get("1"), meeting.check(["2"])
 
-    made, meeting = connected(connect, store, LONG_S, lambda: None)
+    made, meeting = connect_with_abort(connect, store, LONG_S, lambda: None)
     assert made == (b"here", False)
     assert meeting.add("3", 2) == 2
 
-    def fail(meeting: Meeting) -> None:
+    def fail(meeting: AbortableStore) -> None:
         raise ValueError("no such device")
 
     with pytest.raises(ValueError, match="no such device"):
-        connected(fail, store, LONG_S, lambda: None)
+        connect_with_abort(fail, store, LONG_S, lambda: None)

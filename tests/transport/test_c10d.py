@@ -83,7 +83,7 @@ AXES = [("host",), ("local",)]
 def killed_in_a_group_on_rank(rank: int, world_size: int) -> tuple[str, tuple[int, ...], float]:
     """Rank 3 dies. Ranks 1 and 2 wait for it along one axis each, rank 0 for rank 1 only."""
     transport = open_c10d(timeout_s=30)
-    transport.divide(SQUARE, AXES)
+    transport.open_subgroups(SQUARE, AXES)
     if rank == 3:
         time.sleep(0.3)
         os._exit(7)
@@ -215,7 +215,7 @@ def other_backend_on_rank(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:elsewhere")
     with open_c10d(group, timeout_s=20) as transport:
         sum_and_exchange(transport)
-        transport.divide(SQUARE, AXES)
+        transport.open_subgroups(SQUARE, AXES)
         buffer = torch.arange(4.0) + rank
         transport.reduce_scatter(buffer, axes=("local",), average=True).wait("the shards")
         transport.all_gather_in_place(buffer, axes=("local",)).wait("the whole")
@@ -254,7 +254,7 @@ def open_and_close_on_rank(rank: int, world_size: int) -> None:
     def cycle() -> tuple[int, int, int]:
         with open_c10d(timeout_s=20) as transport:
             transport.all_reduce(torch.ones(3)).wait("the sum")
-            transport.divide(SQUARE, AXES)
+            transport.open_subgroups(SQUARE, AXES)
             transport.reduce_scatter(torch.ones(2), axes=("host",)).wait("the shards")
         dist.barrier()
         return resources()
@@ -309,12 +309,14 @@ def test_a_store_does_not_grow_with_the_transports(ranks: RankPool, name: str) -
 
 def divide_again_on_rank(rank: int, world_size: int) -> None:
     with open_c10d(timeout_s=20) as transport:
-        transport.divide(Topology(rack=1, world=4), [("rack",), ("world",)])
+        transport.open_subgroups(Topology(rack=1, world=4), [("rack",), ("world",)])
         whole = resources()
-        transport.divide(SQUARE, AXES)
+        transport.open_subgroups(SQUARE, AXES)
         before = resources()
         assert grown(whole, before)
-        transport.divide(Topology(node=2, device=2), [("device",), ("node",), ("node", "device")])
+        transport.open_subgroups(
+            Topology(node=2, device=2), [("device",), ("node",), ("node", "device")]
+        )
         assert not grown(before, resources())
 
 

@@ -13,7 +13,13 @@ import torch
 
 from fddp.transport import open_transport
 from fddp.transport.shm.bindings import make_arena, view_arena
-from fddp.transport.shm.fd_passing import MOST_DESCRIPTORS, Door, ForeignUserError, Line, dial
+from fddp.transport.shm.fd_passing import (
+    MOST_DESCRIPTORS,
+    FdConnection,
+    FdListener,
+    ForeignUserError,
+    connect,
+)
 from fddp.transport.shm.host_discovery import _hosts
 
 if TYPE_CHECKING:
@@ -26,59 +32,59 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can run as ano
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    opened = Door()
+def listener() -> Iterator[FdListener]:
+    opened = FdListener()
     yield opened
     opened.close()
 
 
-def ends_of(door: Door) -> tuple[Line, Line]:
-    """Both ends of a connection through `door`."""
-    line = dial(door.name)
+def ends_of(listener: FdListener) -> tuple[FdConnection, FdConnection]:
+    """Both ends of a connection through `listener`."""
+    line = connect(listener.name)
     assert line is not None
-    (admitted,) = door.admit()
+    (admitted,) = listener.accept()
     return line, admitted
 
 
-def test_notes_and_files_arrive(door: Door) -> None:
-    mine, theirs = ends_of(door)
+def test_notes_and_files_arrive(listener: FdListener) -> None:
+    mine, theirs = ends_of(listener)
     before = open_files()
     with ExitStack() as stack:
         stack.callback(mine.close)
         stack.callback(theirs.close)
         read, write = os.pipe()
-        mine.give(b"an end", [write])
-        mine.give(b"no file")
+        mine.send(b"an end", [write])
+        mine.send(b"no file")
         os.close(write)
-        parcel = theirs.take()
-        assert (parcel.note, len(parcel.descriptors)) == (b"an end", 1)
-        assert not os.get_inheritable(parcel.descriptors[0])
-        os.write(parcel.descriptors[0], b"through")
-        parcel.close()
+        message = theirs.receive()
+        assert (message.note, len(message.descriptors)) == (b"an end", 1)
+        assert not os.get_inheritable(message.descriptors[0])
+        os.write(message.descriptors[0], b"through")
+        message.close()
         assert os.read(read, 100) == b"through"
         assert os.read(read, 100) == b"", "all copies are closed"
         os.close(read)
-        assert theirs.take() == (b"no file", ())
+        assert theirs.receive() == (b"no file", ())
         with pytest.raises(BlockingIOError):
-            theirs.take()
+            theirs.receive()
         mine.close()
         with pytest.raises(OSError, match="the other process closed its connection"):
-            theirs.take()
+            theirs.receive()
     assert open_files() == before - 2
 
 
-def test_as_many_files_as_a_parcel_holds(door: Door) -> None:
-    mine, theirs = ends_of(door)
+def test_as_many_files_as_a_parcel_holds(listener: FdListener) -> None:
+    mine, theirs = ends_of(listener)
     with mine, theirs:
-        mine.give(b"many", [0] * MOST_DESCRIPTORS)
-        parcel = theirs.take()
-        assert len(parcel.descriptors) == MOST_DESCRIPTORS
-        parcel.close()
+        mine.send(b"many", [0] * MOST_DESCRIPTORS)
+        message = theirs.receive()
+        assert len(message.descriptors) == MOST_DESCRIPTORS
+        message.close()
 
 
-def test_files_that_do_not_fit_are_an_error_and_left_to_nobody(door: Door) -> None:
+def test_files_that_do_not_fit_are_an_error_and_left_to_nobody(listener: FdListener) -> None:
     """As where a process may open no more files."""
-    mine, theirs = ends_of(door)
+    mine, theirs = ends_of(listener)
     with mine, theirs:
         before = open_files()
         raw = mine._socket.dup()
@@ -86,18 +92,18 @@ def test_files_that_do_not_fit_are_an_error_and_left_to_nobody(door: Door) -> No
         raw.sendmsg([b"too many"], rights)
         raw.close()
         with pytest.raises(OSError, match=r"not all that was sent arrived; .* \(ulimit -n\)"):
-            theirs.take()
+            theirs.receive()
         assert open_files() == before
 
 
-def test_a_door_that_is_closed_is_out_of_reach(door: Door) -> None:
-    assert dial("nobody's") is None
-    door.close()
-    assert dial(door.name) is None
+def test_a_door_that_is_closed_is_out_of_reach(listener: FdListener) -> None:
+    assert connect("nobody's") is None
+    listener.close()
+    assert connect(listener.name) is None
 
 
 def test_doors_have_names_of_their_own() -> None:
-    one, two = Door(), Door()
+    one, two = FdListener(), FdListener()
     assert one.name != two.name
     assert len(one.name) == 32, "128 bits, so that nobody guesses it"
     one.close()
@@ -129,18 +135,18 @@ def as_nobody(do: Callable[[], None]) -> None:
 
 
 def turned_away_on_rank(rank: int, world_size: int) -> None:
-    door = Door()
+    listener = FdListener()
 
     def knock() -> None:
         with pytest.raises(ForeignUserError, match=f"as user 0, and this one as {NOBODY}"):
-            dial(door.name)
+            connect(listener.name)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
-            raw.connect(f"\0fddp-{door.name}")  # one that does not look who answers
+            raw.connect(f"\0fddp-{listener.name}")  # one that does not look who answers
             raw.send(b"hello")
 
     as_nobody(knock)
-    assert list(door.admit()) == []
-    door.close()
+    assert list(listener.accept()) == []
+    listener.close()
 
 
 @AS_ROOT

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import fddp
 from fddp.collectives.communicator import communicator_of
 from fddp.transport.lifetime.finalizer import _Closer
-from fddp.transport.liveness import status_store as desks
+from fddp.transport.liveness import status_store
 from tests.support.polling import soon
 from tests.support.ranks import launch_over
 
@@ -35,7 +35,7 @@ def collect_where_a_lock_is_held(world: Any) -> None:
     gone = weakref.ref(group)
     dist.destroy_process_group(group)
     del group, cycle
-    with desks._lock:
+    with status_store._lock:
         collector = threading.Thread(target=gc.collect, daemon=True)
         collector.start()
         collector.join(10.0)

@@ -157,7 +157,7 @@ AXES = [("host",), ("local",)]
 def test_mismatched_operations_of_a_group_are_told_on_its_ranks() -> None:
     def mismatched(group: LoopbackGroup) -> None:
         transport, rank = open_transport(group), group.rank
-        transport.divide(SQUARE, AXES)
+        transport.open_subgroups(SQUARE, AXES)
         buffer = torch.ones(4)
         work = transport.reduce_scatter(buffer, axes=("local",), average=rank == 3)
         if rank < 2:
@@ -176,7 +176,7 @@ def test_mismatched_operations_of_a_group_are_told_on_its_ranks() -> None:
 def test_a_rank_that_leaves_is_lost_to_those_who_wait_for_it() -> None:
     def leaves(group: LoopbackGroup) -> None:
         transport, rank = open_transport(group), group.rank
-        transport.divide(SQUARE, AXES)
+        transport.open_subgroups(SQUARE, AXES)
         if rank == 3:
             transport.close()
             return

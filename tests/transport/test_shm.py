@@ -26,7 +26,7 @@ from fddp.errors import ClosedError, DesyncError, FddpError, PlanMismatchError
 from fddp.transport import open_transport
 from fddp.transport.c10d.transport import C10dTransport
 from fddp.transport.selection import choose
-from fddp.transport.shm import host_discovery as neighbours
+from fddp.transport.shm import host_discovery
 from fddp.transport.shm import transport as shm
 from tests.support.ranks import split_into_hosts
 from tests.transport.test_transport_groups import AXES, SQUARE, own_chunk, part, total
@@ -117,8 +117,8 @@ def in_rounds_on_rank(rank: int, world_size: int) -> None:
     """As on a host of many ranks, where not all descriptors may be on their way at once."""
     for on_the_way in (1, 16, 40):
         with (
-            mock.patch.object(neighbours, "_ON_THE_WAY", on_the_way),
-            mock.patch.object(neighbours, "_CARDS", 3),
+            mock.patch.object(host_discovery, "_MAX_FDS_IN_FLIGHT", on_the_way),
+            mock.patch.object(host_discovery, "_RANKS_PER_MESSAGE", 3),
             open_transport(name="shm", timeout_s=20) as transport,
         ):
             tensor = part(rank, 5, torch.float32)
@@ -137,7 +137,7 @@ def divided_on_rank(rank: int, world_size: int) -> None:
     with split_into_hosts([(0, 1), (2, 3)]), open_transport(timeout_s=20) as transport:
         assert (transport.name, transport.reason) == ("c10d", APART)
         ordinary = transport.empty(5, torch.float32, torch.device("cpu"))
-        transport.divide(SQUARE, AXES)
+        transport.open_subgroups(SQUARE, AXES)
         assert transport.name == "shm+c10d"
         assert transport.reason == f"{APART}; shm within a host, c10d across"
         shared = transport.empty(5, torch.float32, torch.device("cpu"))
@@ -167,7 +167,7 @@ def test_groups_within_a_host_share_memory_where_all_ranks_do_not(ranks: RankPoo
 
 def interleaved_hosts_on_rank(rank: int, world_size: int) -> None:
     with split_into_hosts([(0, 2), (1,), (3,)]), open_transport(timeout_s=20) as transport:
-        transport.divide(SQUARE, AXES)
+        transport.open_subgroups(SQUARE, AXES)
         assert transport.name == "shm+c10d"
         assert "on 3 hosts or parts of them (0+2, 1, 3); shm within" in transport.reason
         for axes in AXES:
@@ -175,7 +175,7 @@ def interleaved_hosts_on_rank(rank: int, world_size: int) -> None:
             transport.all_reduce(tensor, axes=axes).wait("the sum")
             assert torch.equal(tensor, total(SQUARE.group(axes, rank), 5, torch.float32))
     with split_into_hosts([(0, 3), (1, 2)]), open_transport(timeout_s=20) as transport:
-        transport.divide(SQUARE, AXES)
+        transport.open_subgroups(SQUARE, AXES)
         assert transport.name == "c10d", "no axis lies within a host"
 
 
@@ -218,7 +218,11 @@ def obstacle_on_rank(rank: int, world_size: int, method: str, at: int) -> tuple[
         raise OSError(24, f"no more files for {method}")
 
     before = open_files()
-    where = neighbours._Search if hasattr(neighbours._Search, method) else shm.ShmTransport
+    where = (
+        host_discovery._HostDiscovery
+        if hasattr(host_discovery._HostDiscovery, method)
+        else shm.ShmTransport
+    )
     with mock.patch.object(where, method, fails if rank == at else getattr(where, method)):
         with open_transport(timeout_s=20) as transport:
             told = transport.name, transport.reason
@@ -238,12 +242,12 @@ def obstacle_on_rank(rank: int, world_size: int, method: str, at: int) -> tuple[
 @pytest.mark.parametrize(
     ("method", "at"),
     [
-        ("open_door", 0),
-        ("open_door", 2),
-        ("call", 1),
+        ("open_listener", 0),
+        ("open_listener", 2),
+        ("connect_to_leader", 1),
         ("send", 0),
         ("send", 1),
-        ("hand_round", 0),
+        ("distribute_fds", 0),
         ("map_all", 2),
         ("check", 1),
         ("_board", 0),
@@ -312,8 +316,8 @@ def unproved_on_rank(rank: int, world_size: int) -> str:
         def write(self, offset: int, data: bytes) -> None:
             pass
 
-    view = (lambda fd, span: Elsewhere()) if rank == 1 else neighbours.view_arena
-    with mock.patch.object(neighbours, "view_arena", view), open_transport() as transport:
+    view = (lambda fd, span: Elsewhere()) if rank == 1 else host_discovery.view_arena
+    with mock.patch.object(host_discovery, "view_arena", view), open_transport() as transport:
         assert transport.name == "c10d"
         return transport.reason
 
@@ -367,7 +371,7 @@ def memories_on_rank(rank: int, world_size: int, which: str) -> None:
             mine, summed = part(rank, padded, tensor.dtype), total(everyone, padded, tensor.dtype)
 
             tensor.copy_(mine)
-            transport.all_reduce(tensor, soon=bool(numel % 2)).wait("the sum")
+            transport.all_reduce(tensor, wait_soon=bool(numel % 2)).wait("the sum")
             assert torch.equal(tensor, summed)
             tensor.copy_(mine)
             transport.reduce_scatter(tensor).wait("the shards")
@@ -593,7 +597,7 @@ def opened_and_closed_on_rank(rank: int, world_size: int) -> tuple[Held, Held]:
 
     def cycle() -> None:
         with open_transport(timeout_s=20) as transport:
-            transport.divide(SQUARE, AXES)
+            transport.open_subgroups(SQUARE, AXES)
             tensors = [transport.empty(n, torch.float32, torch.device("cpu")) for n in (4, 10**6)]
             works = [transport.all_reduce(tensor) for tensor in tensors]
             transport.all_reduce(torch.ones(10**6), axes=("host",)).wait("the sum")

@@ -25,7 +25,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fddp.native import extension as ext
+from fddp.native import extension
 from tests.support.crews import MIB, Crew, crew_of, outcome, run
 from tests.support.ranks import run_fresh
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_C = ext.load()
+_C = extension.load()
 _COPIED, _IN_PLACE = 1024, 40_000  # numbers of elements: far below and above where copying ends
 
 

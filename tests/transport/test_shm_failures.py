@@ -173,7 +173,7 @@ def free_port() -> int:
 def missed_in_a_group_on_rank(rank: int, world_size: int, how: str) -> Ended | None:
     """Rank 3 is missed by 1 and 2, along one axis each; rank 0 waits for rank 1 only."""
     transport = open_transport(timeout_s=TIMEOUT_S if how == "kill" else 1.0)
-    transport.divide(SQUARE, AXES)
+    transport.open_subgroups(SQUARE, AXES)
     transport.exchange(b"all are there")
     if rank == 3:
         time.sleep(0.3)
@@ -211,7 +211,7 @@ def dead_across_on_rank(rank: int, world_size: int, dead: int) -> Ended:
     """Ranks 0 and 1 share a host, and 2 and 3. One dies; the others wait for each other."""
     with split_into_hosts([(0, 1), (2, 3)]):
         transport = open_transport(timeout_s=TIMEOUT_S)
-        transport.divide(SQUARE, AXES)
+        transport.open_subgroups(SQUARE, AXES)
         transport.exchange(b"all are there")
         if rank == dead:
             time.sleep(0.3)
@@ -234,7 +234,7 @@ def test_a_death_is_told_from_shared_memory_to_gloo_and_back(dead: int) -> None:
 def late_across_on_rank(rank: int, world_size: int) -> Ended | None:
     with split_into_hosts([(0, 1), (2, 3)]):
         transport = open_transport(timeout_s=1.0)
-        transport.divide(SQUARE, AXES)
+        transport.open_subgroups(SQUARE, AXES)
         transport.exchange(b"all are there")
         if rank == 3:
             time.sleep(2.5)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fddp.native import extension as ext
+from fddp.native import extension
 
 # Rank 0 ends its interpreter while an operation is under way, and its process once its input ends.
 PROGRAM = """
@@ -29,7 +29,7 @@ if rank == 1:
     print("ready", flush=True)
     sys.stdin.read()
     os._exit(0)
-work = transport.all_reduce(torch.ones(4), stamp=True)
+work = transport.all_reduce(torch.ones(4), record_time=True)
 for kept in (work, transport, dist.group.WORLD):
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # what is freed would be waited for
 ctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).getchar)
@@ -69,7 +69,7 @@ def test_stamps() -> None:
     gloo = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=20))
     begin_s = time.perf_counter()
     work = gloo.allreduce([torch.ones(4)])
-    stamp = ext.load().Stamp(work)
+    stamp = extension.load().Stamp(work)
     work.wait()
     while stamp.ended_s is None:  # it is taken after those that wait are woken
         assert time.perf_counter() < begin_s + 20.0
@@ -78,6 +78,6 @@ def test_stamps() -> None:
 
 def test_a_work_without_a_future_has_no_stamp() -> None:
     with pytest.raises(TypeError):
-        ext.load().Stamp(None)
+        extension.load().Stamp(None)
     with pytest.raises(RuntimeError):
-        ext.load().Stamp(dist.Work())
+        extension.load().Stamp(dist.Work())

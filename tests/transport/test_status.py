@@ -17,10 +17,8 @@ import torch.distributed as dist
 
 import fddp
 from fddp.collectives.communicator import communicator_of
-from fddp.transport.liveness import failure_detector as peers
-from fddp.transport.liveness import status as whereabouts
-from fddp.transport.liveness import status_store as desks
-from fddp.transport.liveness.status_store import StoreDesk
+from fddp.transport.liveness import failure_detector, status, status_store
+from fddp.transport.liveness.status_store import StoreStatusBoard
 from tests.support.polling import soon
 from tests.support.ranks import RankPool
 from tests.sync.test_errors import Ending, ending
@@ -28,10 +26,10 @@ from tests.sync.test_errors import Ending, ending
 W = {"w": torch.ones(3)}
 
 
-def desk_of(sync: fddp.GradSync) -> StoreDesk:
-    desk = sync._engine.transport.slot.desk
-    assert isinstance(desk, StoreDesk)
-    return desk
+def board_of(sync: fddp.GradSync) -> StoreStatusBoard:
+    board = sync._engine.transport.status.board
+    assert isinstance(board, StoreStatusBoard)
+    return board
 
 
 def line_of(text: str) -> int:
@@ -44,15 +42,15 @@ def line_of(text: str) -> int:
 
 def pause_for_long(rank: int, n: int) -> Ending:
     with (
-        mock.patch.object(desks, "_AWAKE_S", 0.8),
-        mock.patch.object(whereabouts, "ASK_AGAIN_S", 0.1),
-        mock.patch.object(peers, "_GRACE_S", 0.5),
+        mock.patch.object(status_store, "_ACTIVE_S", 0.8),
+        mock.patch.object(status, "QUERY_INTERVAL_S", 0.1),
+        mock.patch.object(failure_detector, "_GRACE_S", 0.5),
         fddp.GradSync(W, timeout_s=3.0) as sync,
     ):
-        clerk = desk_of(sync)._clerk
-        assert clerk is not None
-        clerk.pause_s = 1.6
-        clerk.look_anew()
+        responder = board_of(sync)._responder
+        assert responder is not None
+        responder.poll_interval_s = 1.6
+        responder.start_or_wake()
         if rank == 0:
             seen = ending(lambda: sync(W))
         else:
@@ -72,15 +70,17 @@ def test_ranks_that_are_asked_stay_awake(ranks: RankPool) -> None:
 @pytest.mark.parametrize("timeout_s", [0.5, 1.5, 8.0, 40.0, 60.0, 1800.0])
 def test_pauses_are_shorter_than_the_time_for_answers(timeout_s: float) -> None:
     """In jobs of up to a thousand ranks, whether or not they were asked before."""
-    grace_s = min(peers._GRACE_S, timeout_s / 4)
+    grace_s = min(failure_detector._GRACE_S, timeout_s / 4)
     for size in (2, 16, 1000):
-        assert desks.pause_s(timeout_s, size) <= max(grace_s / 2, desks._LEAST_PAUSE_S)
+        assert status_store.poll_interval_s(timeout_s, size) <= max(
+            grace_s / 2, status_store._MIN_INTERVAL_S
+        )
 
 
 def test_a_store_serves_jobs_of_any_size() -> None:
     for size in (2000, 5000):
-        assert size / desks.pause_s(1800.0, size) <= 1000.0
-    assert desks.pause_s(1800.0, 10**6) == 5.0
+        assert size / status_store.poll_interval_s(1800.0, size) <= 1000.0
+    assert status_store.poll_interval_s(1800.0, 10**6) == 5.0
 
 
 # Questions
@@ -89,15 +89,15 @@ def test_a_store_serves_jobs_of_any_size() -> None:
 def ask_in_each_wait(rank: int, n: int, transport: Any) -> list[int]:
     asked, told = 0, []
     with fddp.GradSync(W, transport=transport, timeout_s=2.0) as sync:
-        desk = desk_of(sync)
-        put = desk.ask
+        board = board_of(sync)
+        put = board.query
 
         def count() -> int:
             nonlocal asked
             asked += 1
             return put()
 
-        with mock.patch.object(desk, "ask", count):
+        with mock.patch.object(board, "query", count):
             for _ in range(2):
                 time.sleep(1.2 * rank)
                 sync(W)
@@ -112,30 +112,30 @@ def test_every_wait_asks_anew(ranks: RankPool, transport: str) -> None:
     assert 0 < first < second
 
 
-class Count(whereabouts.Desk):
+class Count(status.StatusBoard):
     """Counts questions."""
 
     asked = 0
 
-    def ask(self) -> int:
+    def query(self) -> int:
         self.asked += 1
         return self.asked
 
 
 def test_waits_ask_again() -> None:
-    desk = Count()
-    slot = desk.open("0")
-    assert slot.since == 0
+    board = Count()
+    status = board.open("0")
+    assert status.since == 0
     for now_s in (100.0, 101.0, 104.9, 105.1, 106.0):
-        slot.begin("a sum").ask(desk, now_s)
-    assert (desk.asked, slot.since) == (2, 1)
-    desk.heard_s = 109.0  # another rank's question does as well
-    slot.begin("a sum").ask(desk, 111.0)
-    assert desk.asked == 2
-    slot.begin("a sum").ask(desk, 114.1)
-    assert (desk.asked, slot.since) == (3, 1)
-    slot.finish("a sum")
-    assert slot.since == 0
+        status.begin("a sum").query(board, now_s)
+    assert (board.asked, status.since) == (2, 1)
+    board.last_query_s = 109.0  # another rank's question does as well
+    status.begin("a sum").query(board, 111.0)
+    assert board.asked == 2
+    status.begin("a sum").query(board, 114.1)
+    assert (board.asked, status.since) == (3, 1)
+    status.finish("a sum")
+    assert status.since == 0
 
 
 # What it costs where all is well
@@ -145,7 +145,7 @@ def over_a_file(rank: int, n: int, path: str) -> tuple[int, list[str]]:
     """By how many bytes the file of the job grows meanwhile, and the threads."""
     dist.destroy_process_group()
     gc.collect()
-    assert soon(lambda: "fddp-whereabouts" not in names_of_threads()), "of an earlier group"
+    assert soon(lambda: "fddp-status" not in names_of_threads()), "of an earlier group"
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=n)
     with fddp.GradSync(W, timeout_s=0.8) as sync:
         sync(W)
@@ -167,21 +167,21 @@ def test_looks_write_nothing(ranks: RankPool, tmp_path: Path) -> None:
     """A file store appends a record for each write, also for one that changes nothing."""
     for grown, threads in ranks.run(2, over_a_file, str(tmp_path / "two")):
         assert grown == 0
-        assert "fddp-whereabouts" in threads
+        assert "fddp-status" in threads
 
 
 def test_a_rank_alone_looks_for_nothing(ranks: RankPool, tmp_path: Path) -> None:
     ((grown, threads),) = ranks.run(1, over_a_file, str(tmp_path / "one"))
     assert grown == 0
-    assert "fddp-whereabouts" not in threads
+    assert "fddp-status" not in threads
 
 
 def alone_and_dropped(rank: int, n: int) -> bool:
     sync = fddp.GradSync(W, transport="c10d")
     sync(W)
-    desk = desk_of(sync)
+    board = board_of(sync)
     del sync
-    return soon(lambda: not desk.open_slots and not desk._timeouts_s)
+    return soon(lambda: not board.open_statuses and not board._timeouts_s)
 
 
 def test_a_rank_alone_keeps_nothing(ranks: RankPool) -> None:
@@ -193,17 +193,17 @@ def test_a_rank_alone_keeps_nothing(ranks: RankPool) -> None:
 
 def answer_after_an_error(rank: int, n: int) -> str:
     with fddp.GradSync(W, timeout_s=0.8) as sync:
-        desk, answer, failed = desk_of(sync), StoreDesk.answer, threading.Event()
+        board, answer, failed = board_of(sync), StoreStatusBoard.answer, threading.Event()
 
         def fail_once(*args: Any, **kwargs: Any) -> None:
             if not failed.is_set():
                 failed.set()
                 raise RuntimeError("Connection reset by peer")
-            answer(desk, *args, **kwargs)
+            answer(board, *args, **kwargs)
 
-        with mock.patch.object(desk, "answer", fail_once):
+        with mock.patch.object(board, "answer", fail_once):
             dist.barrier()
-            found = desk.answers([1], 0, 5.0) if rank == 0 else {}
+            found = board.answers([1], 0, 5.0) if rank == 0 else {}
             dist.barrier()
         return str(found.get(1))
 
@@ -215,22 +215,22 @@ def test_an_error_that_passes_silences_nobody(ranks: RankPool) -> None:
 
 def go_on_after_the_end(rank: int, n: int) -> tuple[bool, bool]:
     with fddp.GradSync(W, timeout_s=0.8) as sync:
-        desk = desk_of(sync)
-        clerk = desk._clerk
-        assert clerk is not None
+        board = board_of(sync)
+        responder = board._responder
+        assert responder is not None
         gone = mock.Mock(side_effect=RuntimeError("Connection reset by peer"))
         with (
-            mock.patch.object(clerk, "_store", mock.Mock(check=gone, add=gone)),
-            mock.patch.object(desk, "answer", gone),
+            mock.patch.object(responder, "_store", mock.Mock(check=gone, add=gone)),
+            mock.patch.object(board, "answer", gone),
         ):
             if rank == 0:
-                desk.ask()
-            clerk._thread.join(10.0)
-        ended = not clerk._thread.is_alive()
+                board.query()
+            responder._thread.join(10.0)
+        ended = not responder._thread.is_alive()
         with fddp.GradSync(W, timeout_s=0.8):
-            after = desk._clerk
+            after = board._responder
             assert after is not None
-            return ended, after is not clerk and after._thread.is_alive()
+            return ended, after is not responder and after._thread.is_alive()
 
 
 def test_whoever_opens_a_transport_is_heard_again(ranks: RankPool) -> None:
@@ -251,10 +251,10 @@ def test_the_line_is_the_users() -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     end_s = time.perf_counter() + 10.0
-    text = whereabouts.line_of(thread.ident)
+    text = status.line_of(thread.ident)
     while "in wait" not in text and time.perf_counter() < end_s:
         time.sleep(0.01)
-        text = whereabouts.line_of(thread.ident)
+        text = status.line_of(thread.ident)
     mail.put(1)
     thread.join()
     assert text == f"{__file__}:{line_of('mail.get(timeout=20.0)')} in wait"
@@ -267,7 +267,7 @@ def keys(rank: int, n: int) -> tuple[str, ...]:
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     for group in groups:
         fddp.psum(W, group)
-    found = [communicator_of(group, None).transport.slot.key for group in (*groups, None)]
+    found = [communicator_of(group, None).transport.status.key for group in (*groups, None)]
     return tuple(found)
 
 

@@ -16,17 +16,16 @@ import torch
 import torch.distributed as dist
 
 import fddp
-from fddp.transport.lifetime import finalizer as collected
-from fddp.transport.lifetime import threads as exiting
+from fddp.transport.lifetime import finalizer, threads
 from fddp.transport.lifetime.finalizer import _Closer, _closer
-from fddp.transport.liveness import status_store as desks
-from fddp.transport.liveness.bounded_store import asker_of
-from fddp.transport.liveness.status import Desk
+from fddp.transport.liveness import status_store
+from fddp.transport.liveness.bounded_store import client_of
+from fddp.transport.liveness.status import StatusBoard
 from tests.support.ranks import Launch, launch_over
 from tests.sync.test_errors import Ending, ending
 
 W = {"w": torch.ones(3)}
-NAMES = ("fddp-closer", "fddp-whereabouts")
+NAMES = ("fddp-closer", "fddp-status")
 
 
 @pytest.fixture(params=["c10d", "shm"])
@@ -40,7 +39,7 @@ TORCH_FOREVER = """
 import threading
 from datetime import timedelta
 import torch.distributed as dist
-from fddp.transport.lifetime import threads as exiting
+from fddp.transport.lifetime import threads
 
 store, over = dist.HashStore(), threading.Event()
 
@@ -51,7 +50,7 @@ def ask():
         except RuntimeError:
             pass
 
-exiting.start(ask, "asks", over.set)
+threads.start_thread(ask, "asks", over.set)
 """
 
 
@@ -105,15 +104,15 @@ def open_and_close(world: Any) -> None:
 def start_under_no_lock(world: Any) -> dict[str, bool]:
     """Whether a lock was held that what a collection closes takes, by name of the thread."""
     held: dict[str, bool] = {}
-    start = exiting.start
-    locks: list[Any] = [desks._lock, _closer._lock, asker_of(world)._lock]
+    start = threads.start_thread
+    locks: list[Any] = [status_store._lock, _closer._lock, client_of(world)._lock]
 
     def watched(run: Callable[[], None], name: str, stop: Callable[[], None]) -> Any:
         held[name] = held.get(name, False) or any(lock._is_owned() for lock in locks)
         return start(run, name, stop)
 
     time.sleep(0.7)  # until the thread for the store is idle
-    with mock.patch.object(exiting, "start", watched):
+    with mock.patch.object(threads, "start_thread", watched):
         open_and_close(world)
     return held
 
@@ -126,7 +125,7 @@ def test_threads_are_started_under_no_lock(launch: Launch) -> None:
 
 
 def fail_to_start(world: Any) -> list[tuple[str, Ending, bool]]:
-    start, told = exiting.start, []
+    start, told = threads.start_thread, []
     for name in NAMES:
         failures = iter([True])
 
@@ -143,15 +142,15 @@ def fail_to_start(world: Any) -> list[tuple[str, Ending, bool]]:
 
         group = dist.new_group([0, 1])
         with (
-            mock.patch.object(collected, "_closer", _Closer()),
-            mock.patch.object(exiting, "start", fail_once),
+            mock.patch.object(finalizer, "_closer", _Closer()),
+            mock.patch.object(threads, "start_thread", fail_once),
         ):
             seen = ending(lambda: fddp.GradSync(W, group=group, timeout_s=5.0))  # noqa: B023
         dist.barrier()
         sync = fddp.GradSync(W, group=group)
         result = sync(W)["w"].tolist()
         transport = sync._engine.transport
-        answers = transport.slot.desk.answers([0, 1], 0, 5.0)
+        answers = transport.status.board.answers([0, 1], 0, 5.0)
         del sync
         dist.barrier()
         told.append((name, seen, result == [1.0] * 3 and None not in answers.values()))
@@ -217,7 +216,7 @@ class Changing(list[Any]):
 
 
 def test_transports_may_open_while_a_rank_looks_at_them() -> None:
-    desk = Desk()
-    slot = desk.open("one")
-    desk._slots = Changing([slot])  # type: ignore[assignment]
-    assert desk.open_slots == [slot]
+    board = StatusBoard()
+    status = board.open("one")
+    board._statuses = Changing([status])  # type: ignore[assignment]
+    assert board.open_statuses == [status]

@@ -57,7 +57,7 @@ def own_chunk(buffer: Tensor, ranks: tuple[int, ...], rank: int) -> Tensor:
 def sums_on_rank(group: Group, topology: Topology) -> None:
     with open_transport(group, timeout_s=20) as transport:
         names, rank = topology.names, transport.rank
-        transport.divide(topology, [(name,) for name in names])
+        transport.open_subgroups(topology, [(name,) for name in names])
         for axes in [(), names, *((name,) for name in names)]:
             ranks = topology.group(axes or names, rank)
             for dtype in SUMMED:
@@ -91,7 +91,7 @@ def test_sums_run_along_axes_of_larger_worlds(topology: Topology) -> None:
 def gathers_on_rank(group: Group, topology: Topology) -> None:
     with open_transport(group, timeout_s=20) as transport:
         names, rank = topology.names, transport.rank
-        transport.divide(topology, [(name,) for name in names])
+        transport.open_subgroups(topology, [(name,) for name in names])
         for axes in [(), *((name,) for name in names)]:
             ranks = topology.group(axes or names, rank)
             for dtype in MOVED:
@@ -113,14 +113,14 @@ def test_gathers_run_along_axes(launch: Launch, topology: Topology) -> None:
 def means_on_rank(group: Group) -> None:
     with open_transport(group, timeout_s=20) as transport:
         rank = transport.rank
-        transport.divide(SQUARE, AXES)
+        transport.open_subgroups(SQUARE, AXES)
         for axes in [(), *AXES]:
             ranks = SQUARE.group(axes or SQUARE.names, rank)
             for dtype in AVERAGED:
                 expected = total(ranks, 8, dtype) / len(ranks)
                 tensor, buffer = part(rank, 8, dtype), part(rank, 8, dtype)
                 transport.all_reduce(tensor, axes=axes, average=True).wait("the mean")
-                work = transport.reduce_scatter(buffer, axes=axes, average=True, stamp=True)
+                work = transport.reduce_scatter(buffer, axes=axes, average=True, record_time=True)
                 work.wait("its shards")
                 assert work.done_s is not None
                 assert torch.equal(tensor, expected), (axes, dtype)
@@ -138,7 +138,7 @@ def test_means_are_sums_over_the_ranks_that_take_part(launch: Launch) -> None:
 def neighbours_on_rank(group: Group) -> Tensor:
     """A chain of collectives on a slice: the memory around it stays as it is."""
     with open_transport(group, timeout_s=20) as transport:
-        transport.divide(SQUARE, AXES)
+        transport.open_subgroups(SQUARE, AXES)
         memory = torch.randn(32, generator=torch.Generator().manual_seed(transport.rank))
         before, buffer = memory.clone(), memory[8:24]
         own = own_chunk(buffer, SQUARE.group(("local",), transport.rank), transport.rank)
@@ -177,7 +177,7 @@ def test_sharded_sums_run_in_rank_order(launch: Launch) -> None:
 def interleaved_on_rank(group: Group) -> None:
     with open_transport(group, timeout_s=20) as transport:
         rank = transport.rank
-        transport.divide(SQUARE, AXES)
+        transport.open_subgroups(SQUARE, AXES)
         issues = [(axes, i) for axes in AXES for i in range(6)]
         # By host first, by local first, in turn, in turn from the end of one.
         orders: list[Callable[[tuple[tuple[str, ...], int]], object]] = [
@@ -210,12 +210,12 @@ def divided_twice_on_rank(group: Group) -> None:
     with open_transport(group, timeout_s=20) as transport:
         rank = transport.rank
         pending = part(rank, 4, torch.float32)
-        transport.divide(SQUARE, AXES)
+        transport.open_subgroups(SQUARE, AXES)
         work = transport.all_reduce(pending, axes=("local",))
         # As before, by other names, of another shape.
         for topology in (SQUARE, Topology(node=2, device=2), Topology(row=4, column=1)):
             for name in topology.names:
-                transport.divide(topology, {(name,)})
+                transport.open_subgroups(topology, {(name,)})
             for name in topology.names:
                 ranks = topology.group((name,), rank)
                 tensor = part(rank, 4, torch.float32)
@@ -243,10 +243,10 @@ def done_on_rank(group: Group) -> None:
         open_transport(group, timeout_s=20) as transport,
         open_transport(group, timeout_s=20) as other,
     ):
-        transport.divide(SQUARE, AXES)
+        transport.open_subgroups(SQUARE, AXES)
         for start in (
             lambda: transport.all_reduce(torch.ones(4), axes=("host",), average=True),
-            lambda: transport.reduce_scatter(torch.ones(4), axes=("host",), stamp=True),
+            lambda: transport.reduce_scatter(torch.ones(4), axes=("host",), record_time=True),
             lambda: transport.all_gather_in_place(torch.ones(4), axes=("host",)),
             lambda: transport.all_gather(torch.ones(4)),
         ):
@@ -272,12 +272,12 @@ def test_done_tells_without_waiting(launch: Launch) -> None:
 
 def alone_on_rank(group: Group) -> None:
     with open_transport(group, timeout_s=20) as transport:
-        transport.divide(Topology(one=1, all=2), [("one",), ("all",)])
+        transport.open_subgroups(Topology(one=1, all=2), [("one",), ("all",)])
         buffer = part(transport.rank, 5, torch.float32)
         for work in (
-            transport.all_reduce(buffer, axes=("one",), average=True, stamp=True),
-            transport.reduce_scatter(buffer, axes=("one",), stamp=True),
-            transport.all_gather_in_place(buffer, axes=("one",), stamp=True),
+            transport.all_reduce(buffer, axes=("one",), average=True, record_time=True),
+            transport.reduce_scatter(buffer, axes=("one",), record_time=True),
+            transport.all_gather_in_place(buffer, axes=("one",), record_time=True),
         ):
             assert work.done
             work.wait("nothing")
@@ -300,23 +300,23 @@ BAD_CALLS: dict[str, tuple[Callable[[Transport], object], type[Exception], str]]
         r"all_reduce on rank \d: no group along \('local',\) was opened; open: none; name",
     ),
     "unknown axis": (
-        lambda t: t.divide(SQUARE, [("host",), ("rack",)]),
+        lambda t: t.open_subgroups(SQUARE, [("host",), ("rack",)]),
         ValueError,
         r"divide on rank \d: \('rack',\) are not distinct axes of Topology\(host=2, local=2\); "
         r"choose among \('host', 'local'\)",
     ),
     "repeated axis": (
-        lambda t: t.divide(SQUARE, [("host", "host")]),
+        lambda t: t.open_subgroups(SQUARE, [("host", "host")]),
         ValueError,
         r"\('host', 'host'\) are not distinct axes",
     ),
     "world size": (
-        lambda t: t.divide(Topology(host=2, local=4), AXES),
+        lambda t: t.open_subgroups(Topology(host=2, local=4), AXES),
         ValueError,
         r"Topology\(host=2, local=4\) has 8 ranks and the transport 4; pass a topology",
     ),
     "disagreement": (
-        lambda t: t.divide(SQUARE, AXES[: 2 - t.rank // 2]),
+        lambda t: t.open_subgroups(SQUARE, AXES[: 2 - t.rank // 2]),
         PlanMismatchError,
         r"rank 0 has Topology\(host=2, local=2\) divided along \[\('host',\), \('local',\)\], "
         r"rank 2 has .* along \[\('host',\)\]; pass the same",
@@ -354,12 +354,12 @@ def bad_calls_on_rank(group: Group) -> None:
         for call, kind, text in BAD_CALLS.values():
             with pytest.raises(kind, match=text):
                 call(transport)
-        transport.divide(SQUARE, AXES)
+        transport.open_subgroups(SQUARE, AXES)
         tensor = torch.ones(2)
         transport.all_reduce(tensor, axes=("host",)).wait("what follows the mistakes")
         assert tensor.tolist() == [2.0, 2.0]
     for call in (
-        lambda: transport.divide(SQUARE, AXES),
+        lambda: transport.open_subgroups(SQUARE, AXES),
         lambda: transport.all_reduce(tensor, axes=("host",)),
         lambda: transport.reduce_scatter(tensor, axes=("host",)),
         lambda: transport.all_gather_in_place(tensor, axes=("host",)),
@@ -378,7 +378,7 @@ def test_mistakes_are_named_and_cost_nothing(launch: Launch) -> None:
 def late_on_rank(group: Group) -> None:
     """Rank 3 skips an operation of its host, for which only rank 2 waits in vain."""
     transport = open_transport(group, timeout_s=1.0)
-    transport.divide(SQUARE, AXES)
+    transport.open_subgroups(SQUARE, AXES)
     rank = transport.rank
     if rank != 3:
         work = transport.reduce_scatter(torch.ones(4), axes=("local",))
@@ -398,7 +398,7 @@ def late_on_rank(group: Group) -> None:
         else:
             work.wait("bucket 3 of step 17")
     with open_transport(group, timeout_s=20) as fresh:  # the group goes on
-        fresh.divide(SQUARE, AXES)
+        fresh.open_subgroups(SQUARE, AXES)
         tensor = torch.ones(1)
         fresh.all_reduce(tensor, axes=("local",)).wait("the sum of the next attempt")
         assert tensor.item() == 2
@@ -411,7 +411,7 @@ def test_a_late_rank_of_one_group_is_named(launch: Launch) -> None:
 
 def close_in_flight_on_rank(group: Group) -> None:
     transport = open_transport(group, timeout_s=3)
-    transport.divide(SQUARE, AXES)
+    transport.open_subgroups(SQUARE, AXES)
     if transport.rank == 0:
         work = transport.reduce_scatter(torch.ones(2), axes=("local",))
         assert not work.done

@@ -175,9 +175,9 @@ def stamps_on_rank(group: Group) -> None:
     with open_transport(group, timeout_s=20) as transport:
         start_s = time.perf_counter()
         works = [
-            transport.all_reduce(torch.ones(3), stamp=True),
-            transport.all_gather(torch.ones(3), stamp=True),
-            transport.broadcast(torch.ones(3), 0, stamp=True),
+            transport.all_reduce(torch.ones(3), record_time=True),
+            transport.all_gather(torch.ones(3), record_time=True),
+            transport.broadcast(torch.ones(3), 0, record_time=True),
         ]
         for work in works:
             work.wait("a stamped operation")

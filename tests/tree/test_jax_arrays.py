@@ -16,7 +16,7 @@ import torch
 import fddp
 from fddp.native.pack import storage_use_count
 from fddp.sync.averaging import average
-from fddp.tree import jax_arrays as arrays
+from fddp.tree import jax_arrays
 from fddp.tree.foreign import holds_foreign
 from tests.support.ranks import Launch, launch_over, run_fresh
 
@@ -106,7 +106,7 @@ def places_on_rank(group: Any) -> dict[str, bool]:
     leaves = {"a": jnp.ones((4, 16)), "bias": jnp.ones(10), "scale": jnp.array(1.0)}
     leaves |= {"b": jnp.ones(16), "c": jnp.ones((3, 32))}
     handed: dict[int, int] = {}  # by address of the array: of the tensor
-    array_of = arrays._importer()
+    array_of = jax_arrays._importer()
 
     def noted(capsule: Any, device: Any, stream: None) -> Any:
         tensor = torch._C._from_dlpack(capsule)
@@ -115,7 +115,7 @@ def places_on_rank(group: Any) -> dict[str, bool]:
         return array
 
     with fddp.GradSync(leaves, group=group) as sync:
-        with mock.patch.object(arrays, "_importer", return_value=noted):
+        with mock.patch.object(jax_arrays, "_importer", return_value=noted):
             tree = sync(leaves)
         assert len(handed) == len(leaves)
         places = {name: leaf.unsafe_buffer_pointer() for name, leaf in tree.items()}
@@ -124,7 +124,7 @@ def places_on_rank(group: Any) -> dict[str, bool]:
 
 def test_gradients_are_not_copied_on_the_way_in() -> None:
     leaves = [jnp.ones((4, 16)), jnp.ones(10), jnp.array(1.0), jnp.ones(3, jnp.bfloat16)]
-    tensors = arrays.to_tensors(leaves, ["a", "b", "c", "d"], "gradients")
+    tensors = jax_arrays.to_tensors(leaves, ["a", "b", "c", "d"], "gradients")
     for leaf, tensor in zip(leaves, tensors, strict=True):
         assert tensor.data_ptr() == leaf.unsafe_buffer_pointer()
 
@@ -159,7 +159,7 @@ def test_jax_holds_the_bucket() -> None:
     bucket = torch.zeros(64)
     layout = fddp.native.layout.Layout((0,), ((64,),), ((1,),), 64)
     (result,) = fddp.native.pack.slices(bucket, layout)
-    array = arrays.to_array(result)
+    array = jax_arrays.to_array(result)
     del result
     assert storage_use_count(bucket) == 2
     del array
@@ -168,25 +168,25 @@ def test_jax_holds_the_bucket() -> None:
 
 def test_single_arrays_and_tensors() -> None:
     tensor = torch.randn(4, 16, requires_grad=True)
-    array = arrays.to_array(tensor)
+    array = jax_arrays.to_array(tensor)
     assert array.unsafe_buffer_pointer() == tensor.data_ptr()
-    np.testing.assert_array_equal(arrays.to_tensor(array), tensor.detach())
-    transposed = arrays.to_array(tensor.T)
+    np.testing.assert_array_equal(jax_arrays.to_tensor(array), tensor.detach())
+    transposed = jax_arrays.to_array(tensor.T)
     np.testing.assert_array_equal(transposed, tensor.detach().T)
-    conjugate = arrays.to_array(torch.tensor([1j]).conj())
+    conjugate = jax_arrays.to_array(torch.tensor([1j]).conj())
     assert conjugate.tolist() == [-1j]
     doubles = torch.ones(16, dtype=torch.float64)
-    assert arrays.to_array(doubles).dtype == jnp.float32
+    assert jax_arrays.to_array(doubles).dtype == jnp.float32
     with jax.enable_x64(True):
-        assert arrays.to_array(doubles).dtype == jnp.float64
+        assert jax_arrays.to_array(doubles).dtype == jnp.float64
     for other in (torch.ones(2, device="meta"), torch.ones(2).to_sparse()):
         with pytest.raises(ValueError, match="to_array takes dense ones in CPU memory"):
-            arrays.to_array(other)
+            jax_arrays.to_array(other)
 
 
 def test_donated_results_are_not_written() -> None:
     tensor = torch.zeros(64)
-    array = arrays.to_array(tensor)
+    array = jax_arrays.to_array(tensor)
     jax.jit(lambda x: x + 1, donate_argnums=0)(array).block_until_ready()
     assert tensor.eq(0).all()
 
@@ -308,7 +308,7 @@ def mixed_on_rank(group: Any) -> Any:
 
 
 def test_public_functions_serve_where_jaxlib_hides_its_own() -> None:
-    with mock.patch.object(arrays, "_native", return_value=None):
+    with mock.patch.object(jax_arrays, "_native", return_value=None):
         for outcome in fddp.loopback(2, mean_on_rank):
             np.testing.assert_array_equal(outcome[0]["bias"], np.full(10, 1.5))
 
@@ -463,10 +463,10 @@ def test_unready_gradients_are_waited_for() -> None:
     "tensor", [torch.arange(10.0)[::2], torch.ones(1).expand(5), torch.ones(4, 6)[:, 1:3].T]
 )
 def test_tensors_with_gaps_become_arrays(tensor: torch.Tensor) -> None:
-    assert arrays.to_array(tensor).tolist() == tensor.tolist()
+    assert jax_arrays.to_array(tensor).tolist() == tensor.tolist()
 
 
 def test_integers_that_do_not_fit_are_refused() -> None:
-    assert arrays.to_array(torch.tensor([3, -4])).tolist() == [3, -4]
+    assert jax_arrays.to_array(torch.tensor([3, -4])).tolist() == [3, -4]
     with pytest.raises(ValueError, match=r"from 1 to 1099511627776, which int32 can't hold"):
-        arrays.to_array(torch.tensor([1, 2**40]))
+        jax_arrays.to_array(torch.tensor([1, 2**40]))

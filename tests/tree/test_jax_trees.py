@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fddp
-from fddp.tree.pytree import flatten, registration_order, tree_map
+from fddp.tree.pytree import flatten, insertion_order, tree_map
 from tests.support.ranks import RankPool
 
 
@@ -92,7 +92,7 @@ def test_nodes_of_jax_are_taken_apart(name: str) -> None:
     rebuilt = treedef.unflatten(leaves)
     assert jax.tree.structure(rebuilt) == jax.tree.structure(tree)
     assert list(map(id, as_jax_has_them(rebuilt))) == list(map(id, as_jax_has_them(tree)))
-    assert sorted(registration_order(tree, treedef)) == list(range(len(leaves)))
+    assert sorted(insertion_order(tree, treedef)) == list(range(len(leaves)))
     assert flatten(tree)[1] == treedef
 
 

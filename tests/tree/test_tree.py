@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from fddp.core.plan.leaf import dense_strides
 from fddp.errors import TreeMismatchError
 from fddp.tree.describe import leaf_spec, leaf_specs
-from fddp.tree.pytree import check_paths, flatten, map_leaves, registration_order, tree_map
+from fddp.tree.pytree import check_paths, flatten, insertion_order, map_leaves, tree_map
 
 
 class Point(NamedTuple):
@@ -103,7 +103,7 @@ def test_registration_order_is_that_of_the_containers(tree: Any) -> None:
         return [node]
 
     leaves, treedef = flatten(tree)
-    assert [leaves[leaf] for leaf in registration_order(tree, treedef)] == as_filled(tree)
+    assert [leaves[leaf] for leaf in insertion_order(tree, treedef)] == as_filled(tree)
 
 
 def test_canonical_order_is_by_entry() -> None:

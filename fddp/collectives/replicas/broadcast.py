@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fddp.core.plan.leaf import LeafSpec
-from fddp.core.protocol.messages import Form
+from fddp.core.protocol.messages import Schema
 from fddp.errors import PlanMismatchError, TransformError, error_text
 from fddp.runtime.agreement import LEAF_DETAILS, exchange, leaf_details, leaf_difference
 from fddp.runtime.inputs import check_no_transform, outside_transforms
@@ -26,7 +26,7 @@ AT_ONCE_BYTES = 250 * 1024 * 1024
 # The same where values are written over those that are there.
 _WRITTEN_AT_ONCE_BYTES = 32 * 1024 * 1024
 
-_TOLD: Form = (str, object, LEAF_DETAILS)  # what is wrong, source, leaves
+_REPORT: Schema = (str, object, LEAF_DETAILS)  # what is wrong, source, leaves
 
 
 def broadcast(
@@ -100,16 +100,16 @@ def _check_alike(
     transport: Transport, details: list[list[object]], src: int, failure: Exception | None
 ) -> None:
     problem = error_text(failure) if failure else ""
-    told = exchange(transport, [problem, None if failure else src, details], _TOLD)
-    for rank, (theirs_problem, theirs_src, theirs) in enumerate(told):
+    received = exchange(transport, [problem, None if failure else src, details], _REPORT)
+    for rank, (theirs_problem, theirs_src, theirs) in enumerate(received):
         if theirs_problem:
             raise PlanMismatchError(f"rank {rank} can't take part: {theirs_problem}") from failure
-        if theirs_src != told[0][1]:
+        if theirs_src != received[0][1]:
             raise PlanMismatchError(
-                f"src is {told[0][1]} on rank 0 and {theirs_src} on rank {rank}; pass one src"
+                f"src is {received[0][1]} on rank 0 and {theirs_src} on rank {rank}; pass one src"
             )
-        if theirs != told[0][2]:
-            raise PlanMismatchError(leaf_difference(rank, told[0][2], theirs))
+        if theirs != received[0][2]:
+            raise PlanMismatchError(leaf_difference(rank, received[0][2], theirs))
     if src not in range(transport.world_size):
         raise PlanMismatchError(
             f"src={src!r} is no rank of a group of {transport.world_size}; ranks count from 0"

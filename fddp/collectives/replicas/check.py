@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fddp.collectives import handshake as meeting
+from fddp.collectives import handshake
 from fddp.collectives.communicator import Communicator, communicator_of
 from fddp.collectives.replicas.divergence import (
-    apart_of,
-    digests_told,
-    named,
-    sides_of,
-    values_told,
+    format_digests,
+    format_ranks,
+    format_values,
+    minority_ranks,
+    ranks_by_value,
 )
 from fddp.errors import DesyncError
 from fddp.native.digest import bytes_of, digest_of, element_at, hash_words
@@ -91,7 +91,7 @@ def check_replicas(
         >>> fddp.loopback(2, compare)
         [('w', (0, 1)), ('w', (0, 1))]
     """
-    problem = _period_problem(every, step)
+    problem = _validate_period(every, step)
     if problem is None and step % every:
         return
     communicator = communicator_of(group, None)
@@ -108,14 +108,14 @@ def check_replicas(
             own = _own(tree, _when(every, step))
             what = own.text
         except Exception as error:
-            meeting.refuse(communicator, communicator.place(()), what, error)
-        told = meeting.compare(communicator, what, own.fingerprint, own.value, own.told())
-        if told is not None:
-            _check_when([told[rank]["when"] for rank in sorted(told)], own.text)
-            raise _error(communicator, own, {rank: t["digests"] for rank, t in told.items()})
+            handshake.abort_handshake(communicator, communicator.place(()), what, error)
+        received = handshake.compare(communicator, what, own.fingerprint, own.value, own.report())
+        if received is not None:
+            _check_when([received[rank]["when"] for rank in sorted(received)], own.text)
+            raise _error(communicator, own, {rank: t["digests"] for rank, t in received.items()})
 
 
-class _Own(NamedTuple):
+class _LocalDigest(NamedTuple):
     """This rank's tree, digested.
 
     Attributes:
@@ -144,14 +144,14 @@ class _Own(NamedTuple):
         """64 bits, signed, alike on ranks whose trees are."""
         return _signed(hash_words(self.digests).to_bytes(8, "big"))
 
-    def told(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """What the others are told where ranks differ."""
         details = ["check_replicas", [], -1, False, self.details, []]
         said = {"text": self.text, "details": details, "digests": self.digests}
         return {**said, "when": self.when}
 
 
-def _period_problem(every: Any, step: Any) -> Exception | None:
+def _validate_period(every: Any, step: Any) -> Exception | None:
     """What is wrong with the numbers that say when a check is due."""
     for name, value in (("every", every), ("step", step)):
         if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -174,16 +174,18 @@ def _check_when(whens: list[str], text: str) -> None:
     """Whether all ranks are at one step; replicas of different steps may well differ."""
     if len(set(whens)) == 1:
         return
-    sides = sides_of([whens.index(when) for when in whens])
-    told = "; ".join(f"{named(side)}{whens[side[0]] or ' without a step'}" for side in sides)
+    groups = ranks_by_value([whens.index(when) for when in whens])
+    received = "; ".join(
+        f"{format_ranks(group)}{whens[group[0]] or ' without a step'}" for group in groups
+    )
     raise DesyncError(
-        f"{text}: ranks check at different steps, or not equally often: {told}; pass the same step "
-        f"and the same every on all ranks; replicas were not compared",
-        ranks=apart_of(sides),
+        f"{text}: ranks check at different steps, or not equally often: {received}; pass the same "
+        f"step and the same every on all ranks; replicas were not compared",
+        ranks=minority_ranks(groups),
     )
 
 
-def _own(tree: Any, when: str) -> _Own:
+def _own(tree: Any, when: str) -> _LocalDigest:
     found, treedef = adapted(*flatten(tree), "tree")
     paths, leaves, numbers = [], [], []
     for path, leaf in zip(treedef.paths, found, strict=True):
@@ -200,7 +202,7 @@ def _own(tree: Any, when: str) -> _Own:
     ]
     count = "1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves"
     text = f"check_replicas of {count}{when}, called at {call_chain()}"
-    return _Own(text, when, leaves, numbers, details, [digest_of(leaf) for leaf in leaves])
+    return _LocalDigest(text, when, leaves, numbers, details, [digest_of(leaf) for leaf in leaves])
 
 
 def _tensor(path: str, leaf: Any) -> Tensor:
@@ -234,13 +236,15 @@ def _text(number: object) -> str:
     return repr(number)
 
 
-def _error(communicator: Communicator, own: _Own, digests: dict[int, list[int]]) -> DesyncError:
+def _error(
+    communicator: Communicator, own: _LocalDigest, digests: dict[int, list[int]]
+) -> DesyncError:
     """The same on every rank; the search for the element is a collective."""
     columns = zip(*(digests[rank] for rank in sorted(digests)), strict=True)
     leaf, column = next((i, c) for i, c in enumerate(columns) if len(set(c)) > 1)
     path, shape, dtype, _ = own.details[leaf]
     differing = [i for i in range(len(own.details)) if len({d[i] for d in digests.values()}) > 1]
-    sides = sides_of(column)
+    groups = ranks_by_value(column)
     tensor, number = own.leaves[leaf], own.numbers[leaf]
     if number is None:
         place = _first_difference(communicator, tensor, own.text)
@@ -250,10 +254,10 @@ def _error(communicator: Communicator, own: _Own, digests: dict[int, list[int]])
     more = f"; {others} more leaves differ" if others > 1 else "; one more leaf differs" * others
     return DesyncError(
         f"{own.text}: replicas differ, first in leaf {path!r} of shape "
-        f"{tuple(cast(list[int], shape))}, {dtype}: {digests_told(sides, column)}"
-        f"{_at(place, sides, tuple(cast(list[int], shape)))}{more}; {_WAY_OUT}",
+        f"{tuple(cast(list[int], shape))}, {dtype}: {format_digests(groups, column)}"
+        f"{_at(place, groups, tuple(cast(list[int], shape)))}{more}; {_WAY_OUT}",
         path=str(path),
-        ranks=apart_of(sides),
+        ranks=minority_ranks(groups),
     )
 
 
@@ -272,10 +276,10 @@ class _Place(NamedTuple):
 def _values(communicator: Communicator, what: str, own: str) -> list[str]:
     """What ranks have, in words, by rank."""
     run = own.encode()
-    lengths = meeting.gather(communicator, what, len(run).to_bytes(8, "big"))
+    lengths = handshake.gather(communicator, what, len(run).to_bytes(8, "big"))
     sizes = [int.from_bytes(length, "big") for length in lengths]
-    told = meeting.gather(communicator, what, run.ljust(max(sizes)))
-    return [text[:size].decode() for text, size in zip(told, sizes, strict=True)]
+    received = handshake.gather(communicator, what, run.ljust(max(sizes)))
+    return [text[:size].decode() for text, size in zip(received, sizes, strict=True)]
 
 
 def _first_difference(communicator: Communicator, leaf: Tensor, what: str) -> _Place:
@@ -288,12 +292,12 @@ def _first_difference(communicator: Communicator, leaf: Tensor, what: str) -> _P
         digests = [
             digest_of(flat[cut * itemsize : min(cut + size, stop) * itemsize]) for cut in cuts
         ]
-        told = meeting.gather(communicator, what, np.array(digests, np.uint64).tobytes())
-        piece = _first_apart([np.frombuffer(text, np.uint64) for text in told])
+        received = handshake.gather(communicator, what, np.array(digests, np.uint64).tobytes())
+        piece = _first_apart([np.frombuffer(text, np.uint64) for text in received])
         start, stop = cuts[piece], min(cuts[piece] + size, stop)
     own = flat[start * itemsize : stop * itemsize].cpu().numpy().tobytes()
-    told = meeting.gather(communicator, what, own)
-    rows = [np.frombuffer(text, np.uint8).reshape(-1, itemsize) for text in told]
+    received = handshake.gather(communicator, what, own)
+    rows = [np.frombuffer(text, np.uint8).reshape(-1, itemsize) for text in received]
     element = _first_apart(rows)
     values = _values(communicator, what, repr(element_at(leaf, start + element)))
     bits = [row[element].tobytes()[::-1].hex() for row in rows]  # of little-endian memory
@@ -308,10 +312,10 @@ def _first_apart(rows: Sequence[np.ndarray[Any, Any]]) -> int:
     return int(apart.argmax())
 
 
-def _at(place: _Place, sides: list[list[int]], shape: tuple[int, ...]) -> str:
+def _at(place: _Place, groups: list[list[int]], shape: tuple[int, ...]) -> str:
     spot = tuple(int(i) for i in np.unravel_index(place.position, shape)) if shape else ()
     where = f"at index {spot if len(spot) != 1 else spot[0]}" if spot else "its value"
-    return f"; {where}: {values_told(sides, place.values)}"
+    return f"; {where}: {format_values(groups, place.values)}"
 
 
 def _signed(word: bytes) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fddp.core.protocol.messages import nonsense
+from fddp.core.protocol.messages import malformed_message_error
 from fddp.transport.base import Transport
 
 PIECE_BYTES = 32 * 1024 * 1024
@@ -18,7 +18,7 @@ MOST_TEXT_BYTES = 2**31
 """Longer texts are taken for nonsense, before there is memory for them."""
 
 
-class Stretch(NamedTuple):
+class ByteRange(NamedTuple):
     """Some bytes of one of several runs.
 
     Attributes:
@@ -32,20 +32,20 @@ class Stretch(NamedTuple):
     stop: int
 
 
-def pieces(sizes: Sequence[int], most: int) -> Iterator[list[Stretch]]:
+def chunks(sizes: Sequence[int], most: int) -> Iterator[list[ByteRange]]:
     """Cuts runs of these sizes, one behind the other, into pieces of at most `most` bytes.
 
     Example:
-        >>> [[tuple(stretch) for stretch in piece] for piece in pieces([3, 0, 6], 4)]
+        >>> [[tuple(stretch) for stretch in piece] for piece in chunks([3, 0, 6], 4)]
         [[(0, 0, 3), (2, 0, 1)], [(2, 1, 5)], [(2, 5, 6)]]
     """
-    piece: list[Stretch] = []
+    piece: list[ByteRange] = []
     room = most
     for run, size in enumerate(sizes):
         start = 0
         while start < size:
             stop = min(size, start + room)
-            piece.append(Stretch(run, start, stop))
+            piece.append(ByteRange(run, start, stop))
             room -= stop - start
             start = stop
             if room == 0:
@@ -55,7 +55,7 @@ def pieces(sizes: Sequence[int], most: int) -> Iterator[list[Stretch]]:
         yield piece
 
 
-def pass_on_(
+def broadcast_bytes_(
     transport: Transport, runs: Sequence[Tensor], src: int, what: str, *, keeps: bool = True
 ) -> None:
     """Writes rank `src`'s bytes into those of all ranks; a collective call.
@@ -70,7 +70,7 @@ def pass_on_(
     sizes = [run.numel() for run in runs]
     longest = min(PIECE_BYTES, sum(sizes))
     memory = transport.empty(longest, torch.uint8, transport.control_device)
-    for piece in pieces(sizes, PIECE_BYTES):
+    for piece in chunks(sizes, PIECE_BYTES):
         end, places = 0, []
         for run, start, stop in piece:
             places.append((runs[run][start:stop], slice(end, end + stop - start)))
@@ -85,20 +85,20 @@ def pass_on_(
                 part.copy_(travelling[place])
 
 
-def pass_on_text(transport: Transport, text: str, length: int, src: int, what: str) -> str:
+def broadcast_text(transport: Transport, text: str, length: int, src: int, what: str) -> str:
     """Rank `src`'s text on all ranks, which know its length in ASCII; a collective call.
 
     Raises:
         DesyncError: it is no such text, or `length` can't be one's; on every rank.
     """
     if not 0 <= length <= MOST_TEXT_BYTES:
-        raise nonsense(src, what, ValueError(f"its text has {length} bytes"))
+        raise malformed_message_error(src, what, ValueError(f"its text has {length} bytes"))
     if transport.rank == src:
         run = torch.frombuffer(bytearray(text.encode("ascii")), dtype=torch.uint8)
     else:
         run = torch.empty(length, dtype=torch.uint8, device="cpu")
-    pass_on_(transport, [run], src, what)
+    broadcast_bytes_(transport, [run], src, what)
     try:
         return run.numpy().tobytes().decode("ascii")
     except ValueError as error:
-        raise nonsense(src, what, error) from error
+        raise malformed_message_error(src, what, error) from error

@@ -10,14 +10,14 @@ _BEFORE = 8  # of them before the first that differs
 _MOST_RANKS = 8  # that are named of one side, and sides that are told
 
 
-def sides_of(column: Sequence[int]) -> list[list[int]]:
+def ranks_by_value(column: Sequence[int]) -> list[list[int]]:
     """Ranks by what they have, most first; the lower ranks of two equally large sides first.
 
     Args:
         column: a number for each rank, for what it has.
 
     Example:
-        >>> sides_of([7, 5, 7, 7, 5, 9])
+        >>> ranks_by_value([7, 5, 7, 7, 5, 9])
         [[0, 2, 3], [1, 4], [5]]
     """
     counts = Counter(column)
@@ -25,38 +25,40 @@ def sides_of(column: Sequence[int]) -> list[list[int]]:
     return [[rank for rank, other in enumerate(column) if other == value] for value in values]
 
 
-def apart_of(sides: list[list[int]]) -> tuple[int, ...]:
+def minority_ranks(groups: list[list[int]]) -> tuple[int, ...]:
     """The ranks that differ from the largest side; all of them where no side is the largest.
 
     Example:
-        >>> apart_of([[0, 2, 3], [1], [4]]), apart_of([[0], [1]])
+        >>> minority_ranks([[0, 2, 3], [1], [4]]), minority_ranks([[0], [1]])
         ((1, 4), (0, 1))
     """
-    if len({len(side) for side in sides}) == 1:
-        return tuple(sorted(rank for side in sides for rank in side))
-    return tuple(rank for side in sides[1:] for rank in side)
+    if len({len(group) for group in groups}) == 1:
+        return tuple(sorted(rank for group in groups for rank in group))
+    return tuple(rank for group in groups[1:] for rank in group)
 
 
-def digests_told(sides: list[list[int]], column: Sequence[int]) -> str:
+def format_digests(groups: list[list[int]], column: Sequence[int]) -> str:
     """Which digest the ranks of each side have.
 
     Example:
-        >>> digests_told([[0, 2], [1]], [7, 255, 7])
+        >>> format_digests([[0, 2], [1]], [7, 255, 7])
         'ranks 0 and 2 have digest 0000000000000007, rank 1 has digest 00000000000000ff'
     """
-    parts = [f"{named(side)} {_have(side)} digest {column[side[0]]:016x}" for side in sides]
+    parts = [
+        f"{format_ranks(group)} {_have(group)} digest {column[group[0]]:016x}" for group in groups
+    ]
     rest = len(parts) - _MOST_RANKS
     return ", ".join(parts[:_MOST_RANKS]) + (f" and {rest} more digests" if rest > 0 else "")
 
 
-def values_told(sides: list[list[int]], values: Sequence[str]) -> str:
+def format_values(groups: list[list[int]], values: Sequence[str]) -> str:
     """What two ranks of different sides have, in short; `values` are whole, by rank.
 
     Example:
-        >>> values_told([[0, 2], [1]], ["3.0", "4.0", "3.0"])
+        >>> format_values([[0, 2], [1]], ["3.0", "4.0", "3.0"])
         '3.0 on rank 0, 4.0 on rank 1'
     """
-    one, *rest = (side[0] for side in sides)
+    one, *rest = (group[0] for group in groups)
     # Of three sides, the second may differ from the first in a later element only.
     apart = (rank for rank in rest if values[rank] != values[one])
     two = next(apart, rest[0])
@@ -64,11 +66,11 @@ def values_told(sides: list[list[int]], values: Sequence[str]) -> str:
     return f"{mine} on rank {one}, {theirs} on rank {two}"
 
 
-def named(ranks: list[int]) -> str:
+def format_ranks(ranks: list[int]) -> str:
     """Some ranks in words.
 
     Example:
-        >>> named([3]), named([0, 1, 4]), named(list(range(100)))
+        >>> format_ranks([3]), format_ranks([0, 1, 4]), format_ranks(list(range(100)))
         ('rank 3', 'ranks 0, 1 and 4', 'ranks 0, 1, 2, 3, 4, 5, 6 and 93 others')
     """
     if len(ranks) == 1:
@@ -79,8 +81,8 @@ def named(ranks: list[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _have(side: list[int]) -> str:
-    return "has" if len(side) == 1 else "have"
+def _have(group: list[int]) -> str:
+    return "has" if len(group) == 1 else "have"
 
 
 def _cut(one: str, two: str) -> tuple[str, str]:

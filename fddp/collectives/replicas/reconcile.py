@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fddp.collectives.replicas.chunked_broadcast import pass_on_, pass_on_text
-from fddp.collectives.replicas.snapshot import Held, room_for
-from fddp.core.protocol.messages import Form, maybe, nonsense
+from fddp.collectives.replicas.chunked_broadcast import broadcast_bytes_, broadcast_text
+from fddp.collectives.replicas.snapshot import Snapshot, allocate_like
+from fddp.core.protocol.messages import Schema, malformed_message_error, optional
 from fddp.errors import DesyncError, InternalError, PlanMismatchError, error_text
 from fddp.runtime.agreement import exchange
 from fddp.runtime.inputs import check_no_transform, outside_transforms
@@ -85,7 +85,7 @@ def reconciled(
     except Exception as error:
         problem = error
     newest = _newest(transport, own, step, problem)
-    found, is_same = _pass_on(transport, own, newest)
+    found, is_same = _broadcast_state(transport, own, newest)
     return tree if is_same else found.tree(), newest.step
 
 
@@ -95,21 +95,21 @@ class _Newest(NamedTuple):
     steps: Sequence[int | None]  # of all ranks
 
 
-def _taken_apart(tree: Any, step: int | None) -> Held:
+def _taken_apart(tree: Any, step: int | None) -> Snapshot:
     if type(step) is not int or not 0 <= step < _MAX_STEP:
         raise ValueError(f"step must be an int of at least 0 where there is a tree, got {step!r}")
-    return Held.of(tree)
+    return Snapshot.of(tree)
 
 
 def _newest(
-    transport: Transport, own: Held | None, step: int | None, failure: Exception | None
+    transport: Transport, own: Snapshot | None, step: int | None, failure: Exception | None
 ) -> _Newest:
     """Whose state is taken; raises on all ranks where one can't take part."""
-    told = _agree(transport, failure, None if own is None else step, maybe(int))
-    steps = [theirs for _, theirs in told]
+    received = _agree(transport, failure, None if own is None else step, optional(int))
+    steps = [theirs for _, theirs in received]
     for rank, theirs in enumerate(steps):
         if theirs is not None and theirs < 0:
-            raise nonsense(rank, "own state", ValueError(f"its step is {theirs}"))
+            raise malformed_message_error(rank, "own state", ValueError(f"its step is {theirs}"))
     held = [theirs for theirs in steps if theirs is not None]
     if not held:
         raise PlanMismatchError(
@@ -119,29 +119,31 @@ def _newest(
     return _Newest(steps.index(max(held)), max(held), steps)
 
 
-def _pass_on(transport: Transport, own: Held | None, newest: _Newest) -> tuple[Held, bool]:
+def _broadcast_state(
+    transport: Transport, own: Snapshot | None, newest: _Newest
+) -> tuple[Snapshot, bool]:
     """The newest state, and whether this rank has held it before."""
     text, whole = "", ""
     if own is not None and newest.steps[transport.rank] == newest.step:
         whole = _whole(own, own.digests())
     if transport.rank == newest.rank and own is not None:
         text = own.description()
-    told = exchange(transport, [whole, len(text)], (str, int), "newest state")
-    wanted, length = told[newest.rank]
-    if own is not None and all(theirs == wanted for theirs, _ in told):
+    received = exchange(transport, [whole, len(text)], (str, int), "newest state")
+    wanted, length = received[newest.rank]
+    if own is not None and all(theirs == wanted for theirs, _ in received):
         return own, True
     has_it = whole != "" and whole == wanted
-    text = pass_on_text(transport, text, length, newest.rank, _WHAT)
+    text = broadcast_text(transport, text, length, newest.rank, _WHAT)
     found, failure = own, None
     if not has_it:
         try:
-            found = room_for(text, own)
+            found = allocate_like(text, own)
         except Exception as error:
             failure = error
     _agree(transport, failure, None, None)
     if found is None:
         raise InternalError("a rank has neither a state nor a failure")
-    pass_on_(transport, found.runs(), newest.rank, _WHAT, keeps=not has_it)
+    broadcast_bytes_(transport, found.runs(), newest.rank, _WHAT, keeps=not has_it)
     if not has_it:
         found = found.laid_out_as(own)
     _check(transport, found, newest)
@@ -149,22 +151,22 @@ def _pass_on(transport: Transport, own: Held | None, newest: _Newest) -> tuple[H
 
 
 def _agree(
-    transport: Transport, failure: Exception | None, value: T, form: Form
+    transport: Transport, failure: Exception | None, value: T, schema: Schema
 ) -> list[tuple[str, T]]:
     """Every rank's value, if none has failed."""
     mine = [error_text(failure) if failure else "", value]
-    told = exchange(transport, mine, (str, form), "own state")
-    for rank, (problem, _) in enumerate(told):
+    received = exchange(transport, mine, (str, schema), "own state")
+    for rank, (problem, _) in enumerate(received):
         if problem:
             raise PlanMismatchError(f"rank {rank} can't take part: {problem}") from failure
-    return told
+    return received
 
 
-def _check(transport: Transport, found: Held, newest: _Newest) -> None:
+def _check(transport: Transport, found: Snapshot, newest: _Newest) -> None:
     """Raises on every rank where one holds other bits than the source."""
     digests = found.digests()
-    told = exchange(transport, _whole(found, digests), str, "digest")
-    differing = [rank for rank, theirs in enumerate(told) if theirs != told[newest.rank]]
+    received = exchange(transport, _whole(found, digests), str, "digest")
+    differing = [rank for rank, theirs in enumerate(received) if theirs != received[newest.rank]]
     if not differing:
         return
     leaves = exchange(transport, digests, (str,) * len(digests), "leaf digests")
@@ -179,5 +181,5 @@ def _check(transport: Transport, found: Held, newest: _Newest) -> None:
     )
 
 
-def _whole(held: Held, digests: Sequence[str]) -> str:
+def _whole(held: Snapshot, digests: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps([held.treedef.paths, digests]).encode()).hexdigest()

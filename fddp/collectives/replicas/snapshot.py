@@ -13,16 +13,16 @@ from torch import Tensor
 
 from fddp.collectives.replicas.containers import containers_from_json, containers_to_json
 from fddp.core.plan.leaf import MAX_COUNT
-from fddp.core.protocol.messages import Form, OneOf, read
+from fddp.core.protocol.messages import AnyOf, Schema, decode
 from fddp.tree.foreign import ForeignTreeDef, adapted
 from fddp.tree.pytree import TreeDef, flatten
 
 #: what a leaf may be
 Leaf: TypeAlias = Tensor | bool | int | float | str | None
 
-_DESCRIPTION: Form = {
+_DESCRIPTION: Schema = {
     "paths": [str],
-    "leaves": [OneOf(((str, [int], str), {"float": str}, {"int": str}, bool, str, None))],
+    "leaves": [AnyOf(((str, [int], str), {"float": str}, {"int": str}, bool, str, None))],
     "containers": str,
     "obstacle": str,
 }
@@ -31,7 +31,7 @@ _HASHED_BYTES = 16 * 1024 * 1024  # of another device's memory, brought over at 
 
 
 @dataclass(frozen=True)
-class Held:
+class Snapshot:
     """A tree that was taken apart.
 
     Attributes:
@@ -47,7 +47,7 @@ class Held:
     obstacle: str
 
     @classmethod
-    def of(cls, tree: Any) -> Held:
+    def of(cls, tree: Any) -> Snapshot:
         """Takes a tree apart.
 
         Raises:
@@ -94,7 +94,7 @@ class Held:
         """For each leaf the beginning of SHA-256 over what it is and holds."""
         return [_digest(leaf) for leaf in self.leaves]
 
-    def laid_out_as(self, own: Held | None) -> Held:
+    def laid_out_as(self, own: Snapshot | None) -> Snapshot:
         """The same values with each tensor's elements in the order in which `own` has them."""
         if own is None or own.treedef.paths != self.treedef.paths:
             return self
@@ -102,7 +102,7 @@ class Held:
         return replace(self, leaves=[_laid_out(leaf, like) for leaf, like in pairs])
 
 
-def room_for(description: str, own: Held | None) -> Held:
+def allocate_like(description: str, own: Snapshot | None) -> Snapshot:
     """Memory for the state that another rank described, in the containers of this rank's own tree
     if that has the same leaves; contents are undefined.
 
@@ -110,7 +110,7 @@ def room_for(description: str, own: Held | None) -> Held:
         ValueError: its containers can't be made here, or the text is no description.
         RuntimeError: there is no memory for it.
     """
-    document = read(description, _DESCRIPTION)
+    document = decode(description, _DESCRIPTION)
     paths, kinds = tuple(document["paths"]), document["leaves"]
     containers, obstacle = document["containers"], document["obstacle"]
     if len(kinds) != len(paths) or bool(containers) == bool(obstacle):
@@ -130,7 +130,7 @@ def room_for(description: str, own: Held | None) -> Held:
     treedef = flatten(containers_from_json(containers))[1]
     if treedef.paths != paths:
         raise ValueError("the description's containers have other leaves than it lists")
-    return Held(leaves, treedef, containers, "")
+    return Snapshot(leaves, treedef, containers, "")
 
 
 def _is_plain(leaf: Any) -> bool:

@@ -1,9 +1,9 @@
 """Proves that a schedule gives the result that it states, for any number of ranks.
 
-All ranks carry out the same operations in the same order. So one list of operations is followed,
-with values that say what all ranks hold (`values.py`), and what this takes depends on the number of
-operations alone. Each bucket is followed in every way that the control word may decide (`flow.py`).
-Which operation surely comes after which is known from dependencies only (`order.py`).
+All ranks run the same operations in the same order. One list of operations is therefore followed,
+with symbolic values for what all ranks hold (`symbolic.py`); the cost depends on the number of
+operations alone. Each bucket is followed for every decision of the control word (`dataflow.py`).
+The order of operations follows from their dependencies only (`ordering.py`).
 """
 
 from __future__ import annotations

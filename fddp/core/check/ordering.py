@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fddp.core.check.findings import everywhere, fail, in_words, wide
-from fddp.core.schedule.op import Op, rides
-from fddp.core.schedule.piggyback import tail_problem
+from fddp.core.schedule.op import Op, is_piggybacked
+from fddp.core.schedule.piggyback import piggyback_problem
 from fddp.core.schedule.schedule import Schedule
 from fddp.errors import ScheduleError
 
@@ -73,12 +73,12 @@ def check_order(schedule: Schedule) -> int:
                 f"it is launched after {schedule.describe(control)}, which tells what all packing "
                 f"found; launch it before",
             )
-    return _check_ride(schedule, control) if rides(ops[control]) else control
+    return _check_ride(schedule, control) if is_piggybacked(ops[control]) else control
 
 
 def _check_ride(schedule: Schedule, control: int) -> int:
     """Judges a word that rides, and what carries it; the position of that."""
-    ops, carrier, bucket = schedule.ops, schedule.carrier, schedule.ops[control].bucket
+    ops, carrier, bucket = schedule.ops, schedule.piggyback_op, schedule.ops[control].bucket
     for position in range(control + 1, len(ops)):
         if control in ops[position].deps and position != carrier:
             fail(
@@ -94,7 +94,7 @@ def _check_ride(schedule: Schedule, control: int) -> int:
             "no all-reduce of its bucket depends on it, so that nothing would sum it; let the last "
             "one depend on it, or name bucket -1 and axes",
         )
-    problem = tail_problem(schedule, bucket)
+    problem = piggyback_problem(schedule, bucket)
     if problem is not None:
         fail(schedule, control, f"{problem}; or name bucket -1 and axes")
     op, names = ops[carrier], schedule.topology.names

@@ -7,7 +7,15 @@ from types import MappingProxyType
 
 from fddp.core.check.findings import fail, fail_bucket, in_words, wide
 from fddp.core.plan.leaf import ITEM_BYTES
-from fddp.core.schedule.op import CONTROL_REGION, Buffer, Kind, Op, When, meets, rides
+from fddp.core.schedule.op import (
+    CONTROL_REGION,
+    Buffer,
+    Kind,
+    Op,
+    When,
+    is_collective,
+    is_piggybacked,
+)
 from fddp.core.schedule.schedule import Schedule
 
 _REDUCED: tuple[tuple[Buffer, When], ...] = (
@@ -128,7 +136,7 @@ def _check_axes(schedule: Schedule, position: int, op: Op) -> None:
             fail(schedule, position, f"{text} {unknown[0]!r}; the axes are {in_words(names)}")
         if len(set(axes)) < len(axes):
             fail(schedule, position, f"{text} {in_words(axes)}; name each axis once")
-    if meets(op):
+    if is_collective(op):
         ordered = tuple(axis for axis in names if axis in op.axes)
         if op.axes != ordered:
             fail(
@@ -150,7 +158,7 @@ def _check_control(schedule: Schedule, position: int, op: Op) -> None:
             f"it has no elements that a schedule knows, and always runs: {CONTROL_REGION} and "
             f"'always' are due, got {op.region} and {op.when!r}",
         )
-    if not rides(op):
+    if not is_piggybacked(op):
         _check_whole_world(schedule, position, op)
     elif op.bucket >= len(schedule.plan.buckets):
         fail(schedule, position, f"name one of the plan's {len(schedule.plan.buckets)} buckets")

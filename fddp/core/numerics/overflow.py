@@ -1,9 +1,9 @@
 """How large gradients may be for their sums to be finite, so that nobody has to look at the sums.
 
-Packing tells the largest magnitude that goes into a bucket. If it is below `bound` on every rank,
-no sum over ranks overflows, in whatever order and however it is rounded, nor does the result
-after the correction that may follow. The control word says so in one number; results are looked at
-only where it says otherwise.
+Packing tells the largest magnitude that goes into a bucket. If it is below `max_safe_magnitude` on
+every rank, no sum over ranks overflows, in whatever order and however it is rounded, nor does the
+result after the correction that may follow. The control word says so in one number; results are
+looked at only where it says otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 MOST_AFTER = 4.0
-"""The largest factor after the sum that `bound` allows for."""
+"""The largest factor after the sum that `max_safe_magnitude` allows for."""
 
 
 class Range(NamedTuple):
@@ -35,7 +35,7 @@ RANGES |= {"complex64": RANGES["float32"], "complex128": RANGES["float64"]}
 
 
 @lru_cache
-def bound(wire: str, result: str, ranks: int) -> float:
+def max_safe_magnitude(wire: str, result: str, ranks: int) -> float:
     """The magnitude up to which every rank's contributions make finite sums.
 
     Args:
@@ -47,9 +47,9 @@ def bound(wire: str, result: str, ranks: int) -> float:
         The bound; 0 for a dtype that is not known.
 
     Example:
-        >>> bound("float16", "float16", ranks=2)
+        >>> max_safe_magnitude("float16", "float16", ranks=2)
         8172.0...
-        >>> bound("float32", "float16", ranks=2) > 8187.9
+        >>> max_safe_magnitude("float32", "float16", ranks=2) > 8187.9
         True
     """
     if wire not in RANGES or result not in RANGES:

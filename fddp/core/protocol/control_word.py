@@ -122,7 +122,8 @@ class ControlWord:
         late: for each bucket, whether a gradient arrived after its launch.
         has_next: whether this rank has input for another step.
         nonfinite: whether one of its gradients holds NaN or infinity.
-        large: whether its gradients are so large that a sum may overflow, or not known to be less.
+        may_overflow: whether its gradients are so large that a sum may overflow, or not known to be
+            less.
         failed: whether this rank could not complete the step.
         order: reduced leaves in the order in which their gradients arrived; only rank 0 gives it.
     """
@@ -134,7 +135,7 @@ class ControlWord:
     method: int = 0
     has_next: bool = True
     nonfinite: bool = False
-    large: bool = False
+    may_overflow: bool = False
     failed: bool = False
     order: Sequence[int] = ()
 
@@ -151,7 +152,7 @@ class ControlReport:
         total_squared: sum of squared weights.
         has_next: number of ranks with input for another step.
         nonfinite: number of ranks with a gradient that is not finite.
-        large: number of ranks with gradients so large that a sum may overflow.
+        may_overflow: number of ranks with gradients so large that a sum may overflow.
         failed: number of ranks that failed.
         users: for each reduced leaf, the number of ranks that used it.
         late: indices of the buckets that some rank has to repair.
@@ -164,7 +165,7 @@ class ControlReport:
     total_squared: float
     has_next: int
     nonfinite: int
-    large: int
+    may_overflow: int
     failed: int
     users: tuple[int, ...]
     late: tuple[int, ...]
@@ -203,7 +204,7 @@ def encode(layout: ControlLayout, word: ControlWord) -> npt.NDArray[np.floating[
         vector[fields["active"]] = 1.0
         vector[fields["method"]] = word.method > 0, word.method, word.method**2
     start = fields["has_next"].start
-    vector[start : start + 4] = word.has_next, word.nonfinite, word.large, word.failed
+    vector[start : start + 4] = word.has_next, word.nonfinite, word.may_overflow, word.failed
     vector[fields["late"]] = word.late
     vector[fields["used"]] = word.used
     if layout.with_order and len(word.order):
@@ -237,7 +238,7 @@ def decode(
     weight, squared = total[fields["weight"]], total[fields["weight_squared"]]
     callers, methods, squares = total[fields["method"]].tolist()
     prints = [limb * world_size for limb in own]
-    has_next, nonfinite, large, failed = total[fields["has_next"].start :][:4].tolist()
+    has_next, nonfinite, may_overflow, failed = total[fields["has_next"].start :][:4].tolist()
     order: Sequence[int] = ()
     if layout.with_order:
         seats = total[fields["order"]]
@@ -249,7 +250,7 @@ def decode(
         total_squared=_read(layout, squared),
         has_next=int(has_next),
         nonfinite=int(nonfinite),
-        large=int(large),
+        may_overflow=int(may_overflow),
         failed=int(failed),
         users=tuple(total[fields["used"]].astype(np.int64).tolist()),
         late=tuple(total[fields["late"]].nonzero()[0].tolist()),

@@ -21,45 +21,46 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class OneOf:
+class AnyOf:
     """Any of several forms."""
 
-    forms: tuple[Form, ...]
+    schemas: tuple[Schema, ...]
 
 
 @dataclass(frozen=True)
-class Each:
+class MappingOf:
     """An object with any fields, of one form each."""
 
-    form: Form
+    schema: Schema
 
 
 #: what a value may be: of a type (`float` takes integers, too, which are below 2**64), None, this
 #: text, a list of any length, a list of these entries, an object with these fields, or as above
-Form: TypeAlias = (
-    "type[object] | str | list[Form] | tuple[Form, ...] | dict[str, Form] | OneOf | Each | None"
+Schema: TypeAlias = (
+    "type[object] | str | list[Schema] | tuple[Schema, ...] | dict[str, Schema]"
+    " | AnyOf | MappingOf | None"
 )
 
 
-def maybe(form: Form) -> OneOf:
+def optional(schema: Schema) -> AnyOf:
     """A form, or None."""
-    return OneOf((None, form))
+    return AnyOf((None, schema))
 
 
-def read(text: bytes | str, form: Form) -> Any:
+def decode(text: bytes | str, schema: Schema) -> Any:
     """The value that a text holds.
 
     Args:
         text: JSON.
-        form: what the value must be; it is then that, and nothing more.
+        schema: what the value must be; it is then that, and nothing more.
 
     Raises:
         ValueError: it is something else; says where and what.
 
     Example:
-        >>> read('["w", [3, 2]]', (str, [int]))
+        >>> decode('["w", [3, 2]]', (str, [int]))
         ['w', [3, 2]]
-        >>> read('["w", [3, "2"]]', (str, [int]))
+        >>> decode('["w", [3, "2"]]', (str, [int]))
         Traceback (most recent call last):
         ValueError: [1][1] is '2', and should be an int
     """
@@ -67,25 +68,25 @@ def read(text: bytes | str, form: Form) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON: {error}") from error
-    problem = _misfit(value, form, "")
+    problem = _schema_error(value, schema, "")
     if problem is not None:
         raise ValueError(problem)
     return value
 
 
-def heard(texts: Sequence[bytes], reader: Callable[[bytes], T], what: str) -> list[T]:
+def decode_all(texts: Sequence[bytes], decoder: Callable[[bytes], T], what: str) -> list[T]:
     """What all ranks say, by rank.
 
     Args:
         texts: of every rank, the same on all of them.
-        reader: what it reads one by; a `ValueError` where that makes no sense.
+        decoder: what it reads one by; a `ValueError` where that makes no sense.
         what: what it is, for the error.
 
     Raises:
         DesyncError: what a rank says makes no sense; names it.
 
     Example:
-        >>> heard([b'"ready"', b'{"ready": 1}'], lambda text: read(text, str), "states")
+        >>> decode_all([b'"ready"', b'{"ready": 1}'], lambda text: decode(text, str), "states")
         Traceback (most recent call last):
         fddp.errors.DesyncError: what rank 1 says makes no sense as its part of states: the whole
         is {'ready': 1}, and should be text; run the same version of fddp on every rank
@@ -93,13 +94,13 @@ def heard(texts: Sequence[bytes], reader: Callable[[bytes], T], what: str) -> li
     values = []
     for rank, text in enumerate(texts):
         try:
-            values.append(reader(text))
+            values.append(decoder(text))
         except ValueError as error:
-            raise nonsense(rank, what, error) from error
+            raise malformed_message_error(rank, what, error) from error
     return values
 
 
-def nonsense(rank: int, what: str, error: ValueError) -> DesyncError:
+def malformed_message_error(rank: int, what: str, error: ValueError) -> DesyncError:
     """The error of a rank that says what can't be read."""
     return DesyncError(
         f"what rank {rank} says makes no sense as its part of {what}: {error}; run the same "
@@ -107,41 +108,43 @@ def nonsense(rank: int, what: str, error: ValueError) -> DesyncError:
     )
 
 
-def _misfit(value: object, form: Form, where: str) -> str | None:
+def _schema_error(value: object, schema: Schema, where: str) -> str | None:
     """Where and in what a value is not of a form, or None. Goes no deeper than the form does."""
     fits = True
-    if isinstance(form, OneOf):
-        fits = any(_misfit(value, one, where) is None for one in form.forms)
-    elif isinstance(form, list):
+    if isinstance(schema, AnyOf):
+        fits = any(_schema_error(value, one, where) is None for one in schema.schemas)
+    elif isinstance(schema, list):
         fits = isinstance(value, list)
         if isinstance(value, list):
-            entries = ((entry, form[0], f"[{i}]") for i, entry in enumerate(value))
-            return _first_misfit(entries, where)
-    elif isinstance(form, tuple):
-        fits = isinstance(value, list) and len(value) == len(form)
+            entries = ((entry, schema[0], f"[{i}]") for i, entry in enumerate(value))
+            return _first_schema_error(entries, where)
+    elif isinstance(schema, tuple):
+        fits = isinstance(value, list) and len(value) == len(schema)
         if isinstance(value, list) and fits:
-            pairs = enumerate(zip(value, form, strict=True))
-            return _first_misfit(((entry, one, f"[{i}]") for i, (entry, one) in pairs), where)
-    elif isinstance(form, dict):
-        fits = isinstance(value, dict) and value.keys() == form.keys()
+            pairs = enumerate(zip(value, schema, strict=True))
+            return _first_schema_error(((entry, one, f"[{i}]") for i, (entry, one) in pairs), where)
+    elif isinstance(schema, dict):
+        fits = isinstance(value, dict) and value.keys() == schema.keys()
         if isinstance(value, dict) and fits:
-            return _first_misfit(((value[k], one, f".{k}") for k, one in form.items()), where)
-    elif isinstance(form, Each):
+            return _first_schema_error(
+                ((value[k], one, f".{k}") for k, one in schema.items()), where
+            )
+    elif isinstance(schema, MappingOf):
         fits = isinstance(value, dict)
         if isinstance(value, dict):
-            each = ((entry, form.form, f".{_short(key)}") for key, entry in value.items())
-            return _first_misfit(each, where)
-    elif isinstance(form, type):
-        fits = _is_of(value, form)
+            each = ((entry, schema.schema, f".{_short(key)}") for key, entry in value.items())
+            return _first_schema_error(each, where)
+    elif isinstance(schema, type):
+        fits = _is_of(value, schema)
     else:
-        fits = type(value) is type(form) and value == form
+        fits = type(value) is type(schema) and value == schema
     if fits:
         return None
-    return f"{where or 'the whole'} is {_short(value)}, and should be {_described(form)}"
+    return f"{where or 'the whole'} is {_short(value)}, and should be {_described(schema)}"
 
 
-def _first_misfit(entries: Iterator[tuple[object, Form, str]], where: str) -> str | None:
-    misfits = (_misfit(entry, form, where + place) for entry, form, place in entries)
+def _first_schema_error(entries: Iterator[tuple[object, Schema, str]], where: str) -> str | None:
+    misfits = (_schema_error(entry, schema, where + place) for entry, schema, place in entries)
     return next((misfit for misfit in misfits if misfit is not None), None)
 
 
@@ -162,25 +165,25 @@ def _short(value: object) -> str:
         return "a number that is too long to be shown"
 
 
-def _described(form: Form) -> str:
+def _described(schema: Schema) -> str:
     """A form in words.
 
-    >>> _described(OneOf(("auto", None, [int])))
+    >>> _described(AnyOf(("auto", None, [int])))
     "'auto', None or a list"
     >>> _described((int, str)), _described({"a": int})
     ('a list of 2', 'an object with the fields a')
     """
-    if isinstance(form, OneOf):
-        *first, last = map(_described, form.forms)
+    if isinstance(schema, AnyOf):
+        *first, last = map(_described, schema.schemas)
         return f"{', '.join(first)} or {last}"
-    if isinstance(form, list):
+    if isinstance(schema, list):
         return "a list"
-    if isinstance(form, tuple):
-        return f"a list of {len(form)}"
-    if isinstance(form, Each):
+    if isinstance(schema, tuple):
+        return f"a list of {len(schema)}"
+    if isinstance(schema, MappingOf):
         return "an object"
-    if isinstance(form, dict):
-        return f"an object with the fields {', '.join(form)}"
-    if isinstance(form, type):
-        return _KINDS.get(form, "a value")
-    return repr(form)
+    if isinstance(schema, dict):
+        return f"an object with the fields {', '.join(schema)}"
+    if isinstance(schema, type):
+        return _KINDS.get(schema, "a value")
+    return repr(schema)

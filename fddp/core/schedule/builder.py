@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, get_args
 from fddp.core.plan.leaf import ITEM_BYTES
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.schedule.op import CONTROL_REGION, Buffer, Kind, Op, Region, When
-from fddp.core.schedule.piggyback import with_riding_word
+from fddp.core.schedule.piggyback import with_piggybacked_word
 from fddp.core.schedule.schedule import RETAINED_DTYPES, Result, Scaling, Schedule
 from fddp.core.schedule.topology import Topology
 
@@ -52,7 +52,7 @@ def make_schedule(
     Dense buckets are packed in plan order, each when it is full, and the chain of collectives of
     one overlaps with those of the next: while its second collective runs, the next bucket's first
     one does. The control word rides in the tail of the last bucket's all-reduce where it can (see
-    `with_riding_word`); else it follows the first collective of the last bucket. Then
+    `with_piggybacked_word`); else it follows the first collective of the last bucket. Then
     come the repairs, should the control word ask for any, and the sparse buckets, whose gradients
     (embeddings, as a rule) arrive last anyway.
 
@@ -96,7 +96,7 @@ def make_schedule(
         _check_deterministic(algorithm, scaling)
         reduce_dtype = reduce_dtype or "float32"
     if algorithm == "all_gather":
-        return make_gather(
+        return make_all_gather_schedule(
             make_schedule(plan, topology, algorithm="reduce_scatter", split_mb=split_mb)
         )
     wire_dtypes = tuple(_wire_dtype(bucket.dtype, reduce_dtype) for bucket in plan.buckets)
@@ -116,10 +116,10 @@ def make_schedule(
     schedule = Schedule(
         plan, topology, builder.ops, wire_dtypes, scaling, _RESULTS[algorithm], deterministic
     )
-    return with_riding_word(schedule) if ride else schedule
+    return with_piggybacked_word(schedule) if ride else schedule
 
 
-def make_gather(schedule: Schedule) -> Schedule:
+def make_all_gather_schedule(schedule: Schedule) -> Schedule:
     """The counterpart of a schedule that leaves shards: from these to whole leaves on every rank.
 
     Args:
@@ -132,7 +132,7 @@ def make_gather(schedule: Schedule) -> Schedule:
         >>> from fddp.core.plan.plan import LeafSpec, plan_leaves
         >>> plan = plan_leaves([LeafSpec("w", (6,), "float32")], order=[0], caps_bytes=[1])
         >>> shards = make_schedule(plan, Topology(world=2), algorithm="reduce_scatter")
-        >>> [op.kind for op in make_gather(shards).ops]
+        >>> [op.kind for op in make_all_gather_schedule(shards).ops]
         ['pack', 'all_gather', 'control', 'unpack']
     """
     ends = [op for op in schedule.ops if op.kind == "unpack"]

@@ -25,7 +25,7 @@ Kind = Literal[
 When = Literal["always", "late", "again"]
 Buffer = Literal["bucket", "repair", "control"]
 
-#: kinds in which ranks meet; but see `rides`
+#: kinds in which ranks meet; but see `is_piggybacked`
 COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "control", "gather"})
 
 
@@ -73,14 +73,14 @@ class Op(NamedTuple):
     when: When = "always"
 
 
-def rides(op: Op) -> bool:
+def is_piggybacked(op: Op) -> bool:
     """Whether an operation is a control word that rides; see [Note: the word rides]."""
     return op.kind == "control" and op.bucket >= 0
 
 
-def meets(op: Op) -> bool:
+def is_collective(op: Op) -> bool:
     """Whether ranks meet in an operation."""
-    return op.kind in COLLECTIVES and not rides(op)
+    return op.kind in COLLECTIVES and not is_piggybacked(op)
 
 
 def op_problem(op: object) -> str | None:

@@ -17,14 +17,14 @@ from fddp.core.protocol.control_word import (
     Format,
     limb_bits,
 )
-from fddp.core.schedule.op import Op, meets
+from fddp.core.schedule.op import Op, is_collective
 from fddp.core.schedule.schedule import Schedule
 
 #: the formats of buckets in whose tail the word can ride
 FORMATS: frozenset[str] = frozenset({"float32", "float64"})
 
 
-def tail_problem(schedule: Schedule, bucket: int) -> str | None:
+def piggyback_problem(schedule: Schedule, bucket: int) -> str | None:
     """Why the word can't ride behind a bucket, whatever carries it; None if it can."""
     ranks, leaves = schedule.topology.world_size, len(schedule.plan.reduced)
     wire = schedule.wire_dtypes[bucket]
@@ -41,7 +41,7 @@ def tail_problem(schedule: Schedule, bucket: int) -> str | None:
 
 
 def control_layout(schedule: Schedule, *, with_order: bool) -> ControlLayout:
-    """The layout of a schedule's control word; see [Note: limbs] in `control.py`.
+    """The layout of a schedule's control word; see [Note: limbs] in `control_word.py`.
 
     Args:
         schedule: the operations.
@@ -49,15 +49,15 @@ def control_layout(schedule: Schedule, *, with_order: bool) -> ControlLayout:
     """
     leaves, buckets = len(schedule.plan.reduced), len(schedule.plan.buckets)
     fmt: Format = "float64"
-    if schedule.carrier >= 0:
-        fmt = cast("Format", schedule.wire_dtypes[schedule.ops[schedule.carrier].bucket])
+    if schedule.piggyback_op >= 0:
+        fmt = cast("Format", schedule.wire_dtypes[schedule.ops[schedule.piggyback_op].bucket])
     # The total weight is a factor on all results: of a deterministic schedule its bits count, too.
     needs_limbs = fmt == "float32" or schedule.deterministic
     bits = limb_bits(fmt, schedule.topology.world_size) if needs_limbs else 0
     return ControlLayout(leaves, buckets, with_order, fmt, bits)
 
 
-def with_riding_word(schedule: Schedule) -> Schedule:
+def with_piggybacked_word(schedule: Schedule) -> Schedule:
     """The schedule with its control word in the tail of the last bucket, if it can ride there.
 
     It can where the chain of the last bucket is nothing but all-reduces over all ranks, in a format
@@ -73,57 +73,57 @@ def with_riding_word(schedule: Schedule) -> Schedule:
         >>> riding = make_schedule(plan, Topology(world=2))
         >>> [op.kind for op in riding.ops[:3]]
         ['pack', 'control', 'all_reduce']
-        >>> [op.kind for op in with_own_word(riding).ops[:3]]
+        >>> [op.kind for op in with_separate_word(riding).ops[:3]]
         ['pack', 'all_reduce', 'control']
-        >>> with_riding_word(with_own_word(riding)) == riding
+        >>> with_piggybacked_word(with_separate_word(riding)) == riding
         True
     """
     ops, control = schedule.ops, schedule.control
-    carrier = _possible_carrier(schedule)
-    if carrier < 0 or control < 0 or ops[control].bucket >= 0:
+    host = _possible_host(schedule)
+    if host < 0 or control < 0 or ops[control].bucket >= 0:
         return schedule
     order = [i for i in range(len(ops)) if i != control]
-    order.insert(order.index(carrier), control)
+    order.insert(order.index(host), control)
     # What waited for the word waits for what brings it.
-    moved = _reordered(ops, order, {control: (carrier,)})
+    moved = _reordered(ops, order, {control: (host,)})
     place = order.index(control)
-    moved[place] = moved[place]._replace(bucket=ops[carrier].bucket, axes=())
+    moved[place] = moved[place]._replace(bucket=ops[host].bucket, axes=())
     moved[place + 1] = moved[place + 1]._replace(deps=(*moved[place + 1].deps, place))
     if any(dep >= i for i, op in enumerate(moved) for dep in op.deps):
         return schedule  # something acts on the word before the carrier is launched
     return replace(schedule, ops=tuple(moved))
 
 
-def with_own_word(schedule: Schedule) -> Schedule:
+def with_separate_word(schedule: Schedule) -> Schedule:
     """The schedule with a collective for the control word, right behind the one that carried it;
     one whose word does not ride is returned as it is.
 
     So it must be where a communication hook takes the place of the all-reduces.
     """
-    ops, control, carrier = schedule.ops, schedule.control, schedule.carrier
-    if carrier < 0:
+    ops, control, host = schedule.ops, schedule.control, schedule.piggyback_op
+    if host < 0:
         return schedule
-    bucket = ops[carrier].bucket
+    bucket = ops[host].bucket
     order = [i for i in range(len(ops)) if i != control]
-    order.insert(order.index(carrier) + 1, control)
+    order.insert(order.index(host) + 1, control)
     # Other buckets depend on the carrier for the word's sake; its own may for its elements' too.
-    moved = _reordered(ops, order, {carrier: (control,), control: ()})
-    both = _reordered(ops, order, {carrier: (carrier, control), control: ()})
+    moved = _reordered(ops, order, {host: (control,), control: ()})
+    both = _reordered(ops, order, {host: (host, control), control: ()})
     for place, old in enumerate(order):
-        if ops[old].bucket == bucket and not _comes_after(ops, old, carrier):
+        if ops[old].bucket == bucket and not _comes_after(ops, old, host):
             moved[place] = both[place]
     place = order.index(control)
     moved[place] = moved[place]._replace(bucket=-1, axes=schedule.topology.names)
     return replace(schedule, ops=tuple(moved))
 
 
-def _possible_carrier(schedule: Schedule) -> int:
+def _possible_host(schedule: Schedule) -> int:
     """The last bucket's last all-reduce, if the word could ride in it; else -1."""
     if not schedule.sequence:
         return -1
     ops, bucket = schedule.ops, schedule.sequence[-1]
     device = schedule.plan.buckets[bucket].device.partition("#")[0]
-    if device not in ("cpu", "meta") or tail_problem(schedule, bucket) is not None:
+    if device not in ("cpu", "meta") or piggyback_problem(schedule, bucket) is not None:
         return -1
     chain = [i for i, op in enumerate(ops) if op.bucket == bucket and _travels(op)]
     packs = [i for i, op in enumerate(ops) if op.kind == "pack" and op.when == "always"]
@@ -154,7 +154,7 @@ def _comes_after(ops: Sequence[Op], position: int, target: int) -> bool:
 
 
 def _travels(op: Op) -> bool:
-    return meets(op) and op.when == "always"
+    return is_collective(op) and op.when == "always"
 
 
 def _reordered(

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.schedule import text as schedule_text
-from fddp.core.schedule.op import Op, Region, is_texts, meets, op_problem, rides
+from fddp.core.schedule.op import Op, Region, is_collective, is_piggybacked, is_texts, op_problem
 from fddp.core.schedule.topology import Topology as Topology
 
 Scaling = Literal["before", "after", "average"]
@@ -121,7 +121,7 @@ class Schedule:
     @cached_property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """The axes along which collectives run, each once, in order of first use."""
-        return tuple(dict.fromkeys(op.axes for op in self.ops if meets(op)))
+        return tuple(dict.fromkeys(op.axes for op in self.ops if is_collective(op)))
 
     @cached_property
     def control(self) -> int:
@@ -129,10 +129,10 @@ class Schedule:
         return next((i for i, op in enumerate(self.ops) if op.kind == "control"), -1)
 
     @cached_property
-    def carrier(self) -> int:
+    def piggyback_op(self) -> int:
         """Position of the all-reduce in which the control word rides; -1 where it does not."""
         control = self.control
-        if control < 0 or not rides(self.ops[control]):
+        if control < 0 or not is_piggybacked(self.ops[control]):
             return -1
         bucket = self.ops[control].bucket
         for position in range(control + 1, len(self.ops)):
@@ -192,7 +192,9 @@ class Schedule:
         op = self.ops[position]
         along = f", along {' and '.join(op.axes)}" if op.axes else ""
         if op.kind == "control":
-            where = f", in the tail of {self.describe_bucket(op.bucket)}" if rides(op) else ""
+            where = (
+                f", in the tail of {self.describe_bucket(op.bucket)}" if is_piggybacked(op) else ""
+            )
             return f"op {position} (the control word{where}{along})"
         repair = " (repair)" if op.region.buffer == "repair" else ""
         return f"op {position} ({op.kind} of {self.describe_bucket(op.bucket)}{repair}{along})"

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from fddp.core.plan.leaf import ITEM_BYTES, LeafSpec
 from fddp.core.plan.plan import Bucket, BucketPlan, assign_buckets, plan_leaves
 from fddp.core.schedule.builder import Algorithm, make_schedule
-from fddp.core.schedule.op import meets
+from fddp.core.schedule.op import is_collective
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
 from fddp.core.sim.cost import FloatArray
@@ -91,7 +91,7 @@ class _Class(NamedTuple):
     begins: FloatArray  # bytes of the class before each leaf, and of all
 
 
-class _Busy(NamedTuple):
+class _ReservedInterval(NamedTuple):
     """A bucket of another class."""
 
     position: int  # of its last leaf, in the ready order
@@ -164,7 +164,7 @@ def _channels(target: Target, dtype: str) -> list[_Channel]:
     slot_s = 0.0
     ways: dict[tuple[str, ...], _Channel] = {}
     for position, op in enumerate(schedule.ops):
-        if not meets(op) or op.when != "always":
+        if not is_collective(op) or op.when != "always":
             continue
         model, ranks = models[op.axes], target.topology.size(op.axes)
         if op.kind == "control":
@@ -176,7 +176,7 @@ def _channels(target: Target, dtype: str) -> list[_Channel]:
         byte_s = (collective_time_s(schedule, alone, model) - bucket_s) / leaf.nbytes
         way = ways.get(op.axes, _Channel(0.0, 0.0, 0.0, model.overlap))
         ways[op.axes] = way._replace(bucket_s=way.bucket_s + bucket_s, byte_s=way.byte_s + byte_s)
-        if position == schedule.carrier:
+        if position == schedule.piggyback_op:
             slot_s = byte_s * ITEM_BYTES[dtype]
     whole = _Channel(
         sum(way.bucket_s for way in ways.values()),
@@ -277,17 +277,19 @@ def _finish(ready: FloatArray, work: FloatArray) -> float:
     return float((ready + work[::-1].cumsum()[::-1]).max())
 
 
-def _busy(members: _Class, ends: Ends, channel: _Channel) -> Iterator[_Busy]:
+def _busy(members: _Class, ends: Ends, channel: _Channel) -> Iterator[_ReservedInterval]:
     for start, end in pairwise((0, *ends)):
         nbytes = float(members.begins[end] - members.begins[start])
-        yield _Busy(
+        yield _ReservedInterval(
             members.positions[end - 1],
             float(members.ready[end - 1]),
             channel.bucket_s + channel.byte_s * nbytes,
         )
 
 
-def _earliest(members: _Class, channel: _Channel, busy: Sequence[_Busy] = ()) -> tuple[Ends, float]:
+def _earliest(
+    members: _Class, channel: _Channel, busy: Sequence[_ReservedInterval] = ()
+) -> tuple[Ends, float]:
     """Boundaries after which the channel is free as early as possible, and when that is.
 
     Times are counted without the work of the `busy` buckets that come before, which shifts each

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fddp.core.plan.leaf import ITEM_BYTES, LeafSpec
-from fddp.core.schedule.op import Op, meets
+from fddp.core.schedule.op import Op, is_collective
 from fddp.core.schedule.piggyback import control_layout
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
@@ -249,7 +249,7 @@ def collective_bytes(schedule: Schedule, op: Op) -> float:
         sharding = sharding[: len(sharding) - len(op.axes)]
     elements = (op.region.stop - op.region.start) / schedule.topology.size(sharding)
     nbytes = elements * ITEM_BYTES[schedule.wire_dtypes[op.bucket]]
-    carries = schedule.carrier >= 0 and op == schedule.ops[schedule.carrier]
+    carries = schedule.piggyback_op >= 0 and op == schedule.ops[schedule.piggyback_op]
     return nbytes + _word_bytes(schedule) if carries else nbytes
 
 
@@ -301,14 +301,14 @@ def _tasks(schedule: Schedule, cost: Cost, late: Collection[int]) -> list[_Task]
         is_early = op.kind in _DURING_BACKWARD and op.when == "always"
         ready = op.bucket if is_early and op.bucket not in schedule.sequence[-1:] else -1
         group, work_s, overlap = None, 0.0, 1.0
-        if meets(op):
+        if is_collective(op):
             group = tuple(names.index(axis) for axis in op.axes)
             model = models[op.axes]
             work_s, overlap = collective_time_s(schedule, op, model), model.overlap
         tasks.append(_Task(position, ready, tuple(dict.fromkeys(waits)), group, work_s, overlap))
         # What a rank did alone is done: its later operations come later anyway.
         done_by.append(() if group is None else (position,))
-        if position == max(schedule.control, schedule.carrier):
+        if position == max(schedule.control, schedule.piggyback_op):
             control = (position,)
     return tasks
 

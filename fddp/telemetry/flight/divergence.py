@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp, names, shown
+from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp, escape_control_chars, names
 
 _MOST_MEMBERS = 8  # that are told of one group
 _MOST_REASON = 240  # characters of a reason that are told
@@ -15,7 +15,7 @@ _APART_S = 1.0  # between flights, from which on it is told
 Key = tuple[str, tuple[int, ...], int]  # name, members, which of several
 
 
-class _Taken(NamedTuple):
+class _Observation(NamedTuple):
     """The log of a rank, and the flight that first showed a failure in it, if any did."""
 
     at_s: float
@@ -24,7 +24,7 @@ class _Taken(NamedTuple):
     reason: str = ""
 
 
-class Parting(NamedTuple):
+class Divergence(NamedTuple):
     """What the logs of one `GradSync` or communicator say together.
 
     Attributes:
@@ -43,7 +43,7 @@ class Parting(NamedTuple):
     text: str
 
 
-def partings(flights: Iterable[Flight]) -> list[Parting]:
+def find_divergences(flights: Iterable[Flight]) -> list[Divergence]:
     """Lines up flights of several ranks, operation by operation.
 
     Operations are matched by their numbers, not by clocks. By clocks are left out flights of runs
@@ -61,44 +61,47 @@ def partings(flights: Iterable[Flight]) -> list[Parting]:
         ...     log = FlightLog("GradSync #1", (0, 1), rank, "shm", 60.0, 3, "in backward", ops)
         ...     return Flight("host", rank, 1.8e9, "as an example", (log,))
         >>> op = FlightOp(8, 3, "all_reduce", 0, "w", 8, 0.5, 0.0, None, "waited for")
-        >>> print(partings([flight(0, op), flight(1, op._replace(number=7, state="done"))])[0].text)
+        >>> done = op._replace(number=7, state="done")
+        >>> print(find_divergences([flight(0, op), flight(1, done)])[0].text)
         GradSync #1, ranks 0 to 1: rank 1 has not come to operation 8, all_reduce of bucket 0 (w) of
         step 3, and rank 0 waits
           rank 0: at step 3, in backward; last: 8, all_reduce of bucket 0 (w) of step 3, waited for
           rank 1: at step 3, in backward; last: 7, all_reduce of bucket 0 (w) of step 3, done
     """
-    newest: dict[tuple[Key, int], _Taken] = {}
+    newest: dict[tuple[Key, int], _Observation] = {}
     for flight in sorted(flights, key=lambda flight: flight.taken_s):
-        met: Counter[tuple[Key, int]] = Counter()
+        opened: Counter[tuple[Key, int]] = Counter()
         for log in flight.logs:
             # Groups of the same ranks have names in common; each process has them in one order.
             alike = ((log.name, log.members, 0), log.rank)
-            seat = ((log.name, log.members, met[alike]), log.rank)
-            met[alike] += 1
-            newest[seat] = _newer(newest.get(seat), flight, log)
-    groups: dict[Key, dict[int, _Taken]] = {}
+            log_key = ((log.name, log.members, opened[alike]), log.rank)
+            opened[alike] += 1
+            newest[log_key] = _newer(newest.get(log_key), flight, log)
+    groups: dict[Key, dict[int, _Observation]] = {}
     for (key, rank), taken in newest.items():
         groups.setdefault(key, {})[rank] = taken
-    return [_parting(*key[:2], dict(sorted(groups[key].items()))) for key in sorted(groups)]
+    return [_divergence(*key[:2], dict(sorted(groups[key].items()))) for key in sorted(groups)]
 
 
-def _newer(before: _Taken | None, flight: Flight, log: FlightLog) -> _Taken:
+def _newer(before: _Observation | None, flight: Flight, log: FlightLog) -> _Observation:
     """What to go by after one more flight of a rank; that of a launcher's signal may follow the
     failure's, and has another reason."""
     if not any(op.state == "failed" for op in log.ops):
-        return _Taken(flight.taken_s, log)
+        return _Observation(flight.taken_s, log)
     if before is not None and before.reason and before.log.made_s == log.made_s:
         return before._replace(at_s=flight.taken_s, log=log)
-    return _Taken(flight.taken_s, log, flight.taken_s, flight.reason)
+    return _Observation(flight.taken_s, log, flight.taken_s, flight.reason)
 
 
-def _parting(name: str, members: tuple[int, ...], taken: Mapping[int, _Taken]) -> Parting:
+def _divergence(
+    name: str, members: tuple[int, ...], taken: Mapping[int, _Observation]
+) -> Divergence:
     made_s = max(one.log.made_s for one in taken.values())
     logs = {rank: one.log for rank, one in taken.items() if one.at_s >= made_s}
     # A clock may be set back between the making and the flight; then there is nothing to go by.
     logs = logs or {rank: one.log for rank, one in taken.items()}
     number, ranks, finding = _finding(logs, members)
-    lines = [f"{shown(name)}, {_span(members)}: {finding}"]
+    lines = [f"{escape_control_chars(name)}, {_span(members)}: {finding}"]
     first_s = min((taken[r].failed_s for r in logs if taken[r].reason), default=0.0)
     for rank, log in logs.items():
         lines.append(f"  {names([rank], members)}: {log.at}; {_last(log)}")
@@ -111,14 +114,15 @@ def _parting(name: str, members: tuple[int, ...], taken: Mapping[int, _Taken]) -
         if rank not in logs:
             lines.append(
                 f"  {names([rank], members)}: no flight; one of a run before is left out, taken "
-                f"{made_s - one.at_s:.1f} s before the others' {shown(name)} was made"
+                f"{made_s - one.at_s:.1f} s before the others' "
+                f"{escape_control_chars(name)} was made"
             )
-    return Parting(name, members, number, ranks, "\n".join(lines))
+    return Divergence(name, members, number, ranks, "\n".join(lines))
 
 
-def _why(one: _Taken, first_s: float) -> str:
+def _why(one: _Observation, first_s: float) -> str:
     """Why it failed: who has not come, or was late, may be known of this alone."""
-    line = shown(next(iter(one.reason.splitlines()), ""))
+    line = escape_control_chars(next(iter(one.reason.splitlines()), ""))
     line = line if len(line) <= _MOST_REASON else f"{line[: _MOST_REASON - 2]}.."
     later_s = one.failed_s - first_s
     return f"{later_s:.1f} s later: {line}" if later_s >= _APART_S else line
@@ -129,10 +133,10 @@ def _span(members: Sequence[int]) -> str:
     span = f"ranks 0 to {len(members) - 1}" if len(members) > 1 else "rank 0"
     if list(members) == list(range(len(members))):
         return span
-    told = [str(member) for member in members]
-    if len(told) > _MOST_MEMBERS:
-        told = [*told[: _MOST_MEMBERS - 2], "..", told[-1]]
-    return f"{span} (global {', '.join(told)})"
+    labels = [str(member) for member in members]
+    if len(labels) > _MOST_MEMBERS:
+        labels = [*labels[: _MOST_MEMBERS - 2], "..", labels[-1]]
+    return f"{span} (global {', '.join(labels)})"
 
 
 def _finding(

@@ -39,7 +39,7 @@ _HARMLESS = (  # by default
     signal.SIGWINCH,
 )
 _numbers = itertools.count(1)
-_halves: set[Path] = set()  # files that are being written
+_partial_files: set[Path] = set()  # files that are being written
 _installed: list[FlightDumps] = []  # the newest last, which counts
 
 
@@ -198,7 +198,7 @@ def dump_flights(
     return dumps
 
 
-def note_failure(error: BaseException, *, breaks: bool = False) -> None:
+def dump_on_failure(error: BaseException, *, breaks: bool = False) -> None:
     """Writes a flight if an error leaves ranks apart and somebody wants one; the error says where.
 
     Args:
@@ -217,12 +217,12 @@ def note_failure(error: BaseException, *, breaks: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def failures_noted() -> Iterator[None]:
-    """Calls `note_failure` for what is raised inside."""
+def dump_failures() -> Iterator[None]:
+    """Calls `dump_on_failure` for what is raised inside."""
     try:
         yield
     except BaseException as error:
-        note_failure(error)
+        dump_on_failure(error)
         raise
 
 
@@ -236,7 +236,7 @@ def _end(number: int) -> None:
     """Ends the process by a signal, as the default does; its parent is to see that it was one."""
     for dumps in _installed:
         dumps._forget_pid()
-    for half in list(_halves):  # of a flight that this signal has interrupted
+    for half in list(_partial_files):  # of a flight that this signal has interrupted
         with contextlib.suppress(OSError):
             half.unlink()
     signal.signal(number, signal.SIG_DFL)
@@ -280,21 +280,21 @@ def _stacks() -> str:
         if collects:
             gc.enable()
     own = threading.get_ident()
-    told = []
+    stacks = []
     for thread, frame in sorted(frames.items(), key=lambda item: item[0] == own):
         name = "Current thread" if thread == own else "Thread"
         calls = [
             f'  File "{call.f_code.co_filename}", line {line} in {call.f_code.co_name}'
             for call, line in traceback.walk_stack(frame)
         ]
-        told.append("\n".join([f"{name} 0x{thread:016x}", *calls]))
-    return "\n\n".join(told) + "\n"
+        stacks.append("\n".join([f"{name} 0x{thread:016x}", *calls]))
+    return "\n\n".join(stacks) + "\n"
 
 
 def _write(path: Path, text: str) -> None:
     """In one piece, so that readers never see half of it; a full disk keeps none of it."""
     half = path.with_suffix(f"{path.suffix}.part")
-    _halves.add(half)
+    _partial_files.add(half)
     try:
         with half.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
@@ -304,4 +304,4 @@ def _write(path: Path, text: str) -> None:
             half.unlink()
         raise
     finally:
-        _halves.discard(half)
+        _partial_files.discard(half)

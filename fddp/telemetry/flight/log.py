@@ -59,9 +59,13 @@ class FlightOp(NamedTuple):
     @property
     def what(self) -> str:
         """The operation in words."""
-        where = f" of bucket {self.bucket} ({shown(self.leaves)})" if self.bucket >= 0 else ""
+        where = (
+            f" of bucket {self.bucket} ({escape_control_chars(self.leaves)})"
+            if self.bucket >= 0
+            else ""
+        )
         step = f" of step {self.step}" if self.step >= 0 else ""
-        return f"{shown(self.kind)}{where}{step}"
+        return f"{escape_control_chars(self.kind)}{where}{step}"
 
 
 @dataclass(frozen=True)
@@ -95,12 +99,13 @@ class FlightLog:
     def at(self) -> str:
         """Where the rank is, in words."""
         step = f"at step {self.step}, " if self.step >= 0 else ""
-        return f"{step}{shown(self.phase)}"
+        return f"{step}{escape_control_chars(self.phase)}"
 
     def __str__(self) -> str:
         head = (
-            f"{shown(self.name)}: {names((self.rank,), self.members)} of {len(self.members)} over "
-            f"{shown(self.transport)}, timeout {self.timeout_s:g} s, {self.at}"
+            f"{escape_control_chars(self.name)}: {names((self.rank,), self.members)} of "
+            f"{len(self.members)} over {escape_control_chars(self.transport)}, "
+            f"timeout {self.timeout_s:g} s, {self.at}"
         )
         if not self.ops:
             return f"{head}\n(no operation yet)"
@@ -139,7 +144,8 @@ class Flight:
     logs: tuple[FlightLog, ...]
 
     def __str__(self) -> str:
-        head = f"process {self.pid} on {shown(self.host)}: {shown(self.reason)}"
+        host, reason = escape_control_chars(self.host), escape_control_chars(self.reason)
+        head = f"process {self.pid} on {host}: {reason}"
         return "\n\n".join([head, *map(str, self.logs)])
 
     def to_json(self) -> str:
@@ -253,15 +259,17 @@ def names(ranks: Iterable[int], members: Sequence[int] = ()) -> str:
         >>> names([1]), names([0, 1], (0, 9))
         ('rank 1', 'ranks 0, 1 (global 9)')
     """
-    told = [f"{r} (global {members[r]})" if members and members[r] != r else str(r) for r in ranks]
-    return f"rank{'s' if len(told) > 1 else ''} {', '.join(told)}"
+    labels = [
+        f"{r} (global {members[r]})" if members and members[r] != r else str(r) for r in ranks
+    ]
+    return f"rank{'s' if len(labels) > 1 else ''} {', '.join(labels)}"
 
 
-def shown(text: str) -> str:
+def escape_control_chars(text: str) -> str:
     """A text without what would act on a terminal.
 
     Example:
-        >>> shown("layer\\x1b[2J.w")
+        >>> escape_control_chars("layer\\x1b[2J.w")
         'layer\\\\x1b[2J.w'
     """
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
@@ -271,9 +279,9 @@ def _row(op: FlightOp) -> tuple[str, ...]:
     return (
         str(op.number),
         str(op.step) if op.step >= 0 else "",
-        shown(op.kind),
+        escape_control_chars(op.kind),
         str(op.bucket) if op.bucket >= 0 else "",
-        shown(op.leaves),
+        escape_control_chars(op.leaves),
         str(op.nbytes) if op.nbytes >= 0 else "",
         f"-{op.launched_s:.4f} s",
         _after(op.waited_s),

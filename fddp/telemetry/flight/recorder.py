@@ -23,7 +23,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 from fddp.core.plan.leaf import ITEM_BYTES
-from fddp.core.schedule.op import Op, rides
+from fddp.core.schedule.op import Op, is_piggybacked
 from fddp.core.schedule.schedule import Schedule
 from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp, State
 
@@ -152,7 +152,7 @@ class Recorder:
         return self.name, self._rank, self._serial
 
 
-class StepNotes(dict[int, Entry]):
+class StepEntries(dict[int, Entry]):
     """What is noted of one step's operations, by their positions in the schedule.
 
     Args:
@@ -243,7 +243,7 @@ def _recorder_of(one: object) -> Recorder:
 
 def _op(entry: Entry, now_s: float) -> FlightOp:
     launched_s, waited_s, done_s = entry.launched_s, entry.waited_s, entry.done_s
-    kind, bucket, leaves, nbytes = _told(entry.source, entry.position)
+    kind, bucket, leaves, nbytes = _describe(entry.source, entry.position)
     state: State = "waited for" if waited_s else "in flight"
     if done_s:
         state = "failed" if math.isinf(done_s) else "done"
@@ -261,7 +261,7 @@ def _op(entry: Entry, now_s: float) -> FlightOp:
     )
 
 
-def _told(source: Schedule | str, position: int) -> tuple[str, int, str, int]:
+def _describe(source: Schedule | str, position: int) -> tuple[str, int, str, int]:
     """Kind, bucket, leaves and bytes."""
     if isinstance(source, str):
         return source, -1, "", position
@@ -276,7 +276,7 @@ def _told(source: Schedule | str, position: int) -> tuple[str, int, str, int]:
 
 def _nbytes(schedule: Schedule, op: Op) -> int:
     """Bytes of the memory that an operation works on, without a word that rides."""
-    if op.kind == "gather" or rides(op):
+    if op.kind == "gather" or is_piggybacked(op):
         return -1
     sizes = dict(schedule.topology.axes)
     shard = op.region.shard

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from fddp.native import extension as ext
-from fddp.transport.c10d.rendezvous import connected
-from fddp.transport.lifetime.fork import own
-from fddp.transport.liveness.interrupts import LateError
+from fddp.native import extension
+from fddp.transport.c10d.rendezvous import connect_with_abort
+from fddp.transport.lifetime.fork import register_fork_owner
+from fddp.transport.liveness.interrupts import DeadlineExceededError
 from fddp.transport.liveness.user_code import from_user_code
 from fddp.transport.ordered_sum import sum_in_order_
 
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fddp.transport.liveness.membership import RollCall
+    from fddp.transport.liveness.membership import Membership
     from fddp.transport.operation import Operation
 
 _LONGEST_PAUSE_S = 0.05  # of the thread that looks whether gloo is freed
-_LOOK_AROUND = timedelta(seconds=0.25)  # how often a waiting rank looks for the others' failures
+_CHECK_INTERVAL = timedelta(seconds=0.25)  # how often a waiting rank looks for the others' failures
 
 
-class Seat(NamedTuple):
+class CommunicatorSpec(NamedTuple):
     """A rank's place among the ranks of a communicator that is to be made."""
 
     group: dist.ProcessGroup  # the transport's
     rank: int  # in the transport
     ranks: tuple[int, ...]  # who takes part, ascending, by their numbers in the transport
-    roll: RollCall
+    membership: Membership
     timeout_s: float
-    look: Callable[[], None]  # for waits while it is made, as `Communicator.wait` has
+    check_peers: Callable[[], None]  # for waits while it is made, as `Communicator.wait` has
 
     @property
     def place(self) -> int:
         return self.ranks.index(self.rank)
 
     @property
-    def part(self) -> str:
+    def store_prefix(self) -> str:
         """Name of the part of the group's store for these ranks of this transport alone."""
         name = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]  # of any number of them
         return f"ranks/{name}"
@@ -59,10 +59,10 @@ class Seat(NamedTuple):
     @property
     def store(self) -> dist.Store:
         """That part."""
-        return dist.PrefixStore(self.part, self.roll.store.raw)
+        return dist.PrefixStore(self.store_prefix, self.membership.store.raw)
 
 
-class Flight(NamedTuple):
+class PendingCollective(NamedTuple):
     """One operation on its way."""
 
     works: tuple[dist.Work, ...]
@@ -101,14 +101,14 @@ class Communicator:
     _is_owner = False  # whether the backend goes with this; torch holds those of its own groups
     addresses: tuple[str, ...] = ()  # keys of the transport's store that others found this rank by
 
-    def __init__(self, backend: Any, seat: Seat) -> None:
+    def __init__(self, backend: Any, spec: CommunicatorSpec) -> None:
         self._backend = backend
-        self._place = seat.place
+        self._place = spec.place
         self.issued = 0  # operations so far
-        self._sources = {rank: place for place, rank in enumerate(seat.ranks)}
-        own(self)  # [Note: forks]
+        self._sources = {rank: place for place, rank in enumerate(spec.ranks)}
+        register_fork_owner(self)  # [Note: forks]
 
-    def issue(self, operation: Operation) -> Flight:
+    def issue(self, operation: Operation) -> PendingCollective:
         """Start `operation`; torch's own errors (RuntimeError) pass through."""
         self.issued += 1
         if operation.kind == "all_reduce":
@@ -117,31 +117,31 @@ class Communicator:
             return self._reduce_scatter(operation)
         if operation.kind == "all_gather":
             return self._all_gather(operation)
-        return Flight((self._broadcast(operation.tensor, self._sources[operation.src]),))
+        return PendingCollective((self._broadcast(operation.tensor, self._sources[operation.src]),))
 
-    def _all_reduce(self, operation: Operation) -> Flight:
+    def _all_reduce(self, operation: Operation) -> PendingCollective:
         options, tensor = c10d.AllreduceOptions(), operation.tensor
         if operation.average and self._averages:
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
         work = self._backend.allreduce([_reals_of(tensor)], options)
         if operation.average and not self._averages:
-            return Flight((work,), partial(_divide_, tensor, len(operation.ranks)))
-        return Flight((work,))
+            return PendingCollective((work,), partial(_divide_, tensor, len(operation.ranks)))
+        return PendingCollective((work,))
 
-    def _reduce_scatter(self, operation: Operation) -> Flight:
-        if operation.order:
+    def _reduce_scatter(self, operation: Operation) -> PendingCollective:
+        if operation.association:
             return self._exchange(operation, torch.empty_like(_bytes_of(operation.tensor)))
         return self._all_reduce(operation)  # the other chunks are sums, too
 
-    def _exchange(self, operation: Operation, arrived: Tensor) -> Flight:
+    def _exchange(self, operation: Operation, arrived: Tensor) -> PendingCollective:
         """A reduce-scatter by an all-to-all into `arrived`, bytes, and a sum on each rank."""
         sent, own = _bytes_of(operation.tensor), operation.chunks[self._place]
         work = self._backend.alltoall_base(arrived, sent, [], [], c10d.AllToAllOptions())
         theirs = operation._replace(tensor=arrived.view(operation.tensor.dtype)).chunks
 
         def finish() -> None:
-            if operation.order:
-                total = sum_in_order_(theirs, operation.order)
+            if operation.association:
+                total = sum_in_order_(theirs, operation.association)
             else:
                 _add_up_(operation.chunks, theirs, self._place)
                 total = own
@@ -150,40 +150,42 @@ class Communicator:
             if total is not own:
                 own.copy_(total)
 
-        return Flight((work,), finish)
+        return PendingCollective((work,), finish)
 
-    def _all_gather(self, operation: Operation) -> Flight:
+    def _all_gather(self, operation: Operation) -> PendingCollective:
         chunks = [_bytes_of(chunk) for chunk in operation.chunks]
         own = chunks[self._place].clone()  # not every backend gathers in place
-        return Flight((self._backend.allgather([chunks], [own], c10d.AllgatherOptions()),))
+        return PendingCollective(
+            (self._backend.allgather([chunks], [own], c10d.AllgatherOptions()),)
+        )
 
     def _broadcast(self, tensor: Tensor, place: int) -> dist.Work:
         options = c10d.BroadcastOptions()
         options.rootRank = place
         return self._backend.broadcast([_bytes_of(tensor)], options)  # type: ignore[no-any-return]
 
-    def wait(self, flight: Flight, look: Callable[[], None]) -> None:
-        """Block until `flight` is over as seen from the current stream, or torch gives it up.
+    def wait(self, collective: PendingCollective, check_peers: Callable[[], None]) -> None:
+        """Block until `collective` is over as seen from the current stream, or torch gives it up.
 
         Args:
-            flight: what to wait for.
-            look: called now and then where this blocks for long; may raise a RuntimeError.
+            collective: what to wait for.
+            check_peers: called now and then where this blocks for long; may raise a RuntimeError.
         """
-        self._await(flight.works, look)
-        if flight.finish is not None:
-            flight.finish()
+        self._await(collective.works, check_peers)
+        if collective.finish is not None:
+            collective.finish()
 
-    def _await(self, works: Sequence[dist.Work], look: Callable[[], None]) -> None:
+    def _await(self, works: Sequence[dist.Work], check_peers: Callable[[], None]) -> None:
         for work in works:
             work.wait()
 
-    def watch(self, flight: Flight) -> Callable[[], float | None]:
+    def watch(self, collective: PendingCollective) -> Callable[[], float | None]:
         """A function that tells when all had arrived, once it has: `time.perf_counter()` seconds.
 
         The stamp is taken on the backend's thread, which must not ask for Python's lock: where the
         interpreter has ended, that is SIGABRT instead of the process's own exit code.
         """
-        stamps = [ext.load().Stamp(work) for work in flight.works]
+        stamps = [extension.load().Stamp(work) for work in collective.works]
 
         def arrived_s() -> float | None:
             ended_s = [stamp.ended_s for stamp in stamps]
@@ -210,7 +212,7 @@ class Communicator:
     def disown(self) -> None:
         """See [Note: forks]."""
         if self._is_owner and self._backend is not None:
-            ext.load().Freeing(self._backend).keep()
+            extension.load().Freeing(self._backend).keep()
 
 
 class GlooCommunicator(Communicator):
@@ -225,61 +227,65 @@ class GlooCommunicator(Communicator):
     _averages = True
     _is_owner = True
 
-    def __init__(self, seat: Seat) -> None:
-        timeout = timedelta(seconds=seat.timeout_s)
-        size = len(seat.ranks)
+    def __init__(self, spec: CommunicatorSpec) -> None:
+        timeout = timedelta(seconds=spec.timeout_s)
+        size = len(spec.ranks)
 
         def make(store: dist.Store) -> dist.ProcessGroupGloo:
-            return dist.ProcessGroupGloo(store, seat.place, size, timeout)
+            return dist.ProcessGroupGloo(store, spec.place, size, timeout)
 
-        backend, self._meeting = connected(make, seat.store, seat.timeout_s, seat.look)
-        super().__init__(backend, seat)
-        self.addresses = tuple(f"{seat.part}/{key}" for key in self._meeting.told)
-        self._timeout_s = seat.timeout_s
-        self._spare = _Spare()
+        backend, self._store = connect_with_abort(
+            make, spec.store, spec.timeout_s, spec.check_peers
+        )
+        super().__init__(backend, spec)
+        self.addresses = tuple(f"{spec.store_prefix}/{key}" for key in self._store.keys_set)
+        self._timeout_s = spec.timeout_s
+        self._scratch = _ScratchPool()
 
     def free(self, *, failed: bool, over: threading.Event) -> Callable[[], None]:
-        freeing = ext.load().Freeing(self._backend)
+        freeing = extension.load().Freeing(self._backend)
         # Here, not on that thread: Python's lock is let go of meanwhile, see [Note: exits].
         self._backend = None
         freeing.begin()
         return partial(_await_end, freeing, over)
 
-    def _reduce_scatter(self, operation: Operation) -> Flight:
+    def _reduce_scatter(self, operation: Operation) -> PendingCollective:
         # gloo's own is an all-reduce of a copy. That each rank sends each other one its chunk, and
         # adds up its own, takes 0.4 to 0.7 of the time of an all-reduce in place (2 and 4 ranks, 1
         # to 32 MB; below, no longer than that), and the sum runs in rank order, whatever the size.
         if operation.tensor.device.type != "cpu":
             return super()._reduce_scatter(operation)
-        memory = self._spare.take(operation.tensor.nbytes)
+        memory = self._scratch.acquire(operation.tensor.nbytes)
         works, add_up = self._exchange(operation, memory[: operation.tensor.nbytes])
 
         def finish() -> None:
             if add_up is not None:
                 add_up()
-            self._spare.give_back(memory)
+            self._scratch.release(memory)
 
-        return Flight(works, finish)
+        return PendingCollective(works, finish)
 
-    def _all_gather(self, operation: Operation) -> Flight:
+    def _all_gather(self, operation: Operation) -> PendingCollective:
         # gloo's own gathers into a fresh buffer and copies from there, which takes 2 to 4 times as
         # long for large buffers as a broadcast from each rank into place, and no less for small. It
         # meets no broadcast: gloo ends the process where sizes differ of what meets.
-        if operation.apart:
+        if operation.fixed_size:
             return super()._all_gather(operation)
-        return Flight(tuple(self._broadcast(c, place) for place, c in enumerate(operation.chunks)))
+        return PendingCollective(
+            tuple(self._broadcast(c, place) for place, c in enumerate(operation.chunks))
+        )
 
-    def _await(self, works: Sequence[dist.Work], look: Callable[[], None]) -> None:
+    def _await(self, works: Sequence[dist.Work], check_peers: Callable[[], None]) -> None:
         deadline_s = time.perf_counter() + self._timeout_s
         for work in works:
-            while not _finishes(work, _LOOK_AROUND):
+            while not _finishes(work, _CHECK_INTERVAL):
                 # [Note: news of a failure]
-                look()
+                check_peers()
                 if time.perf_counter() > deadline_s:
-                    raise LateError(f"timed out after {self._timeout_s} s")
+                    raise DeadlineExceededError(f"timed out after {self._timeout_s} s")
 
 
-class _Spare:
+class _ScratchPool:
     """Memory for what arrives, used again: fresh pages cost as much as the exchange itself."""
 
     _MOST = 2  # as many operations as gloo runs at once; those that queue up behind get fresh pages
@@ -288,7 +294,7 @@ class _Spare:
         self._lock = threading.Lock()
         self._kept: list[Tensor] = []
 
-    def take(self, nbytes: int) -> Tensor:
+    def acquire(self, nbytes: int) -> Tensor:
         """At least `nbytes` bytes of unknown contents."""
         with self._lock:
             for i, memory in enumerate(self._kept):
@@ -296,7 +302,7 @@ class _Spare:
                     return self._kept.pop(i)
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def give_back(self, memory: Tensor) -> None:
+    def release(self, memory: Tensor) -> None:
         with self._lock:
             self._kept = sorted([*self._kept, memory], key=torch.numel)[-self._MOST :]
 
@@ -307,34 +313,34 @@ class NcclCommunicator(Communicator):
     _averages = True
     _is_owner = True
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, spec: CommunicatorSpec) -> None:
         options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=seat.timeout_s)
-        size = len(seat.ranks)
-        super().__init__(c10d.ProcessGroupNCCL(seat.store, seat.place, size, options), seat)
+        options._timeout = timedelta(seconds=spec.timeout_s)
+        size = len(spec.ranks)
+        super().__init__(c10d.ProcessGroupNCCL(spec.store, spec.place, size, options), spec)
         self._origin: tuple[torch.cuda.Stream, torch.cuda.Event, float] | None = None
 
-    def _reduce_scatter(self, operation: Operation) -> Flight:
-        if operation.order:
+    def _reduce_scatter(self, operation: Operation) -> PendingCollective:
+        if operation.association:
             return super()._reduce_scatter(operation)
         options = c10d.ReduceScatterOptions()
         if operation.average:
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
         own, whole = operation.chunks[self._place], operation.tensor
         work = self._backend._reduce_scatter_base(_reals_of(own), _reals_of(whole), options)
-        return Flight((work,))
+        return PendingCollective((work,))
 
-    def _all_gather(self, operation: Operation) -> Flight:
+    def _all_gather(self, operation: Operation) -> PendingCollective:
         own, whole = operation.chunks[self._place], operation.tensor
         options = c10d.AllgatherOptions()
         work = self._backend._allgather_base(_bytes_of(whole), _bytes_of(own), options)
-        return Flight((work,))
+        return PendingCollective((work,))
 
-    def watch(self, flight: Flight) -> Callable[[], float | None]:
+    def watch(self, collective: PendingCollective) -> Callable[[], float | None]:
         """As for others, but by the device's clock: a side stream waits for the work."""
         stream, origin, origin_s = self._origin = self._origin or _origin()
         with torch.cuda.stream(stream):
-            for work in flight.works:
+            for work in collective.works:
                 work.wait()
             done = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             done.record()
@@ -355,32 +361,32 @@ class NcclCommunicator(Communicator):
 class GroupCommunicator(Communicator):
     """Any other backend, through `new_group`, which all ranks of the seat call."""
 
-    def __init__(self, seat: Seat, backend: str) -> None:
-        members = dist.get_process_group_ranks(seat.group)
+    def __init__(self, spec: CommunicatorSpec, backend: str) -> None:
+        members = dist.get_process_group_ranks(spec.group)
         group = dist.new_group(
-            [members[rank] for rank in seat.ranks],
-            timeout=timedelta(seconds=seat.timeout_s),
+            [members[rank] for rank in spec.ranks],
+            timeout=timedelta(seconds=spec.timeout_s),
             backend=backend,
-            use_local_synchronization=len(seat.ranks) < dist.get_world_size(),
+            use_local_synchronization=len(spec.ranks) < dist.get_world_size(),
         )
-        super().__init__(group, seat)
+        super().__init__(group, spec)
 
     def _end(self, backend: Any, *, failed: bool) -> None:
         if dist.is_initialized():
             dist.destroy_process_group(backend)
 
 
-def connect(seat: Seat, backends: dict[str, str]) -> dict[str, Communicator]:
-    """Communicators over the ranks of `seat` by device type, one for each distinct backend."""
+def connect(spec: CommunicatorSpec, backends: dict[str, str]) -> dict[str, Communicator]:
+    """Communicators over the ranks of `spec` by device type, one for each distinct backend."""
     names = set(backends.values())
     if not names <= {"gloo", "nccl"}:
         config = ",".join(f"{device}:{backend}" for device, backend in backends.items())
-        return dict.fromkeys(backends, GroupCommunicator(seat, config))
+        return dict.fromkeys(backends, GroupCommunicator(spec, config))
     by_name: dict[str, Communicator] = {}
     if "gloo" in names:
-        by_name["gloo"] = GlooCommunicator(seat)
+        by_name["gloo"] = GlooCommunicator(spec)
     if "nccl" in names:
-        by_name["nccl"] = NcclCommunicator(seat)
+        by_name["nccl"] = NcclCommunicator(spec)
     return {device: by_name[backend] for device, backend in backends.items()}
 
 

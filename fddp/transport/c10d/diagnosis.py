@@ -5,23 +5,25 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from fddp.transport.liveness.bounded_store import SilentError
+from fddp.transport.liveness.bounded_store import StoreTimeoutError
 from fddp.transport.liveness.failure import CLOSED, Failure
-from fddp.transport.liveness.interrupts import LateError, ToldError
+from fddp.transport.liveness.interrupts import DeadlineExceededError, PeerFailureError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fddp.transport.liveness.failure_detector import Peers
-    from fddp.transport.liveness.membership import Report, RollCall, Verdict
+    from fddp.transport.liveness.failure_detector import FailureDetector
+    from fddp.transport.liveness.membership import Membership, Report, Verdict
 
 
-def diagnose(roll: RollCall, peers: Peers, error: Exception, report: Report) -> Failure:
+def diagnose(
+    membership: Membership, detector: FailureDetector, error: Exception, report: Report
+) -> Failure:
     """Tell the others, and hear from them, how the operation of `report` that raised `error` ended.
 
     Args:
-        roll: by which ranks tell each other.
-        peers: the other ranks.
+        membership: by which ranks tell each other.
+        detector: the other ranks.
         error: what the backend raised, or what ended the wait.
         report: what this rank tells; its verdict is filled in.
 
@@ -30,28 +32,28 @@ def diagnose(roll: RollCall, peers: Peers, error: Exception, report: Report) -> 
     # Without gloo's own source line in front and its general advice behind.
     text = re.sub(r"^\[[^\]]*\] |\. This is typically.*", "", str(error).split("\n", 1)[0])
     verdict: Verdict = "broken"
-    if isinstance(error, ToldError):
+    if isinstance(error, PeerFailureError):
         verdict = "told"
-    elif isinstance(error, (LateError, SilentError)) or _is_late(text):
+    elif isinstance(error, (DeadlineExceededError, StoreTimeoutError)) or _is_late(text):
         verdict = "timeout"
     late = verdict == "timeout"
     try:
-        roll.report(report._replace(verdict=verdict))
-        reports = roll.reports(peers.grace_s, peers.ended)
-        gone = tuple(rank for rank in peers.ended() if rank not in reports)
+        membership.report(report._replace(verdict=verdict))
+        reports = membership.reports(detector.grace_s, detector.ended)
+        gone = tuple(rank for rank in detector.ended() if rank not in reports)
         if gone:
-            roll.report(report._replace(verdict="dead", ranks=gone))
-    except SilentError:
+            membership.report(report._replace(verdict="dead", ranks=gone))
+    except StoreTimeoutError:
         return Failure(text, late, (), store="silent")
     except RuntimeError:
         return Failure(text, late, (), store="gone")
-    awaited = {r for told in reports.values() if told.verdict != "told" for r in told.ranks}
-    dead = {r for told in reports.values() if told.verdict == "dead" for r in told.ranks}
+    awaited = {r for other in reports.values() if other.verdict != "told" for r in other.ranks}
+    dead = {r for other in reports.values() if other.verdict == "dead" for r in other.ranks}
     dead |= set(gone)
-    timed_out = tuple(rank for rank, told in sorted(reports.items()) if told.verdict == "timeout")
+    timed_out = tuple(rank for rank, other in sorted(reports.items()) if other.verdict == "timeout")
     silent = tuple(sorted(dead or awaited - reports.keys()))
     if not dead and not timed_out:
-        lost, closed = peers.unheard(silent)
+        lost, closed = detector.unresponsive(silent)
         silent, text = (closed, CLOSED) if closed else (lost, text)
     return Failure(
         text,
@@ -72,9 +74,9 @@ def _is_late(text: str) -> bool:
 def _mismatch(reports: Mapping[int, Report], own: Report) -> str:
     """What ranks are in that met in one place with different operations; empty if none did."""
     met = {
-        rank: told.operation
-        for rank, told in sorted(reports.items())
-        if told.place >= 0 and (told.ranks, told.place) == (own.ranks, own.place)
+        rank: other.operation
+        for rank, other in sorted(reports.items())
+        if other.place >= 0 and (other.ranks, other.place) == (own.ranks, own.place)
     }
     first = next(iter(met.values()), "")
     if all(operation == first for operation in met.values()):

@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from fddp.transport.lifetime import threads as exiting
-from fddp.transport.liveness.interrupts import LateError
+from fddp.transport.lifetime import threads
+from fddp.transport.liveness.interrupts import DeadlineExceededError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_LOOK_AROUND_S = 0.25  # how often the rank looks around meanwhile
+_CHECK_INTERVAL_S = 0.25  # how often the rank looks around meanwhile
 _LONGEST_PAUSE_S = 0.01  # from one question for a key to the next
 
 
-class Meeting(dist.Store):
+class AbortableStore(dist.Store):
     """Where ranks find each other's addresses: a part of a store, until it is given up.
 
     Args:
@@ -36,22 +36,22 @@ class Meeting(dist.Store):
         timeout_s: the longest that a key is waited for.
 
     Attributes:
-        told: keys that this rank has set.
+        keys_set: keys that this rank has set.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:
         super().__init__()
-        self._given_up = False
-        self.told: list[str] = []
+        self._aborted = False
+        self.keys_set: list[str] = []
         self._store = store
         self._deadline_s = time.perf_counter() + timeout_s
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Ends waits for keys, also those to come."""
-        self._given_up = True
+        self._aborted = True
 
     def set(self, key: str, value: str) -> None:
-        self.told.append(key)
+        self.keys_set.append(key)
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
@@ -67,54 +67,57 @@ class Meeting(dist.Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         pause_s = 0.0005
         while not self._store.check(keys):
-            if self._given_up or time.perf_counter() > self._deadline_s:
-                raise LateError(f"no rank has set {keys[0]}")
+            if self._aborted or time.perf_counter() > self._deadline_s:
+                raise DeadlineExceededError(f"no rank has set {keys[0]}")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def connected(
-    connect: Callable[[Meeting], Any], store: dist.Store, timeout_s: float, look: Callable[[], None]
-) -> tuple[Any, Meeting]:
+def connect_with_abort(
+    connect: Callable[[AbortableStore], Any],
+    store: dist.Store,
+    timeout_s: float,
+    check_peers: Callable[[], None],
+) -> tuple[Any, AbortableStore]:
     """The backend that `connect` makes, and the store, which must live as long as it.
 
     Args:
         connect: makes it; runs on another thread.
         store: a part of the group's store that belongs to this backend alone.
         timeout_s: the longest to wait.
-        look: called now and then meanwhile; what it raises ends the opening.
+        check_peers: called now and then meanwhile; what it raises ends the opening.
 
     Raises:
         LateError: the time is over.
-        RuntimeError: what `connect` or `look` raised.
+        RuntimeError: what `connect` or `check_peers` raised.
     """
-    meeting = Meeting(store, timeout_s)
+    abortable = AbortableStore(store, timeout_s)
     deadline_s = time.perf_counter() + timeout_s
-    attempt = _Attempt(connect, meeting)
+    attempt = _Attempt(connect, abortable)
     try:
-        while not attempt.ended.acquire(timeout=_LOOK_AROUND_S):
-            look()
+        while not attempt.ended.acquire(timeout=_CHECK_INTERVAL_S):
+            check_peers()
             if time.perf_counter() > deadline_s:
-                raise LateError(f"timed out after {timeout_s} s")
+                raise DeadlineExceededError(f"timed out after {timeout_s} s")
     except BaseException:
-        meeting.give_up()
+        abortable.abort()
         raise
-    return attempt.result(), meeting
+    return attempt.result(), abortable
 
 
 class _Attempt:
     """The thread that connects."""
 
-    def __init__(self, connect: Callable[[Meeting], Any], meeting: Meeting) -> None:
+    def __init__(self, connect: Callable[[AbortableStore], Any], store: AbortableStore) -> None:
         self.ended = threading.Lock()
         self.ended.acquire()
         self._results: list[Any] = []
         self._error: Exception | None = None
-        exiting.start(partial(self._run, connect, meeting), "fddp-connecting", meeting.give_up)
+        threads.start_thread(partial(self._run, connect, store), "fddp-connecting", store.abort)
 
-    def _run(self, connect: Callable[[Meeting], Any], meeting: Meeting) -> None:
+    def _run(self, connect: Callable[[AbortableStore], Any], store: AbortableStore) -> None:
         try:
-            self._results.append(connect(meeting))
+            self._results.append(connect(store))
         except Exception as error:
             self._error = error
         self.ended.release()

@@ -26,27 +26,33 @@ from torch.distributed import distributed_c10d
 
 from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError
 from fddp.transport.base import Transport, Work
-from fddp.transport.c10d.backends import Communicator, Seat, connect
+from fddp.transport.c10d.backends import Communicator, CommunicatorSpec, connect
 from fddp.transport.c10d.diagnosis import diagnose
-from fddp.transport.lifetime import threads as exiting
-from fddp.transport.lifetime.finalizer import when_collected
-from fddp.transport.lifetime.fork import IN_A_FORK, check_not_inherited, own
-from fddp.transport.liveness import status_store as desks
-from fddp.transport.liveness.bounded_store import asker_of
-from fddp.transport.liveness.failure import Failure, explain
-from fddp.transport.liveness.failure_detector import Peers
-from fddp.transport.liveness.interrupts import EndedError, LeftError, ToldError
-from fddp.transport.liveness.membership import Report, RollCall
+from fddp.transport.lifetime import threads
+from fddp.transport.lifetime.finalizer import on_finalize
+from fddp.transport.lifetime.fork import IN_A_FORK, check_not_inherited, register_fork_owner
+from fddp.transport.liveness import status_store
+from fddp.transport.liveness.bounded_store import client_of
+from fddp.transport.liveness.failure import Failure, to_error
+from fddp.transport.liveness.failure_detector import FailureDetector
+from fddp.transport.liveness.interrupts import (
+    PeerAbortedError,
+    PeerFailureError,
+    ProcessExitedError,
+)
+from fddp.transport.liveness.membership import Membership, Report
 from fddp.transport.liveness.user_code import from_user_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fddp.transport.c10d.backends import Flight
+    from fddp.transport.c10d.backends import PendingCollective
     from fddp.transport.liveness.membership import Verdict
     from fddp.transport.operation import Operation
 
-_LOOK_FOR_ENDS_S = 1.0  # how long a rank has waited in an operation when it looks for processes
+_CHECK_PROCESSES_AFTER_S = (
+    1.0  # how long a rank has waited in an operation when it looks for processes
+)
 _MOST_WORKS = 256  # that are remembered before those that are over are dropped
 _FREEING_S = 1.0  # how long `close` waits for the backend to end, which goes on after that
 
@@ -81,14 +87,16 @@ class C10dTransport(Transport):
         self._works: list[weakref.ref[_C10dWork]] = []  # in order, with some that are over
         self._began_s = 0.0  # the wait that is under way, or the last one
         store = group.get_group_store()
-        self._roll = RollCall(store, self.rank, self.world_size, asker_of(group))
-        self.slot, at_desk = desks.enter(group, self.timeout_s)
-        self.slot.alarm = self._roll.alarm
-        self._peers = Peers(self._roll, self.slot, at_desk, self._global_ranks, self.timeout_s)
+        self._membership = Membership(store, self.rank, self.world_size, client_of(group))
+        self.status, board_ranks = status_store.register(group, self.timeout_s)
+        self.status.read_step_failure = self._membership.read_step_failure
+        self._detector = FailureDetector(
+            self._membership, self.status, board_ranks, self._global_ranks, self.timeout_s
+        )
         self._was_closed: Callable[[], None] = _nothing
-        own(self)  # [Note: forks]
+        register_fork_owner(self)  # [Note: forks]
         try:
-            self._was_closed = when_collected(self, partial(self.slot.desk.leave, self.slot))
+            self._was_closed = on_finalize(self, partial(self.status.board.leave, self.status))
             self._open(title)
         except FddpError:
             self.close()
@@ -99,44 +107,46 @@ class C10dTransport(Transport):
 
     def _open(self, title: str) -> None:
         what = f"the opening of a {title}"
-        self.slot.begin(what)
-        look = partial(self.look, what, self.begin(), news=False)
+        self.status.begin(what)
+        check_peers = partial(self.check_peers, what, self.begin_wait(), check_failures=False)
         try:
-            absent = self._roll.open(self.timeout_s, look, partial(self._enter, self.slot.key))
+            absent = self._membership.open(
+                self.timeout_s, check_peers, partial(self._set_key, self.status.key)
+            )
         except RuntimeError as error:
             raise self.fail(what, error, self._everyone) from error
         if absent:
-            doings = self._peers.doings(absent, self.slot.since)
-            self.slot.fail(what)
-            self.slot.desk.tell()
+            statuses = self._detector.describe_status(absent, self.status.since)
+            self.status.fail(what)
+            self.status.board.publish()
             raise SyncTimeoutError(
                 f"opening a {title} on rank {self.rank} of {self.world_size}: "
-                f"{self._peers.names(absent)} did not open theirs within "
+                f"{self._detector.names(absent)} did not open theirs within "
                 f"timeout_s={self.timeout_s}; every rank of the group must, in the same order. "
-                f"What each does: {doings}",
+                f"What each does: {statuses}",
                 absent,
             )
-        self._peers.meet()  # while the store answers
+        self._detector.refresh_processes()  # while the store answers
         self._connect([self._everyone])
 
-    def _enter(self, group_key: str, count: int) -> None:
-        self.slot.key = f"{group_key}/{count}"
+    def _set_key(self, group_key: str, count: int) -> None:
+        self.status.key = f"{group_key}/{count}"
 
-    def begin(self, ago_s: float = 0.0) -> float:
+    def begin_wait(self, ago_s: float = 0.0) -> float:
         """The time at which a wait begins, or has begun so long ago."""
         self._began_s = time.perf_counter() - ago_s
         return self._began_s
 
-    def call(self, title: str) -> None:
+    def set_title(self, title: str) -> None:
         """Give it a name for errors, on which all ranks have agreed by an exchange, with a number
         behind it."""
         device = self.control_device.type
-        self._roll.forget(self._communicators[self._everyone][device].addresses)
+        self._membership.forget(self._communicators[self._everyone][device].addresses)
         try:
-            self.slot.label = f"{title} #{self._roll.number(title, self.timeout_s)}"
+            self.status.label = f"{title} #{self._membership.number(title, self.timeout_s)}"
         except RuntimeError as error:
             raise self.fail(f"the opening of a {title}", error, self._everyone) from error
-        self.slot.finish("the opening")
+        self.status.finish("the opening")
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -152,15 +162,17 @@ class C10dTransport(Transport):
                     f"the process group of rank {self.rank} is gone; open a new transport"
                 )
             what = f"opening a communicator of {len(ranks)} ranks"
-            look = partial(self.look, what, self.begin())
-            seat = Seat(group, self.rank, ranks, self._roll, self.timeout_s, look)
+            check_peers = partial(self.check_peers, what, self.begin_wait())
+            spec = CommunicatorSpec(
+                group, self.rank, ranks, self._membership, self.timeout_s, check_peers
+            )
             try:
-                self._communicators[ranks] = connect(seat, self._backends)
+                self._communicators[ranks] = connect(spec, self._backends)
             except RuntimeError as error:
                 raise self.fail(what, error, ranks) from error
-            wait = self.slot.waits
+            wait = self.status.waits
             if wait is not None and wait.what == what:
-                self.slot.finish(what)
+                self.status.finish(what)
 
     def _start(self, operation: Operation) -> Work:
         communicator = self._communicators[operation.ranks].get(operation.tensor.device.type)
@@ -179,7 +191,7 @@ class C10dTransport(Transport):
         self._works.append(weakref.ref(work))
         return work
 
-    def first_open(self, pending: _Pending) -> _Pending:
+    def first_mismatch(self, pending: _PendingOperation) -> _PendingOperation:
         """The first operation of the same ranks that did not go well. Where ranks part, it is the
         one that tells; those behind it have just nobody to meet."""
         for ref in self._works:
@@ -187,7 +199,7 @@ class C10dTransport(Transport):
             other = None if work is None else work.pending
             if other is None or other.communicator is not pending.communicator:
                 continue
-            if not other.flight.arrived_well and other.place < pending.place:
+            if not other.collective.arrived_well and other.place < pending.place:
                 return other
         return pending
 
@@ -195,44 +207,49 @@ class C10dTransport(Transport):
         """See [Note: forks]."""
         self.closed_by = self.closed_by or IN_A_FORK
 
-    def raise_alarm(self, step: int, text: str) -> None:
-        self._roll.raise_alarm(step, text)
+    def publish_step_failure(self, step: int, text: str) -> None:
+        self._membership.publish_step_failure(step, text)
 
     def abandon(self, reason: str) -> None:
         if not self.closed_by:
-            self.tell_of_leaving()
+            self.publish_departure()
         self.close(reason)
 
-    def tell_of_leaving(self) -> None:
+    def publish_departure(self) -> None:
         """Tell ranks that wait for this one that it will not come."""
         # gloo's connections last as long as its operations, which the error that ends a step holds.
         with contextlib.suppress(RuntimeError):
-            self._roll.report(Report("dead", (self.rank,)))
+            self._membership.report(Report("dead", (self.rank,)))
 
     def _release(self) -> None:
         self._was_closed()
-        self.slot.desk.leave(self.slot)
+        self.status.board.leave(self.status)
         failed = self._failure is not None
         made = {c for some in list(self._communicators.values()) for c in some.values()}
         over = threading.Event()
         freeing = [communicator.free(failed=failed, over=over) for communicator in made]
         # On a thread of its own, for [Note: freeing waits]; in order it does not, or not for long.
-        thread = exiting.start(partial(_finish, freeing), "fddp-c10d-close", over.set)
+        thread = threads.start_thread(partial(_finish, freeing), "fddp-c10d-close", over.set)
         if not failed:
             thread.join(_FREEING_S)
 
-    def _await(self, pending: _Pending, what: str) -> None:
-        if self.closed_by and not pending.flight.arrived:
+    def _await(self, pending: _PendingOperation, what: str) -> None:
+        if self.closed_by and not pending.collective.arrived:
             raise RuntimeError(f"the transport was closed ({self.closed_by})")
         operation = pending.operation
         # Who has sent its part of a broadcast is done with it, and may end.
         among = () if operation.kind == "broadcast" else operation.ranks
-        look = partial(self.look, what, self.begin(), among=among)
-        pending.communicator.wait(pending.flight, look)
-        self.slot.finish(what)
+        check_peers = partial(self.check_peers, what, self.begin_wait(), among=among)
+        pending.communicator.wait(pending.collective, check_peers)
+        self.status.finish(what)
 
-    def look(
-        self, what: str, begin_s: float, *, news: bool = True, among: tuple[int, ...] | None = None
+    def check_peers(
+        self,
+        what: str,
+        begin_s: float,
+        *,
+        check_failures: bool = True,
+        among: tuple[int, ...] | None = None,
     ) -> None:
         """What a rank does now and then while it waits for `what`, since `begin_s`.
 
@@ -247,16 +264,18 @@ class C10dTransport(Transport):
             LeftError: another rank has failed the step that this one is in.
             EndedError: the process of another rank has ended.
         """
-        wait = self.slot.begin(what)
-        if news and self._roll.failed():
-            raise ToldError("another rank reported a failure")
-        if (peer := self.slot.desk.doomed(self.slot)) is not None:
-            raise LeftError(peer)
+        wait = self.status.begin(what)
+        if check_failures and self._membership.failed():
+            raise PeerFailureError("another rank reported a failure")
+        if (peer := self.status.board.step_failure(self.status)) is not None:
+            raise PeerAbortedError(peer)
         now_s = time.perf_counter()
-        if not news or now_s - begin_s > _LOOK_FOR_ENDS_S:
-            self._peers.check_there(self._everyone if among is None else among, anew=not news)
+        if not check_failures or now_s - begin_s > _CHECK_PROCESSES_AFTER_S:
+            self._detector.check_alive(
+                self._everyone if among is None else among, refresh=not check_failures
+            )
         if now_s - begin_s > self.timeout_s / 4:
-            wait.ask(self.slot.desk, now_s)
+            wait.query(self.status.board, now_s)
 
     def fail(
         self, what: str, error: Exception, ranks: tuple[int, ...], at: tuple[int, str] = (-1, "")
@@ -281,34 +300,34 @@ class C10dTransport(Transport):
                 if self.on_failure is not None:
                     self.on_failure(what)
                 self._end(what, self._diagnosed(error, ranks, at))
-            return self.explain(what)
+            return self.to_error(what)
 
     def _diagnosed(self, error: Exception, ranks: tuple[int, ...], at: tuple[int, str]) -> Failure:
         """What ended an operation of `ranks`, once the others were told and heard."""
-        peer = self.slot.desk.doomed(self.slot)
+        peer = self.status.board.step_failure(self.status)
         if peer is not None:
             with contextlib.suppress(RuntimeError):
-                self._roll.report(Report("told", ranks, *at))
+                self._membership.report(Report("told", ranks, *at))
             return Failure(str(error), late=False, silent=(), peer=peer)
-        if isinstance(error, EndedError):
+        if isinstance(error, ProcessExitedError):
             with contextlib.suppress(RuntimeError):
-                self._roll.report(Report("dead", error.ranks))
+                self._membership.report(Report("dead", error.ranks))
             return Failure(str(error), late=False, silent=error.ranks)
         waited_s, report = time.perf_counter() - self._began_s, Report("told", ranks, *at)
-        failure = diagnose(self._roll, self._peers, error, report)
+        failure = diagnose(self._membership, self._detector, error, report)
         if failure.store:
-            return failure._replace(silent=self._peers.seen())
+            return failure._replace(silent=self._detector.ended_or_stopped())
         if failure.gave_up:
             failure = failure._replace(waited_s=waited_s)
-        return self._with_doings(failure)
+        return self._with_statuses(failure)
 
-    def _with_doings(self, failure: Failure) -> Failure:
+    def _with_statuses(self, failure: Failure) -> Failure:
         """With what the ranks do, those first that have said nothing, where some came late."""
         if not failure.late or failure.mismatch:
             return failure
         # Ranks that gave up before this one asked anything have said so then.
-        since = self.slot.since or (1 if failure.gave_up else 0)
-        return failure._replace(doings=self._peers.doings(failure.silent, since))
+        since = self.status.since or (1 if failure.gave_up else 0)
+        return failure._replace(statuses=self._detector.describe_status(failure.silent, since))
 
     def end(self, what: str, failure: Failure) -> None:
         """Close after a failure that was seen elsewhere, and tell those who wait here."""
@@ -316,24 +335,24 @@ class C10dTransport(Transport):
             if self._failure is None:
                 verdict: Verdict = "timeout" if failure.late else "dead"
                 with contextlib.suppress(RuntimeError):
-                    self._roll.report(Report(verdict, failure.silent))
-                self._end(what, self._with_doings(failure))
+                    self._membership.report(Report(verdict, failure.silent))
+                self._end(what, self._with_statuses(failure))
 
-    def explain(self, what: str) -> FddpError:
+    def to_error(self, what: str) -> FddpError:
         """The error that `what` ends with, after a failure."""
         if self._failure is None:
             raise InternalError(f"{what} failed, and nothing tells why")
         where = f"{what} on rank {self.rank} of {self.world_size}"
-        return explain(self._failure, where, self._peers.names, self.timeout_s)
+        return to_error(self._failure, where, self._detector.names, self.timeout_s)
 
-    def tell_of_parting(self, text: str) -> None:
+    def publish_mismatch(self, text: str) -> None:
         """Tell ranks for which it shows only later that they met in different operations."""
-        self._roll.tell_of_parting(text)
+        self._membership.publish_mismatch(text)
 
     @property
-    def parting(self) -> str:
+    def mismatch(self) -> str:
         """What was told of that; empty if nothing was."""
-        return self._roll.parting()
+        return self._membership.mismatch()
 
     @property
     def failed(self) -> bool:
@@ -347,13 +366,13 @@ class C10dTransport(Transport):
         return bool(others) and torch.accelerator.is_available()
 
     @property
-    def told(self) -> bool:
+    def peer_failed(self) -> bool:
         """Whether another rank has told of a failure; asks the group's store."""
-        return self._roll.failed()
+        return self._membership.failed()
 
     def _end(self, what: str, failure: Failure) -> None:
-        self.slot.fail(what)
-        self.slot.desk.tell()
+        self.status.fail(what)
+        self.status.board.publish()
         self._failure = failure
         self.closed_by = f"{what} failed"
         self._release()
@@ -364,16 +383,16 @@ class _C10dWork(Work):
         self, transport: C10dTransport, communicator: Communicator, operation: Operation
     ) -> None:
         self._transport = transport
-        self.pending: _Pending | None = _Pending(
+        self.pending: _PendingOperation | None = _PendingOperation(
             communicator, communicator.issue(operation), operation, communicator.issued
         )
         self._error: FddpError | None = None
-        self._watch = communicator.watch(self.pending.flight) if operation.stamp else None
+        self._watch = communicator.watch(self.pending.collective) if operation.record_time else None
 
     @property
     def done(self) -> bool:
         pending = self.pending
-        return pending is None or bool(self._transport.closed_by) or pending.flight.arrived
+        return pending is None or bool(self._transport.closed_by) or pending.collective.arrived
 
     @property
     def done_s(self) -> float | None:
@@ -385,7 +404,7 @@ class _C10dWork(Work):
             try:
                 self._transport._await(pending, what)
             except RuntimeError as error:
-                ranks, first = pending.operation.ranks, self._transport.first_open(pending)
+                ranks, first = pending.operation.ranks, self._transport.first_mismatch(pending)
                 at = first.place, str(first.operation)
                 self._error = self._transport.fail(what, error, ranks, at)
                 self._error.__cause__ = error
@@ -407,11 +426,11 @@ def _is_open(ref: weakref.ref[_C10dWork]) -> bool:
     return work is not None and work.pending is not None
 
 
-class _Pending(NamedTuple):
+class _PendingOperation(NamedTuple):
     """What must live for as long as an operation is in flight."""
 
     communicator: Communicator
-    flight: Flight
+    collective: PendingCollective
     operation: Operation  # holds the tensor
     place: int  # among the operations of its ranks
 

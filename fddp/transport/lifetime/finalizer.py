@@ -15,8 +15,8 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fddp.transport.lifetime import threads as exiting
-from fddp.transport.lifetime.fork import own
+from fddp.transport.lifetime import threads
+from fddp.transport.lifetime.fork import register_fork_owner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,9 +48,9 @@ class _Closer:
         return partial(_forget, finalizer, self._dropped)
 
     def _start(self) -> None:
-        own(self)
+        register_fork_owner(self)
         try:
-            exiting.start(self._run, "fddp-closer", self._end)
+            threads.start_thread(self._run, "fddp-closer", self._end)
         except BaseException:
             self._watched -= 1
             self._has_thread = False
@@ -89,7 +89,7 @@ def _nothing() -> None:
 _closer = _Closer()
 
 
-def when_collected(thing: object, close: Callable[[], None]) -> Callable[[], None]:
+def on_finalize(thing: object, close: Callable[[], None]) -> Callable[[], None]:
     """Calls `close` some time after `thing` was dropped; not when the process ends before.
 
     Args:

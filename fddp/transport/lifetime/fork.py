@@ -20,12 +20,12 @@ from fddp.errors import ClosedError
 
 IN_A_FORK = "it belongs to the process that this one was forked from"
 
-_owned: weakref.WeakSet[Owned] = weakref.WeakSet()
+_owned: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 _inherited: weakref.WeakSet[Any] = weakref.WeakSet()  # groups
 _is_registered = False
 
 
-class Owned(Protocol):
+class ForkAware(Protocol):
     """What belongs to one process alone."""
 
     def disown(self) -> None:
@@ -33,13 +33,13 @@ class Owned(Protocol):
         may have it."""
 
 
-def own(owned: Owned) -> None:
+def register_fork_owner(owner: ForkAware) -> None:
     """Lets `owned` know in each process that is forked off from this one. Holds no reference."""
     global _is_registered
     if not _is_registered:
         _is_registered = True
         os.register_at_fork(after_in_child=_disown_all)
-    _owned.add(owned)
+    _owned.add(owner)
 
 
 def check_not_inherited(group: Any) -> None:

@@ -22,7 +22,7 @@ _END_S = 1.0  # what all threads together get to end
 _running: dict[threading.Thread, Callable[[], None]] = {}
 
 
-def start(run: Callable[[], None], name: str, stop: Callable[[], None]) -> threading.Thread:
+def start_thread(run: Callable[[], None], name: str, stop: Callable[[], None]) -> threading.Thread:
     """Starts a thread that is ended before the interpreter ends. To be called under no lock: the
     garbage collector may run on a thread that starts, and close what takes the lock.
 

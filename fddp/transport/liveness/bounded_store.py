@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch.distributed as dist
 
-from fddp.transport.lifetime import threads as exiting
+from fddp.transport.lifetime import threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,155 +32,157 @@ _IDLE_S = 0.5  # without a question, until the thread ends
 T = TypeVar("T")
 
 
-class SilentError(RuntimeError):
+class StoreTimeoutError(RuntimeError):
     """The store did not answer in time."""
 
     def __init__(self) -> None:
         super().__init__("the group's store does not answer")
 
 
-class Asker:
+class StoreClientThread:
     """A thread that puts questions to the stores of one job, in order; it ends when idle."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._questions: queue.SimpleQueue[_Question[Any] | None] = queue.SimpleQueue()
-        self._serving = 0  # the process that has the thread: one that is forked off has none
+        self._requests: queue.SimpleQueue[_Request[Any] | None] = queue.SimpleQueue()
+        self._serving_pid = 0  # the process that has the thread: one that is forked off has none
         self._open_since_s: float | None = None
 
-    def ask(self, question: Callable[[], T], within_s: float) -> T:
-        """What `question` returns or raises.
+    def call(self, fn: Callable[[], T], within_s: float) -> T:
+        """What `fn` returns or raises.
 
         Raises:
             SilentError: it took longer than `within_s`; if it was not begun by then, it never is.
         """
-        asked = _Question(question)
+        request = _Request(fn)
         since_s = self._open_since_s
         if since_s is not None:
             within_s = max(_LEAST_S, min(within_s, since_s + within_s - time.perf_counter()))
         with self._lock:
-            self._questions.put(asked)
-            starts = self._serving != os.getpid()
-            self._serving = os.getpid()
+            self._requests.put(request)
+            starts = self._serving_pid != os.getpid()
+            self._serving_pid = os.getpid()
         if starts:
             self._start()
-        return asked.answer(within_s)
+        return request.result(within_s)
 
     def _start(self) -> None:
         try:
-            exiting.start(self._run, "fddp-store", partial(self._questions.put, None))
+            threads.start_thread(self._run, "fddp-store", partial(self._requests.put, None))
         except BaseException:
-            self._serving = 0
+            self._serving_pid = 0
             raise
 
     def _run(self) -> None:
         while True:
             try:
-                question = self._questions.get(timeout=_IDLE_S)
+                request = self._requests.get(timeout=_IDLE_S)
             except queue.Empty:
-                question = None
-            if question is None:
+                request = None
+            if request is None:
                 with self._lock:
-                    if self._questions.empty():
-                        self._serving = 0
+                    if self._requests.empty():
+                        self._serving_pid = 0
                         return
                 continue
             self._open_since_s = time.perf_counter()
-            question.put()
+            request.run()
             self._open_since_s = None
-            del question  # and what it refers to
+            del request  # and what it refers to
 
 
-class _Question(Generic[T]):
+class _Request(Generic[T]):
     """One question, from the thread that waits to the thread that asks."""
 
-    def __init__(self, question: Callable[[], T]) -> None:
-        self._question = question
+    def __init__(self, fn: Callable[[], T]) -> None:
+        self._fn = fn
         self._open = threading.Lock()
         self._open.acquire()
-        self._given_up = False
-        self._answers: list[T] = []
+        self._abandoned = False
+        self._results: list[T] = []
         self._error: Exception | None = None
 
-    def put(self) -> None:
-        if self._given_up:
+    def run(self) -> None:
+        if self._abandoned:
             return
         try:
-            self._answers.append(self._question())
+            self._results.append(self._fn())
         except Exception as error:
             self._error = error
         self._open.release()
 
-    def answer(self, within_s: float) -> T:
+    def result(self, within_s: float) -> T:
         try:
-            answered = self._open.acquire(timeout=max(within_s, 0.0))
+            done = self._open.acquire(timeout=max(within_s, 0.0))
         finally:
-            self._given_up = True
-        if not answered:
-            raise SilentError
+            self._abandoned = True
+        if not done:
+            raise StoreTimeoutError
         error, self._error = self._error, None
         if error is None:
-            return self._answers[0]
+            return self._results[0]
         try:
             raise error
         finally:
             del error  # a cycle of it, its traceback and this frame
 
 
-class AskedStore:
+class BoundedStore:
     """A store, or a part of it, whose questions end in time. What a store raises passes through.
 
     Attributes:
         raw: the store itself.
     """
 
-    def __init__(self, store: dist.Store, asker: Asker, within_s: float = ANSWER_S) -> None:
+    def __init__(
+        self, store: dist.Store, client: StoreClientThread, within_s: float = ANSWER_S
+    ) -> None:
         self.raw = store
-        self._asker = asker
+        self._client = client
         self._within_s = within_s
 
-    def within(self, within_s: float) -> AskedStore:
+    def within(self, within_s: float) -> BoundedStore:
         """The same, whose questions may take so long."""
-        return AskedStore(self.raw, self._asker, within_s)
+        return BoundedStore(self.raw, self._client, within_s)
 
-    def part(self, prefix: str) -> AskedStore:
+    def prefixed(self, prefix: str) -> BoundedStore:
         """The keys that begin so."""
-        return AskedStore(dist.PrefixStore(prefix, self.raw), self._asker, self._within_s)
+        return BoundedStore(dist.PrefixStore(prefix, self.raw), self._client, self._within_s)
 
     def check(self, keys: list[str]) -> bool:
-        return self._asker.ask(lambda: self.raw.check(keys), self._within_s)
+        return self._client.call(lambda: self.raw.check(keys), self._within_s)
 
     def get(self, key: str) -> bytes:
         """A value that is there."""
-        return self._asker.ask(lambda: self.raw.get(key), self._within_s)
+        return self._client.call(lambda: self.raw.get(key), self._within_s)
 
     def set(self, key: str, value: str) -> None:
-        self._asker.ask(lambda: self.raw.set(key, value), self._within_s)
+        self._client.call(lambda: self.raw.set(key, value), self._within_s)
 
     def add(self, key: str, number: int) -> int:
-        return self._asker.ask(lambda: self.raw.add(key, number), self._within_s)
+        return self._client.call(lambda: self.raw.add(key, number), self._within_s)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        return self._asker.ask(lambda: self.raw.compare_set(key, expected, value), self._within_s)
+        return self._client.call(lambda: self.raw.compare_set(key, expected, value), self._within_s)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Not every store can."""
-        self._asker.ask(lambda: [self.raw.delete_key(key) for key in keys], self._within_s)
+        self._client.call(lambda: [self.raw.delete_key(key) for key in keys], self._within_s)
 
     def append(self, key: str, value: str) -> None:
         """Not every store can."""
-        self._asker.ask(
+        self._client.call(
             lambda: self.raw.append(key, value),  # type: ignore[attr-defined]
             self._within_s,
         )
 
 
-_askers: weakref.WeakKeyDictionary[Any, Asker] = weakref.WeakKeyDictionary()
+_clients: weakref.WeakKeyDictionary[Any, StoreClientThread] = weakref.WeakKeyDictionary()
 
 
-def asker_of(group: Any) -> Asker:
+def client_of(group: Any) -> StoreClientThread:
     """The thread of the job that `group` is in: all its groups share the store of the default one,
     so that one that is silent is waited for once."""
     with contextlib.suppress(ValueError):  # there is no default group
         group = dist.group.WORLD or group
-    return _askers.setdefault(group, Asker())
+    return _clients.setdefault(group, StoreClientThread())

@@ -20,7 +20,7 @@ class Failure(NamedTuple):
     text: str  # what was seen, one line
     late: bool  # some rank waited for as long as it may
     silent: tuple[int, ...]  # ranks waited for in vain
-    doings: str = ""  # what the ranks do instead, in words
+    statuses: str = ""  # what the ranks do instead, in words
     mismatch: str = ""  # the operations that ranks met in, where they are known to differ
     peer: str = ""  # what another rank failed with, where that ends the step on this rank as well
     store: Literal["", "silent", "gone"] = ""  # where the group's store could not be asked
@@ -45,7 +45,7 @@ def check_titles(titles: Mapping[int, str]) -> None:
             )
 
 
-def explain(
+def to_error(
     failure: Failure, where: str, name: Callable[[tuple[int, ...]], str], timeout_s: float
 ) -> FddpError:
     """The error for an operation that the failure ended.
@@ -57,7 +57,7 @@ def explain(
         timeout_s: the transport's.
 
     >>> failure = Failure("connection reset", late=False, silent=(2,))
-    >>> explain(failure, "bucket 3 on rank 0 of 4", lambda ranks: f"rank {ranks[0]}", 9.0).ranks
+    >>> to_error(failure, "bucket 3 on rank 0 of 4", lambda ranks: f"rank {ranks[0]}", 9.0).ranks
     (2,)
     """
     names = name(failure.silent)
@@ -73,7 +73,7 @@ def explain(
             "the same operations in the same order"
         )
     if failure.late:
-        doings = f" What each does: {failure.doings}." if failure.doings else ""
+        statuses = f" What each does: {failure.statuses}." if failure.statuses else ""
         passed = f"not finished within timeout_s={timeout_s}"
         if failure.waited_s is not None and failure.waited_s < timeout_s - _unsure_s(timeout_s):
             others = name(failure.gave_up) or "another rank"
@@ -85,7 +85,7 @@ def explain(
             f"{where}: {passed}; "
             f"{f'no word from {names}' if names else 'every rank is alive'}. All ranks must "
             "issue the same operations in the same order; where one is only slow, raise "
-            f"timeout_s.{doings}",
+            f"timeout_s.{statuses}",
             failure.silent,
         )
     return RankLostError(

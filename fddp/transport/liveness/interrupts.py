@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 
-class LateError(RuntimeError):
+class DeadlineExceededError(RuntimeError):
     """An operation did not finish in time."""
 
 
-class ToldError(RuntimeError):
+class PeerFailureError(RuntimeError):
     """Another rank reported a failure while this one waited."""
 
 
-class EndedError(RuntimeError):
+class ProcessExitedError(RuntimeError):
     """The processes of some ranks have ended.
 
     Attributes:
@@ -23,5 +23,5 @@ class EndedError(RuntimeError):
         self.ranks = ranks
 
 
-class LeftError(RuntimeError):
+class PeerAbortedError(RuntimeError):
     """Another rank has failed the step that this one is in, and will not come."""

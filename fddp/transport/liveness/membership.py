@@ -12,8 +12,13 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
-from fddp.transport.liveness.bounded_store import ANSWER_S, GLANCE_S, AskedStore, Asker
-from fddp.transport.liveness.interrupts import ToldError
+from fddp.transport.liveness.bounded_store import (
+    ANSWER_S,
+    GLANCE_S,
+    BoundedStore,
+    StoreClientThread,
+)
+from fddp.transport.liveness.interrupts import PeerFailureError
 from fddp.transport.liveness.user_code import from_user_code
 
 if TYPE_CHECKING:
@@ -27,7 +32,7 @@ Verdict = Literal["timeout", "broken", "dead", "told"]
 
 
 _MOST_CHARS = 2000  # of what another rank tells
-_LOOK_AROUND_S = 0.25  # how often a rank looks at what the others do while it waits for them
+_CHECK_INTERVAL_S = 0.25  # how often a rank looks at what the others do while it waits for them
 
 
 class Report(NamedTuple):
@@ -39,7 +44,7 @@ class Report(NamedTuple):
     operation: str = ""
 
 
-class RollCall:
+class Membership:
     """Presence of the ranks of one transport.
 
     The n-th transport that a rank opens on a group meets the n-th of every other rank. The count
@@ -55,22 +60,25 @@ class RollCall:
         count: number of the opening, the same on all ranks.
     """
 
-    store: AskedStore
+    store: BoundedStore
     count: int
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, asker: Asker | None = None
+        self, store: dist.Store, rank: int, world_size: int, client: StoreClientThread | None = None
     ) -> None:
-        self._group_store = AskedStore(store, asker or Asker())
-        self.store, self.count = self._group_store.part("fddp/0"), 0  # of none: openings begin at 1
+        self._group_store = BoundedStore(store, client or StoreClientThread())
+        self.store, self.count = (
+            self._group_store.prefixed("fddp/0"),
+            0,
+        )  # of none: openings begin at 1
         self._rank = rank
         self._world_size = world_size
 
     def open(
         self,
         timeout_s: float,
-        look: Callable[[], None] = lambda: None,
-        enter: Callable[[int], None] = lambda count: None,
+        check: Callable[[], None] = lambda: None,
+        on_count: Callable[[int], None] = lambda count: None,
     ) -> tuple[int, ...]:
         """Wait for every rank to open; the ranks that did not come in time, none if all are there.
 
@@ -78,8 +86,8 @@ class RollCall:
 
         Args:
             timeout_s: the longest to wait.
-            look: called now and then meanwhile; what it raises ends the opening on all ranks.
-            enter: called with the number of the opening, before others can see this rank in it.
+            check: called now and then meanwhile; what it raises ends the opening on all ranks.
+            on_count: called with the number of the opening, before others can see this rank in it.
 
         Raises:
             SilentError: the store did not answer in that time.
@@ -87,19 +95,21 @@ class RollCall:
         """
         deadline_s = time.perf_counter() + timeout_s
 
-        def in_time(store: AskedStore) -> AskedStore:
+        def in_time(store: BoundedStore) -> BoundedStore:
             return store.within(max(deadline_s - time.perf_counter(), GLANCE_S))
 
         while True:
             count = in_time(self._group_store).add(f"fddp/opened/{self._rank}", 1)
-            self.store, self.count = self._group_store.part(f"fddp/{count}"), count
+            self.store, self.count = self._group_store.prefixed(f"fddp/{count}"), count
             if in_time(self.store).check(["outcome"]):
                 continue
-            enter(count)
+            on_count(count)
             in_time(self.store).set(f"here/{self._rank}", "")
             stopped: BaseException | None = None
             try:
-                absent = self._absent("here", deadline_s, look=partial(self._look, look))
+                absent = self._absent(
+                    "here", deadline_s, check=partial(self._check_while_opening, check)
+                )
             except BaseException as error:
                 absent, stopped = (), error
             ends = absent or stopped is not None
@@ -111,10 +121,10 @@ class RollCall:
             if absent:
                 return absent
 
-    def _look(self, look: Callable[[], None]) -> None:
-        look()
+    def _check_while_opening(self, check: Callable[[], None]) -> None:
+        check()
         if self.failed():
-            raise ToldError("another rank reported a failure")
+            raise PeerFailureError("another rank reported a failure")
 
     def forget(self, addresses: Sequence[str]) -> None:
         """All ranks have opened, and are connected: what this one put there for it goes, because a
@@ -137,13 +147,13 @@ class RollCall:
         """
         return self._group_store.within(timeout_s).add(f"fddp/named/{name}/{self._rank}", 1)
 
-    def raise_alarm(self, step: int, text: str) -> None:
+    def publish_step_failure(self, step: int, text: str) -> None:
         """Tell ranks that are in the loss function of a step that it fails on all of them."""
         with contextlib.suppress(RuntimeError):
-            told = json.dumps([step, f"rank {self._rank} failed: {text}"])
-            self.store.set("alarm", told)
+            text_of_failure = json.dumps([step, f"rank {self._rank} failed: {text}"])
+            self.store.set("alarm", text_of_failure)
 
-    def alarm(self, step: int) -> str | None:
+    def read_step_failure(self, step: int) -> str | None:
         """Which rank failed in this step, and how, if that was told."""
         try:
             if not self.store.within(GLANCE_S).check(["alarm"]):
@@ -153,12 +163,12 @@ class RollCall:
             return None
         return str(text) if failed == step else None
 
-    def tell_of_parting(self, text: str) -> None:
+    def publish_mismatch(self, text: str) -> None:
         """Tell ranks for which it shows only later that they met in different operations."""
         with contextlib.suppress(RuntimeError, ValueError):
             self.store.set("parted", text)
 
-    def parting(self) -> str:
+    def mismatch(self) -> str:
         """What was told of that; empty if nothing was."""
         with contextlib.suppress(RuntimeError, ValueError):
             if self.store.check(["parted"]):
@@ -195,8 +205,8 @@ class RollCall:
             return self._all_set(["dead"]) or not all(self._all_set([key]) for key in gone)
 
         silent = self._absent("report", deadline_s, enough)
-        told = {rank: self._read(rank) for rank in range(self._world_size) if rank not in silent}
-        return {rank: report for rank, report in told.items() if report is not None}
+        by_rank = {rank: self._read(rank) for rank in range(self._world_size) if rank not in silent}
+        return {rank: report for rank, report in by_rank.items() if report is not None}
 
     def unreported(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Those of these ranks that have reported nothing, or of which the store does not tell: a
@@ -222,19 +232,19 @@ class RollCall:
         name: str,
         deadline_s: float,
         enough: Callable[[], bool] = lambda: False,
-        look: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
     ) -> tuple[int, ...]:
         """The ranks that have not set their `name` key by `deadline_s`, or when it is `enough`."""
-        next_look_s = time.perf_counter() + _LOOK_AROUND_S
+        next_check_s = time.perf_counter() + _CHECK_INTERVAL_S
         keys = {rank: f"{name}/{rank}" for rank in range(self._world_size)}
         pause_s = 0.0005
         # Not `store.wait`: some stores time it in whole seconds, some bar other users meanwhile.
         while not self._all_set(list(keys.values()), deadline_s):
             if time.perf_counter() > deadline_s or enough():
                 return tuple(rank for rank, key in keys.items() if not self._all_set([key]))
-            if time.perf_counter() > next_look_s:
-                look()
-                next_look_s = time.perf_counter() + _LOOK_AROUND_S
+            if time.perf_counter() > next_check_s:
+                check()
+                next_check_s = time.perf_counter() + _CHECK_INTERVAL_S
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
         return ()

@@ -41,13 +41,13 @@ def own_line(rank: int) -> str:
 
 def parsed(text: str) -> dict[int, Process]:
     """Processes by rank, the newest of each, of what ranks have told; other lines are left out."""
-    told: dict[int, Process] = {}
+    found: dict[int, Process] = {}
     for line in text.splitlines():
         words = line.split(" ")
         if len(line) < _MOST_CHARS and len(words) == 3 and all(w.isdecimal() for w in words):
             rank, pid, began = map(int, words)
-            told[rank] = Process(pid, began)
-    return told
+            found[rank] = Process(pid, began)
+    return found
 
 
 def has_ended(process: Process) -> bool:

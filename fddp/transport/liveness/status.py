@@ -1,6 +1,6 @@
 """What each rank is waiting for or did last, for the errors of those who wait in vain.
 
-[Note: whereabouts] A rank that waits knows what it waits for, and not what the others do instead.
+[Note: rank status] A rank that waits knows what it waits for, and not what the others do instead.
 So each rank keeps in mind what it is waiting for and what it finished last, on each of its
 transports: a reference to a text that exists anyway. Nothing is told in the good case. A rank that
 has waited for a quarter of its time limit, or whose operation has failed, asks; a thread of every
@@ -24,10 +24,10 @@ from fddp.transport.liveness.processes import Process
 
 MOST_RANKS = 16  # that one error tells of, so that ten thousand ranks may fail at a time
 _HEARS_WITHIN_S = 1.0  # in which ranks hear that their step has failed: they look every 0.25 s
-ASK_AGAIN_S = 5.0  # from one question of a rank that waits for long to its next
+QUERY_INTERVAL_S = 5.0  # from one question of a rank that waits for long to its next
 
 
-class Doing(NamedTuple):
+class RankStatus(NamedTuple):
     """What one rank says of itself.
 
     Attributes:
@@ -45,9 +45,9 @@ class Doing(NamedTuple):
     def __str__(self) -> str:
         """What goes behind the rank's name.
 
-        >>> str(Doing(("bucket 0 of step 9 of GradSync #2",), at="train.py:8 in main"))
+        >>> str(RankStatus(("bucket 0 of step 9 of GradSync #2",), at="train.py:8 in main"))
         'waiting for bucket 0 of step 9 of GradSync #2'
-        >>> str(Doing((), "bucket 0 of step 8 of GradSync #2", "data.py:3 in load"))
+        >>> str(RankStatus((), "bucket 0 of step 8 of GradSync #2", "data.py:3 in load"))
         'at data.py:3 in load, after bucket 0 of step 8 of GradSync #2'
         """
         if self.waits:
@@ -56,20 +56,21 @@ class Doing(NamedTuple):
         return f"{where}{f'after {self.last}' if self.last else 'with nothing finished yet'}"
 
 
-def in_words(doings: Mapping[str, Doing | None]) -> str:
+def format_statuses(statuses: Mapping[str, RankStatus | None]) -> str:
     """What ranks do, those together that do the same; None for a rank that does not answer.
 
-    >>> in_words({"rank 0": Doing(("a sum",)), "rank 1": None, "rank 2": Doing(("a sum",))})
+    >>> waits = RankStatus(("a sum",))
+    >>> format_statuses({"rank 0": waits, "rank 1": None, "rank 2": waits})
     'rank 0, rank 2: waiting for a sum; rank 1: no answer'
     """
     names: dict[str, list[str]] = {}
-    for name, doing in doings.items():
-        text = "no answer" if doing is None else str(doing)
+    for name, status in statuses.items():
+        text = "no answer" if status is None else str(status)
         names.setdefault(text, []).append(name)
     return "; ".join(f"{', '.join(who)}: {text}" for text, who in names.items())
 
 
-class Slot:
+class TransportStatus:
     """What one rank does on one transport.
 
     Attributes:
@@ -82,24 +83,32 @@ class Slot:
     """
 
     __slots__ = (
-        "__weakref__", "alarm", "close", "desk", "done", "in_step", "key", "label", "waits"
+        "__weakref__",
+        "board",
+        "close",
+        "done",
+        "in_step",
+        "key",
+        "label",
+        "read_step_failure",
+        "waits"
     )  # fmt: skip
 
-    def __init__(self, desk: Desk, key: str) -> None:
-        self.desk = desk
+    def __init__(self, board: StatusBoard, key: str) -> None:
+        self.board = board
         self.label = ""
         self.key = key
-        self.waits: _Wait | None = None
+        self.waits: _PendingWait | None = None
         self.done = ""
         self.in_step: int | None = None
-        self.alarm: Callable[[int], str | None] = _no_alarm
+        self.read_step_failure: Callable[[int], str | None] = _no_step_failure
         self.close: Callable[[], None] | None = None
 
-    def begin(self, what: str) -> _Wait:
+    def begin(self, what: str) -> _PendingWait:
         """A wait takes long."""
         wait = self.waits
         if wait is None:
-            wait = self.waits = _Wait(what, threading.get_ident())
+            wait = self.waits = _PendingWait(what, threading.get_ident())
         return wait
 
     @property
@@ -111,55 +120,55 @@ class Slot:
     def finish(self, what: str) -> None:
         """An operation is done."""
         self.done = what
-        self.desk.last = self
+        self.board.last = self
         if self.waits is not None:
             self.waits = None
 
     def fail(self, what: str) -> None:
         """An operation has failed, and with it the transport."""
-        self.desk.gave_up = f"giving up {self.named(what)}"
+        self.board.gave_up = f"giving up {self.named(what)}"
         self.waits = None
         if self.close is not None:
-            self.desk.abandoned[self.key] = self
-            self.desk.tell_abandoned(self.key)
+            self.board.abandoned[self.key] = self
+            self.board.publish_abandoned(self.key)
 
     def named(self, what: str) -> str:
         return f"{what} of {self.label}" if self.label else what
 
 
-class _Wait:
+class _PendingWait:
     """One wait that takes long.
 
     Attributes:
         since: number of the first question that was put for it; 0 if there was none.
     """
 
-    __slots__ = ("_asked_s", "since", "thread", "what")
+    __slots__ = ("_queried_s", "since", "thread", "what")
 
     def __init__(self, what: str, thread: int) -> None:
         self.what = what
         self.thread = thread
         self.since = 0
-        self._asked_s = 0.0
+        self._queried_s = 0.0
 
-    def ask(self, desk: Desk, now_s: float) -> None:
+    def query(self, board: StatusBoard, now_s: float) -> None:
         """Ask, unless that was done lately."""
         if not self.since:
-            self.since = desk.ask()
-        elif now_s - max(self._asked_s, desk.heard_s) > ASK_AGAIN_S:
-            desk.ask()
+            self.since = board.query()
+        elif now_s - max(self._queried_s, board.last_query_s) > QUERY_INTERVAL_S:
+            board.query()
         else:
             return
-        self._asked_s = now_s
+        self._queried_s = now_s
 
 
-class Desk:
+class StatusBoard:
     """What one rank does on all its transports, as far as this rank knows itself.
 
     Attributes:
         last: that on which an operation was finished last.
         gave_up: the last operation that failed; empty once another transport was opened.
-        heard_s: when a question was heard last, by `time.perf_counter`.
+        last_query_s: when a question was heard last, by `time.perf_counter`.
         abandoned: transports by their keys that a failure has closed here, and that others may
             still take for open.
         doubtful_s: when a step was last left half done here, by `time.perf_counter`, until what
@@ -167,74 +176,76 @@ class Desk:
     """
 
     def __init__(self) -> None:
-        self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()  # of transports that are open
-        self.last: Slot | None = None
+        self._statuses: weakref.WeakSet[TransportStatus] = (
+            weakref.WeakSet()
+        )  # of transports that are open
+        self.last: TransportStatus | None = None
         self.gave_up = ""
-        self.heard_s = float("-inf")
-        self.abandoned: dict[str, Slot] = {}
+        self.last_query_s = float("-inf")
+        self.abandoned: dict[str, TransportStatus] = {}
         self.doubtful_s: float | None = None
 
     @property
-    def open_slots(self) -> list[Slot]:
+    def open_statuses(self) -> list[TransportStatus]:
         """Those of the transports that are open now; other threads may open and close some."""
         while True:
             try:
-                return list(self._slots)
+                return list(self._statuses)
             except RuntimeError:  # one of them just did
                 continue
 
-    def open(self, key: str) -> Slot:
-        """A slot for a transport that has been opened."""
-        slot = Slot(self, key)
-        self._slots.add(slot)
+    def open(self, key: str) -> TransportStatus:
+        """The status of a transport that has been opened."""
+        status = TransportStatus(self, key)
+        self._statuses.add(status)
         self.gave_up = ""
-        return slot
+        return status
 
-    def leave(self, slot: Slot) -> None:
+    def leave(self, status: TransportStatus) -> None:
         """Its transport is closed, or gone."""
-        self._slots.discard(slot)
-        if self.last is slot and not self.gave_up:
-            self.gave_up = slot.named(slot.done)
-        if self.last is slot:
+        self._statuses.discard(status)
+        if self.last is status and not self.gave_up:
+            self.gave_up = status.named(status.done)
+        if self.last is status:
             self.last = None
 
-    def doing(self, main_thread: int | None = None) -> Doing:
+    def own_status(self, main_thread: int | None = None) -> RankStatus:
         """What this rank does right now.
 
         Args:
             main_thread: identifies the thread whose line is told; None for the process's own.
         """
         waits = []
-        slots = self.open_slots
-        for slot in slots:
-            wait = slot.waits
+        statuses = self.open_statuses
+        for status in statuses:
+            wait = status.waits
             if wait is not None:
-                waits.append(f"{slot.named(wait.what)}{_called(wait.what, line_of(wait.thread))}")
+                waits.append(f"{status.named(wait.what)}{_called(wait.what, line_of(wait.thread))}")
         last = self.last
         done = last.named(last.done) if last is not None and last.done else ""
         ident = threading.main_thread().ident if main_thread is None else main_thread
-        keys = tuple(slot.key for slot in slots)
-        return Doing(tuple(sorted(waits)), self.gave_up or done, line_of(ident), keys)
+        keys = tuple(status.key for status in statuses)
+        return RankStatus(tuple(sorted(waits)), self.gave_up or done, line_of(ident), keys)
 
-    def doomed(self, own: Slot) -> str | None:
+    def step_failure(self, own: TransportStatus) -> str | None:
         """Why an operation on `own` will never be, in words: this rank is in the loss function of a
         step in which another rank has failed, and which fails on all ranks for that."""
-        for slot in self.open_slots:
-            if slot is not own and slot.in_step is not None:
-                told = slot.alarm(slot.in_step)
-                if told is not None:
-                    return f"{told} in step {slot.in_step} of {slot.label or 'its sync'}"
+        for status in self.open_statuses:
+            if status is not own and status.in_step is not None:
+                failure = status.read_step_failure(status.in_step)
+                if failure is not None:
+                    return f"{failure} in step {status.in_step} of {status.label or 'its sync'}"
         return None
 
     def close_abandoned(self, keys: Sequence[str]) -> None:
         """Closes the transports that any rank has left half way through a call."""
-        for slot in [*self.open_slots, *self.abandoned.values()]:
-            if slot.key in keys and slot.close is not None:
-                slot.close()
+        for status in [*self.open_statuses, *self.abandoned.values()]:
+            if status.key in keys and status.close is not None:
+                status.close()
         for key in keys:
             self.abandoned.pop(key, None)
 
-    def settle(self) -> None:
+    def close_abandoned_communicators(self) -> None:
         """Closes the transports that any rank has left half way through a call, in a step that was
         left half done on all of them: they could not exchange which these are.
 
@@ -243,12 +254,12 @@ class Desk:
         if self.doubtful_s is None:
             return
         until_s, self.doubtful_s = self.doubtful_s + _HEARS_WITHIN_S, None
-        slots = [slot for slot in self.open_slots if slot.close is not None]
-        keys = [*(slot.key for slot in slots), *self.abandoned]
-        found = self.told_abandoned(keys)
+        statuses = [status for status in self.open_statuses if status.close is not None]
+        keys = [*(status.key for status in statuses), *self.abandoned]
+        found = self.find_abandoned(keys)
         while keys and not found and time.perf_counter() < until_s:
             time.sleep(0.02)
-            found = self.told_abandoned(keys)
+            found = self.find_abandoned(keys)
         self.close_abandoned(found)
 
     # What follows is told to the others; alone there is nobody to tell.
@@ -257,21 +268,23 @@ class Desk:
         """Processes of ranks of the job that this one can look for."""
         return {}
 
-    def tell_abandoned(self, key: str) -> None:
+    def publish_abandoned(self, key: str) -> None:
         """Says that this rank has left a transport half way through a call."""
 
-    def told_abandoned(self, keys: Sequence[str]) -> list[str]:
+    def find_abandoned(self, keys: Sequence[str]) -> list[str]:
         """Those of these transports of which any rank has said so."""
         return [key for key in keys if key in self.abandoned]
 
-    def ask(self) -> int:
+    def query(self) -> int:
         """Makes the others say what they do; the number of the question."""
         return 0
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Says what this rank does, which is about to end a transport."""
 
-    def answers(self, ranks: Sequence[int], since: int, grace_s: float) -> dict[int, Doing | None]:
+    def answers(
+        self, ranks: Sequence[int], since: int, grace_s: float
+    ) -> dict[int, RankStatus | None]:
         """What ranks of the job do, once they were asked, waiting at most `grace_s` for them.
 
         Args:
@@ -306,5 +319,5 @@ def _called(what: str, lines: str) -> str:
     return f", from {outer}" if outer and is_first else ""
 
 
-def _no_alarm(step: int) -> str | None:
+def _no_step_failure(step: int) -> str | None:
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from fddp.native import extension as ext
+from fddp.native import extension
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Status(IntEnum):
     MISMATCH = 4  # members met in different operations; the team stays usable
     CLOSED = 5  # this rank left the team
     BROKEN = 6  # what members wrote makes no sense
-    TOLD = 7  # a member met a failure elsewhere
+    PEER_FAILED = 7  # a member met a failure elsewhere
 
 
 class Arena(Protocol):
@@ -48,7 +48,7 @@ class View(Protocol):
     def write(self, offset: int, data: bytes) -> None: ...
 
 
-class Passage(Protocol):
+class ShmWork(Protocol):
     """An operation of a team."""
 
     @property
@@ -75,7 +75,7 @@ class Team(Protocol):
         order: Sequence[int] = ...,
         soon: bool = ...,
         stamp: bool = ...,
-    ) -> Passage:
+    ) -> ShmWork:
         """Never blocks.
 
         Raises:
@@ -88,7 +88,7 @@ class Team(Protocol):
 
 def make_arena(span_bytes: int) -> Arena:
     """Reserves addresses, and pages only as they are needed; an OSError if that can't be."""
-    return cast("Arena", ext.load().ShmArena(span_bytes))
+    return cast("Arena", extension.load().ShmArena(span_bytes))
 
 
 def view_arena(fd: int, span_bytes: int) -> View:
@@ -98,7 +98,7 @@ def view_arena(fd: int, span_bytes: int) -> View:
         ValueError: it is no sealed anonymous file of this size and user.
         OSError: it can't be mapped.
     """
-    return cast("View", ext.load().ShmView(fd, span_bytes))
+    return cast("View", extension.load().ShmView(fd, span_bytes))
 
 
 def make_team(
@@ -108,7 +108,7 @@ def make_team(
     board_offset: int,
     pidfds: Sequence[int],
     timeout_s: float,
-    crowd: int,
+    waiters_on_host: int,
 ) -> Team:
     """Joins the team whose board lies in its first member's arena.
 
@@ -119,10 +119,12 @@ def make_team(
         board_offset: of the board.
         pidfds: of the members' processes, -1 at `index`.
         timeout_s: the longest that an operation may take.
-        crowd: processes on this host that may be waiting at a time.
+        waiters_on_host: processes on this host that may be waiting at a time.
 
     Raises:
         OSError, RuntimeError: pages could not be reserved.
     """
-    made = ext.load().ShmTeam(arena, views, index, board_offset, pidfds, timeout_s, crowd)
+    made = extension.load().ShmTeam(
+        arena, views, index, board_offset, pidfds, timeout_s, waiters_on_host
+    )
     return cast("Team", made)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-MOST_DESCRIPTORS = 240  # in one parcel; the kernel passes 253
+MOST_DESCRIPTORS = 240  # in one message; the kernel passes 253
 _MOST_BYTES = 4096
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: process, user, group
 
@@ -31,7 +31,7 @@ class ForeignUserError(PermissionError):
     """The process at the other end runs as another user."""
 
 
-class Parcel(NamedTuple):
+class FdMessage(NamedTuple):
     """What was sent at once; the descriptors are the receiver's to close."""
 
     note: bytes
@@ -42,7 +42,7 @@ class Parcel(NamedTuple):
             os.close(descriptor)
 
 
-class Line:
+class FdConnection:
     """A connection to another process of this user."""
 
     def __init__(self, connected: socket.socket) -> None:
@@ -56,29 +56,29 @@ class Line:
                 f"process {self.process} runs as user {user}, and this one as {os.geteuid()}"
             )
 
-    def give(self, note: bytes, descriptors: Sequence[int] = ()) -> None:
+    def send(self, note: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send copies of `descriptors`, of which there are at most `MOST_DESCRIPTORS`."""
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
         self._socket.sendmsg([note], [rights] if descriptors else [], socket.MSG_DONTWAIT)
 
-    def take(self) -> Parcel:
+    def receive(self) -> FdMessage:
         """What was given first of all that was not taken; raises an OSError if nothing was."""
         room = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
         how = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-        note, told, flags, _ = self._socket.recvmsg(_MOST_BYTES, room, how)
+        note, ancillary, flags, _ = self._socket.recvmsg(_MOST_BYTES, room, how)
         received = array.array("i")
-        for level, kind, content in told:
+        for level, kind, content in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 received.frombytes(content[: len(content) - len(content) % received.itemsize])
-        parcel = Parcel(note, tuple(received))
+        message = FdMessage(note, tuple(received))
         if not note or flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
-            parcel.close()
+            message.close()
             raise OSError(
                 "not all that was sent arrived; the process may be out of descriptors (ulimit -n)"
                 if note
                 else "the other process closed its connection"
             )
-        return parcel
+        return message
 
     def close(self) -> None:
         self._socket.close()
@@ -90,7 +90,7 @@ class Line:
         self.close()
 
 
-class Door:
+class FdListener:
     """A socket to which other processes of this user can connect by its name.
 
     Attributes:
@@ -108,7 +108,7 @@ class Door:
             self._socket.close()
             raise
 
-    def admit(self) -> Iterator[Line]:
+    def accept(self) -> Iterator[FdConnection]:
         """All that have connected, but for processes of other users."""
         while True:
             try:
@@ -116,30 +116,30 @@ class Door:
             except BlockingIOError:
                 return
             with contextlib.suppress(ForeignUserError):
-                yield Line(connected)
+                yield FdConnection(connected)
 
     def close(self) -> None:
         self._socket.close()
 
 
-def dial(name: str) -> Line | None:
-    """A connection to the process whose `Door` has this name; None if none is in reach.
+def connect(name: str) -> FdConnection | None:
+    """A connection to the process whose `FdListener` has this name; None if none is in reach.
 
     Raises:
         ForeignUserError: it belongs to another user.
         OSError: it does not take connections.
     """
-    connecting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connecting.setblocking(False)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.setblocking(False)
     try:
-        connecting.connect(_address(name))
+        sock.connect(_address(name))
     except ConnectionRefusedError:
-        connecting.close()
+        sock.close()
         return None
     except OSError:
-        connecting.close()
+        sock.close()
         raise
-    return Line(connecting)
+    return FdConnection(sock)
 
 
 def _address(name: str) -> str:

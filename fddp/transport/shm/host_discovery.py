@@ -17,7 +17,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fddp.transport.shm.bindings import make_arena, view_arena
-from fddp.transport.shm.fd_passing import MOST_DESCRIPTORS, Door, ForeignUserError, Line, dial
+from fddp.transport.shm.fd_passing import (
+    MOST_DESCRIPTORS,
+    FdConnection,
+    FdListener,
+    ForeignUserError,
+    connect,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,12 +34,14 @@ if TYPE_CHECKING:
 _SECRET_BYTES = 16
 _LONGEST_TEXT = 300  # of a problem
 _SHOWN = 4  # hosts in a text
-_ON_THE_WAY = 512  # descriptors that a host's leader has sent, half of what is usually allowed
-_LARGEST_SPAN = 1 << 47  # bytes; above what any arena has
-_CARDS = MOST_DESCRIPTORS // 2  # in a parcel; each is of one rank, with two descriptors
+_MAX_FDS_IN_FLIGHT = (
+    512  # descriptors that a host's leader has sent, half of what is usually allowed
+)
+_MAX_ARENA_BYTES = 1 << 47  # bytes; above what any arena has
+_RANKS_PER_MESSAGE = MOST_DESCRIPTORS // 2  # in a message; two descriptors a rank
 
 
-class Neighbours(NamedTuple):
+class HostGroups(NamedTuple):
     """What a rank has found; `hosts` and `problems` are the same on all ranks.
 
     [Note: who shares a host] `hosts` is a partition of the ranks: two are in one part if every rank
@@ -47,15 +55,15 @@ class Neighbours(NamedTuple):
     views: dict[int, View]  # of the others on its host
     processes: Processes  # theirs
 
-    def share(self, ranks: Sequence[int]) -> bool:
+    def share_host(self, ranks: Sequence[int]) -> bool:
         """Whether all of `ranks` are on one host."""
         return any(set(ranks) <= set(host) for host in self.hosts)
 
-    def told(self, problems: Mapping[int, str]) -> str:
+    def describe(self, problems: Mapping[int, str]) -> str:
         """Why not all ranks share memory, in words.
 
-        >>> found = Neighbours(((0, 1), (2, 3), (4,)), {}, None, {}, Processes())
-        >>> found.told({4: "no file descriptors"})
+        >>> found = HostGroups(((0, 1), (2, 3), (4,)), {}, None, {}, Processes())
+        >>> found.received({4: "no file descriptors"})
         'the ranks are on 3 hosts or parts of them (0-1, 2-3, 4); rank 4: no file descriptors'
         """
         shown = [_span(host) for host in self.hosts[:_SHOWN]]
@@ -64,7 +72,7 @@ class Neighbours(NamedTuple):
         text = text if len(self.hosts) > 1 else "the ranks share a host, but could not use it"
         return text + "".join(f"; rank {rank}: {why}" for rank, why in [*problems.items()][:1])
 
-    def close(self) -> Neighbours:
+    def close(self) -> HostGroups:
         """Lets go of what is held; the same without it."""
         self.processes.close()
         return self._replace(arena=None, views={})
@@ -88,7 +96,7 @@ class Processes(dict[int, int]):
         self.close()
 
 
-class Council:
+class StagedExchange:
     """Ranks that go through stages together.
 
     Attributes:
@@ -117,13 +125,13 @@ class Council:
                 result = do()
             except (OSError, ValueError, RuntimeError, MemoryError) as error:
                 problem = str(error)[:_LONGEST_TEXT] or type(error).__name__
-        told = self._transport.exchange(json.dumps([problem, result]).encode())
-        read = [_told(text, is_sound) for text in told]
-        self.problems |= {rank: why for rank, (why, _) in enumerate(read) if why is not None}
-        return [value for _, value in read]
+        received = self._transport.exchange(json.dumps([problem, result]).encode())
+        decoded = [_decode_result(text, is_sound) for text in received]
+        self.problems |= {rank: why for rank, (why, _) in enumerate(decoded) if why is not None}
+        return [value for _, value in decoded]
 
 
-def _told(text: bytes, is_sound: Callable[[Any], bool]) -> tuple[str | None, Any]:
+def _decode_result(text: bytes, is_sound: Callable[[Any], bool]) -> tuple[str | None, Any]:
     """A rank's problem and result, out of what it sent."""
     try:
         why, value = json.loads(text)
@@ -136,48 +144,50 @@ def _told(text: bytes, is_sound: Callable[[Any], bool]) -> tuple[str | None, Any
     return f"what it told the others makes no sense: {text[:40]!r}", None
 
 
-def find_neighbours(transport: Transport) -> Neighbours:
+def discover_hosts(transport: Transport) -> HostGroups:
     """Find out who shares this rank's host; every rank of `transport` calls this, which blocks.
 
     Raises:
         FddpError: as an operation of `transport` that fails.
     """
-    council = Council(transport)
+    exchange = StagedExchange(transport)
     with ExitStack() as sockets:
-        search = _Search(transport.rank, sockets)
+        search = _HostDiscovery(transport.rank, sockets)
         try:
-            doors = council.stage(search.open_door, lambda door: _is_pair(door, str, str))
-            found = council.stage(
-                lambda: search.call(doors),
+            listeners = exchange.stage(
+                search.open_listener, lambda listener: _is_pair(listener, str, str)
+            )
+            found = exchange.stage(
+                lambda: search.connect_to_leader(listeners),
                 lambda found: _is_pair(found, int, str) and 0 <= found[0] < transport.world_size,
             )
             leaders = [None if answer is None else answer[0] for answer in found]
-            host = _hosts(leaders, council.problems)[transport.rank]
+            host = _hosts(leaders, exchange.problems)[transport.rank]
 
             def stage(
                 do: Callable[[], Any], is_sound: Callable[[Any], bool] = lambda _: True
             ) -> list[Any]:
-                """As the council's, for those who may still share a host."""
-                idle = len(host) == 1 or council.stopped(host)
-                return council.stage(lambda: None if idle else do(), is_sound)
+                """As `exchange.stage`, for those who may still share a host."""
+                idle = len(host) == 1 or exchange.stopped(host)
+                return exchange.stage(lambda: None if idle else do(), is_sound)
 
-            arenas = stage(lambda: search.send(host), _is_place)
+            arenas = stage(lambda: search.send(host), _is_arena_offset)
             for number in range(_rounds(_hosts(leaders, {}))):
-                stage(partial(search.hand_round, host, doors, number))
+                stage(partial(search.distribute_fds, host, listeners, number))
             stage(lambda: search.map_all(host, arenas))
-            stage(lambda: search.check(host, doors))
+            stage(lambda: search.check(host, listeners))
         except BaseException:
             search.processes.close()
             raise
-    hosts = _hosts(leaders, council.problems)
+    hosts = _hosts(leaders, exchange.problems)
     remarks = {rank: answer[1] for rank, answer in enumerate(found) if answer and answer[1]}
-    problems = {**remarks, **council.problems}
+    problems = {**remarks, **exchange.problems}
     if len(hosts[transport.rank]) > 1:
-        return Neighbours(
+        return HostGroups(
             tuple(dict.fromkeys(hosts)), problems, search.arena, search.views, search.processes
         )
     search.processes.close()
-    return Neighbours(tuple(dict.fromkeys(hosts)), problems, None, {}, search.processes)
+    return HostGroups(tuple(dict.fromkeys(hosts)), problems, None, {}, search.processes)
 
 
 def _is_pair(value: Any, first: type, second: type) -> bool:
@@ -185,12 +195,12 @@ def _is_pair(value: Any, first: type, second: type) -> bool:
     return isinstance(value, list) and [type(item) for item in value] == [first, second]
 
 
-def _is_place(value: Any) -> bool:
+def _is_arena_offset(value: Any) -> bool:
     """Whether it is the span of an arena and an offset in it."""
-    return _is_pair(value, int, int) and 0 <= value[1] < value[0] < _LARGEST_SPAN
+    return _is_pair(value, int, int) and 0 <= value[1] < value[0] < _MAX_ARENA_BYTES
 
 
-class _Search:
+class _HostDiscovery:
     """What a rank does in each stage.
 
     A host's lowest rank is its leader. The others connect to it and send it their descriptors, and
@@ -204,27 +214,27 @@ class _Search:
         self._rank = rank
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._sockets = sockets
-        self._door: Door | None = None
-        self._leader: Line | None = None
-        self._lines: list[Line] = []  # a leader's, to the others of its host
+        self._listener: FdListener | None = None
+        self._leader: FdConnection | None = None
+        self._connections: list[FdConnection] = []  # a leader's, to the others of its host
         self._files: dict[int, int] = {}  # of the others' arenas
-        self._slots = 0  # where in this rank's arena the others leave their secrets
+        self._secrets_offset = 0  # where in this rank's arena the others leave their secrets
 
-    def open_door(self) -> list[str]:
+    def open_listener(self) -> list[str]:
         """This rank's name and secret."""
         if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
             raise OSError("anonymous files and pidfds are Linux's, and this is another system")
-        self._door = Door()
-        self._sockets.callback(self._door.close)
-        return [self._door.name, self._secret.hex()]
+        self._listener = FdListener()
+        self._sockets.callback(self._listener.close)
+        return [self._listener.name, self._secret.hex()]
 
-    def call(self, doors: Sequence[list[str] | None]) -> tuple[int, str]:
+    def connect_to_leader(self, listeners: Sequence[list[str] | None]) -> tuple[int, str]:
         """The lowest rank in reach, and a remark."""
         remark = ""
-        for rank, door in enumerate(doors[: self._rank]):
-            if door is not None:
+        for rank, listener in enumerate(listeners[: self._rank]):
+            if listener is not None:
                 try:
-                    self._leader = dial(door[0])
+                    self._leader = connect(listener[0])
                 except ForeignUserError as error:
                     remark = f"{error}; that is rank {rank}"
                 if self._leader is not None:
@@ -243,17 +253,19 @@ class _Search:
         slots = self.arena.block(_SECRET_BYTES * len(host))
         if slots is None:
             raise OSError("no memory can be reserved for shared pages")
-        self._slots = slots
+        self._secrets_offset = slots
         process = os.pidfd_open(os.getpid())
         try:
             if self._leader is not None:
-                card = json.dumps([self._rank, self._secret.hex()]).encode()
-                self._leader.give(card, (self.arena.fd, process))
+                identity = json.dumps([self._rank, self._secret.hex()]).encode()
+                self._leader.send(identity, (self.arena.fd, process))
         finally:
             os.close(process)
-        return self.arena.span, self._slots
+        return self.arena.span, self._secrets_offset
 
-    def hand_round(self, host: tuple[int, ...], doors: Sequence[list[str]], number: int) -> None:
+    def distribute_fds(
+        self, host: tuple[int, ...], listeners: Sequence[list[str]], number: int
+    ) -> None:
         """The leader takes what the others sent, and sends some of them everything.
 
         The system bounds how many descriptors of a user are on their way. So the others get theirs
@@ -261,72 +273,76 @@ class _Search:
         """
         size = _at_once(len(host))
         if self._leader is not None and host.index(self._rank) <= number * size:
-            self._take_all(host)
+            self._receive_all(host)
         if self.arena is None or self._rank != host[0]:
             return
         if number == 0:
-            self._lines = self._admit({rank: doors[rank][1] for rank in host[1:]})
-        lines = self._lines[number * size : (number + 1) * size]
+            self._connections = self._accept({rank: listeners[rank][1] for rank in host[1:]})
+        connections = self._connections[number * size : (number + 1) * size]
         process = os.pidfd_open(os.getpid())
         try:
             sent = {self._rank: (self.arena.fd, process)}
             sent |= {rank: (self._files[rank], self.processes[rank]) for rank in host[1:]}
-            for start in range(0, len(host), _CARDS):
-                ranks = host[start : start + _CARDS]
+            for start in range(0, len(host), _RANKS_PER_MESSAGE):
+                ranks = host[start : start + _RANKS_PER_MESSAGE]
                 descriptors = [descriptor for rank in ranks for descriptor in sent[rank]]
-                for line in lines:
-                    line.give(json.dumps(ranks).encode(), descriptors)
+                for connection in connections:
+                    connection.send(json.dumps(ranks).encode(), descriptors)
         finally:
             os.close(process)
 
     def map_all(self, host: tuple[int, ...], arenas: Sequence[tuple[int, int]]) -> None:
         """Leaves this rank's secret in the memory of every other one."""
-        self._take_all(host)
+        self._receive_all(host)
         for rank, descriptor in self._files.items():
             span, slots = arenas[rank]
             self.views[rank] = view_arena(descriptor, span)
             self.views[rank].write(slots + _SECRET_BYTES * host.index(self._rank), self._secret)
 
-    def _take_all(self, host: tuple[int, ...]) -> None:
+    def _receive_all(self, host: tuple[int, ...]) -> None:
         while self._leader is not None and len(self._files) < len(host) - 1:
-            parcel = self._leader.take()
+            message = self._leader.receive()
             try:
-                ranks = [int(rank) for rank in json.loads(parcel.note)]
-                if len(parcel.descriptors) != 2 * len(ranks) or not set(ranks) <= set(host):
-                    raise ValueError(f"the leader of the host sent {parcel.note[:40]!r}")
+                ranks = [int(rank) for rank in json.loads(message.note)]
+                if len(message.descriptors) != 2 * len(ranks) or not set(ranks) <= set(host):
+                    raise ValueError(f"the leader of the host sent {message.note[:40]!r}")
             except (ValueError, TypeError, OverflowError, RecursionError) as error:
-                parcel.close()
-                raise ValueError(f"a parcel makes no sense: {error}") from error
-            self._keep(ranks, parcel.descriptors)
+                message.close()
+                raise ValueError(f"a message makes no sense: {error}") from error
+            self._keep(ranks, message.descriptors)
 
-    def check(self, host: tuple[int, ...], doors: Sequence[list[str]]) -> None:
+    def check(self, host: tuple[int, ...], listeners: Sequence[list[str]]) -> None:
         """Finds the others' secrets in this rank's own memory."""
         for place, rank in enumerate(host):
-            slot = self._slots + _SECRET_BYTES * place
+            offset = self._secrets_offset + _SECRET_BYTES * place
             if rank != self._rank and self.arena is not None:
-                found = self.arena.read(slot, _SECRET_BYTES)
-                if found.hex() != doors[rank][1]:
+                found = self.arena.read(offset, _SECRET_BYTES)
+                if found.hex() != listeners[rank][1]:
                     raise OSError(f"what rank {rank} wrote into this rank's memory is not there")
 
-    def _admit(self, secrets_of: Mapping[int, str]) -> list[Line]:
+    def _accept(self, secrets_of: Mapping[int, str]) -> list[FdConnection]:
         """Connections to the ranks that have these secrets, in order; what each sent is kept."""
-        cards = {json.dumps([rank, secret]).encode(): rank for rank, secret in secrets_of.items()}
-        lines = {}
-        for line in self._door.admit() if self._door is not None else ():
-            self._sockets.callback(line.close)
+        identities = {
+            json.dumps([rank, secret]).encode(): rank for rank, secret in secrets_of.items()
+        }
+        connections = {}
+        for connection in self._listener.accept() if self._listener is not None else ():
+            self._sockets.callback(connection.close)
             try:
-                parcel = line.take()
+                message = connection.receive()
             except OSError:
                 continue
-            rank = cards.pop(parcel.note, None) if len(parcel.descriptors) == 2 else None
+            rank = identities.pop(message.note, None) if len(message.descriptors) == 2 else None
             if rank is None:
-                parcel.close()
+                message.close()
             else:
-                self._keep([rank], parcel.descriptors)
-                lines[rank] = line
-        if cards:
-            raise OSError(f"nothing came from ranks {sorted(cards.values())} through the socket")
-        return [lines[rank] for rank in secrets_of]
+                self._keep([rank], message.descriptors)
+                connections[rank] = connection
+        if identities:
+            raise OSError(
+                f"nothing came from ranks {sorted(identities.values())} through the socket"
+            )
+        return [connections[rank] for rank in secrets_of]
 
     def _keep(self, ranks: Sequence[int], descriptors: Sequence[int]) -> None:
         """Takes over each rank's arena and process; those of this rank itself are closed."""
@@ -356,7 +372,7 @@ def _hosts(
 
 def _at_once(size: int) -> int:
     """To how many ranks of a host of this size all descriptors are sent at a time."""
-    return max(1, _ON_THE_WAY // (2 * size))
+    return max(1, _MAX_FDS_IN_FLIGHT // (2 * size))
 
 
 def _rounds(hosts: Sequence[tuple[int, ...]]) -> int:

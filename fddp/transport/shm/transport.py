@@ -18,11 +18,11 @@ import torch
 
 from fddp.errors import ClosedError, DesyncError, FddpError
 from fddp.transport.base import Transport, Work
-from fddp.transport.lifetime.fork import IN_A_FORK, own
+from fddp.transport.lifetime.fork import IN_A_FORK, register_fork_owner
 from fddp.transport.liveness.failure import CLOSED, Failure
-from fddp.transport.liveness.interrupts import ToldError
+from fddp.transport.liveness.interrupts import PeerFailureError
 from fddp.transport.shm.bindings import Status, make_team
-from fddp.transport.shm.host_discovery import Council
+from fddp.transport.shm.host_discovery import StagedExchange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from fddp.transport.c10d.transport import C10dTransport
     from fddp.transport.operation import Operation
-    from fddp.transport.shm.bindings import Passage, Team
-    from fddp.transport.shm.host_discovery import Neighbours
+    from fddp.transport.shm.bindings import ShmWork, Team
+    from fddp.transport.shm.host_discovery import HostGroups
 
 _OK = int(Status.OK)
 _LOOK_AROUND_S = 0.25  # how often a waiting rank comes back to Python, and looks for news
@@ -41,25 +41,25 @@ _LOOK_AROUND_S = 0.25  # how often a waiting rank comes back to Python, and look
 class ShmTransport(Transport):
     """Teams of ranks that share memory, and a c10d transport for what they can't do.
 
-    Making one is a collective call of all ranks of `c10d`, which it takes over with `neighbours`.
+    Making one is a collective call of all ranks of `c10d`, which it takes over with `host_groups`.
     """
 
-    def __init__(self, c10d: C10dTransport, neighbours: Neighbours) -> None:
+    def __init__(self, c10d: C10dTransport, host_groups: HostGroups) -> None:
         self.rank, self.world_size = c10d.rank, c10d.world_size
         self.timeout_s, self.control_device = c10d.timeout_s, c10d.control_device
         self._c10d = c10d
-        self._neighbours = neighbours
-        self._arena = neighbours.arena
-        self._looks_around = len(neighbours.hosts) > 1
+        self._host_groups = host_groups
+        self._arena = host_groups.arena
+        self._looks_around = len(host_groups.hosts) > 1
         self._shared = self.world_size == 1  # whether no CPU tensor needs the c10d transport
         self._divided_within = False  # whether some ranks, but not all, have a team
-        self._problems = dict(neighbours.problems)
-        self._teams: dict[tuple[int, ...], _Table] = {}
-        self.slot = c10d.slot
+        self._problems = dict(host_groups.problems)
+        self._teams: dict[tuple[int, ...], _TeamEntry] = {}
+        self.status = c10d.status
         # No cycle keeps what is dropped without close().
-        c10d.on_failure = _weakly(weakref.WeakMethod(self._fall))
-        own(self)  # [Note: forks]
-        if self.world_size > 1 and neighbours.share(self._everyone):
+        c10d.on_failure = _weakly(weakref.WeakMethod(self._on_c10d_failure))
+        register_fork_owner(self)  # [Note: forks]
+        if self.world_size > 1 and host_groups.share_host(self._everyone):
             try:
                 self._open_teams([self._everyone])
             except BaseException:
@@ -76,7 +76,7 @@ class ShmTransport(Transport):
     def reason(self) -> str:  # type: ignore[override]
         if self._shared:
             return f"all {self.world_size} ranks share the memory of a host"
-        text = self._neighbours.told(self._problems)
+        text = self._host_groups.describe(self._problems)
         return text + ("; shm within a host, c10d across" if self._divided_within else "")
 
     @property
@@ -102,34 +102,38 @@ class ShmTransport(Transport):
         *,
         axes: tuple[str, ...] = (),
         average: bool = False,
-        stamp: bool = False,
-        soon: bool = False,
+        record_time: bool = False,
+        wait_soon: bool = False,
     ) -> Work:
         # As the base class's, which takes as long as it takes to sum up some thousand numbers.
-        table = self._teams.get(self._groups.get(axes, ()) if axes else self._everyone)
-        if table is not None:
+        entry = self._teams.get(self._groups.get(axes, ()) if axes else self._everyone)
+        if entry is not None:
             try:
-                passage = table.team.start("all_reduce", tensor, 0, average, (), soon, stamp)
+                work = entry.team.start(
+                    "all_reduce", tensor, 0, average, (), wait_soon, record_time
+                )
             except (TypeError, ValueError):
                 pass  # the base class says what is wrong with the tensor, or finds another way
             else:
-                return _ShmWork(self, table, passage, stamp)
-        return super().all_reduce(tensor, axes=axes, average=average, stamp=stamp, soon=soon)
+                return _ShmWork(self, entry, work, record_time)
+        return super().all_reduce(
+            tensor, axes=axes, average=average, record_time=record_time, wait_soon=wait_soon
+        )
 
     def _start(self, operation: Operation) -> Work:
-        table = self._teams.get(operation.ranks)
-        if table is None or not operation.tensor.is_cpu:
+        entry = self._teams.get(operation.ranks)
+        if entry is None or not operation.tensor.is_cpu:
             return self._c10d._start(operation)
-        passage = table.team.start(
+        work = entry.team.start(
             operation.kind,
             operation.tensor,
             operation.ranks.index(operation.src) if operation.kind == "broadcast" else 0,
             operation.average,
-            operation.order,
-            operation.soon,
-            operation.stamp,
+            operation.association,
+            operation.wait_soon,
+            operation.record_time,
         )
-        return _ShmWork(self, table, passage, operation.stamp)
+        return _ShmWork(self, entry, work, operation.record_time)
 
     def _connect(self, groups: Sequence[tuple[int, ...]]) -> None:
         devices = self._open_teams(groups)
@@ -139,12 +143,12 @@ class ShmTransport(Transport):
         """See [Note: forks]."""
         self.closed_by = self.closed_by or IN_A_FORK
 
-    def raise_alarm(self, step: int, text: str) -> None:
-        self._c10d.raise_alarm(step, text)
+    def publish_step_failure(self, step: int, text: str) -> None:
+        self._c10d.publish_step_failure(step, text)
 
     def abandon(self, reason: str) -> None:
         if not self.closed_by:
-            self._c10d.tell_of_leaving()
+            self._c10d.publish_departure()
         self.close(reason)
 
     def _release(self) -> None:
@@ -160,9 +164,11 @@ class ShmTransport(Transport):
             Whether some rank may have tensors that do not go through teams.
         """
         wanted = [
-            ranks for ranks in groups if ranks not in self._teams and self._neighbours.share(ranks)
+            ranks
+            for ranks in groups
+            if ranks not in self._teams and self._host_groups.share_host(ranks)
         ]
-        council = Council(self)
+        exchange = StagedExchange(self)
         opened: dict[tuple[int, ...], Team] = {}
 
         def make_boards() -> list[tuple[tuple[int, ...], int]]:
@@ -170,20 +176,20 @@ class ShmTransport(Transport):
 
         def join_teams() -> bool:
             for ranks in wanted:
-                if not council.stopped(ranks):
+                if not exchange.stopped(ranks):
                     opened[ranks] = self._join(ranks, offsets[ranks])
             return self._c10d.serves_others
 
-        boards = council.stage(make_boards, _are_boards)
+        boards = exchange.stage(make_boards, _are_boards)
         offsets = {tuple(ranks): offset for made in boards for ranks, offset in made or ()}
-        others = council.stage(join_teams)
+        others = exchange.stage(join_teams)
         for ranks, team in opened.items():
-            if council.stopped(ranks):
+            if exchange.stopped(ranks):
                 team.leave()
             else:
-                self._teams[ranks] = _Table(team, ranks)
-        self._problems |= council.problems
-        everywhere = [ranks for ranks in offsets if not council.stopped(ranks)]
+                self._teams[ranks] = _TeamEntry(team, ranks)
+        self._problems |= exchange.problems
+        everywhere = [ranks for ranks in offsets if not exchange.stopped(ranks)]
         self._shared |= self._everyone in everywhere
         self._divided_within |= any(ranks != self._everyone for ranks in everywhere)
         return any(others)
@@ -199,67 +205,67 @@ class ShmTransport(Transport):
             raise OSError("this rank has no shared memory")
         return make_team(
             self._arena,
-            [self._neighbours.views.get(rank) for rank in ranks],
+            [self._host_groups.views.get(rank) for rank in ranks],
             ranks.index(self.rank),
             offset,
-            [self._neighbours.processes.get(rank, -1) for rank in ranks],
+            [self._host_groups.processes.get(rank, -1) for rank in ranks],
             self.timeout_s,
-            max(len(host) for host in self._neighbours.hosts if self.rank in host),
+            max(len(host) for host in self._host_groups.hosts if self.rank in host),
         )
 
     def _free(self) -> None:
         teams, self._teams = self._teams, {}
-        for table in teams.values():
-            table.team.leave()
+        for entry in teams.values():
+            entry.team.leave()
         if self._arena is not None:
             # Tensors that are still held keep their own pages, and no more.
             self._arena.trim()
             self._arena.close_fd()
         self._arena = None
-        self._neighbours = self._neighbours.close()
+        self._host_groups = self._host_groups.close()
         self._c10d.on_failure = None  # which refers to this transport
 
     # Failures
 
-    def _ended(self, what: str, table: _Table, waited_s: float) -> FddpError:
+    def _error_of(self, what: str, entry: _TeamEntry, waited_s: float) -> FddpError:
         """The error that `what` ends with, whose table ended with a failure."""
         with self._c10d.lock:
             if self._c10d.failed:
-                return self._c10d.explain(what)
+                return self._c10d.to_error(what)
             if self.closed_by:
                 return ClosedError(
                     f"{what} on rank {self.rank} of {self.world_size}: the transport was closed "
                     f"({self.closed_by})"
                 )
-            failure = _failure(table, self.rank, waited_s)
+            failure = _failure(entry, self.rank, waited_s)
             if failure is None:
-                return self._heard(what)
+                return self._peer_failure(what)
             if failure.text == CLOSED:
                 # Why, if it was for what this rank would have seen as well, had it come sooner.
-                failure = failure._replace(mismatch=self._c10d.parting)
+                failure = failure._replace(mismatch=self._c10d.mismatch)
             self.closed_by = f"{what} failed"
-            self._spread(failure)
+            self._propagate_failure(failure)
             self._c10d.end(what, failure)
             self._free()
-            return self._c10d.explain(what)
+            return self._c10d.to_error(what)
 
-    def _heard(self, what: str) -> FddpError:
+    def _peer_failure(self, what: str) -> FddpError:
         """The error that `what` ends with, where a failure of other operations was told."""
-        return self._c10d.fail(what, ToldError("another rank reported a failure"), ())
+        return self._c10d.fail(what, PeerFailureError("another rank reported a failure"), ())
 
-    def _fall(self, what: str) -> None:
+    def _on_c10d_failure(self, what: str) -> None:
         """The c10d transport has met a failure, or heard of one."""
         self.closed_by = f"{what} failed"
-        self._spread(None)
+        self._propagate_failure(None)
         self._free()
 
-    def _spread(self, failure: Failure | None) -> None:
+    def _propagate_failure(self, failure: Failure | None) -> None:
         """Tell it on the boards of all teams."""
         gone = () if failure is None else failure.silent
         for team, ranks in self._teams.values():
             members = [ranks.index(rank) for rank in gone if rank in ranks]
             if failure is None or not members:
-                team.fail(Status.TOLD, ())
+                team.fail(Status.PEER_FAILED, ())
             else:
                 team.fail(Status.TIMEOUT if failure.late else Status.LOST, members)
 
@@ -274,18 +280,18 @@ def _weakly(method: weakref.WeakMethod[Callable[[str], None]]) -> Callable[[str]
     return call
 
 
-def _are_boards(told: Any) -> bool:
+def _are_boards(value: Any) -> bool:
     """Whether these are pairs of the ranks of a group and an offset."""
-    return isinstance(told, list) and all(
+    return isinstance(value, list) and all(
         isinstance(pair, list)
         and len(pair) == 2
         and isinstance(pair[0], list)
         and all(type(number) is int for number in (*pair[0], pair[1]))
-        for pair in told
+        for pair in value
     )
 
 
-class _Table(NamedTuple):
+class _TeamEntry(NamedTuple):
     """Where ranks meet."""
 
     team: Team
@@ -296,25 +302,25 @@ class _ShmWork(Work):
     _error: FddpError | None = None
 
     def __init__(
-        self, transport: ShmTransport, table: _Table, passage: Passage, stamp: bool
+        self, transport: ShmTransport, entry: _TeamEntry, work: ShmWork, record_time: bool
     ) -> None:
         self._transport = transport
-        self._table = table
-        self._passage = passage
-        self._stamp = stamp
+        self._entry = entry
+        self._work = work
+        self._record_time = record_time
 
     @property
     def done(self) -> bool:
-        return self._passage.done
+        return self._work.done
 
     @property
     def done_s(self) -> float | None:
-        return self._passage.done_s if self._stamp else None
+        return self._work.done_s if self._record_time else None
 
     def _wait(self, what: str) -> None:
-        status = self._passage.wait(_LOOK_AROUND_S)
+        status = self._work.wait(_LOOK_AROUND_S)
         if status == _OK:
-            self._transport.slot.finish(what)
+            self._transport.status.finish(what)
             return
         if self._error is None:
             waited_s = _LOOK_AROUND_S if status == Status.PENDING else 0.0
@@ -324,24 +330,26 @@ class _ShmWork(Work):
 
     def _outcome(self, what: str, waited_s: float) -> FddpError | None:
         transport = self._transport
-        begin_s = transport._c10d.begin(waited_s)
-        while (status := self._passage.wait(_LOOK_AROUND_S)) == Status.PENDING:
+        begin_s = transport._c10d.begin_wait(waited_s)
+        while (status := self._work.wait(_LOOK_AROUND_S)) == Status.PENDING:
             try:
                 # The team itself sees who has ended.
-                transport._c10d.look(what, begin_s, news=transport._looks_around, among=())
+                transport._c10d.check_peers(
+                    what, begin_s, check_failures=transport._looks_around, among=()
+                )
             except RuntimeError as news:
                 return transport._c10d.fail(what, news, ())
         if status == Status.OK:
-            transport.slot.finish(what)
+            transport.status.finish(what)
             return None
         if status != Status.MISMATCH:
-            return transport._ended(what, self._table, time.perf_counter() - begin_s)
-        told = [
-            f"rank {rank} {_in_words(descriptor, self._table.ranks)}"
-            for rank, descriptor in zip(self._table.ranks, self._passage.descriptors(), strict=True)
+            return transport._error_of(what, self._entry, time.perf_counter() - begin_s)
+        operations = [
+            f"rank {rank} {_describe(descriptor, self._entry.ranks)}"
+            for rank, descriptor in zip(self._entry.ranks, self._work.descriptors(), strict=True)
         ]
-        parted = _first_two(told)
-        transport._c10d.tell_of_parting(parted)
+        parted = _first_two(operations)
+        transport._c10d.publish_mismatch(parted)
         return DesyncError(
             f"{what} on rank {transport.rank} of {transport.world_size}: ranks met in different "
             f"operations: {parted}; all ranks must issue the same operations in the "
@@ -349,14 +357,14 @@ class _ShmWork(Work):
         )
 
 
-def _failure(table: _Table, own_rank: int, waited_s: float) -> Failure | None:
+def _failure(entry: _TeamEntry, own_rank: int, waited_s: float) -> Failure | None:
     """What ended a team; None where that was a failure elsewhere, of which it was only told."""
-    status, members, _ = table.team.failure
+    status, members, _ = entry.team.failure
     if status not in (Status.LOST, Status.TIMEOUT, Status.BROKEN):
         return None
-    ranks = tuple(table.ranks[member] for member in members)
+    ranks = tuple(entry.ranks[member] for member in members)
     if status == Status.TIMEOUT:
-        others = tuple(rank for rank in table.ranks if rank not in ranks)
+        others = tuple(rank for rank in entry.ranks if rank not in ranks)
         return Failure(
             "timed out",
             True,
@@ -366,11 +374,11 @@ def _failure(table: _Table, own_rank: int, waited_s: float) -> Failure | None:
         )
     if status == Status.BROKEN:
         return Failure("what it wrote to shared memory makes no sense", False, ranks)
-    left = any(table.team.states[member] == "left" for member in members)
+    left = any(entry.team.states[member] == "left" for member in members)
     return Failure(CLOSED if left else "its process has ended", False, ranks)
 
 
-def _in_words(descriptor: dict[str, Any], ranks: tuple[int, ...]) -> str:
+def _describe(descriptor: dict[str, Any], ranks: tuple[int, ...]) -> str:
     """As `Operation` says it."""
     kind, place = descriptor["kind"], descriptor["src"]
     source = f" from rank {ranks[place] if place < len(ranks) else '?'}"
@@ -381,8 +389,8 @@ def _in_words(descriptor: dict[str, Any], ranks: tuple[int, ...]) -> str:
     return f"{what} of {descriptor['dtype']} {tuple(descriptor['shape'])}"
 
 
-def _first_two(told: list[str]) -> str:
+def _first_two(descriptions: list[str]) -> str:
     """The first rank's words, and the first that differ from them."""
-    first, *others = told
+    first, *others = descriptions
     said = first.split(" ", 2)[2]
     return f"{first}, {next((o for o in others if o.split(' ', 2)[2] != said), others[0])}"

@@ -21,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-from fddp.native import extension as ext
+from fddp.native import extension
 from tests.faults.fuzz.targets import one_input
 
 _LONGEST = 256
@@ -54,7 +54,7 @@ def main() -> None:
         faulthandler.enable()
     else:  # sanitizers tell more of a crash
         _take_extension(args.extension)
-    print(f"the extension is {ext.load().__file__}", flush=True)
+    print(f"the extension is {extension.load().__file__}", flush=True)
     if args.replay is not None:
         told = args.replay.read_bytes()
         print(one_input(told[8 : 8 + int.from_bytes(told[:8], "little")]))

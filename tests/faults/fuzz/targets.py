@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from fddp.native import extension as ext
+from fddp.native import extension
 from tests.faults.fuzz.drawing import DTYPES, Draw
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _layout(draw: Draw) -> tuple[Any, list[tuple[int, ...]], int]:
         offsets[draw.below(len(offsets))] = draw.one_of((-1, 2**62, 2**63 - 1, end + 1))
     if not draw.likely() and shapes:
         shapes[draw.below(len(shapes))] = (draw.number(), draw.number())
-    return ext.load().Layout(*arguments), shapes, end
+    return extension.load().Layout(*arguments), shapes, end
 
 
 def _copying(draw: Draw) -> None:
@@ -74,7 +74,7 @@ def _copying(draw: Draw) -> None:
         leaves = draw.anything()
     if not draw.likely() and isinstance(leaves, list) and isinstance(buffer, torch.Tensor):
         leaves = [buffer.view(-1)[:1].expand(2), *leaves][: len(leaves)]
-    module = ext.load()
+    module = extension.load()
     match draw.below(5):
         case 0:
             module.pack_(buffer, layout, leaves, draw.real())
@@ -98,7 +98,7 @@ def _copying(draw: Draw) -> None:
 
 
 def _loose(draw: Draw) -> None:
-    module = ext.load()
+    module = extension.load()
     match draw.below(4):
         case 0:
             module.storage_use_count(draw.anything())
@@ -127,7 +127,7 @@ _ARRAYS: tuple[Callable[[np.ndarray, Draw], Any], ...] = (
 
 def _digests(draw: Draw) -> None:
     """Memory of all forms; and what takes next to anything."""
-    module = ext.load()
+    module = extension.load()
     shape = tuple(draw.below(5) for _ in range(draw.below(3))) or (draw.below(64) * 1023,)
     array = np.ones(shape, draw.one_of(("u1", "<i2", ">i8", "f4", "c16", "?")))
     match draw.below(6):
@@ -160,10 +160,10 @@ def _trees(draw: Draw) -> None:
     leaves = [draw.number() for _ in range(draw.below(5))] if draw.below(2) else list(range(9))
     if draw.likely():
         leaves = leaves[: draw.below(6)]
-    known = ext.load().KnownTree(tree, leaves)
+    known = extension.load().KnownTree(tree, leaves)
     for other in (tree, _tree(draw), [tree], draw.anything()):
         known.flatten(other)
-    entries = ext.load().KnownEntries([tree] if isinstance(tree, dict) else [{}])
+    entries = extension.load().KnownEntries([tree] if isinstance(tree, dict) else [{}])
     if isinstance(tree, dict):
         tree.pop("a", None)
         tree[draw.below(5)] = None
@@ -171,7 +171,7 @@ def _trees(draw: Draw) -> None:
 
 
 def _operands(draw: Draw) -> None:
-    module = ext.load()
+    module = extension.load()
     tensors = [draw.tensor() for _ in range(draw.below(4))]
     leaves: Any = [t if draw.likely() else draw.anything() for t in tensors]
     if not draw.likely():
@@ -202,7 +202,7 @@ def _operands(draw: Draw) -> None:
 
 def _arrivals(draw: Draw) -> None:
     """Sets of leaves, armed with any buckets and asked for any number."""
-    module = ext.load()
+    module = extension.load()
     params: Any = [torch.ones(3, requires_grad=True) for _ in range(draw.below(4))]
     if not draw.likely():
         params = [draw.tensor(sound=True) for _ in params]
@@ -261,7 +261,7 @@ def _ask(draw: Draw, module: Any, found: Any, params: list[Any], is_leaves: bool
 
 def _memory(draw: Draw) -> None:
     """Arenas, views and teams, without peers."""
-    module = ext.load()
+    module = extension.load()
     # Not larger: blocks of any size may be asked for, and pages would be there.
     arena = module.ShmArena(4 << 20 if draw.likely() else draw.one_of((1, -1, 2**62, 2**64)))
     board = arena.board(2 if draw.likely() else draw.number())
@@ -295,14 +295,14 @@ def _team(draw: Draw, module: Any, arena: Any, board: Any) -> None:
     team = module.ShmTeam(*arguments)
     try:
         kind = draw.one_of(("all_reduce", "all_gather", "reduce_scatter", "broadcast", "what"))
-        passage = team.start(
+        work = team.start(
             kind,
             draw.tensor() if draw.likely() else draw.anything(),
             draw.number(),
             bool(draw.below(2)),
             [draw.number() for _ in range(draw.below(8))],
         )
-        passage.wait(0.02), passage.done, passage.done_s, passage.descriptors()
+        work.wait(0.02), work.done, work.done_s, work.descriptors()
         team.fail(draw.number(), [draw.number()])
     finally:
         team.leave()
