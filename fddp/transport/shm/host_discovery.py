@@ -63,7 +63,7 @@ class HostGroups(NamedTuple):
         """Why not all ranks share memory, in words.
 
         >>> found = HostGroups(((0, 1), (2, 3), (4,)), {}, None, {}, Processes())
-        >>> found.received({4: "no file descriptors"})
+        >>> found.describe({4: "no file descriptors"})
         'the ranks are on 3 hosts or parts of them (0-1, 2-3, 4); rank 4: no file descriptors'
         """
         shown = [_span(host) for host in self.hosts[:_SHOWN]]
