@@ -205,7 +205,10 @@ def test_scatter_and_gather_give_the_bits_of_all_reduce(data: st.DataObject) -> 
     world_size = data.draw(st.integers(1, 4))
     tree = data.draw(param_trees())
     trees = data.draw(gradients(tree, world_size))
-    weights = data.draw(st.lists(st.floats(0.5, 8.0), min_size=world_size, max_size=world_size))
+    # Their sums are exact in float64. The two schedules carry the control word in different
+    # formats, and a total weight that has to be rounded may be rounded differently.
+    few_bits = st.floats(0.5, 8.0, width=16)
+    weights = data.draw(st.lists(few_bits, min_size=world_size, max_size=world_size))
 
     def run(group: Any) -> None:
         plan = fddp.plan_buckets(tree, **SMALL)
