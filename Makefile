@@ -38,6 +38,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks --ranks 4 --rounds 5 --models mlp small --json $(BENCH)/crowded.json
 	$(RUN) -m benchmarks.memory --models mlp --json $(BENCH)/memory.json
 	$(RUN) -m benchmarks.per_parameter --json $(BENCH)/leaves.json
+	$(RUN) -m benchmarks.fixed_cost
 	$(RUN) -m benchmarks.packing --json $(BENCH)/packing.json
 	$(RUN) -m benchmarks.operators --json $(BENCH)/functional.json
 	$(RUN) -m benchmarks.jax_trees --json $(BENCH)/jax_trees.json
