@@ -94,7 +94,6 @@ ways = {
     "late": at_the_very_end,
 }
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests are run by nohup
 for name, way in ways.items():
     directory = Path(sys.argv[1]) / name
     pid = os.fork()
