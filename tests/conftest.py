@@ -15,7 +15,7 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytest_plugins = ["tests.support.ranks", "tests.support.hosts"]
+pytest_plugins = ["tests.support.ranks", "tests.support.hosts", "tests.support.quick"]
 
 # Ranks share the cores, so that the time one example takes says nothing about it.
 settings.register_profile("fddp", deadline=None)
