@@ -1,4 +1,4 @@
-"""What shared memory promises beyond the contract of `Transport` (test_transports.py).
+"""What shared memory promises beyond the contract of `Transport` (test_contract.py).
 
 Functions named `*_on_rank` run on ranks, which are processes, as `fn(rank, world_size, *args)`.
 """
@@ -29,7 +29,7 @@ from fddp.transport.selection import choose
 from fddp.transport.shm import host_discovery
 from fddp.transport.shm import transport as shm
 from tests.support.ranks import split_into_hosts
-from tests.transport.test_transport_groups import AXES, SQUARE, own_chunk, part, total
+from tests.transport.test_axes import AXES, SQUARE, own_chunk, part, total
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from fddp.errors import ClosedError, FddpError, RankLostError, SyncTimeoutError
 from fddp.transport import open_transport
 from tests.support.ranks import run_fresh, split_into_hosts
+from tests.transport.test_axes import AXES, SQUARE
 from tests.transport.test_shm import held
-from tests.transport.test_transport_groups import AXES, SQUARE
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError, PlanMismatchError, SyncTimeoutError
 from fddp.transport import loopback, open_transport
 from tests.support.ranks import launch_over
-from tests.transport.test_transports import MOVED, SUMMED, TRANSPORTS
+from tests.transport.test_contract import MOVED, SUMMED, TRANSPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ import torch
 import fddp
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.sim.cost import PRESETS, CostModel
-from tests.cli.test_cli import refused
+from tests.cli.test_usage_errors import refused
 from tests.support import commands as cli
 
 MODELS = """

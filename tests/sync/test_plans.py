@@ -13,7 +13,7 @@ from torch import Tensor
 import fddp
 from tests.support.models import largest_difference, mean_gradients, rand, same_bits
 from tests.support.ranks import Launch
-from tests.sync.test_sync import SMALL, synced
+from tests.sync.test_grad_sync import SMALL, synced
 
 # Leaves that stay local
 
