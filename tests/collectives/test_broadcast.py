@@ -156,7 +156,7 @@ ERRORS: dict[str, tuple[Any, int, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_what_differs_is_told_on_every_rank(name: str) -> None:
+def test_differences_are_raised_on_every_rank(name: str) -> None:
     check_errors(fddp.loopback(2, differ, name, timeout_s=5.0), name)
 
 

@@ -210,7 +210,7 @@ def fail_in_a_handler(rank: int, world_size: int, transport: str) -> str:
     return ""
 
 
-def test_what_a_signal_handler_raises_is_raised(ranks: RankPool) -> None:
+def test_a_handler_error_is_raised_from_a_wait(ranks: RankPool) -> None:
     for transport in ("shm", "c10d"):
         told = ranks.run(2, fail_in_a_handler, transport)
         assert told[0] == "PreemptedError: by the scheduler"
@@ -288,7 +288,7 @@ def fail_at_any_moment(rank: int, world_size: int, transport: str) -> list[str]:
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_it_is_raised_at_any_moment(ranks: RankPool, transport: str) -> None:
+def test_a_handler_error_is_raised_at_any_time(ranks: RankPool, transport: str) -> None:
     first, second = ranks.run(2, fail_at_any_moment, transport)
     assert first == ["PreemptedError"] * 12
     assert set(second) <= {"RankLostError", "PeerError"}

@@ -125,7 +125,7 @@ def test_ranks_that_have_no_part_in_an_operation_may_end(transport: str) -> None
         assert outcome.result == [2.0, 2.0]
 
 
-def test_where_processes_have_no_name_none_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unnamed_processes_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without /proc, numbers of processes may be another host's."""
     store = dist.HashStore()
     for host, expected in ("a host", {0, 1}), ("", set()):

@@ -113,7 +113,7 @@ def check_mean(results: list[Any], expected: Any) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_it_is_the_mean_of_one_process(launch: Launch, world_size: int) -> None:
+def test_average_matches_one_process(launch: Launch, world_size: int) -> None:
     check_mean(launch(world_size, averaged, None), mean(world_size))
 
 

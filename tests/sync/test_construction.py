@@ -141,7 +141,7 @@ def check_mismatch(runs: list[Any], name: str) -> None:
 
 @pytest.mark.parametrize("name", MISMATCHES)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_differ_are_told_so_on_every_rank(name: str, world_size: int) -> None:
+def test_differing_ranks_are_named_on_every_rank(name: str, world_size: int) -> None:
     check_mismatch(fddp.loopback(world_size, build, name, timeout_s=10.0), name)
 
 
@@ -272,7 +272,7 @@ def test_something_that_is_no_group(group: Any) -> None:
     assert seen.text
 
 
-def test_no_group_at_all() -> None:
+def test_missing_group_is_refused() -> None:
     seen = ending(lambda: fddp.GradSync(params()))
     assert seen.kinds[0] == "FddpError"
     assert "init_process_group" in seen.text

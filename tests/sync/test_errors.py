@@ -336,7 +336,7 @@ def many_mistakes(group: Any, names: list[str]) -> Any:
     return [(name, make_the_mistake(group, name, (1,), False)) for name in names]
 
 
-def test_different_mistakes_on_different_ranks_are_all_told() -> None:
+def test_different_mistakes_are_all_reported() -> None:
     def run(group: Any) -> Ending:
         with fddp.GradSync(params(), group=group) as sync:
             calls = [
@@ -400,7 +400,7 @@ def test_one_step_too_many_on_one_rank_is_a_named_error() -> None:
     assert "step 1" in second.text
 
 
-def test_a_rank_that_has_skipped_a_step_is_told_apart() -> None:
+def test_rank_that_skipped_a_step_is_distinguished() -> None:
     def run(group: Any) -> tuple[Ending, Any]:
         with fddp.GradSync(params(), group=group) as sync:
             if group.rank:

@@ -273,7 +273,7 @@ def test_named_phases_belong_to_the_step_that_follows() -> None:
     assert steps[2].phases_s["loading"] >= 0.01 > steps[2].phases_s["input"]
 
 
-def test_wrong_calls_are_told() -> None:
+def test_invalid_calls_are_refused() -> None:
     def run(group: Any) -> list[str]:
         monitor = fddp.Monitor(group)
         told = [
@@ -376,7 +376,7 @@ def test_ranks_make_their_monitors_alike() -> None:
     assert one[3] == two[3] == ending(lambda: None).text
 
 
-def test_what_can_not_be_observed_is_told() -> None:
+def test_unobservable_objects_are_refused() -> None:
     def run(group: Any) -> list[str]:
         sync = fddp.GradSync(mlp(), group=group)
         monitor = fddp.Monitor(sync)
@@ -443,7 +443,7 @@ def check_steps_add_up(steps: Sequence[StepRecord]) -> None:
 
 
 @pytest.mark.parametrize("slow", [None, 0, 1])
-def test_what_exporters_take_is_no_phase_of_the_rank(slow: int | None) -> None:
+def test_exporter_time_is_not_a_phase_of_the_rank(slow: int | None) -> None:
     """They are slow on rank 0, and are told apart from the input of the same rank, or another's."""
 
     def run(group: Any) -> tuple[fddp.Monitor, MonitorReport]:
@@ -480,7 +480,7 @@ def monitor_trace(monitor: fddp.Monitor) -> str:
     return chrome_trace({0: monitor.steps})
 
 
-def test_what_exporters_take_amid_the_next_forward_pass_is_no_part_of_that() -> None:
+def test_exporter_time_is_not_part_of_the_next_forward_pass() -> None:
     """Both calls of a wrapped module come before both backward passes."""
 
     def run(group: Any) -> fddp.Monitor:
@@ -515,7 +515,7 @@ def test_rounds_without_input_are_observed_too() -> None:
     assert fddp.loopback(2, run) == [[1, 1, 3, 3]] * 2
 
 
-def test_who_waits_between_steps_is_not_slow() -> None:
+def test_waiting_between_steps_is_not_slow() -> None:
     """In the votes of `uneven` and in operators, with names of phases or without."""
 
     def run(group: Any) -> Any:
@@ -563,7 +563,7 @@ def test_steps_of_several_syncs_may_be_observed_by_one_monitor() -> None:
     assert fddp.loopback(2, train) == [(7, 1)] * 2
 
 
-def test_a_rank_in_another_call_is_told() -> None:
+def test_rank_in_another_call_is_reported() -> None:
     def run(group: Any) -> Any:
         monitor = fddp.Monitor(group)
         monitor._steps.extend(train_record())

@@ -300,7 +300,7 @@ def test_after_a_timeout_and_into_a_new_loop() -> None:
     assert same_bits([grads for _, grads in told])
 
 
-def test_what_was_made_of_the_old_one_says_where_to_go() -> None:
+def test_objects_of_the_old_sync_name_the_new_one() -> None:
     def use(group: Any) -> list[str]:
         old = fddp.GradSync(mlp(), group=group, **SMALL)
         step = old.value_and_grad(mlp_loss)
@@ -462,7 +462,7 @@ def test_options_that_differ_are_named() -> None:
         assert "none of the 2 ranks has a GradSync to go on with" in told.text
 
 
-def test_a_new_one_does_not_meet_those_that_go_on() -> None:
+def test_new_sync_does_not_meet_continuing_ones() -> None:
     old = made(2)
 
     def run(group: Any) -> Any:
@@ -476,7 +476,7 @@ def test_a_new_one_does_not_meet_those_that_go_on() -> None:
         assert "terms" in told.text
 
 
-def test_what_one_rank_alone_sees_is_told_to_all() -> None:
+def test_local_failures_are_raised_on_all_ranks() -> None:
     kinds = []
     for told in refused([made(1)[0], None], params=[torch.zeros(3)]):
         assert "has the leaf 'layer1.bias' of shape (8,), float64, and params has no" in told.text
@@ -593,7 +593,7 @@ def test_not_a_second_time() -> None:
 
 
 @pytest.mark.parametrize("group", ["x", 3, ["a"]])
-def test_what_is_no_group(group: Any) -> None:
+def test_invalid_groups_are_refused(group: Any) -> None:
     sync = made(1)[0]
     for call in (
         lambda: sync.rebuild(group),

@@ -266,7 +266,7 @@ def done_on_rank(group: Group) -> None:
             assert work.done
 
 
-def test_done_tells_without_waiting(launch: Launch) -> None:
+def test_done_does_not_wait(launch: Launch) -> None:
     launch(4, done_on_rank)
 
 

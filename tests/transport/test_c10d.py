@@ -97,7 +97,7 @@ def killed_in_a_group_on_rank(rank: int, world_size: int) -> tuple[str, tuple[in
     return str(caught.value), caught.value.ranks, elapsed_s
 
 
-def test_a_rank_killed_in_one_group_is_told_to_all() -> None:
+def test_a_rank_killed_in_one_group_is_raised_on_all() -> None:
     *survivors, dead = run_fresh(4, killed_in_a_group_on_rank)
     assert dead.exitcode == 7
     for rank, outcome in enumerate(survivors):
@@ -124,7 +124,7 @@ def store_host_killed_on_rank(rank: int, world_size: int, port: int) -> tuple[st
     return str(caught.value), time.perf_counter() - start_s
 
 
-def test_losing_the_rank_that_hosts_the_store_is_told() -> None:
+def test_loss_of_the_store_host_is_raised() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     _, *survivors = run_fresh(3, store_host_killed_on_rank, port)

@@ -171,7 +171,9 @@ def test_reduce_scatter_writes_the_own_chunk(crews: Callable[[int], Crew], numel
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_every_half_survives(crews: Callable[[int], Crew], dtype: torch.dtype) -> None:
+def test_every_half_precision_value_is_kept(
+    crews: Callable[[int], Crew], dtype: torch.dtype
+) -> None:
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
     for size in (2, 3):  # the loop for pairs, and that for more
         others = [torch.full_like(every, -0.0) for _ in range(size - 1)]
@@ -249,7 +251,7 @@ def test_operations_finish_in_any_order_of_waiting(crews: Callable[[int], Crew])
     assert len({operation.number for _, operation in waves[0]}) == len(numels)
 
 
-def test_a_wait_ends_after_its_slice_and_goes_on(crews: Callable[[int], Crew]) -> None:
+def test_a_wait_ends_after_its_slice_and_can_be_repeated(crews: Callable[[int], Crew]) -> None:
     crew = crews(2)
     first = crew.teams[0].start("all_reduce", torch.ones(4), stamp=True)
     assert first.wait(0.05) == _C.SHM_PENDING
@@ -260,7 +262,7 @@ def test_a_wait_ends_after_its_slice_and_goes_on(crews: Callable[[int], Crew]) -
     assert first.done_s > 0
 
 
-def test_a_mismatch_is_told_to_all_and_ends_nothing_else(crews: Callable[[int], Crew]) -> None:
+def test_a_mismatch_is_reported_to_all_and_ends_nothing_else(crews: Callable[[int], Crew]) -> None:
     crew = crews(2)
     for numel in (8, _IN_PLACE):
         operations = [
@@ -281,7 +283,7 @@ def test_a_mismatch_is_told_to_all_and_ends_nothing_else(crews: Callable[[int], 
     assert crew.teams[0].failure == (_C.SHM_OK, (), -1)
 
 
-def test_who_does_not_come_is_named_to_all() -> None:
+def test_absent_members_are_named_to_all() -> None:
     crew = crew_of(3, timeout_s=0.2)
     operations = [crew.teams[rank].start("all_reduce", torch.ones(5)) for rank in (0, 2)]
     assert outcome(operations) == {_C.SHM_TIMEOUT}
@@ -293,7 +295,7 @@ def test_who_does_not_come_is_named_to_all() -> None:
         team.leave()
 
 
-def test_who_leaves_is_lost_to_those_who_wait() -> None:
+def test_leaving_members_are_lost_to_waiting_ones() -> None:
     crew = crew_of(3)
     run(crew, "all_reduce", [torch.ones(_IN_PLACE) for _ in range(3)])
     waiting = [crew.teams[rank].start("all_reduce", torch.ones(_IN_PLACE)) for rank in (0, 1)]
@@ -304,7 +306,7 @@ def test_who_leaves_is_lost_to_those_who_wait() -> None:
 
 
 @pytest.mark.parametrize("numel", [_COPIED, _IN_PLACE])
-def test_what_others_have_finished_is_finished(numel: int) -> None:
+def test_operations_finished_by_others_are_finished(numel: int) -> None:
     """Also by a rank that comes to it only when another has failed in what follows."""
     crew = crew_of(3)
     late = [arena.empty(numel, torch.float32).fill_(n) for n, arena in enumerate(crew.arenas)]
@@ -333,7 +335,7 @@ def test_leaving_ends_what_is_pending_here() -> None:
     assert crew.teams[0].start("all_reduce", torch.ones(3)).wait(1.0) == _C.SHM_CLOSED
 
 
-def test_a_failure_elsewhere_is_told_to_all() -> None:
+def test_a_failure_elsewhere_is_reported_to_all() -> None:
     crew = crew_of(3)
     operation = crew.teams[0].start("all_reduce", torch.ones(_IN_PLACE))
     crew.teams[2].fail(_C.SHM_TOLD, [1])
@@ -351,7 +353,7 @@ def test_a_failure_elsewhere_is_told_to_all() -> None:
         ({"src": -1}, "src is no member"),
     ],
 )
-def test_what_can_not_be_done_is_refused(
+def test_unsupported_operations_are_refused(
     crews: Callable[[int], Crew], options: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):
@@ -546,7 +548,7 @@ def _scribbling(rank: int, world_size: int, seed: int) -> int:
     return 25
 
 
-def test_no_board_ends_the_process() -> None:
+def test_corrupt_boards_do_not_end_the_process() -> None:
     (ended,) = run_fresh(1, _scribbling, 3, timeout_s=60.0)
     assert ended == (25, None, 0)
 
