@@ -256,6 +256,7 @@ def open_and_close_on_rank(rank: int, world_size: int) -> None:
             transport.all_reduce(torch.ones(3)).wait("the sum")
             transport.open_subgroups(SQUARE, AXES)
             transport.reduce_scatter(torch.ones(2), axes=("host",)).wait("the shards")
+            dist.barrier()  # others may still be connecting
         dist.barrier()
         return resources()
 
