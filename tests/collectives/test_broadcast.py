@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fddp
+from tests.support.endings import Ending, ending
 from tests.support.models import rand, same_bits
 from tests.support.ranks import Launch, RankPool
-from tests.sync.test_errors import Ending, ending
 
 NAMES = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
 NAMES += ["uint8", "int8", "int16", "int32", "int64", "bool"]

@@ -13,8 +13,8 @@ from torch.func import grad, jvp, vmap
 
 import fddp
 from tests.collectives.test_broadcast import rank_of
+from tests.support.endings import Ending, ending
 from tests.support.ranks import Launch, RankPool, launch_over
-from tests.sync.test_errors import Ending, ending
 
 ONE = torch.ones(2)
 

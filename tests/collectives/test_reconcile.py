@@ -20,8 +20,8 @@ from fddp.collectives.replicas.containers import containers_from_json, container
 from fddp.transport.base import Transport
 from fddp.tree.pytree import flatten
 from tests.collectives.test_replicas import Tagged, quantized
+from tests.support.endings import ending
 from tests.support.ranks import Launch
-from tests.sync.test_errors import ending
 
 Moments = namedtuple("Moments", ["first", "second"])
 DTYPES = [

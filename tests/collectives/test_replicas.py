@@ -17,9 +17,9 @@ import fddp
 from fddp.collectives.communicator import communicator_of
 from fddp.native.digest import _on_device, bytes_of, digest_of
 from tests.collectives.test_broadcast import NAMES, rank_of
+from tests.support.endings import Ending, ending
 from tests.support.models import rand as random
 from tests.support.ranks import Launch, launch_over
-from tests.sync.test_errors import Ending, ending
 
 WORDS = 2**64
 W = torch.ones(3)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import fddp
 from tests.collectives.test_broadcast import rank_of
+from tests.support.endings import Ending, ending
 from tests.support.ranks import launch_over
-from tests.sync.test_errors import Ending, ending
 
 
 class Net(nn.Module):

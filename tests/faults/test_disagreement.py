@@ -25,8 +25,8 @@ import fddp
 from fddp.collectives.communicator import communicator_of
 from fddp.transport import open_transport
 from tests.support.disagreement import KINDS, Case, Seen, cases, play, problems
+from tests.support.endings import Ending, ending
 from tests.support.ranks import Launch, RankPool, launch_over, split_into_hosts
-from tests.sync.test_errors import Ending, ending
 
 MANY = int(os.environ.get("DISAGREEMENTS", "0")) or len(KINDS)
 LATE_S = 2.0

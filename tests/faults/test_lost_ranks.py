@@ -17,9 +17,9 @@ from torch import Tensor
 
 import fddp
 from fddp.hooks import Hook
+from tests.support.endings import BoomError, Ending, ending
 from tests.support.models import batch, mlp, mlp_loss
 from tests.support.ranks import RankPool, run_fresh
-from tests.sync.test_errors import BoomError, Ending, ending
 
 TIMEOUT_S = 6.0
 LOST = 1

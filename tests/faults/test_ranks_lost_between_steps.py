@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 import fddp
 from fddp.transport.liveness import status_store
+from tests.support.endings import ending
 from tests.support.models import batch, mlp, mlp_loss
 from tests.support.ranks import launch_over, run_fresh, split_into_hosts
-from tests.sync.test_errors import ending
 
 TIMEOUT_S = 20.0
 LOST = 1

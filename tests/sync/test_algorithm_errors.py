@@ -14,9 +14,9 @@ import fddp
 from fddp import Topology
 from fddp.errors import PeerError
 from fddp.testing import assert_mean
+from tests.support.endings import Ending, ending
 from tests.support.models import rand
 from tests.support.ranks import Launch
-from tests.sync.test_errors import Ending, ending
 
 GRID = Topology(host=2, local=2)
 FLAT = Topology(world=4)

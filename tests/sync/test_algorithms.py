@@ -18,6 +18,7 @@ from fddp.runtime.program import Program
 from fddp.testing import assert_mean
 from fddp.tree.pytree import flatten
 from tests.runtime.test_dynamic_graphs import Branch, branch_loss, params, plain_loss
+from tests.support.endings import BoomError, Ending, ending
 from tests.support.models import (
     batch,
     largest_difference,
@@ -28,7 +29,6 @@ from tests.support.models import (
     same_bits,
 )
 from tests.support.ranks import Launch
-from tests.sync.test_errors import BoomError, Ending, ending
 
 SMALL = {"bucket_cap_mb": 0.0003, "first_bucket_mb": 0.0001}
 FEW = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0001}

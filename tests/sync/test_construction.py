@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import fddp
+from tests.support.endings import Ending, ending
 from tests.support.ranks import Launch
-from tests.sync.test_errors import Ending, ending, grads, params, step
+from tests.sync.test_errors import grads, params, step
 
 MIB = 1048576
 

@@ -24,9 +24,9 @@ from fddp.runtime.bucket import BucketState
 from fddp.telemetry.perfetto import chrome_trace, steps_from_json, steps_to_json
 from fddp.telemetry.report import MonitorReport
 from fddp.telemetry.stragglers import RankSummary, StepRecord, summarize
+from tests.support.endings import ending
 from tests.support.models import batch, mlp, mlp_loss
 from tests.support.ranks import RankPool
-from tests.sync.test_errors import ending
 
 DELAY_S = 0.05
 STEPS = 10

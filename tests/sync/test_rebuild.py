@@ -22,10 +22,10 @@ from fddp.runtime.contributions import TreeContributions
 from fddp.sync.engine import Engine
 from fddp.testing import param_trees
 from fddp.tree.pytree import flatten
+from tests.support.endings import ending
 from tests.support.models import batch, largest_difference, mean_gradients, mlp, mlp_loss, same_bits
 from tests.support.pages import alone, run_script, run_sessions
 from tests.support.ranks import run_fresh
-from tests.sync.test_errors import ending
 
 TIMEOUT_S = 6.0
 SMALL = {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0003}

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 
 import fddp
 from tests.core.test_schedule import record
+from tests.support.endings import BoomError, Ending, ending
 from tests.support.models import largest_difference, mean_gradients, mlp, mlp_loss, rand, same_bits
 from tests.support.ranks import Launch
-from tests.sync.test_errors import BoomError, Ending, ending
 
 SMALL = {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0005}
 LR = 0.1

@@ -23,9 +23,9 @@ import fddp
 from fddp.cli.main import main
 from fddp.telemetry.flight.log import Flight, FlightOp
 from fddp.telemetry.flight.recorder import SIZE
+from tests.support.endings import ending
 from tests.support.polling import soon
 from tests.support.ranks import RankPool
-from tests.sync.test_errors import ending
 
 PARAMS = {"a": torch.zeros(3), "b": torch.zeros(5), "c": torch.zeros(7)}
 SMALL = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}  # a leaf a bucket

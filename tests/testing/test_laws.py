@@ -32,9 +32,9 @@ from fddp.testing import (
     topologies,
 )
 from fddp.tree.pytree import flatten
+from tests.support.endings import Ending, ending
 from tests.support.models import rand
 from tests.support.ranks import Launch
-from tests.sync.test_errors import Ending, ending
 
 SMALL = {"bucket_cap_mb": 1e-5, "first_bucket_mb": 1e-5}
 

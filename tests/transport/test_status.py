@@ -19,9 +19,9 @@ import fddp
 from fddp.collectives.communicator import communicator_of
 from fddp.transport.liveness import failure_detector, status, status_store
 from fddp.transport.liveness.status_store import StoreStatusBoard
+from tests.support.endings import Ending, ending
 from tests.support.polling import soon
 from tests.support.ranks import RankPool
-from tests.sync.test_errors import Ending, ending
 
 W = {"w": torch.ones(3)}
 
