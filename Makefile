@@ -15,11 +15,15 @@ TOOLS := $(VENV)/.tools
 INSTALLED := $(VENV)/.installed
 NATIVE := pyproject.toml $(wildcard fddp/csrc/* fddp/csrc/*/*)
 
-.PHONY: test demo lint bench bench-gpu sanitize chaos disagree soak fuzz fuzz-atheris fuzzed-extension clean
+.PHONY: test quick demo lint bench bench-gpu sanitize chaos disagree soak fuzz fuzz-atheris fuzzed-extension clean
 
 # Two workers, because most tests wait: for processes to start, or for each other.
 test: lint
 	$(RUN) -m pytest -n 2 --dist worksteal
+
+# Those that start no process and compile nothing.
+quick: $(INSTALLED)
+	$(RUN) -m pytest -n 2 --dist worksteal -m quick
 
 demo: $(INSTALLED)
 	$(BIN)/python -m fddp demo

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import tempfile
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -13,7 +15,7 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytest_plugins = ["tests.support.ranks", "tests.support.hosts"]
+pytest_plugins = ["tests.support.ranks", "tests.support.hosts", "tests.support.quick"]
 
 # Ranks share the cores, so that the time one example takes says nothing about it.
 settings.register_profile("fddp", deadline=None)
@@ -27,4 +29,19 @@ def _folder_of_launchers() -> Iterator[None]:
         tempfile.TemporaryDirectory(prefix="fddp_", ignore_cleanup_errors=True) as folder,
         mock.patch.dict(os.environ, TMPDIR=folder),
     ):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _default_signals() -> Iterator[None]:
+    """Shells start jobs in the background with some signals ignored, and processes inherit that."""
+    with contextlib.ExitStack() as stack:
+        for number, handler in (
+            (signal.SIGINT, signal.default_int_handler),
+            (signal.SIGQUIT, signal.SIG_DFL),
+            (signal.SIGHUP, signal.SIG_DFL),
+        ):
+            if signal.getsignal(number) == signal.SIG_IGN:
+                signal.signal(number, handler)
+                stack.callback(signal.signal, number, signal.SIG_IGN)
         yield

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fddp
+from tests.support.endings import Ending, ending
 from tests.support.models import rand, same_bits
 from tests.support.ranks import Launch, RankPool
-from tests.sync.test_errors import Ending, ending
 
 NAMES = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
 NAMES += ["uint8", "int8", "int16", "int32", "int64", "bool"]
@@ -156,7 +156,7 @@ ERRORS: dict[str, tuple[Any, int, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_what_differs_is_told_on_every_rank(name: str) -> None:
+def test_differences_are_raised_on_every_rank(name: str) -> None:
     check_errors(fddp.loopback(2, differ, name, timeout_s=5.0), name)
 
 

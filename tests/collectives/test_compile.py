@@ -306,7 +306,7 @@ def test_recorded_functions_have_derivatives(ranks: RankPool) -> None:
         assert {name: value for name, value in off.items() if not value < 1e-12} == {}
 
 
-def test_other_tracers(ranks: RankPool) -> None:
+def test_make_fx_and_export_match_eager(ranks: RankPool) -> None:
     for off in ranks.run(2, trace_otherwise):
         assert len(off) == 5
         assert set(off.values()) == {0.0}
@@ -365,7 +365,7 @@ def change_sizes(rank: int, world_size: int) -> tuple[list[float], int, list[flo
     return *off_and_graphs(gathered), *off_and_graphs(step, torch.randn(2, 3))
 
 
-def test_what_is_communicated_has_one_shape_in_a_graph(ranks: RankPool) -> None:
+def test_communicated_tensors_have_static_shapes(ranks: RankPool) -> None:
     for off, graphs, off_of_step, graphs_of_step in ranks.run(2, change_sizes):
         assert set(off) == set(off_of_step) == {0.0}
         assert graphs == 4

@@ -20,8 +20,8 @@ from fddp.collectives.replicas.containers import containers_from_json, container
 from fddp.transport.base import Transport
 from fddp.tree.pytree import flatten
 from tests.collectives.test_replicas import Tagged, quantized
+from tests.support.endings import ending
 from tests.support.ranks import Launch
-from tests.sync.test_errors import ending
 
 Moments = namedtuple("Moments", ["first", "second"])
 DTYPES = [
@@ -88,7 +88,7 @@ def bits_of(x: Tensor) -> bytes:
 
 @settings(max_examples=60, deadline=None)
 @given(trees=st.lists(st.tuples(TREES, st.integers(0, 3)), min_size=1, max_size=4))
-def test_all_get_the_newest_of_the_lowest_rank(trees: list[tuple[Any, int]]) -> None:
+def test_newest_state_of_the_lowest_rank_wins(trees: list[tuple[Any, int]]) -> None:
     try:
         held = [(tree, step) for tree, step in trees if tree is not None or step > 9]
         [flatten(tree) for tree, _ in held]
@@ -142,7 +142,7 @@ def test_states_of_torch_over_processes(launch: Launch) -> None:
     assert type(told[1][0]["model"]) is OrderedDict
 
 
-def test_nothing_travels_where_all_have_it() -> None:
+def test_equal_state_is_not_sent() -> None:
     sent = []
     broadcast = Transport.broadcast
 
@@ -188,7 +188,7 @@ def test_the_same_bits_of_another_step() -> None:
     assert fddp.loopback(3, run) == [(True, 5), (True, 5), (False, 5)]
 
 
-def test_what_new_tensors_are() -> None:
+def test_received_tensors_are_plain_and_untied() -> None:
     def run(group: Any) -> Any:
         tied = torch.nn.Parameter(torch.full((2,), float(group.rank)))
         tree = [tied, tied] if group.rank else (tied, tied)
@@ -241,7 +241,7 @@ def test_own_layout_and_containers_stay() -> None:
     assert one.first.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_what_was_passed_is_not_written() -> None:
+def test_inputs_are_not_written() -> None:
     def run(group: Any) -> Any:
         tree = [torch.full((3,), float(group.rank))]
         found, _ = fddp.reconcile(tree, group, step=group.rank)
@@ -311,7 +311,7 @@ def refusals(trees: list[Any], steps: list[Any]) -> list[Any]:
         ([[1.0], {1.5: 2.0}], [0, 1], "the key 1.5 is neither text nor an integer"),
     ],
 )
-def test_what_can_not_be(trees: list[Any], steps: list[Any], text: str) -> None:
+def test_inconsistent_state_is_refused(trees: list[Any], steps: list[Any], text: str) -> None:
     told = refusals(trees, steps)
     assert told[0] == told[1]
     assert text in told[0]
@@ -342,7 +342,7 @@ def test_containers_both_ways(tree: Any) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(st.one_of(st.text(max_size=40), st.recursive(st.none() | st.text(), st.lists).map(repr)))
-def test_any_text_is_a_tree_or_an_error(text: str) -> None:
+def test_arbitrary_text_is_a_tree_or_an_error(text: str) -> None:
     for candidate in (text, json.dumps(text), text.replace("'", '"').replace("None", "null")):
         try:
             tree = containers_from_json(candidate)

@@ -17,9 +17,9 @@ import fddp
 from fddp.collectives.communicator import communicator_of
 from fddp.native.digest import _on_device, bytes_of, digest_of
 from tests.collectives.test_broadcast import NAMES, rank_of
+from tests.support.endings import Ending, ending
 from tests.support.models import rand as random
 from tests.support.ranks import Launch, launch_over
-from tests.sync.test_errors import Ending, ending
 
 WORDS = 2**64
 W = torch.ones(3)
@@ -84,7 +84,7 @@ def test_pieces_of_large_tensors(numel: int) -> None:
 
 @settings(max_examples=50)
 @given(st.integers(1, 200), st.data())
-def test_what_changes_a_digest(numel: int, data: Any) -> None:
+def test_any_change_of_bits_changes_the_digest(numel: int, data: Any) -> None:
     """Any bit, anywhere; two elements that change places; two signs at once."""
     tensor = values(numel).to(data.draw(st.sampled_from([torch.float32, torch.float64])))
     one, two = data.draw(st.tuples(st.integers(0, numel - 1), st.integers(0, numel - 1)))
@@ -469,7 +469,7 @@ def test_three_sides() -> None:
         assert "at index 0: 1.0 on rank 0, 9.0 on rank 2" in text
 
 
-def test_one_collective_where_all_is_well() -> None:
+def test_equal_replicas_take_one_collective() -> None:
     def run(group: Any) -> list[int]:
         fddp.check_replicas(tree(), group)
         transport = communicator_of(group, None).transport

@@ -99,7 +99,7 @@ def test_the_control_word_rides_in_the_last_bucket() -> None:
         ("float32", {"algorithm": "all_gather"}, None),
     ],
 )
-def test_when_the_control_word_rides(
+def test_placement_of_the_piggybacked_control_word(
     dtype: str, options: dict[str, Any], format_: str | None
 ) -> None:
     schedule = make_schedule(plan_of(("a", dtype)), GRID, **options)
@@ -317,7 +317,7 @@ LEAF = st.tuples(
 @given(
     st.lists(LEAF, min_size=1, max_size=12), st.integers(1, 64), st.integers(1, 5), st.booleans()
 )
-def test_what_holds_of_every_flat_schedule(
+def test_invariants_of_flat_schedules(
     leaves: list[tuple[str, bool, int]], cap_bytes: int, world_size: int, wide: bool
 ) -> None:
     specs = [

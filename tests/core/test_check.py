@@ -46,7 +46,7 @@ def test_the_word_is_set_down_and_rides_again(schedule: Schedule) -> None:
 
 @settings(max_examples=80)
 @given(built())
-def test_what_is_built_is_right(schedule: Schedule) -> None:
+def test_built_schedules_pass_the_check(schedule: Schedule) -> None:
     check_schedule(schedule)
     assert find_fault(schedule, tries=1) is None
     assert Schedule.from_json(schedule.to_json()) == schedule
@@ -61,7 +61,7 @@ def test_axes_may_be_taken_in_any_order(schedule: Schedule) -> None:
 
 @settings(max_examples=300)
 @given(chains())
-def test_any_chain_is_judged_as_by_the_oracle(schedule: Schedule) -> None:
+def test_random_chains_agree_with_the_oracle(schedule: Schedule) -> None:
     fault, problem = find_fault(schedule, tries=0), problem_of(schedule)
     assert (problem is None) is (fault is None), f"{problem}, {fault}\n{schedule}"
 
@@ -77,7 +77,7 @@ def problem_of(schedule: Schedule) -> str | None:
 # Errors
 
 
-def test_an_error_says_where() -> None:
+def test_errors_have_a_location() -> None:
     schedule = with_op_of(flat(GRID), "all_reduce", axes=("local",))
     with pytest.raises(ScheduleError) as caught:
         check_schedule(schedule)

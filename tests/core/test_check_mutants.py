@@ -199,7 +199,7 @@ def mutants(schedule: Schedule) -> list[Mutant]:
     return [Mutant(change, mutant) for mutant, change in found.items()]
 
 
-def test_there_are_many() -> None:
+def test_number_of_mutants() -> None:
     counts = Counter(mutant.change for schedule in BASES.values() for mutant in mutants(schedule))
     assert sum(counts.values()) >= 4000, counts
     assert counts.pop("deterministic changed") == len(BASES)

@@ -50,7 +50,7 @@ def steps(draw: st.DrawFn) -> tuple[ControlLayout, list[ControlWord]]:
 
 
 @given(steps())
-def test_the_sum_tells_every_rank_the_same(step: tuple[ControlLayout, list[ControlWord]]) -> None:
+def test_sum_is_equal_on_every_rank(step: tuple[ControlLayout, list[ControlWord]]) -> None:
     layout, words = step
     total = np.sum([encode(layout, word) for word in words], axis=0)
     report = decode(layout, total, fingerprint=7, world_size=len(words))
@@ -149,7 +149,7 @@ def exact_report(layout: ControlLayout, words: list[ControlWord]) -> ControlRepo
 
 @settings(max_examples=200)
 @given(limbed_steps(), st.randoms(use_true_random=False))
-def test_limbs_tell_the_same_in_any_order_of_summation(
+def test_limbs_are_independent_of_summation_order(
     step: tuple[ControlLayout, list[ControlWord]], random: Random
 ) -> None:
     layout, words = step

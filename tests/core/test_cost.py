@@ -107,7 +107,7 @@ def test_neither_parameter_is_negative() -> None:
     assert found.beta_s_per_byte > 0.0
 
 
-def test_what_disturbs_does_not_count() -> None:
+def test_disturbed_samples_are_ignored() -> None:
     cost = CostModel(1e-3, 1e-9)
     keys: list[Any] = [("all_reduce", 8, 2), ("all_reduce", 10**7, 2)]
     samples = [s for s in samples_of(cost, keys) for _ in range(2)]
@@ -142,7 +142,7 @@ GOOD = Sample("all_reduce", 8, 2, 1.0)
         ),
     ],
 )
-def test_samples_that_say_nothing(samples: list[Sample], message: str) -> None:
+def test_uninformative_samples(samples: list[Sample], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CostModel.fit(samples)
 

@@ -42,7 +42,7 @@ def test_the_rule_is_that_of_grad_scaler() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5))
-def test_it_stays_within_its_bounds(steps: list[bool], every: int) -> None:
+def test_scale_stays_within_its_bounds(steps: list[bool], every: int) -> None:
     scale = LossScale(4.0)
     for all_finite in steps:
         before, scale = (
@@ -69,7 +69,7 @@ def test_it_stays_within_its_bounds(steps: list[bool], every: int) -> None:
         (LossScale(), {"most": 64.0}, r"from least to most, .* to 64.0, got 65536\.0"),
     ],
 )
-def test_what_makes_no_sense(scale: LossScale, options: dict[str, Any], text: str) -> None:
+def test_invalid_options_are_refused(scale: LossScale, options: dict[str, Any], text: str) -> None:
     for all_finite in True, False:
         with pytest.raises(ValueError, match=text):
             next_loss_scale(scale, all_finite, **options)
@@ -87,14 +87,14 @@ def test_what_makes_no_sense(scale: LossScale, options: dict[str, Any], text: st
         (LossScale(None), True, {}, "scale is a LossScale of two numbers"),
     ],
 )
-def test_what_is_of_another_type(
+def test_wrong_types_are_refused(
     scale: Any, all_finite: Any, options: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(TypeError, match=text):
         next_loss_scale(scale, all_finite, **options)
 
 
-def test_a_scaler_that_is_told_a_scale_goes_on_counting() -> None:
+def test_setting_a_scale_keeps_the_count() -> None:
     """Why the guide points to `next_loss_scale` for steps that are left out."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     param = torch.nn.Parameter(torch.zeros(1))

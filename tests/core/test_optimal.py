@@ -181,7 +181,7 @@ def test_ddp_is_a_candidate() -> None:
         assert plan_leaves(leaves, order=order, caps_bytes=DDP_CAPS_BYTES) in candidates
 
 
-def test_what_a_plan_is_made_of() -> None:
+def test_plan_of_an_optimal_partition() -> None:
     leaves = [
         LeafSpec("a", (100,), "float32"),
         LeafSpec("b", (50,), "bfloat16"),

@@ -43,9 +43,7 @@ def test_one_small_tensor_takes_one_collective(
     st.lists(st.floats(0.0, 1e30), min_size=2, max_size=4).filter(any),
     st.sampled_from([torch.float32, torch.float64]),
 )
-def test_what_rides_tells_what_a_word_of_its_own_tells(
-    weights: list[float], dtype: torch.dtype
-) -> None:
+def test_piggybacked_word_equals_a_separate_word(weights: list[float], dtype: torch.dtype) -> None:
     plan = fddp.plan_buckets({"a": torch.zeros(3, dtype=dtype), "b": torch.zeros(2, dtype=dtype)})
     made = fddp.make_schedule(plan, fddp.Topology(world=len(weights)))
 
@@ -82,7 +80,7 @@ def test_gradients_that_are_not_finite_leave_the_word_alone() -> None:
     assert fddp.loopback(2, run) == [(1.0, 7.0, 2, False)] * 2
 
 
-def test_what_fails_in_packing_the_last_bucket_is_told_by_its_word() -> None:
+def test_failure_in_packing_the_last_bucket_is_in_its_control_word() -> None:
     def run(group: Any) -> Any:
         params = {"a": torch.zeros(3), "b": torch.zeros(3)}
         with fddp.GradSync(params, group=group, **SMALL) as sync:

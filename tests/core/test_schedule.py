@@ -56,7 +56,7 @@ def test_the_digest_is_stable() -> None:
     )
 
 
-def test_what_ranks_share() -> None:
+def test_shared_digest_ignores_local_leaves() -> None:
     """Ranks may have different leaves that are not reduced."""
     one, other = (
         make_schedule(plan_of(("a", "float32"), ("steps", dtype)), WORLD)
@@ -93,7 +93,7 @@ def test_pickles_leave_what_was_worked_out_behind() -> None:
     assert len(pickle.dumps(schedule)) == before
 
 
-def test_one_by_hand() -> None:
+def test_schedule_of_one_leaf_by_hand() -> None:
     plan, region = plan_of(("a", "float32")), Region("bucket", 0, 3)
     made = with_separate_word(make_schedule(plan, WORLD))
     ops = (
@@ -412,7 +412,7 @@ def issue(group: Any, case: dict[str, Any]) -> Any:
 
 @settings(max_examples=30)
 @given(right_chains())
-def test_what_was_checked_runs_and_gives_the_mean(schedule: Schedule) -> None:
+def test_checked_schedules_run_and_give_the_mean(schedule: Schedule) -> None:
     check_schedule(schedule)
     (leaf,), ranks = schedule.plan.leaves, schedule.topology.world_size
     dtype = getattr(torch, leaf.dtype)
@@ -439,7 +439,7 @@ def test_what_was_checked_runs_and_gives_the_mean(schedule: Schedule) -> None:
             torch.testing.assert_close(got, mean, rtol=2e-3, atol=0.0)
 
 
-def test_a_wrong_schedule_is_told_at_construction() -> None:
+def test_wrong_schedules_are_refused_at_construction() -> None:
     schedule = make_schedule(plan_of(("a", "float32")), WORLD)
     wrong = dataclasses.replace(schedule, result="sharded_mean")
 

@@ -398,7 +398,7 @@ def test_repairs_cost_their_reduction() -> None:
     assert "all_reduce 1 (late)" not in labels
 
 
-def test_what_follows_a_repair_waits_for_the_control_word() -> None:
+def test_operations_after_a_repair_wait_for_the_control_word() -> None:
     """It decides on the repair, so a rank can't pass over that before the word is in."""
     schedule = with_separate_word(two_leaves())
     order = [0, 1, 2, 4, 5, 6, 7, 3, *range(8, len(schedule.ops))]

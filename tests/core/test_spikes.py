@@ -48,7 +48,7 @@ def test_the_unit_does_not_matter(norms: list[float], last: float, unit: float) 
 
 
 @given(NORMS, st.floats(1e-6, 1e6), st.floats(1.0, 1e6))
-def test_what_is_larger_than_a_spike_is_one(norms: list[float], last: float, factor: float) -> None:
+def test_values_above_a_spike_are_spikes(norms: list[float], last: float, factor: float) -> None:
     history, _ = after(norms)
     _, smaller = check_norm(history, last, **QUICK)
     _, larger = check_norm(history, last * factor, **QUICK)
@@ -65,7 +65,7 @@ def test_more_deviations_find_fewer(norms: list[float], deviations: float, more:
 
 
 @given(NORMS, st.sampled_from([math.nan, math.inf, 0.0]))
-def test_what_has_no_logarithm_leaves_no_trace(norms: list[float], odd: float) -> None:
+def test_values_without_a_logarithm_are_ignored(norms: list[float], odd: float) -> None:
     history, _ = after(norms)
     same, verdict = check_norm(history, odd, **QUICK)
     assert same is history
@@ -128,7 +128,7 @@ def test_norms_that_have_grown_for_good_are_accepted() -> None:
     assert 128 + 60 <= last <= 128 + 64
 
 
-def test_nothing_is_a_spike_before_the_warmup_is_over() -> None:
+def test_no_spike_before_the_warmup_is_over() -> None:
     _, verdict = after([1.0, 1e9, 1e-9], warmup=4)
     assert not verdict.is_spike
     assert verdict.limit == math.inf
@@ -168,7 +168,7 @@ def test_options_that_make_no_sense(options: dict[str, float], text: str) -> Non
         ({"history": NormHistory(("1",))}, "history holds floats, got a str at position 0"),
     ],
 )
-def test_what_is_of_another_type(options: dict[str, Any], text: str) -> None:
+def test_wrong_types_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(TypeError, match=text):
         check_norm(**{"history": NormHistory(), "grad_norm": 1.0, **options})
 

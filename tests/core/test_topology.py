@@ -24,7 +24,7 @@ topologies = st.dictionaries(
 ).map(lambda axes: Topology(**axes))
 
 
-def test_it_is_a_value() -> None:
+def test_topology_is_a_value() -> None:
     grid = Topology(host=4, local=8)
     assert grid.world_size == 32
     assert grid.axes == (("host", 4), ("local", 8))
@@ -124,5 +124,5 @@ def test_of_something_else(thing: object) -> None:
         Topology.from_group(thing)
 
 
-def test_it_is_public() -> None:
+def test_topology_is_public() -> None:
     assert fddp.Topology is Topology

@@ -122,7 +122,7 @@ def test_a_cap_must_be_a_size(given: dict[str, Any]) -> None:
         options(**given)
 
 
-def test_errors_name_what_is_wrong() -> None:
+def test_errors_name_the_argument() -> None:
     with pytest.raises(RuntimeError, match=r"'1\.weight' is not initialised"):
         options(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)))
     with pytest.raises(ValueError, match=r"'0\.norm' is on the CPU; use BatchNorm"):
@@ -152,7 +152,7 @@ def test_a_module_on_one_accelerator_has_one_device() -> None:
 # Groups
 
 
-def test_there_must_be_a_group() -> None:
+def test_missing_group_is_refused() -> None:
     with pytest.raises(ValueError, match="Default process group has not been initialized, please"):
         group_of(Arguments())
 

@@ -112,7 +112,7 @@ def broken_off(group: Any) -> list[str]:
     return [*said, str(grads(model))]
 
 
-def test_a_backward_that_is_broken_off_fails_on_all_ranks_and_all_go_on(launch: Launch) -> None:
+def test_interrupted_backward_fails_on_all_ranks_and_all_continue(launch: Launch) -> None:
     first, second = launch(2, broken_off)
     assert first[0].startswith("PeerError: rank 1 failed at step 1: RuntimeError: backward was")
     assert second[0] == "ValueError: no backward here"
@@ -163,7 +163,7 @@ def fails_to_arm(group: Any) -> str:
     return type(caught.value).__name__
 
 
-def test_what_fails_at_the_start_of_a_step_is_told_to_all(launch: Launch) -> None:
+def test_failures_at_the_start_of_a_step_are_raised_on_all_ranks(launch: Launch) -> None:
     first, second = launch(2, fails_to_arm)
     assert first == "PeerError"
     assert second != "PeerError"

@@ -112,7 +112,7 @@ def unfrozen_before_a_bad_batch(group: Any, place: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("place", ["input", "loss"])
-def test_a_step_that_fails_is_told_though_parameters_changed(launch: Launch, place: str) -> None:
+def test_failed_step_is_reported_after_parameters_changed(launch: Launch, place: str) -> None:
     first, second = launch(2, unfrozen_before_a_bad_batch, place)
     assert first[0] == (
         "PeerError: rank 1 failed at step 1: ValueError: no data here; no gradients were produced "

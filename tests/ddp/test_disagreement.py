@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import fddp
 from tests.collectives.test_broadcast import rank_of
+from tests.support.endings import Ending, ending
 from tests.support.ranks import launch_over
-from tests.sync.test_errors import Ending, ending
 
 
 class Net(nn.Module):
@@ -61,7 +61,7 @@ def wrap_each(group: Any) -> dict[str, Ending]:
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_modules_that_differ_are_told_before_anything_moves(
+def test_different_modules_are_raised_before_any_communication(
     request: pytest.FixtureRequest, transport: str
 ) -> None:
     """gloo would end the process, or write one leaf's values into another's."""

@@ -124,7 +124,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("place", "buffers"), CASES)
-def test_what_is_raised_in_a_step_is_told_in_it(place: str, buffers: str) -> None:
+def test_errors_in_a_step_are_raised_on_all_ranks(place: str, buffers: str) -> None:
     in_parts = place == "micro-batch"
     runs = fddp.loopback(3, steps, place, buffers, in_parts)
     wanted = undisturbed(buffers, in_parts=in_parts)
@@ -146,7 +146,7 @@ def steps_of_processes(rank: int, world_size: int, *args: Any) -> Run:
 
 
 @pytest.mark.parametrize("place", ["input", "loss", "backward"])
-def test_processes_tell_each_other(ranks: RankPool, place: str) -> None:
+def test_processes_report_failures(ranks: RankPool, place: str) -> None:
     runs = ranks.run(3, steps_of_processes, place, "before", False)
     for rank, (found, wanted) in enumerate(zip(runs, undisturbed("before"), strict=True)):
         begins = "ValueError: no " if rank == BAD else f"PeerError: rank {BAD} failed at step 2: "
@@ -218,7 +218,7 @@ def undisturbed_operators(*, hooked: bool) -> list[Any]:
 
 @pytest.mark.parametrize("place", ["input", "forward", "loss", "graph"])
 @pytest.mark.parametrize("hooked", [False, True])
-def test_what_is_raised_is_told_to_ranks_in_operators(place: str, hooked: bool) -> None:
+def test_errors_reach_ranks_in_operators(place: str, hooked: bool) -> None:
     runs = fddp.loopback(3, steps_beside_operators, place, hooked)
     check_beside_operators(runs, undisturbed_operators(hooked=hooked))
 
@@ -228,7 +228,7 @@ def steps_of_processes_beside_operators(rank: int, world_size: int, place: str) 
 
 
 @pytest.mark.parametrize("place", ["input", "graph"])
-def test_what_is_raised_is_told_to_processes_in_operators(ranks: RankPool, place: str) -> None:
+def test_errors_reach_processes_in_operators(ranks: RankPool, place: str) -> None:
     runs = ranks.run(3, steps_of_processes_beside_operators, place)
     check_beside_operators(runs, undisturbed_operators(hooked=False))
 
@@ -263,7 +263,7 @@ def uneven_steps(group: Any, fails: str, options: dict[str, Any]) -> tuple[str, 
     return said, grads(model)
 
 
-def test_all_leave_join_together_when_one_fails_in_a_step() -> None:
+def test_failing_rank_makes_all_leave_join() -> None:
     first, second, third = fddp.loopback(3, uneven_steps, "raise", {})
     assert third[0] == "ValueError: no loss here"
     assert first[0] == second[0]
@@ -332,7 +332,7 @@ def test_processes_that_have_run_out_take_a_failed_step_as_the_others_do(ranks: 
 
 
 @pytest.mark.parametrize("bad", ["data", "number"])
-def test_ranks_that_leave_join_after_a_failed_step_say_so(bad: str) -> None:
+def test_leaving_join_after_a_failed_step_is_reported(bad: str) -> None:
     first, second, third = fddp.loopback(3, going_on, bad, (1, 2))
     assert [len(said) for said, *_ in (first, second, third)] == [2, 4, 4]
     name = "PeerError: rank 2 failed" if bad == "data" else "NonFiniteError: step 2: "
@@ -342,7 +342,7 @@ def test_ranks_that_leave_join_after_a_failed_step_say_so(bad: str) -> None:
         assert_close(first[1], found[1])
 
 
-def test_ranks_that_go_on_say_who_has_left_join() -> None:
+def test_remaining_ranks_name_those_that_left_join() -> None:
     first, second, third = fddp.loopback(3, going_on, "data", (2,))
     assert first[0][1].startswith("left with PeerError: rank 2 failed at step 2: ValueError: no ")
     assert second[0][2].startswith("PeerError: rank 2 failed at step 2: ValueError: no data here; ")
@@ -356,7 +356,7 @@ def test_ranks_that_go_on_say_who_has_left_join() -> None:
     assert_close(first[1], third[1])
 
 
-def test_all_leave_join_once_one_has_no_input_left() -> None:
+def test_exhausted_rank_makes_all_leave_join() -> None:
     said = [
         run[0] for run in fddp.loopback(3, uneven_steps, "", {"throw_on_early_termination": True})
     ]
@@ -400,7 +400,7 @@ def lost_while_others_wait(group: Any) -> str:
     return "ended"
 
 
-def test_ranks_that_have_joined_say_whom_they_lost() -> None:
+def test_joined_ranks_name_lost_ranks() -> None:
     first, second, third = fddp.loopback(3, lost_while_others_wait)
     assert third == "ValueError: no data here"
     for rank, text in enumerate((first, second)):
@@ -428,7 +428,7 @@ def after_a_loss(group: Any, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["in backward", "in forward"])
-def test_a_wrapper_that_is_closed_says_why_and_what_to_do(how: str) -> None:
+def test_closed_wrapper_names_reason_and_remedy(how: str) -> None:
     lost, *others = fddp.loopback(2, after_a_loss, how)[0]
     assert lost.startswith("RankLostError: ")
     for text in others:

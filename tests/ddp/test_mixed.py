@@ -215,7 +215,7 @@ class Kinds(nn.Module):
         return {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
 
 
-def test_what_is_cast() -> None:
+def test_cast_parameters_buffers_and_inputs() -> None:
     module = Kinds()
     before = ids(module)
     mixed = mixed_of(module, param_dtype=LOW, buffer_dtype=torch.float16)
@@ -314,7 +314,7 @@ def test_a_compiled_module() -> None:
     assert module.weight.grad is not None
 
 
-def test_what_gradients_travel_in() -> None:
+def test_wire_dtype_of_gradients() -> None:
     half = torch.float16
     assert wire_dtype(_MixedPrecision(param_dtype=LOW, reduce_dtype=half)) is half
     assert wire_dtype(_MixedPrecision(param_dtype=LOW)) is LOW

@@ -107,7 +107,7 @@ def test_a_skipped_step_is_as_if_it_had_not_been(name: str, clear: bool) -> None
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
 @pytest.mark.parametrize("bad_micro_batch", [0, 1, 2])
 @pytest.mark.parametrize("views", [False, True])
-def test_what_was_accumulated_is_left_out_too(bad_micro_batch: int, views: bool) -> None:
+def test_accumulated_gradients_are_left_out_too(bad_micro_batch: int, views: bool) -> None:
     """Also where the parameter with the bad number gets none in the pass that synchronises."""
 
     def run(group: Any) -> Any:
@@ -316,7 +316,7 @@ def scaled(group: Any, policy: Any) -> Any:
     return scales, values(model)
 
 
-def test_it_leaves_out_the_steps_that_a_grad_scaler_leaves_out() -> None:
+def test_skipped_steps_match_grad_scaler() -> None:
     runs = fddp.loopback(2, scaled, "propagate") + fddp.loopback(2, scaled, "skip")
     assert runs[0][0][0] == 2.0**126
     assert runs[0][0][-1] == runs[0][0][-2] > 2.0**100

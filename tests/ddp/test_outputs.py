@@ -170,7 +170,7 @@ def generator() -> Iterator[Tensor]:
     raise AssertionError("used up")
 
 
-def test_no_code_of_the_output_runs() -> None:
+def test_output_code_is_not_run() -> None:
     numbers = generator()
     assert find_tensors([Secretive(), numbers]) == []
     assert isinstance(next(numbers), Tensor)

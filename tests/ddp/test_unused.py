@@ -148,5 +148,5 @@ def untouched(group: Any) -> list[Any]:
     return [weight.grad is own, own.unique().tolist()]
 
 
-def test_what_no_rank_used_keeps_its_gradient(launch: Launch) -> None:
+def test_globally_unused_parameters_keep_their_gradient(launch: Launch) -> None:
     assert launch(2, untouched) == [[True, [7.0]], [True, [8.0]]]

@@ -88,7 +88,7 @@ HOLDS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("how", HOLDS)
-def test_what_is_held_of_a_step_is_not_reduced_over(how: str) -> None:
+def test_held_gradients_are_not_overwritten(how: str) -> None:
     def run(group: Any) -> None:
         module = model()
         ddp = wrapped(group, module)

@@ -59,7 +59,7 @@ def run(rank: int, world_size: int, name: str, options: dict[str, Any]) -> Repor
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ranks_do_what_one_process_does_and_the_page_says(ranks: RankPool, name: str) -> None:
+def test_ranks_match_one_process_and_the_page(ranks: RankPool, name: str) -> None:
     reports = ranks.run(2, run, name, {})
     text = read("docs/examples.md")
     section = text[text.rindex(f"-m examples.{name}\n") :].split("\n## ")[0]

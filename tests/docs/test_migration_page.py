@@ -19,7 +19,7 @@ def test_the_page_runs_on_two_ranks(tmp_path: Path) -> None:
     run_script(PAGE, tmp_path)
 
 
-def test_what_it_names_exists() -> None:
+def test_named_objects_exist() -> None:
     named = set(re.findall(r"\bfddp\.([\w.]+)", read(PAGE)))
     places = {"": fddp, "hooks.": hooks, "jax.": fddp.jax}
     for name in named - {"jax"}:
@@ -27,7 +27,7 @@ def test_what_it_names_exists() -> None:
         assert hasattr(places[prefix], name.removeprefix(prefix)), name
 
 
-def test_what_it_names_of_jax_exists() -> None:
+def test_named_jax_objects_exist() -> None:
     named = set(re.findall(r"\blax\.(\w+)", read(PAGE)))
     assert {"pmean", "psum_scatter", "axis_index"} <= named
     assert not [name for name in named if not hasattr(jax.lax, name)]

@@ -21,7 +21,7 @@ def read(path: Path) -> nbformat.NotebookNode:
     return nbformat.read(path, as_version=4)
 
 
-def test_they_are_found() -> None:
+def test_notebooks_are_found() -> None:
     names = [path.stem for path in NOTEBOOKS]
     assert names == [
         "01_bucket_plans",
@@ -36,7 +36,7 @@ def test_they_are_found() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs(path: Path, tmp_path: Path) -> None:
+def test_notebook_runs(path: Path, tmp_path: Path) -> None:
     notebook = read(path)
     # An error in any cell is raised here.
     NotebookClient(
@@ -54,7 +54,7 @@ def test_it_runs(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_is_kept_clean(path: Path) -> None:
+def test_notebook_has_no_outputs(path: Path) -> None:
     notebook = read(path)
     nbformat.validate(notebook)
     assert dict(notebook.metadata) == METADATA
@@ -67,7 +67,7 @@ def test_it_is_kept_clean(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_its_links_lead_somewhere(path: Path) -> None:
+def test_notebook_links_resolve(path: Path) -> None:
     for cell in read(path).cells:
         for target in cell.source.split("](")[1:]:
             file = target.partition(")")[0]

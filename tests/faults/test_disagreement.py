@@ -25,14 +25,14 @@ import fddp
 from fddp.collectives.communicator import communicator_of
 from fddp.transport import open_transport
 from tests.support.disagreement import KINDS, Case, Seen, cases, play, problems
+from tests.support.endings import Ending, ending
 from tests.support.ranks import Launch, RankPool, launch_over, split_into_hosts
-from tests.sync.test_errors import Ending, ending
 
 MANY = int(os.environ.get("DISAGREEMENTS", "0")) or len(KINDS)
 LATE_S = 2.0
 
 
-def test_many(record_property: Any) -> None:
+def test_generated_disagreements_on_threads(record_property: Any) -> None:
     """On threads, which cost little; every kind at least once."""
     played, found = Counter[str](), []
     for case in cases(7, MANY):
@@ -66,7 +66,7 @@ SAMPLE = [
 
 
 @pytest.mark.parametrize("name", ["c10d", "shm"])
-def test_on_processes(request: pytest.FixtureRequest, name: str) -> None:
+def test_generated_disagreements_on_processes(request: pytest.FixtureRequest, name: str) -> None:
     launch = launch_over(name, request)
     played = [Case(11 + k, kind, 2, k % 2) for k, kind in enumerate(SAMPLE)]
     for case, seen in zip(played, zip(*launch(2, play_all, played), strict=True), strict=True):
@@ -123,7 +123,7 @@ def waiting(rank: int, n: int, transport: Any, case: str) -> Ending:
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_what_ranks_wait_for(ranks: RankPool, transport: str) -> None:
+def test_errors_name_the_pending_operations(ranks: RankPool, transport: str) -> None:
     first, second = ranks.run(2, waiting, transport, "swapped")
     one = "waiting for bucket 0 (w) of step 1 of GradSync #1"
     two = "waiting for bucket 0 (w) of step 1 of GradSync #2"
@@ -169,7 +169,7 @@ def test_a_rank_that_opens_something_else(ranks: RankPool) -> None:
     assert "GradSync #1" in second.text
 
 
-def test_threads_tell_alike() -> None:
+def test_threads_raise_equal_errors() -> None:
     together = threading.Barrier(2)
 
     def run(group: Any) -> Ending:
@@ -219,7 +219,7 @@ def quiet(rank: int, n: int) -> None:
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
-def test_nothing_is_told_where_all_is_well(ranks: RankPool) -> None:
+def test_agreeing_ranks_raise_nothing(ranks: RankPool) -> None:
     ranks.run(2, quiet_once_warm)
 
 
@@ -300,13 +300,15 @@ def check_operator_on_one_rank(told_of: list[list[Any]]) -> None:
         assert means == [2.0, 3.0]
 
 
-def test_operators_go_on_after_a_step_that_was_left_half_done() -> None:
+def test_operators_work_after_an_abandoned_step() -> None:
     """All ranks open anew what one has left half way through a call of its own."""
     check_operator_on_one_rank(fddp.loopback(3, operator_on_one_rank, "auto", timeout_s=60.0))
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_operators_of_processes_go_on_after_it(ranks: RankPool, transport: str) -> None:
+def test_operators_work_after_an_abandoned_step_on_processes(
+    ranks: RankPool, transport: str
+) -> None:
     check_operator_on_one_rank(ranks.run(3, operator_on_one_process, transport))
 
 
@@ -378,7 +380,7 @@ def swap_on_threads(group: Any, odd: int, seen: dict[int, Ending]) -> None:
             return
 
 
-def test_swapped_calls_on_threads_are_told_on_every_rank() -> None:
+def test_swapped_calls_on_threads_are_raised_on_every_rank() -> None:
     for turn in range(60):
         seen: dict[int, Ending] = {}
         fddp.loopback(3, swap_on_threads, turn % 3, seen, timeout_s=5.0)
@@ -447,7 +449,7 @@ def go_on_unequally(group: Any) -> list[Ending]:
     return [ending(lambda: fddp.psum(W, group)) for _ in range(2)]
 
 
-def test_operators_do_not_go_on_out_of_step() -> None:
+def test_operators_fail_out_of_step() -> None:
     for told in fddp.loopback(2, go_on_unequally):
         for seen in told:
             assert seen.kinds[0] == "DesyncError"
@@ -540,7 +542,7 @@ def test_buffers_of_another_size(ranks: RankPool) -> None:
         assert "rank 1 all_gather" in second.text, "because it compares sizes anew"
 
 
-def test_what_is_opened_is_compared() -> None:
+def test_openings_are_compared() -> None:
     def run(group: Any) -> Ending:
         if group.rank:
             return ending(lambda: fddp.broadcast(W, group=group))

@@ -184,7 +184,7 @@ def test_changed_documents(name: str, data: st.DataObject) -> None:
 @example(text="1" * 100_000)
 @example(text='{"format":1,"format":2}')
 @example(text="\ufeff{}")
-def test_any_text(name: str, text: str) -> None:
+def test_arbitrary_text_is_read_or_refused(name: str, text: str) -> None:
     check(READERS[name], text)
 
 
@@ -260,7 +260,7 @@ PAYLOADS = st.one_of(
 
 @settings(max_examples=200, deadline=None)
 @given(PAYLOADS)
-def test_what_neighbours_tell(payload: bytes) -> None:
+def test_malformed_answers_of_neighbours_are_refused(payload: bytes) -> None:
     exchange = StagedExchange(Peers(payload))  # type: ignore[arg-type]
     own, theirs = exchange.stage(lambda: [3, 1], _is_arena_offset)
     assert own == [3, 1]
@@ -274,7 +274,7 @@ def test_what_neighbours_tell(payload: bytes) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(PAYLOADS)
-def test_what_the_store_of_a_group_holds(payload: bytes) -> None:
+def test_malformed_store_values_are_refused(payload: bytes) -> None:
     store = torch.distributed.HashStore()
     calls = [Membership(store, rank, 2) for rank in range(2)]
     for call in calls:
@@ -520,7 +520,7 @@ def test_nothing_is_unpickled() -> None:
         "eval(text)",
     ],
 )
-def test_what_unpickles_is_found(source: str) -> None:
+def test_uses_of_pickle_are_found(source: str) -> None:
     assert unpickling(source)
 
 

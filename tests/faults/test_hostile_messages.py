@@ -50,7 +50,7 @@ from tests.support.hook_models import SMALL
         ("", object, "it is not JSON: Expecting value"),
     ],
 )
-def test_what_is_of_another_form_is_told_where(text: str, form: Any, problem: str) -> None:
+def test_malformed_messages_are_located(text: str, form: Any, problem: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - its text is compared
         decode(text, form)
     assert problem in str(caught.value)
@@ -74,7 +74,7 @@ def test_bytes_that_are_no_text() -> None:
         ("text", AnyOf(("auto", "text"))),
     ],
 )
-def test_what_is_of_its_form_is_read(value: Any, form: Any) -> None:
+def test_well_formed_messages_are_read(value: Any, form: Any) -> None:
     assert decode(json.dumps(value), form) == value
 
 
@@ -157,7 +157,7 @@ def check(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_ranks_write_is_read(name: str) -> None:
+def test_messages_of_ranks_are_read(name: str) -> None:
     reader, text, write = WRITTEN[name]
     assert write(reader(text)) == text
 
@@ -165,7 +165,7 @@ def test_what_ranks_write_is_read(name: str) -> None:
 @pytest.mark.parametrize("name", WRITTEN)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_what_was_changed_is_refused_or_means_what_it_says(name: str, data: st.DataObject) -> None:
+def test_mutated_messages_are_refused_or_valid(name: str, data: st.DataObject) -> None:
     check(name, data.draw(mutants(WRITTEN[name].text)))
 
 
@@ -174,12 +174,12 @@ def test_what_was_changed_is_refused_or_means_what_it_says(name: str, data: st.D
 @given(text=st.one_of(JSON.map(json.dumps), st.text()))
 @example(text="[" * 100_000)
 @example(text="1" * 100_000)
-def test_any_text_is_refused(name: str, text: str) -> None:
+def test_arbitrary_text_is_refused(name: str, text: str) -> None:
     check(name, text)
 
 
 @pytest.mark.parametrize("text", [b"", b"7", b"a\nb", b"\xff\xfe"])
-def test_accounts_of_failures_that_make_no_sense_are_told_as_such(text: bytes) -> None:
+def test_malformed_failure_reports_are_named(text: bytes) -> None:
     assert _decode_report(b"3\nabc\nstep\n\nno: 1\n2") == ("3", "abc", "step", "", "no: 1\n2")
     assert _decode_report(text).failure == f"it says {text!r}, which makes no sense"
 
@@ -319,7 +319,7 @@ ANSWERS = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(answer=ANSWERS, question=st.one_of(st.just(b"0"), st.binary(max_size=20)), since=st.just(1))
-def test_where_ranks_are_is_told_whatever_the_store_holds(
+def test_status_is_reported_whatever_the_store_holds(
     answer: bytes, question: bytes, since: int
 ) -> None:
     """What explains another failure never fails itself."""
@@ -341,7 +341,7 @@ def test_where_ranks_are_is_told_whatever_the_store_holds(
     assert "\x1b" not in told
 
 
-def test_an_answer_is_told_as_it_was_given() -> None:
+def test_answers_are_quoted_verbatim() -> None:
     store = dist.HashStore()
     desks = [StoreStatusBoard(store, rank, 2) for rank in range(2)]
     desks[1].gave_up = "giving up bucket 0"

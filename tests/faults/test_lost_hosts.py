@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import random
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -15,8 +19,11 @@ import torch
 import torch.distributed as dist
 
 import fddp
+from fddp.transport.c10d import backends
+from fddp.transport.c10d import transport as c10d
 from fddp.transport.liveness.membership import Membership
 from fddp.transport.liveness.status_store import StoreStatusBoard
+from fddp.transport.shm import transport as shm
 from tests.support.ranks import RankPool, run_fresh
 
 TIMEOUT_S = 2.0
@@ -203,10 +210,61 @@ def fail_in_a_handler(rank: int, world_size: int, transport: str) -> str:
     return ""
 
 
-def test_what_a_signal_handler_raises_is_raised(ranks: RankPool) -> None:
+def test_a_handler_error_is_raised_from_a_wait(ranks: RankPool) -> None:
     for transport in ("shm", "c10d"):
         told = ranks.run(2, fail_in_a_handler, transport)
         assert told[0] == "PreemptedError: by the scheduler"
+
+
+@contextlib.contextmanager
+def failing_at(number: int) -> Iterator[None]:
+    """Raise as a signal handler would, once as many functions were entered or have returned."""
+    signal.signal(signal.SIGUSR2, preempt)
+    events = itertools.count(1)
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        if event in ("call", "c_return", "c_exception") and next(events) == number:
+            preempt(signal.SIGUSR2, frame)
+
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def fail_at_calls(rank: int, world_size: int, transport: str, numbers: range) -> list[str]:
+    endings = []
+    for number in numbers:
+        with fddp.GradSync(TREE, timeout_s=20.0, transport=transport) as sync:
+            sync(TREE)
+            try:
+                if rank == 0:
+                    with (
+                        mock.patch.object(backends, "_LOOK_AROUND", timedelta(milliseconds=1)),
+                        mock.patch.object(shm, "_LOOK_AROUND_S", 0.001),
+                        mock.patch.object(c10d, "_LOOK_FOR_ENDS_S", 0.0),
+                        failing_at(number),
+                    ):
+                        sync(TREE)
+                else:
+                    time.sleep(0.02)
+                    sync(TREE)
+                endings.append("no error")
+            except RuntimeError as error:
+                endings.append(type(error).__name__)
+        dist.barrier()
+    return endings
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_a_handler_error_is_raised_from_any_call(ranks: RankPool, transport: str) -> None:
+    """Code that suppresses errors of stores and backends lets those of signal handlers through."""
+    numbers = range(5, 400, 10)
+    first, second = ranks.run(2, fail_at_calls, transport, numbers)
+    assert dict(zip(numbers, first, strict=True)) == dict.fromkeys(numbers, "PreemptedError")
+    # Rank 1 may have met rank 0 before that failed.
+    assert set(second) <= {"RankLostError", "PeerError", "no error"}
 
 
 def fail_at_any_moment(rank: int, world_size: int, transport: str) -> list[str]:
@@ -230,7 +288,7 @@ def fail_at_any_moment(rank: int, world_size: int, transport: str) -> list[str]:
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_it_is_raised_at_any_moment(ranks: RankPool, transport: str) -> None:
+def test_a_handler_error_is_raised_at_any_time(ranks: RankPool, transport: str) -> None:
     first, second = ranks.run(2, fail_at_any_moment, transport)
     assert first == ["PreemptedError"] * 12
     assert set(second) <= {"RankLostError", "PeerError"}

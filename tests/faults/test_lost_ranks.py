@@ -17,9 +17,9 @@ from torch import Tensor
 
 import fddp
 from fddp.hooks import Hook
+from tests.support.endings import BoomError, Ending, ending
 from tests.support.models import batch, mlp, mlp_loss
 from tests.support.ranks import RankPool, run_fresh
-from tests.sync.test_errors import BoomError, Ending, ending
 
 TIMEOUT_S = 6.0
 LOST = 1
@@ -284,7 +284,7 @@ def fail_in_a_hook(rank: int, world_size: int, transport: str, index: int) -> An
 
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_a_rank_that_fails_amid_a_step_is_told_of_and_the_group_goes_on(
+def test_a_failing_rank_is_reported_and_the_group_continues(
     ranks: RankPool, transport: str, index: int
 ) -> None:
     """What it would have sent next is not taken for what the others wait for."""

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 import fddp
 from fddp.transport.liveness import status_store
+from tests.support.endings import ending
 from tests.support.models import batch, mlp, mlp_loss
 from tests.support.ranks import launch_over, run_fresh, split_into_hosts
-from tests.sync.test_errors import ending
 
 TIMEOUT_S = 20.0
 LOST = 1
@@ -125,7 +125,7 @@ def test_ranks_that_have_no_part_in_an_operation_may_end(transport: str) -> None
         assert outcome.result == [2.0, 2.0]
 
 
-def test_where_processes_have_no_name_none_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unnamed_processes_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without /proc, numbers of processes may be another host's."""
     store = dist.HashStore()
     for host, expected in ("a host", {0, 1}), ("", set()):

@@ -47,7 +47,7 @@ def wrappers_on_rank(rank: int, world_size: int) -> list[int]:
     return counts
 
 
-def test_a_wrapper_that_is_let_go_of_keeps_no_descriptor(ranks: RankPool) -> None:
+def test_a_released_wrapper_keeps_no_descriptor(ranks: RankPool) -> None:
     for counts in ranks.run(2, wrappers_on_rank):
         assert counts[-1] == counts[1], counts
 
@@ -67,7 +67,7 @@ def test_a_steady_process_is_flat() -> None:
 
 
 @pytest.mark.parametrize("name", Usage._fields)
-def test_what_grows_is_told(name: str) -> None:
+def test_growth_is_reported(name: str) -> None:
     # Over a third of the run, half more than is let pass; of descriptors that is their noise.
     slope = 1.5 * max(FLOORS[name], 3.0) / 50
     grown = [growth.name for growth in growths(usages(**{name: slope})) if not growth.is_flat]

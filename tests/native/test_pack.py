@@ -271,7 +271,7 @@ def test_a_bad_value_is_found_wherever_it_is(dtype: torch.dtype, bad: float) -> 
         assert not pack.unpack_([None, source.clone()], layout, buffer, 2.0).finite
 
 
-def test_what_counts_is_what_was_read_in_pack_and_what_was_written_in_unpack() -> None:
+def test_statistics_of_pack_reads_and_unpack_writes() -> None:
     layout = flat_layout(1)
     buffer = torch.empty(1, dtype=torch.float16)
     assert pack.pack_(buffer, layout, [torch.tensor([1e30])]) == pytest.approx(1e30)

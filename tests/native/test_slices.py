@@ -28,7 +28,7 @@ def saved_bytes(tensor: Tensor) -> int:
     return file.tell()
 
 
-def test_they_are_the_buffers_memory(buffer: Tensor) -> None:
+def test_slices_share_the_buffers_memory(buffer: Tensor) -> None:
     first, empty, matrix, scalar = slices(buffer, LAYOUT)
     assert first.data_ptr() == buffer.data_ptr()
     assert torch.equal(first, torch.arange(10.0))
@@ -40,7 +40,7 @@ def test_they_are_the_buffers_memory(buffer: Tensor) -> None:
     assert torch.equal(buffer[10:22], torch.arange(11.0, 23.0))
 
 
-def test_each_has_a_storage_as_long_as_the_leaf(buffer: Tensor) -> None:
+def test_slices_have_storages_of_leaf_size(buffer: Tensor) -> None:
     assert [leaf.untyped_storage().nbytes() for leaf in slices(buffer, LAYOUT)] == [40, 0, 48, 4]
     assert all(leaf.storage_offset() == 0 for leaf in slices(buffer, LAYOUT))
 
@@ -59,7 +59,7 @@ def test_writing_one_does_not_bump_the_others(buffer: Tensor) -> None:
     assert (first._version, matrix._version, buffer._version) == (1, 0, before)
 
 
-def test_they_keep_the_memory_alive(buffer: Tensor) -> None:
+def test_slices_keep_the_memory_alive(buffer: Tensor) -> None:
     matrix = slices(buffer, LAYOUT)[2]
     expected = matrix.clone()
     del buffer
@@ -111,13 +111,13 @@ def test_sharing_one_moves_it_to_shared_memory_and_lets_go_of_the_buffer(buffer:
     assert storage_use_count(buffer) == 1
 
 
-def test_they_cannot_grow_into_their_neighbours(buffer: Tensor) -> None:
+def test_slices_cannot_grow_into_their_neighbours(buffer: Tensor) -> None:
     first = slices(buffer, LAYOUT)[0]
     with pytest.raises(RuntimeError, match="not resizable"):
         first.resize_(11)
 
 
-def test_they_take_part_in_autograd(buffer: Tensor) -> None:
+def test_slices_take_part_in_autograd(buffer: Tensor) -> None:
     first = slices(buffer, LAYOUT)[0].requires_grad_()
     (first * 2).sum().backward()
     assert torch.equal(first.grad, torch.full((10,), 2.0))
@@ -133,7 +133,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
         assert all(leaf.dtype == dtype for leaf in slices(buffer, LAYOUT))
 
 
-def test_any_device() -> None:
+def test_slices_on_any_device() -> None:
     leaves = slices(torch.empty(23, device="meta"), LAYOUT)
     assert [(leaf.device.type, tuple(leaf.shape)) for leaf in leaves] == [
         ("meta", shape) for shape in LAYOUT.shapes

@@ -163,7 +163,7 @@ TINY = ModelResult(
 )
 
 
-def test_what_is_exposed_is_the_step_less_the_local_step_of_its_form() -> None:
+def test_exposed_time_is_step_less_local_step() -> None:
     assert TINY.best_ddp.name == "DDP static"
     assert TINY.versus_best(TINY.entry(FDDP)) == (1.0, 0.5, 2.0)
     assert TINY.exposed(TINY.entry(FDDP)).rounds_s == (2.0, 1.0, 1.0)
@@ -193,7 +193,7 @@ def test_figures_are_computed_not_asserted(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-def test_a_busy_machine_is_told() -> None:
+def test_busy_machine_is_reported() -> None:
     assert warning(Report(2, 3, 0.5, {}, ())) == ""
     assert "load average was 4.0 before" in warning(Report(2, 3, 4.0, {}, ()))
 

@@ -111,7 +111,7 @@ def test_bfloat16_reduced_in_float32_and_mixed_dtypes(nccl: None) -> None:
     assert info.grad_norm == pytest.approx((300 * 9 + 55 + 20) ** 0.5)
 
 
-def test_non_finite_gradients_are_told(nccl: None) -> None:
+def test_non_finite_gradients_are_reported(nccl: None) -> None:
     grads = {"w": torch.tensor([1.0, float("nan")], device="cuda")}
     with fddp.GradSync(grads) as sync:
         assert not sync(grads, with_info=True)[1].all_finite

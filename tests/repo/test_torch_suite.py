@@ -56,7 +56,7 @@ def _run(rank: int, world_size: int, test: TorchTest, wrapper: str, shared_file:
     on_rank.run(rank, world_size, test, wrapper, shared_file)
 
 
-def test_what_is_left_out_is_there() -> None:
+def test_left_out_tests_exist() -> None:
     assert not _LEFT_OUT - {test.name for test in _ALL} - wrapper_test_names()
 
 

@@ -186,7 +186,7 @@ def test_an_element_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts faults of a thread")
-def test_no_page_is_asked_of_the_system_in_the_usual_loop() -> None:
+def test_usual_loop_allocates_no_pages() -> None:
     nbytes = 32 << 20
     grads = {f"w{i}": torch.ones(nbytes // 32) for i in range(8)}
 

@@ -189,7 +189,7 @@ def test_whole_steps_do_not_depend_on_the_number_of_threads() -> None:
     assert found[0][0] == found[0][1]
 
 
-def test_infos_say_the_same_numbers_on_all_ranks(launch: Launch) -> None:
+def test_infos_are_equal_on_all_ranks(launch: Launch) -> None:
     first, *others = launch(3, infos)
     assert others == [first] * 2
 

@@ -107,7 +107,7 @@ def test_another_order_gives_other_bits() -> None:
     assert not torch.equal(flat, nested)
 
 
-def test_ranks_that_add_up_in_different_orders_are_told() -> None:
+def test_ranks_with_different_summation_orders_are_reported() -> None:
     def run(group: Any) -> None:
         with open_transport(group) as transport:
             work = transport.reduce_scatter(torch.ones(4), ordered=group.rank == 0)
@@ -202,9 +202,7 @@ def across_first() -> Schedule:
         ),
     ],
 )
-def test_what_would_let_bits_depend_on_more_is_no_deterministic_schedule(
-    make: Any, text: str
-) -> None:
+def test_nondeterministic_schedules_are_refused(make: Any, text: str) -> None:
     with pytest.raises(fddp.ScheduleError, match=text):
         check_schedule(make())
 
@@ -458,7 +456,7 @@ def test_the_mean_is_what_was_added_up_by_hand(algorithm: Any) -> None:
         assert torch.equal(mean, by_hand([part / 4 for part in parts]))
 
 
-def test_it_is_tuned_like_others(launch: Launch) -> None:
+def test_deterministic_sync_is_tuned_like_others(launch: Launch) -> None:
     for before, after in launch(2, tuned):
         assert before == after
 

@@ -110,7 +110,7 @@ def _packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(programs())
-def test_any_graphs_on_any_ranks(steps: list[list[Branch]]) -> None:
+def test_random_graphs_on_threads(steps: list[list[Branch]]) -> None:
     check(_Threads(), steps)
 
 
@@ -127,7 +127,7 @@ def _generated(seed: int, world_size: int, steps: int) -> list[list[Branch]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_any_graphs_on_real_processes(ranks: RankPool, world_size: int) -> None:
+def test_random_graphs_on_processes(ranks: RankPool, world_size: int) -> None:
     def launch(size: int, fn: Any, *args: Any) -> list[Any]:
         return ranks.run(size, _on_process, fn, *args)
 

@@ -136,7 +136,7 @@ def test_tensors_to_be_written_stay_as_they_were() -> None:
     assert fddp.loopback(2, run) == [True, True]
 
 
-def test_what_propagates_is_as_before() -> None:
+def test_propagate_keeps_results_unchanged() -> None:
     def run(group: Any) -> Any:
         with fddp.GradSync(tree(), group=group) as sync:
             return sync(spoiled(NAN) if group.rank else tree(), with_info=True)

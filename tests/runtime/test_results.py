@@ -208,7 +208,7 @@ def no_gc() -> Any:
 
 @pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_waits_for_the_garbage_collector(fails: bool) -> None:
+def test_results_are_freed_without_the_garbage_collector(fails: bool) -> None:
     def run(group: Any) -> list[bool]:
         seen: list[weakref.ref[Any]] = []
 

@@ -13,7 +13,7 @@ import fddp
 from fddp.tree.pytree import flatten
 from tests.support.models import largest_difference, mean_gradients, rand, same_bits
 from tests.support.ranks import RankPool
-from tests.sync.test_sync import DTYPES, ddp_mean, synced
+from tests.sync.test_grad_sync import DTYPES, ddp_mean, synced
 
 
 def embedding_loss(p: dict[str, Tensor], index: Tensor | None) -> Tensor:

@@ -75,7 +75,7 @@ def weights(draw: st.DrawFn) -> list[list[float]]:
 
 @settings(max_examples=60, deadline=None)
 @given(weights())
-def test_any_weights(steps: list[list[float]]) -> None:
+def test_random_weights_match_one_process(steps: list[list[float]]) -> None:
     params = {"a": rand(5, seed=0), "b": rand(3, seed=1), "c": rand(2, seed=2)}
 
     def grads_of(rank: int, step: int) -> dict[str, Any]:
@@ -318,7 +318,7 @@ def test_a_leaf_used_only_by_a_rank_without_weight_is_unused() -> None:
         assert info.unused == ("b",)
 
 
-def test_a_rank_without_weight_still_tells_its_loss() -> None:
+def test_a_rank_without_weight_still_reports_its_loss() -> None:
     def run(group: Any) -> float:
         with fddp.GradSync({"w": torch.ones(2)}, group=group) as sync:
             step = sync.value_and_grad(

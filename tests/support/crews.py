@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _C = extension.load()
 MIB = 2**20
+COPIED, IN_PLACE = 1024, 40_000  # elements: far below and above the limit of copying
 
 
 class Crew(NamedTuple):

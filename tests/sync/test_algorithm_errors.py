@@ -14,9 +14,9 @@ import fddp
 from fddp import Topology
 from fddp.errors import PeerError
 from fddp.testing import assert_mean
+from tests.support.endings import Ending, ending
 from tests.support.models import rand
 from tests.support.ranks import Launch
-from tests.sync.test_errors import Ending, ending
 
 GRID = Topology(host=2, local=2)
 FLAT = Topology(world=4)
@@ -148,7 +148,7 @@ def goes_on(group: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_what_is_wrong_on_every_rank(name: str) -> None:
+def test_mistakes_on_every_rank_are_refused(name: str) -> None:
     _, kind, texts = ALIKE[name]
     for end in fddp.loopback(4, build, name):
         assert end.kinds[0] == kind
@@ -214,7 +214,7 @@ def build_differently(group: Any, name: str) -> Ending:
 
 
 @pytest.mark.parametrize("name", MISMATCHES)
-def test_what_differs_between_ranks(name: str) -> None:
+def test_differences_between_ranks_are_refused(name: str) -> None:
     for end in fddp.loopback(4, build_differently, name):
         assert end.kinds[0] == "PlanMismatchError"
         assert all(text in end.text for text in MISMATCHES[name][2]), end.text
@@ -225,7 +225,7 @@ def test_differences_on_processes(launch: Launch, name: str) -> None:
     assert {end.kinds[0] for end in launch(4, build_differently, name)} == {"PlanMismatchError"}
 
 
-def test_what_is_wrong_on_one_rank_is_told_to_the_others() -> None:
+def test_mistake_on_one_rank_is_raised_on_the_others() -> None:
     def run(group: Any) -> Ending:
         mesh = Topology(host=3) if group.rank == 2 else GRID
         end = ending(lambda: fddp.GradSync(params(), group=group, mesh=mesh))
@@ -363,7 +363,7 @@ def test_gathering_inside_a_transform() -> None:
     fddp.loopback(2, run)
 
 
-def test_ranks_that_call_different_things_are_told() -> None:
+def test_different_calls_are_reported() -> None:
     def run(group: Any) -> Ending:
         with fddp.GradSync(params(), group=group, algorithm="reduce_scatter", timeout_s=5) as own:
             shards = own.shard(params())

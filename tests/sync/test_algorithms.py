@@ -18,6 +18,7 @@ from fddp.runtime.program import Program
 from fddp.testing import assert_mean
 from fddp.tree.pytree import flatten
 from tests.runtime.test_dynamic_graphs import Branch, branch_loss, params, plain_loss
+from tests.support.endings import BoomError, Ending, ending
 from tests.support.models import (
     batch,
     largest_difference,
@@ -28,7 +29,6 @@ from tests.support.models import (
     same_bits,
 )
 from tests.support.ranks import Launch
-from tests.sync.test_errors import BoomError, Ending, ending
 
 SMALL = {"bucket_cap_mb": 0.0003, "first_bucket_mb": 0.0001}
 FEW = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0001}
@@ -257,7 +257,7 @@ def issue(group: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_what_is_issued_is_what_the_schedule_lists(launch: Launch, name: str) -> None:
+def test_issued_operations_match_the_schedule(launch: Launch, name: str) -> None:
     for checked in launch(world_of(launch), issue, name):
         for issued, expected in checked:
             assert issued == expected
@@ -373,7 +373,7 @@ def one_nan(group: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_nan_is_told_on_every_rank(name: str) -> None:
+def test_nan_is_reported_on_every_rank(name: str) -> None:
     for finite, all_finite, clean, clean_finite in fddp.loopback(8, one_nan, name):
         assert finite == [[True, True, True, False, True], [[True] * 3] * 2]
         assert not all_finite
@@ -459,7 +459,7 @@ def fail_and_go_on(group: Any, name: str) -> tuple[list[Ending], Any]:
 
 
 @pytest.mark.parametrize("name", ["hierarchical", "reduce_scatter", "hierarchical, average, split"])
-def test_a_rank_that_fails_is_told_everywhere(launch: Launch, name: str) -> None:
+def test_failing_rank_is_reported_on_every_rank(launch: Launch, name: str) -> None:
     world_size = world_of(launch)
     runs = launch(world_size, fail_and_go_on, name)
     own_kinds = ("BoomError", "WeightError", "TreeMismatchError")
@@ -495,7 +495,7 @@ def test_reduce_in_place(launch: Launch, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_when_plans_are_rebuilt(name: str) -> None:
+def test_plan_rebuilds(name: str) -> None:
     def run(group: Any) -> Any:
         with opened(group, dict(reversed(mlp().items())), name) as sync:
             before, digests = sync.plan, []

@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import fddp
 from fddp.sync.averaging import WORLD, Averager, Periodic, average
 from tests.collectives.test_broadcast import rank_of
+from tests.support.endings import Ending, ending
 from tests.support.models import rand, same_bits
 from tests.support.ranks import Launch, RankPool
-from tests.sync.test_errors import Ending, ending
 
 # When
 
@@ -113,7 +113,7 @@ def check_mean(results: list[Any], expected: Any) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_it_is_the_mean_of_one_process(launch: Launch, world_size: int) -> None:
+def test_average_matches_one_process(launch: Launch, world_size: int) -> None:
     check_mean(launch(world_size, averaged, None), mean(world_size))
 
 

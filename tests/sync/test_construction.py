@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import fddp
+from tests.support.endings import Ending, ending
 from tests.support.ranks import Launch
-from tests.sync.test_errors import Ending, ending, grads, params, step
+from tests.sync.test_errors import grads, params, step
 
 MIB = 1048576
 
@@ -141,7 +142,7 @@ def check_mismatch(runs: list[Any], name: str) -> None:
 
 @pytest.mark.parametrize("name", MISMATCHES)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_differ_are_told_so_on_every_rank(name: str, world_size: int) -> None:
+def test_differing_ranks_are_named_on_every_rank(name: str, world_size: int) -> None:
     check_mismatch(fddp.loopback(world_size, build, name, timeout_s=10.0), name)
 
 
@@ -272,7 +273,7 @@ def test_something_that_is_no_group(group: Any) -> None:
     assert seen.text
 
 
-def test_no_group_at_all() -> None:
+def test_missing_group_is_refused() -> None:
     seen = ending(lambda: fddp.GradSync(params()))
     assert seen.kinds[0] == "FddpError"
     assert "init_process_group" in seen.text

@@ -32,7 +32,7 @@ def grads(value: float = 1.0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("use", USES)
-def test_what_was_donated_raises(use: str) -> None:
+def test_using_a_donated_result_raises(use: str) -> None:
     def run(group: Any) -> None:
         with fddp.GradSync(grads(), group=group) as sync:
             result = sync(grads())
@@ -60,7 +60,7 @@ def test_backward_through_a_donated_gradient_raises() -> None:
     fddp.loopback(1, run)
 
 
-def test_its_memory_serves_the_next_step(launch: Launch) -> None:
+def test_donated_memory_is_reused_in_the_next_step(launch: Launch) -> None:
     for donated, held in launch(2, addresses_of_steps):
         # A backend may hold on to a buffer for a moment after the work is done.
         assert donated <= 2 < held
@@ -108,7 +108,7 @@ NOT_RESULTS: dict[str, Callable[[fddp.GradSync, Any], Any]] = {
 
 
 @pytest.mark.parametrize("what", NOT_RESULTS)
-def test_what_is_no_result_is_refused_whole(what: str) -> None:
+def test_donating_other_tensors_is_refused(what: str) -> None:
     def run(group: Any) -> None:
         with fddp.GradSync(grads(), group=group) as sync:
             result = sync(grads())

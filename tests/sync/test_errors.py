@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import fddp
+from tests.support.endings import BoomError, Ending, ending
 from tests.support.models import same_bits
 from tests.support.ranks import Launch
 
@@ -24,34 +25,6 @@ def params() -> dict[str, Tensor]:
 
 def loss_fn(p: dict[str, Tensor], *_: Any) -> Tensor:
     return (p["a"] ** 2).sum() + (p["b"] ** 2).sum()
-
-
-class Ending(NamedTuple):
-    """How a call ended on one rank: names of the error's types, most special first; its text."""
-
-    kinds: tuple[str, ...]
-    text: str
-    failures: dict[int, str]
-
-
-def ending(call: Callable[[], Any]) -> Ending:
-    try:
-        call()
-    except BaseException as error:
-        kinds = tuple(kind.__name__ for kind in type(error).__mro__)
-        try:
-            text = str(error)
-        except ValueError:
-            text = "(no text)"
-        return Ending(kinds, text, getattr(error, "failures", {}))
-    return Ending(("no error",), "", {})
-
-
-class BoomError(Exception):
-    """With a signature of its own, which copying by `args` would break."""
-
-    def __init__(self, code: int, where: str) -> None:
-        super().__init__(f"boom {code} {where}")
 
 
 class MuteError(Exception):
@@ -336,7 +309,7 @@ def many_mistakes(group: Any, names: list[str]) -> Any:
     return [(name, make_the_mistake(group, name, (1,), False)) for name in names]
 
 
-def test_different_mistakes_on_different_ranks_are_all_told() -> None:
+def test_different_mistakes_are_all_reported() -> None:
     def run(group: Any) -> Ending:
         with fddp.GradSync(params(), group=group) as sync:
             calls = [
@@ -400,7 +373,7 @@ def test_one_step_too_many_on_one_rank_is_a_named_error() -> None:
     assert "step 1" in second.text
 
 
-def test_a_rank_that_has_skipped_a_step_is_told_apart() -> None:
+def test_rank_that_skipped_a_step_is_distinguished() -> None:
     def run(group: Any) -> tuple[Ending, Any]:
         with fddp.GradSync(params(), group=group) as sync:
             if group.rank:

@@ -330,7 +330,7 @@ def test_hooks_of_submodules_run() -> None:
     assert torch.equal(apply(params, buffers, X)[0], module(X))
 
 
-def test_what_cannot_be_functionalized() -> None:
+def test_unsupported_modules_are_refused() -> None:
     with pytest.raises(TypeError, match="'weight' has no shape yet"):
         fddp.functionalize(nn.LazyLinear(3))
     with warnings.catch_warnings():
@@ -344,7 +344,7 @@ def test_what_cannot_be_functionalized() -> None:
         fddp.functionalize(module)
 
 
-def test_no_call_is_remembered() -> None:
+def test_calls_are_not_cached() -> None:
     import gc
     import weakref
 

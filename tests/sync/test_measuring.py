@@ -109,7 +109,7 @@ def test_mistakes_are_named(launch: Launch) -> None:
     launch(2, mistakes_on_rank)
 
 
-def test_ranks_that_disagree_are_told_what_on() -> None:
+def test_disagreeing_ranks_are_named_with_the_difference() -> None:
     def differ(group: LoopbackGroup) -> None:
         with pytest.raises(PlanMismatchError, match=r"rank 0 and \[64\], 2 and cpu on rank 1"):
             measure_cost(group, sizes_bytes=(64,), repeats=1 + group.rank)

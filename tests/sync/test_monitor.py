@@ -1,232 +1,29 @@
-"""Monitors: delays of real ranks, what is observed, reports and traces."""
+"""Monitors: reports, records, phases and exporters."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import fddp
-from fddp.core.schedule.op import Op
 from fddp.core.timeline import BucketTimes, StepTimes
-from fddp.hooks import AllReduce, Bucket, BucketSpec, Future, Hook
-from fddp.runtime.bucket import BucketState
-from fddp.telemetry.perfetto import chrome_trace, steps_from_json, steps_to_json
+from fddp.telemetry.perfetto import chrome_trace
 from fddp.telemetry.report import MonitorReport
 from fddp.telemetry.stragglers import RankSummary, StepRecord, summarize
+from tests.support.endings import ending
 from tests.support.models import batch, mlp, mlp_loss
-from tests.support.ranks import RankPool
-from tests.sync.test_errors import ending
-
-DELAY_S = 0.05
-STEPS = 10
-
-
-class Delayed(torch.autograd.Function):
-    """Lets backward take longer."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        time.sleep(DELAY_S)
-        return grad
-
-
-@dataclass(frozen=True)
-class Sluggish(Hook[tuple[()]]):
-    """The sum as it is, from a hook that takes its time where `HERE` says so."""
-
-    def init(self, spec: BucketSpec) -> tuple[()]:
-        return ()
-
-    def apply(
-        self, state: tuple[()], bucket: Bucket, all_reduce: AllReduce
-    ) -> Future[tuple[Tensor, tuple[()]]]:
-        pause("hook" if bucket.spec.is_last else "hook in backward")
-
-        def take(total: Tensor) -> tuple[Tensor, tuple[()]]:
-            if bucket.spec.is_last:
-                pause("end of hook")
-            return total, state
-
-        return all_reduce(bucket.buffer.clone()).map(take)
-
-
-HERE = {"where": ""}  # what takes longer on this rank
-PHASE_OF = {
-    "pack": "sync",
-    "unpack": "sync",
-    "pack in backward": "backward",
-    "hook in backward": "hook",
-    "end of hook": "hook",
-    "before a pmean": "forward",
-}
-
-
-def pause(where: str) -> None:
-    if HERE["where"] == where:
-        time.sleep(DELAY_S)
-
-
-def slow_parts() -> ExitStack:
-    """Packing and unpacking pause, too."""
-    pack, unpack = BucketState.pack, BucketState.unpack
-
-    def packed(state: BucketState, step: Any, position: int, op: Op) -> None:
-        is_last = op.bucket == step.program.schedule.sequence[-1]
-        pause("pack" if is_last else "pack in backward")
-        pack(state, step, position, op)
-
-    def unpacked(state: BucketState, step: Any, position: int, op: Op) -> None:
-        if op.bucket == 0:
-            pause("unpack")
-        unpack(state, step, position, op)
-
-    with ExitStack() as patched:
-        patched.enter_context(mock.patch.object(BucketState, "pack", packed))
-        patched.enter_context(mock.patch.object(BucketState, "unpack", unpacked))
-        return patched.pop_all()
-
-
-def loss(params: Any, x: Tensor) -> Tensor:
-    pause("forward")
-    value = mlp_loss(params, x)
-    pause("before a pmean")
-    if HERE["pmean"]:
-        # Ranks that wait here for another's input or forward are not slow themselves.
-        value = value + 0.0 * fddp.pmean(x.sum())
-    return Delayed.apply(value) if HERE["where"] == "backward" else value
-
-
-def watched(rank: int, world_size: int, transport: str, cases: Sequence[tuple[int, str]]) -> Any:
-    return [watched_once(rank, transport, slow, where) for slow, where in cases]
-
-
-def watched_once(rank: int, transport: str, slow: int, where: str) -> Any:
-    hook = Sluggish() if "hook" in where else None
-    HERE.update(where="", pmean="pmean" if "pmean" in where else "")
-    with (
-        fddp.GradSync(mlp(), transport=transport, first_bucket_mb=1e-4, hook=hook) as sync,
-        slow_parts(),
-    ):
-        assert sync.transport == transport
-        assert len(sync.plan.buckets) > 1
-        step = sync.value_and_grad(loss, with_info=True)
-        step(mlp(), batch(rank, 0))
-        HERE["where"] = where if slow == rank else ""
-        monitor = fddp.Monitor(sync)
-        for number in range(STEPS):
-            pause("input")
-            with monitor.phase("update"):
-                pause("update")
-            _, _, info = step(mlp(), batch(rank, number))
-            monitor.observe(info)
-        report, trace = monitor.report(), monitor.trace()
-    return slow, where, report.straggler, str(report), trace
-
-
-@pytest.mark.parametrize(("transport", "world_size"), [("shm", 3), ("c10d", 2)])
-def test_a_delay_is_attributed_to_its_rank_and_phase(
-    ranks: RankPool, transport: str, world_size: int
-) -> None:
-    last = world_size - 1
-    cases = [(1, "input"), (0, "forward"), (last, "backward"), (0, "update"), (1, "pack")]
-    cases += [(0, "pack in backward"), (last, "unpack"), (1, "hook"), (0, "hook in backward")]
-    cases += [(last, "end of hook"), (1, "before a pmean")]
-    told = ranks.run(world_size, watched, transport, cases)
-    for found in told:
-        for slow, where, straggler, text, trace in found:
-            assert straggler is not None, f"{where}: {text}"
-            phase = PHASE_OF.get(where, where)
-            assert (straggler.rank, straggler.phase) == (slow, phase), f"{where}: {text}"
-            assert straggler.behind_s > DELAY_S / 2, text
-            assert straggler.phase_behind_s > DELAY_S / 2, text
-            assert f"rank {slow} holds the others up by" in text
-            names = [e["name"] for e in check_events(trace) if e["pid"] == slow]
-            assert ("hook" in names) == ("hook" in where)
-            assert set(names) >= {"input", "forward", "backward", "sync"}
-    assert [case[3:] for case in told[0]] == [case[3:] for case in told[1]], "alike on all ranks"
-
-
-def wrapped(rank: int, world_size: int, cases: Sequence[tuple[int, str]]) -> Any:
-    found = []
-    for slow, where in cases:
-        model = fddp.DistributedDataParallel(Slow())
-        assert model.sync_info is None
-        HERE["where"] = where if slow == rank else ""
-        monitor = fddp.Monitor(model)
-        for number in range(STEPS + 5):  # beyond those that DDP's log takes
-            with model.no_sync():
-                model(batch(rank, number)).square().mean().backward()
-            if number:
-                monitor.observe(model.sync_info)  # no news: passed over
-            model(batch(rank, number)).square().mean().backward()
-            monitor.observe(model.sync_info)
-        assert [record.step for record in monitor.steps] == list(range(STEPS + 5))
-        found.append((slow, where, monitor.report()))
-    return found
-
-
-class Slow(torch.nn.Linear):
-    """Has its forward or backward pass take longer."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 8, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        pause("forward")
-        value = super().forward(x)
-        return Delayed.apply(value) if HERE["where"] == "backward" else value
-
-
-def test_delays_of_wrapped_modules_are_attributed(ranks: RankPool) -> None:
-    for found in ranks.run(2, wrapped, [(1, "forward"), (0, "backward")]):
-        for slow, where, report in found:
-            straggler, text = report.straggler, str(report)
-            assert straggler is not None, text
-            # What micro-batches before the last take is in "input".
-            assert straggler.rank == slow, text
-            behind_s = {
-                phase: report.ranks[slow].phases[phase].median_s
-                - report.ranks[1 - slow].phases[phase].median_s
-                for phase in ("input", where)
-            }
-            assert min(behind_s.values()) > DELAY_S / 2, text
-            assert straggler.phase in behind_s
-            assert straggler.behind_s > 1.5 * DELAY_S, text
+from tests.support.monitored import DELAY_S, STEPS, check_events, train
 
 
 def record_of(step: int, phases_s: dict[str, float]) -> StepRecord:
     return StepRecord(step, phases_s, StepTimes((), 1.0, 2.0, 3.0, begun_s=0.5))
-
-
-# What a monitor does
-
-
-def train(group: Any, steps: int, **options: Any) -> tuple[fddp.Monitor, list[Any]]:
-    with fddp.GradSync(mlp(), group=group) as sync:
-        step, monitor = (
-            sync.value_and_grad(mlp_loss, with_info=True),
-            fddp.Monitor(group, **options),
-        )
-        observed = []
-        for number in range(steps):
-            _, _, info = step(mlp(), batch(group.rank, number))
-            observed.append(monitor.observe(info))
-        return monitor, observed
 
 
 def test_reports_come_every_so_many_steps() -> None:
@@ -273,7 +70,7 @@ def test_named_phases_belong_to_the_step_that_follows() -> None:
     assert steps[2].phases_s["loading"] >= 0.01 > steps[2].phases_s["input"]
 
 
-def test_wrong_calls_are_told() -> None:
+def test_invalid_calls_are_refused() -> None:
     def run(group: Any) -> list[str]:
         monitor = fddp.Monitor(group)
         told = [
@@ -376,7 +173,7 @@ def test_ranks_make_their_monitors_alike() -> None:
     assert one[3] == two[3] == ending(lambda: None).text
 
 
-def test_what_can_not_be_observed_is_told() -> None:
+def test_unobservable_objects_are_refused() -> None:
     def run(group: Any) -> list[str]:
         sync = fddp.GradSync(mlp(), group=group)
         monitor = fddp.Monitor(sync)
@@ -443,7 +240,7 @@ def check_steps_add_up(steps: Sequence[StepRecord]) -> None:
 
 
 @pytest.mark.parametrize("slow", [None, 0, 1])
-def test_what_exporters_take_is_no_phase_of_the_rank(slow: int | None) -> None:
+def test_exporter_time_is_not_a_phase_of_the_rank(slow: int | None) -> None:
     """They are slow on rank 0, and are told apart from the input of the same rank, or another's."""
 
     def run(group: Any) -> tuple[fddp.Monitor, MonitorReport]:
@@ -480,7 +277,7 @@ def monitor_trace(monitor: fddp.Monitor) -> str:
     return chrome_trace({0: monitor.steps})
 
 
-def test_what_exporters_take_amid_the_next_forward_pass_is_no_part_of_that() -> None:
+def test_exporter_time_is_not_part_of_the_next_forward_pass() -> None:
     """Both calls of a wrapped module come before both backward passes."""
 
     def run(group: Any) -> fddp.Monitor:
@@ -515,7 +312,7 @@ def test_rounds_without_input_are_observed_too() -> None:
     assert fddp.loopback(2, run) == [[1, 1, 3, 3]] * 2
 
 
-def test_who_waits_between_steps_is_not_slow() -> None:
+def test_waiting_between_steps_is_not_slow() -> None:
     """In the votes of `uneven` and in operators, with names of phases or without."""
 
     def run(group: Any) -> Any:
@@ -563,7 +360,7 @@ def test_steps_of_several_syncs_may_be_observed_by_one_monitor() -> None:
     assert fddp.loopback(2, train) == [(7, 1)] * 2
 
 
-def test_a_rank_in_another_call_is_told() -> None:
+def test_rank_in_another_call_is_reported() -> None:
     def run(group: Any) -> Any:
         monitor = fddp.Monitor(group)
         monitor._steps.extend(train_record())
@@ -606,94 +403,3 @@ def test_a_report_shows_phases_buckets_and_the_finding() -> None:
     assert MonitorReport.of(alike).finding == (
         "no straggler: no rank takes longer for its own part than the others"
     )
-
-
-# Traces
-
-
-def check_events(text: str) -> list[dict[str, Any]]:
-    """Holds a trace against the Trace Event Format, in its JSON object form; its spans.
-
-    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-    """
-    trace = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert set(trace) <= {"traceEvents", "displayTimeUnit"}
-    assert trace["displayTimeUnit"] in ("ms", "ns")
-    spans = []
-    for event in trace["traceEvents"]:
-        assert isinstance(event["pid"], int)
-        assert isinstance(event["tid"], int)
-        assert isinstance(event["name"], str)
-        if event["ph"] == "M":
-            assert event["name"] in ("process_name", "process_sort_index", "thread_name")
-            assert event["args"]
-        else:
-            assert event["ph"] == "X"
-            assert event["ts"] >= 0.0
-            assert event["dur"] >= 0.0
-            assert isinstance(event["cat"], str)
-            spans.append(event)
-    for lane in {(event["pid"], event["tid"]) for event in spans}:
-        open_until: list[float] = []
-        for event in sorted(
-            (e for e in spans if (e["pid"], e["tid"]) == lane), key=lambda e: (e["ts"], -e["dur"])
-        ):
-            while open_until and open_until[-1] <= event["ts"] + 1e-2:
-                open_until.pop()
-            end = event["ts"] + event["dur"]
-            if open_until:
-                # Collectives follow each other; of two that end together, one may have no length.
-                assert event["name"] in ("hook", "wait") if event["tid"] == 0 else not event["dur"]
-                assert end <= open_until[-1] + 1e-2, "spans of a thread nest, or follow each other"
-            open_until.append(end)
-    return spans
-
-
-def test_a_trace_holds_all_ranks_and_steps() -> None:
-    def run(group: Any) -> str:
-        monitor, _ = train(group, 6)
-        return monitor.trace(4)
-
-    one, two = fddp.loopback(2, run)
-    assert one == two
-    spans = check_events(one)
-    assert {span["pid"] for span in spans} == {0, 1}
-    assert {span["args"]["step"] for span in spans} == {2, 3, 4, 5}
-    for rank in (0, 1):
-        names = [s["name"] for s in spans if s["pid"] == rank and s["args"]["step"] == 5]
-        assert {"input", "forward", "backward", "sync", "bucket 0"} <= set(names)
-    assert all(span["args"]["bytes"] > 0 for span in spans if span["tid"] == 1)
-
-
-def test_clocks_are_set_by_the_ends_of_collectives() -> None:
-    def steps_from_clock(zero_s: float) -> list[StepRecord]:
-        steps = []
-        for n in range(3):
-            at_s = zero_s + n
-            buckets = (BucketTimes(0, 8, at_s + 0.4, at_s + 0.4, at_s + 0.7),)
-            times = StepTimes(buckets, at_s + 0.3, at_s + 0.5, at_s + 0.8, begun_s=at_s + 0.1)
-            phases_s = {"input": 0.1, "forward": 0.2, "backward": 0.2, "wait": 0.3}
-            steps.append(StepRecord(n, phases_s, times))
-        return steps
-
-    trace = chrome_trace({0: steps_from_clock(1e5), 1: steps_from_clock(3.0)})
-    starts: dict[Any, list[float]] = {}
-    for span in check_events(trace):
-        starts.setdefault((span["args"]["step"], span["name"]), []).append(span["ts"])
-    for first, second in starts.values():
-        assert first == pytest.approx(second, abs=1.0)
-
-
-def test_steps_travel_as_they_are() -> None:
-    monitor, _ = fddp.loopback(1, lambda group: train(group, 3))[0]
-    read = steps_from_json(steps_to_json(monitor.steps), 0)
-    for one, two in zip(read, monitor.steps, strict=True):
-        assert (one.step, one.phases_s) == (two.step, two.phases_s)
-        assert one.times.buckets == two.times.buckets
-        assert one.times.begun_s == two.times.begun_s
-        assert (one.times.waits, one.times.hooks) == (two.times.waits, two.times.hooks)
-    assert check_events(chrome_trace({})) == []
-
-
-def test_steps_without_info_have_no_beginning() -> None:
-    assert math.isnan(StepTimes((), 1.0, 2.0, 3.0).begun_s)

@@ -1,19 +1,14 @@
-"""A `GradSync` goes on: on the ranks that are left, on more ranks, after every kind of failure."""
+"""A rebuilt `GradSync` continues: plan, means, weights, steps, hook state and shards."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import fddp
 from fddp import hooks
@@ -22,186 +17,9 @@ from fddp.runtime.contributions import TreeContributions
 from fddp.sync.engine import Engine
 from fddp.testing import param_trees
 from fddp.tree.pytree import flatten
+from tests.support.endings import ending
 from tests.support.models import batch, largest_difference, mean_gradients, mlp, mlp_loss, same_bits
-from tests.support.pages import alone, run_script, run_sessions
-from tests.support.ranks import run_fresh
-from tests.sync.test_errors import ending
-
-TIMEOUT_S = 6.0
-SMALL = {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0003}
-LOST, LATE = 1, 3
-
-
-class Kills(torch.autograd.Function):
-    """Ends its process when backward comes by."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return grad
-
-
-def dying_loss(p: Any, x: Tensor) -> Tensor:
-    return mlp_loss({**p, "layer2": fddp.tree_map(Kills.apply, p["layer2"])}, x)
-
-
-def among(ranks: list[int]) -> Any:
-    return dist.new_group(ranks, use_local_synchronization=True)
-
-
-def anew_with(rank: int, world_size: int, store_port: int) -> None:
-    """Makes the default group anew, of other ranks."""
-    dist.destroy_process_group()
-    store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-
-
-def lose_one_and_take_one_in(rank: int, world_size: int, transport: str, store_port: int) -> Any:
-    """Ranks 0 to 2 train; 1 is killed; 0 and 2 go on; 3 joins them, with nothing of its own."""
-    hook = hooks.power_sgd(2)
-    options = {"transport": transport, "timeout_s": TIMEOUT_S}
-    params, state, step, seen = mlp(), None, None, {}
-    if rank != LATE:
-        sync = fddp.GradSync(mlp(), group=among([0, 1, 2]), **SMALL, **options, hook=hook)
-        first, state = sync.value_and_grad(mlp_loss), sync.init_state()
-        for number in range(2):
-            _, grads, state = first(params, batch(rank, number), hook_state=state)
-        step = 2
-        if rank == LOST:
-            sync.value_and_grad(dying_loss)(params, batch(rank, 2), hook_state=state)
-        failed = ending(lambda: first(params, batch(rank, 2), hook_state=state))
-        assert "RankLostError" in failed.kinds, failed
-        plan = sync.plan
-        sync = sync.rebuild(among([0, 2]))
-        seen["stale"] = ending(lambda: first(params, batch(rank, 2), hook_state=state)).text
-        seen["plan"] = sync.plan == plan
-        grads, state, info = sync.update(mlp(), state, with_info=True)
-        seen["step"] = info.step
-    anew_with({0: 0, 2: 1, LATE: 2}[rank], 3, store_port)
-    if rank == LATE:
-        sync = fddp.GradSync.join(hook=hook, **options)
-        mine = None
-    else:
-        sync = sync.rebuild()
-        mine = {"params": params, "hook": state}
-    newest, step = fddp.reconcile(mine, step=step, timeout_s=TIMEOUT_S)
-    step_fn = sync.value_and_grad(mlp_loss, with_info=True)
-    _, grads, _, info = step_fn(newest["params"], batch(rank, 3), hook_state=newest["hook"])
-    seen |= {"late plan": sync.plan.to_json(), "late step": info.step, "of": sync.transport}
-    return seen, newest["params"], grads, step
-
-
-_stores: list[dist.TCPStore] = []
-
-
-def new_store() -> dist.TCPStore:
-    """A store of this process, which outlives the test."""
-    _stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-    return _stores[-1]
-
-
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_a_rank_is_lost_and_another_joins(transport: str) -> None:
-    outcomes = run_fresh(4, lose_one_and_take_one_in, transport, new_store().port)
-    assert outcomes[LOST].exitcode == -signal.SIGKILL
-    left = [outcomes[rank] for rank in (0, 2, LATE)]
-    assert [outcome.error for outcome in left] == [None] * 3
-    for outcome in left[:2]:
-        seen = outcome.result[0]
-        assert "sync = sync.rebuild(group), and step = sync.value_and_grad" in seen["stale"]
-        assert seen["plan"]
-        assert seen["step"] == 3
-    assert {outcome.result[0]["late plan"] for outcome in left} == {
-        outcomes[0].result[0]["late plan"]
-    }
-    assert [outcome.result[0]["late step"] for outcome in left] == [4] * 3
-    assert {outcome.result[0]["of"] for outcome in left} == {transport}
-    assert same_bits([outcome.result[1] for outcome in left])
-    assert same_bits([outcome.result[2] for outcome in left])
-    assert [outcome.result[3] for outcome in left] == [2] * 3
-    inputs = [(batch(rank, 3),) for rank in (0, 2, LATE)]
-    expected = mean_gradients(mlp_loss, mlp(), inputs, [1.0] * 3)
-    for name, layer in expected.items():  # biases are not compressed
-        assert largest_difference(layer["bias"], left[2].result[2][name]["bias"]) < 1e-12
-
-
-def anew(rank: int, world_size: int, store_port: int) -> Any:
-    """The default group is destroyed and made anew, as after a restart of the others."""
-    sync = fddp.GradSync(mlp(), **SMALL)
-    step = sync.value_and_grad(mlp_loss)
-    before = step(mlp(), batch(rank, 0))[1]
-    plan = sync.plan
-    anew_with(world_size - 1 - rank, world_size, store_port)
-    with sync.rebuild() as sync:
-        after = sync.value_and_grad(mlp_loss)(mlp(), batch(rank, 0))[1]
-        return before, after, sync.plan == plan, sync.rank
-
-
-def test_after_the_default_group_was_made_anew() -> None:
-    outcomes = run_fresh(2, anew, new_store().port)
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.error is None, outcome.error
-        before, after, is_same, own = outcome.result
-        assert same_bits([before, after])
-        assert is_same
-        assert own == 1 - rank
-
-
-# On threads
-
-
-def scrambled() -> Any:
-    """Parameters that are registered in another order than they are used in."""
-    params = mlp()
-    return {f"layer{i}": params[f"layer{i}"] for i in (2, 0, 3, 1)}
-
-
-def sorted_loss(p: Any, x: Tensor) -> Tensor:
-    return mlp_loss(dict(sorted(p.items())), x)
-
-
-def made(world_size: int, *, steps: int = 0, tree: Any = None, **options: Any) -> list[Any]:
-    """A `GradSync` of each rank of a group, after some steps; the group is gone."""
-
-    def run(group: Any) -> fddp.GradSync:
-        sync = fddp.GradSync(tree or scrambled(), group=group, **{**SMALL, **options})
-        step = sync.value_and_grad(sorted_loss)
-        for number in range(steps):
-            step(scrambled(), batch(group.rank, number))
-        return sync
-
-    return fddp.loopback(world_size, run)
-
-
-def rebuilt(syncs: list[Any], then: Any = lambda sync: sync, **options: Any) -> list[Any]:
-    """What `then` gives on each rank of a new group; None in place of a rank that joins."""
-
-    def run(group: Any) -> Any:
-        sync = syncs[group.rank]
-        if sync is None:
-            return then(fddp.GradSync.join(group, **options))
-        return then(sync.rebuild(group))
-
-    return fddp.loopback(len(syncs), run)
-
-
-def refused(syncs: list[Any], **options: Any) -> list[Any]:
-    def run(group: Any) -> Any:
-        sync = syncs[group.rank]
-        mesh = options.get("mesh")
-        return ending(
-            lambda: (
-                fddp.GradSync.join(group, **options)
-                if sync is None
-                else sync.rebuild(group, mesh=mesh)
-            )
-        )
-
-    return fddp.loopback(len(syncs), run)
+from tests.support.rebuilding import SMALL, made, rebuilt, refused, scrambled, sorted_loss
 
 
 @settings(max_examples=25, deadline=None)
@@ -300,7 +118,7 @@ def test_after_a_timeout_and_into_a_new_loop() -> None:
     assert same_bits([grads for _, grads in told])
 
 
-def test_what_was_made_of_the_old_one_says_where_to_go() -> None:
+def test_objects_of_the_old_sync_name_the_new_one() -> None:
     def use(group: Any) -> list[str]:
         old = fddp.GradSync(mlp(), group=group, **SMALL)
         step = old.value_and_grad(mlp_loss)
@@ -430,76 +248,6 @@ def test_shards_stay_where_the_ranks_do() -> None:
         assert "sync.shard(tree)" in told.text
 
 
-# Refused, on every rank
-
-
-def test_another_plan_is_named() -> None:
-    small, large = fddp.plan_buckets(mlp(), bucket_cap_mb=0.001), fddp.plan_buckets(mlp())
-
-    def begin(plan: fddp.BucketPlan) -> list[Any]:
-        return fddp.loopback(3, lambda group: fddp.GradSync(plan, group=group))
-
-    one, other = begin(small), begin(large)
-    for told in refused([one[0], one[1], other[2]]):
-        assert "PlanMismatchError" in told.kinds
-        assert "caps is [1048576, 1048] on rank 0 and [1048576, 26214400] on rank 2" in told.text
-    order = fddp.rebucket(small, [3, 1])
-    for told in refused([one[0], one[1], begin(order)[2]]):
-        assert "ranks 0 and 2 have the same leaves but other buckets or order" in told.text
-    wider = {**mlp(), "layer0": {"weight": torch.zeros(8, 8), "bias": torch.zeros(9)}}
-    for told in refused([made(2)[0], made(2, tree=wider)[1]]):
-        assert "leaf 'layer0.bias' of shape (8,), float64 on cpu" in told.text
-        assert "where rank 1 has leaf 'layer0.bias' of shape (9,)" in told.text
-
-
-def test_options_that_differ_are_named() -> None:
-    for told in refused([made(2)[0], made(2, deterministic=True)[1]]):
-        assert "PlanMismatchError" in told.kinds
-        assert "deterministic is False on rank 0 and True on rank 1" in told.text
-    for told in refused([made(2, hook=hooks.fp16_compress)[0], None], hook=hooks.bf16_compress):
-        assert "the same hook" in told.text
-    for told in refused([None, None]):
-        assert "none of the 2 ranks has a GradSync to go on with" in told.text
-
-
-def test_a_new_one_does_not_meet_those_that_go_on() -> None:
-    old = made(2)
-
-    def run(group: Any) -> Any:
-        if group.rank == 2:
-            return ending(lambda: fddp.GradSync(scrambled(), group=group, **SMALL))
-        return ending(lambda: old[group.rank].rebuild(group))
-
-    for told in fddp.loopback(3, run):
-        assert told.kinds[0] == "DesyncError"
-        assert "standing" in told.text
-        assert "terms" in told.text
-
-
-def test_what_one_rank_alone_sees_is_told_to_all() -> None:
-    kinds = []
-    for told in refused([made(1)[0], None], params=[torch.zeros(3)]):
-        assert "has the leaf 'layer1.bias' of shape (8,), float64, and params has no" in told.text
-        kinds.append(told.kinds[0])
-    assert kinds == ["PlanMismatchError"] * 2
-    for told in refused([made(1)[0], None], timeout_s=-1.0):
-        assert "rank 1" in told.text
-        assert "timeout_s must be above 0" in told.text
-    for told in refused([made(1)[0], None], mesh=fddp.Topology(host=2, local=2)):
-        assert "the mesh Topology(host=2, local=2) has 4 ranks, and the group 2" in told.text
-
-
-def test_a_schedule_that_was_passed_in_is_for_its_ranks() -> None:
-    plan = fddp.plan_buckets(mlp())
-    schedule = fddp.make_schedule(plan, fddp.Topology(world=2))
-    old = fddp.loopback(2, lambda group: fddp.GradSync(schedule, group=group))
-    grads = rebuilt(old, lambda sync: sync(mlp()))
-    assert largest_difference(grads[1], mlp()) < 1e-15
-    old = fddp.loopback(2, lambda group: fddp.GradSync(schedule, group=group))
-    for told in refused([*old, None]):
-        assert "schedule that was passed in, for Topology(world=2), and the group has" in told.text
-
-
 def test_meshes() -> None:
     mesh = fddp.Topology(host=2, local=2)
 
@@ -524,101 +272,6 @@ def test_meshes() -> None:
     for axes, grads in fddp.loopback(2, shrink):
         assert axes == "Topology(host=1, local=2)"
         assert largest_difference(grads, mlp()) < 1e-15
-
-
-def test_not_within_a_backward_pass() -> None:
-    def run(group: Any) -> Any:
-        sync = fddp.GradSync(mlp(), group=group, **SMALL)
-
-        class Rebuilds(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor) -> Tensor:
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx: Any, grad: Tensor) -> Tensor:
-                sync.rebuild(group)
-                return grad
-
-        step = sync.value_and_grad(lambda p, x: Rebuilds.apply(mlp_loss(p, x)))
-        seen = ending(lambda: step(mlp(), batch(0, 0)))
-        return seen, sync(mlp())  # it is as it was
-
-    for seen, _ in fddp.loopback(2, run):
-        assert seen.kinds[0] == "ReentryError"
-        assert "rebuild was called while backward of a step runs" in seen.text
-
-
-def test_not_within_a_loss_function() -> None:
-    """Nor after another step has been taken in it, nor where it was closed in it."""
-
-    def run(group: Any) -> Any:
-        sync = fddp.GradSync(mlp(), group=group, **SMALL)
-        plain = sync.value_and_grad(mlp_loss)
-
-        def loss_fn(p: Any, x: Tensor, first: Any) -> Tensor:
-            first()
-            sync.rebuild(group)
-            return mlp_loss(p, x)
-
-        step = sync.value_and_grad(loss_fn)
-        x = batch(0, 0)
-        told = [
-            ending(lambda: step(mlp(), x, lambda: None)),
-            ending(lambda: step(mlp(), x, lambda: plain(mlp(), x))),
-        ]
-        after = sync(mlp())  # it is as it was
-        told.append(ending(lambda: step(mlp(), x, sync.close)))
-        return told, after, sync.rebuild(group)(mlp())
-
-    for told, *_ in fddp.loopback(2, run):
-        alone, nested, _ = told
-        for seen in (alone, nested):
-            assert seen.kinds[0] == "ReentryError"
-            assert "rebuild was called while the loss function of a step runs" in seen.text
-            assert seen.text.count("rank 0") <= 1, seen.text
-
-
-def test_not_a_second_time() -> None:
-    def run(group: Any) -> Any:
-        old = fddp.GradSync(mlp(), group=group, **SMALL)
-        new = old.rebuild(group)
-        seen = ending(lambda: old.rebuild(group))
-        return seen, new(mlp())
-
-    for seen, _ in fddp.loopback(2, run):
-        assert seen.kinds[0] == "ClosedError"
-        assert "rebuild was called a second time" in seen.text
-        assert "take steps with the one that it returned" in seen.text
-
-
-@pytest.mark.parametrize("group", ["x", 3, ["a"]])
-def test_what_is_no_group(group: Any) -> None:
-    sync = made(1)[0]
-    for call in (
-        lambda: sync.rebuild(group),
-        lambda: fddp.GradSync.join(group),
-        lambda: fddp.GradSync(mlp(), group=group),
-        lambda: fddp.reconcile(1.0, group, step=0),
-    ):
-        with pytest.raises(TypeError, match=f"group must be .* got a {type(group).__name__}"):
-            call()
-    assert rebuilt([sync], lambda sync: sync.world_size) == [1], "it is as it was"
-
-
-def test_a_rank_that_is_lost_meanwhile() -> None:
-    old = made(3)
-
-    def run(group: Any) -> Any:
-        if group.rank == 2:
-            return None
-        return ending(lambda: old[group.rank].rebuild(group))
-
-    for told in fddp.loopback(3, run)[:2]:
-        assert "RankLostError" in told.kinds
-        assert "rank 2" in told.text
-    # Those that are left go on without it, too.
-    assert [sync.plan for sync in rebuilt(old[:2])] == [old[0].plan] * 2
 
 
 def test_local_leaves_may_differ() -> None:
@@ -653,43 +306,3 @@ def test_arrays_of_jax() -> None:
     for grads in fddp.loopback(3, run):
         assert type(grads["w"]) is type(tree["w"])
         assert grads["w"].tolist() == [1.0] * 3
-
-
-# The page
-
-
-@pytest.mark.slow
-def test_the_page_runs_on_two_ranks(tmp_path: Path) -> None:
-    run_script("docs/going_on.md", tmp_path)
-
-
-def loop_of_the_page(rank: int, world_size: int) -> Any:
-    """The loop of the page's first block; rank 1 is killed in its sixth loss function."""
-    page: dict[str, Any] = {}
-    exec(alone("docs/going_on.md", "python").split("dist.init_process_group")[0], page)
-    calls, loss_fn = [], page["loss_fn"]
-
-    def dying(params: Any, x: Tensor) -> Tensor:
-        calls.append(x)
-        if rank == LOST and len(calls) == 6:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return loss_fn(params, x)
-
-    page["loss_fn"] = dying
-    zeros = {"w": torch.zeros(3, 1)}
-    state, sync = page["train"]({"params": zeros, "momenta": zeros}, 0, steps=9)
-    return state, sync.world_size, len(calls)
-
-
-def test_the_loop_of_the_page_loses_a_rank() -> None:
-    outcomes = run_fresh(3, loop_of_the_page)
-    assert outcomes[LOST].exitcode == -signal.SIGKILL
-    (zero, size, calls), (two, *same) = outcomes[0].result, outcomes[2].result
-    assert same_bits([zero, two])
-    assert [size, calls] == same == [2, 10], "the step that failed is taken again"
-
-
-def test_sessions_of_the_page() -> None:
-    failed, attempted = run_sessions("docs/going_on.md")
-    assert attempted
-    assert not failed

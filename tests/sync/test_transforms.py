@@ -108,7 +108,7 @@ def test_the_state_of_a_hook_is_the_optimizers(hook: str) -> None:
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_run_that_was_saved_goes_on_bit_for_bit(hook: str) -> None:
+def test_saved_run_resumes_bit_for_bit(hook: str) -> None:
     whole = fddp.loopback(WORLD_SIZE, train, hook, 0, STEPS, None)
     halves = fddp.loopback(WORLD_SIZE, train, hook, 0, STEPS // 2, None)
 
@@ -152,7 +152,7 @@ def test_an_optimizer_object_of_torchopt() -> None:
     assert largest_difference(runs[0], flatten(mlp())[0]) > 1e-2
 
 
-def test_what_comes_before_the_sync_sees_local_gradients() -> None:
+def test_transforms_before_the_sync_see_local_gradients() -> None:
     def run(group: Any) -> list[float]:
         params = {"w": torch.zeros(2)}
         with fddp.GradSync(params, group=group) as sync:
@@ -219,7 +219,7 @@ def test_gradients_of_synced_gradients() -> None:
 
 
 @pytest.mark.parametrize("sync", [None, 3, {"w": torch.ones(1)}])
-def test_what_is_no_sync(sync: Any) -> None:
+def test_invalid_sync_is_refused(sync: Any) -> None:
     with pytest.raises(
         TypeError, match=f"a GradSync, or a function .* got a {type(sync).__name__}"
     ):
@@ -308,7 +308,7 @@ def by_flax(half: Any) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("hook", ["no hook", "top_k"])
-def test_optax_goes_on_bit_for_bit(hook: str) -> None:
+def test_optax_resumes_bit_for_bit(hook: str) -> None:
     whole = fddp.loopback(WORLD_SIZE, jax_train, hook, 0, STEPS, None)
     halves = fddp.loopback(WORLD_SIZE, jax_train, hook, 0, STEPS // 2, None)
     assert same_arrays(whole[0][0], whole[1][0])

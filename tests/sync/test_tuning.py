@@ -62,7 +62,7 @@ def test_along_axes(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("faster", ["before", "after"])
-def test_what_was_measured_decides(monkeypatch: pytest.MonkeyPatch, faster: str) -> None:
+def test_measured_times_decide(monkeypatch: pytest.MonkeyPatch, faster: str) -> None:
     params = mlp()
     caps = fddp.plan_buckets(params, bucket_cap_mb=1e-4, first_bucket_mb=1e-4).caps_bytes
     assert len(caps) == 2
@@ -226,7 +226,7 @@ def failing_outside(group: Any, when: str) -> Any:
 
 
 @pytest.mark.parametrize("when", ["before", "instead", "after"])
-def test_what_fails_outside_of_a_synchronisation_is_told(launch: Launch, when: str) -> None:
+def test_failures_outside_a_synchronisation_are_raised(launch: Launch, when: str) -> None:
     results = launch(2, failing_outside, when)
     own = "ValueError" if when == "instead" else "ZeroDivisionError"
     assert [name for name, _ in results] == ["PeerError", own]

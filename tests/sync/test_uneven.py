@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 
 import fddp
 from tests.core.test_schedule import record
+from tests.support.endings import BoomError, Ending, ending
 from tests.support.models import largest_difference, mean_gradients, mlp, mlp_loss, rand, same_bits
 from tests.support.ranks import Launch
-from tests.sync.test_errors import BoomError, Ending, ending
 
 SMALL = {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0005}
 LR = 0.1
@@ -98,7 +98,7 @@ def test_as_one_process_with_the_same_weights(
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(1, 3), st.booleans())
-def test_any_lengths_and_groups(counts: list[int], every: int, weighted: bool) -> None:
+def test_random_lengths_and_groups(counts: list[int], every: int, weighted: bool) -> None:
     if any(counts):
         check(fddp.loopback(len(counts), train, counts, weighted, every), counts, weighted, every)
 
@@ -132,7 +132,7 @@ def test_collectives_are_one_vote_and_one_step_a_round() -> None:
         assert issued == expected
 
 
-def test_no_batches_anywhere_is_no_round(launch: Launch) -> None:
+def test_no_batches_on_any_rank(launch: Launch) -> None:
     for rounds, after in launch(2, nothing_at_all):
         assert rounds == 0
         assert after == 1
@@ -194,7 +194,7 @@ def test_a_data_loader_is_a_source() -> None:
     assert fddp.loopback(2, run) == [5, 5]
 
 
-def test_what_an_exhausted_rank_gets() -> None:
+def test_batches_of_an_exhausted_rank() -> None:
     def run(group: Any) -> Any:
         calls = []
 
@@ -384,7 +384,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("how", SOURCES)
 @pytest.mark.parametrize("culprits", [(1,), (0, 1, 2)], ids=["one", "all"])
-def test_a_source_that_fails_is_told_to_all(how: str, culprits: tuple[int, ...]) -> None:
+def test_failing_source_is_raised_on_all_ranks(how: str, culprits: tuple[int, ...]) -> None:
     check_source(fddp.loopback(3, failing_source, how, culprits), how, culprits)
 
 
@@ -426,7 +426,7 @@ def failing_source_beside_operators(group: Any) -> tuple[Ending, float, float]:
     return seen, took_s, again[0]
 
 
-def test_a_source_that_fails_is_told_to_ranks_in_operators(launch: Launch) -> None:
+def test_failing_source_reaches_ranks_in_operators(launch: Launch) -> None:
     for rank, (seen, took_s, again) in enumerate(launch(3, failing_source_beside_operators)):
         assert took_s < 10.0, "not once their time was over"
         assert again == 3.0

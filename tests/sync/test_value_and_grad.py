@@ -163,7 +163,7 @@ def test_info() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("way", ["value_and_grad", "sync", "sparse", "float16"])
-def test_one_ranks_nan_is_known_to_all(launch: Launch, bad: float, way: str) -> None:
+def test_nan_on_one_rank_is_reported_on_all(launch: Launch, bad: float, way: str) -> None:
     for finite, then in launch(3, not_finite, bad, way):
         assert finite is False
         assert then is True

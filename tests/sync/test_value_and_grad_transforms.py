@@ -364,7 +364,7 @@ def built_and_broadcast(rank: int, world_size: int) -> tuple[dict[str, Any], lis
     return seen, [grad(built)(point())["w"].tolist(), batched(built).tolist(), *paths]
 
 
-def test_what_may_and_what_may_not_start_within_a_transform(ranks: RankPool) -> None:
+def test_steps_started_within_transforms(ranks: RankPool) -> None:
     for seen, built in ranks.run(WORLD_SIZE, built_and_broadcast):
         for name, (kind, text, after) in seen.items():
             assert (kind, after) == ("PlanMismatchError", [0.5, 0.5]), (name, text)

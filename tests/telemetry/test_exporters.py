@@ -74,7 +74,7 @@ def test_prometheus_forgets_ranks_that_are_gone() -> None:
 
 
 @pytest.mark.parametrize("bad", [3, None, object()])
-def test_what_takes_no_scalars_is_refused(bad: Any) -> None:
+def test_writers_without_scalars_are_refused(bad: Any) -> None:
     with pytest.raises(TypeError, match="TensorBoard takes a SummaryWriter or a directory, got"):
         TensorBoard(bad)
 
@@ -147,7 +147,7 @@ def test_figures_of_a_step_name_what_it_was() -> None:
         ("torch.utils.tensorboard", lambda: TensorBoard("somewhere"), "tensorboard"),
     ],
 )
-def test_a_missing_library_is_told(
+def test_a_missing_library_is_named(
     monkeypatch: pytest.MonkeyPatch, module: str, make: Any, extra: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
@@ -174,7 +174,7 @@ def test_the_figure_frames_what_holds_the_others_up() -> None:
     assert "rank 1 holds the others up by 50.0 ms a step" in ax.get_title()
 
 
-def test_the_figure_says_what_the_report_finds() -> None:
+def test_the_figure_matches_the_report() -> None:
     alike, few = make_report(0.01, 0.01), make_report(0.01, 0.06, steps=8)
     parted = make_report(0.01, 0.06, first=9)
     for report, title in (

@@ -23,9 +23,9 @@ import fddp
 from fddp.cli.main import main
 from fddp.telemetry.flight.log import Flight, FlightOp
 from fddp.telemetry.flight.recorder import SIZE
+from tests.support.endings import ending
 from tests.support.polling import soon
 from tests.support.ranks import RankPool
-from tests.sync.test_errors import ending
 
 PARAMS = {"a": torch.zeros(3), "b": torch.zeros(5), "c": torch.zeros(7)}
 SMALL = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}  # a leaf a bucket
@@ -206,7 +206,7 @@ def test_a_wrapped_module_has_a_flight() -> None:
         assert "all_reduce" in kinds
 
 
-def test_a_flight_tells_the_number_in_the_job(ranks: RankPool) -> None:
+def test_a_flight_has_the_global_rank(ranks: RankPool) -> None:
     for text in ranks.run(3, in_a_subgroup)[1:]:
         assert "(global " in text
 
@@ -239,7 +239,7 @@ def stall(rank: int, world_size: int, transport: str, directory: str) -> Any:
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_a_failure_leaves_a_flight_and_says_where(
+def test_a_failure_dumps_a_flight_and_names_the_file(
     ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], transport: str
 ) -> None:
     (text, _), _ = ranks.run(2, stall, transport, str(tmp_path))
@@ -308,7 +308,7 @@ def test_errors_after_which_ranks_are_together_leave_none(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failed_construction_says_where(tmp_path: Path) -> None:
+def test_a_failed_construction_names_the_dump(tmp_path: Path) -> None:
     def run(group: Any) -> str:
         if group.rank == 1:
             return ""
@@ -452,7 +452,7 @@ def test_a_flight_that_is_not_written_harms_nobody(
 
 
 @pytest.mark.parametrize("bad", [3.5, True, "SIGUSR1", 10])
-def test_what_is_no_signal_is_refused(tmp_path: Path, bad: Any) -> None:
+def test_invalid_signals_are_refused(tmp_path: Path, bad: Any) -> None:
     with pytest.raises(TypeError, match=r"on_signal takes signal\.SIGUSR1, for instance, got"):
         fddp.dump_flights(tmp_path / "made", on_signal=bad)
     assert not (tmp_path / "made").exists()

@@ -66,7 +66,7 @@ def test_ranks_that_wait_for_one_without_a_flight() -> None:
     assert "rank 2: no flight" in told.text
 
 
-def test_ranks_that_failed_tell_why_and_how_much_later() -> None:
+def test_failures_are_reported_with_reason_and_delay() -> None:
     """A launcher's signal after the failure does not take the reason's place."""
     log = log_of(0, op_of(7, state="failed"), size=2)
     first = replace(flight_of(log), reason=f"no word from rank 1\n{'x' * 999}")
@@ -84,7 +84,7 @@ def test_ranks_that_failed_tell_why_and_how_much_later() -> None:
     assert "no word from rank 1" not in told.text, "that was a run before"
 
 
-def test_what_was_not_waited_for_is_not_what_ranks_wait_for() -> None:
+def test_operations_not_waited_for_are_not_reported_as_pending() -> None:
     """A later operation is waited for first where the control word rides in it."""
     ops = (op_of(6, state="failed", waited_s=None), op_of(7, state="failed"))
     assert lined_up(ops, ops, ops).number == 7
@@ -107,7 +107,7 @@ def test_of_several_flights_of_a_rank_the_newest_counts() -> None:
         assert "bucket 0" in told.text
 
 
-def test_groups_of_the_same_ranks_are_told_apart_by_their_order() -> None:
+def test_groups_of_the_same_ranks_are_distinguished_by_order() -> None:
     flights = [flight_of(log_of(r, op_of(1)), log_of(r, op_of(2 + r)), pid=r) for r in range(3)]
     first, second = find_divergences(flights)
     assert first.number == -1
@@ -227,7 +227,7 @@ def test_flights_are_read_as_they_were_written(some: list[Flight]) -> None:
     st.sampled_from(["name", "members", "rank", "timeout_s", "made_s", "ops", ""]),
     st.integers(-1, 9),
 )
-def test_what_is_no_flight_is_refused_by_name(junk: Any, field: str, inner: str, at: int) -> None:
+def test_invalid_flights_are_refused_by_name(junk: Any, field: str, inner: str, at: int) -> None:
     good = json.loads(flight_of(log_of(0, op_of(1))).to_json())
     if at >= 0:
         good["logs"][0]["ops"][0][at] = junk
@@ -255,9 +255,7 @@ def test_other_texts_are_refused(text: str) -> None:
         Flight.from_json(text)
 
 
-def test_the_command_says_what_it_can_not_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_names_unreadable_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["flight", str(tmp_path)])
     assert "there is no flight-*.json in" in capsys.readouterr().err

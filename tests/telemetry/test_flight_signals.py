@@ -94,7 +94,6 @@ ways = {
     "late": at_the_very_end,
 }
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests are run by nohup
 for name, way in ways.items():
     directory = Path(sys.argv[1]) / name
     pid = os.fork()
@@ -111,7 +110,7 @@ for name, way in ways.items():
 """
 
 
-def test_a_signal_does_what_it_did_before(tmp_path: Path) -> None:
+def test_previous_signal_disposition_is_kept(tmp_path: Path) -> None:
     """The exit code is the signal's, negative; 7 is that of a process that goes on, and 2 that of a
     KeyboardInterrupt."""
     command = [sys.executable, "-c", ENDINGS, str(tmp_path)]
@@ -175,7 +174,7 @@ def test_numbers_of_processes_that_were_killed_are_removed(tmp_path: Path) -> No
         assert found == set(others), "another signal than SIGTERM would end this process"
 
 
-def test_stacks_of_all_threads_are_told(tmp_path: Path) -> None:
+def test_stacks_of_all_threads_are_dumped(tmp_path: Path) -> None:
     done = threading.Event()
     other = threading.Thread(target=done.wait)
     other.start()
@@ -186,5 +185,5 @@ def test_stacks_of_all_threads_are_told(tmp_path: Path) -> None:
         done.set()
         other.join()
     threads = text.split("hread 0x")
-    assert "in test_stacks_of_all_threads_are_told" in threads[-1], "this one comes last"
+    assert "in test_stacks_of_all_threads_are_dumped" in threads[-1], "this one comes last"
     assert any("in wait" in one and "threading.py" in one for one in threads[:-1])

@@ -72,7 +72,7 @@ def texts(records: list[StepRecord]) -> list[tuple[Reader, str]]:
 
 @given(_records)
 @settings(max_examples=40)
-def test_what_is_written_is_read(records: list[StepRecord]) -> None:
+def test_messages_round_trip(records: list[StepRecord]) -> None:
     for reader, text in texts(records):
         assert reader.write(reader.read(text)) == text
     assert STEPS.read(steps_to_json(records)) == records
@@ -111,7 +111,7 @@ def put(document: Any, place: tuple[Any, ...], value: Any) -> Any:
 
 @given(_records, st.data())
 @settings(max_examples=120)
-def test_what_nobody_writes_is_refused_by_rank(records: list[StepRecord], data: Any) -> None:
+def test_malformed_messages_are_refused_by_rank(records: list[StepRecord], data: Any) -> None:
     reader, text = data.draw(st.sampled_from(texts(records)))
     document = json.loads(text)
     place = data.draw(st.sampled_from(places(document)))
@@ -166,7 +166,7 @@ FIELDS = "rank, first, last, phases, own, step, buckets"
         (STEPS, (0, 7), [[1.0]], "[0][7][0] is [1.0], and should be a list of 2"),
     ],
 )
-def test_errors_say_what_is_wrong(
+def test_errors_name_the_field(
     reader: Reader, place: tuple[Any, ...], value: Any, told: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(reader.problem)) as caught:
@@ -178,7 +178,7 @@ def test_errors_say_what_is_wrong(
 
 
 @given(_intervals, _seconds, _seconds)
-def test_what_is_covered(intervals: tuple[Interval, ...], one: float, other: float) -> None:
+def test_interval_overlap(intervals: tuple[Interval, ...], one: float, other: float) -> None:
     start_s, end_s = sorted((one, other))
     expected = sum(max(0.0, min(e, end_s) - max(s, start_s)) for s, e in intervals)
     assert IntervalIndex(intervals).within(start_s, end_s) == pytest.approx(expected, abs=1e-6)

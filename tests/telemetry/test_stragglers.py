@@ -122,7 +122,7 @@ def test_one_slow_step_makes_no_straggler() -> None:
     assert (found.rank, found.behind_s) == (1, pytest.approx(0.05))
 
 
-def test_little_is_said_of_few_steps() -> None:
+def test_few_steps_make_no_strong_claim() -> None:
     assert find_stragglers([summary_of(r, [{"forward": 0.01 + r}] * 8) for r in range(2)]) == ()
     assert find_stragglers([summary_of(r, [{"forward": 0.01 + r}] * 9) for r in range(2)]) != ()
     assert find_stragglers([summary_of(0, [{"forward": 0.01}] * 9)]) == ()
@@ -150,7 +150,7 @@ def test_a_tenth_of_a_millisecond_names_nobody() -> None:
     assert [one.rank for one in found(6e-4)] == [1]
 
 
-def test_nothing_is_said_of_different_steps() -> None:
+def test_different_steps_are_not_compared() -> None:
     def steps_of(rank: int, first: int) -> RankSummary:
         phases_s = {"forward": 0.01 + rank, "wait": 1e-3}
         return summarize(rank, [record_of(n, phases_s) for n in range(first, first + 10)])

@@ -64,7 +64,7 @@ def test_a_silent_store_is_not_waited_for(host: Host) -> None:
     assert host.asked == ["a", "b", "a"], "what was given up before it was put is never put"
 
 
-def test_what_a_store_raises_passes_through(host: Host) -> None:
+def test_store_errors_pass_through(host: Host) -> None:
     with pytest.raises(RuntimeError, match="x is not there"):
         asked(host).get("x")
 

@@ -68,7 +68,7 @@ def test_the_thread_is_there_for_as_long_as_it_may_be_wanted() -> None:
     assert soon(lambda: closed == [0, 1, 2])
 
 
-def test_what_was_closed_is_watched_no_more() -> None:
+def test_closed_objects_are_not_watched() -> None:
     closer, closed = _Closer(), []
     things = [Thing(), Thing()]
     first, second = [closer.watch(thing, lambda: closed.append(1)) for thing in things]
@@ -81,7 +81,7 @@ def test_what_was_closed_is_watched_no_more() -> None:
     assert closed == []
 
 
-def test_one_that_can_not_be_closed_holds_up_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failing_close_does_not_block_others(capsys: pytest.CaptureFixture[str]) -> None:
     closer, closed = _Closer(), []
 
     def fail() -> None:

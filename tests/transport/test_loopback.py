@@ -1,4 +1,4 @@
-"""What loopback promises beyond the contract of `Transport` (test_transports.py)."""
+"""What loopback promises beyond the contract of `Transport` (test_contract.py)."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_rank_that_closes_its_transport_is_lost_to_that_one_only() -> None:
     ],
     ids=["numel", "dtype", "shape", "kind"],
 )
-def test_mismatched_operations_are_told_on_every_rank(
+def test_mismatched_operations_are_raised_on_every_rank(
     theirs: torch.Tensor | None, text: str
 ) -> None:
     def mismatched(group: LoopbackGroup) -> None:
@@ -154,7 +154,7 @@ SQUARE = Topology(host=2, local=2)
 AXES = [("host",), ("local",)]
 
 
-def test_mismatched_operations_of_a_group_are_told_on_its_ranks() -> None:
+def test_mismatched_operations_of_a_group_are_raised_on_its_ranks() -> None:
     def mismatched(group: LoopbackGroup) -> None:
         transport, rank = open_transport(group), group.rank
         transport.open_subgroups(SQUARE, AXES)

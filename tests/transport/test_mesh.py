@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fddp
 from fddp import Topology
 from fddp.testing import assert_mean
+from tests.support.endings import Ending, ending
 from tests.support.models import rand, same_bits
 from tests.support.ranks import RankPool
-from tests.sync.test_errors import Ending, ending
 
 ALGORITHMS = ("all_reduce", "hierarchical", "reduce_scatter")
 

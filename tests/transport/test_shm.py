@@ -1,4 +1,4 @@
-"""What shared memory promises beyond the contract of `Transport` (test_transports.py).
+"""What shared memory promises beyond the contract of `Transport` (test_contract.py).
 
 Functions named `*_on_rank` run on ranks, which are processes, as `fn(rank, world_size, *args)`.
 """
@@ -29,7 +29,7 @@ from fddp.transport.selection import choose
 from fddp.transport.shm import host_discovery
 from fddp.transport.shm import transport as shm
 from tests.support.ranks import split_into_hosts
-from tests.transport.test_transport_groups import AXES, SQUARE, own_chunk, part, total
+from tests.transport.test_axes import AXES, SQUARE, own_chunk, part, total
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,7 +93,7 @@ def logged_on_rank(rank: int, world_size: int) -> tuple[list[str], Any]:
     return records, info
 
 
-def test_it_is_told_once_which_and_why(ranks: RankPool) -> None:
+def test_choice_of_transport_is_logged_once(ranks: RankPool) -> None:
     for rank, (records, info) in enumerate(ranks.run(2, logged_on_rank)):
         reason = ALL_SHARE.format(2)
         assert records == [f"rank {rank} of 2: transport shm, because {reason}"]
@@ -109,7 +109,7 @@ def disagreeing_on_rank(rank: int, world_size: int) -> None:
         fddp.GradSync({"w": torch.zeros(3)}, transport=wanted)  # type: ignore[arg-type]
 
 
-def test_ranks_that_want_different_transports_are_told(ranks: RankPool) -> None:
+def test_different_transport_arguments_are_refused(ranks: RankPool) -> None:
     ranks.run(3, disagreeing_on_rank)
 
 
@@ -254,7 +254,7 @@ def obstacle_on_rank(rank: int, world_size: int, method: str, at: int) -> tuple[
         ("_join", 2),
     ],
 )
-def test_an_obstacle_on_one_rank_is_told_to_all(ranks: RankPool, method: str, at: int) -> None:
+def test_obstacle_on_one_rank_is_reported_on_all(ranks: RankPool, method: str, at: int) -> None:
     answers = ranks.run(3, obstacle_on_rank, method, at)
     assert len(set(answers)) == 1
     name, reason = answers[0]
@@ -472,7 +472,7 @@ def mismatched_on_rank(rank: int, world_size: int) -> None:
             assert value.tolist() == [3.0, 3.0]
 
 
-def test_mismatched_operations_are_told_apart_on_every_rank(ranks: RankPool) -> None:
+def test_mismatched_operations_are_raised_on_every_rank(ranks: RankPool) -> None:
     ranks.run(3, mismatched_on_rank)
 
 

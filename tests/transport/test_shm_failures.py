@@ -20,8 +20,8 @@ import torch.distributed as dist
 from fddp.errors import ClosedError, FddpError, RankLostError, SyncTimeoutError
 from fddp.transport import open_transport
 from tests.support.ranks import run_fresh, split_into_hosts
+from tests.transport.test_axes import AXES, SQUARE
 from tests.transport.test_shm import held
-from tests.transport.test_transport_groups import AXES, SQUARE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -187,14 +187,14 @@ def missed_in_a_group_on_rank(rank: int, world_size: int, how: str) -> Ended | N
     return ended(transport, axes=[("local",), ("host",), ("local",)][rank])
 
 
-def test_a_rank_killed_in_one_group_is_told_to_all() -> None:
+def test_a_rank_killed_in_one_group_is_raised_on_all() -> None:
     for rank, seen in survivors(run_fresh(4, missed_in_a_group_on_rank, "kill"), 3):
         assert f"bucket 3 of step 17 on rank {rank} of 4: lost rank 3 (" in seen.text
         assert (seen.error, seen.ranks) == ("RankLostError", (3,))
         assert seen.took_s < NOTICED_S
 
 
-def test_a_rank_late_in_one_group_is_told_to_all(ranks: RankPool) -> None:
+def test_a_rank_late_in_one_group_is_raised_on_all(ranks: RankPool) -> None:
     for rank, seen in enumerate(ranks.run(4, missed_in_a_group_on_rank, "late")):
         if seen is not None:
             assert seen.error == "SyncTimeoutError", seen
@@ -221,7 +221,7 @@ def dead_across_on_rank(rank: int, world_size: int, dead: int) -> Ended:
 
 
 @pytest.mark.parametrize("dead", [2, 3])
-def test_a_death_is_told_from_shared_memory_to_gloo_and_back(dead: int) -> None:
+def test_a_death_crosses_between_shared_memory_and_gloo(dead: int) -> None:
     """Rank 3 is missed in shared memory by 2 only; rank 2 in gloo by 0, in shared memory by 3."""
     outcomes = run_fresh(4, dead_across_on_rank, dead)
     for rank, seen in survivors(outcomes, dead):
@@ -243,7 +243,7 @@ def late_across_on_rank(rank: int, world_size: int) -> Ended | None:
         return ended(transport, axes=("host",) if rank == 0 else ("local",))
 
 
-def test_a_late_rank_is_told_from_shared_memory_to_gloo(ranks: RankPool) -> None:
+def test_a_late_rank_crosses_from_shared_memory_to_gloo(ranks: RankPool) -> None:
     for rank, seen in enumerate(ranks.run(4, late_across_on_rank)):
         if seen is not None:
             assert seen.error == "SyncTimeoutError"

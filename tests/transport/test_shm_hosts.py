@@ -100,7 +100,7 @@ def runs(hosts: Hosts) -> list[dict[str, Run]]:
 
 
 @pytest.mark.parametrize("name", ["hierarchical", "over c10d"])
-def test_only_what_the_schedule_says_crosses(runs: list[dict[str, Run]], name: str) -> None:
+def test_only_scheduled_bytes_cross_hosts(runs: list[dict[str, Run]], name: str) -> None:
     """It is the schedule that saves what crosses, whatever carries it."""
     for run in (of_rank[name] for of_rank in runs):
         print(f"{name}: {run.crossed:.0f} bytes crossed a step, schedule: {run.expected:.0f}")

@@ -19,9 +19,9 @@ import fddp
 from fddp.collectives.communicator import communicator_of
 from fddp.transport.liveness import failure_detector, status, status_store
 from fddp.transport.liveness.status_store import StoreStatusBoard
+from tests.support.endings import Ending, ending
 from tests.support.polling import soon
 from tests.support.ranks import RankPool
-from tests.sync.test_errors import Ending, ending
 
 W = {"w": torch.ones(3)}
 
@@ -233,7 +233,7 @@ def go_on_after_the_end(rank: int, n: int) -> tuple[bool, bool]:
             return ended, after is not responder and after._thread.is_alive()
 
 
-def test_whoever_opens_a_transport_is_heard_again(ranks: RankPool) -> None:
+def test_opening_a_transport_restarts_answers(ranks: RankPool) -> None:
     """Where the store was gone for a while."""
     assert ranks.run(2, go_on_after_the_end) == [(True, True)] * 2
 

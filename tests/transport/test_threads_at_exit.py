@@ -21,8 +21,8 @@ from fddp.transport.lifetime.finalizer import _Closer, _closer
 from fddp.transport.liveness import status_store
 from fddp.transport.liveness.bounded_store import client_of
 from fddp.transport.liveness.status import StatusBoard
+from tests.support.endings import Ending, ending
 from tests.support.ranks import Launch, launch_over
-from tests.sync.test_errors import Ending, ending
 
 W = {"w": torch.ones(3)}
 NAMES = ("fddp-closer", "fddp-status")

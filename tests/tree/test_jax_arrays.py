@@ -129,7 +129,7 @@ def test_gradients_are_not_copied_on_the_way_in() -> None:
         assert tensor.data_ptr() == leaf.unsafe_buffer_pointer()
 
 
-def test_memory_is_used_again_once_jax_has_let_go() -> None:
+def test_memory_is_reused_once_jax_releases_it() -> None:
     (addresses,) = fddp.loopback(1, addresses_on_rank)
     first, held, free = addresses
     assert held != first
@@ -191,7 +191,7 @@ def test_donated_results_are_not_written() -> None:
     assert tensor.eq(0).all()
 
 
-def test_every_dtype(launch: Launch) -> None:
+def test_every_dtype_is_reduced(launch: Launch) -> None:
     with jax.enable_x64():
         names = ["bfloat16", "float16", "float32", "float64", "complex64", "complex128"]
         for results in launch(WORLD_SIZE, dtypes_on_rank, names):
@@ -387,7 +387,7 @@ def attempts(group: Any) -> list[tuple[str, str]]:
     return outcomes
 
 
-def test_what_arrays_cannot_do() -> None:
+def test_unsupported_uses_of_arrays_are_refused() -> None:
     (
         (jitted, in_jit),
         (graded, in_grad),

@@ -97,7 +97,7 @@ def test_nodes_of_jax_are_taken_apart(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_others_who_use_optree_see_no_change(name: str) -> None:
+def test_optree_registry_is_unchanged_for_others(name: str) -> None:
     tree, _ = TREES[name]
     before = optree.tree_leaves(tree)
     flatten(tree)

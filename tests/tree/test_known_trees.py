@@ -72,7 +72,7 @@ def test_trees_that_are_nearly_alike(other: Any) -> None:
         assert repr(treedef.unflatten(found)) == repr(tree)
 
 
-def test_it_is_compiled_once_and_serves_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_structure_is_compiled_once_and_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     known = KnownTrees()
     known.flatten(filled())
     slow: list[Any] = []

@@ -224,8 +224,9 @@ def _copied(recorders: weakref.WeakSet[Recorder]) -> list[Recorder]:
     for _ in range(100):
         try:
             return list(recorders)
-        except RuntimeError:  # it changed its size
-            continue
+        except RuntimeError as error:
+            if "changed size" not in str(error):
+                raise
     return []
 
 

@@ -21,7 +21,7 @@ from fddp.native import extension
 from fddp.transport.c10d.rendezvous import connect_with_abort
 from fddp.transport.lifetime.fork import register_fork_owner
 from fddp.transport.liveness.interrupts import DeadlineExceededError
-from fddp.transport.liveness.user_code import from_user_code
+from fddp.transport.liveness.user_code import from_user_code, ignore_backend_errors
 from fddp.transport.ordered_sum import sum_in_order_
 
 if TYPE_CHECKING:
@@ -77,12 +77,11 @@ class PendingCollective(NamedTuple):
         """Whether it is over, and nothing went wrong."""
         if not self.arrived:
             return False
-        try:
+        with ignore_backend_errors():
             for work in self.works:
                 work.wait()
-        except RuntimeError:
-            return False
-        return True
+            return True
+        return False
 
 
 class Communicator:

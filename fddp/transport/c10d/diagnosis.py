@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fddp.transport.liveness.bounded_store import StoreTimeoutError
 from fddp.transport.liveness.failure import CLOSED, Failure
 from fddp.transport.liveness.interrupts import DeadlineExceededError, PeerFailureError
+from fddp.transport.liveness.user_code import from_user_code
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,7 +46,9 @@ def diagnose(
             membership.report(report._replace(verdict="dead", ranks=gone))
     except StoreTimeoutError:
         return Failure(text, late, (), store="silent")
-    except RuntimeError:
+    except RuntimeError as problem:
+        if from_user_code(problem):
+            raise
         return Failure(text, late, (), store="gone")
     awaited = {r for other in reports.values() if other.verdict != "told" for r in other.ranks}
     dead = {r for other in reports.values() if other.verdict == "dead" for r in other.ranks}

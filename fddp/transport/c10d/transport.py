@@ -13,7 +13,6 @@ On NCCL the host does not wait for buckets, so failures there surface through to
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import weakref
@@ -41,7 +40,7 @@ from fddp.transport.liveness.interrupts import (
     ProcessExitedError,
 )
 from fddp.transport.liveness.membership import Membership, Report
-from fddp.transport.liveness.user_code import from_user_code
+from fddp.transport.liveness.user_code import from_user_code, ignore_backend_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -211,14 +210,16 @@ class C10dTransport(Transport):
         self._membership.publish_step_failure(step, text)
 
     def abandon(self, reason: str) -> None:
-        if not self.closed_by:
-            self.publish_departure()
-        self.close(reason)
+        try:
+            if not self.closed_by:
+                self.publish_departure()
+        finally:
+            self.close(reason)
 
     def publish_departure(self) -> None:
         """Tell ranks that wait for this one that it will not come."""
         # gloo's connections last as long as its operations, which the error that ends a step holds.
-        with contextlib.suppress(RuntimeError):
+        with ignore_backend_errors():
             self._membership.report(Report("dead", (self.rank,)))
 
     def _release(self) -> None:
@@ -306,11 +307,11 @@ class C10dTransport(Transport):
         """What ended an operation of `ranks`, once the others were told and heard."""
         peer = self.status.board.step_failure(self.status)
         if peer is not None:
-            with contextlib.suppress(RuntimeError):
+            with ignore_backend_errors():
                 self._membership.report(Report("told", ranks, *at))
             return Failure(str(error), late=False, silent=(), peer=peer)
         if isinstance(error, ProcessExitedError):
-            with contextlib.suppress(RuntimeError):
+            with ignore_backend_errors():
                 self._membership.report(Report("dead", error.ranks))
             return Failure(str(error), late=False, silent=error.ranks)
         waited_s, report = time.perf_counter() - self._began_s, Report("told", ranks, *at)
@@ -334,7 +335,7 @@ class C10dTransport(Transport):
         with self.lock:
             if self._failure is None:
                 verdict: Verdict = "timeout" if failure.late else "dead"
-                with contextlib.suppress(RuntimeError):
+                with ignore_backend_errors():
                     self._membership.report(Report(verdict, failure.silent))
                 self._end(what, self._with_statuses(failure))
 

@@ -6,7 +6,6 @@ its side of a transport, and, once an operation has failed, who is still alive.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from functools import partial
@@ -19,7 +18,7 @@ from fddp.transport.liveness.bounded_store import (
     StoreClientThread,
 )
 from fddp.transport.liveness.interrupts import PeerFailureError
-from fddp.transport.liveness.user_code import from_user_code
+from fddp.transport.liveness.user_code import ignore_backend_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -134,7 +133,7 @@ class Membership:
             addresses: keys of this transport's part that others found this rank by.
         """
         keys = [f"here/{self._rank}", *addresses, *(["outcome"] if self._rank == 0 else [])]
-        with contextlib.suppress(RuntimeError, NotImplementedError):
+        with ignore_backend_errors(NotImplementedError):
             self.store.within(GLANCE_S).delete(keys)
 
     def number(self, name: str, timeout_s: float) -> int:
@@ -149,40 +148,35 @@ class Membership:
 
     def publish_step_failure(self, step: int, text: str) -> None:
         """Tell ranks that are in the loss function of a step that it fails on all of them."""
-        with contextlib.suppress(RuntimeError):
+        with ignore_backend_errors():
             text_of_failure = json.dumps([step, f"rank {self._rank} failed: {text}"])
             self.store.set("alarm", text_of_failure)
 
     def read_step_failure(self, step: int) -> str | None:
         """Which rank failed in this step, and how, if that was told."""
-        try:
-            if not self.store.within(GLANCE_S).check(["alarm"]):
-                return None
-            failed, text = json.loads(self.store.get("alarm"))
-        except (RuntimeError, ValueError, TypeError):  # the store is gone, or holds no alarm
-            return None
-        return str(text) if failed == step else None
+        with ignore_backend_errors(ValueError, TypeError):  # no store, or no alarm in it
+            if self.store.within(GLANCE_S).check(["alarm"]):
+                failed, text = json.loads(self.store.get("alarm"))
+                return str(text) if failed == step else None
+        return None
 
     def publish_mismatch(self, text: str) -> None:
         """Tell ranks for which it shows only later that they met in different operations."""
-        with contextlib.suppress(RuntimeError, ValueError):
+        with ignore_backend_errors(ValueError):
             self.store.set("parted", text)
 
     def mismatch(self) -> str:
         """What was told of that; empty if nothing was."""
-        with contextlib.suppress(RuntimeError, ValueError):
+        with ignore_backend_errors(ValueError):
             if self.store.check(["parted"]):
                 return self.store.get("parted").decode(errors="replace")[:_MOST_CHARS]
         return ""
 
     def failed(self) -> bool:
         """Whether some rank has reported a failure; False where the store does not answer."""
-        try:
+        with ignore_backend_errors():
             return self.store.within(GLANCE_S).check(["failed"])
-        except RuntimeError as error:
-            if from_user_code(error):
-                raise
-            return False
+        return False
 
     def report(self, report: Report) -> None:
         """Tell the others that an operation failed here; that this rank lives."""
@@ -211,7 +205,7 @@ class Membership:
     def unreported(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Those of these ranks that have reported nothing, or of which the store does not tell: a
         rank that reported has lived to raise an error, and may have ended for it."""
-        with contextlib.suppress(RuntimeError):
+        with ignore_backend_errors():
             return tuple(rank for rank in ranks if not self._all_set([f"report/{rank}"]))
         return ranks
 

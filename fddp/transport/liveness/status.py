@@ -191,8 +191,9 @@ class StatusBoard:
         while True:
             try:
                 return list(self._statuses)
-            except RuntimeError:  # one of them just did
-                continue
+            except RuntimeError as error:  # another thread has just opened or closed one
+                if "changed size" not in str(error):
+                    raise
 
     def open(self, key: str) -> TransportStatus:
         """The status of a transport that has been opened."""

@@ -7,7 +7,6 @@ no default group, a group's own store takes its place.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import threading
@@ -32,6 +31,7 @@ from fddp.transport.liveness.status import (
     StatusBoard,
     TransportStatus,
 )
+from fddp.transport.liveness.user_code import ignore_backend_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,14 +87,14 @@ class StoreStatusBoard(StatusBoard):
 
     def publish_process(self) -> None:
         """Says, once in the life of the group, which process this is."""
-        with contextlib.suppress(RuntimeError, ValueError):  # not every store can append
+        with ignore_backend_errors(ValueError):  # not every store can append
             if self._processes:
                 self._bounded.append(self._processes, own_line(self._rank))
 
     def processes(self) -> dict[int, Process]:
         """Those of the ranks that this one can look for, as far as they have told."""
         store = self._bounded.within(GLANCE_S)
-        with contextlib.suppress(RuntimeError, ValueError):
+        with ignore_backend_errors(ValueError):
             if self._processes and store.check([self._processes]):
                 self.known.update(parsed(store.get(self._processes).decode(errors="replace")))
         return self.known
@@ -128,21 +128,21 @@ class StoreStatusBoard(StatusBoard):
             responder.stop()
 
     def query(self) -> int:
-        with contextlib.suppress(RuntimeError, ValueError):
+        with ignore_backend_errors(ValueError):
             return self._bounded.within(GLANCE_S).add("questions", 1)
         return 0
 
     def publish(self) -> None:
-        with contextlib.suppress(RuntimeError, ValueError):
+        with ignore_backend_errors(ValueError):
             self.answer(self._bounded, _question(self._bounded), ended=True)
 
     def publish_abandoned(self, key: str) -> None:
-        with contextlib.suppress(RuntimeError, ValueError):
+        with ignore_backend_errors(ValueError):
             self._bounded.within(GLANCE_S).set(f"abandoned/{key}", "")
 
     def find_abandoned(self, keys: Sequence[str]) -> list[str]:
         store = self._bounded.within(GLANCE_S)
-        with contextlib.suppress(RuntimeError, ValueError):
+        with ignore_backend_errors(ValueError):
             return [key for key in keys if store.check([f"abandoned/{key}"])]
         return super().find_abandoned(keys)
 
@@ -162,7 +162,7 @@ class StoreStatusBoard(StatusBoard):
         waiting = [rank for rank in ranks if rank != self._rank]
         if self._rank in found:
             found[self._rank] = self.own_status()
-        with contextlib.suppress(RuntimeError):
+        with ignore_backend_errors():
             while waiting:
                 waiting = [rank for rank in waiting if not self._read(rank, question, since, found)]
                 if time.perf_counter() > deadline_s:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _OWN_MODULES = {"fddp", "torch", *sys.stdlib_module_names}  # from which errors of a backend come
 _HANDLERS = "torch.utils.data."  # of signals, which tell of workers that have ended
@@ -17,3 +22,17 @@ def from_user_code(error: Exception) -> bool:
             return True
         trace = trace.tb_next
     return False
+
+
+@contextlib.contextmanager
+def ignore_backend_errors(*others: type[Exception]) -> Iterator[None]:
+    """Suppress `RuntimeError`, which stores and backends raise, and `others`.
+
+    Errors that a signal handler of the user raised meanwhile pass through.
+    """
+    kinds: tuple[type[Exception], ...] = (RuntimeError, *others)
+    try:
+        yield
+    except kinds as error:
+        if from_user_code(error):
+            raise

@@ -147,9 +147,11 @@ class ShmTransport(Transport):
         self._c10d.publish_step_failure(step, text)
 
     def abandon(self, reason: str) -> None:
-        if not self.closed_by:
-            self._c10d.publish_departure()
-        self.close(reason)
+        try:
+            if not self.closed_by:
+                self._c10d.publish_departure()
+        finally:
+            self.close(reason)
 
     def _release(self) -> None:
         self._free()

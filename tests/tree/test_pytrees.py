@@ -120,7 +120,7 @@ def test_a_flat_dict_has_the_paths_of_a_nested_one() -> None:
     assert flatten(nested)[0] == flatten(flat)[0]
 
 
-def test_clashing_paths_are_told_apart() -> None:
+def test_clashing_paths_are_distinguished() -> None:
     paths = flatten({"a.b": 1, "a": {"b": 2}, "c": 3})[1].paths
     assert paths == ("['a']['b']", "['a.b']", "c")
     assert flatten({1: 0, "1": 0})[1].paths == ("[1]", "['1']")

@@ -107,7 +107,7 @@ def test_a_future_may_serve_twice() -> None:
     assert work.taken == 1
 
 
-def test_no_future_of_a_future() -> None:
+def test_nested_futures_are_refused() -> None:
     with pytest.raises(TypeError, match="returns a Future; use then for it"):
         Future.of(1).map(Future.of).wait()
     with pytest.raises(TypeError, match="returns a int, not a Future; use map for it"):

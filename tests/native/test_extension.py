@@ -28,7 +28,7 @@ def test_loads_once_and_knows_its_torch():
     assert extension.load().torch_version == torch.__version__.split("+")[0]
 
 
-def test_note_beside_the_library_says_the_same_as_the_library():
+def test_version_file_matches_the_library():
     library = importlib.util.find_spec("fddp._C").origin
     assert extension._torch_built_for(extension.Path(library)) == extension.load().torch_version
 
@@ -44,7 +44,7 @@ def test_another_torch_is_named_before_the_library_is_loaded(monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize("origin", [None, SimpleNamespace(origin=None)])
-def test_a_missing_library_says_how_to_build_it(monkeypatch, load, origin):
+def test_missing_library_names_the_build_command(monkeypatch, load, origin):
     monkeypatch.setattr(extension, "find_spec", lambda name: origin)
     with pytest.raises(ExtensionError, match=rf"fddp\._C is not built: {REBUILD}"):
         load()

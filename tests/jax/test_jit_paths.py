@@ -33,7 +33,7 @@ def test_the_extension_was_built_with_xla_s_header() -> None:
     assert lowering.serves(), "install jaxlib before fddp is built, as the Makefile does"
 
 
-def test_what_a_program_calls(path: str) -> None:
+def test_custom_call_targets(path: str) -> None:
     def text(group: LoopbackGroup) -> str:
         return str(jax.jit(lambda x: psum(x, group)).lower(jnp.ones(2)).as_text())
 
@@ -42,7 +42,7 @@ def test_what_a_program_calls(path: str) -> None:
     assert "!stablehlo.token" in found
 
 
-def test_both_give_the_same(path: str) -> None:
+def test_both_paths_give_the_same_result(path: str) -> None:
     def reduced(group: LoopbackGroup) -> list[Any]:
         tree = {
             "bits": jnp.arange(12.0).reshape(3, 4) * (group.rank + 1),

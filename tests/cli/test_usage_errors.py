@@ -133,7 +133,7 @@ def test_help(command: str | None, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("module", ["fddp", "benchmarks"])
-def test_it_runs_as_a_module(module: str) -> None:
+def test_command_runs_as_a_module(module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", module, "--no-such-option"], capture_output=True, text=True
     )

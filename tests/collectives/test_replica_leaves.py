@@ -192,7 +192,7 @@ def test_float8(name: str) -> None:
         assert "at index (0, 1): " in str(error)
 
 
-def test_nan_of_float8_is_told_by_its_bits() -> None:
+def test_nan_of_float8_is_compared_by_bits() -> None:
     def make(bits: int = 0x7D) -> dict[str, Tensor]:
         return {"w": torch.tensor([bits], dtype=torch.uint8).view(torch.float8_e5m2)}
 

@@ -129,7 +129,7 @@ def run_post_local_sgd(rank: int, world_size: int) -> Any:
     return train(None), train(TorchHook(state, post_localSGD_hook.post_localSGD_hook))
 
 
-def test_no_op(ranks: RankPool) -> None:
+def test_noop_hook(ranks: RankPool) -> None:
     for rank, own in enumerate(ranks.run(2, run_no_op)):
         assert largest(own, own_grads(rank)) == 0.0
 
@@ -213,7 +213,7 @@ def with_hook(hook: Callable[..., Any], own: Mapping[str, Tensor], ranks: int = 
     return fddp.loopback(ranks, run)
 
 
-def test_what_the_bucket_tells() -> None:
+def test_grad_bucket_attributes() -> None:
     own = {name: torch.full((300,), float(i)) for i, name in enumerate("abc")}
     seen = []
 
@@ -292,7 +292,7 @@ def test_a_hook_may_stretch_the_buffer_for_a_while() -> None:
     assert [result["a"].tolist() for result in with_hook(hook, own)] == [[0, 1, 2], [1, 2, 3]]
 
 
-def test_one_bucket_after_the_other() -> None:
+def test_buckets_are_hooked_in_order() -> None:
     """A hook's later stages may be issued by other threads; nothing else is issued meanwhile."""
     running: list[int] = []
     started: list[int] = []

@@ -13,7 +13,7 @@ from torch import Tensor
 import fddp
 from tests.support.models import largest_difference, mean_gradients, rand, same_bits
 from tests.support.ranks import Launch
-from tests.sync.test_sync import SMALL, synced
+from tests.sync.test_grad_sync import SMALL, synced
 
 # Leaves that stay local
 
@@ -148,7 +148,7 @@ def test_a_plan_that_is_passed_in_is_used_as_given(source: str) -> None:
 
 
 @pytest.mark.parametrize("caps", [[1e-4], [1e-4, 4e-4, 2e-4], 1e-6])
-def test_any_caps_give_the_same_mean(caps: Any) -> None:
+def test_random_caps_give_the_same_mean(caps: Any) -> None:
     def grads_of(rank: int) -> Any:
         return {name: leaf * rank for name, leaf in square_params().items()}
 

@@ -405,7 +405,7 @@ def test_gradients_may_sit_in_other_containers_than_the_parameters() -> None:
         assert [leaf.item() for leaf in result["a"]] == [1.0, 2.0]
 
 
-def test_one_tensor_at_two_places() -> None:
+def test_one_tensor_at_two_paths() -> None:
     def grads_of(rank: int) -> dict[str, Tensor]:
         shared = torch.full((3,), 1.0 + rank)
         return {"a": shared, "b": shared, "c": shared if rank else torch.zeros(3)}
@@ -435,7 +435,7 @@ def gradient(shape: tuple[int, ...], transposed: bool, **options: Any) -> Tensor
     absent=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 7))),
     cap_bytes=st.integers(1, 64),
 )
-def test_any_tree(
+def test_random_trees_match_one_process(
     leaves: list[tuple[torch.dtype, tuple[int, ...], bool]],
     world_size: int,
     absent: set[tuple[int, int]],

@@ -32,9 +32,9 @@ from fddp.testing import (
     topologies,
 )
 from fddp.tree.pytree import flatten
+from tests.support.endings import Ending, ending
 from tests.support.models import rand
 from tests.support.ranks import Launch
-from tests.sync.test_errors import Ending, ending
 
 SMALL = {"bucket_cap_mb": 1e-5, "first_bucket_mb": 1e-5}
 
@@ -221,7 +221,7 @@ def test_a_repair_before_the_control_word_lets_ranks_part() -> None:
     )
 
 
-def test_what_is_expected_decides_what_is_late() -> None:
+def test_expected_order_decides_late_repairs() -> None:
     twice = [[1, 0, 1], [1, 0, 1]]
     repair = ("late", 0)
     kinds = [(op.when, op.bucket) for op in assert_same_collectives(one_schedule(), twice)]
@@ -314,7 +314,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_not_the_mean_is_told_on_every_rank(name: str) -> None:
+def test_wrong_means_are_reported_on_every_rank(name: str) -> None:
     change, text = WRONG[name]
     for end in on_every_rank(3, wrong_on(1, change)):
         assert end.kinds[0] == "AssertionError"
@@ -323,7 +323,7 @@ def test_what_is_not_the_mean_is_told_on_every_rank(name: str) -> None:
             raise AssertionError(end.text)
 
 
-def test_a_bit_of_difference_between_ranks_is_told() -> None:
+def test_a_bit_of_difference_between_ranks_is_reported() -> None:
     def off_by_one_bit(result: Any) -> Any:
         bits = result["a"].view(torch.int64) ^ 1
         return {**result, "a": bits.view(torch.float64)}
@@ -333,7 +333,7 @@ def test_a_bit_of_difference_between_ranks_is_told() -> None:
         assert end.text == "ranks 0 and 2 got other bits for leaf 'a'"
 
 
-def test_a_gradient_where_no_rank_has_one_is_told() -> None:
+def test_an_unexpected_gradient_is_reported() -> None:
     def call(sync: fddp.GradSync, rank: int) -> None:
         trees = [{**tree, "a": None} for tree in own_trees(2)]
         zeros = torch.zeros(3, dtype=torch.float64)
@@ -344,7 +344,7 @@ def test_a_gradient_where_no_rank_has_one_is_told() -> None:
 
 
 @pytest.mark.parametrize("how", ["values", "version"])
-def test_a_gradient_that_is_written_is_told(how: str) -> None:
+def test_a_written_gradient_is_reported(how: str) -> None:
     def call(sync: fddp.GradSync, rank: int) -> None:
         def through(grads: Any) -> Any:
             result = sync(grads)
@@ -358,7 +358,7 @@ def test_a_gradient_that_is_written_is_told(how: str) -> None:
         assert end.text == "rank 0: leaf 'b' of the gradients that went in was written"
 
 
-def test_wrong_weights_are_told() -> None:
+def test_wrong_weights_are_reported() -> None:
     def call(sync: fddp.GradSync, rank: int) -> None:
         assert_mean(
             sync, own_trees(2), [1.0, 2.0], through=lambda grads, weight: sync(grads, weight=1.0)

@@ -137,7 +137,7 @@ def test_classes_have_colours_of_their_own() -> None:
     ],
     ids=["empty", "nothing", "many", "thousands", "bare leaf"],
 )
-def test_any_plan_renders(plan: BucketPlan) -> None:
+def test_random_plans_render(plan: BucketPlan) -> None:
     figure = plot_plan(plan)
     assert render(figure).startswith(b"\x89PNG")
     assert figure.get_size_inches()[1] <= 8.0
@@ -184,7 +184,7 @@ def test_lanes_hold_the_spans() -> None:
     render(figure)
 
 
-def test_what_is_exposed_is_shaded() -> None:
+def test_exposed_communication_is_shaded() -> None:
     timeline = make_timeline()
     ax = plot_timeline(timeline).axes[0]
     (shade,) = (patch for patch in ax.patches if isinstance(patch, (Rectangle, Polygon)))
@@ -270,7 +270,7 @@ def test_removed_axes_are_refused() -> None:
         canvas.figure_of(ax)
 
 
-def test_a_missing_matplotlib_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"figures need matplotlib: pip install fddp\[viz\]"):
         plot_plan(make_plan(1.0))

@@ -223,7 +223,7 @@ def test_power_sgd_leaves_alone_what_would_not_get_smaller() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.complex128]
 )
-def test_every_dtype(hook: Hook[Any], dtype: torch.dtype) -> None:
+def test_every_dtype_matches_one_process(hook: Hook[Any], dtype: torch.dtype) -> None:
     runs = fddp.loopback(2, steps, hook, 6, dtype)
     assert same_bits([means for means, _ in runs])
     for mean in runs[0][0]:
@@ -332,7 +332,7 @@ def test_chain_of_none_and_of_one() -> None:
     assert chain(fp16_compress) == fp16_compress
 
 
-def test_what_gathers_comes_last() -> None:
+def test_gathering_hooks_come_last() -> None:
     def build(group: Any) -> None:
         fddp.GradSync(params(), group=group, hook=chain(int8(), fp16_compress))
 
@@ -340,7 +340,7 @@ def test_what_gathers_comes_last() -> None:
         fddp.loopback(2, build)
 
 
-def test_a_hook_must_say_what_it_sums() -> None:
+def test_a_hook_must_declare_its_sum() -> None:
     class Silent(Halves):
         def parts(self, spec: Any) -> Any:
             return super().parts(spec) if spec.numel < 0 else (spec,)

@@ -109,7 +109,7 @@ def test_programs_for_another_platform() -> None:
 # While running
 
 
-def test_ranks_that_differ_in_a_leaf_are_told() -> None:
+def test_differing_leaves_are_reported() -> None:
     def program(group: LoopbackGroup) -> None:
         jax.jit(lambda x: psum({"w": x}, group))(jnp.ones(2 + group.rank))
 
@@ -122,7 +122,7 @@ def test_ranks_that_differ_in_a_leaf_are_told() -> None:
         ), text
 
 
-def test_ranks_in_other_derivatives_are_told() -> None:
+def test_ranks_in_other_derivatives_are_reported() -> None:
     def program(group: LoopbackGroup) -> None:
         def loss(x: Any) -> Any:
             return psum(x**2, group)

@@ -81,7 +81,7 @@ def test_every_public_name_is_in_the_guide() -> None:
     assert not [name for name in public if name not in GUIDE]
 
 
-def test_what_shows_a_promise_under_faults_is_there() -> None:
+def test_tests_named_on_the_faults_page_exist() -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     rows = [line for line in read("docs/faults.md").splitlines() if line.startswith("| ")]
     promises = [row for row in rows if not row.startswith(("| Fault |", "| --- |"))]

@@ -95,7 +95,7 @@ def let_go(group: Any) -> list[bool]:
         gc.enable()
 
 
-def test_nothing_waits_for_the_garbage_collector(launch: Launch) -> None:
+def test_wrapper_is_freed_without_the_garbage_collector(launch: Launch) -> None:
     assert launch(2, let_go) == [[True] * 3] * 2
 
 
@@ -129,7 +129,7 @@ def is_torchs(rank: int, world_size: int) -> list[Any]:
     ]
 
 
-def test_it_is_torchs_class_and_can_be_copied(ranks: RankPool) -> None:
+def test_wrapper_is_an_instance_of_torchs_class(ranks: RankPool) -> None:
     assert ranks.run(2, is_torchs) == [[True] * 3] * 2
 
 
@@ -185,7 +185,7 @@ def hooks_once(group: Any) -> list[str]:
     return said
 
 
-def test_one_hook_and_only_callables(launch: Launch) -> None:
+def test_invalid_comm_hooks_are_refused(launch: Launch) -> None:
     for once, no_bucket, uncallable, bucket, result in launch(2, hooks_once):
         assert "can only be called once" in once
         assert "must take a state and a bucket" in no_bucket

@@ -15,7 +15,7 @@ from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError, PlanMismatchError, SyncTimeoutError
 from fddp.transport import loopback, open_transport
 from tests.support.ranks import launch_over
-from tests.transport.test_transports import MOVED, SUMMED, TRANSPORTS
+from tests.transport.test_contract import MOVED, SUMMED, TRANSPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -266,7 +266,7 @@ def done_on_rank(group: Group) -> None:
             assert work.done
 
 
-def test_done_tells_without_waiting(launch: Launch) -> None:
+def test_done_does_not_wait(launch: Launch) -> None:
     launch(4, done_on_rank)
 
 

@@ -89,7 +89,7 @@ def train(group: Any, hook: Hook[Any]) -> Any:
         return means, info.total_weight
 
 
-def test_what_is_returned() -> None:
+def test_return_values_with_a_hook() -> None:
     def run(group: Any) -> None:
         own = {"w": torch.ones(3)}
         with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
@@ -174,7 +174,7 @@ def test_hierarchical_hooks_see_this_ranks_shard_in_the_group_along_the_outer_ax
 
 @pytest.mark.parametrize("scaling", ["before", "after", "average"])
 @pytest.mark.parametrize("hook", [allreduce, Halves(), fp16_compress], ids=name_of)
-def test_every_scaling(scaling: Any, hook: Hook[Any]) -> None:
+def test_every_scaling_gives_the_same_mean(scaling: Any, hook: Hook[Any]) -> None:
     plan = fddp.plan_buckets(params(), bucket_cap_mb=0.001)
     schedule = fddp.make_schedule(plan, fddp.Topology(world=3), scaling=scaling)
 
@@ -335,7 +335,7 @@ def test_plans_stay_where_a_hook_keeps_state(hook: Hook[Any], rebuilds: bool) ->
     assert fddp.loopback(2, run) == [[registered, *[arrived if rebuilds else registered] * 2]] * 2
 
 
-def test_no_other_plan_under_a_hook_that_keeps_state() -> None:
+def test_stateful_hook_forbids_a_plan_change() -> None:
     def run(group: Any) -> None:
         own = {"w": torch.ones(4)}
         with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:
@@ -351,7 +351,7 @@ def test_no_other_plan_under_a_hook_that_keeps_state() -> None:
 # What goes wrong
 
 
-def test_no_state_where_it_is_due() -> None:
+def test_missing_hook_state_is_refused() -> None:
     def run(group: Any) -> None:
         own = {"w": torch.ones(4)}
         with fddp.GradSync(own, group=group, hook=top_k(0.5)) as sync:

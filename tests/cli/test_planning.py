@@ -15,7 +15,7 @@ import torch
 import fddp
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.sim.cost import PRESETS, CostModel
-from tests.cli.test_cli import refused
+from tests.cli.test_usage_errors import refused
 from tests.support import commands as cli
 
 MODELS = """
@@ -394,7 +394,7 @@ def test_a_step_that_fails_on_ranks(folder: Path, capfd: pytest.CaptureFixture[s
         ("own_models:step_without_params", "there is nothing to reduce"),
     ],
 )
-def test_a_step_that_can_not_be_made_is_told_before_ranks_start(
+def test_impossible_step_is_refused_before_ranks_start(
     source: str, text: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with (folder / "own_models.py").open("a") as models:

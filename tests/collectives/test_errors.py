@@ -13,8 +13,8 @@ from torch.func import grad, jvp, vmap
 
 import fddp
 from tests.collectives.test_broadcast import rank_of
+from tests.support.endings import Ending, ending
 from tests.support.ranks import Launch, RankPool, launch_over
-from tests.sync.test_errors import Ending, ending
 
 ONE = torch.ones(2)
 
@@ -258,7 +258,7 @@ def former_vmap(ranks: fddp.Communicator) -> Any:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_one_rank_that_is_wrong(launch: Launch, case: str) -> None:
+def test_mistake_on_one_rank_is_raised_on_all(launch: Launch, case: str) -> None:
     (peer, first), (own, second) = launch(2, go_wrong, case)
     _, kind, text = WRONG[case]
     assert own.kinds[0] == kind, own
@@ -279,7 +279,7 @@ def go_wrong(group: Any, case: str) -> tuple[Ending, float]:
         return found, float(fddp.psum(torch.tensor(1.0), ranks))
 
 
-def test_all_ranks_that_are_wrong(launch: Launch) -> None:
+def test_mistake_on_all_ranks_is_raised_on_all(launch: Launch) -> None:
     for found, after in launch(2, all_wrong):
         assert found.kinds[0] == "TypeError"
         assert after == 2
@@ -343,7 +343,7 @@ NOBODY: dict[str, tuple[Callable[..., Any], str, str]] = {
 
 
 @pytest.mark.parametrize("case", NOBODY)
-def test_arguments_that_say_whom(case: str) -> None:
+def test_invalid_rank_arguments_are_refused(case: str) -> None:
     act, kind, text = NOBODY[case]
     for found in fddp.loopback(2, lambda group: ending(lambda: act(group))):
         assert found.kinds[0] == kind, found

@@ -1,0 +1,65 @@
+"""Steps under a monitor, and a check of its traces."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import fddp
+from tests.support.models import batch, mlp, mlp_loss
+
+DELAY_S = 0.05
+STEPS = 10
+
+
+def train(group: Any, steps: int, **options: Any) -> tuple[fddp.Monitor, list[Any]]:
+    with fddp.GradSync(mlp(), group=group) as sync:
+        step, monitor = (
+            sync.value_and_grad(mlp_loss, with_info=True),
+            fddp.Monitor(group, **options),
+        )
+        observed = []
+        for number in range(steps):
+            _, _, info = step(mlp(), batch(group.rank, number))
+            observed.append(monitor.observe(info))
+        return monitor, observed
+
+
+def check_events(text: str) -> list[dict[str, Any]]:
+    """Check a trace against the Trace Event Format, in its JSON object form; return its spans.
+
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+    """
+    trace = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert set(trace) <= {"traceEvents", "displayTimeUnit"}
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    spans = []
+    for event in trace["traceEvents"]:
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert isinstance(event["name"], str)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "process_sort_index", "thread_name")
+            assert event["args"]
+        else:
+            assert event["ph"] == "X"
+            assert event["ts"] >= 0.0
+            assert event["dur"] >= 0.0
+            assert isinstance(event["cat"], str)
+            spans.append(event)
+    for lane in {(event["pid"], event["tid"]) for event in spans}:
+        open_until: list[float] = []
+        for event in sorted(
+            (e for e in spans if (e["pid"], e["tid"]) == lane), key=lambda e: (e["ts"], -e["dur"])
+        ):
+            while open_until and open_until[-1] <= event["ts"] + 1e-2:
+                open_until.pop()
+            end = event["ts"] + event["dur"]
+            if open_until:
+                # Collectives follow each other; of two that end together, one may have no length.
+                assert event["name"] in ("hook", "wait") if event["tid"] == 0 else not event["dur"]
+                assert end <= open_until[-1] + 1e-2, "spans of a thread nest, or follow each other"
+            open_until.append(end)
+    return spans

@@ -1,0 +1,64 @@
+"""Traces of monitors: events of all ranks on one clock."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+import fddp
+from fddp.core.timeline import BucketTimes, StepTimes
+from fddp.telemetry.perfetto import chrome_trace, steps_from_json, steps_to_json
+from fddp.telemetry.stragglers import StepRecord
+from tests.support.monitored import check_events, train
+
+
+def test_a_trace_holds_all_ranks_and_steps() -> None:
+    def run(group: Any) -> str:
+        monitor, _ = train(group, 6)
+        return monitor.trace(4)
+
+    one, two = fddp.loopback(2, run)
+    assert one == two
+    spans = check_events(one)
+    assert {span["pid"] for span in spans} == {0, 1}
+    assert {span["args"]["step"] for span in spans} == {2, 3, 4, 5}
+    for rank in (0, 1):
+        names = [s["name"] for s in spans if s["pid"] == rank and s["args"]["step"] == 5]
+        assert {"input", "forward", "backward", "sync", "bucket 0"} <= set(names)
+    assert all(span["args"]["bytes"] > 0 for span in spans if span["tid"] == 1)
+
+
+def test_clocks_are_set_by_the_ends_of_collectives() -> None:
+    def steps_from_clock(zero_s: float) -> list[StepRecord]:
+        steps = []
+        for n in range(3):
+            at_s = zero_s + n
+            buckets = (BucketTimes(0, 8, at_s + 0.4, at_s + 0.4, at_s + 0.7),)
+            times = StepTimes(buckets, at_s + 0.3, at_s + 0.5, at_s + 0.8, begun_s=at_s + 0.1)
+            phases_s = {"input": 0.1, "forward": 0.2, "backward": 0.2, "wait": 0.3}
+            steps.append(StepRecord(n, phases_s, times))
+        return steps
+
+    trace = chrome_trace({0: steps_from_clock(1e5), 1: steps_from_clock(3.0)})
+    starts: dict[Any, list[float]] = {}
+    for span in check_events(trace):
+        starts.setdefault((span["args"]["step"], span["name"]), []).append(span["ts"])
+    for first, second in starts.values():
+        assert first == pytest.approx(second, abs=1.0)
+
+
+def test_steps_travel_as_they_are() -> None:
+    monitor, _ = fddp.loopback(1, lambda group: train(group, 3))[0]
+    read = steps_from_json(steps_to_json(monitor.steps), 0)
+    for one, two in zip(read, monitor.steps, strict=True):
+        assert (one.step, one.phases_s) == (two.step, two.phases_s)
+        assert one.times.buckets == two.times.buckets
+        assert one.times.begun_s == two.times.begun_s
+        assert (one.times.waits, one.times.hooks) == (two.times.waits, two.times.hooks)
+    assert check_events(chrome_trace({})) == []
+
+
+def test_steps_without_info_have_no_beginning() -> None:
+    assert math.isnan(StepTimes((), 1.0, 2.0, 3.0).begun_s)
