@@ -108,7 +108,7 @@ def flatten_call(
     else:
         leaves, treedef = adapted(*entry.trees.flatten(tree), "tree")
         leaves = tiles(call, leaves, treedef.paths)
-        if treedef.paths is entry.paths and entry.operands.alike(leaves):
+        if treedef.paths is entry.paths and entry.operands.matches(leaves):
             return FlattenedCall(_those(leaves, entry.present), entry, treedef)
     if len(patterns) >= _MOST_PATTERNS:
         patterns.clear()

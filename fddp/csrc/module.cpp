@@ -2,34 +2,34 @@
 
 namespace py = pybind11;
 
-void bind_arrivals(py::module_&);
+void bind_gradient_counter(py::module_&);
 void bind_digest(py::module_&);
-void bind_freeing(py::module_&);
+void bind_backend_release(py::module_&);
 void bind_layout(py::module_&);
 void bind_leaves(py::module_&);
 void bind_operands(py::module_&);
 void bind_pack(py::module_&);
 void bind_params(py::module_&);
 void bind_shm(py::module_&);
-void bind_stamps(py::module_&);
+void bind_completion_timestamp(py::module_&);
 void bind_storage(py::module_&);
 void bind_trees(py::module_&);
 void bind_xla_ffi(py::module_&);
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "Compiled parts of fddp. Import them through fddp.native.extension, which checks the build first.";
+  m.doc() = "Compiled parts of fddp. Load them with fddp.native.extension, which checks the build.";
   m.attr("torch_version") = FDDP_TORCH_VERSION;
   bind_layout(m);
   bind_operands(m);
   bind_pack(m);
   bind_storage(m);
-  bind_arrivals(m);
+  bind_gradient_counter(m);
   bind_leaves(m);
   bind_params(m);
   bind_digest(m);
-  bind_freeing(m);
+  bind_backend_release(m);
   bind_shm(m);
-  bind_stamps(m);
+  bind_completion_timestamp(m);
   bind_trees(m);
   bind_xla_ffi(m);
 }

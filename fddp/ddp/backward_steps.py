@@ -265,10 +265,10 @@ class Steps:
                 weight=1.0,
                 accumulated=None,
                 idle=step.context.idle,
-                aliases_buffer=self._set.lie_in if self._replace else None,
+                aliases_buffer=self._set.aliases_buffer if self._replace else None,
             )
             step.begin(contributions, self._params)
-            self._put = partial(self._set.put, replace=self._replace)
+            self._put = partial(self._set.assign, replace=self._replace)
             contributions.arm(
                 self._set,
                 _AllMayCome([True] * len(self._names)),
@@ -327,7 +327,7 @@ class Steps:
         self._put(outcome.leaves)
         if outcome.skipped:
             self._drop()
-        self._set.forget_use()
+        self._set.reset_used()
         self._wait_for_work()
         self.usage.note(ParameterUse(here, self._users(outcome.report.users)))
         if step.record_time:
@@ -487,7 +487,7 @@ class Steps:
     def _put_back(self) -> None:
         """Gives back the gradients that were there before a step that failed. Those that were being
         reduced where they lay are nobody's now, and are dropped."""
-        self._set.put_back()
+        self._set.restore()
         if self._step is None:
             return
         contributions = self._step.contributions

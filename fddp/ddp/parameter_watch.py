@@ -42,7 +42,7 @@ class ParameterWatch:
         self._tables = [m._parameters for m in modules]
         self._buffers = [m._buffers for m in modules]
         children = [m._modules for m in modules]
-        self._seen: Any = extension.load().KnownEntries([*self._tables, *children])
+        self._seen: Any = extension.load().CachedStructure([*self._tables, *children])
         every = managed(self._module, self._ignored)
         self._trainable = [param for param in every.values() if param.requires_grad]
         self._frozen = [param for param in every.values() if not param.requires_grad]
@@ -54,7 +54,7 @@ class ParameterWatch:
     def change(self) -> Change:
         """What has happened since: "swapped" while `functional_call` has put tensors of its own in
         the parameters' places; parameters that were frozen since are no change."""
-        if not self._seen.are_there():
+        if not self._seen.matches():
             there = (entry for table in self._tables for entry in table.values())
             is_swapped = any(not isinstance(e, Parameter) for e in there if isinstance(e, Tensor))
             return "swapped" if is_swapped else "changed"

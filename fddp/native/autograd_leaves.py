@@ -59,7 +59,7 @@ class GraphInfo(Protocol):
 
 
 class GradientCounter(Protocol):
-    """Leaves that announce their gradients (csrc/arrivals.h)."""
+    """Leaves that announce their gradients (csrc/autograd/gradient_counter.h)."""
 
     leaves: list[Tensor]
 
@@ -84,9 +84,6 @@ class GradientCounter(Protocol):
         """As `take`, and packs all of them that are not there already, times `scale`, into the
         bucket's memory on the CPU; a bound on the magnitudes of all, as `pack_`."""
 
-    def written(self, leaf: int) -> bool:
-        """Whether the leaf's gradient was packed on arrival."""
-
     def used(self) -> list[bool]:
         """For each leaf, whether a gradient came."""
 
@@ -110,14 +107,14 @@ class GradientCounter(Protocol):
 
 
 class LeafSet(GradientCounter, Protocol):
-    """Fresh autograd leaves over parameters (csrc/leaves.cpp)."""
+    """Fresh autograd leaves over parameters (csrc/autograd/leaves.cpp)."""
 
     def inspect(self, loss: Tensor) -> GraphView:
         """Walks the graph behind a loss."""
 
 
 class ParamSet(GradientCounter, Protocol):
-    """Parameters that live across steps; see [Note: hooks of parameters] (csrc/params.cpp)."""
+    """Parameters that live across steps; see [Note: parameter hooks] (csrc/autograd/params.cpp)."""
 
     def watch(self, on: bool) -> None:
         """Whether a backward pass opens a step, by calling `on_begin`."""
@@ -125,29 +122,29 @@ class ParamSet(GradientCounter, Protocol):
     def intact(self) -> bool:
         """Whether the hooks are where gradients will arrive."""
 
-    def forget_use(self) -> None:
-        """Makes `used` tell of gradients from now on."""
+    def reset_used(self) -> None:
+        """Reset `used` to False for all parameters."""
 
-    def lie_in(self, leaves: Sequence[int], buffer: Tensor, layout: Any) -> bool:
-        """Whether a buffer's slices, by a compiled layout, are the gradients of these leaves, as
-        far as they have any, and nothing else refers to its memory."""
+    def aliases_buffer(self, leaves: Sequence[int], buffer: Tensor, layout: Any) -> bool:
+        """Return True if the gradients of `leaves` are slices of `buffer`, as far as they exist,
+        and nothing else refers to its memory."""
 
-    def put(self, results: Sequence[Tensor | None], replace: bool) -> None:
-        """Makes results the gradients: written into the tensors that were there before the step,
-        or in their place with `replace`. None leaves what was there."""
+    def assign(self, results: Sequence[Tensor | None], replace: bool) -> None:
+        """Assign `results` as gradients: in place where a gradient existed before the step, unless
+        `replace` is set. None keeps the previous gradient."""
 
-    def put_back(self) -> None:
-        """Gives back, after a step that failed, the gradients that were there before it."""
+    def restore(self) -> None:
+        """Restore, after a failed step, the gradients that existed before it."""
 
 
 class LeafTypes(Protocol):
     """What the leaves of a tree must be."""
 
-    def first_misfit(self, leaves: list[Any], differentiable: bool) -> int:
-        """Position of the first leaf that is no tensor of its shape and dtype, or -1.
+    def first_mismatch(self, leaves: list[Any], differentiable: bool) -> int:
+        """Return the position of the first leaf that is not a tensor of its shape and dtype, or -1.
 
-        None fits, unless `differentiable`: then reduced leaves must be there, and not be inference
-        tensors. Of a leaf that is not reduced, only a floating dtype of another kind is a misfit.
+        None matches, unless `differentiable`: then reduced leaves must be present, and must not be
+        inference tensors. A leaf that is not reduced mismatches only by another floating dtype.
         """
 
     def first_differentiated(self, leaves: list[Any], graphs: bool) -> int:
@@ -170,7 +167,7 @@ def param_set(params: Sequence[Tensor], on_begin: Callable[[], None]) -> ParamSe
 
 def serves_some() -> bool:
     """Whether the backward pass that runs was told which leaves to serve (`autograd.grad`)."""
-    return cast(bool, extension.load().serves_some())
+    return cast(bool, extension.load().has_explicit_inputs())
 
 
 def distributed_context() -> int | None:

@@ -37,7 +37,7 @@ class BufferPool:
         self._max_keys = max_keys
         self._released: dict[Hashable, list[Tensor]] = {}
         self._use_count: Callable[[Tensor], int] = extension.load().storage_use_count
-        self._live_views: Any = extension.load().Lenders()
+        self._live_views: Any = extension.load().LiveViews()
 
     def acquire(
         self,
@@ -89,7 +89,7 @@ class BufferPool:
 
     def is_view(self, tensor: Tensor) -> bool:
         """Return True if a tensor is a view of a released buffer."""
-        return bool(self._live_views.lent(tensor))
+        return bool(self._live_views.contains(tensor))
 
     def clear(self) -> None:
         """Drop all buffers."""
@@ -103,4 +103,4 @@ def new_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def invalidate(tensors: Iterable[Tensor], text: str) -> None:
     """Detach views from their memory. Any later use of one raises a RuntimeError with `text`."""
-    extension.load().vacate(list(tensors), text)
+    extension.load().invalidate(list(tensors), text)

@@ -13,9 +13,9 @@ from fddp.native import extension
 class Operands(Protocol):
     """Leaves as they were when a program was made for them."""
 
-    def alike(self, leaves: list[Any]) -> bool:
-        """Whether these are dense tensors of the same shapes, dtypes and devices, and None where
-        None was."""
+    def matches(self, leaves: list[Any]) -> bool:
+        """Return True if the leaves are dense tensors of the same shapes, dtypes and devices, and
+        None where None was."""
 
 
 def operands(leaves: Sequence[Tensor | None]) -> Operands:
@@ -23,7 +23,7 @@ def operands(leaves: Sequence[Tensor | None]) -> Operands:
 
     >>> import torch
     >>> like = operands([torch.ones(2), None])
-    >>> like.alike([torch.zeros(2), None]), like.alike([torch.zeros(3), None])
+    >>> like.matches([torch.zeros(2), None]), like.matches([torch.zeros(3), None])
     (True, False)
     """
     return cast(

@@ -96,7 +96,7 @@ def plus(bound: float, peak: float) -> float:
         >>> plus(1.0, 2.0), plus(1e308, 1e308) < math.inf, plus(1.0, math.inf)
         (3.0, True, inf)
     """
-    return cast(float, extension.load().plus(bound, peak))
+    return cast(float, extension.load().add_bounds(bound, peak))
 
 
 def scale_(buffer: Tensor, scale: float = 1.0, *, stats: bool = True) -> Stats:

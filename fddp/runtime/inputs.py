@@ -35,10 +35,10 @@ def matched_leaves(
     """
     leaves, treedef = program.trees.flatten(tree)
     check_paths(treedef, program.paths, what)
-    position = program.leaf_types.first_misfit(leaves, differentiable)
+    position = program.leaf_types.first_mismatch(leaves, differentiable)
     if program.foreign or (position >= 0 and holds_foreign(leaves)):
         leaves, treedef = _adapted(leaves, treedef, what, differentiable)
-        position = program.leaf_types.first_misfit(leaves, differentiable)
+        position = program.leaf_types.first_mismatch(leaves, differentiable)
     if position >= 0:
         raise TreeMismatchError(_misfit(leaves[position], program.plan.leaves[position], what))
     return leaves, treedef

@@ -46,9 +46,9 @@ class KnownTrees:
             if found is not None:
                 return found, self._treedef
         leaves, treedef = flatten(tree)
-        is_new = treedef != self._treedef or self._known is None or self._known.is_known
+        is_new = treedef != self._treedef or self._known is None or self._known.is_cacheable
         if is_new and self._memories < _MOST_MEMORIES:
             self._memories += 1
-            self._known = extension.load().KnownTree(tree, insertion_order(tree, treedef))
+            self._known = extension.load().CachedTree(tree, insertion_order(tree, treedef))
             self._treedef = treedef
         return leaves, treedef

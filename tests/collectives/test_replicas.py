@@ -38,7 +38,7 @@ def values(*shape: int) -> Tensor:
 
 
 def reference(data: bytes) -> int:
-    """As `csrc/digest.cpp`, in Python."""
+    """As `csrc/tensor/digest.cpp`, in Python."""
     factor, other, start = 0x9216D5D98979FB1B, 0xD1310BA698DFB5AD, 0x243F6A8885A308D3
 
     def mixed(x: int) -> int:

@@ -30,7 +30,7 @@ from fddp.native import extension
 from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp
 from fddp.transport.liveness.bounded_store import BoundedStore, StoreClientThread
 from fddp.transport.liveness.membership import Membership, Report
-from fddp.transport.shm.bindings import Status, make_arena, make_team, view_arena
+from fddp.transport.shm.bindings import Status, make_arena, make_shm_group, view_arena
 from fddp.transport.shm.fd_passing import FdListener, connect
 from fddp.transport.shm.host_discovery import StagedExchange, _HostDiscovery, _is_arena_offset
 from fddp.tree.pytree import tree_map
@@ -328,12 +328,12 @@ SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 @pytest.mark.parametrize(
     ("size", "seals", "told", "why"),
     [
-        (4096, SEALED, 8192, "the file has 4096 bytes, not the 8192"),
-        (8192, SEALED, 4096, "the file has 8192 bytes, not the 4096"),
+        (4096, SEALED, 8192, "the file has 4096 bytes, expected 8192"),
+        (8192, SEALED, 4096, "the file has 8192 bytes, expected 4096"),
         (4096, 0, 4096, "the file's size is not sealed"),
         (4096, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL, 4096, "the file's size is not sealed"),
         (0, SEALED, 0, "the file has 0 bytes"),
-        (1 << 50, SEALED, 1 << 50, "a span of 1125899906842624 bytes is no arena's"),
+        (1 << 50, SEALED, 1 << 50, "the span of 1125899906842624 bytes is invalid"),
     ],
 )
 def test_memory_that_is_no_arena(size: int, seals: int, told: int, why: str) -> None:
@@ -348,29 +348,32 @@ def test_memory_that_is_no_arena(size: int, seals: int, told: int, why: str) -> 
 def test_files_that_are_no_arena(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(4096))
-    with path.open("r+b") as file, pytest.raises(ValueError, match="not that of an anonymous"):
+    with (
+        path.open("r+b") as file,
+        pytest.raises(ValueError, match="does not refer to an anonymous file"),
+    ):
         view_arena(file.fileno(), 4096)
-    with pytest.raises(ValueError, match="not that of an anonymous"):
+    with pytest.raises(ValueError, match="does not refer to an anonymous file"):
         view_arena(-1, 4096)
 
 
 @pytest.mark.parametrize("garbage", [b"\x00", b"\xff", b"\x7f"])
-def test_a_board_of_garbage_ends_in_an_error(garbage: bytes) -> None:
-    """Rank 1's seat and everything else on the board is overwritten while rank 0 waits."""
+def test_a_corrupt_control_block_ends_in_an_error(garbage: bytes) -> None:
+    """Rank 1's slot and everything else in the control block is overwritten while rank 0 waits."""
     arenas = [make_arena(8 * MIB) for _ in range(2)]
-    board = arenas[0].board(2)
-    assert board is not None
+    control_block = arenas[0].make_control_block(2)
+    assert control_block is not None
     views = [view_arena(arena.fd, arena.span) for arena in arenas]
-    team = make_team(arenas[0], [None, views[1]], 0, board, [-1, -1], 0.3, 2)
-    work = team.start("all_reduce", torch.ones(100_000))
-    views[0].write(board, garbage * 16_000)  # shorter than a board of two
+    shm_group = make_shm_group(arenas[0], [None, views[1]], 0, control_block, [-1, -1], 0.3, 2)
+    work = shm_group.start("all_reduce", torch.ones(100_000))
+    views[0].write(control_block, garbage * 16_000)  # smaller than that of two members
     status = Status.PENDING
     for _ in range(100):
         status = Status(work.wait(0.1))
         if status != Status.PENDING:
             break
-    assert status in (Status.TIMEOUT, Status.BROKEN, Status.LOST)
-    team.leave()
+    assert status in (Status.TIMEOUT, Status.CORRUPT, Status.LOST)
+    shm_group.leave()
 
 
 # The functions of the extension

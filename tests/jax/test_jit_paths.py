@@ -107,6 +107,6 @@ def test_a_loan_ends_with_its_call() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lowering.calls, "_reduce", keeping)
         fddp.loopback(1, program)
-    assert isinstance(kept[0], extension.load().XlaLoan)
+    assert isinstance(kept[0], extension.load().XlaBorrowedBuffers)
     with pytest.raises(IndexError):
         kept[0].pack(torch.empty(4), [0])

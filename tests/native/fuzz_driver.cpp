@@ -1,10 +1,10 @@
-// Drives a target of libFuzzer where there is none: with gcc. Guided by coverage, which gcc reports
-// through -fsanitize-coverage=trace-pc; this file is compiled without that.
+// Coverage-guided driver of a libFuzzer target for gcc, which has no libFuzzer. gcc reports
+// coverage through -fsanitize-coverage=trace-pc; this file is compiled without it.
 //
-//   fuzz SECONDS SEED [FILE...]    the files are inputs to begin with; with 0 seconds they are all
+//   fuzz SECONDS SEED [FILE...]    the files are initial inputs; with 0 seconds only they are run
 //
-// The input that is being tried is always in the file `fuzz-input`, in the working directory: what
-// ends the process leaves it there.
+// The current input is always in the file `fuzz-input` in the working directory. The file stays
+// there if the process ends early.
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -31,15 +31,16 @@ using Clock = std::chrono::steady_clock;
 
 constexpr size_t kEdges = size_t{1} << 16;
 constexpr size_t kLongest = 1024;
-// By place in the code. Threads write it without a lock: a count that is lost costs nothing.
+// Hit counts by hash of the code address. Threads update them without a lock; lost counts are
+// harmless.
 uint8_t hits[kEdges];
 uint8_t seen[kEdges];
 
-// Whether the last input went where none went before.
+// Return true if the last input reached new code.
 bool news() {
   bool found = false;
   for (size_t e = 0; e < kEdges; ++e) {
-    // How often, by powers of two.
+    // Hit count in powers of two.
     uint8_t grade = 0;
     for (uint8_t count = hits[e]; count != 0; count >>= 1) ++grade;
     if (grade > seen[e]) {
@@ -50,7 +51,7 @@ bool news() {
   return found;
 }
 
-// What is being tried, in a file that outlives the process.
+// Current input, in a file that outlives the process.
 class Record {
  public:
   Record() {
@@ -74,7 +75,7 @@ class Record {
 bool run(Record& record, const Input& input) {
   record.put(input);
   std::memset(hits, 0, sizeof hits);
-  // A copy of exactly its size, so that reading past its end is seen.
+  // A copy of exactly this size, so that sanitizers detect reads past its end.
   const Input exact(input);
   LLVMFuzzerTestOneInput(exact.data(), exact.size());
   return news();

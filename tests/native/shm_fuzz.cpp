@@ -1,15 +1,15 @@
-// Feeds arbitrary bytes to the shared-memory core: what it must bear is that a peer writes whatever
-// it likes. No torch, so that it runs under sanitizers.
+// Feeds arbitrary bytes to the shared-memory core, which must survive arbitrary writes of a peer.
+// No torch, so that it runs under sanitizers.
 //
-// With clang this is a target of libFuzzer (-fsanitize=fuzzer,address,undefined); fuzz_driver.cpp
-// drives it elsewhere. The first byte says what the others are for.
+// With clang this is a libFuzzer target (-fsanitize=fuzzer,address,undefined). With gcc,
+// fuzz_driver.cpp drives it. The first byte selects the function under test.
 
 #include "../../fddp/csrc/shm/arena.h"
 #include "../../fddp/csrc/shm/allocator.h"
 #include "../../fddp/csrc/shm/half.h"
 #include "../../fddp/csrc/shm/algorithms.h"
 #include "../../fddp/csrc/shm/sums.h"
-#include "../../fddp/csrc/shm/team.h"
+#include "../../fddp/csrc/shm/shm_group.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -37,7 +37,7 @@ void require(bool holds, const char* what) {
   std::abort();
 }
 
-// The input, taken apart from its front; zeros once it is used up.
+// Reader of the input from its front. Returns zeros once the input is used up.
 class Bytes {
  public:
   Bytes(const uint8_t* data, size_t size) : data_(data), size_(size) {}
@@ -55,12 +55,12 @@ class Bytes {
     for (int i = 0; i < 8; ++i) value |= uint64_t{byte()} << (8 * i);
     return value;
   }
-  // Up to 2^16, small ones as a rule.
+  // Up to 2^16, mostly small.
   uint64_t size() {
     const uint64_t low = byte();
     return low < 224 ? low : low * byte();
   }
-  // What goes wrong goes wrong at the ends of ranges.
+  // Values at the ends of ranges, where errors are likely.
   uint64_t extreme() {
     constexpr uint64_t kEnds[] = {0, 1, 63, 64, 65, 4096, uint64_t{1} << 20, uint64_t{1} << 21,
                                   uint64_t{1} << 31, uint64_t{1} << 46, uint64_t{1} << 62};
@@ -75,53 +75,60 @@ class Bytes {
   size_t size_;
 };
 
-// Blocks
+// Allocator
 
-void fuzz_blocks(Bytes in) {
-  const uint64_t span = in.byte() % 2 == 0 ? in.size() * Blocks::kGrain : in.extreme();
-  Blocks blocks(span);
-  std::map<uint64_t, uint64_t> taken;
+void fuzz_allocator(Bytes in) {
+  const uint64_t span = in.byte() % 2 == 0 ? in.size() * BlockAllocator::kAlignment : in.extreme();
+  BlockAllocator allocator(span);
+  std::map<uint64_t, uint64_t> allocated;
   uint64_t used = 0;
   while (!in.empty()) {
     if (in.byte() % 3 != 0) {
       const uint64_t bytes = in.byte() % 4 == 0 ? in.extreme() : in.size();
       const uint64_t alignment = uint64_t{1} << (in.byte() % 16);
-      const auto block = blocks.take(bytes, alignment);
+      const auto block = allocator.allocate(bytes, alignment);
       if (!block) continue;
       require(block->begin % alignment == 0, "a block is not aligned");
       require(block->bytes >= bytes && block->bytes != 0, "a block is too small");
       require(block->end() >= block->begin && block->end() <= span, "a block lies outside");
-      const auto next = taken.lower_bound(block->begin);
-      require(next == taken.end() || block->end() <= next->first, "blocks overlap");
+      const auto next = allocated.lower_bound(block->begin);
+      require(next == allocated.end() || block->end() <= next->first, "allocator overlap");
       require(
-          next == taken.begin() ||
+          next == allocated.begin() ||
               std::prev(next)->first + std::prev(next)->second <= block->begin,
-          "blocks overlap");
-      taken[block->begin] = block->bytes;
+          "allocator overlap");
+      allocated[block->begin] = block->bytes;
       used += block->bytes;
     } else {
       const uint64_t any = in.extreme();
       const uint64_t begin =
-          taken.empty() || any % 4 == 0 ? any : std::next(taken.begin(), any % taken.size())->first;
-      const auto known = taken.find(begin);
-      require(blocks.give(begin) == (known != taken.end()), "a block that is none was freed");
-      if (known == taken.end()) continue;
+          allocated.empty() || any % 4 == 0
+              ? any
+              : std::next(allocated.begin(), any % allocated.size())->first;
+      const auto known = allocated.find(begin);
+      require(
+          allocator.free(begin) == (known != allocated.end()),
+          "free() is wrong about the existence of a block");
+      if (known == allocated.end()) continue;
       used -= known->second;
-      taken.erase(known);
+      allocated.erase(known);
     }
-    require(blocks.used() == used && blocks.taken() == taken.size(), "bytes in use are miscounted");
+    require(
+        allocator.used() == used && allocator.allocated_blocks() == allocated.size(),
+        "used() or allocated_blocks() is wrong");
   }
   uint64_t free = 0;
-  for (const Range& stretch : blocks.free()) free += stretch.bytes;
-  require(free + used == span / Blocks::kGrain * Blocks::kGrain, "bytes were lost");
+  for (const ByteRange& range : allocator.free_ranges()) free += range.bytes;
+  constexpr uint64_t kAlignment = BlockAllocator::kAlignment;
+  require(free + used == span / kAlignment * kAlignment, "bytes were leaked");
 }
 
 // Sums
 
-// A buffer of exactly so many bytes, at some alignment: one byte further is seen by a sanitizer.
-class Exact {
+// Buffer of exactly this size, at some alignment. Sanitizers detect accesses past its end.
+class ExactBuffer {
  public:
-  Exact(uint64_t bytes, uint64_t shift) : memory_(new char[bytes + shift]), shift_(shift) {}
+  ExactBuffer(uint64_t bytes, uint64_t shift) : memory_(new char[bytes + shift]), shift_(shift) {}
 
   char* data() const {
     return memory_.get() + shift_;
@@ -141,24 +148,24 @@ void fill(Bytes& in, char* data, uint64_t bytes) {
 }
 
 struct Drawn {
-  Recipe recipe;
+  SumOptions options;
   size_t n;
 };
 
 Drawn draw_recipe(Bytes& in) {
   Drawn drawn{};
-  drawn.recipe.number = static_cast<Number>(in.byte() % 8);
-  drawn.recipe.average = in.byte() % 2 != 0 && drawn.recipe.number <= Number::kBF16;
-  const size_t axes = in.byte() % (Order::kAxes + 1);
+  drawn.options.number_type = static_cast<NumberType>(in.byte() % 8);
+  drawn.options.average = in.byte() % 2 != 0 && drawn.options.number_type <= NumberType::kBF16;
+  const size_t axes = in.byte() % (SumOrder::kAxes + 1);
   drawn.n = 1;
-  drawn.recipe.order.axes = static_cast<uint16_t>(axes);
+  drawn.options.order.axes = static_cast<uint16_t>(axes);
   for (size_t a = 0; a < axes; ++a) {
     const uint16_t size = drawn.n < 16 ? 1 + in.byte() % 4 : 1;
-    drawn.recipe.order.sizes[a] = size;
+    drawn.options.order.sizes[a] = size;
     drawn.n *= size;
   }
   if (axes == 0 || drawn.n < 2) {
-    drawn.recipe.order = {};
+    drawn.options.order = {};
     drawn.n = 2 + in.byte() % 6;
   }
   return drawn;
@@ -171,9 +178,9 @@ T load(const char* from) {
   return value;
 }
 
-// The sum of stretches of summands along the axes from `axis` on, of one number.
+// Sum of one number over the summands from `first` on, along the axes from `axis` on.
 template <class Wide, class Read>
-Wide sum_along(const Order& order, size_t axis, size_t n, size_t first, const Read& read) {
+Wide sum_along(const SumOrder& order, size_t axis, size_t n, size_t first, const Read& read) {
   if (order.axes == 0) {
     Wide total = read(first);
     for (size_t s = 1; s < n; ++s) total = static_cast<Wide>(total + read(first + s));
@@ -195,12 +202,12 @@ void check_sum(
     const Drawn& drawn, const std::vector<std::vector<char>>& before, const char* target,
     int64_t begin, int64_t count, const Widen& widen_, const Narrow& narrow_) {
   for (int64_t i = begin; i < begin + count; ++i) {
-    Wide total = sum_along<Wide>(drawn.recipe.order, 0, drawn.n, 0, [&](size_t s) {
+    Wide total = sum_along<Wide>(drawn.options.order, 0, drawn.n, 0, [&](size_t s) {
       return widen_(load<T>(before[s].data() + i * static_cast<int64_t>(sizeof(T))));
     });
     if constexpr (std::is_floating_point_v<Wide>) {
-      if (drawn.recipe.average) total = total / static_cast<Wide>(drawn.n);
-      if (std::isnan(total)) continue;  // which of its bits is left open
+      if (drawn.options.average) total = total / static_cast<Wide>(drawn.n);
+      if (std::isnan(total)) continue;  // the bits of a NaN are unspecified
     }
     const T due = narrow_(total);
     const char* const is = target + i * static_cast<int64_t>(sizeof(T));
@@ -223,302 +230,306 @@ void check_sum(
     return narrowed;
   };
   const auto wide = [](auto value) { return widen(value); };
-  switch (drawn.recipe.number) {
-    case Number::kF64:
+  switch (drawn.options.number_type) {
+    case NumberType::kF64:
       return check_sum<double, double>(drawn, before, target, begin, count, same, same);
-    case Number::kF32:
+    case NumberType::kF32:
       return check_sum<float, float>(drawn, before, target, begin, count, same, same);
-    case Number::kF16:
+    case NumberType::kF16:
       return check_sum<Half, float>(drawn, before, target, begin, count, wide, half);
-    case Number::kBF16:
+    case NumberType::kBF16:
       return check_sum<BFloat16, float>(drawn, before, target, begin, count, wide, brain);
-    case Number::kU8:
-    case Number::kI8:
+    case NumberType::kU8:
+    case NumberType::kI8:
       return check_sum<uint8_t, uint8_t>(drawn, before, target, begin, count, same, same);
-    case Number::kI32:
+    case NumberType::kI32:
       return check_sum<uint32_t, uint32_t>(drawn, before, target, begin, count, same, same);
-    case Number::kI64:
+    case NumberType::kI64:
       return check_sum<uint64_t, uint64_t>(drawn, before, target, begin, count, same, same);
-    case Number::kOpaque:
+    case NumberType::kOpaque:
       return;
   }
 }
 
 void fuzz_sums(Bytes in) {
   const Drawn drawn = draw_recipe(in);
-  const uint64_t item = number_bytes(drawn.recipe.number);
+  const uint64_t item = number_bytes(drawn.options.number_type);
   const auto numbers = static_cast<int64_t>(in.size() % 5000);
   const auto begin = static_cast<int64_t>(in.size()) % (numbers + 1);
   const int64_t count = numbers - begin;
   const uint64_t bytes = static_cast<uint64_t>(numbers) * item;
   const size_t n_targets = in.byte() % 4 == 0 ? 1 : drawn.n;
-  std::vector<Exact> sources;
+  std::vector<ExactBuffer> sources;
   std::vector<std::vector<char>> before;
-  std::vector<char*> columns;
+  std::vector<char*> pointers;
   for (size_t s = 0; s < drawn.n; ++s) {
     sources.emplace_back(bytes, in.byte() % 4 == 0 ? in.byte() % 9 : 0);
     fill(in, sources.back().data(), bytes);
     before.emplace_back(sources.back().data(), sources.back().data() + bytes);
-    columns.push_back(sources.back().data());
+    pointers.push_back(sources.back().data());
   }
-  sum(drawn.recipe, {columns.data(), drawn.n, columns.data(), n_targets}, begin, count);
-  for (size_t t = 0; t < n_targets; ++t) check_sum(drawn, before, columns[t], begin, count);
+  sum(drawn.options, {pointers.data(), drawn.n, pointers.data(), n_targets}, begin, count);
+  for (size_t t = 0; t < n_targets; ++t) check_sum(drawn, before, pointers[t], begin, count);
   for (size_t s = 0; s < drawn.n; ++s) {
     const uint64_t kept = s < n_targets ? static_cast<uint64_t>(begin) * item : bytes;
     require(
-        kept == 0 || std::memcmp(columns[s], before[s].data(), kept) == 0,
-        "what is no part of the sum was written");
+        kept == 0 || std::memcmp(pointers[s], before[s].data(), kept) == 0,
+        "memory outside of the sum was written");
   }
 }
 
-// Terms that `Team::start` takes of a caller.
-Terms draw_terms(Bytes& in, size_t n) {
-  Terms terms{};
-  terms.kind = static_cast<Kind>(in.byte() % kKinds);
-  const bool sums = terms.kind == Kind::kAllReduce || terms.kind == Kind::kReduceScatter;
-  terms.number = sums ? static_cast<Number>(in.byte() % 8) : Number::kOpaque;
+// Random signature that `ShmGroup::start` accepts.
+Signature draw_signature(Bytes& in, size_t n) {
+  Signature signature{};
+  signature.kind = static_cast<Kind>(in.byte() % kKindCount);
+  const bool sums = is_sum(signature.kind);
+  signature.number_type = sums ? static_cast<NumberType>(in.byte() % 8) : NumberType::kOpaque;
   constexpr uint32_t kItems[] = {1, 2, 3, 4, 8, 16, 1024};
-  terms.unit_bytes = sums ? static_cast<uint32_t>(number_bytes(terms.number))
+  signature.unit_bytes = sums ? static_cast<uint32_t>(number_bytes(signature.number_type))
                           : kItems[in.byte() % std::size(kItems)];
-  terms.src = static_cast<uint32_t>(in.byte() % n);
-  terms.average = sums && terms.number <= Number::kBF16 ? in.byte() % 2 : 0;
-  terms.units = static_cast<int64_t>(in.size());
+  signature.src = static_cast<uint32_t>(in.byte() % n);
+  signature.average = sums && signature.number_type <= NumberType::kBF16 ? in.byte() % 2 : 0;
+  signature.units = static_cast<int64_t>(in.size());
   if (in.byte() % 16 == 0) {
-    terms.units += static_cast<int64_t>(kPieceBytes / terms.unit_bytes) + in.byte() - 128;
+    signature.units += static_cast<int64_t>(kSegmentBytes / signature.unit_bytes) + in.byte() - 128;
   }
-  if (terms.kind == Kind::kReduceScatter || terms.kind == Kind::kAllGather) {
-    terms.units = terms.units / static_cast<int64_t>(n) * static_cast<int64_t>(n);
+  if (has_chunks(signature.kind)) {
+    signature.units = signature.units / static_cast<int64_t>(n) * static_cast<int64_t>(n);
   }
   if (sums && in.byte() % 4 == 0) {
-    terms.order.axes = 2;
-    terms.order.sizes[0] = static_cast<uint16_t>(n);
-    terms.order.sizes[1] = 1;
+    signature.order.axes = 2;
+    signature.order.sizes[0] = static_cast<uint16_t>(n);
+    signature.order.sizes[1] = 1;
   }
-  return terms;
+  return signature;
 }
 
-// Moves: all members' in one thread, one after the other, on memory that ends where it should.
+// Algorithms: all members run in one thread, one after the other, on buffers of exact size.
 
-void fuzz_moves(Bytes in) {
+void fuzz_algorithms(Bytes in) {
   const size_t n = 2 + in.byte() % 4;
-  const Terms terms = draw_terms(in, n);
-  const uint64_t bytes = terms.bytes();
-  std::vector<Exact> own;
-  std::vector<Exact> staging;
-  std::vector<Moves::Place> places;
+  const Signature signature = draw_signature(in, n);
+  const uint64_t bytes = signature.bytes();
+  std::vector<ExactBuffer> own;
+  std::vector<ExactBuffer> staging;
+  std::vector<Algorithm::MemberData> member_data;
   std::vector<std::vector<char>> before;
   for (size_t m = 0; m < n; ++m) {
     own.emplace_back(bytes, 0);
     fill(in, own.back().data(), bytes);
     before.emplace_back(own.back().data(), own.back().data() + bytes);
     const bool staged = in.byte() % 2 == 0;
-    staging.emplace_back(staged ? 2 * kPieceBytes : 0, 0);
-    places.push_back(
-        staged ? Moves::Place{Where::kStaged, staging.back().data()}
-               : Moves::Place{Where::kArena, own.back().data()});
+    staging.emplace_back(staged ? 2 * kSegmentBytes : 0, 0);
+    member_data.push_back(
+        staged ? Algorithm::MemberData{DataLocation::kStaged, staging.back().data()}
+               : Algorithm::MemberData{DataLocation::kArena, own.back().data()});
   }
-  std::vector<Moves> moves;
-  for (size_t m = 0; m < n; ++m) moves.emplace_back(terms, own[m].data(), m, places);
-  for (int64_t piece = 0; piece < moves[0].pieces(); ++piece) {
-    for (size_t m = 0; m < n; ++m) moves[m].fill(piece);
+  std::vector<Algorithm> algorithms;
+  for (size_t m = 0; m < n; ++m) algorithms.emplace_back(signature, own[m].data(), m, member_data);
+  for (int64_t segment = 0; segment < algorithms[0].segments(); ++segment) {
+    for (size_t m = 0; m < n; ++m) algorithms[m].copy_in(segment);
     for (size_t m = 0; m < n; ++m) {
       for (size_t other = 0; other < n; ++other) {
-        const Stretch part = moves[m].touched(other);
-        require(part.begin <= bytes && part.bytes <= bytes - part.begin, "a touch outside");
+        const ByteRange part = algorithms[m].accessed_range(other);
+        require(part.begin <= bytes && part.bytes <= bytes - part.begin, "an access out of bounds");
       }
-      moves[m].work(piece);
+      algorithms[m].run(segment);
     }
-    for (size_t m = 0; m < n; ++m) moves[m].drain(piece);
+    for (size_t m = 0; m < n; ++m) algorithms[m].copy_out(segment);
   }
-  if (terms.kind == Kind::kBroadcast) {
+  if (signature.kind == Kind::kBroadcast) {
     for (size_t m = 0; m < n; ++m) {
       require(
-          bytes == 0 || std::memcmp(own[m].data(), before[terms.src].data(), bytes) == 0,
+          bytes == 0 || std::memcmp(own[m].data(), before[signature.src].data(), bytes) == 0,
           "a broadcast is wrong");
     }
-  } else if (terms.kind == Kind::kAllReduce) {
-    const Drawn drawn = {{terms.number, terms.average != 0, terms.order}, n};
-    for (size_t m = 0; m < n; ++m) check_sum(drawn, before, own[m].data(), 0, terms.units);
+  } else if (signature.kind == Kind::kAllReduce) {
+    const Drawn drawn = {{signature.number_type, signature.average != 0, signature.order}, n};
+    for (size_t m = 0; m < n; ++m) check_sum(drawn, before, own[m].data(), 0, signature.units);
   }
 }
 
-// A team whose other members write what they like
+// A group whose other members write arbitrary data
 
-class Hostile {
+class HostileGroup {
  public:
-  explicit Hostile(Bytes& in) : in_(in), n_(2 + in.byte() % 2), me_(in.byte() % n_) {
-    // A team may retire its own arena; the others' are used again, because they take long to make.
+  explicit HostileGroup(Bytes& in) : in_(in), n_(2 + in.byte() % 2), index_(in.byte() % n_) {
+    // A group may retire its own arena. Other arenas are reused, because creating them is slow.
     static const std::vector<std::shared_ptr<Arena>> kept = peers();
     arenas_ = kept;
     arenas_.resize(n_);
-    arenas_[me_] = std::make_shared<Arena>(kSpan);
-    const auto offset = Team::make_board(*arenas_[0], n_);
-    require(offset.has_value(), "no board");
+    arenas_[index_] = std::make_shared<Arena>(kSpan);
+    const auto offset = ShmGroup::make_control_block(*arenas_[0], n_);
+    require(offset.has_value(), "no control block");
     offset_ = *offset;
-    TeamOptions options{};
-    options.arena = arenas_[me_];
+    ShmGroupOptions options{};
+    options.arena = arenas_[index_];
     for (size_t m = 0; m < n_; ++m) {
       options.mappings.push_back(
-          m == me_ ? arenas_[m]->mapping() : adopt(arenas_[m]->fd(), kSpan));
+          m == index_ ? arenas_[m]->mapping() : map_peer_arena(arenas_[m]->fd(), kSpan));
       options.pidfds.push_back(-1);
     }
-    options.me = me_;
-    options.board = *offset;
+    options.index = index_;
+    options.control_block = *offset;
     options.timeout = std::chrono::milliseconds(2);
-    options.crowd = n_ + in.byte() % 8;
-    board_ = reinterpret_cast<Board*>(arenas_[0]->mapping()->base() + *offset);
-    team_ = std::make_unique<Team>(std::move(options));
+    options.waiters_on_host = n_ + in.byte() % 8;
+    control_block_ = reinterpret_cast<ControlBlock*>(arenas_[0]->mapping()->base() + *offset);
+    group_ = std::make_unique<ShmGroup>(std::move(options));
   }
 
-  ~Hostile() {
-    team_.reset();
-    arenas_[0]->give(offset_);
+  ~HostileGroup() {
+    group_.reset();
+    arenas_[0]->free(offset_);
   }
-  Hostile(const Hostile&) = delete;
-  Hostile& operator=(const Hostile&) = delete;
+  HostileGroup(const HostileGroup&) = delete;
+  HostileGroup& operator=(const HostileGroup&) = delete;
 
   void run() {
-    for (int act = 0; act < kMostActs && !in_.empty(); ++act) {
+    for (int action = 0; action < kMaxActions && !in_.empty(); ++action) {
       switch (in_.byte() % 8) {
         case 0:
         case 1:
           start();
           break;
         case 2:
-          if (!flights_.empty()) wait(flights_[in_.byte() % flights_.size()]);
+          if (!in_flight_.empty()) wait(in_flight_[in_.byte() % in_flight_.size()]);
           break;
         case 3:
         case 4:
-          answer();
+          post_as_peer();
           break;
         case 5:
-          scribble();
+          overwrite_field();
           break;
         case 6:
           write_anywhere();
           break;
         case 7:
-          if (!flights_.empty()) team_->done(*flights_.back().operation);
+          if (!in_flight_.empty()) group_->done(*in_flight_.back().operation);
           break;
       }
     }
-    if (in_.byte() % 8 == 0) team_->fail(Status::kTold, Members(in_.word()));
-    for (Flight& flight : flights_) wait(flight);
-    (void)team_->failure();
-    for (size_t m = 0; m < n_; ++m) (void)team_->state(m);
-    team_->leave();
+    if (in_.byte() % 8 == 0) group_->fail(Status::kPeerFailed, Members(in_.word()));
+    for (InFlight& in_flight : in_flight_) wait(in_flight);
+    (void)group_->failure();
+    for (size_t m = 0; m < n_; ++m) (void)group_->state(m);
+    group_->leave();
   }
 
  private:
   static constexpr uint64_t kSpan = uint64_t{8} << 20;
-  static constexpr int kMostActs = 64;
+  static constexpr int kMaxActions = 64;
 
-  struct Flight {
-    Terms terms;
-    std::shared_ptr<Exact> buffer;
+  struct InFlight {
+    Signature signature;
+    std::shared_ptr<ExactBuffer> buffer;
     OperationPtr operation;
   };
 
-  // With pages that are there, in which peers' tensors would be.
+  // Arenas with reserved pages for the tensors of peers.
   static std::vector<std::shared_ptr<Arena>> peers() {
     std::vector<std::shared_ptr<Arena>> made;
     for (int m = 0; m < 3; ++m) {
       made.push_back(std::make_shared<Arena>(kSpan));
-      require(made.back()->take(2 * kPieceBytes).has_value(), "no pages");
+      require(made.back()->allocate(2 * kSegmentBytes).has_value(), "no pages");
     }
     return made;
   }
 
   void start() {
-    const Terms terms = draw_terms(in_, n_);
-    auto buffer = std::make_shared<Exact>(terms.bytes(), in_.byte() % 4 == 0 ? in_.byte() % 8 : 0);
-    std::memset(buffer->data(), 1, terms.bytes());
+    const Signature signature = draw_signature(in_, n_);
+    const uint64_t shift = in_.byte() % 4 == 0 ? in_.byte() % 8 : 0;
+    auto buffer = std::make_shared<ExactBuffer>(signature.bytes(), shift);
+    std::memset(buffer->data(), 1, signature.bytes());
     char* data = buffer->data();
     if (in_.byte() % 2 == 0) {
-      const auto block = arenas_[me_]->take(terms.bytes());
-      if (block) data = arenas_[me_]->mapping()->base() + block->begin;
+      const auto block = arenas_[index_]->allocate(signature.bytes());
+      if (block) data = arenas_[index_]->mapping()->base() + block->begin;
     }
-    Request request{terms, data, in_.byte() % 2 == 0, in_.byte() % 2 == 0, buffer};
-    flights_.push_back({terms, buffer, team_->start(std::move(request))});
+    Request request{signature, data, in_.byte() % 2 == 0, in_.byte() % 2 == 0, buffer};
+    in_flight_.push_back({signature, buffer, group_->start(std::move(request))});
   }
 
-  void wait(const Flight& flight) {
-    const Status status = team_->wait(*flight.operation, std::chrono::microseconds(300));
+  void wait(const InFlight& in_flight) {
+    const Status status = group_->wait(*in_flight.operation, std::chrono::microseconds(300));
     require(static_cast<uint32_t>(status) <= 7, "an unknown status");
     if (status == Status::kMismatch) {
-      require(flight.operation->met().size() == n_, "terms of another number of members");
+      require(in_flight.operation->signatures().size() == n_, "wrong number of signatures");
     }
   }
 
   size_t peer() {
     const size_t m = in_.byte() % n_;
-    return m == me_ ? (m + 1) % n_ : m;
+    return m == index_ ? (m + 1) % n_ : m;
   }
 
-  // A peer meets an operation, as it should or nearly so.
-  void answer() {
-    if (flights_.empty()) return;
-    const Flight& flight = flights_[in_.byte() % flights_.size()];
-    Seat& seat = board_->seat(peer());
-    Descriptor told{};
-    told.number = flight.operation->number();
-    told.terms = flight.terms;
-    const uint8_t lie = in_.byte();
-    told.where = static_cast<Where>(lie % 4);
-    told.offset = lie % 8 == 0 ? in_.extreme() : in_.size() * 64;
-    if (lie % 16 == 0) told.number += in_.word();
-    if (lie % 32 == 0) told.terms.units = static_cast<int64_t>(in_.extreme());
-    std::memcpy(&seat.ring[flight.operation->number() % kRing], &told, sizeof told);
-    seat.posted.store(flight.operation->number() + 1);
-    seat.phase.store(seat.phase.load() + in_.byte() % 8);
+  // Post an operation as a peer, correctly or nearly so.
+  void post_as_peer() {
+    if (in_flight_.empty()) return;
+    const InFlight& in_flight = in_flight_[in_.byte() % in_flight_.size()];
+    MemberSlot& slot = control_block_->slot(peer());
+    Descriptor descriptor{};
+    descriptor.number = in_flight.operation->number();
+    descriptor.signature = in_flight.signature;
+    const uint8_t corruption = in_.byte();
+    descriptor.location = static_cast<DataLocation>(corruption % 4);
+    descriptor.offset = corruption % 8 == 0 ? in_.extreme() : in_.size() * 64;
+    if (corruption % 16 == 0) descriptor.number += in_.word();
+    if (corruption % 32 == 0) descriptor.signature.units = static_cast<int64_t>(in_.extreme());
+    const uint64_t number = in_flight.operation->number();
+    std::memcpy(&slot.ring[number % kRingSlots], &descriptor, sizeof descriptor);
+    slot.posted.store(number + 1);
+    slot.phase.store(slot.phase.load() + in_.byte() % 8);
   }
 
-  // One field of a seat, the own one too.
-  void scribble() {
-    Seat& seat = board_->seat(in_.byte() % n_);
+  // Overwrite one field of any slot, including the own one.
+  void overwrite_field() {
+    MemberSlot& slot = control_block_->slot(in_.byte() % n_);
     switch (in_.byte() % 6) {
       case 0:
-        return seat.posted.store(in_.extreme());
+        return slot.posted.store(in_.extreme());
       case 1:
-        return seat.phase.store(in_.extreme());
+        return slot.phase.store(in_.extreme());
       case 2:
-        return seat.state.store(static_cast<State>(in_.byte() % 5));
+        return slot.state.store(static_cast<MemberState>(in_.byte() % 5));
       case 3:
-        return seat.status.store(static_cast<Status>(in_.byte() % 10));
+        return slot.status.store(static_cast<Status>(in_.byte() % 10));
       case 4:
-        return seat.about[in_.byte() % std::size(seat.about)].store(in_.word());
+        return slot.blamed[in_.byte() % std::size(slot.blamed)].store(in_.word());
       default:
-        Descriptor told;
-        for (size_t i = 0; i < sizeof told; ++i) reinterpret_cast<uint8_t*>(&told)[i] = in_.byte();
-        std::memcpy(&seat.ring[in_.byte() % kRing], &told, sizeof told);
+        Descriptor descriptor;
+        for (size_t i = 0; i < sizeof descriptor; ++i) {
+          reinterpret_cast<uint8_t*>(&descriptor)[i] = in_.byte();
+        }
+        std::memcpy(&slot.ring[in_.byte() % kRingSlots], &descriptor, sizeof descriptor);
     }
   }
 
   void write_anywhere() {
     const uint64_t value = in_.word();
-    const uint64_t at = in_.word() % (Board::bytes(n_) - sizeof value);
-    std::memcpy(reinterpret_cast<char*>(board_) + at, &value, sizeof value);
+    const uint64_t at = in_.word() % (ControlBlock::bytes(n_) - sizeof value);
+    std::memcpy(reinterpret_cast<char*>(control_block_) + at, &value, sizeof value);
   }
 
   Bytes& in_;
   const size_t n_;
-  const size_t me_;
+  const size_t index_;
   std::vector<std::shared_ptr<Arena>> arenas_;
   uint64_t offset_ = 0;
-  Board* board_;
-  std::unique_ptr<Team> team_;
-  std::vector<Flight> flights_;
+  ControlBlock* control_block_;
+  std::unique_ptr<ShmGroup> group_;
+  std::vector<InFlight> in_flight_;
 };
 
-void fuzz_team(Bytes in) {
-  Hostile(in).run();
+void fuzz_group(Bytes in) {
+  HostileGroup(in).run();
 }
 
-// Files that a peer sends, and where it says its board is
+// Files and offsets of control blocks from a peer
 
-void fuzz_adopt(Bytes in) {
-  const uint64_t told = in.byte() % 2 == 0 ? in.size() * 4096 : in.extreme();
-  const uint64_t size = in.byte() % 2 == 0 ? told : in.extreme();
+void fuzz_map_peer_arena(Bytes in) {
+  const uint64_t announced = in.byte() % 2 == 0 ? in.size() * 4096 : in.extreme();
+  const uint64_t size = in.byte() % 2 == 0 ? announced : in.extreme();
   const int fd = memfd_create("fuzz", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   require(fd >= 0, "memfd_create");
   const bool sized = size <= (uint64_t{1} << 62) && ftruncate(fd, static_cast<off_t>(size)) == 0;
@@ -529,8 +540,8 @@ void fuzz_adopt(Bytes in) {
   fcntl(fd, F_ADD_SEALS, seals);
   std::shared_ptr<Mapping> mapping;
   try {
-    mapping = adopt(fd, told);
-    require(sized && size == told && (seals & 7) == 7, "a file that is none was adopted");
+    mapping = map_peer_arena(fd, announced);
+    require(sized && size == announced && (seals & 7) == 7, "an invalid file was mapped");
   } catch (const std::invalid_argument&) {
   } catch (const std::system_error&) {
   }
@@ -538,19 +549,19 @@ void fuzz_adopt(Bytes in) {
   if (!mapping) return;
   const uint64_t begin = in.extreme();
   const uint64_t bytes = in.extreme();
-  const bool holds = mapping->holds(begin, bytes);
-  require(holds == (begin <= told && bytes <= told - begin), "a range outside");
+  const bool holds = mapping->contains(begin, bytes);
+  require(holds == (begin <= announced && bytes <= announced - begin), "a range outside");
   if (holds && bytes <= uint64_t{1} << 22) mapping->prefault(begin, bytes);
-  TeamOptions options{};
+  ShmGroupOptions options{};
   options.arena = std::make_shared<Arena>(uint64_t{4} << 20);
   options.mappings = {mapping, options.arena->mapping()};
-  options.me = 1;
-  options.board = in.extreme();
+  options.index = 1;
+  options.control_block = in.extreme();
   options.pidfds = {-1, -1};
   options.timeout = std::chrono::milliseconds(1);
   try {
-    Team team(std::move(options));
-    require(false, "a board of zeros was taken");
+    ShmGroup group(std::move(options));
+    require(false, "an all-zero control block was accepted");
   } catch (const std::invalid_argument&) {
   }
 }
@@ -561,20 +572,20 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Bytes in(data, size);
   switch (in.byte() % 8) {
     case 0:
-      fuzz_blocks(in);
+      fuzz_allocator(in);
       break;
     case 1:
     case 2:
       fuzz_sums(in);
       break;
     case 3:
-      fuzz_moves(in);
+      fuzz_algorithms(in);
       break;
     case 4:
-      fuzz_adopt(in);
+      fuzz_map_peer_arena(in);
       break;
     default:
-      fuzz_team(in);
+      fuzz_group(in);
       break;
   }
   return 0;

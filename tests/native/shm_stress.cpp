@@ -1,14 +1,14 @@
-// Stresses the shared-memory core: random operations of random sizes in several teams at once,
-// every result held against what it must be. No torch, so that it runs under sanitizers.
+// Stress test of the shared-memory core: random operations of random sizes in several groups at a
+// time. Every result is compared with the expected one. No torch, so that it runs under sanitizers.
 //
 //   shm_stress threads RANKS OPERATIONS SEED     ranks are threads that share their mappings
 //   shm_stress processes RANKS OPERATIONS SEED   ranks are processes
 //   shm_stress kill RANKS ROUNDS SEED            in each round one process kills itself
 //
-// All ranks draw the same random numbers, so that each knows what the others do.
+// All ranks draw the same random numbers, so that each knows the operations of the others.
 
 #include "../../fddp/csrc/shm/half.h"
-#include "../../fddp/csrc/shm/team.h"
+#include "../../fddp/csrc/shm/shm_group.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -33,40 +33,40 @@ using namespace fddp::shm;
 
 namespace {
 
-constexpr size_t kMostRanks = 8;
-constexpr size_t kInFlight = 24;
-constexpr size_t kSubteams = 3;
+constexpr size_t kMaxRanks = 8;
+constexpr size_t kMaxInFlight = 24;
+constexpr size_t kSubgroups = 3;
 
-[[noreturn]] void give_up(const std::string& what) {
+[[noreturn]] void fail_with(const std::string& what) {
   std::fprintf(stderr, "shm_stress: %s\n", what.c_str());
   std::_Exit(1);
 }
 
 void require(bool holds, const std::string& what) {
-  if (!holds) give_up(what);
+  if (!holds) fail_with(what);
 }
 
-uint64_t mixed(uint64_t a, uint64_t b) {
+uint64_t mix(uint64_t a, uint64_t b) {
   uint64_t x = a * 0x9e3779b97f4a7c15u + b + 1;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
   return x ^ (x >> 31);
 }
 
-// What ranks know of each other while they set up. Lies in shared memory.
-struct Lobby {
-  struct Seat {
+// Rendezvous of the ranks, in shared memory.
+struct Rendezvous {
+  struct Entry {
     std::atomic<int> pid;
     std::atomic<int> fd;
-    std::atomic<uint64_t> boards[1 + kSubteams];
+    std::atomic<uint64_t> control_blocks[1 + kSubgroups];
     std::atomic<int> stage;
   };
-  Seat seats[kMostRanks];
+  Entry entries[kMaxRanks];
 
   void arrive(size_t rank, size_t ranks, int stage) {
-    seats[rank].stage.store(stage);
+    entries[rank].stage.store(stage);
     for (size_t r = 0; r < ranks; ++r) {
-      while (seats[r].stage.load() < stage) std::this_thread::yield();
+      while (entries[r].stage.load() < stage) std::this_thread::yield();
     }
   }
 };
@@ -76,66 +76,67 @@ struct Job {
   size_t ranks;
   uint64_t operations;
   uint64_t seed;
-  int victim;           // the rank that kills itself, or -1
-  uint64_t victim_at;   // before this operation
+  int victim;          // the rank that kills itself, or -1
+  uint64_t victim_at;  // the operation before which it does
 };
 
-// Members of each team, by rank in ascending order; the first is everybody.
-std::vector<std::vector<size_t>> rosters(const Job& job) {
-  std::vector<std::vector<size_t>> teams(1);
-  for (size_t r = 0; r < job.ranks; ++r) teams[0].push_back(r);
+// Members of each group in ascending order. The first group has all ranks.
+std::vector<std::vector<size_t>> group_members(const Job& job) {
+  std::vector<std::vector<size_t>> groups(1);
+  for (size_t r = 0; r < job.ranks; ++r) groups[0].push_back(r);
   std::mt19937_64 random(job.seed);
-  for (size_t t = 0; t < kSubteams && job.ranks > 2; ++t) {
-    std::vector<size_t> all = teams[0];
+  for (size_t t = 0; t < kSubgroups && job.ranks > 2; ++t) {
+    std::vector<size_t> all = groups[0];
     std::shuffle(all.begin(), all.end(), random);
     all.resize(2 + random() % (job.ranks - 1));
     std::sort(all.begin(), all.end());
-    teams.push_back(all);
+    groups.push_back(all);
   }
-  return teams;
+  return groups;
 }
 
-// One operation as all ranks draw it.
+// One operation, drawn identically by all ranks.
 struct Draw {
-  size_t team;
-  Terms terms;
+  size_t group;
+  Signature signature;
   uint64_t id;
-  bool clash;  // members ask for different things
+  bool mismatch;  // members post different operations
 };
 
-Draw draw(std::mt19937_64& random, const std::vector<std::vector<size_t>>& teams, uint64_t id) {
+Draw draw(std::mt19937_64& random, const std::vector<std::vector<size_t>>& groups, uint64_t id) {
   Draw drawn{};
   drawn.id = id;
-  drawn.team = random() % 3 == 0 ? random() % teams.size() : 0;
-  const auto n = static_cast<int64_t>(teams[drawn.team].size());
-  Terms& terms = drawn.terms;
-  terms.kind = static_cast<Kind>(random() % kKinds);
-  const bool sums = terms.kind == Kind::kAllReduce || terms.kind == Kind::kReduceScatter;
-  terms.number = sums ? static_cast<Number>(random() % 8) : Number::kOpaque;
-  terms.unit_bytes = static_cast<uint32_t>(
-      sums ? number_bytes(terms.number) : std::vector<size_t>{1, 2, 4, 8, 16}[random() % 5]);
-  terms.src = static_cast<uint32_t>(random() % static_cast<uint64_t>(n));
-  terms.average = sums && terms.number <= Number::kBF16 && random() % 2 == 0;
-  // Mostly small, some with several pieces of a staging buffer.
+  drawn.group = random() % 3 == 0 ? random() % groups.size() : 0;
+  const auto n = static_cast<int64_t>(groups[drawn.group].size());
+  Signature& signature = drawn.signature;
+  signature.kind = static_cast<Kind>(random() % kKindCount);
+  const bool sums = is_sum(signature.kind);
+  signature.number_type = sums ? static_cast<NumberType>(random() % 8) : NumberType::kOpaque;
+  signature.unit_bytes = static_cast<uint32_t>(
+      sums ? number_bytes(signature.number_type)
+           : std::vector<size_t>{1, 2, 4, 8, 16}[random() % 5]);
+  signature.src = static_cast<uint32_t>(random() % static_cast<uint64_t>(n));
+  signature.average = sums && signature.number_type <= NumberType::kBF16 && random() % 2 == 0;
+  // Mostly small, some with several segments of a staging buffer.
   const uint64_t magnitude = random() % 40 == 0 ? 20 : random() % 15;
   const uint64_t bytes = random() % (uint64_t{1} << magnitude) + 1;
-  terms.units = static_cast<int64_t>(bytes / terms.unit_bytes);
-  if (random() % 50 == 0) terms.units = 0;
-  if (terms.kind == Kind::kReduceScatter || terms.kind == Kind::kAllGather) {
-    terms.units = terms.units / n * n;
+  signature.units = static_cast<int64_t>(bytes / signature.unit_bytes);
+  if (random() % 50 == 0) signature.units = 0;
+  if (has_chunks(signature.kind)) {
+    signature.units = signature.units / n * n;
   }
   if (sums && n == 4 && random() % 2 == 0) {
-    terms.order.axes = 2;
-    terms.order.sizes[0] = terms.order.sizes[1] = 2;
+    signature.order.axes = 2;
+    signature.order.sizes[0] = signature.order.sizes[1] = 2;
   }
-  drawn.clash = random() % 300 == 0;
+  drawn.mismatch = random() % 300 == 0;
   return drawn;
 }
 
-// Whole numbers, small enough for sums of them to be exact in every dtype.
+// Integers small enough for exact sums in every dtype.
 int64_t value_of(const Draw& drawn, size_t rank, int64_t i, size_t members) {
   const auto base = static_cast<int64_t>((drawn.id * 7 + rank * 3 + static_cast<uint64_t>(i)) % 11);
-  return drawn.terms.average != 0 ? base * static_cast<int64_t>(members) : base;
+  return drawn.signature.average != 0 ? base * static_cast<int64_t>(members) : base;
 }
 
 template <class T>
@@ -143,63 +144,63 @@ void put(char* at, T value) {
   std::memcpy(at, &value, sizeof value);
 }
 
-void put_number(Number number, char* at, int64_t value) {
+void put_number(NumberType number, char* at, int64_t value) {
   Half half;
   BFloat16 brain;
   switch (number) {
-    case Number::kF64:
+    case NumberType::kF64:
       return put(at, static_cast<double>(value));
-    case Number::kF32:
+    case NumberType::kF32:
       return put(at, static_cast<float>(value));
-    case Number::kF16:
+    case NumberType::kF16:
       narrow(static_cast<float>(value), half);
       return put(at, half);
-    case Number::kBF16:
+    case NumberType::kBF16:
       narrow(static_cast<float>(value), brain);
       return put(at, brain);
-    case Number::kU8:
-    case Number::kI8:
-    case Number::kOpaque:
+    case NumberType::kU8:
+    case NumberType::kI8:
+    case NumberType::kOpaque:
       return put(at, static_cast<uint8_t>(value));
-    case Number::kI32:
+    case NumberType::kI32:
       return put(at, static_cast<int32_t>(value));
-    case Number::kI64:
+    case NumberType::kI64:
       return put(at, value);
   }
 }
 
-// A rank's tensor before (`rank` is its number) or what some part of it must be after.
+// Fill a range with the values of `rank`.
 void fill(
     const Draw& drawn, size_t rank, size_t members, char* data, int64_t begin, int64_t count) {
-  const Terms& terms = drawn.terms;
+  const Signature& signature = drawn.signature;
   for (int64_t i = begin; i < begin + count; ++i) {
-    char* const at = data + i * terms.unit_bytes;
-    if (terms.number == Number::kOpaque) {
-      std::memset(at, static_cast<int>(value_of(drawn, rank, i, members)), terms.unit_bytes);
+    char* const at = data + i * signature.unit_bytes;
+    if (signature.number_type == NumberType::kOpaque) {
+      std::memset(at, static_cast<int>(value_of(drawn, rank, i, members)), signature.unit_bytes);
     } else {
-      put_number(terms.number, at, value_of(drawn, rank, i, members));
+      put_number(signature.number_type, at, value_of(drawn, rank, i, members));
     }
   }
 }
 
 void fill_sum(
-    const Draw& drawn, const std::vector<size_t>& roster, char* data, int64_t begin,
+    const Draw& drawn, const std::vector<size_t>& member_ranks, char* data, int64_t begin,
     int64_t count) {
-  const Terms& terms = drawn.terms;
+  const Signature& signature = drawn.signature;
   for (int64_t i = begin; i < begin + count; ++i) {
     int64_t total = 0;
-    for (const size_t r : roster) total += value_of(drawn, r, i, roster.size());
-    if (terms.average != 0) total /= static_cast<int64_t>(roster.size());
-    put_number(terms.number, data + i * terms.unit_bytes, total);
+    for (const size_t r : member_ranks) total += value_of(drawn, r, i, member_ranks.size());
+    if (signature.average != 0) total /= static_cast<int64_t>(member_ranks.size());
+    put_number(signature.number_type, data + i * signature.unit_bytes, total);
   }
 }
 
-// A tensor in the arena or outside of it, at any alignment there.
+// Tensor in the arena, or outside of it at any alignment.
 class Buffer {
  public:
   Buffer(Arena& arena, uint64_t bytes, uint64_t choice) : arena_(arena), bytes_(bytes) {
     if (choice % 4 != 0) {
-      block_ = arena.take(bytes);
+      block_ = arena.allocate(bytes);
       require(block_.has_value(), "the arena is full");
       data_ = arena.mapping()->base() + block_->begin;
     } else {
@@ -208,7 +209,7 @@ class Buffer {
     }
   }
   ~Buffer() {
-    if (block_) arena_.give(block_->begin);
+    if (block_) arena_.free(block_->begin);
   }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
@@ -223,214 +224,220 @@ class Buffer {
  private:
   Arena& arena_;
   uint64_t bytes_;
-  std::optional<Range> block_;
+  std::optional<ByteRange> block_;
   std::vector<char> own_;
   char* data_;
 };
 
 class Rank {
  public:
-  Rank(const Job& job, Lobby& lobby, std::shared_ptr<Arena>* arenas, size_t rank)
-      : job_(job), rank_(rank), teams_(rosters(job)), arena_(std::make_shared<Arena>(1 << 28)) {
+  Rank(const Job& job, Rendezvous& rendezvous, std::shared_ptr<Arena>* arenas, size_t rank)
+      : job_(job),
+        rank_(rank),
+        groups_(group_members(job)),
+        arena_(std::make_shared<Arena>(1 << 28)) {
     arenas[rank] = arena_;
-    open(lobby, arenas);
+    open(rendezvous, arenas);
   }
 
-  // Carries out all operations; false if the team came to an end as it should.
+  // Run all operations. Return false if the group ended as expected.
   bool run() {
     std::mt19937_64 random(job_.seed * 77 + 5);
-    std::mt19937_64 own(mixed(job_.seed, rank_));
+    std::mt19937_64 own(mix(job_.seed, rank_));
     for (uint64_t id = 0; id < job_.operations; ++id) {
       if (job_.victim == static_cast<int>(rank_) && id == job_.victim_at) raise(SIGKILL);
-      const Draw drawn = draw(random, teams_, id);
-      if (place(drawn.team) < 0) continue;
-      if (start(drawn, own()) && !finish(flights_.size() - 1)) return false;
-      if (flights_.empty()) continue;
-      const Flight& oldest = flights_.front();
-      if (own() % 4 == 0) finished_ += team(oldest.drawn).done(*oldest.operation);
-      while (flights_.size() >= kInFlight || (!flights_.empty() && own() % 2 == 0)) {
-        if (!finish(own() % 3 == 0 ? own() % flights_.size() : 0)) return false;
+      const Draw drawn = draw(random, groups_, id);
+      if (place(drawn.group) < 0) continue;
+      if (start(drawn, own()) && !finish(in_flight_.size() - 1)) return false;
+      if (in_flight_.empty()) continue;
+      const InFlight& oldest = in_flight_.front();
+      if (own() % 4 == 0) finished_ += group(oldest.drawn).done(*oldest.operation);
+      while (in_flight_.size() >= kMaxInFlight || (!in_flight_.empty() && own() % 2 == 0)) {
+        if (!finish(own() % 3 == 0 ? own() % in_flight_.size() : 0)) return false;
       }
     }
-    while (!flights_.empty()) {
+    while (!in_flight_.empty()) {
       if (!finish(0)) return false;
     }
     return true;
   }
 
   void leave() {
-    for (auto& team : open_) {
-      if (team) team->leave();
+    for (auto& group : open_) {
+      if (group) group->leave();
     }
   }
 
  private:
-  struct Flight {
+  struct InFlight {
     Draw drawn;
     std::shared_ptr<Buffer> buffer;
     OperationPtr operation;
   };
 
-  int place(size_t team) const {
-    const auto& roster = teams_[team];
-    const auto found = std::find(roster.begin(), roster.end(), rank_);
-    return found == roster.end() ? -1 : static_cast<int>(found - roster.begin());
+  int place(size_t group) const {
+    const auto& member_ranks = groups_[group];
+    const auto found = std::find(member_ranks.begin(), member_ranks.end(), rank_);
+    return found == member_ranks.end() ? -1 : static_cast<int>(found - member_ranks.begin());
   }
 
-  Team& team(const Draw& drawn) {
-    return *open_[drawn.team];
+  ShmGroup& group(const Draw& drawn) {
+    return *open_[drawn.group];
   }
 
-  void open(Lobby& lobby, std::shared_ptr<Arena>* arenas) {
-    Lobby::Seat& own = lobby.seats[rank_];
+  void open(Rendezvous& rendezvous, std::shared_ptr<Arena>* arenas) {
+    Rendezvous::Entry& own = rendezvous.entries[rank_];
     own.pid = getpid();
     own.fd = arena_->fd();
-    for (size_t t = 0; t < teams_.size(); ++t) {
-      if (teams_[t][0] != rank_) continue;
-      own.boards[t] = Team::make_board(*arena_, teams_[t].size()).value();
+    for (size_t t = 0; t < groups_.size(); ++t) {
+      if (groups_[t][0] != rank_) continue;
+      own.control_blocks[t] = ShmGroup::make_control_block(*arena_, groups_[t].size()).value();
     }
-    lobby.arrive(rank_, job_.ranks, 1);
+    rendezvous.arrive(rank_, job_.ranks, 1);
     std::vector<std::shared_ptr<Mapping>> mappings;
     std::vector<int> pidfds;
     for (size_t r = 0; r < job_.ranks; ++r) {
       mappings.push_back(
-          r == rank_ || job_.threads ? arenas[r]->mapping() : peer(lobby.seats[r]));
+          r == rank_ || job_.threads ? arenas[r]->mapping() : peer(rendezvous.entries[r]));
       pidfds.push_back(
           r == rank_ || job_.threads
               ? -1
-              : static_cast<int>(syscall(SYS_pidfd_open, lobby.seats[r].pid.load(), 0)));
+              : static_cast<int>(syscall(SYS_pidfd_open, rendezvous.entries[r].pid.load(), 0)));
     }
-    lobby.arrive(rank_, job_.ranks, 2);
-    for (size_t t = 0; t < teams_.size(); ++t) {
-      open_.push_back(place(t) < 0 ? nullptr : join(lobby, t, mappings, pidfds));
+    rendezvous.arrive(rank_, job_.ranks, 2);
+    for (size_t t = 0; t < groups_.size(); ++t) {
+      open_.push_back(place(t) < 0 ? nullptr : join(rendezvous, t, mappings, pidfds));
     }
     for (const int pidfd : pidfds) {
       if (pidfd >= 0) close(pidfd);
     }
   }
 
-  std::shared_ptr<Mapping> peer(const Lobby::Seat& seat) const {
+  std::shared_ptr<Mapping> peer(const Rendezvous::Entry& entry) const {
     const std::string path =
-        "/proc/" + std::to_string(seat.pid.load()) + "/fd/" + std::to_string(seat.fd.load());
+        "/proc/" + std::to_string(entry.pid.load()) + "/fd/" + std::to_string(entry.fd.load());
     const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-    require(fd >= 0, "a peer's descriptor can't be opened");
-    auto mapping = adopt(fd, arena_->mapping()->span());
+    require(fd >= 0, "the descriptor of a peer cannot be opened");
+    auto mapping = map_peer_arena(fd, arena_->mapping()->span());
     close(fd);
     return mapping;
   }
 
-  std::unique_ptr<Team> join(
-      const Lobby& lobby, size_t t, const std::vector<std::shared_ptr<Mapping>>& mappings,
+  std::unique_ptr<ShmGroup> join(
+      const Rendezvous& rendezvous, size_t t, const std::vector<std::shared_ptr<Mapping>>& mappings,
       const std::vector<int>& pidfds) const {
-    TeamOptions options{};
+    ShmGroupOptions options{};
     options.arena = arena_;
-    for (const size_t r : teams_[t]) {
+    for (const size_t r : groups_[t]) {
       options.mappings.push_back(mappings[r]);
       options.pidfds.push_back(pidfds[r]);
     }
-    options.me = static_cast<size_t>(place(t));
-    options.board = lobby.seats[teams_[t][0]].boards[t].load();
+    options.index = static_cast<size_t>(place(t));
+    options.control_block = rendezvous.entries[groups_[t][0]].control_blocks[t].load();
     options.timeout = std::chrono::seconds(60);
-    options.crowd = job_.ranks;
-    return std::make_unique<Team>(std::move(options));
+    options.waiters_on_host = job_.ranks;
+    return std::make_unique<ShmGroup>(std::move(options));
   }
 
-  // Whether it said that it is about to wait.
+  // Return true if the caller announced that it waits soon.
   bool start(Draw drawn, uint64_t choice) {
-    const auto& roster = teams_[drawn.team];
-    if (drawn.clash && place(drawn.team) == 1) drawn.terms.tag = 1;
-    auto buffer = std::make_shared<Buffer>(*arena_, drawn.terms.bytes(), choice);
-    fill(drawn, rank_, roster.size(), buffer->data(), 0, drawn.terms.units);
+    const auto& member_ranks = groups_[drawn.group];
+    if (drawn.mismatch && place(drawn.group) == 1) drawn.signature.tag = 1;
+    auto buffer = std::make_shared<Buffer>(*arena_, drawn.signature.bytes(), choice);
+    fill(drawn, rank_, member_ranks.size(), buffer->data(), 0, drawn.signature.units);
     const bool soon = (choice >> 8) % 2 == 0;
-    Request request{drawn.terms, buffer->data(), soon, (choice >> 9) % 8 == 0, buffer};
-    flights_.push_back({drawn, buffer, team(drawn).start(std::move(request))});
+    Request request{drawn.signature, buffer->data(), soon, (choice >> 9) % 8 == 0, buffer};
+    in_flight_.push_back({drawn, buffer, group(drawn).start(std::move(request))});
     return soon;
   }
 
   bool finish(size_t position) {
-    const Flight flight = flights_[position];
-    flights_.erase(flights_.begin() + static_cast<std::ptrdiff_t>(position));
+    const InFlight in_flight = in_flight_[position];
+    in_flight_.erase(in_flight_.begin() + static_cast<std::ptrdiff_t>(position));
     Status status;
     do {
-      status = team(flight.drawn).wait(*flight.operation, std::chrono::milliseconds(200));
+      status = group(in_flight.drawn).wait(*in_flight.operation, std::chrono::milliseconds(200));
     } while (status == Status::kPending);
-    const std::string where = "rank " + std::to_string(rank_) + " operation " +
-                              std::to_string(flight.drawn.id) + ": status " +
+    const std::string context = "rank " + std::to_string(rank_) + " operation " +
+                              std::to_string(in_flight.drawn.id) + ": status " +
                               std::to_string(static_cast<int>(status));
     if (status == Status::kLost && job_.victim >= 0) {
-      check_loss(flight.drawn, where);
+      check_loss(in_flight.drawn, context);
       return false;
     }
-    if (flight.drawn.clash) {
-      require(status == Status::kMismatch, where);
-      require(flight.operation->met().size() == teams_[flight.drawn.team].size(), where);
+    if (in_flight.drawn.mismatch) {
+      require(status == Status::kMismatch, context);
+      const size_t members = groups_[in_flight.drawn.group].size();
+      require(in_flight.operation->signatures().size() == members, context);
       return true;
     }
-    require(status == Status::kOk, where);
-    check_result(flight, where);
+    require(status == Status::kOk, context);
+    check_result(in_flight, context);
     return true;
   }
 
-  void check_loss(const Draw& drawn, const std::string& where) {
-    // A survivor leaves all of its teams, and may be missed in one before the victim is.
-    const Failure failure = team(drawn).failure();
-    require(failure.about.any(), where + ", nobody was blamed");
-    for (size_t m = 0; m < teams_[drawn.team].size(); ++m) {
-      const bool victim = static_cast<int>(teams_[drawn.team][m]) == job_.victim;
+  void check_loss(const Draw& drawn, const std::string& context) {
+    // A survivor leaves all of its groups, and may be missed in one of them before the victim is.
+    const Failure failure = group(drawn).failure();
+    require(failure.blamed.any(), context + ", no member was blamed");
+    for (size_t m = 0; m < groups_[drawn.group].size(); ++m) {
+      const bool victim = static_cast<int>(groups_[drawn.group][m]) == job_.victim;
       require(
-          !failure.about[m] || victim || team(drawn).state(m) != State::kHere,
-          where + ", somebody was blamed who is there");
+          !failure.blamed[m] || victim || group(drawn).state(m) != MemberState::kActive,
+          context + ", an active member was blamed");
     }
   }
 
-  void check_result(const Flight& flight, const std::string& where) {
-    const Terms& terms = flight.drawn.terms;
-    const auto& roster = teams_[flight.drawn.team];
-    const int64_t chunk = terms.units / static_cast<int64_t>(roster.size());
-    const int64_t own = place(flight.drawn.team) * chunk;
-    std::vector<char> expected(terms.bytes() + 1);
+  void check_result(const InFlight& in_flight, const std::string& context) {
+    const Signature& signature = in_flight.drawn.signature;
+    const auto& member_ranks = groups_[in_flight.drawn.group];
+    const int64_t chunk = signature.units / static_cast<int64_t>(member_ranks.size());
+    const int64_t own = place(in_flight.drawn.group) * chunk;
+    std::vector<char> expected(signature.bytes() + 1);
     int64_t begin = 0;
-    int64_t count = terms.units;
-    switch (terms.kind) {
+    int64_t count = signature.units;
+    switch (signature.kind) {
       case Kind::kReduceScatter:
         begin = own;
         count = chunk;
         [[fallthrough]];
       case Kind::kAllReduce:
-        fill_sum(flight.drawn, roster, expected.data(), begin, count);
+        fill_sum(in_flight.drawn, member_ranks, expected.data(), begin, count);
         break;
       case Kind::kAllGather:
-        for (size_t m = 0; m < roster.size(); ++m) {
+        for (size_t m = 0; m < member_ranks.size(); ++m) {
           const int64_t at = static_cast<int64_t>(m) * chunk;
-          fill(flight.drawn, roster[m], roster.size(), expected.data(), at, chunk);
+          fill(in_flight.drawn, member_ranks[m], member_ranks.size(), expected.data(), at, chunk);
         }
         break;
       case Kind::kBroadcast:
-        fill(flight.drawn, roster[terms.src], roster.size(), expected.data(), 0, terms.units);
+        fill(
+            in_flight.drawn, member_ranks[signature.src], member_ranks.size(), expected.data(), 0,
+            signature.units);
         break;
     }
-    const auto from = static_cast<size_t>(begin) * terms.unit_bytes;
-    const auto bytes = static_cast<size_t>(count) * terms.unit_bytes;
+    const auto from = static_cast<size_t>(begin) * signature.unit_bytes;
+    const auto bytes = static_cast<size_t>(count) * signature.unit_bytes;
     const bool equal =
-        std::memcmp(expected.data() + from, flight.buffer->data() + from, bytes) == 0;
-    require(equal, where + ", a wrong result");
+        std::memcmp(expected.data() + from, in_flight.buffer->data() + from, bytes) == 0;
+    require(equal, context + ", a wrong result");
   }
 
   const Job job_;
   const size_t rank_;
-  const std::vector<std::vector<size_t>> teams_;
+  const std::vector<std::vector<size_t>> groups_;
   std::shared_ptr<Arena> arena_;
-  std::vector<std::unique_ptr<Team>> open_;
-  std::vector<Flight> flights_;
+  std::vector<std::unique_ptr<ShmGroup>> open_;
+  std::vector<InFlight> in_flight_;
   uint64_t finished_ = 0;
 };
 
-void run_threads(const Job& job, Lobby& lobby) {
+void run_threads(const Job& job, Rendezvous& rendezvous) {
   std::vector<std::shared_ptr<Arena>> arenas(job.ranks);
   std::vector<std::thread> threads;
   for (size_t r = 0; r < job.ranks; ++r) {
     threads.emplace_back([&, r] {
-      Rank rank(job, lobby, arenas.data(), r);
+      Rank rank(job, rendezvous, arenas.data(), r);
       require(rank.run(), "a rank was lost");
       rank.leave();
     });
@@ -438,20 +445,20 @@ void run_threads(const Job& job, Lobby& lobby) {
   for (auto& thread : threads) thread.join();
 }
 
-int rank_process(const Job& job, Lobby& lobby, size_t r) {
+int rank_process(const Job& job, Rendezvous& rendezvous, size_t r) {
   std::vector<std::shared_ptr<Arena>> arenas(job.ranks);
-  Rank rank(job, lobby, arenas.data(), r);
-  require(rank.run() == (job.victim < 0), "a rank was lost, or its loss not noticed");
+  Rank rank(job, rendezvous, arenas.data(), r);
+  require(rank.run() == (job.victim < 0), "a rank was lost, or its loss was not detected");
   rank.leave();
   return 0;
 }
 
-void run_processes(const Job& job, Lobby& lobby) {
+void run_processes(const Job& job, Rendezvous& rendezvous) {
   std::vector<pid_t> children;
   for (size_t r = 0; r < job.ranks; ++r) {
     const pid_t pid = fork();
     require(pid >= 0, "fork");
-    if (pid == 0) std::exit(rank_process(job, lobby, r));
+    if (pid == 0) std::exit(rank_process(job, rendezvous, r));
     children.push_back(pid);
   }
   bool well = true;
@@ -464,33 +471,35 @@ void run_processes(const Job& job, Lobby& lobby) {
   require(well, "a rank failed");
 }
 
-// Memory for the ranks' first words with each other, anew for each run.
-Lobby& make_lobby() {
+// Return new shared memory for one run.
+Rendezvous& make_rendezvous() {
   void* const memory =
-      mmap(nullptr, sizeof(Lobby), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+      mmap(nullptr, sizeof(Rendezvous), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   require(memory != MAP_FAILED, "mmap");
-  return *new (memory) Lobby{};
+  return *new (memory) Rendezvous{};
 }
 
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count != 5) give_up("usage: shm_stress threads|processes|kill RANKS OPERATIONS|ROUNDS SEED");
+  if (count != 5) {
+    fail_with("usage: shm_stress threads|processes|kill RANKS OPERATIONS|ROUNDS SEED");
+  }
   const std::string mode = arguments[1];
   const auto ranks = static_cast<size_t>(std::stoul(arguments[2]));
   const auto number = std::stoull(arguments[3]);
   const auto seed = std::stoull(arguments[4]);
-  require(ranks >= 2 && ranks <= kMostRanks, "2 to 8 ranks");
+  require(ranks >= 2 && ranks <= kMaxRanks, "2 to 8 ranks");
   if (mode == "threads") {
-    run_threads({true, ranks, number, seed, -1, 0}, make_lobby());
+    run_threads({true, ranks, number, seed, -1, 0}, make_rendezvous());
   } else if (mode == "processes") {
-    run_processes({false, ranks, number, seed, -1, 0}, make_lobby());
+    run_processes({false, ranks, number, seed, -1, 0}, make_rendezvous());
   } else {
     require(mode == "kill", "unknown mode " + mode);
     for (uint64_t round = 0; round < number; ++round) {
-      const uint64_t s = mixed(seed, round);
+      const uint64_t s = mix(seed, round);
       const auto victim = static_cast<int>(s % ranks);
-      run_processes({false, ranks, 100000, s, victim, (s >> 8) % 400}, make_lobby());
+      run_processes({false, ranks, 100000, s, victim, (s >> 8) % 400}, make_rendezvous());
     }
   }
   std::printf("%s: %llu with %zu ranks, all well\n", mode.c_str(), number, ranks);

@@ -1,4 +1,4 @@
-"""All ranks of one group as teams of one process, for tests of the shared-memory core."""
+"""All members of one shm group in one process, for tests of the shared-memory core."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ COPIED, IN_PLACE = 1024, 40_000  # elements: far below and above the limit of co
 
 
 class Crew(NamedTuple):
-    """Teams of all ranks of one group, in one process."""
+    """The members' handles of one shm group, in one process."""
 
     arenas: list[Any]
-    teams: list[Any]
-    board: int  # offset in the first arena
+    groups: list[Any]
+    control_block: int  # offset in the first arena
 
     @property
     def size(self) -> int:
-        return len(self.teams)
+        return len(self.groups)
 
 
 def crew_of(size: int, timeout_s: float = 20.0, span_bytes: int = 64 * MIB) -> Crew:
     arenas = [_C.ShmArena(span_bytes) for _ in range(size)]
-    board = arenas[0].board(size)
-    teams = []
+    control_block = arenas[0].make_control_block(size)
+    groups = []
     for rank, arena in enumerate(arenas):
         views = [
             None if other == rank else _C.ShmView(arenas[other].fd, span_bytes)
             for other in range(size)
         ]
-        teams.append(_C.ShmTeam(arena, views, rank, board, [-1] * size, timeout_s))
-    return Crew(arenas, teams, board)
+        groups.append(_C.ShmGroup(arena, views, rank, control_block, [-1] * size, timeout_s))
+    return Crew(arenas, groups, control_block)
 
 
 def outcome(operations: Sequence[Any]) -> set[int]:
@@ -48,7 +48,7 @@ def outcome(operations: Sequence[Any]) -> set[int]:
 def run(crew: Crew, kind: str, tensors: Sequence[Tensor], **options: Any) -> None:
     """Carry out one operation, each rank on its own tensor."""
     operations = [
-        team.start(kind, tensor, **options)
-        for team, tensor in zip(crew.teams, tensors, strict=True)
+        group.start(kind, tensor, **options)
+        for group, tensor in zip(crew.groups, tensors, strict=True)
     ]
     assert outcome(operations) == {_C.SHM_OK}

@@ -21,5 +21,5 @@ def crews() -> Iterator[Callable[[int], Crew]]:
 
     yield get
     for crew in made.values():
-        for team in crew.teams:
-            team.leave()
+        for group in crew.groups:
+            group.leave()

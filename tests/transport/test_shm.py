@@ -250,7 +250,7 @@ def obstacle_on_rank(rank: int, world_size: int, method: str, at: int) -> tuple[
         ("distribute_fds", 0),
         ("map_all", 2),
         ("check", 1),
-        ("_board", 0),
+        ("_make_control_block", 0),
         ("_join", 2),
     ],
 )

@@ -1,4 +1,4 @@
-"""The shared-memory core through its binding: ranks are teams of one process, without transports.
+"""The shared-memory core through its binding: all members of a group in one process.
 
 `native/shm_stress.cpp` runs random operations of the core on threads and processes. A sample runs
 here; `make sanitize` runs all of it under sanitizers.
@@ -36,11 +36,18 @@ _C = extension.load()
 
 def test_operations_finish_in_any_order_of_waiting(crews: Callable[[int], Crew]) -> None:
     crew = crews(3)
-    numels = [7, IN_PLACE, 0, COPIED, IN_PLACE * 3, 1] * 30  # more than the board has room for
+    numels = [
+        7,
+        IN_PLACE,
+        0,
+        COPIED,
+        IN_PLACE * 3,
+        1,
+    ] * 30  # more than the control block has room for
     waves = []
-    for team, arena in zip(crew.teams, crew.arenas, strict=True):
+    for group, arena in zip(crew.groups, crew.arenas, strict=True):
         wave = [arena.empty(numel, torch.float32).fill_(1.0) for numel in numels]
-        waves.append([(tensor, team.start("all_reduce", tensor)) for tensor in wave])
+        waves.append([(tensor, group.start("all_reduce", tensor)) for tensor in wave])
     for rank, wave in enumerate(waves):
         random.Random(rank).shuffle(wave)
         for tensor, operation in wave:
@@ -52,11 +59,11 @@ def test_operations_finish_in_any_order_of_waiting(crews: Callable[[int], Crew])
 
 def test_a_wait_ends_after_its_slice_and_can_be_repeated(crews: Callable[[int], Crew]) -> None:
     crew = crews(2)
-    first = crew.teams[0].start("all_reduce", torch.ones(4), stamp=True)
+    first = crew.groups[0].start("all_reduce", torch.ones(4), record_time=True)
     assert first.wait(0.05) == _C.SHM_PENDING
     assert not first.done
     assert first.done_s is None
-    second = crew.teams[1].start("all_reduce", torch.ones(4))
+    second = crew.groups[1].start("all_reduce", torch.ones(4))
     assert outcome([first, second]) == {_C.SHM_OK}
     assert first.done_s > 0
 
@@ -65,8 +72,8 @@ def test_a_mismatch_is_reported_to_all_and_ends_nothing_else(crews: Callable[[in
     crew = crews(2)
     for numel in (8, IN_PLACE):
         operations = [
-            crew.teams[0].start("all_reduce", torch.ones(numel)),
-            crew.teams[1].start("broadcast", torch.ones(2, numel, dtype=torch.int16), src=1),
+            crew.groups[0].start("all_reduce", torch.ones(numel)),
+            crew.groups[1].start("broadcast", torch.ones(2, numel, dtype=torch.int16), src=1),
         ]
         assert outcome(operations) == {_C.SHM_MISMATCH}
         for operation in operations:
@@ -79,29 +86,29 @@ def test_a_mismatch_is_reported_to_all_and_ends_nothing_else(crews: Callable[[in
             assert (other["kind"], other["dtype"]) == ("broadcast", torch.int16)
             assert (other["shape"], other["src"]) == ((2, numel), 1)
     run(crew, "all_reduce", [torch.ones(3), torch.ones(3)])
-    assert crew.teams[0].failure == (_C.SHM_OK, (), -1)
+    assert crew.groups[0].failure == (_C.SHM_OK, (), -1)
 
 
 def test_absent_members_are_named_to_all() -> None:
     crew = crew_of(3, timeout_s=0.2)
-    operations = [crew.teams[rank].start("all_reduce", torch.ones(5)) for rank in (0, 2)]
+    operations = [crew.groups[rank].start("all_reduce", torch.ones(5)) for rank in (0, 2)]
     assert outcome(operations) == {_C.SHM_TIMEOUT}
     # The one that comes late finds that the others have given up, although all had come.
-    assert crew.teams[1].start("all_reduce", torch.ones(5)).wait(20.0) == _C.SHM_TIMEOUT
-    for team in crew.teams:
-        assert team.failure[:2] == (_C.SHM_TIMEOUT, (1,))
-        assert team.start("all_reduce", torch.ones(5)).wait(0.0) == _C.SHM_TIMEOUT
-        team.leave()
+    assert crew.groups[1].start("all_reduce", torch.ones(5)).wait(20.0) == _C.SHM_TIMEOUT
+    for group in crew.groups:
+        assert group.failure[:2] == (_C.SHM_TIMEOUT, (1,))
+        assert group.start("all_reduce", torch.ones(5)).wait(0.0) == _C.SHM_TIMEOUT
+        group.leave()
 
 
 def test_leaving_members_are_lost_to_waiting_ones() -> None:
     crew = crew_of(3)
     run(crew, "all_reduce", [torch.ones(IN_PLACE) for _ in range(3)])
-    waiting = [crew.teams[rank].start("all_reduce", torch.ones(IN_PLACE)) for rank in (0, 1)]
-    crew.teams[2].leave()
+    waiting = [crew.groups[rank].start("all_reduce", torch.ones(IN_PLACE)) for rank in (0, 1)]
+    crew.groups[2].leave()
     assert outcome(waiting) == {_C.SHM_LOST}
-    assert crew.teams[0].failure[:2] == (_C.SHM_LOST, (2,))
-    assert crew.teams[0].states[2] == "left"
+    assert crew.groups[0].failure[:2] == (_C.SHM_LOST, (2,))
+    assert crew.groups[0].states[2] == "left"
 
 
 @pytest.mark.parametrize("numel", [COPIED, IN_PLACE])
@@ -109,84 +116,87 @@ def test_operations_finished_by_others_are_finished(numel: int) -> None:
     """Also by a rank that comes to it only when another has failed in what follows."""
     crew = crew_of(3)
     late = [arena.empty(numel, torch.float32).fill_(n) for n, arena in enumerate(crew.arenas)]
-    pairs = zip(crew.teams, late, strict=True)
-    first = [team.start("all_reduce", own, soon=True) for team, own in pairs]
+    pairs = zip(crew.groups, late, strict=True)
+    first = [group.start("all_reduce", own, wait_soon=True) for group, own in pairs]
     if numel == IN_PLACE:
         assert first[2].wait(0.05) == _C.SHM_PENDING, "its part is done, but for the end"
     with ThreadPoolExecutor() as waiting:
         assert set(waiting.map(lambda own: own.wait(20.0), first[:2])) == {_C.SHM_OK}
-    crew.teams[1].leave()
-    behind = [crew.teams[rank].start("all_reduce", torch.ones(numel)) for rank in (0, 2)]
+    crew.groups[1].leave()
+    behind = [crew.groups[rank].start("all_reduce", torch.ones(numel)) for rank in (0, 2)]
     assert behind[0].wait(20.0) == _C.SHM_LOST
     assert first[2].wait(20.0) == _C.SHM_OK
     assert late[2].unique().tolist() == [3.0]
     assert behind[1].wait(20.0) == _C.SHM_LOST
-    assert crew.teams[2].failure[:2] == (_C.SHM_LOST, (1,))
+    assert crew.groups[2].failure[:2] == (_C.SHM_LOST, (1,))
 
 
 def test_leaving_ends_what_is_pending_here() -> None:
     crew = crew_of(2)
-    operation = crew.teams[0].start("all_reduce", torch.ones(IN_PLACE))
-    crew.teams[0].leave()
-    crew.teams[0].leave()
+    operation = crew.groups[0].start("all_reduce", torch.ones(IN_PLACE))
+    crew.groups[0].leave()
+    crew.groups[0].leave()
     assert operation.done
     assert operation.wait(1.0) == _C.SHM_CLOSED
-    assert crew.teams[0].start("all_reduce", torch.ones(3)).wait(1.0) == _C.SHM_CLOSED
+    assert crew.groups[0].start("all_reduce", torch.ones(3)).wait(1.0) == _C.SHM_CLOSED
 
 
 def test_a_failure_elsewhere_is_reported_to_all() -> None:
     crew = crew_of(3)
-    operation = crew.teams[0].start("all_reduce", torch.ones(IN_PLACE))
-    crew.teams[2].fail(_C.SHM_TOLD, [1])
-    assert operation.wait(20.0) == _C.SHM_TOLD
-    assert crew.teams[0].failure == (_C.SHM_TOLD, (1,), 2)
+    operation = crew.groups[0].start("all_reduce", torch.ones(IN_PLACE))
+    crew.groups[2].fail(_C.SHM_PEER_FAILED, [1])
+    assert operation.wait(20.0) == _C.SHM_PEER_FAILED
+    assert crew.groups[0].failure == (_C.SHM_PEER_FAILED, (1,), 2)
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"order": (2, 2)}, "must have the number of members as their product"),
-        ({"order": (0, 2)}, "order has an axis of 0"),
-        ({"order": (1,) * 7}, "order has more than 6 axes"),
-        ({"src": 2}, "src is no member"),
-        ({"src": -1}, "src is no member"),
+        (
+            {"association": (2, 2)},
+            "the product of the axis sizes of association must be the number of members",
+        ),
+        ({"association": (0, 2)}, "association has an axis of size 0"),
+        ({"association": (1,) * 7}, "association has 7 axes, expected at most 6"),
+        ({"src": 2}, "src is not a member of the group"),
+        ({"src": -1}, "src is not a member of the group"),
     ],
 )
 def test_unsupported_operations_are_refused(
     crews: Callable[[int], Crew], options: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):
-        crews(2).teams[0].start("all_reduce", torch.ones(4), **options)
+        crews(2).groups[0].start("all_reduce", torch.ones(4), **options)
 
 
 def test_unequal_chunks_and_averages_of_whole_numbers_are_refused(
     crews: Callable[[int], Crew],
 ) -> None:
-    team = crews(2).teams[0]
-    with pytest.raises(ValueError, match="unequal chunks"):
-        team.start("all_gather", torch.ones(3))
-    with pytest.raises(TypeError, match="no averages of Int"):
-        team.start("all_reduce", torch.ones(3, dtype=torch.int32), average=True)
-    with pytest.raises(ValueError, match="there is no operation gather"):
-        team.start("gather", torch.ones(3))
+    group = crews(2).groups[0]
+    with pytest.raises(ValueError, match="cannot be divided into one chunk of equal size"):
+        group.start("all_gather", torch.ones(3))
+    with pytest.raises(TypeError, match="cannot average dtype Int"):
+        group.start("all_reduce", torch.ones(3, dtype=torch.int32), average=True)
+    with pytest.raises(ValueError, match="unknown operation 'gather'"):
+        group.start("gather", torch.ones(3))
 
 
-# Boards that a process which went wrong has written on. Offsets as in csrc/shm/board.h.
+# Control blocks that a faulty process has overwritten. Offsets as in csrc/shm/control_block.h.
 
-_BOARD, _SEAT, _RING = 128, 128 + 64 * 128, 128
+_CONTROL_BLOCK, _SLOT, _RING = 128, 128 + 64 * 128, 128
 
 
 def _spoilt(crew: Crew, at: int, data: bytes) -> tuple[int, tuple[int, ...]]:
     """How rank 0 fares, and whom it blames, where rank 1's descriptor was spoilt."""
     tensors = [arena.empty(IN_PLACE, torch.float32) for arena in crew.arenas]
-    operation = crew.teams[1].start("all_reduce", tensors[1], soon=True)
-    descriptor = crew.board + _BOARD + _SEAT + _RING
+    operation = crew.groups[1].start("all_reduce", tensors[1], wait_soon=True)
+    descriptor = crew.control_block + _CONTROL_BLOCK + _SLOT + _RING
     number, offset, where = struct.unpack("QQI", crew.arenas[0].read(descriptor, 20))
     assert (number, where) == (0, 0)
     assert offset > 0
     crew.arenas[0].write(descriptor + at, data)
-    status = crew.teams[0].start("all_reduce", tensors[0], soon=True).wait(20.0)
-    blamed = crew.teams[0].failure[1]
+    status = crew.groups[0].start("all_reduce", tensors[0], wait_soon=True).wait(20.0)
+    blamed = crew.groups[0].failure[1]
     if status != _C.SHM_MISMATCH:
         assert operation.wait(20.0) == status
     return status, blamed
@@ -195,12 +205,12 @@ def _spoilt(crew: Crew, at: int, data: bytes) -> tuple[int, tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("at", "data", "status"),
     [
-        (0, struct.pack("Q", 7), "SHM_BROKEN"),  # another operation's
-        (8, struct.pack("Q", 64 * MIB - 4), "SHM_BROKEN"),  # ends outside of the arena
-        (8, struct.pack("Q", 2**64 - 64), "SHM_BROKEN"),  # wraps around
-        (8, struct.pack("Q", 4097), "SHM_BROKEN"),  # between two numbers
-        (16, struct.pack("I", 1), "SHM_BROKEN"),  # a copy where none is due
-        (16, struct.pack("I", 99), "SHM_BROKEN"),  # no such place
+        (0, struct.pack("Q", 7), "SHM_CORRUPT"),  # another operation's
+        (8, struct.pack("Q", 64 * MIB - 4), "SHM_CORRUPT"),  # ends outside of the arena
+        (8, struct.pack("Q", 2**64 - 64), "SHM_CORRUPT"),  # wraps around
+        (8, struct.pack("Q", 4097), "SHM_CORRUPT"),  # between two numbers
+        (16, struct.pack("I", 1), "SHM_CORRUPT"),  # a copy where none is due
+        (16, struct.pack("I", 99), "SHM_CORRUPT"),  # no such place
         (24, struct.pack("I", 99), "SHM_MISMATCH"),  # no such operation
         (32, struct.pack("I", 9999), "SHM_MISMATCH"),  # no such dtype
         (48, struct.pack("q", 2**60), "SHM_MISMATCH"),  # more elements than there are
@@ -210,33 +220,34 @@ def test_a_spoilt_descriptor_is_an_error(at: int, data: bytes, status: str) -> N
     crew = crew_of(2)
     found, blamed = _spoilt(crew, at, data)
     assert found == getattr(_C, status)
-    assert blamed == ((1,) if status == "SHM_BROKEN" else ())
-    for team in crew.teams:
-        team.leave()
+    assert blamed == ((1,) if status == "SHM_CORRUPT" else ())
+    for group in crew.groups:
+        group.leave()
 
 
 def _scribbling(rank: int, world_size: int, seed: int) -> int:
-    """Operations while random bytes are written over the board; how many rounds there were."""
+    """Run operations while random bytes overwrite the control block; return the rounds."""
     rng = random.Random(seed)
     for _ in range(25):
         crew = crew_of(2, timeout_s=0.05, span_bytes=16 * MIB)
         for _ in range(8):
             numel = rng.choice([10, COPIED, IN_PLACE])
             operations = []
-            for team, arena in zip(crew.teams, crew.arenas, strict=True):
+            for group, arena in zip(crew.groups, crew.arenas, strict=True):
                 tensor = arena.empty(numel, torch.float32).fill_(1.0)
-                operations.append(team.start(rng.choice(["all_reduce", "all_gather"]), tensor))
-                begin = rng.choice([64, _BOARD, _BOARD + _SEAT]) + 8 * rng.randrange(32)
-                crew.arenas[0].write(crew.board + begin, rng.randbytes(rng.choice([1, 4, 8])))
+                operations.append(group.start(rng.choice(["all_reduce", "all_gather"]), tensor))
+                begin = rng.choice([64, _CONTROL_BLOCK, _CONTROL_BLOCK + _SLOT])
+                begin += crew.control_block + 8 * rng.randrange(32)
+                crew.arenas[0].write(begin, rng.randbytes(rng.choice([1, 4, 8])))
             for operation in operations:
                 operation.wait(0.2)
                 operation.descriptors()
-        for team in crew.teams:
-            team.leave()
+        for group in crew.groups:
+            group.leave()
     return 25
 
 
-def test_corrupt_boards_do_not_end_the_process() -> None:
+def test_corrupt_control_blocks_do_not_end_the_process() -> None:
     (ended,) = run_fresh(1, _scribbling, 3, timeout_s=60.0)
     assert ended == (25, None, 0)
 
@@ -253,8 +264,8 @@ _FORKING = """
     crew = crew_of(2)
     tensors = [arena.empty(50_000, torch.float32).fill_(1.0) for arena in crew.arenas]
     run(crew, "all_reduce", tensors)
-    pending = crew.teams[0].start("all_reduce", tensors[0])
-    time.sleep(0.05)  # the progress thread sleeps on the board
+    pending = crew.groups[0].start("all_reduce", tensors[0])
+    time.sleep(0.05)  # the progress thread sleeps on the control block
     untouched = crew.arenas[0].empty(2**20, torch.float32)
     del untouched  # a free block, of which the parent makes another use than the child
     child = os.fork()
@@ -263,15 +274,15 @@ _FORKING = """
         if crew.arenas[0].empty(2**20, torch.float32) is not None or crew.arenas[0].trim() != 0:
             os._exit(8)
         del pending, tensors
-        crew.teams[0].leave()
+        crew.groups[0].leave()
         del crew
         gc.collect()
         sys.exit(7)
     mine = crew.arenas[0].empty(2**20, torch.float32).fill_(7.0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert bool((mine == 7.0).all())
-    assert crew.teams[1].states == ["here", "here"]
-    assert crew.teams[1].start("all_reduce", tensors[1]).wait(20.0) == _C.SHM_OK
+    assert crew.groups[1].states == ["active", "active"]
+    assert crew.groups[1].start("all_reduce", tensors[1]).wait(20.0) == _C.SHM_OK
     assert pending.wait(20.0) == _C.SHM_OK
     assert bool((tensors[0] == 4.0).all())
 
@@ -280,13 +291,13 @@ _FORKING = """
         _C.ShmArena(2**30)
     except OSError as error:
         print(error)
-    crew.teams[0].start("all_reduce", tensors[0])  # left pending, and its thread asleep
+    crew.groups[0].start("all_reduce", tensors[0])  # left pending, and its thread asleep
     print("well")
 """
 
 
 def test_forks_limits_and_exits() -> None:
-    """A forked child ends, and its parent's team goes on; a limit on files is no signal."""
+    """A forked child ends, and its parent's group goes on; a limit on files is no signal."""
     script = textwrap.dedent(_FORKING).format(tests=str(Path(__file__).parents[2]))
     ended = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script],

@@ -113,7 +113,7 @@ def test_sums_have_the_bits_of_torch(
                 for arena, values in zip(crew.arenas, inputs, strict=True):
                     tensors.append(arena.empty(numel + start, dtype)[start:])
                     tensors[-1].copy_(values)
-                run(crew, "all_reduce", tensors, average=average, order=order)
+                run(crew, "all_reduce", tensors, average=average, association=order)
                 for tensor in tensors:
                     assert_same_bits(tensor, expected)
 
@@ -125,7 +125,7 @@ def test_reduce_scatter_writes_the_own_chunk(crews: Callable[[int], Crew], numel
     tensors = [arena.empty(numel, torch.float32) for arena in crew.arenas]
     for tensor, values in zip(tensors, inputs, strict=True):
         tensor.copy_(values)
-    run(crew, "reduce_scatter", tensors, order=(2, 2), average=True)
+    run(crew, "reduce_scatter", tensors, association=(2, 2), average=True)
     expected = expected_sum(inputs, (2, 2), True).chunk(4)
     for rank, tensor in enumerate(tensors):
         assert_same_bits(tensor.chunk(4)[rank], expected[rank])
@@ -189,8 +189,8 @@ def test_gathers_carry_any_dtype(crews: Callable[[int], Crew], dtype: torch.dtyp
         tensors = [values.clone() for values in inputs]
         run(crew, "broadcast", tensors, src=1)
         assert all(torch.equal(tensor, inputs[1]) for tensor in tensors)
-    with pytest.raises(TypeError, match="no sums of Bool"):
-        crew.teams[0].start("all_reduce", torch.zeros(3, dtype=torch.bool))
+    with pytest.raises(TypeError, match="cannot sum dtype Bool"):
+        crew.groups[0].start("all_reduce", torch.zeros(3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("numel", [COPIED, IN_PLACE])
@@ -200,7 +200,7 @@ def test_bits_do_not_depend_on_the_thread_that_adds_up(
     """Threads differ in what they do with subnormal numbers; which one carries out is chance."""
     crew, tiny = crews(2), torch.full((numel,), 1e-39)
     # What is left to those who wait, and what the progress threads hurry with.
-    for options in ({"soon": numel == COPIED}, {"stamp": True}):
+    for options in ({"wait_soon": numel == COPIED}, {"record_time": True}):
         tensors = [tiny.clone(), tiny.clone()]
         if not torch.set_flush_denormal(True):
             pytest.skip("this processor can't flush subnormal numbers")

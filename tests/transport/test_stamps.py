@@ -69,15 +69,15 @@ def test_stamps() -> None:
     gloo = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=20))
     begin_s = time.perf_counter()
     work = gloo.allreduce([torch.ones(4)])
-    stamp = extension.load().Stamp(work)
+    stamp = extension.load().CompletionTimestamp(work)
     work.wait()
-    while stamp.ended_s is None:  # it is taken after those that wait are woken
+    while stamp.completed_s is None:  # it is taken after those that wait are woken
         assert time.perf_counter() < begin_s + 20.0
-    assert begin_s < stamp.ended_s < time.perf_counter()
+    assert begin_s < stamp.completed_s < time.perf_counter()
 
 
 def test_a_work_without_a_future_has_no_stamp() -> None:
     with pytest.raises(TypeError):
-        extension.load().Stamp(None)
+        extension.load().CompletionTimestamp(None)
     with pytest.raises(RuntimeError):
-        extension.load().Stamp(dist.Work())
+        extension.load().CompletionTimestamp(dist.Work())

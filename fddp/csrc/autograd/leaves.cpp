@@ -1,10 +1,11 @@
-// Autograd leaves of one differentiated call: they announce their gradients as these arrive.
+// Autograd leaves of one differentiated call. They notify a callback when the gradients of a bucket
+// have arrived.
 //
 // [Note: fresh leaves]
-// Each call differentiates with respect to leaves of its own, made here in one pass over the
-// parameters. Leaves kept across steps would save their construction (about a quarter of a
-// microsecond each), but data swapped under a graph that is still alive gives silently wrong gradients, and
-// every guard against that costs what the construction does.
+// Each call differentiates with respect to new leaves, created here in one pass over the
+// parameters. Reusing leaves across steps would save their construction (about a quarter of a
+// microsecond each). But replacing the data of a leaf whose graph is still alive gives silently
+// wrong gradients, and every guard against that costs as much as construction.
 
 #include <Python.h>
 
@@ -26,9 +27,9 @@
 #include <utility>
 #include <vector>
 
-#include "arrivals.h"
+#include "gradient_counter.h"
 #include "tensor/checks.h"
-#include "tree/pointers.h"
+#include "tree/pointer_map.h"
 
 namespace py = pybind11;
 using torch::autograd::AccumulateGrad;
@@ -37,8 +38,8 @@ using torch::autograd::Node;
 namespace fddp {
 namespace {
 
-// What the leaves of a tree must be. Leaves that are not reduced (integers, None) have no gradient,
-// so there only a floating type that the plan does not know of is wrong.
+// Expected types of the leaves of a tree. Leaves that are not reduced (integers, None) have no
+// gradient. For them the only mismatch is a floating dtype other than that of the plan.
 class LeafTypes {
  public:
   LeafTypes(std::vector<std::vector<int64_t>> shapes, std::vector<std::optional<at::ScalarType>> dtypes,
@@ -48,8 +49,9 @@ class LeafTypes {
                       " shapes for ", dtypes_.size(), " dtypes and ", reduced_.size(), " flags");
   }
 
-  // The first leaf that does not fit, or -1. None fits, unless the leaves are to be differentiated.
-  int64_t first_misfit(const py::list& leaves, bool differentiable) const {
+  // Return the first leaf that does not match, or -1. None matches, unless the leaves are to be
+  // differentiated.
+  int64_t first_mismatch(const py::list& leaves, bool differentiable) const {
     TORCH_CHECK_VALUE(leaves.size() == shapes_.size(), "expected ", shapes_.size(), " leaves, got ", leaves.size());
     for (size_t i = 0; i < shapes_.size(); ++i) {
       if (!fits(PyList_GET_ITEM(leaves.ptr(), i), i, differentiable)) return static_cast<int64_t>(i);
@@ -57,8 +59,8 @@ class LeafTypes {
     return -1;
   }
 
-  // The first leaf with derivatives that a result without any would cut off, or -1: a tangent of forward mode,
-  // or a graph behind it if those count. Leaves that are no tensors have none.
+  // Return the first leaf with derivatives that a detached result would drop, or -1: a forward-mode
+  // tangent or, with `graphs`, an autograd graph. Leaves that are not tensors have no derivatives.
   int64_t first_differentiated(const py::list& leaves, bool graphs) const {
     for (size_t i = 0; i < leaves.size(); ++i) {
       PyObject* leaf = PyList_GET_ITEM(leaves.ptr(), i);
@@ -88,33 +90,33 @@ class LeafTypes {
   std::vector<bool> reduced_;
 };
 
-// What a walk over the graph behind a loss can tell before backward runs.
+// Properties of the graph of a loss, found by a traversal before backward.
 struct GraphView {
-  std::vector<bool> used;           // by leaf: an AccumulateGrad of it is reachable
-  std::vector<at::Tensor> foreign;  // reachable leaves that are not ours
-  bool opaque = false;              // a node written in Python: it may run graphs of its own
-  bool whole = false;               // such a node must run although it leads to no leaf of ours
+  std::vector<bool> used;           // by leaf: its AccumulateGrad node is reachable
+  std::vector<at::Tensor> foreign;  // reachable leaves outside of this set
+  bool opaque = false;              // the graph has a Python node that may run backward passes of its own
+  bool whole = false;               // such a node must run although it does not reach the set
 };
 
-// Compared by name because the type is not exported from libtorch_python.
+// Compared by name, because libtorch_python does not export the type.
 bool is_python_node(const Node& node) {
   return std::strcmp(typeid(node).name(), "N5torch8autograd6PyNodeE") == 0;
 }
 
-// Nodes written in Python that are known to run no graph of their own: compiled functions, custom
-// operators, fddp's own, and the bookkeeping of checkpoints that are not re-entrant.
+// Python nodes that run no backward pass of their own: compiled functions, custom operators, fddp's
+// own nodes, and bookkeeping of non-reentrant checkpoints.
 bool runs_no_graph(const std::string& name) {
   return name.rfind("Fddp", 0) == 0 || name == "CompiledFunctionBackward" || name == "_NoopSaveInputsBackward" ||
       name.rfind("GeneratedBackwardFor_", 0) == 0;
 }
 
-// Re-entrant checkpoints, torch's and others', refuse to be told which leaves to serve.
+// Reentrant checkpoints, of torch and of other libraries, reject backward(inputs=...).
 bool is_checkpoint(const std::string& name) { return name.find("Checkpoint") != std::string::npos; }
 
-class LeafSet : public Arrivals, public std::enable_shared_from_this<LeafSet> {
+class LeafSet : public GradientCounter, public std::enable_shared_from_this<LeafSet> {
  public:
-  explicit LeafSet(std::vector<at::Tensor> leaves) : Arrivals(std::move(leaves)), index_(size()) {
-    for (size_t i = 0; i < leaves_.size(); ++i) index_.add(leaves_[i].unsafeGetTensorImpl(), i);
+  explicit LeafSet(std::vector<at::Tensor> leaves) : GradientCounter(std::move(leaves)), index_(size()) {
+    for (size_t i = 0; i < leaves_.size(); ++i) index_.insert(leaves_[i].unsafeGetTensorImpl(), i);
   }
 
   static std::shared_ptr<LeafSet> make(const std::vector<at::Tensor>& params);
@@ -123,14 +125,14 @@ class LeafSet : public Arrivals, public std::enable_shared_from_this<LeafSet> {
            std::vector<EagerSlot> eager, py::object on_bucket) {
     for (auto& leaf : leaves_) leaf.mutable_grad().reset();
     hook_leaves();
-    Arrivals::arm(std::move(members), std::move(expected), std::move(eager), std::move(on_bucket));
+    GradientCounter::arm(std::move(members), std::move(expected), std::move(eager), std::move(on_bucket));
   }
 
-  // Whether any gradient came for each leaf. Not read from the counts alone: a hook that the caller
-  // puts on a leaf replaces ours.
+  // Return, for each leaf, true if a gradient arrived. The counts alone are not sufficient, because
+  // a hook of the caller replaces ours.
   std::vector<bool> used() const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<bool> used = had_;
+    std::vector<bool> used = found_grad_;
     for (size_t i = 0; i < size(); ++i) used[i] = used[i] || counts_[i] > 0;
     return used;
   }
@@ -139,9 +141,9 @@ class LeafSet : public Arrivals, public std::enable_shared_from_this<LeafSet> {
     GraphView view;
     view.used.resize(size(), false);
     std::vector<Node*> stack;
-    PointerTable seen(4 * size());  // a leaf's own node, and some that lead to it
+    PointerMap seen(4 * size());  // each leaf has a node, and further nodes lead to it
     const auto push = [&](Node* node) {
-      if (node != nullptr && seen.add(node)) stack.push_back(node);
+      if (node != nullptr && seen.insert(node)) stack.push_back(node);
     };
     // A loss that is itself a leaf has no grad_fn; gradient_edge covers both cases.
     const auto root = torch::autograd::impl::gradient_edge(loss);
@@ -151,8 +153,8 @@ class LeafSet : public Arrivals, public std::enable_shared_from_this<LeafSet> {
       Node* node = stack.back();
       stack.pop_back();
       if (node->next_edges().empty()) {
-        if (auto* sink = dynamic_cast<AccumulateGrad*>(node)) note_sink(sink->variable, view);
-        // A custom function of no differentiable input can't be reached by backward.
+        if (auto* accumulator = dynamic_cast<AccumulateGrad*>(node)) record_accumulator(accumulator->variable, view);
+        // A custom function without differentiable inputs is not reachable by backward.
         continue;
       }
       if (is_python_node(*node)) {
@@ -164,7 +166,7 @@ class LeafSet : public Arrivals, public std::enable_shared_from_this<LeafSet> {
     }
     view.opaque = !opaque.empty();
     if (!view.foreign.empty()) {
-      for (const Node* node : opaque) view.whole = view.whole || !leads_to_own(node);
+      for (const Node* node : opaque) view.whole = view.whole || !reaches_own_leaf(node);
     }
     return view;
   }
@@ -172,29 +174,29 @@ class LeafSet : public Arrivals, public std::enable_shared_from_this<LeafSet> {
  private:
   friend class ArrivalHook;
 
-  // Sees to it that every leaf announces its gradients, also where the caller has put a hook of its
-  // own on it since, which takes the place of ours.
+  // Install a hook on every leaf. A hook that the caller has installed in place of ours is kept and
+  // chained.
   void hook_leaves();
 
-  bool leads_to_own(const Node* start) const {
+  bool reaches_own_leaf(const Node* start) const {
     std::vector<const Node*> stack{start};
-    PointerTable seen(size());
-    seen.add(start);
+    PointerMap seen(size());
+    seen.insert(start);
     while (!stack.empty()) {
       const Node* node = stack.back();
       stack.pop_back();
-      if (const auto* sink = dynamic_cast<const AccumulateGrad*>(node)) {
-        if (index_.find(sink->variable.unsafeGetTensorImpl()) != nullptr) return true;
+      if (const auto* accumulator = dynamic_cast<const AccumulateGrad*>(node)) {
+        if (index_.find(accumulator->variable.unsafeGetTensorImpl()) != nullptr) return true;
       }
       for (const auto& edge : node->next_edges()) {
         const Node* next = edge.function.get();
-        if (next != nullptr && seen.add(next)) stack.push_back(next);
+        if (next != nullptr && seen.insert(next)) stack.push_back(next);
       }
     }
     return false;
   }
 
-  void note_sink(const at::Tensor& variable, GraphView& view) const {
+  void record_accumulator(const at::Tensor& variable, GraphView& view) const {
     const size_t* const found = index_.find(variable.unsafeGetTensorImpl());
     if (found == nullptr) {
       view.foreign.push_back(variable);
@@ -203,36 +205,36 @@ class LeafSet : public Arrivals, public std::enable_shared_from_this<LeafSet> {
     }
   }
 
-  PointerTable index_;  // of the leaves' implementations
+  PointerMap index_;  // of the leaves' TensorImpl
 };
 
-// Sits on a leaf and holds the set weakly: the set owns the leaves.
+// Hook on a leaf. Holds the set weakly, because the set owns the leaves.
 class ArrivalHook : public torch::autograd::PostAccumulateGradHook {
  public:
-  ArrivalHook(std::weak_ptr<LeafSet> set, size_t leaf, std::unique_ptr<PostAccumulateGradHook> callers)
-      : set_(std::move(set)), leaf_(leaf), callers_(std::move(callers)) {}
+  ArrivalHook(std::weak_ptr<LeafSet> set, size_t leaf, std::unique_ptr<PostAccumulateGradHook> callers_hook)
+      : set_(std::move(set)), leaf_(leaf), callers_hook_(std::move(callers_hook)) {}
 
   void operator()(const at::Tensor& leaf) override {
-    if (callers_) (*callers_)(leaf);
-    if (const auto set = set_.lock()) set->arrived(leaf_);
+    if (callers_hook_) (*callers_hook_)(leaf);
+    if (const auto set = set_.lock()) set->on_gradient(leaf_);
   }
 
  private:
   std::weak_ptr<LeafSet> set_;
   size_t leaf_;
-  std::unique_ptr<PostAccumulateGradHook> callers_;  // the caller's own hook, which runs first
+  std::unique_ptr<PostAccumulateGradHook> callers_hook_;  // hook of the caller, which runs first
 };
 
 void LeafSet::hook_leaves() {
   for (size_t i = 0; i < size(); ++i) {
     auto& hook = torch::autograd::impl::post_acc_grad_hooks(leaves_[i]);
     if (dynamic_cast<ArrivalHook*>(hook.get()) != nullptr) continue;
-    auto ours = std::make_unique<ArrivalHook>(weak_from_this(), i, std::move(hook));
-    torch::autograd::impl::set_post_acc_grad_hooks(leaves_[i], std::move(ours));
+    auto own_hook = std::make_unique<ArrivalHook>(weak_from_this(), i, std::move(hook));
+    torch::autograd::impl::set_post_acc_grad_hooks(leaves_[i], std::move(own_hook));
   }
 }
 
-// What `detach` gives, with the parameter's version counter; plain tensors need no dispatch for it.
+// Equivalent of `detach`, with the parameter's version counter. Plain tensors need no dispatch.
 at::Tensor leaf_over(const at::Tensor& param) {
   const bool is_plain = param.layout() == at::kStrided && !param.key_set().has_any(kWrapperKeys);
   at::Tensor leaf =
@@ -261,9 +263,9 @@ void bind_leaves(py::module_& m) {
   py::class_<LeafTypes>(m, "LeafTypes")
       .def(py::init<std::vector<std::vector<int64_t>>, std::vector<std::optional<at::ScalarType>>, std::vector<bool>>(),
            py::arg("shapes"), py::arg("dtypes"), py::arg("reduced"))
-      .def("first_misfit", &LeafTypes::first_misfit, py::arg("leaves"), py::arg("differentiable"))
+      .def("first_mismatch", &LeafTypes::first_mismatch, py::arg("leaves"), py::arg("differentiable"))
       .def("first_differentiated", &LeafTypes::first_differentiated, py::arg("leaves"), py::arg("graphs"));
-  py::class_<LeafSet, Arrivals, std::shared_ptr<LeafSet>>(m, "LeafSet")
+  py::class_<LeafSet, GradientCounter, std::shared_ptr<LeafSet>>(m, "LeafSet")
       .def(py::init(&LeafSet::make), py::arg("params"))
       .def("arm", &LeafSet::arm, py::arg("members"), py::arg("expected"), py::arg("eager"),
            py::arg("on_bucket"))

@@ -1,10 +1,10 @@
-// Parameters of a module, whose gradients are announced as they arrive in any backward pass.
+// Parameters of a module, whose gradients are counted in every backward pass.
 //
-// [Note: hooks of parameters]
-// Parameters live across steps, so they are hooked once, at the node that accumulates their
-// gradients: hooks that users put on the tensors run before ours and can't take their place. A hook
-// before accumulation opens the step, when it can still be seen which gradients were there before;
-// a hook after it counts. Hooks hold the set weakly; the set keeps the nodes alive.
+// [Note: parameter hooks]
+// Parameters live across steps. They are therefore hooked once, at their AccumulateGrad nodes.
+// Hooks of users on the tensors run before and cannot replace ours. A pre-hook opens the step,
+// while it is still known which gradients existed before. A post-hook counts gradients. Hooks hold
+// the set weakly; the set keeps the nodes alive.
 
 #include <Python.h>
 
@@ -27,7 +27,7 @@
 #include <utility>
 #include <vector>
 
-#include "arrivals.h"
+#include "gradient_counter.h"
 #include "tensor/checks.h"
 #include "tensor/storage.h"
 
@@ -42,12 +42,12 @@ namespace {
 
 using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>()));
 
-class ParamSet : public Arrivals, public std::enable_shared_from_this<ParamSet> {
+class ParamSet : public GradientCounter, public std::enable_shared_from_this<ParamSet> {
  public:
   ParamSet(std::vector<at::Tensor> params, py::object on_begin)
-      : Arrivals(std::move(params)), on_begin_(std::make_unique<py::object>(std::move(on_begin))) {
-    existed_.resize(size(), false);
-    held_.resize(size());
+      : GradientCounter(std::move(params)), on_begin_(std::make_unique<py::object>(std::move(on_begin))) {
+    had_grad_before_.resize(size(), false);
+    saved_grads_.resize(size());
     used_.resize(size(), false);
   }
   ~ParamSet() override {
@@ -57,13 +57,14 @@ class ParamSet : public Arrivals, public std::enable_shared_from_this<ParamSet> 
 
   static std::shared_ptr<ParamSet> make(std::vector<at::Tensor> params, py::object on_begin);
 
-  // Whether a backward pass opens a step, by calling `on_begin`.
+  // Enable or disable calls of `on_begin` at the start of a backward pass.
   void watch(bool on) {
     const std::lock_guard<std::mutex> lock(mutex_);
     watching_ = on;
   }
 
-  // Whether all are hooked still: a parameter that changed its type or device has a new node.
+  // Return true if all hooks are still in place. A parameter whose dtype or device has changed has
+  // a new AccumulateGrad node.
   bool intact() const {
     for (size_t i = 0; i < size(); ++i) {
       if (torch::autograd::impl::try_get_grad_accumulator(leaves_[i]) != accumulators_[i]) return false;
@@ -73,46 +74,45 @@ class ParamSet : public Arrivals, public std::enable_shared_from_this<ParamSet> 
 
   void arm(std::shared_ptr<const BucketMembers> members, std::vector<int64_t> expected,
            std::vector<EagerSlot> eager, py::object on_bucket) {
-    std::vector<at::Tensor> held(size());
+    std::vector<at::Tensor> saved(size());
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      for (size_t i = 0; i < size(); ++i) existed_[i] = leaves_[i].grad().defined();
-      held_.swap(held);
+      for (size_t i = 0; i < size(); ++i) had_grad_before_[i] = leaves_[i].grad().defined();
+      saved_grads_.swap(saved);
     }
-    Arrivals::arm(std::move(members), std::move(expected), std::move(eager), std::move(on_bucket));
+    GradientCounter::arm(std::move(members), std::move(expected), std::move(eager), std::move(on_bucket));
   }
 
-  // Whether a gradient came for each since `forget_use`, in steps or between them.
-  std::vector<bool> used() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return used_;
-  }
-  void forget_use() {
+  // Return, for each parameter, true if a gradient arrived since `reset_used`, during steps or
+  // between them.
+  std::vector<bool> used() const { return copy_of(used_); }
+  void reset_used() {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::fill(used_.begin(), used_.end(), false);
   }
 
-  // Makes `results` the gradients. Tensors that were gradients before this backward stay the same
-  // objects and are written, unless `replace` is set. Where there is no result, the gradient is what
-  // it was. A gradient with a graph of its own keeps it: the value is the result's.
-  void put(const std::vector<std::optional<at::Tensor>>& results, bool replace) {
+  // Assign `results` as gradients. Tensors that were gradients before this backward keep their
+  // identity and are written in place, unless `replace` is set. Parameters without a result get
+  // their previous gradient back. A gradient with an autograd graph keeps the graph and takes the
+  // value of the result.
+  void assign(const std::vector<std::optional<at::Tensor>>& results, bool replace) {
     TORCH_CHECK_VALUE(results.size() == size(), "expected ", size(), " gradients, got ", results.size());
     for (size_t i = 0; i < size(); ++i) {
       at::Tensor& grad = leaves_[i].mutable_grad();
-      at::Tensor own = std::exchange(held_[i], {});
-      if (!own.defined() && (existed_[i] || (grad.defined() && grad.requires_grad()))) own = grad;
+      at::Tensor own = std::exchange(saved_grads_[i], {});
+      if (!own.defined() && (had_grad_before_[i] || (grad.defined() && grad.requires_grad()))) own = grad;
       if (!results[i]) {
         if (own.defined()) grad = own;
         continue;
       }
-      grad = own.defined() ? joined(own, *results[i], replace) : *results[i];
+      grad = own.defined() ? merged(own, *results[i], replace) : *results[i];
     }
   }
 
-  // Gives the gradients back that were taken and are still there, after a step that failed.
-  void put_back() {
+  // Restore the gradients that were taken, after a failed step.
+  void restore() {
     for (size_t i = 0; i < size(); ++i) {
-      at::Tensor own = std::exchange(held_[i], {});
+      at::Tensor own = std::exchange(saved_grads_[i], {});
       at::Tensor& grad = leaves_[i].mutable_grad();
       if (own.defined() && own.unsafeGetTensorImpl() != grad.unsafeGetTensorImpl()) {
         const at::AutoGradMode no_grad(false);
@@ -121,13 +121,13 @@ class ParamSet : public Arrivals, public std::enable_shared_from_this<ParamSet> 
     }
   }
 
-  // Whether a buffer's slices are the gradients of `leaves`, as far as these have any, and nothing
-  // else refers to its memory: gradients may then be reduced where they lie.
-  bool lie_in(const std::vector<int64_t>& leaves, const at::Tensor& buffer, const Layout& layout) const {
+  // Return true if the gradients of `leaves` are slices of `buffer`, as far as they exist, and
+  // nothing else refers to its memory. Such gradients can be reduced in place.
+  bool aliases_buffer(const std::vector<int64_t>& leaves, const at::Tensor& buffer, const Layout& layout) const {
     TORCH_CHECK_VALUE(leaves.size() == layout.slots().size(), "got ", leaves.size(), " leaves for a layout of ",
                       layout.slots().size());
     const auto* const begin = static_cast<const char*>(buffer.const_data_ptr());
-    int64_t there = 0;
+    int64_t aliased = 0;
     for (size_t i = 0; i < leaves.size(); ++i) {
       const at::Tensor& grad = leaves_.at(leaves[i]).grad();
       if (!grad.defined()) continue;
@@ -138,12 +138,12 @@ class ParamSet : public Arrivals, public std::enable_shared_from_this<ParamSet> 
           grad.const_data_ptr() != begin + slot.offset * static_cast<int64_t>(buffer.itemsize())) {
         return false;
       }
-      ++there;
+      ++aliased;
     }
-    return there > 0 && storage_use_count(buffer) == 1 + there;
+    return aliased > 0 && storage_use_count(buffer) == 1 + aliased;
   }
 
-  void starting() {
+  void before_accumulation() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (armed_ || !watching_) return;
@@ -152,31 +152,31 @@ class ParamSet : public Arrivals, public std::enable_shared_from_this<ParamSet> 
     (*on_begin_)();
   }
 
-  void accumulated(size_t leaf) {
+  void after_accumulation(size_t leaf) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       used_[leaf] = true;
     }
-    arrived(leaf);
+    on_gradient(leaf);
   }
 
  protected:
-  void let_go(size_t leaf, bool keep) override {
+  void release_grad(size_t leaf, bool keep) override {
     at::Tensor& grad = leaves_[leaf].mutable_grad();
     if (!grad.defined()) return;
-    if (!held_[leaf].defined() && (existed_[leaf] || grad.requires_grad())) held_[leaf] = grad;
+    if (!saved_grads_[leaf].defined() && (had_grad_before_[leaf] || grad.requires_grad())) saved_grads_[leaf] = grad;
     if (!keep) grad.reset();
   }
 
-  bool may_drop(size_t leaf) const override {
+  bool may_release(size_t leaf) const override {
     const at::Tensor& grad = leaves_[leaf].grad();
-    return !existed_[leaf] && !grad.requires_grad() && grad.layout() == at::kStrided;
+    return !had_grad_before_[leaf] && !grad.requires_grad() && grad.layout() == at::kStrided;
   }
 
  private:
   void hook();
 
-  static at::Tensor joined(const at::Tensor& own, const at::Tensor& result, bool replace) {
+  static at::Tensor merged(const at::Tensor& own, const at::Tensor& result, bool replace) {
     if (own.requires_grad()) {
       const at::AutoGradMode with_grad(true);
       return result + (own - own.detach());
@@ -190,32 +190,32 @@ class ParamSet : public Arrivals, public std::enable_shared_from_this<ParamSet> 
   }
 
   std::vector<Accumulator> accumulators_;
-  std::vector<bool> existed_;     // by leaf: there was a gradient when the step opened
-  std::vector<at::Tensor> held_;  // by leaf: the gradient that was taken, where it must not get lost
-  std::vector<bool> used_;        // by leaf
+  std::vector<bool> had_grad_before_;    // by leaf: had a gradient when the step opened
+  std::vector<at::Tensor> saved_grads_;  // by leaf: gradient that was taken and must be preserved
+  std::vector<bool> used_;               // by leaf
   std::unique_ptr<py::object> on_begin_;
   bool watching_ = false;
 };
 
-class BeginHook : public FunctionPreHook {
+class PreAccumulateHook : public FunctionPreHook {
  public:
-  explicit BeginHook(std::weak_ptr<ParamSet> set) : set_(std::move(set)) {}
+  explicit PreAccumulateHook(std::weak_ptr<ParamSet> set) : set_(std::move(set)) {}
   variable_list operator()(const variable_list& grads) override {
-    if (const auto set = set_.lock()) set->starting();
+    if (const auto set = set_.lock()) set->before_accumulation();
     return grads;
   }
-  void compiled_args(CompiledNodeArgs&) const override {}  // nothing to do in compiled autograd
+  void compiled_args(CompiledNodeArgs&) const override {}  // no effect in compiled autograd
 
  private:
   std::weak_ptr<ParamSet> set_;
 };
 
-class CountHook : public FunctionPostHook {
+class PostAccumulateHook : public FunctionPostHook {
  public:
-  CountHook(std::weak_ptr<ParamSet> set, size_t leaf) : set_(std::move(set)), leaf_(leaf) {}
+  PostAccumulateHook(std::weak_ptr<ParamSet> set, size_t leaf) : set_(std::move(set)), leaf_(leaf) {}
   variable_list operator()(const variable_list& outputs, const variable_list& grads) override {
     if (!grads.empty() && grads[0].defined()) {
-      if (const auto set = set_.lock()) set->accumulated(leaf_);
+      if (const auto set = set_.lock()) set->after_accumulation(leaf_);
     }
     return outputs;
   }
@@ -229,9 +229,9 @@ class CountHook : public FunctionPostHook {
 void ParamSet::hook() {
   for (size_t i = 0; i < size(); ++i) {
     Accumulator node = torch::autograd::impl::grad_accumulator(leaves_[i]);
-    TORCH_CHECK_VALUE(node, "parameter ", i, " requires no gradient");
-    node->add_pre_hook(std::make_unique<BeginHook>(weak_from_this()));
-    node->add_post_hook(std::make_unique<CountHook>(weak_from_this(), i));
+    TORCH_CHECK_VALUE(node, "parameter ", i, " does not require grad");
+    node->add_pre_hook(std::make_unique<PreAccumulateHook>(weak_from_this()));
+    node->add_post_hook(std::make_unique<PostAccumulateHook>(weak_from_this(), i));
     accumulators_.push_back(std::move(node));
   }
 }
@@ -242,15 +242,15 @@ std::shared_ptr<ParamSet> ParamSet::make(std::vector<at::Tensor> params, py::obj
   return set;
 }
 
-// Whether the backward pass that runs was told which leaves to serve, as autograd.grad is: it then
-// leaves the gradients of all others alone.
-bool serves_some() {
+// Return true if the current backward pass computes gradients of given inputs only, as
+// autograd.grad does. Other gradients are left unchanged then.
+bool has_explicit_inputs() {
   const auto* info = torch::autograd::get_current_graph_task_exec_info();
   return info != nullptr && !info->empty();
 }
 
-// The context of distributed autograd that the backward pass belongs to, if any: gradients then go
-// there instead of into their parameters.
+// Return the context of distributed autograd that the backward pass belongs to, if any. Gradients
+// are accumulated there instead of in `.grad`.
 std::optional<int64_t> distributed_context() {
 #if FDDP_HAS_RPC
   const auto context = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
@@ -264,17 +264,17 @@ std::optional<int64_t> distributed_context() {
 
 void bind_params(py::module_& m) {
   using namespace fddp;
-  m.def("serves_some", &serves_some);
+  m.def("has_explicit_inputs", &has_explicit_inputs);
   m.def("distributed_context", &distributed_context);
-  py::class_<ParamSet, Arrivals, std::shared_ptr<ParamSet>>(m, "ParamSet")
+  py::class_<ParamSet, GradientCounter, std::shared_ptr<ParamSet>>(m, "ParamSet")
       .def(py::init(&ParamSet::make), py::arg("params"), py::arg("on_begin"))
       .def("watch", &ParamSet::watch, py::arg("on"))
       .def("intact", &ParamSet::intact)
       .def("arm", &ParamSet::arm, py::arg("members"), py::arg("expected"), py::arg("eager"),
            py::arg("on_bucket"))
       .def("used", &ParamSet::used)
-      .def("forget_use", &ParamSet::forget_use)
-      .def("lie_in", &ParamSet::lie_in, py::arg("leaves"), py::arg("buffer"), py::arg("layout"))
-      .def("put", &ParamSet::put, py::arg("results"), py::arg("replace"))
-      .def("put_back", &ParamSet::put_back);
+      .def("reset_used", &ParamSet::reset_used)
+      .def("aliases_buffer", &ParamSet::aliases_buffer, py::arg("leaves"), py::arg("buffer"), py::arg("layout"))
+      .def("assign", &ParamSet::assign, py::arg("results"), py::arg("replace"))
+      .def("restore", &ParamSet::restore);
 }

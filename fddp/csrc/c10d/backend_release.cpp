@@ -1,8 +1,8 @@
-// Frees a backend of torch.distributed on a thread of which Python knows nothing.
+// Release of a torch.distributed backend on a thread without Python state.
 //
-// gloo's destructor waits for pending operations. A Python thread that sits in it while the
-// interpreter ends is unwound through it when it asks for Python's lock again, which ends the
-// process with SIGABRT in place of its own exit code.
+// The destructor of gloo waits for pending operations. If a Python thread waits there while the
+// interpreter shuts down, it is unwound through the destructor when it reacquires the GIL. This
+// aborts the process with SIGABRT instead of its own exit code.
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -20,25 +20,25 @@ namespace {
 
 using Backend = c10::intrusive_ptr<c10d::Backend>;
 
-// Owns a backend beside Python, so that what Python lets go of is never the last reference.
-class Freeing {
+// Owner of a backend in addition to Python, so that Python never drops the last reference.
+class BackendRelease {
  public:
-  explicit Freeing(c10d::Backend& backend)
+  explicit BackendRelease(c10d::Backend& backend)
       : backend_(Backend::unsafe_reclaim_from_nonowning(&backend)),
         done_(std::make_shared<std::atomic<bool>>(false)) {}
 
-  // Lets go of it, on another thread, which may wait; Python's references must be gone.
-  void begin() {
-    if (!backend_) throw std::logic_error("the backend is being freed already");
+  // Drop the reference on another thread, which may wait. Python must have dropped its references.
+  void start() {
+    if (!backend_) throw std::logic_error("the release of the backend has already started");
     std::thread([backend = std::move(backend_), done = done_]() mutable {
       backend.reset();
       done->store(true);
     }).detach();
   }
 
-  // Never lets go of it: a process that was forked off has none of the threads that its destructor
+  // Never drop the reference. Used in forked processes, which lack the threads that the destructor
   // waits for.
-  void keep() {
+  void leak() {
     backend_.release();
     done_->store(true);
   }
@@ -52,10 +52,12 @@ class Freeing {
 
 }  // namespace
 
-void bind_freeing(py::module_& m) {
-  py::class_<Freeing>(m, "Freeing", "A torch.distributed backend that is about to be freed.")
+void bind_backend_release(py::module_& m) {
+  py::class_<BackendRelease>(
+      m, "BackendRelease",
+      "Reference to a torch.distributed backend, released on a thread without Python state.")
       .def(py::init<c10d::Backend&>(), py::arg("backend"))
-      .def("begin", torch::wrap_pybind_function(&Freeing::begin))
-      .def("keep", &Freeing::keep)
-      .def_property_readonly("done", &Freeing::done);
+      .def("start", torch::wrap_pybind_function(&BackendRelease::start))
+      .def("leak", &BackendRelease::leak)
+      .def_property_readonly("done", &BackendRelease::done);
 }

@@ -1,9 +1,9 @@
-// A handler that XLA calls where a compiled program reduces over ranks. It lends the program's own
-// memory to Python, which has operands copied into buckets, and sums from buckets into results.
+// Handler of XLA custom calls that reduce over ranks. It exposes the memory of the compiled program
+// to Python, which copies operands into buckets and results out of them.
 //
-// Compiled where jaxlib's header was found, see CMakeLists.txt; without it fddp.jax takes
-// jaxlib's handler for Python callbacks. The header is a plain C interface whose versions XLA
-// supports for a year and longer, and XLA compares versions when it meets the handler.
+// Compiled if the header of jaxlib was found, see CMakeLists.txt. Otherwise fddp.jax uses jaxlib's
+// handler for Python callbacks. The header is a plain C interface. XLA supports each version for at
+// least a year and checks the version when the handler is registered.
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -26,10 +26,10 @@ namespace py = pybind11;
 namespace fddp {
 namespace {
 
-constexpr std::string_view kNumber = "call";
+constexpr std::string_view kCallNumber = "call";
 
-// Kept until the process ends: programs may run while the interpreter is taken down.
-PyObject* carry_out = nullptr;
+// Never released: programs may run during interpreter shutdown.
+PyObject* callback = nullptr;
 
 int64_t item_bytes(XLA_FFI_DataType dtype) {
   switch (dtype) {
@@ -43,18 +43,18 @@ int64_t item_bytes(XLA_FFI_DataType dtype) {
     case XLA_FFI_DataType_F64:
     case XLA_FFI_DataType_C64: return 8;
     case XLA_FFI_DataType_C128: return 16;
-    default: throw std::invalid_argument("XLA's dtype " + std::to_string(dtype) + " can't be summed");
+    default: throw std::invalid_argument("cannot reduce XLA dtype " + std::to_string(dtype));
   }
 }
 
-struct Piece {
+struct Array {
   char* data;
   size_t nbytes;
 };
 
-// The arrays among `all`; tokens have no memory, and are left out.
-std::vector<Piece> pieces(void* const* all, int64_t size) {
-  std::vector<Piece> found;
+// Return the arrays among `all`. Tokens have no memory and are skipped.
+std::vector<Array> arrays(void* const* all, int64_t size) {
+  std::vector<Array> found;
   found.reserve(static_cast<size_t>(size));
   for (int64_t i = 0; i < size; ++i) {
     const auto& buffer = *static_cast<const XLA_FFI_Buffer*>(all[i]);
@@ -70,16 +70,16 @@ std::vector<Piece> pieces(void* const* all, int64_t size) {
   return found;
 }
 
-// Memory that XLA lends while its program waits: operands to read, results to write.
-class Loan {
+// Memory of a compiled program during a call: operands to read and results to write.
+class BorrowedBuffers {
  public:
-  explicit Loan(const XLA_FFI_CallFrame& frame)
-      : operands_(pieces(frame.args.args, frame.args.size)),
-        results_(pieces(frame.rets.rets, frame.rets.size)) {}
+  explicit BorrowedBuffers(const XLA_FFI_CallFrame& frame)
+      : operands_(arrays(frame.args.args, frame.args.size)),
+        results_(arrays(frame.rets.rets, frame.rets.size)) {}
 
-  // Operands, one behind the other, into a buffer of their size.
+  // Copy operands, one after the other, into a buffer of their total size.
   void pack(const at::Tensor& buffer, const std::vector<size_t>& members) const {
-    char* to = start(buffer, operands_, members);
+    char* to = checked_data(buffer, operands_, members);
     py::gil_scoped_release unlocked;
     for (const size_t member : members) {
       copy(to, operands_[member].data, operands_[member].nbytes);
@@ -87,9 +87,9 @@ class Loan {
     }
   }
 
-  // Results from such a buffer.
+  // Copy such a buffer into results.
   void unpack(const at::Tensor& buffer, const std::vector<size_t>& members) const {
-    const char* from = start(buffer, results_, members);
+    const char* from = checked_data(buffer, results_, members);
     py::gil_scoped_release unlocked;
     for (const size_t member : members) {
       copy(results_[member].data, from, results_[member].nbytes);
@@ -97,58 +97,60 @@ class Loan {
     }
   }
 
-  void end() {
+  void expire() {
     operands_.clear();
     results_.clear();
   }
 
  private:
   static void copy(char* to, const char* from, size_t nbytes) {
-    if (nbytes > 0) {  // empty arrays have no address
+    if (nbytes > 0) {  // empty arrays may have a null address
       std::memcpy(to, from, nbytes);
     }
   }
 
-  static char* start(
+  static char* checked_data(
       const at::Tensor& buffer,
-      const std::vector<Piece>& lent,
+      const std::vector<Array>& arrays,
       const std::vector<size_t>& members) {
     size_t nbytes = 0;
     for (const size_t member : members) {
-      nbytes += lent.at(member).nbytes;  // throws where the loan has ended
+      nbytes += arrays.at(member).nbytes;  // throws if the buffers have expired
     }
     if (!buffer.is_cpu() || !buffer.is_contiguous() || buffer.nbytes() != nbytes) {
       throw std::invalid_argument(
-          "a buffer of " + std::to_string(buffer.nbytes()) + " bytes for arrays of " +
-          std::to_string(nbytes));
+          "expected a contiguous CPU buffer of " + std::to_string(nbytes) + " bytes, got " +
+          std::to_string(buffer.nbytes()));
     }
     return static_cast<char*>(buffer.data_ptr());
   }
 
-  std::vector<Piece> operands_;
-  std::vector<Piece> results_;
+  std::vector<Array> operands_;
+  std::vector<Array> results_;
 };
 
-int64_t number(const XLA_FFI_Attrs& attrs) {
+int64_t call_number(const XLA_FFI_Attrs& attrs) {
   for (int64_t i = 0; i < attrs.size; ++i) {
-    if (std::string_view(attrs.names[i]->ptr, attrs.names[i]->len) == kNumber &&
+    if (std::string_view(attrs.names[i]->ptr, attrs.names[i]->len) == kCallNumber &&
         attrs.types[i] == XLA_FFI_AttrType_SCALAR) {
-      return *static_cast<const int64_t*>(static_cast<const XLA_FFI_Scalar*>(attrs.attrs[i])->value);
+      const auto& scalar = *static_cast<const XLA_FFI_Scalar*>(attrs.attrs[i]);
+      return *static_cast<const int64_t*>(scalar.value);
     }
   }
-  throw std::invalid_argument("a reduction without its number");
+  throw std::invalid_argument("the custom call has no scalar attribute 'call'");
 }
 
-// Empty, or what went wrong.
+// Run the callback. Return the text of the error, or an empty string.
 std::string execute(const XLA_FFI_CallFrame& frame) {
   try {
-    const auto loan = std::make_shared<Loan>(frame);
-    // Whoever still has the loan then can't reach what is XLA's again.
-    const std::unique_ptr<Loan, void (*)(Loan*)> ended(loan.get(), [](Loan* l) { l->end(); });
+    const auto buffers = std::make_shared<BorrowedBuffers>(frame);
+    // References that outlive the call can no longer access memory of XLA.
+    const std::unique_ptr<BorrowedBuffers, void (*)(BorrowedBuffers*)> expire_at_exit(
+        buffers.get(), [](BorrowedBuffers* borrowed) { borrowed->expire(); });
     py::gil_scoped_acquire gil;
-    const py::object problem =
-        py::reinterpret_borrow<py::object>(carry_out)(number(frame.attrs), loan);
-    return problem.is_none() ? std::string() : problem.cast<std::string>();
+    const py::object error_text =
+        py::reinterpret_borrow<py::object>(callback)(call_number(frame.attrs), buffers);
+    return error_text.is_none() ? std::string() : error_text.cast<std::string>();
   } catch (const std::exception& error) {
     return error.what();
   }
@@ -167,14 +169,14 @@ XLA_FFI_Error* handle(XLA_FFI_CallFrame* frame) {
   if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) {
     return nullptr;
   }
-  const std::string problem = execute(*frame);
-  if (problem.empty()) {
+  const std::string error_text = execute(*frame);
+  if (error_text.empty()) {
     return nullptr;
   }
   XLA_FFI_Error_Create_Args args{
       XLA_FFI_Error_Create_Args_STRUCT_SIZE,
       nullptr,
-      problem.c_str(),
+      error_text.c_str(),
       XLA_FFI_Error_Code_ABORTED};
   return frame->api->XLA_FFI_Error_Create(&args);
 }
@@ -183,27 +185,28 @@ XLA_FFI_Error* handle(XLA_FFI_CallFrame* frame) {
 }  // namespace fddp
 
 void bind_xla_ffi(py::module_& m) {
-  using fddp::Loan;
-  py::class_<Loan, std::shared_ptr<Loan>>(m, "XlaLoan")
-      .def("pack", &Loan::pack, py::arg("buffer"), py::arg("members"))
-      .def("unpack", &Loan::unpack, py::arg("buffer"), py::arg("members"));
+  using fddp::BorrowedBuffers;
+  py::class_<BorrowedBuffers, std::shared_ptr<BorrowedBuffers>>(m, "XlaBorrowedBuffers")
+      .def("pack", &BorrowedBuffers::pack, py::arg("buffer"), py::arg("members"))
+      .def("unpack", &BorrowedBuffers::unpack, py::arg("buffer"), py::arg("members"));
   m.def(
       "xla_handler",
       [](py::function fn) {
-        Py_XDECREF(fddp::carry_out);
-        fddp::carry_out = fn.release().ptr();
+        Py_XDECREF(fddp::callback);
+        fddp::callback = fn.release().ptr();
         return py::capsule(reinterpret_cast<void*>(&fddp::handle));
       },
-      py::arg("carry_out"),
-      "The handler that XLA is to call, as a capsule; None where it was not compiled.\n\n"
-      "It calls `carry_out(number, loan)`: the attribute \"call\" of the operation, and the\n"
-      "operation's memory, lent until it returns. A text that it returns is the program's error.");
+      py::arg("callback"),
+      "Return the XLA custom call handler as a capsule. None if it was not compiled.\n\n"
+      "The handler calls `callback(number, buffers)` with the attribute \"call\" of the operation\n"
+      "and its operands and results, which are valid until the callback returns. The callback\n"
+      "returns None, or the text of the error that the program fails with.");
 }
 
 #else
 
 void bind_xla_ffi(py::module_& m) {
-  m.def("xla_handler", [](const py::function&) { return py::none(); }, py::arg("carry_out"));
+  m.def("xla_handler", [](const py::function&) { return py::none(); }, py::arg("callback"));
 }
 
 #endif

@@ -1,20 +1,23 @@
-// What one member of a team does with memory in an operation, once all members' is known.
+// Memory operations of one member in a collective, once the data of all members can be located.
 //
-// [Note: who writes where]
-// In a sum each member makes one part of it, from everybody's memory, in place, and writes it to
-// everybody's memory: between the moment at which the last member has come and the one at which all
-// have written, nobody but the part's maker reads or writes that part. So one barrier at the end is
-// enough, and a summand is read once, straight from where it was packed. In a gather each member
-// reads others' own chunks, which nobody writes, and writes its own memory.
+// [Note: write ownership]
+// In a sum each member computes one part of the result. It reads this part from the tensors of all
+// members and writes the result into all of them, in place. Between the time at which the last
+// member has posted and the time at which all members have written, only the owner of a part
+// accesses it. One barrier at the end is therefore sufficient, and each summand is read once,
+// directly from the memory it was packed into. In a gather each member reads the chunks of the
+// others, which no member writes, and writes only its own memory.
 //
-// [Note: pieces of staged data]
-// Memory outside the arenas goes through a buffer of its owner's arena, in pieces, with two halves
-// in turn: one is filled (`fill`), all do what they do in place with others' memory (`work`), what
-// came is taken out (`drain`). While peers work on one piece the next one is filled.
+// [Note: segmented staging]
+// A tensor outside of the arenas goes through a staging buffer in its owner's arena, in segments.
+// The buffer has two halves, used alternately. For each segment, `copy_in` fills a half, `run`
+// performs the collective on the memory of all members, and `copy_out` copies the result to the
+// tensor. The next segment is copied in while peers work on the current one.
 
 #pragma once
 
-#include "board.h"
+#include "byte_range.h"
+#include "control_block.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -22,82 +25,80 @@
 
 namespace fddp::shm {
 
-// Bytes of one half of a staging buffer.
-inline constexpr uint64_t kPieceBytes = uint64_t{512} << 10;
+// Size of one half of a staging buffer in bytes.
+inline constexpr uint64_t kSegmentBytes = uint64_t{512} << 10;
 
-// Whether what members send is copied when it is announced: they need nothing else of each other
-// then. So it is for small operations, where waiting costs more than one more copy.
-bool is_copied(const Terms& terms, size_t members);
+// Return true if members copy the data they send when they post the operation. No further
+// synchronization is needed then. Used for small operations, where waiting costs more than the
+// additional copy.
+bool is_copied(const Signature& signature, size_t members);
 
-// What `member` sends of its tensor in an operation that is copied.
-struct Stretch {
-  uint64_t begin;
-  uint64_t bytes;
-};
-Stretch copied_part(const Terms& terms, size_t members, size_t member);
+// Range of the tensor that `member` sends in a copied operation.
+ByteRange copied_part(const Signature& signature, size_t members, size_t member);
 
-// Whether others read or write `member`'s tensor in an operation that is not copied.
-bool is_shared(const Terms& terms, size_t member);
+// Return true if others access the tensor of `member` in an operation that is not copied.
+bool is_shared(const Signature& signature, size_t member);
 
-// Where all members' memory for an operation is.
-class Moves {
+class Algorithm {
  public:
-  struct Place {
-    Where where;
+  // Data of one member for an operation.
+  struct MemberData {
+    DataLocation location;
     char* memory;  // the tensor, the copy or the staging buffer
   };
 
-  // `own` is this member's tensor, `places` one for each member.
-  Moves(const Terms& terms, char* own, size_t me, std::vector<Place> places);
+  // `own` is the tensor of this member; `member_data` has one entry for each member.
+  Algorithm(
+      const Signature& signature, char* own, size_t index, std::vector<MemberData> member_data);
 
-  // In one go, where all is copied.
-  void receive() const;
+  // Run a copied operation.
+  void run_copied() const;
 
-  // Piece by piece; one piece where nobody's memory is staged.
-  int64_t pieces() const {
-    return pieces_;
+  // Run any other operation segment by segment. There is one segment if no member's data is staged.
+  int64_t segments() const {
+    return segments_;
   }
   bool staged() const {
     return staged_;
   }
-  void fill(int64_t piece) const;
-  void work(int64_t piece) const;
-  void drain(int64_t piece) const;
+  void copy_in(int64_t segment) const;
+  void run(int64_t segment) const;
+  void copy_out(int64_t segment) const;
 
-  // `member`'s memory; what `work` touches of its tensor.
   char* memory(size_t member) const {
-    return places_[member].memory;
+    return member_data_[member].memory;
   }
-  // What `work` touches of `member`'s tensor.
-  Stretch touched(size_t member) const;
+  // Range of the tensor of `member` that `run` accesses.
+  ByteRange accessed_range(size_t member) const;
 
  private:
-  struct Span {
-    int64_t begin;  // units
+  struct UnitRange {
+    int64_t begin;
     int64_t count;
   };
 
   size_t members() const {
-    return places_.size();
+    return member_data_.size();
   }
   bool is_staged(size_t member) const;
-  Span span_of(int64_t piece) const;
-  char* at(size_t member, int64_t piece, int64_t unit, int64_t staged_unit) const;
-  void sum_into(const std::vector<char*>& columns, char* const* targets, size_t n, Span span) const;
+  UnitRange range_of(int64_t segment) const;
+  char* at(size_t member, int64_t segment, int64_t unit, int64_t staged_unit) const;
+  void sum_into(
+      const std::vector<char*>& sources, char* const* targets, size_t n, UnitRange range) const;
   int64_t bytes(int64_t units) const {
-    return units * terms_.unit_bytes;
+    return units * signature_.unit_bytes;
   }
   int64_t chunk() const {
-    return terms_.units / static_cast<int64_t>(members());
+    return signature_.units / static_cast<int64_t>(members());
   }
 
-  Terms terms_;
+  Signature signature_;
   char* own_;
-  size_t me_;
-  std::vector<Place> places_;
+  size_t index_;
+  std::vector<MemberData> member_data_;
   bool staged_;
-  int64_t piece_units_;
-  int64_t pieces_;
+  int64_t segment_units_;
+  int64_t segments_;
 };
 
 }  // namespace fddp::shm

@@ -1,6 +1,8 @@
-// Which stretches of a range of memory are in use: the bookkeeping of an arena, without its memory.
+// Bookkeeping of an arena: allocates byte ranges without touching memory.
 
 #pragma once
+
+#include "byte_range.h"
 
 #include <cstdint>
 #include <map>
@@ -12,45 +14,36 @@
 
 namespace fddp::shm {
 
-struct Range {
-  uint64_t begin;
-  uint64_t bytes;
-
-  uint64_t end() const {
-    return begin + bytes;
-  }
-};
-
-// Blocks of the range [0, span). A block is cut from the smallest free stretch that it fits in, so
-// that the large rest at the end is touched last; neighbours that are free are one stretch.
-class Blocks {
+// Best-fit allocator of blocks within [0, span). Adjacent free ranges are merged. Best fit leaves
+// the large free range at the end untouched for as long as possible.
+class BlockAllocator {
  public:
-  static constexpr uint64_t kGrain = 64;  // bytes; begin and size of blocks are multiples of it
+  static constexpr uint64_t kAlignment = 64;  // bytes; divides begin and size of every block
 
-  explicit Blocks(uint64_t span);
+  explicit BlockAllocator(uint64_t span);
 
-  // A block of at least `bytes`, its begin a multiple of `alignment`, which is a power of two.
-  // None if no free stretch holds it.
-  std::optional<Range> take(uint64_t bytes, uint64_t alignment);
+  // Allocate a block of at least `bytes` bytes whose begin is a multiple of `alignment`, a power of
+  // two. Return nullopt if no free range can hold it.
+  std::optional<ByteRange> allocate(uint64_t bytes, uint64_t alignment);
 
-  // Frees the block that begins here; false if there is none.
-  bool give(uint64_t begin);
+  // Free the block at `begin`. Return false if there is no such block.
+  bool free(uint64_t begin);
 
-  std::vector<Range> free() const;  // by begin
+  std::vector<ByteRange> free_ranges() const;  // in ascending order
   uint64_t used() const {
     return used_;
   }
-  uint64_t taken() const {
-    return taken_.size();
+  uint64_t allocated_blocks() const {
+    return allocated_.size();
   }
 
  private:
-  void add(Range stretch);
-  void remove(Range stretch);
+  void add(ByteRange range);
+  void remove(ByteRange range);
 
-  std::map<uint64_t, uint64_t> by_begin_;               // free: begin to bytes
-  std::set<std::pair<uint64_t, uint64_t>> by_bytes_;    // free: bytes, begin
-  std::unordered_map<uint64_t, uint64_t> taken_;        // begin to bytes
+  std::map<uint64_t, uint64_t> by_begin_;             // free ranges: begin to bytes
+  std::set<std::pair<uint64_t, uint64_t>> by_bytes_;  // free ranges: (bytes, begin)
+  std::unordered_map<uint64_t, uint64_t> allocated_;  // begin to bytes
   uint64_t used_ = 0;
 };
 

@@ -1,12 +1,12 @@
-// Memory of one rank that its peers map, too: an anonymous file, mapped whole, its pages reserved
-// as they are needed.
+// Memory of one rank that its peers map as well: an anonymous file, mapped as a whole, whose pages
+// are reserved on demand.
 //
 // [Note: arenas]
-// The file's size is fixed once and sealed, so that no peer can take pages away under another one's
-// feet, and is large from the beginning, so that descriptors are passed only once and offsets stay.
-// Only pages that were reserved are ever handed out: a machine that has none left says so here, and
-// not by a signal in the middle of a step. The file has no name: the kernel frees it with the last
-// process that has it open or mapped, however that ends.
+// The size of the file is fixed at creation and sealed, so that no process can truncate it while
+// others access it. The file is created large, so that its descriptor is passed only once and
+// offsets stay valid. Only reserved pages are allocated to callers: a machine without free pages
+// fails here with an error, not later with SIGBUS. The file has no name: the kernel frees it when
+// the last process that has it open or mapped ends, however it ends.
 
 #pragma once
 
@@ -24,10 +24,10 @@
 
 namespace fddp::shm {
 
-// Pages are reserved, mapped and given back in stretches of this many bytes.
+// Unit in which pages are reserved, prefaulted and returned to the system.
 inline constexpr uint64_t kGranuleBytes = uint64_t{2} << 20;
 
-// An arena's memory in this process, its own or a peer's.
+// Mapping of an arena into this process: its own arena or a peer's.
 class Mapping {
  public:
   // Throws std::system_error.
@@ -42,53 +42,53 @@ class Mapping {
   uint64_t span() const {
     return span_;
   }
-  // Whether [begin, begin + bytes) lies within; no arithmetic that could overflow.
-  bool holds(uint64_t begin, uint64_t bytes) const {
+  // Return true if [begin, begin + bytes) lies within the arena. Safe against overflow.
+  bool contains(uint64_t begin, uint64_t bytes) const {
     return begin <= span_ && bytes <= span_ - begin;
   }
-  // Where `data` lies, if all of it is in here.
+  // Return the offset of `data`, or nullopt unless all of its bytes lie within the arena.
   std::optional<uint64_t> offset_of(const void* data, uint64_t bytes) const;
 
-  // Fills this process's page tables for a range that the arena's owner has reserved: later
-  // accesses then take no page faults. Cheap where it was done before.
+  // Fill this process's page tables for a range whose pages the owner has reserved, so that later
+  // accesses take no page faults. Granules that are already populated are skipped.
   void prefault(uint64_t begin, uint64_t bytes);
-  // The pages of a granule are new ones.
-  void forget(uint64_t granule) {
-    faulted_[granule].store(false, std::memory_order_relaxed);
+  // Mark a granule as not populated, because its pages were replaced.
+  void mark_unpopulated(uint64_t granule) {
+    populated_[granule].store(false, std::memory_order_relaxed);
   }
 
  private:
   char* base_;
   uint64_t span_;
-  std::unique_ptr<std::atomic<bool>[]> faulted_;  // by granule
+  std::unique_ptr<std::atomic<bool>[]> populated_;  // by granule
 };
 
-// Maps the arena behind a descriptor that a peer sent. Throws std::invalid_argument, with what is
-// wrong, for anything but a sealed anonymous file of `span` bytes that belongs to this user.
-std::shared_ptr<Mapping> adopt(int fd, uint64_t span);
+// Map a peer's arena. `fd` must be a sealed anonymous file of `span` bytes that belongs to the
+// current user. Throws std::invalid_argument with the reason otherwise.
+std::shared_ptr<Mapping> map_peer_arena(int fd, uint64_t span);
 
-// An own arena. Threads may use it at once.
+// Arena owned by this process. Thread-safe.
 class Arena {
  public:
-  // `span_bytes` is rounded up to granules; 0: as much as the machine has. Throws
+  // `span_bytes` is rounded up to granules; 0 selects the size of physical memory. Throws
   // std::system_error.
   explicit Arena(uint64_t span_bytes);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // A block whose pages are there; none if they can't be had.
-  std::optional<Range> take(uint64_t bytes);
-  // Frees a block of `take`. In a process that was forked off, nothing happens.
-  void give(uint64_t begin) noexcept;
+  // Allocate a block and reserve its pages. Return nullopt if either fails.
+  std::optional<ByteRange> allocate(uint64_t bytes);
+  // Free a block of `allocate`. No-op in a forked process.
+  void free(uint64_t begin) noexcept;
 
-  // After a failure a peer may still write into blocks that were in use: no block that is freed
-  // from now on is used again.
+  // Stop reusing freed blocks. Called after a failure, because a peer may still write into blocks
+  // that were in use.
   void retire() {
     retired_ = true;
   }
 
-  // Gives pages that no block needs back to the system; how many bytes.
+  // Return unused pages to the system. Return the number of bytes.
   uint64_t trim();
 
   const std::shared_ptr<Mapping>& mapping() const {
@@ -97,7 +97,7 @@ class Arena {
   int fd() const {
     return fd_;
   }
-  // Peers that hold the descriptor are not concerned.
+  // Close this process's descriptor. Descriptors held by peers stay open.
   void close_fd();
 
   uint64_t reserved() const;
@@ -105,15 +105,15 @@ class Arena {
 
  private:
   bool is_forked() const;
-  bool reserve(Range block);
+  bool reserve(ByteRange block);
 
   int fd_ = -1;
   std::shared_ptr<Mapping> mapping_;
   const int pid_;
   std::atomic<bool> retired_ = false;
   mutable std::mutex mutex_;
-  Blocks blocks_;
-  std::vector<bool> granules_;  // whether their pages are reserved
+  BlockAllocator allocator_;
+  std::vector<bool> granules_;  // true if the pages of a granule are reserved
   uint64_t reserved_ = 0;
 };
 

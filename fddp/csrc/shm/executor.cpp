@@ -1,6 +1,6 @@
-// How a team's operations are carried out; see team.h.
+// Execution of a group's operations; see shm_group.h.
 
-#include "team.h"
+#include "shm_group.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -13,13 +13,13 @@
 namespace fddp::shm {
 namespace {
 
-// How often the kernel is asked which members live.
-constexpr auto kPollEvery = std::chrono::milliseconds(10);
-// Room in the ring of copies is asked for rarely, so that not every phase of small operations
-// wakes.
-constexpr uint64_t kTellEvery = 8;
+// Minimum interval between two liveness checks by the kernel.
+constexpr auto kPollInterval = std::chrono::milliseconds(10);
+// Peers rarely wait for space in the ring of copies. They are woken at every 8th phase of small
+// operations only.
+constexpr uint64_t kWakeInterval = 8;
 
-// The caller's threads take the process's signals.
+// Signals of the process are handled on the caller's threads.
 void block_signals() {
   sigset_t all;
   sigfillset(&all);
@@ -28,200 +28,207 @@ void block_signals() {
 
 }  // namespace
 
-// Does all that can be done without waiting, as long as an operation up to number `until` is
-// pending; what it would have to wait for, if anything.
-Team::Need Team::advance(uint64_t until, bool only_copied, Ended& ended) {
+// Execute all steps that need no waiting, as long as an operation up to number `until` is pending.
+// Return the condition for further progress, if any.
+ShmGroup::WaitCondition ShmGroup::advance(
+    uint64_t until, bool only_copied, OperationList& to_release) {
   while (true) {
-    const uint64_t end_of_sound = sound();
+    const uint64_t abandoned = first_abandoned();
     OperationPtr front;
     OperationPtr next;
-    Need need;
+    WaitCondition condition;
     {
       const std::lock_guard lock(queue_);
       if (failure_.status != Status::kOk) return {};
-      if (posted_ < issued_) post_all();
-      pop(ended);
-      if (front_ < end_of_sound) {
+      if (posted_ < issued_) post_pending();
+      pop_completed(to_release);
+      if (front_ < abandoned) {
         if (pending_.empty() || front_ > until) return {};
         front = pending_.front();
-        if (executed_ < std::min(posted_, end_of_sound)) next = pending_[executed_ - front_];
-        // Not announced for want of room, which peers make.
+        if (executed_ < std::min(posted_, abandoned)) next = pending_[executed_ - front_];
+        // Not posted for lack of space, which peers free.
         else if (executed_ == posted_ && executed_ < issued_ && released_ < executed_) {
-          need.phase = trail_[released_ % kRing].phase;
+          condition.phase = ring_use_[released_ % kRingSlots].phase;
         }
       }
     }
     if (!front) {
-      settle(told(), ended);
+      end_group(reported_failure(), to_release);
       return {};
     }
     if (front->number_ < executed_) {
-      if (all_reached(front->target_)) {
-        end(*front, Status::kOk);
+      if (all_reached(front->end_phase_)) {
+        complete(*front, Status::kOk);
         continue;
       }
-      need.front_phase = front->target_;
+      condition.front_phase = front->end_phase_;
     }
-    if (next && step(*next, only_copied, need)) continue;
-    if (broken_.any()) settle({Status::kBroken, broken_, static_cast<int>(me())}, ended);
-    return need;
+    if (next && step(*next, only_copied, condition)) continue;
+    if (corrupt_.any()) {
+      end_group({Status::kCorrupt, corrupt_, static_cast<int>(index())}, to_release);
+    }
+    return condition;
   }
 }
 
-// The next thing to do of an operation that is announced; false if it has to wait.
-bool Team::step(Operation& operation, bool only_copied, Need& need) {
-  if (only_copied && !is_copied(operation.request_.terms, members())) return false;
-  if (!operation.moves_) {
+// Execute the next step of a posted operation. Return false if it has to wait.
+bool ShmGroup::step(Operation& operation, bool only_copied, WaitCondition& condition) {
+  if (only_copied && !is_copied(operation.request_.signature, members())) return false;
+  if (!operation.algorithm_) {
     if (!all_posted(operation.number_ + 1)) {
-      need.posted = operation.number_ + 1;
+      condition.posted = operation.number_ + 1;
       return false;
     }
-    if (!meet(operation)) return broken_.none();
+    if (!match_signatures(operation)) return corrupt_.none();
   }
-  return take_steps(operation, need);
+  return run_steps(operation, condition);
 }
 
-// Reads what all members have announced; false if that was the end of the operation.
-bool Team::meet(Operation& operation) {
-  const Terms& own = operation.request_.terms;
+// Read and validate the descriptors of all members. Return false if the operation has completed or
+// a descriptor is corrupt.
+bool ShmGroup::match_signatures(Operation& operation) {
+  const Signature& own = operation.request_.signature;
   const bool copied = is_copied(own, members());
-  std::vector<Moves::Place> places;
-  places.reserve(members());
+  std::vector<Algorithm::MemberData> member_data;
+  member_data.reserve(members());
   bool agreed = true;
   for (size_t m = 0; m < members(); ++m) {
     const Mapping& mapping = *options_.mappings[m];
-    if (m == me()) {
-      // Not what the board says: that may be another's by now, and overlap the tensor.
-      places.push_back({operation.where_, mapping.base() + operation.offset_});
+    if (m == index()) {
+      // Not read from the control block, where it may have been overwritten with a range that
+      // overlaps the tensor.
+      member_data.push_back({operation.location_, mapping.base() + operation.offset_});
       continue;
     }
-    Descriptor told;
-    std::memcpy(&told, &seat(m).ring[operation.number_ % kRing], sizeof told);
-    if (told.number != operation.number_) broken_.set(m);
-    if (!(told.terms == own)) {
+    Descriptor descriptor;
+    std::memcpy(&descriptor, &slot(m).ring[operation.number_ % kRingSlots], sizeof descriptor);
+    if (descriptor.number != operation.number_) corrupt_.set(m);
+    if (!(descriptor.signature == own)) {
       agreed = false;
-      operation.met_.resize(members(), own);
-      operation.met_[m] = told.terms;
+      operation.signatures_.resize(members(), own);
+      operation.signatures_[m] = descriptor.signature;
       continue;
     }
-    uint64_t bytes = 0;  // that will be touched
+    uint64_t bytes = 0;  // size of the range that is accessed
     if (copied) {
       bytes = copied_part(own, members(), m).bytes;
     } else if (is_shared(own, m)) {
-      bytes = told.where == Where::kStaged ? 2 * kPieceBytes : own.bytes();
+      bytes = descriptor.location == DataLocation::kStaged ? 2 * kSegmentBytes : own.bytes();
     }
-    const bool known = copied ? told.where == Where::kCopied
-                              : told.where == Where::kArena || told.where == Where::kStaged;
-    const bool aligned = own.number == Number::kOpaque || told.offset % own.unit_bytes == 0;
-    if (known && aligned && mapping.holds(told.offset, bytes)) {
-      places.push_back({told.where, mapping.base() + told.offset});
+    const bool valid_location = copied ? descriptor.location == DataLocation::kCopied
+                                       : descriptor.location == DataLocation::kArena ||
+                                             descriptor.location == DataLocation::kStaged;
+    const bool aligned =
+        own.number_type == NumberType::kOpaque || descriptor.offset % own.unit_bytes == 0;
+    if (valid_location && aligned && mapping.contains(descriptor.offset, bytes)) {
+      member_data.push_back({descriptor.location, mapping.base() + descriptor.offset});
     } else {
-      broken_.set(m);
+      corrupt_.set(m);
     }
   }
-  if (broken_.any()) return false;
+  if (corrupt_.any()) return false;
   if (!agreed) {
-    count_phase(true);
-    executed(operation);
-    end(operation, Status::kMismatch);
+    advance_phase(true);
+    mark_executed(operation);
+    complete(operation, Status::kMismatch);
     return false;
   }
-  operation.moves_.emplace(own, operation.request_.data, me(), std::move(places));
+  operation.algorithm_.emplace(own, operation.request_.data, index(), std::move(member_data));
   return true;
 }
 
-bool Team::take_steps(Operation& operation, Need& need) {
-  const Moves& moves = *operation.moves_;
-  if (is_copied(operation.request_.terms, members())) {
-    moves.receive();
-    count_phase(phase_ % kTellEvery == 0);
-    executed(operation);
-    end(operation, Status::kOk);
+bool ShmGroup::run_steps(Operation& operation, WaitCondition& condition) {
+  const Algorithm& algorithm = *operation.algorithm_;
+  if (is_copied(operation.request_.signature, members())) {
+    algorithm.run_copied();
+    advance_phase(phase_ % kWakeInterval == 0);
+    mark_executed(operation);
+    complete(operation, Status::kOk);
     return true;
   }
-  if (!moves.staged()) {
+  if (!algorithm.staged()) {
     for (size_t m = 0; m < members(); ++m) {
-      const Stretch part = moves.touched(m);
-      const auto begin = options_.mappings[m]->offset_of(moves.memory(m), 0);
+      const ByteRange part = algorithm.accessed_range(m);
+      const auto begin = options_.mappings[m]->offset_of(algorithm.memory(m), 0);
       if (begin) options_.mappings[m]->prefault(*begin + part.begin, part.bytes);
     }
-    moves.work(0);
-    count_phase(true);
-    operation.target_ = phase_;
-    executed(operation);
+    algorithm.run(0);
+    advance_phase(true);
+    operation.end_phase_ = phase_;
+    mark_executed(operation);
     return true;
   }
-  // [Note: pieces of staged data]
-  const bool last = operation.piece_ + 1 == moves.pieces();
-  if (operation.filled_at_ == 0) {
-    moves.fill(0);
-    count_phase(true);
-    operation.filled_at_ = phase_;
+  // See [Note: segmented staging].
+  const bool last = operation.segment_ + 1 == algorithm.segments();
+  if (operation.copied_in_phase_ == 0) {
+    algorithm.copy_in(0);
+    advance_phase(true);
+    operation.copied_in_phase_ = phase_;
     return true;
   }
-  if (!operation.filled_ && !last) {
-    moves.fill(operation.piece_ + 1);
-    count_phase(true);
-    operation.next_filled_at_ = phase_;
-    operation.filled_ = true;
+  if (!operation.next_copied_in_ && !last) {
+    algorithm.copy_in(operation.segment_ + 1);
+    advance_phase(true);
+    operation.next_copied_in_phase_ = phase_;
+    operation.next_copied_in_ = true;
     return true;
   }
-  if (!operation.worked_) {
-    if (!all_reached(operation.filled_at_)) {
-      need.phase = operation.filled_at_;
+  if (!operation.segment_run_) {
+    if (!all_reached(operation.copied_in_phase_)) {
+      condition.phase = operation.copied_in_phase_;
       return false;
     }
-    moves.work(operation.piece_);
-    count_phase(true);
-    operation.target_ = phase_;
-    operation.worked_ = true;
+    algorithm.run(operation.segment_);
+    advance_phase(true);
+    operation.end_phase_ = phase_;
+    operation.segment_run_ = true;
     return true;
   }
-  if (!all_reached(operation.target_)) {
-    need.phase = operation.target_;
+  if (!all_reached(operation.end_phase_)) {
+    condition.phase = operation.end_phase_;
     return false;
   }
-  moves.drain(operation.piece_);
+  algorithm.copy_out(operation.segment_);
   if (last) {
-    executed(operation);
-    end(operation, Status::kOk);
+    mark_executed(operation);
+    complete(operation, Status::kOk);
     return true;
   }
-  ++operation.piece_;
-  operation.filled_at_ = operation.next_filled_at_;
-  operation.filled_ = operation.worked_ = false;
+  ++operation.segment_;
+  operation.copied_in_phase_ = operation.next_copied_in_phase_;
+  operation.next_copied_in_ = operation.segment_run_ = false;
   return true;
 }
 
-// `awaited`: whether peers may sleep for it.
-void Team::count_phase(bool awaited) {
-  seat(me()).phase.store(++phase_);
-  if (awaited && all_reached(phase_)) ring(board_->bell);
+// Increment the phase of this member. `awaited`: peers may sleep until this phase.
+void ShmGroup::advance_phase(bool awaited) {
+  slot(index()).phase.store(++phase_);
+  if (awaited && all_reached(phase_)) wake_all(control_block_->event);
 }
 
-// All steps of an operation are done here, and the last one was counted.
-void Team::executed(const Operation& operation) {
+// Record that this member has executed all steps of an operation. The last step has been counted.
+void ShmGroup::mark_executed(const Operation& operation) {
   const std::lock_guard lock(queue_);
-  trail_[operation.number_ % kRing].phase = phase_;
+  ring_use_[operation.number_ % kRingSlots].phase = phase_;
   executed_ = operation.number_ + 1;
 }
 
-void Team::end(Operation& operation, Status status) {
-  operation.ended_at_ = Clock::now();
+void ShmGroup::complete(Operation& operation, Status status) {
+  operation.completed_at_ = Clock::now();
   operation.status_.store(status, std::memory_order_release);
 }
 
-void Team::pop(Ended& ended) {
+void ShmGroup::pop_completed(OperationList& to_release) {
   while (!pending_.empty() && pending_.front()->status() != Status::kPending) {
-    calm_since_ = pending_.front()->ended_at_;
-    ended.push_back(std::move(pending_.front()));
+    front_since_ = pending_.front()->completed_at_;
+    to_release.push_back(std::move(pending_.front()));
     pending_.pop_front();
     ++front_;
   }
 }
 
-// Looks whether what an operation waits for can still come.
-void Team::look_after(const Need& need, Ended& ended) {
+// Check whether members that block progress can still make progress.
+void ShmGroup::check_peers(const WaitCondition& condition, OperationList& to_release) {
   OperationPtr front;
   {
     const std::lock_guard lock(queue_);
@@ -230,149 +237,158 @@ void Team::look_after(const Need& need, Ended& ended) {
   }
   const auto now = Clock::now();
   Members gone;
-  if (now - polled_at_ >= kPollEvery) {
+  if (now - polled_at_ >= kPollInterval) {
     polled_at_ = now;
-    const std::vector<bool> dead = watch_.dead();
-    for (size_t m = 0; m < members(); ++m) gone[m] = dead[m];
+    const std::vector<bool> exited = process_watch_.exited();
+    for (size_t m = 0; m < members(); ++m) gone[m] = exited[m];
   }
   for (size_t m = 0; m < members(); ++m) {
-    if (seat(m).state.load() == State::kLeft) gone.set(m);
+    if (slot(m).state.load() == MemberState::kLeft) gone.set(m);
   }
-  // Only now: what members did last counts, although they are gone.
-  const Members awaited = missing(need);
+  // Computed last, so that the final progress of exited members counts.
+  const Members awaited = blocking_members(condition);
   if ((awaited & gone).any()) {
-    settle({Status::kLost, awaited & gone, static_cast<int>(me())}, ended);
+    end_group({Status::kLost, awaited & gone, static_cast<int>(index())}, to_release);
   } else if (
-      awaited.any() && now - std::max(calm_since_, front->started_at_) >= options_.timeout) {
-    settle({Status::kTimeout, awaited, static_cast<int>(me())}, ended);
+      awaited.any() && now - std::max(front_since_, front->started_at_) >= options_.timeout) {
+    end_group({Status::kTimeout, awaited, static_cast<int>(index())}, to_release);
   }
 }
 
-// Ends the team, for everybody unless it is this member who leaves.
-void Team::settle(const Failure& failure, Ended& ended) {
+// End the group: on all members, or on this member alone if it leaves.
+void ShmGroup::end_group(const Failure& failure, OperationList& to_release) {
   {
     const std::lock_guard lock(queue_);
     if (failure_.status != Status::kOk || failure.status == Status::kOk) return;
     failure_ = failure;
-    uint64_t finished = front_;
+    uint64_t completed = front_;
     for (const OperationPtr& operation : pending_) {
       if (operation->status() == Status::kPending) break;
-      ++finished;
+      ++completed;
     }
-    seat(me()).finished.store(finished);
-    // Peers may be about to write into what is pending.
+    slot(index()).completed.store(completed);
+    // Peers may still write into the memory of pending operations.
     if (!pending_.empty()) options_.arena->retire();
     for (OperationPtr& operation : pending_) {
-      if (operation->status() == Status::kPending) end(*operation, failure.status);
-      ended.push_back(std::move(operation));
+      if (operation->status() == Status::kPending) complete(*operation, failure.status);
+      to_release.push_back(std::move(operation));
     }
     pending_.clear();
     front_ = issued_;
   }
-  Seat& own = seat(me());
+  MemberSlot& own = slot(index());
   if (failure.status == Status::kClosed) {
-    own.state.store(State::kLeft);
+    own.state.store(MemberState::kLeft);
   } else {
-    for (size_t word = 0; word < kMostMembers / 64; ++word) {
+    for (size_t word = 0; word < kMaxMembers / 64; ++word) {
       const Members mask(~uint64_t{0});
-      own.about[word].store(((failure.about >> (64 * word)) & mask).to_ullong());
+      own.blamed[word].store(((failure.blamed >> (64 * word)) & mask).to_ullong());
     }
     own.status.store(failure.status);
-    own.state.store(State::kFailed);
+    own.state.store(MemberState::kFailed);
   }
-  ring(board_->bell);
+  wake_all(control_block_->event);
 }
 
-// What a member that failed has told.
-Failure Team::told() const {
+// Return the failure that a peer has reported, if any.
+Failure ShmGroup::reported_failure() const {
   for (size_t m = 0; m < members(); ++m) {
-    if (m == me() || seat(m).state.load() == State::kHere) continue;
-    if (seat(m).state.load() == State::kLeft) continue;
-    Failure failure = {seat(m).status.load(), {}, static_cast<int>(m)};
-    for (size_t word = 0; word < kMostMembers / 64; ++word) {
-      failure.about |= Members(seat(m).about[word].load()) << (64 * word);
+    if (!has_failed(m)) continue;
+    Failure failure = {slot(m).status.load(), {}, static_cast<int>(m)};
+    for (size_t word = 0; word < kMaxMembers / 64; ++word) {
+      failure.blamed |= Members(slot(m).blamed[word].load()) << (64 * word);
     }
-    for (size_t i = members(); i < kMostMembers; ++i) failure.about.reset(i);
-    const bool known = failure.status == Status::kLost || failure.status == Status::kTimeout ||
-                       failure.status == Status::kBroken || failure.status == Status::kTold;
-    if (known) return failure;
-    failure = {Status::kBroken, {}, static_cast<int>(me())};
-    failure.about.set(m);
+    for (size_t i = members(); i < kMaxMembers; ++i) failure.blamed.reset(i);
+    if (is_failure(failure.status)) return failure;
+    failure = {Status::kCorrupt, {}, static_cast<int>(index())};
+    failure.blamed.set(m);
     return failure;
   }
   return {};
 }
 
-bool Team::all_posted(uint64_t count) const {
+// Corrupt states count as failed.
+bool ShmGroup::has_failed(size_t member) const {
+  if (member == index()) return false;
+  const MemberState state = slot(member).state.load();
+  return state != MemberState::kActive && state != MemberState::kLeft;
+}
+
+bool ShmGroup::all_posted(uint64_t count) const {
   for (size_t m = 0; m < members(); ++m) {
-    if (m != me() && seat(m).posted.load() < count) return false;
+    if (m != index() && slot(m).posted.load() < count) return false;
   }
   return true;
 }
 
-bool Team::all_reached(uint64_t phase) const {
+bool ShmGroup::all_reached(uint64_t phase) const {
   for (size_t m = 0; m < members(); ++m) {
-    if (m != me() && seat(m).phase.load() < phase) return false;
+    if (m != index() && slot(m).phase.load() < phase) return false;
   }
   return true;
 }
 
-bool Team::satisfied(const Need& need) const {
-  return (need.posted && all_posted(*need.posted)) || (need.phase && all_reached(*need.phase)) ||
-         (need.front_phase && all_reached(*need.front_phase));
+bool ShmGroup::satisfied(const WaitCondition& condition) const {
+  return (condition.posted && all_posted(*condition.posted)) ||
+         (condition.phase && all_reached(*condition.phase)) ||
+         (condition.front_phase && all_reached(*condition.front_phase));
 }
 
-// The number of the first operation that a member has given up, if one has; those before have all
-// that they need. A member that comes late to one that was given up would find that all had come.
-uint64_t Team::sound() const {
+// Return the number of the first operation that a member has abandoned; the maximum if there is
+// none. Operations before it can still complete. Without this check, a member that reaches an
+// abandoned operation late would find that all members had posted it.
+uint64_t ShmGroup::first_abandoned() const {
   uint64_t first = std::numeric_limits<uint64_t>::max();
   for (size_t m = 0; m < members(); ++m) {
-    const State state = seat(m).state.load();
-    if (m == me() || state == State::kHere || state == State::kLeft) continue;
-    first = std::min(first, seat(m).finished.load());
+    if (!has_failed(m)) continue;
+    first = std::min(first, slot(m).completed.load());
   }
   return first;
 }
 
-// Who holds up the operation in front.
-Members Team::missing(const Need& need) const {
-  Members members_missing;
+// Return the members that block the first pending operation.
+Members ShmGroup::blocking_members(const WaitCondition& condition) const {
+  Members blocking;
   for (size_t m = 0; m < members(); ++m) {
-    if (m == me()) continue;
-    if (need.front_phase) {
-      members_missing[m] = seat(m).phase.load() < *need.front_phase;
+    if (m == index()) continue;
+    if (condition.front_phase) {
+      blocking[m] = slot(m).phase.load() < *condition.front_phase;
     } else {
-      members_missing[m] = (need.posted && seat(m).posted.load() < *need.posted) ||
-                           (need.phase && seat(m).phase.load() < *need.phase);
+      blocking[m] = (condition.posted && slot(m).posted.load() < *condition.posted) ||
+                           (condition.phase && slot(m).phase.load() < *condition.phase);
     }
   }
-  return members_missing;
+  return blocking;
 }
 
-// The progress thread.
-void Team::run() {
+// Main function of the progress thread.
+void ShmGroup::progress_loop() {
   block_signals();
   pthread_setname_np(pthread_self(), "fddp-shm");
   std::unique_lock lock(queue_);
   while (true) {
-    work_.wait(lock, [&] { return stopping_ || (waiters_ == 0 && wanted_ > front_); });
+    work_.wait(lock, [&] {
+      return stopping_ || (waiting_threads_ == 0 && progress_target_ > front_);
+    });
     if (stopping_) return;
-    const uint64_t until = wanted_ - 1;
+    const uint64_t until = progress_target_ - 1;
     lock.unlock();
-    Need need;
+    WaitCondition condition;
     {
-      Ended ended;
+      OperationList to_release;
       const std::lock_guard executing(executor_);
-      need = advance(until, false, ended);
-      if (need.any()) look_after(need, ended);
+      condition = advance(until, false, to_release);
+      if (condition.any()) check_peers(condition, to_release);
     }
-    if (need.any()) {
-      sleep_on(board_->bell, kSlice, [&] { return stopping_ || satisfied(need) || until >= sound(); });
+    if (condition.any()) {
+      wait_for(control_block_->event, kSleepInterval, [&] {
+        return stopping_ || satisfied(condition) || until >= first_abandoned();
+      });
     }
     lock.lock();
-    if (waiters_ > 0) {
+    if (waiting_threads_ > 0) {
       lock.unlock();
-      ring(board_->bell);
+      wake_all(control_block_->event);
       lock.lock();
     }
   }

@@ -1,10 +1,10 @@
-// Waiting for other processes, and waking them: a futex in shared memory.
+// Event count in shared memory, on a futex: waits for other processes and wakes them.
 //
-// [Note: bells]
-// Whoever waits looks at what it waits for, says that it sleeps, looks again, and only then sleeps.
-// Whoever changes something writes it first and then looks for sleepers. All of it is sequentially
-// consistent, so that one of the two sees the other; a change that nobody sleeps for costs no
-// system call.
+// [Note: event counts]
+// A waiter checks its condition, registers as a waiter, checks again, and only then sleeps. A
+// notifier writes the new state first and then checks for waiters. All of these accesses are
+// sequentially consistent, so at least one side sees the other. A notification without waiters
+// costs no system call.
 
 #pragma once
 
@@ -18,29 +18,31 @@ namespace fddp::shm {
 using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
-// Lies in shared memory. A sleeper that was killed is counted for ever; that costs its peers a
-// system call per change for as long as they take to notice.
-struct alignas(64) Bell {
-  std::atomic<uint32_t> strokes;
-  std::atomic<uint32_t> sleepers;
+// Lives in shared memory. A waiter that was killed stays counted. Until its peers detect the loss,
+// each notification costs them a system call.
+struct alignas(64) EventCount {
+  std::atomic<uint32_t> sequence;
+  std::atomic<uint32_t> waiters;
 };
 
-// Wakes all that sleep. What they wait for was written before, sequentially consistent.
-void ring(Bell& bell);
+// Wake all waiters. The caller has written the new state before, sequentially consistent.
+void wake_all(EventCount& event);
 
-// Sleeps until the bell rings or `longest` has passed, unless `ready` holds already. May return
-// early.
-void sleep_on(
-    Bell& bell, std::chrono::nanoseconds longest, bool (*ready)(const void*), const void* of);
+// Sleep until the event is notified or `timeout` has passed. Return immediately if
+// `ready` returns true. May return spuriously.
+void wait_for(
+    EventCount& event, std::chrono::nanoseconds timeout, bool (*ready)(const void*),
+    const void* context);
 
 template <class Ready>
-void sleep_on(Bell& bell, std::chrono::nanoseconds longest, const Ready& ready) {
-  sleep_on(
-      bell, longest, [](const void* of) { return (*static_cast<const Ready*>(of))(); }, &ready);
+void wait_for(EventCount& event, std::chrono::nanoseconds timeout, const Ready& ready) {
+  wait_for(
+      event, timeout,
+      [](const void* context) { return (*static_cast<const Ready*>(context))(); }, &ready);
 }
 
-// Tells the processor that this thread spins.
-inline void relax() {
+// Hint to the processor that this thread spins.
+inline void cpu_relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -48,41 +50,41 @@ inline void relax() {
 #endif
 }
 
-// Looks for `ready` over and over, for at most `longest`; whether it held.
+// Poll `ready` for at most `timeout`. Return true if it became true.
 template <class Ready>
-bool spin(std::chrono::nanoseconds longest, const Ready& ready) {
-  constexpr int kLooksPerClock = 16;
-  const auto until = Clock::now() + longest;
+bool spin_for(std::chrono::nanoseconds timeout, const Ready& ready) {
+  constexpr int kChecksPerClockRead = 16;
+  const auto until = Clock::now() + timeout;
   do {
-    for (int look = 0; look < kLooksPerClock; ++look) {
+    for (int check = 0; check < kChecksPerClockRead; ++check) {
       if (ready()) return true;
-      relax();
+      cpu_relax();
     }
   } while (Clock::now() < until);
   return false;
 }
 
-// How long a wait spins before it sleeps. Where others compete for the processors, or peers are far
-// behind, spinning only takes their time: the span shrinks as it is spent in vain, and is tried in
-// full now and then, so that it comes back.
-class Patience {
+// Adaptive duration of spinning before a sleep. Spinning is wasteful if processors are
+// oversubscribed or peers are far behind. The duration therefore shrinks after each unsuccessful
+// spin. The maximum is tried again periodically, so that the duration can recover.
+class AdaptiveSpin {
  public:
   template <class Ready>
   bool spin(const Ready& ready) {
-    const bool trial = waits_.fetch_add(1, std::memory_order_relaxed) % kTrialEvery == 0;
-    const int64_t span_ns = trial ? kMostNs : span_ns_.load(std::memory_order_relaxed);
-    const bool held = shm::spin(std::chrono::nanoseconds(span_ns), ready);
-    const int64_t next_ns = held ? (trial ? kMostNs : 2 * span_ns) : span_ns_ / 2;
-    span_ns_.store(std::clamp(next_ns, kLeastNs, kMostNs), std::memory_order_relaxed);
-    return held;
+    const bool trial = waits_.fetch_add(1, std::memory_order_relaxed) % kTrialInterval == 0;
+    const int64_t duration_ns = trial ? kMaxNs : duration_ns_.load(std::memory_order_relaxed);
+    const bool succeeded = shm::spin_for(std::chrono::nanoseconds(duration_ns), ready);
+    const int64_t next_ns = succeeded ? (trial ? kMaxNs : 2 * duration_ns) : duration_ns_ / 2;
+    duration_ns_.store(std::clamp(next_ns, kMinNs, kMaxNs), std::memory_order_relaxed);
+    return succeeded;
   }
 
  private:
-  static constexpr int64_t kMostNs = 50'000;  // about twice what a sleep and a waking cost
-  static constexpr int64_t kLeastNs = 2'000;
-  static constexpr uint32_t kTrialEvery = 16;
+  static constexpr int64_t kMaxNs = 50'000;  // about twice the cost of a sleep and a wake-up
+  static constexpr int64_t kMinNs = 2'000;
+  static constexpr uint32_t kTrialInterval = 16;
 
-  std::atomic<int64_t> span_ns_ = kMostNs;
+  std::atomic<int64_t> duration_ns_ = kMaxNs;
   std::atomic<uint32_t> waits_ = 1;
 };
 

@@ -1,4 +1,4 @@
-// Whether other processes live, asked of the kernel.
+// Liveness of other processes, from the kernel.
 
 #pragma once
 
@@ -7,17 +7,18 @@
 
 namespace fddp::shm {
 
-// Descriptors of processes (pidfds), one for each member of a team; -1: not watched.
-class Watch {
+// Process descriptors (pidfds), one for each member of a group; -1 for a member that is not
+// watched.
+class ProcessWatch {
  public:
-  // Duplicates them. Throws std::system_error.
-  explicit Watch(const std::vector<int>& pidfds);
-  ~Watch();
-  Watch(const Watch&) = delete;
-  Watch& operator=(const Watch&) = delete;
+  // Duplicates the descriptors. Throws std::system_error.
+  explicit ProcessWatch(const std::vector<int>& pidfds);
+  ~ProcessWatch();
+  ProcessWatch(const ProcessWatch&) = delete;
+  ProcessWatch& operator=(const ProcessWatch&) = delete;
 
-  // Which members have ended; a process that ended and was not waited for yet counts.
-  std::vector<bool> dead() const;
+  // Return true for each member whose process has exited. Zombies count as exited.
+  std::vector<bool> exited() const;
 
  private:
   void close_all();

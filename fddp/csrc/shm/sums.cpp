@@ -8,21 +8,22 @@
 #include <cstring>
 #include <type_traits>
 
-// Loops are compiled once per instruction set and chosen when the library is loaded, so that a
-// binary made on one machine serves the others. Sanitizers start too late for such a choice.
+// Loops are compiled once per instruction set and selected at load time, so that a binary runs on
+// any machine. Sanitizers are initialized too late for this selection.
 #if !defined(__x86_64__) || !defined(__gnu_linux__) || defined(FDDP_NO_CLONES)
 #define FDDP_CLONES
 #elif defined(__clang__) || __GNUC__ < 12
 #define FDDP_CLONES __attribute__((target_clones("avx2", "default")))
 #else
-// Of AVX-512, the instructions on 16-bit lanes make halves half as dear; the rest changes nothing.
+// AVX-512 instructions on 16-bit lanes halve the cost of float16 and bfloat16. Other types do not
+// gain.
 #define FDDP_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
 #endif
 
 namespace fddp::shm {
 namespace {
 
-// What is in cache while all summands are added to it.
+// Numbers per tile. A tile stays in cache while all summands are added to it.
 constexpr int64_t kTile = 1024;
 
 template <class T>
@@ -52,33 +53,33 @@ struct Traits<Half> : HalfTraits<Half> {};
 template <>
 struct Traits<BFloat16> : HalfTraits<BFloat16> {};
 
-// The last step of a sum. Where n is a power of two, 1/n is exact and the product rounds as the
-// quotient does.
+// Last step of an average. If n is a power of two, 1/n is exact and multiplication rounds like
+// division.
 template <class Wide>
-struct Divide {
+struct Divisor {
   Wide divisor;
   Wide factor;
   bool multiply;
 
-  FDDP_INLINE Divide(const Recipe& recipe, size_t n)
-      : divisor(static_cast<Wide>(recipe.average ? n : 1)),
+  FDDP_INLINE Divisor(const SumOptions& options, size_t n)
+      : divisor(static_cast<Wide>(options.average ? n : 1)),
         factor(static_cast<Wide>(1) / divisor),
-        multiply(!recipe.average || std::has_single_bit(n)) {}
+        multiply(!options.average || std::has_single_bit(n)) {}
 };
 
 template <class T>
-FDDP_INLINE bool aligned(const Columns& columns) {
+FDDP_INLINE bool aligned(const SumBuffers& buffers) {
   uintptr_t bits = 0;
-  for (size_t i = 0; i < columns.n_sources; ++i) {
-    bits |= reinterpret_cast<uintptr_t>(columns.sources[i]);
+  for (size_t i = 0; i < buffers.n_sources; ++i) {
+    bits |= reinterpret_cast<uintptr_t>(buffers.sources[i]);
   }
-  for (size_t i = 0; i < columns.n_targets; ++i) {
-    bits |= reinterpret_cast<uintptr_t>(columns.targets[i]);
+  for (size_t i = 0; i < buffers.n_targets; ++i) {
+    bits |= reinterpret_cast<uintptr_t>(buffers.targets[i]);
   }
   return bits % sizeof(T) == 0;
 }
 
-// Two summands, the usual case on small hosts: one pass, nothing in between.
+// Fast path for two summands, the usual case on small hosts: one pass without a tile.
 template <class T, bool kBoth>
 FDDP_INLINE void sum_pair(
     const T* a, const T* b, T* first, T* second, int64_t count,
@@ -96,22 +97,22 @@ FDDP_INLINE void sum_pair(
 
 template <class T>
 FDDP_INLINE void sum_two(
-    const Recipe& recipe, const Columns& columns, int64_t begin, int64_t count) {
-  const auto factor = Divide<typename Traits<T>::Wide>(recipe, 2).factor;
-  const auto* a = reinterpret_cast<const T*>(columns.sources[0]) + begin;
-  const auto* b = reinterpret_cast<const T*>(columns.sources[1]) + begin;
-  auto* first = reinterpret_cast<T*>(columns.targets[0]) + begin;
-  auto* last = reinterpret_cast<T*>(columns.targets[columns.n_targets - 1]) + begin;
-  if (columns.n_targets == 2) {
+    const SumOptions& options, const SumBuffers& buffers, int64_t begin, int64_t count) {
+  const auto factor = Divisor<typename Traits<T>::Wide>(options, 2).factor;
+  const auto* a = reinterpret_cast<const T*>(buffers.sources[0]) + begin;
+  const auto* b = reinterpret_cast<const T*>(buffers.sources[1]) + begin;
+  auto* first = reinterpret_cast<T*>(buffers.targets[0]) + begin;
+  auto* last = reinterpret_cast<T*>(buffers.targets[buffers.n_targets - 1]) + begin;
+  if (buffers.n_targets == 2) {
     sum_pair<T, true>(a, b, first, last, count, factor);
   } else {
     sum_pair<T, false>(a, b, first, last, count, factor);
   }
 }
 
-// `size` numbers of memory that may begin anywhere.
+// Return `size` numbers from memory of any alignment.
 template <class T>
-FDDP_INLINE const T* fetch(const char* source, int64_t begin, int64_t size, T* scratch) {
+FDDP_INLINE const T* load_numbers(const char* source, int64_t begin, int64_t size, T* scratch) {
   const char* from = source + begin * static_cast<int64_t>(sizeof(T));
   if (reinterpret_cast<uintptr_t>(from) % alignof(T) == 0) return reinterpret_cast<const T*>(from);
   std::memcpy(scratch, from, static_cast<size_t>(size) * sizeof(T));
@@ -124,51 +125,51 @@ FDDP_INLINE void add(Wide* into, const Wide* part, int64_t size) {
   for (int64_t i = 0; i < size; ++i) into[i] = static_cast<Wide>(into[i] + part[i]);
 }
 
-// Arithmetic as IEEE 754 has it for as long as this lives: to the nearest, with subnormal numbers.
-// Which thread adds up is chance, and threads may have been told otherwise
-// (torch.set_flush_denormal); bits must not depend on that.
-class StandardFloats {
+// Guard for the default floating-point mode of IEEE 754: round to nearest, with subnormal numbers.
+// Any thread may compute a sum, and threads may run in another mode (torch.set_flush_denormal).
+// Results must not depend on it.
+class DefaultFloatMode {
  public:
-  StandardFloats(const StandardFloats&) = delete;
-  StandardFloats& operator=(const StandardFloats&) = delete;
+  DefaultFloatMode(const DefaultFloatMode&) = delete;
+  DefaultFloatMode& operator=(const DefaultFloatMode&) = delete;
 #if defined(__x86_64__)
-  StandardFloats() : mode_(__builtin_ia32_stmxcsr()) {
+  DefaultFloatMode() : mode_(__builtin_ia32_stmxcsr()) {
     constexpr unsigned kStandard = 0x1f80;
     __builtin_ia32_ldmxcsr(kStandard);
   }
-  ~StandardFloats() {
+  ~DefaultFloatMode() {
     __builtin_ia32_ldmxcsr(mode_);
   }
 
  private:
   unsigned mode_;
 #elif defined(__aarch64__)
-  StandardFloats() {
+  DefaultFloatMode() {
     asm volatile("mrs %0, fpcr" : "=r"(mode_));
     asm volatile("msr fpcr, %0" ::"r"(uint64_t{0}) : "memory");
   }
-  ~StandardFloats() {
+  ~DefaultFloatMode() {
     asm volatile("msr fpcr, %0" ::"r"(mode_) : "memory");
   }
 
  private:
   uint64_t mode_;
 #else
-  StandardFloats() {}
+  DefaultFloatMode() {}
 #endif
 };
 
-// Sums one tile along a tree of partial sums, each in a tile of its own.
+// Sum one tile along a tree of partial sums. Each level of the tree has a tile of its own.
 template <class T>
 FDDP_INLINE void sum_tile(
-    const Recipe& recipe, const Columns& columns, int64_t begin, int64_t size) {
+    const SumOptions& options, const SumBuffers& buffers, int64_t begin, int64_t size) {
   using Wide = typename Traits<T>::Wide;
-  Wide partial[Order::kAxes][kTile];
+  Wide partial[SumOrder::kAxes][kTile];
   T scratch[kTile];
-  const size_t levels = std::max<size_t>(recipe.order.axes, 1);
-  size_t counts[Order::kAxes] = {};  // summands in the partial sum of each level
-  for (size_t s = 0; s < columns.n_sources; ++s) {
-    const T* source = fetch(columns.sources[s], begin, size, scratch);
+  const size_t levels = std::max<size_t>(options.order.axes, 1);
+  size_t counts[SumOrder::kAxes] = {};  // summands in the partial sum of each level
+  for (size_t s = 0; s < buffers.n_sources; ++s) {
+    const T* source = load_numbers(buffers.sources[s], begin, size, scratch);
     Wide* leaf = partial[levels - 1];
     if (counts[levels - 1]++ == 0) {
       for (int64_t i = 0; i < size; ++i) leaf[i] = Traits<T>::read(source[i]);
@@ -179,7 +180,7 @@ FDDP_INLINE void sum_tile(
       }
     }
     for (size_t level = levels - 1; level > 0; --level) {
-      if (counts[level] != recipe.order.sizes[level]) break;
+      if (counts[level] != options.order.sizes[level]) break;
       if (counts[level - 1]++ == 0) {
         std::memcpy(partial[level - 1], partial[level], static_cast<size_t>(size) * sizeof(Wide));
       } else {
@@ -188,41 +189,41 @@ FDDP_INLINE void sum_tile(
       counts[level] = 0;
     }
   }
-  const Divide<Wide> divide(recipe, columns.n_sources);
+  const Divisor<Wide> divisor_of(options, buffers.n_sources);
   Wide* total = partial[0];
-  if (recipe.average && divide.multiply) {
-    for (int64_t i = 0; i < size; ++i) total[i] = static_cast<Wide>(total[i] * divide.factor);
-  } else if (recipe.average) {
-    for (int64_t i = 0; i < size; ++i) total[i] = static_cast<Wide>(total[i] / divide.divisor);
+  if (options.average && divisor_of.multiply) {
+    for (int64_t i = 0; i < size; ++i) total[i] = static_cast<Wide>(total[i] * divisor_of.factor);
+  } else if (options.average) {
+    for (int64_t i = 0; i < size; ++i) total[i] = static_cast<Wide>(total[i] / divisor_of.divisor);
   }
   for (int64_t i = 0; i < size; ++i) Traits<T>::write(total[i], scratch[i]);
-  for (size_t t = 0; t < columns.n_targets; ++t) {
-    char* to = columns.targets[t] + begin * static_cast<int64_t>(sizeof(T));
+  for (size_t t = 0; t < buffers.n_targets; ++t) {
+    char* to = buffers.targets[t] + begin * static_cast<int64_t>(sizeof(T));
     std::memcpy(to, scratch, static_cast<size_t>(size) * sizeof(T));
   }
 }
 
 template <class T>
 FDDP_INLINE void sum_all(
-    const Recipe& recipe, const Columns& columns, int64_t begin, int64_t count) {
-  // (1, 2) and (2, 1) associate as (2) does.
-  if (columns.n_sources == 2 && columns.n_targets <= 2 && aligned<T>(columns)) {
-    sum_two<T>(recipe, columns, begin, count);
+    const SumOptions& options, const SumBuffers& buffers, int64_t begin, int64_t count) {
+  // The orders (1, 2) and (2, 1) associate like (2).
+  if (buffers.n_sources == 2 && buffers.n_targets <= 2 && aligned<T>(buffers)) {
+    sum_two<T>(options, buffers, begin, count);
     return;
   }
   for (int64_t done = 0; done < count; done += kTile) {
-    sum_tile<T>(recipe, columns, begin + done, std::min(kTile, count - done));
+    sum_tile<T>(options, buffers, begin + done, std::min(kTile, count - done));
   }
 }
 
 }  // namespace
 
-// Not in the anonymous namespace: the clones of a function need a name that the linker sees.
+// Not in the anonymous namespace: target_clones needs external linkage.
 #define FDDP_SUM(name, T)                                                      \
-  FDDP_CLONES void name(const Recipe&, const Columns&, int64_t, int64_t);      \
+  FDDP_CLONES void name(const SumOptions&, const SumBuffers&, int64_t, int64_t);      \
   FDDP_CLONES void name(                                                       \
-      const Recipe& recipe, const Columns& columns, int64_t begin, int64_t count) { \
-    sum_all<T>(recipe, columns, begin, count);                                 \
+      const SumOptions& options, const SumBuffers& buffers, int64_t begin, int64_t count) { \
+    sum_all<T>(options, buffers, begin, count);                                 \
   }
 FDDP_SUM(sum_f64, double)
 FDDP_SUM(sum_f32, float)
@@ -234,45 +235,45 @@ FDDP_SUM(sum_i32, int32_t)
 FDDP_SUM(sum_i64, int64_t)
 #undef FDDP_SUM
 
-void sum(const Recipe& recipe, const Columns& columns, int64_t begin, int64_t count) {
-  if (count <= 0 || columns.n_targets == 0) return;
-  const StandardFloats standard;
-  switch (recipe.number) {
-    case Number::kF64:
-      return sum_f64(recipe, columns, begin, count);
-    case Number::kF32:
-      return sum_f32(recipe, columns, begin, count);
-    case Number::kF16:
-      return sum_f16(recipe, columns, begin, count);
-    case Number::kBF16:
-      return sum_bf16(recipe, columns, begin, count);
-    case Number::kU8:
-      return sum_u8(recipe, columns, begin, count);
-    case Number::kI8:
-      return sum_i8(recipe, columns, begin, count);
-    case Number::kI32:
-      return sum_i32(recipe, columns, begin, count);
-    case Number::kI64:
-      return sum_i64(recipe, columns, begin, count);
-    case Number::kOpaque:
+void sum(const SumOptions& options, const SumBuffers& buffers, int64_t begin, int64_t count) {
+  if (count <= 0 || buffers.n_targets == 0) return;
+  const DefaultFloatMode standard;
+  switch (options.number_type) {
+    case NumberType::kF64:
+      return sum_f64(options, buffers, begin, count);
+    case NumberType::kF32:
+      return sum_f32(options, buffers, begin, count);
+    case NumberType::kF16:
+      return sum_f16(options, buffers, begin, count);
+    case NumberType::kBF16:
+      return sum_bf16(options, buffers, begin, count);
+    case NumberType::kU8:
+      return sum_u8(options, buffers, begin, count);
+    case NumberType::kI8:
+      return sum_i8(options, buffers, begin, count);
+    case NumberType::kI32:
+      return sum_i32(options, buffers, begin, count);
+    case NumberType::kI64:
+      return sum_i64(options, buffers, begin, count);
+    case NumberType::kOpaque:
       return;
   }
 }
 
-size_t number_bytes(Number number) {
+size_t number_bytes(NumberType number) {
   switch (number) {
-    case Number::kF64:
-    case Number::kI64:
+    case NumberType::kF64:
+    case NumberType::kI64:
       return 8;
-    case Number::kF32:
-    case Number::kI32:
+    case NumberType::kF32:
+    case NumberType::kI32:
       return 4;
-    case Number::kF16:
-    case Number::kBF16:
+    case NumberType::kF16:
+    case NumberType::kBF16:
       return 2;
-    case Number::kU8:
-    case Number::kI8:
-    case Number::kOpaque:
+    case NumberType::kU8:
+    case NumberType::kI8:
+    case NumberType::kOpaque:
       return 1;
   }
   return 1;

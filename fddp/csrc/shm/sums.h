@@ -1,4 +1,4 @@
-// Sums of several ranks' numbers, element by element, in an order that is fixed.
+// Element-wise sums over ranks, in a fixed order of additions.
 
 #pragma once
 
@@ -8,40 +8,41 @@
 
 namespace fddp::shm {
 
-// What numbers are added up as. Complex numbers are pairs of their parts.
-enum class Number : uint32_t { kF64, kF32, kF16, kBF16, kU8, kI8, kI32, kI64, kOpaque };
+// Type of the numbers in a sum. Complex numbers are pairs of real numbers.
+enum class NumberType : uint32_t { kF64, kF32, kF16, kBF16, kU8, kI8, kI32, kI64, kOpaque };
 
-// Bytes of one number; 1 where they are opaque.
-size_t number_bytes(Number number);
+// Return the size of a number in bytes; 1 for kOpaque.
+size_t number_bytes(NumberType type);
 
-// Sizes of the axes on which the summands are laid out, outermost first; their product is the
-// number of summands. Partial sums run within the innermost axis first: (2, 2) is (a+b) + (c+d).
-struct Order {
+// Association order of a sum. The summands form a row-major grid with these axis sizes, outermost
+// axis first; the product of the sizes is the number of summands. Partial sums run along the
+// innermost axis first: (2, 2) is (a+b) + (c+d).
+struct SumOrder {
   static constexpr size_t kAxes = 6;
 
   std::array<uint16_t, kAxes> sizes = {};
-  uint16_t axes = 0;  // 0: one axis, in turn
+  uint16_t axes = 0;  // 0: sum in rank order
 };
 
-// How sums are made, the same on all ranks.
-struct Recipe {
-  Number number;
-  bool average;  // divides by the number of summands; floating numbers
-  Order order;
+// Options of a sum, equal on all ranks.
+struct SumOptions {
+  NumberType number_type;
+  bool average;  // divide by the number of summands; floating-point numbers only
+  SumOrder order;
 };
 
-// Memory of each summand, and where the sum goes. A target is one of the sources or disjoint from
-// all; any alignment.
-struct Columns {
+// Buffers of the summands and of the result. Each target is one of the sources, or disjoint from
+// all of them. Buffers may have any alignment.
+struct SumBuffers {
   const char* const* sources;
   size_t n_sources;
   char* const* targets;
   size_t n_targets;
 };
 
-// Adds up `count` numbers of all sources, from their `begin`-th on, and writes the sums to all
-// targets from there on. float16 and bfloat16 are added in float and rounded once, at the end;
+// Sum the numbers [begin, begin + count) of all sources and write the result to the same positions
+// of all targets. float16 and bfloat16 are accumulated in float and rounded once, at the end;
 // integers wrap around.
-void sum(const Recipe& recipe, const Columns& columns, int64_t begin, int64_t count);
+void sum(const SumOptions& options, const SumBuffers& buffers, int64_t begin, int64_t count);
 
 }  // namespace fddp::shm

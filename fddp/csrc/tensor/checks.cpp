@@ -9,7 +9,7 @@
 namespace fddp {
 namespace {
 
-// Keys of tensors whose memory is not to be read as it stands.
+// Keys of tensors whose memory does not hold their values directly.
 constexpr c10::DispatchKeySet kLazyKeys(
     {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
 
@@ -22,32 +22,30 @@ bool has_memory(const at::Tensor& tensor) {
       !tensor.key_set().has(c10::DispatchKey::ZeroTensor) && tensor.numel() > 0;
 }
 
-// The memory of a tensor, from its first byte to past its last. A storage may have been made smaller
-// under its tensors, as sharded training does to free parameters.
+// Memory range of a tensor, from its first byte to past its last. A storage may have been resized
+// while tensors refer to it, as sharded training does to free parameters.
 struct Extent {
   const char* begin = nullptr;
   const char* end = nullptr;
-  bool is_there = true;
+  bool in_storage = true;
 
   explicit Extent(const at::Tensor& tensor) {
     if (!has_memory(tensor)) return;
     int64_t last = 0;
     for (const auto d : c10::irange(tensor.dim())) last += (tensor.size(d) - 1) * tensor.stride(d);
-    const int64_t elements = tensor.storage_offset() + last + 1;
-    is_there = elements * static_cast<int64_t>(tensor.itemsize()) <=
-        static_cast<int64_t>(tensor.storage().nbytes());
-    if (!is_there) return;
+    in_storage = fits_storage(tensor, last + 1);
+    if (!in_storage) return;
     begin = static_cast<const char*>(tensor.const_data_ptr());
     end = begin + (last + 1) * static_cast<int64_t>(tensor.itemsize());
   }
 
-  bool meets(const Extent& other) const {
+  bool overlaps(const Extent& other) const {
     return begin < other.end && other.begin < end;
   }
 };
 
-// False where each dimension's stride steps over all that the smaller strides reach, as in slices
-// and permutations of dense tensors.
+// Return false if each stride exceeds the extent covered by all smaller strides, as in slices and
+// permutations of dense tensors.
 bool may_overlap_itself(const at::Tensor& tensor) {
   std::vector<std::pair<int64_t, int64_t>> steps;  // stride, size
   for (const auto d : c10::irange(tensor.dim())) {
@@ -89,11 +87,6 @@ void check_leaf(
       ", the layout says ", at::IntArrayRef(slot.sizes));
 }
 
-void check_there(const char* role, size_t i, const Extent& memory) {
-  TORCH_CHECK_VALUE(
-      memory.is_there, role, " ", i, " has less memory than elements: its storage was resized");
-}
-
 }  // namespace
 
 void check_cpu_buffer(const at::Tensor& buffer, int64_t numel) {
@@ -106,7 +99,7 @@ void check_cpu_buffer(const at::Tensor& buffer, int64_t numel) {
 
 bool is_linear(const at::Tensor& leaf, const Slot& slot) {
   return leaf.layout() == at::kStrided && !leaf.key_set().has_any(kLazyKeys) &&
-      slot.has_order_of(leaf.strides());
+      slot.matches_strides(leaf.strides());
 }
 
 void check_sources(const Leaves& sources, const Layout& layout, const at::Tensor& buffer) {
@@ -119,12 +112,12 @@ void check_sources(const Leaves& sources, const Layout& layout, const at::Tensor
     const Slot& slot = layout.slots()[i];
     check_leaf("source", i, source, slot, buffer);
     const Extent memory(source);
-    check_there("source", i, memory);
-    if (!memory.meets(bucket)) continue;
+    check_storage(memory.in_storage, "source ", i);
+    if (!memory.overlaps(bucket)) continue;
     TORCH_CHECK_VALUE(
         memory.begin == bucket.begin + slot.offset * item_bytes && is_linear(source, slot) &&
             source.scalar_type() == buffer.scalar_type(),
-        "source ", i, " overlaps the buffer, but is not its slice there");
+        "source ", i, " overlaps the buffer but is not its slice");
   }
 }
 
@@ -142,8 +135,8 @@ void check_outputs(const Leaves& outputs, const Layout& layout, const at::Tensor
         output.numel() == 0 || !may_overlap_itself(output), "output ", i, " of shape ",
         output.sizes(), " and strides ", output.strides(), " has elements that share memory");
     const Extent memory(output);
-    check_there("output", i, memory);
-    TORCH_CHECK_VALUE(!memory.meets(bucket), "output ", i, " overlaps the buffer");
+    check_storage(memory.in_storage, "output ", i);
+    TORCH_CHECK_VALUE(!memory.overlaps(bucket), "output ", i, " overlaps the buffer");
   }
 }
 

@@ -1,5 +1,5 @@
-// What callers may hand to pack and unpack. Each check raises ValueError or TypeError with both
-// values and the leaf's position.
+// Validation of the arguments of pack and unpack. Each check raises ValueError or TypeError with
+// both values and the position of the leaf.
 
 #pragma once
 
@@ -12,25 +12,27 @@
 
 namespace fddp {
 
-// One tensor per slot of a layout; an undefined one stands for a leaf that is not there.
+// One tensor per slot of a layout; undefined for a missing leaf.
 using Leaves = std::vector<at::Tensor>;
 
-// Keys of tensors that stand for others: their own memory, if any, is not what they mean.
+// Keys of wrapper tensors, whose own memory, if any, does not hold their values.
 inline constexpr c10::DispatchKeySet kWrapperKeys = c10::functorch_transforms_ks | c10::python_ks |
     c10::DispatchKeySet(c10::DispatchKey::Functionalize);
 
-// Raises unless `buffer` is a plain tensor in CPU memory, for which check_buffer holds.
+// Raise unless `buffer` is a plain CPU tensor that passes check_buffer.
 void check_cpu_buffer(const at::Tensor& buffer, int64_t numel);
 
-// Raises unless there is a source, or none, for each slot: of the slot's shape and a reducible
-// dtype, real or complex as the buffer is, and apart from the buffer's memory or exactly its slice.
+// Raise unless there is one source, possibly undefined, for each slot. A source has the slot's
+// shape and a reducible dtype, is real or complex like the buffer, and either does not overlap the
+// buffer or is exactly its slice.
 void check_sources(const Leaves& sources, const Layout& layout, const at::Tensor& buffer);
 
-// The same for outputs, which must be dense, without elements that share memory, and apart from
-// the buffer.
+// As check_sources for outputs. An output must be dense, without elements that share memory, and
+// must not overlap the buffer.
 void check_outputs(const Leaves& outputs, const Layout& layout, const at::Tensor& buffer);
 
-// True where the leaf's memory, read from its first element on, is what its slot holds.
+// Return true if the memory of the leaf, from its first element on, equals the contents of its
+// slot.
 bool is_linear(const at::Tensor& leaf, const Slot& slot);
 
 }  // namespace fddp

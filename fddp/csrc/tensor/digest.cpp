@@ -1,4 +1,4 @@
-// 64 bits that stand for a stretch of memory: which bits, and where. Replicas compare them.
+// 64-bit digest of memory, by which replicas are compared.
 
 #include <ATen/Parallel.h>
 #include <pybind11/pybind11.h>
@@ -12,63 +12,63 @@ namespace py = pybind11;
 
 namespace {
 
-// Odd, with as many ones as zeros, from the digits of pi.
-constexpr uint64_t kFactor = 0x9216D5D98979FB1BULL;
-constexpr uint64_t kOther = 0xD1310BA698DFB5ADULL;
+// Odd constants with as many ones as zeros, from the digits of pi.
+constexpr uint64_t kFactor1 = 0x9216D5D98979FB1BULL;
+constexpr uint64_t kFactor2 = 0xD1310BA698DFB5ADULL;
 constexpr uint64_t kStart = 0x243F6A8885A308D3ULL;
 
-constexpr int kLanes = 8;  // words that are taken in at a time, independently of each other
+constexpr int kLanes = 8;  // words absorbed at a time, in independent lanes
 constexpr size_t kBlockBytes = kLanes * sizeof(uint64_t);
-// Digests of pieces are digested in turn, so that threads can share pieces out.
-constexpr size_t kPieceBytes = size_t{1} << 20;
+// The digest of larger memory is the digest of the digests of its chunks, which threads compute in
+// parallel.
+constexpr size_t kChunkBytes = size_t{1} << 20;
 
-uint64_t mixed(uint64_t x) {
+uint64_t mix(uint64_t x) {
   x ^= x >> 32;
-  x *= kFactor;
+  x *= kFactor1;
   x ^= x >> 29;
-  x *= kOther;
+  x *= kFactor2;
   return x ^ (x >> 32);
 }
 
-// One word taken in. For a given word no two states become one, and for a given state no two words.
-// The turn keeps the highest bits, which signs are, from standing apart: a product moves bits only
-// upwards.
-uint64_t taken(uint64_t state, uint64_t word) {
+// Absorb one word. The function is injective in the state and in the word. The rotation mixes the
+// highest bits, which are the signs, because multiplication carries bits only upwards.
+uint64_t absorb(uint64_t state, uint64_t word) {
   state ^= word;
   state = (state << 29) | (state >> 35);
-  return state * kFactor;
+  return state * kFactor1;
 }
 
-uint64_t digest_of_piece(const unsigned char* data, size_t size) {
+uint64_t digest_chunk(const unsigned char* data, size_t size) {
   uint64_t lanes[kLanes];
-  for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = kStart + kOther * lane;
+  for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = kStart + kFactor2 * lane;
   const size_t whole = size / kBlockBytes * kBlockBytes;
   for (size_t at = 0; at < whole; at += kBlockBytes) {
     uint64_t words[kLanes];
     std::memcpy(words, data + at, kBlockBytes);
-    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = taken(lanes[lane], words[lane]);
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = absorb(lanes[lane], words[lane]);
   }
   uint64_t words[kLanes] = {};
   if (size > whole) std::memcpy(words, data + whole, size - whole);
   uint64_t state = kStart ^ static_cast<uint64_t>(size);
   for (int lane = 0; lane < kLanes; ++lane) {
-    state = mixed(taken(state, taken(lanes[lane], words[lane])));
+    state = mix(absorb(state, absorb(lanes[lane], words[lane])));
   }
   return state;
 }
 
 uint64_t digest(const unsigned char* data, size_t size) {
-  if (size <= kPieceBytes) return digest_of_piece(data, size);
-  const size_t pieces = (size + kPieceBytes - 1) / kPieceBytes;
-  std::vector<uint64_t> digests(pieces);
-  at::parallel_for(0, static_cast<int64_t>(pieces), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t piece = begin; piece < end; ++piece) {
-      const size_t at = static_cast<size_t>(piece) * kPieceBytes;
-      digests[piece] = digest_of_piece(data + at, std::min(kPieceBytes, size - at));
+  if (size <= kChunkBytes) return digest_chunk(data, size);
+  const size_t chunks = (size + kChunkBytes - 1) / kChunkBytes;
+  std::vector<uint64_t> digests(chunks);
+  at::parallel_for(0, static_cast<int64_t>(chunks), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      const size_t at = static_cast<size_t>(chunk) * kChunkBytes;
+      digests[chunk] = digest_chunk(data + at, std::min(kChunkBytes, size - at));
     }
   });
-  const auto* told = reinterpret_cast<const unsigned char*>(digests.data());
-  return digest_of_piece(told, pieces * sizeof(uint64_t));
+  const auto* bytes = reinterpret_cast<const unsigned char*>(digests.data());
+  return digest_chunk(bytes, chunks * sizeof(uint64_t));
 }
 
 uint64_t digest_buffer(const py::buffer& memory) {
@@ -76,7 +76,7 @@ uint64_t digest_buffer(const py::buffer& memory) {
   int64_t expected = info.itemsize;
   for (auto dim = info.ndim; dim-- > 0;) {
     if (info.shape[dim] != 1 && info.size != 0 && info.strides[dim] != expected) {
-      throw py::value_error("digest_bytes: the memory has gaps; pass a contiguous copy");
+      throw py::value_error("digest_bytes: the buffer is not contiguous; pass a contiguous copy");
     }
     expected *= info.shape[dim];
   }
@@ -89,5 +89,5 @@ uint64_t digest_buffer(const py::buffer& memory) {
 
 void bind_digest(py::module_& m) {
   m.def("digest_bytes", &digest_buffer, py::arg("memory"),
-        "64 bits of the bytes of a contiguous buffer and of their places.");
+        "Return a 64-bit digest of the bytes of a contiguous buffer.");
 }

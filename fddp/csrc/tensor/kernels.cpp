@@ -12,8 +12,8 @@
 
 #include "loops.h"
 
-// Loops below are written to be vectorised by the compiler. Each is compiled once per instruction
-// set and chosen at run time, so that a binary made on one machine serves the others.
+// The loops below are written for auto-vectorisation. Each is compiled once per instruction set and
+// selected at run time, so that a binary runs on any machine.
 #if defined(__x86_64__)
 #define FDDP_AVX2 __attribute__((target("avx2")))
 #endif
@@ -21,13 +21,13 @@
 namespace fddp {
 namespace {
 
-// The type in which a value on its way from Source to Target is scaled.
+// Type in which values are scaled between Source and Target.
 template <class Source, class Target>
 using Arithmetic = std::
     conditional_t<std::is_same_v<Source, double> || std::is_same_v<Target, double>, double, float>;
 
-// One where the exponent is all ones (NaN or infinity), else zero. On the bits, because gathering
-// the results with `|` vectorises where a floating-point test with an early exit does not.
+// Return one if the exponent is all ones (NaN or infinity), else zero. Operates on the bits,
+// because an OR of the results vectorises, unlike a floating-point test with an early exit.
 FDDP_INLINE uint32_t nonfinite(float value) {
   constexpr uint32_t kExponent = 0x7f800000;
   uint32_t bits;
@@ -41,21 +41,21 @@ FDDP_INLINE uint64_t nonfinite(double value) {
   return (bits & kExponent) == kExponent;
 }
 
-// A magnitude, as an integer of the same order in which NaN comes last: the largest of such
-// integers is found by vectors where a floating-point maximum that heeds NaN is not.
-FDDP_INLINE int32_t magnitude(float value) {
+// Return the magnitude as an integer that orders the same way, with NaN last. The maximum of such
+// integers vectorises, unlike a floating-point maximum that propagates NaN.
+FDDP_INLINE int32_t abs_bits(float value) {
   int32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits & 0x7fffffff;
 }
-FDDP_INLINE int64_t magnitude(double value) {
+FDDP_INLINE int64_t abs_bits(double value) {
   int64_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits & 0x7fffffffffffffff;
 }
 
 template <class Value, class Bits>
-FDDP_INLINE double from_magnitude(Bits bits) {
+FDDP_INLINE double from_abs_bits(Bits bits) {
   Value value;
   std::memcpy(&value, &bits, sizeof value);
   return std::isnan(value) ? std::numeric_limits<double>::infinity() : static_cast<double>(value);
@@ -83,14 +83,14 @@ struct CopyLoop {
     const auto* const source = static_cast<const Source*>(from);
     auto* const target = static_cast<Target*>(to);
     const auto factor = static_cast<Value>(scale);
-    decltype(magnitude(factor)) peak = 0;
+    decltype(abs_bits(factor)) max_bits = 0;
     FDDP_INDEPENDENT
     for (int64_t i = 0; i < count; ++i) {
       const auto value = static_cast<Value>(source[i]);
-      peak = std::max(peak, magnitude(value));
+      max_bits = std::max(max_bits, abs_bits(value));
       Store::store(target[i], value * factor);
     }
-    return from_magnitude<Value>(peak);
+    return from_abs_bits<Value>(max_bits);
   }
 };
 
@@ -102,21 +102,22 @@ FDDP_INLINE bool all_finite(const T* values, int64_t count) {
   return bad == 0;
 }
 
-// A sum of squares that is not finite tells of a bad value, or of squares that overflowed.
+// A non-finite sum of squares has one of two causes: a non-finite value, or overflow of the
+// squares.
 template <class T>
 FDDP_INLINE Stats stats_of(double sq_norm, const T* values, int64_t count) {
   return {sq_norm, std::isfinite(sq_norm) || all_finite(values, count)};
 }
 
-// Sums squares over stretches of values, in sixteen separate lanes that are added up at the end: a
-// fixed order of additions, whatever the width of the machine's vectors.
+// Sum of squares in sixteen lanes, which are added at the end. The order of additions is fixed and
+// does not depend on the vector width of the machine.
 template <class T>
 class SquareSum {
  public:
   static constexpr int64_t kLanes = 16;
-  static constexpr int64_t kBlock = 256;  // the longest stretch; a multiple of kLanes
+  static constexpr int64_t kBlock = 256;  // longest range of one call; a multiple of kLanes
 
-  // Every stretch but the last holds a multiple of kLanes values.
+  // All calls but the last pass a multiple of kLanes values.
   FDDP_INLINE void add(const T* values, int64_t count) {
     const int64_t whole = count / kLanes * kLanes;
     if constexpr (std::is_same_v<T, Value>) {
@@ -174,7 +175,7 @@ struct StatsLoop {
 };
 
 template <class T>
-struct MeasureLoop {
+struct StatsOnlyLoop {
   static FDDP_INLINE Stats run(const void* from, void*, int64_t count, double) {
     constexpr int64_t kBlock = SquareSum<T>::kBlock;
     const auto* const values = static_cast<const T*>(from);
@@ -218,7 +219,7 @@ Kernel<Loop> kernel() {
   return &run_baseline<Loop>;
 }
 
-// Calls f with a zero of the C++ type behind `dtype`.
+// Call f with a zero of the C++ type of `dtype`.
 template <class F>
 auto with_type(c10::ScalarType dtype, const F& f) {
   switch (dtype) {
@@ -235,7 +236,7 @@ auto with_type(c10::ScalarType dtype, const F& f) {
   }
 }
 
-// The kernel of Loop<Source, Target>, for the C++ types behind the two dtypes.
+// Return the kernel of Loop<Source, Target> for two dtypes.
 template <template <class, class> class Loop>
 auto kernel_between(c10::ScalarType source, c10::ScalarType target) {
   return with_type(source, [&](auto s) {
@@ -266,8 +267,8 @@ StatsKernel stats_kernel(c10::ScalarType source, c10::ScalarType target) {
   return kernel_between<StatsLoop>(source, target);
 }
 
-StatsKernel measure_kernel(c10::ScalarType dtype) {
-  return with_type(dtype, [](auto t) { return kernel<MeasureLoop<decltype(t)>>(); });
+StatsKernel stats_only_kernel(c10::ScalarType dtype) {
+  return with_type(dtype, [](auto t) { return kernel<StatsOnlyLoop<decltype(t)>>(); });
 }
 
 }  // namespace fddp

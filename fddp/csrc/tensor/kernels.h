@@ -1,8 +1,9 @@
-// Loops over contiguous stretches of elements: the part of pack and unpack that costs time.
+// Loops over contiguous elements: the performance-critical part of pack and unpack.
 //
-// Complex elements are two real ones here. Arithmetic is done in double if either side is double,
-// in float otherwise, then cast to the target's dtype: what torch.mul does. Results do not depend
-// on the instruction set: sums have a fixed order, and products and sums round separately.
+// A complex element is handled as two real ones. Arithmetic is done in double if either side is
+// double, else in float, and then cast to the target's dtype, as torch.mul does. Results do not
+// depend on the instruction set: sums have a fixed order, and products and sums are rounded
+// separately.
 
 #pragma once
 
@@ -12,18 +13,17 @@
 
 namespace fddp {
 
-// What one pass found out about the values it wrote.
+// Statistics of the values that one pass has written.
 struct Stats {
   double sq_norm = 0;  // sum of squares
-  bool finite = true;  // no NaN, no infinity
+  bool finite = true;  // no NaN and no infinity
 };
 
-// Reads `count` elements, writes them scaled and cast; gives the largest magnitude that was read,
-// infinity if any element was NaN. Source and target may be the same memory, but not overlap
-// otherwise.
+// Read `count` elements and write them scaled and cast. Return the largest magnitude read; infinity
+// if any element was NaN. Source and target may be the same memory, but must not overlap otherwise.
 using CopyKernel = double (*)(const void* source, void* target, int64_t count, double scale);
 
-// As a CopyKernel that writes, with the stats of what was written.
+// CopyKernel that also returns the stats of the written values.
 using StatsKernel = Stats (*)(const void* source, void* target, int64_t count, double scale);
 
 // target = cast(source * scale). All dtypes are real: Half, BFloat16, Float or Double.
@@ -32,13 +32,13 @@ CopyKernel copy_kernel(c10::ScalarType source, c10::ScalarType target);
 // target += cast(source * scale).
 CopyKernel add_kernel(c10::ScalarType source, c10::ScalarType target);
 
-// target = 0; reads nothing.
+// target = 0. The source is not read.
 CopyKernel zero_kernel(c10::ScalarType target);
 
 // target = cast(source * scale), with stats.
 StatsKernel stats_kernel(c10::ScalarType source, c10::ScalarType target);
 
-// Stats alone: writes nothing.
-StatsKernel measure_kernel(c10::ScalarType dtype);
+// Stats of the source. Nothing is written.
+StatsKernel stats_only_kernel(c10::ScalarType dtype);
 
 }  // namespace fddp

@@ -13,7 +13,7 @@ namespace py = pybind11;
 namespace fddp {
 namespace {
 
-// The product of `sizes`, or an error where it does not fit in 64 bits.
+// Return the product of `sizes`. Raise if it does not fit in 64 bits.
 int64_t checked_numel(at::IntArrayRef sizes, size_t leaf) {
   uint64_t numel = 1;
   bool overflows = false;
@@ -27,14 +27,14 @@ int64_t checked_numel(at::IntArrayRef sizes, size_t leaf) {
   return static_cast<int64_t>(numel);
 }
 
-// True where the strides are those of a contiguous tensor with its dimensions permuted.
+// Return true if the strides are those of a contiguous tensor with permuted dimensions.
 bool is_dense(at::IntArrayRef sizes, at::IntArrayRef strides) {
   c10::DimVector dims;
   for (const auto d : c10::irange(sizes.size())) {
     if (sizes[d] != 1) dims.push_back(static_cast<int64_t>(d));
   }
-  const auto steps_less = [&](int64_t a, int64_t b) { return strides[a] < strides[b]; };
-  std::sort(dims.begin(), dims.end(), steps_less);
+  const auto by_stride = [&](int64_t a, int64_t b) { return strides[a] < strides[b]; };
+  std::sort(dims.begin(), dims.end(), by_stride);
   int64_t expected = 1;
   for (const int64_t d : dims) {
     if (strides[d] != expected) return false;
@@ -45,7 +45,7 @@ bool is_dense(at::IntArrayRef sizes, at::IntArrayRef strides) {
 
 }  // namespace
 
-bool Slot::has_order_of(at::IntArrayRef other) const {
+bool Slot::matches_strides(at::IntArrayRef other) const {
   if (numel == 0) return true;
   for (const auto d : c10::irange(sizes.size())) {
     if (sizes[d] != 1 && strides[d] != other[d]) return false;
@@ -64,7 +64,7 @@ Layout::Layout(
       "a layout needs an offset, a shape and strides for each leaf, got ", offsets.size(), ", ",
       shapes.size(), " and ", strides.size());
   slots_.reserve(offsets.size());
-  int64_t free_from = 0;
+  int64_t previous_end = 0;
   for (const auto i : c10::irange(offsets.size())) {
     const at::IntArrayRef sizes(shapes[i]);
     TORCH_CHECK_VALUE(
@@ -75,12 +75,12 @@ Layout::Layout(
         leaf_numel == 0 || is_dense(sizes, strides[i]), "leaf ", i, " of shape ", sizes,
         " is not dense with strides ", at::IntArrayRef(strides[i]));
     TORCH_CHECK_VALUE(
-        offsets[i] >= free_from, "leaf ", i, " starts at element ", offsets[i],
-        ", but the leaf before it ends at ", free_from);
+        offsets[i] >= previous_end, "leaf ", i, " starts at element ", offsets[i],
+        ", but the leaf before it ends at ", previous_end);
     TORCH_CHECK_VALUE(
         offsets[i] <= numel && leaf_numel <= numel - offsets[i], "leaf ", i, " ends at element ",
         offsets[i], " + ", leaf_numel, ", past the layout's ", numel);
-    free_from = offsets[i] + leaf_numel;
+    previous_end = offsets[i] + leaf_numel;
     const at::IntArrayRef steps(strides[i]);
     slots_.push_back({offsets[i], leaf_numel, c10::DimVector(sizes), c10::DimVector(steps)});
   }
@@ -100,6 +100,13 @@ bool is_reducible(c10::ScalarType dtype) {
   }
 }
 
+bool fits_storage(const at::Tensor& tensor, int64_t extent) {
+  const int64_t end = tensor.storage_offset() + extent;
+  return extent == 0 ||
+      end * static_cast<int64_t>(tensor.itemsize()) <=
+      static_cast<int64_t>(tensor.storage().nbytes());
+}
+
 void check_buffer(const at::Tensor& buffer, int64_t numel) {
   TORCH_CHECK_TYPE(
       is_reducible(buffer.scalar_type()), "the buffer has dtype ", buffer.scalar_type(),
@@ -115,12 +122,7 @@ void check_buffer(const at::Tensor& buffer, int64_t numel) {
   TORCH_CHECK_VALUE(
       buffer.numel() >= numel, "the buffer has ", buffer.numel(), " elements, the layout needs ",
       numel);
-  const int64_t end = buffer.storage_offset() + buffer.numel();
-  TORCH_CHECK_VALUE(
-      buffer.numel() == 0 ||
-          end * static_cast<int64_t>(buffer.itemsize()) <=
-              static_cast<int64_t>(buffer.storage().nbytes()),
-      "the buffer has less memory than elements: its storage was resized");
+  check_storage(fits_storage(buffer, buffer.numel()), "the buffer");
 }
 
 }  // namespace fddp

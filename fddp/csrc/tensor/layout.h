@@ -1,17 +1,18 @@
-// Where the leaves of a bucket lie in its buffer: shared by pack, unpack and slices.
+// Layout of the leaves of a bucket in its buffer. Shared by pack, unpack and slices.
 
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/DimVector.h>
+#include <c10/util/Exception.h>
 
 #include <cstdint>
 #include <vector>
 
 namespace fddp {
 
-// One leaf's stretch of the buffer, in elements: `numel` of them from `offset` on, which read as a
+// Range of one leaf in the buffer, in elements: `numel` elements from `offset` on, which form a
 // dense tensor of these sizes and strides.
 struct Slot {
   int64_t offset;
@@ -19,13 +20,13 @@ struct Slot {
   c10::DimVector sizes;
   c10::DimVector strides;
 
-  // True where walking `strides` visits elements in the slot's order. Strides along dimensions of
-  // size one are never walked, so they do not count.
-  bool has_order_of(at::IntArrayRef strides) const;
+  // Return true if `strides` visits elements in the slot's order. Strides along dimensions of size
+  // one do not matter.
+  bool matches_strides(at::IntArrayRef strides) const;
 };
 
-// A value checked once, when it is built: slots are dense, in ascending order, within `numel`
-// elements and apart from each other, so that kernels may trust them.
+// Immutable and validated at construction: slots are dense, ascending, disjoint, and within `numel`
+// elements. Kernels rely on this.
 class Layout {
  public:
   Layout(
@@ -46,10 +47,19 @@ class Layout {
   int64_t numel_;
 };
 
-// float16, bfloat16, float32, float64, complex64 or complex128.
+// Return true for float16, bfloat16, float32, float64, complex64 and complex128.
 bool is_reducible(c10::ScalarType dtype);
 
-// Raises unless `buffer` is a strided, contiguous, one-dimensional tensor of a reducible dtype with
+// Return true if the storage of a strided tensor holds `extent` elements from the first one on.
+bool fits_storage(const at::Tensor& tensor, int64_t extent);
+
+// Raise a ValueError that names the tensor unless `fits`.
+template <class... Name>
+void check_storage(bool fits, const Name&... name) {
+  TORCH_CHECK_VALUE(fits, name..., " is larger than its storage, which was resized");
+}
+
+// Raise unless `buffer` is a strided, contiguous, one-dimensional tensor of a reducible dtype with
 // at least `numel` elements.
 void check_buffer(const at::Tensor& buffer, int64_t numel);
 

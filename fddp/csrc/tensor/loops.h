@@ -1,10 +1,10 @@
-// For loops that the compiler is to vectorise. Includes nothing.
+// Macros for vectorised loops. No includes.
 
 #pragma once
 
 #define FDDP_INLINE inline __attribute__((always_inline))
 
-// Iterations do not depend on each other even where source and target are the same memory.
+// Marks a loop whose iterations are independent, even if source and target are the same memory.
 #if defined(__clang__)
 #define FDDP_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else

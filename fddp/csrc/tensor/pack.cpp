@@ -22,7 +22,8 @@ namespace py = pybind11;
 namespace fddp {
 namespace {
 
-// While this lives, torch operations on plain tensors do just that: no autograd, no modes.
+// Guard that disables autograd, modes and functional transforms for torch operations on plain
+// tensors.
 struct PlainOps {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   c10::impl::ExcludeDispatchKeyGuard below_modes{
@@ -32,25 +33,25 @@ struct PlainOps {
            c10::DispatchKey::FuncTorchDynamicLayerBackMode})};
 };
 
-// Complex elements are copied as two real ones.
+// A complex element is copied as two real ones.
 c10::ScalarType real_dtype(const at::Tensor& tensor) {
   return c10::toRealValueType(tensor.scalar_type());
 }
 
-int64_t reals_in(const Slot& slot, const at::Tensor& buffer) {
+int64_t real_numel(const Slot& slot, const at::Tensor& buffer) {
   return buffer.is_complex() ? 2 * slot.numel : slot.numel;
 }
 
-// Reading does not need the writable pointer, for which torch would copy a lazily cloned storage.
-Memory readable(const at::Tensor& tensor) {
+// const_data_ptr, because the mutable one would materialize a lazily cloned storage.
+TypedPointer const_pointer(const at::Tensor& tensor) {
   return {static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())), real_dtype(tensor)};
 }
 
-Memory writable(const at::Tensor& tensor) {
+TypedPointer mutable_pointer(const at::Tensor& tensor) {
   return {static_cast<char*>(tensor.mutable_data_ptr()), real_dtype(tensor)};
 }
 
-Memory at_slot(Memory buffer, const at::Tensor& tensor, const Slot& slot) {
+TypedPointer slot_pointer(TypedPointer buffer, const at::Tensor& tensor, const Slot& slot) {
   return {buffer.data + slot.offset * static_cast<int64_t>(tensor.itemsize()), buffer.dtype};
 }
 
@@ -59,29 +60,29 @@ at::Tensor empty_in_slot_order(const at::Tensor& leaf, const Slot& slot) {
   return at::empty_strided(slot.sizes, slot.strides, options);
 }
 
-// The largest magnitude of all pieces.
-double run_copies(const Work<CopyKernel>& work, double scale) {
-  std::atomic<double> peak{0.0};
-  work.run([&](const Piece<CopyKernel>& piece, size_t) {
-    const double found = piece.kernel(piece.source, piece.target, piece.count, scale);
-    double known = peak.load(std::memory_order_relaxed);
-    while (found > known && !peak.compare_exchange_weak(known, found, std::memory_order_relaxed)) {
+// Run all tasks. Return the largest magnitude.
+double run_copy_tasks(const KernelTasks<CopyKernel>& tasks, double scale) {
+  std::atomic<double> amax{0.0};
+  tasks.run([&](const KernelTask<CopyKernel>& task, size_t) {
+    const double found = task.kernel(task.source, task.target, task.count, scale);
+    double known = amax.load(std::memory_order_relaxed);
+    while (found > known && !amax.compare_exchange_weak(known, found, std::memory_order_relaxed)) {
     }
   });
-  return peak.load();
+  return amax.load();
 }
 
-double scaled_peak(double peak, double scale) {
-  if (peak == 0.0 || std::isinf(peak)) return peak;
-  const double scaled = peak * std::abs(scale);
-  // What overflows by the scale was finite when it was read.
+double scaled_amax(double amax, double scale) {
+  if (amax == 0.0 || std::isinf(amax)) return amax;
+  const double scaled = amax * std::abs(scale);
+  // An overflow by the scale is not a non-finite value that was read.
   return scaled < std::numeric_limits<double>::max() ? scaled : std::numeric_limits<double>::max();
 }
 
-Stats run_stats(const Work<StatsKernel>& work, double scale) {
-  std::vector<Stats> parts(work.size());
-  work.run([&](const Piece<StatsKernel>& piece, size_t i) {
-    parts[i] = piece.kernel(piece.source, piece.target, piece.count, scale);
+Stats run_stats_tasks(const KernelTasks<StatsKernel>& tasks, double scale) {
+  std::vector<Stats> parts(tasks.size());
+  tasks.run([&](const KernelTask<StatsKernel>& task, size_t i) {
+    parts[i] = task.kernel(task.source, task.target, task.count, scale);
   });
   Stats total;
   for (const Stats& part : parts) {
@@ -93,95 +94,98 @@ Stats run_stats(const Work<StatsKernel>& work, double scale) {
 
 using KernelFor = CopyKernel (*)(c10::ScalarType source, c10::ScalarType target);
 
-// Sends each source that counts to its slot.
-double gather_(
+// Pack each source into its slot.
+double pack_leaves_(
     const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale,
     KernelFor kernel_for, bool zero_missing) {
   check_cpu_buffer(buffer, layout.numel());
   check_sources(sources, layout, buffer);
   const PlainOps plain_ops;
   buffer.unsafeGetTensorImpl()->bump_version();
-  const Memory bucket = writable(buffer);
-  Leaves copies;  // of sources whose memory is in another order
-  Work<CopyKernel> work(sources.size());
+  const TypedPointer bucket = mutable_pointer(buffer);
+  Leaves reordered;  // of sources whose memory has another order
+  KernelTasks<CopyKernel> tasks(sources.size());
   for (const auto i : c10::irange(sources.size())) {
     const Slot& slot = layout.slots()[i];
-    const Memory target = at_slot(bucket, buffer, slot);
-    // A NaN times zero is a NaN, but a weight of zero means that the leaf does not count.
+    const TypedPointer target = slot_pointer(bucket, buffer, slot);
+    // A leaf of weight zero does not count, although NaN times zero would be NaN.
     if (!sources[i].defined() || scale == 0.0) {
-      if (zero_missing) work.add(zero_kernel(target.dtype), target, target, reals_in(slot, buffer));
+      if (!zero_missing) continue;
+      tasks.add(zero_kernel(target.dtype), target, target, real_numel(slot, buffer));
       continue;
     }
-    Memory source;
+    TypedPointer source;
     if (is_linear(sources[i], slot)) {
-      source = readable(sources[i]);
+      source = const_pointer(sources[i]);
     } else {
-      copies.push_back(empty_in_slot_order(sources[i], slot));
-      copies.back().copy_(
+      reordered.push_back(empty_in_slot_order(sources[i], slot));
+      reordered.back().copy_(
           sources[i].layout() == at::kStrided ? sources[i] : sources[i].to_dense());
-      source = readable(copies.back());
+      source = const_pointer(reordered.back());
     }
-    work.add(kernel_for(source.dtype, target.dtype), source, target, reals_in(slot, buffer));
+    tasks.add(kernel_for(source.dtype, target.dtype), source, target, real_numel(slot, buffer));
   }
-  return scaled_peak(run_copies(work, scale), scale);
+  return scaled_amax(run_copy_tasks(tasks, scale), scale);
 }
 
 }  // namespace
 
 double pack_(const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale) {
-  return gather_(buffer, layout, sources, scale, copy_kernel, /*zero_missing=*/true);
+  return pack_leaves_(buffer, layout, sources, scale, copy_kernel, /*zero_missing=*/true);
 }
 
 double pack_add_(
     const at::Tensor& buffer, const Layout& layout, const Leaves& sources, double scale) {
-  return gather_(buffer, layout, sources, scale, add_kernel, /*zero_missing=*/false);
+  return pack_leaves_(buffer, layout, sources, scale, add_kernel, /*zero_missing=*/false);
 }
 
 Stats scale_(const at::Tensor& buffer, double scale) {
   check_cpu_buffer(buffer, 0);
   const int64_t count = buffer.is_complex() ? 2 * buffer.numel() : buffer.numel();
-  Work<StatsKernel> work(1);
+  KernelTasks<StatsKernel> tasks(1);
   if (scale == 1.0) {
-    const Memory memory = readable(buffer);
-    work.add(measure_kernel(memory.dtype), memory, memory, count);
+    const TypedPointer memory = const_pointer(buffer);
+    tasks.add(stats_only_kernel(memory.dtype), memory, memory, count);
   } else {
     buffer.unsafeGetTensorImpl()->bump_version();
-    const Memory memory = writable(buffer);
-    work.add(stats_kernel(memory.dtype, memory.dtype), memory, memory, count);
+    const TypedPointer memory = mutable_pointer(buffer);
+    tasks.add(stats_kernel(memory.dtype, memory.dtype), memory, memory, count);
   }
-  return run_stats(work, scale);
+  return run_stats_tasks(tasks, scale);
 }
 
 Stats unpack_(const Leaves& outputs, const Layout& layout, const at::Tensor& buffer, double scale) {
   check_cpu_buffer(buffer, layout.numel());
   check_outputs(outputs, layout, buffer);
   const PlainOps plain_ops;
-  const Memory bucket = readable(buffer);
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // outputs in another order, their values
-  Work<StatsKernel> work(outputs.size());
+  const TypedPointer bucket = const_pointer(buffer);
+  // Outputs whose memory has another order, with their values.
+  std::vector<std::pair<at::Tensor, at::Tensor>> reordered;
+  KernelTasks<StatsKernel> tasks(outputs.size());
   for (const auto i : c10::irange(outputs.size())) {
     const at::Tensor& output = outputs[i];
     if (!output.defined()) continue;
     output.unsafeGetTensorImpl()->bump_version();
     const Slot& slot = layout.slots()[i];
-    Memory target;
+    TypedPointer target;
     if (is_linear(output, slot)) {
-      target = writable(output);
+      target = mutable_pointer(output);
     } else {
-      copies.emplace_back(output, empty_in_slot_order(output, slot));
-      target = writable(copies.back().second);
+      reordered.emplace_back(output, empty_in_slot_order(output, slot));
+      target = mutable_pointer(reordered.back().second);
     }
-    const Memory source = at_slot(bucket, buffer, slot);
-    work.add(stats_kernel(source.dtype, target.dtype), source, target, reals_in(slot, buffer));
+    const TypedPointer source = slot_pointer(bucket, buffer, slot);
+    tasks.add(stats_kernel(source.dtype, target.dtype), source, target, real_numel(slot, buffer));
   }
-  const Stats stats = run_stats(work, scale);
-  for (const auto& [output, values] : copies) output.copy_(values);
+  const Stats stats = run_stats_tasks(tasks, scale);
+  for (const auto& [output, values] : reordered) output.copy_(values);
   return stats;
 }
 
 namespace {
 
-// None becomes an undefined tensor. The result is to be dropped with the GIL held.
+// Convert a sequence of tensors and None. None becomes an undefined tensor. Destroy the result with
+// the GIL held.
 Leaves leaves_from(py::handle items) {
   const auto sequence = py::reinterpret_steal<py::object>(
       PySequence_Fast(items.ptr(), "expected a sequence of tensors and None"));
@@ -198,12 +202,12 @@ Leaves leaves_from(py::handle items) {
   return leaves;
 }
 
-template <double (*kGather)(const at::Tensor&, const Layout&, const Leaves&, double)>
-double gather_from_python(
+template <double (*kPack)(const at::Tensor&, const Layout&, const Leaves&, double)>
+double pack_from_python(
     const at::Tensor& buffer, const Layout& layout, py::handle sources, double scale) {
   const Leaves leaves = leaves_from(sources);
   const py::gil_scoped_release no_gil;
-  return kGather(buffer, layout, leaves, scale);
+  return kPack(buffer, layout, leaves, scale);
 }
 
 std::pair<double, bool> unpack_from_python(
@@ -224,8 +228,8 @@ std::pair<double, bool> scale_from_python(const at::Tensor& buffer, double scale
 }  // namespace fddp
 
 void bind_pack(py::module_& m) {
-  m.def("pack_", torch::wrap_pybind_function(&fddp::gather_from_python<fddp::pack_>));
-  m.def("pack_add_", torch::wrap_pybind_function(&fddp::gather_from_python<fddp::pack_add_>));
+  m.def("pack_", torch::wrap_pybind_function(&fddp::pack_from_python<fddp::pack_>));
+  m.def("pack_add_", torch::wrap_pybind_function(&fddp::pack_from_python<fddp::pack_add_>));
   m.def("scale_", torch::wrap_pybind_function(&fddp::scale_from_python));
   m.def("unpack_", torch::wrap_pybind_function(&fddp::unpack_from_python));
 }

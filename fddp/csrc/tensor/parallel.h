@@ -1,4 +1,4 @@
-// Copies cut into pieces, and run on as many threads as are worth it.
+// Parallel execution of copy kernels, split into tasks.
 
 #pragma once
 
@@ -12,39 +12,39 @@
 
 namespace fddp {
 
-// The first of some elements, which lie one after the other.
-struct Memory {
+// Address of contiguous elements.
+struct TypedPointer {
   char* data;
   c10::ScalarType dtype;  // real
 };
 
-// A stretch of elements that goes through one kernel in one go.
+// Contiguous elements that one kernel call handles.
 template <class Kernel>
-struct Piece {
+struct KernelTask {
   Kernel kernel;
   char* source;
   char* target;
   int64_t count;
-  int64_t begin;  // elements in all pieces before this one
+  int64_t begin;  // number of elements in all tasks before this one
 };
 
-// [Note: pieces]
-// The cuts depend on the leaves alone, and what pieces find out is put together in their order: so
-// neither the number of threads nor their timing shows in a result's bits.
+// [Note: fixed task boundaries]
+// The boundaries of tasks depend on the leaves alone, and the results of tasks are combined in task
+// order. Results therefore do not depend, bit for bit, on the number of threads or their timing.
 template <class Kernel>
-class Work {
+class KernelTasks {
  public:
-  explicit Work(size_t expected_pieces) {
-    pieces_.reserve(expected_pieces);
+  explicit KernelTasks(size_t expected_tasks) {
+    tasks_.reserve(expected_tasks);
   }
 
-  // `count` real elements are to go from one memory to the other.
-  void add(Kernel kernel, Memory source, Memory target, int64_t count) {
+  // Add tasks for `count` real elements.
+  void add(Kernel kernel, TypedPointer source, TypedPointer target, int64_t count) {
     const auto source_bytes = static_cast<int64_t>(c10::elementSize(source.dtype));
     const auto target_bytes = static_cast<int64_t>(c10::elementSize(target.dtype));
-    for (int64_t done = 0; done < count; done += kPieceNumel) {
-      const int64_t size = std::min(kPieceNumel, count - done);
-      pieces_.push_back(
+    for (int64_t done = 0; done < count; done += kTaskNumel) {
+      const int64_t size = std::min(kTaskNumel, count - done);
+      tasks_.push_back(
           {kernel, source.data + done * source_bytes, target.data + done * target_bytes, size,
            numel_});
       numel_ += size;
@@ -52,36 +52,36 @@ class Work {
   }
 
   size_t size() const {
-    return pieces_.size();
+    return tasks_.size();
   }
 
-  // Calls body(piece, its number) once for each piece, possibly from several threads.
+  // Call body(task, index) once for each task, possibly from several threads.
   template <class Body>
   void run(const Body& body) const {
     if (numel_ < kParallelNumel || at::get_num_threads() == 1) {
-      for (const auto i : c10::irange(size())) body(pieces_[i], i);
+      for (const auto i : c10::irange(size())) body(tasks_[i], i);
       return;
     }
-    // Threads share out elements, because pieces differ in size. A piece belongs to the thread in
-    // whose share it begins.
-    at::parallel_for(0, numel_, kPieceNumel, [&](int64_t begin, int64_t end) {
-      for (size_t i = first_from(begin); i < size() && pieces_[i].begin < end; ++i) {
-        body(pieces_[i], i);
+    // Threads share elements, not tasks, because tasks differ in size. A task belongs to the thread
+    // whose share contains its begin.
+    at::parallel_for(0, numel_, kTaskNumel, [&](int64_t begin, int64_t end) {
+      for (size_t i = first_task_from(begin); i < size() && tasks_[i].begin < end; ++i) {
+        body(tasks_[i], i);
       }
     });
   }
 
  private:
-  static constexpr int64_t kPieceNumel = 1 << 15;
+  static constexpr int64_t kTaskNumel = 1 << 15;
   // With fewer elements, starting threads costs more than it saves.
   static constexpr int64_t kParallelNumel = 1 << 18;
 
-  size_t first_from(int64_t element) const {
-    const auto before = [&](const Piece<Kernel>& piece) { return piece.begin < element; };
-    return std::partition_point(pieces_.begin(), pieces_.end(), before) - pieces_.begin();
+  size_t first_task_from(int64_t element) const {
+    const auto before = [&](const KernelTask<Kernel>& task) { return task.begin < element; };
+    return std::partition_point(tasks_.begin(), tasks_.end(), before) - tasks_.begin();
   }
 
-  std::vector<Piece<Kernel>> pieces_;
+  std::vector<KernelTask<Kernel>> tasks_;
   int64_t numel_ = 0;
 };
 

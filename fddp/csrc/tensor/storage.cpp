@@ -21,9 +21,9 @@ void release_owner(void* owner) {
   c10::intrusive_ptr<c10::StorageImpl>::reclaim(static_cast<c10::StorageImpl*>(owner));
 }
 
-// A storage over `size_bytes` of `owner`'s memory. [Note: slices]
-c10::Storage stretch_of(c10::Storage owner, int64_t begin_bytes, int64_t size_bytes) {
-  auto* const base = static_cast<char*>(owner.mutable_data());  // none on the meta device
+// Return a storage over a range of the owner's memory. See [Note: slices].
+c10::Storage storage_slice(c10::Storage owner, int64_t begin_bytes, int64_t size_bytes) {
+  auto* const base = static_cast<char*>(owner.mutable_data());  // null on the meta device
   void* const data = base == nullptr ? nullptr : base + begin_bytes;
   const c10::Device device = owner.device();
   c10::DataPtr memory(data, owner.unsafeReleaseStorageImpl(), &release_owner, device);
@@ -42,7 +42,7 @@ std::vector<at::Tensor> slices(const at::Tensor& buffer, const Layout& layout) {
   std::vector<at::Tensor> results;
   results.reserve(layout.slots().size());
   for (const Slot& slot : layout.slots()) {
-    c10::Storage storage = stretch_of(
+    c10::Storage storage = storage_slice(
         buffer.storage(), (buffer.storage_offset() + slot.offset) * item_bytes,
         slot.numel * item_bytes);
     at::Tensor result =
@@ -55,24 +55,26 @@ std::vector<at::Tensor> slices(const at::Tensor& buffer, const Layout& layout) {
 
 c10::StorageImpl* owner_of_slice(const at::Tensor& tensor) {
   if (!tensor.has_storage() || tensor.layout() != at::kStrided) return nullptr;
-  const c10::DataPtr& memory = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  const c10::DataPtr& memory =
+      tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
   if (memory.get_deleter() != &release_owner) return nullptr;
   return static_cast<c10::StorageImpl*>(memory.get_context());
 }
 
 int64_t storage_use_count(const at::Tensor& tensor) {
-  TORCH_CHECK_TYPE(tensor.has_storage(), "a tensor without a storage has no owners to count");
+  TORCH_CHECK_TYPE(tensor.has_storage(), "storage_use_count: the tensor has no storage");
   const c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
   const auto owners = static_cast<int64_t>(tensor.storage().use_count());
-  // A Python storage object, once made, stays with its storage, each keeping the other alive. It is
-  // an owner only as long as Python refers to it.
+  // Once created, the Python object of a storage lives as long as the storage, and each keeps the
+  // other alive. It counts as an owner only while Python refers to it.
   return storage.pyobj_slot()->has_unique_reference() ? owners - 1 : owners;
 }
 
 namespace {
 
-// Buffers that results were cut from; held weakly, so that their memory is not.
-class Lenders {
+// Buffers whose views were returned to callers. Held weakly, so that their memory is not kept
+// alive.
+class LiveViews {
  public:
   void add(const at::Tensor& buffer) {
     for (auto it = storages_.begin(); it != storages_.end();) {
@@ -82,8 +84,8 @@ class Lenders {
     storages_.try_emplace(storage, c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
   }
 
-  // Whether a tensor lies over one of them.
-  bool lent(const at::Tensor& tensor) const {
+  // Return true if the tensor is a slice of one of the buffers.
+  bool contains(const at::Tensor& tensor) const {
     return storages_.count(owner_of_slice(tensor)) != 0;
   }
 
@@ -91,13 +93,13 @@ class Lenders {
   std::unordered_map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
 };
 
-// Takes the memory away from slices: whatever uses one, or a view of it, from now on raises.
-void vacate(const std::vector<at::Tensor>& tensors, const std::string& text) {
+// Remove the memory of slices. Any later use of a slice, or of a view of it, raises with this text.
+void invalidate(const std::vector<at::Tensor>& tensors, const std::string& error_text) {
   for (const at::Tensor& tensor : tensors) {
-    TORCH_CHECK_TYPE(owner_of_slice(tensor) != nullptr, "only slices can be vacated");
+    TORCH_CHECK_TYPE(owner_of_slice(tensor) != nullptr, "only slices can be invalidated");
     c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
     storage.set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
-    storage.release_data_and_set_meta_custom_data_ptr_error_msg_(text);
+    storage.release_data_and_set_meta_custom_data_ptr_error_msg_(error_text);
   }
 }
 
@@ -105,11 +107,11 @@ void vacate(const std::vector<at::Tensor>& tensors, const std::string& text) {
 }  // namespace fddp
 
 void bind_storage(py::module_& m) {
-  py::class_<fddp::Lenders>(m, "Lenders")
+  py::class_<fddp::LiveViews>(m, "LiveViews")
       .def(py::init<>())
-      .def("add", &fddp::Lenders::add, py::arg("buffer"))
-      .def("lent", &fddp::Lenders::lent, py::arg("tensor"));
-  m.def("vacate", torch::wrap_pybind_function(&fddp::vacate));
+      .def("add", &fddp::LiveViews::add, py::arg("buffer"))
+      .def("contains", &fddp::LiveViews::contains, py::arg("tensor"));
+  m.def("invalidate", torch::wrap_pybind_function(&fddp::invalidate));
   m.def("slices", torch::wrap_pybind_function(&fddp::slices));
   m.def("storage_use_count", torch::wrap_pybind_function(&fddp::storage_use_count));
 }

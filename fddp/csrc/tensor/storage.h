@@ -1,4 +1,4 @@
-// Results over a bucket's memory, and the question of who still holds it.
+// Results as slices of a bucket's memory, and ownership of this memory.
 
 #pragma once
 
@@ -12,21 +12,21 @@
 
 namespace fddp {
 
-// One tensor per slot over its stretch of `buffer`, without a copy, on any device.
+// Return one tensor per slot over its range of `buffer`, without a copy, on any device.
 //
 // [Note: slices]
-// Each result has a Storage of its own, exactly as long as the leaf, although the memory is the
-// buffer's: so saving one leaf saves that leaf alone, and each has its own version counter. The
-// storage's deleter holds a reference to the buffer's storage instead of freeing memory, which
-// keeps the buffer alive as long as any result is, and lets `storage_use_count` of the buffer tell
-// whether one is. Such a storage cannot be resized.
+// Each result has a Storage of its own, exactly as long as the leaf, over the memory of the buffer.
+// Saving one leaf therefore saves this leaf alone, and each result has its own version counter. The
+// deleter of the storage holds a reference to the buffer's storage. The buffer stays alive as long
+// as any result does, and `storage_use_count` of the buffer shows whether one is left. Such a
+// storage cannot be resized.
 std::vector<at::Tensor> slices(const at::Tensor& buffer, const Layout& layout);
 
-// The storage whose memory a tensor of `slices` lies over; null for any other tensor.
+// Return the storage that a tensor of `slices` is part of; null for any other tensor.
 c10::StorageImpl* owner_of_slice(const at::Tensor& tensor);
 
-// Owners of the storage of `tensor`: tensors, views and slices over it, and Python storage objects.
-// One means that nothing but `tensor` itself holds the memory. Needs the GIL.
+// Return the number of owners of the storage of `tensor`: tensors, views, slices and Python storage
+// objects. One means that only `tensor` itself holds the memory. Needs the GIL.
 int64_t storage_use_count(const at::Tensor& tensor);
 
 }  // namespace fddp

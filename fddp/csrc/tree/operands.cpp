@@ -1,4 +1,4 @@
-// What an operator was prepared for, compared with what it is given: one call for a whole tree.
+// Comparison of an operator's operands with those it was prepared for: one call for a whole tree.
 
 #include <Python.h>
 
@@ -17,8 +17,9 @@ namespace py = pybind11;
 namespace fddp {
 namespace {
 
-// Tensors that stand for others: of transforms, with a __torch_dispatch__ of their own, or zeros without memory.
-constexpr c10::DispatchKeySet kStandIns{c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
+// Keys of tensors without memory of their own: those of transforms, subclasses with
+// __torch_dispatch__, and zero tensors.
+constexpr c10::DispatchKeySet kIndirectKeys{c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
                                         c10::DispatchKey::Batched, c10::DispatchKey::Python,
                                         c10::DispatchKey::ZeroTensor};
 
@@ -32,8 +33,9 @@ class Operands {
                       " shapes for ", dtypes_.size(), " dtypes and ", devices_.size(), " devices");
   }
 
-  // Whether these are dense tensors of the same shapes, dtypes and devices, and None where None was.
-  bool alike(const py::list& leaves) const {
+  // Return true if the leaves are dense tensors of the same shapes, dtypes and devices, and None
+  // where None was.
+  bool matches(const py::list& leaves) const {
     if (leaves.size() != shapes_.size()) return false;
     for (size_t i = 0; i < shapes_.size(); ++i) {
       PyObject* leaf = PyList_GET_ITEM(leaves.ptr(), i);
@@ -44,9 +46,9 @@ class Operands {
       if (!THPVariable_Check(leaf)) return false;
       const at::Tensor& tensor = THPVariable_Unpack(leaf);
       if (tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return false;
-      const bool fits = tensor.scalar_type() == *dtypes_[i] && tensor.layout() == at::kStrided && !tensor.is_nested() &&
-          tensor.device() == *devices_[i] && tensor.sizes() == at::IntArrayRef(shapes_[i]);
-      if (!fits) return false;
+      const bool equal = tensor.scalar_type() == *dtypes_[i] && tensor.layout() == at::kStrided &&
+          !tensor.is_nested() && tensor.device() == *devices_[i] && tensor.sizes() == at::IntArrayRef(shapes_[i]);
+      if (!equal) return false;
     }
     return true;
   }
@@ -57,19 +59,19 @@ class Operands {
   std::vector<std::optional<at::Device>> devices_;
 };
 
-// The first of these that is no tensor in memory, or -1.
+// Return the position of the first leaf that is neither None nor a tensor in memory, or -1.
 int64_t first_without_memory(const py::sequence& leaves) {
   int64_t i = 0;
   for (py::handle leaf : leaves) {
     const bool has_memory = leaf.is_none() ||
-        (THPVariable_Check(leaf.ptr()) && !THPVariable_Unpack(leaf.ptr()).key_set().has_any(kStandIns));
+        (THPVariable_Check(leaf.ptr()) && !THPVariable_Unpack(leaf.ptr()).key_set().has_any(kIndirectKeys));
     if (!has_memory) return i;
     ++i;
   }
   return -1;
 }
 
-// Whether one of these has derivatives: a tangent or, with `graphs`, a graph that leads to it.
+// Return true if any leaf has a forward-mode tangent or, with `graphs`, requires a gradient.
 bool have_derivatives(const py::sequence& leaves, bool graphs) {
   for (py::handle leaf : leaves) {
     if (!THPVariable_Check(leaf.ptr())) continue;
@@ -89,7 +91,7 @@ void bind_operands(py::module_& m) {
       .def(py::init<std::vector<std::vector<int64_t>>, std::vector<std::optional<at::ScalarType>>,
                     std::vector<std::optional<at::Device>>>(),
            py::arg("shapes"), py::arg("dtypes"), py::arg("devices"))
-      .def("alike", &Operands::alike, py::arg("leaves"));
+      .def("matches", &Operands::matches, py::arg("leaves"));
   m.def("first_without_memory", &first_without_memory, py::arg("leaves"));
   m.def("have_derivatives", &have_derivatives, py::arg("leaves"), py::arg("graphs"));
 }

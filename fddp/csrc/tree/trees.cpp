@@ -1,8 +1,8 @@
-// Trees of a structure that has been seen before, taken apart in one pass.
+// Fast flattening of trees whose structure was seen before.
 //
-// Training loops hand in the same containers step by step. optree, which knows all kinds of nodes,
-// sorts the keys of each dict anew to see that. Here what was seen is compared entry by entry, in
-// the order in which it was filled; anything that differs is left to optree.
+// Training loops pass the same containers in each step. optree supports all kinds of nodes and
+// sorts the keys of each dict in each call. The code here compares a tree with the cached structure
+// entry by entry, in insertion order. Trees that differ are left to optree.
 
 #include <Python.h>
 
@@ -20,40 +20,41 @@ namespace py = pybind11;
 namespace fddp {
 namespace {
 
-// Keys that are told apart without running anybody's code, and whose text follows from type and value.
+// Keys that can be compared without running user code, and whose text follows from type and value.
 bool is_plain_key(PyObject* key) { return PyUnicode_CheckExact(key) || PyLong_CheckExact(key); }
 
-bool same_key(PyObject* known, PyObject* key) {
-  if (known == key) return true;
-  if (Py_TYPE(known) != Py_TYPE(key)) return false;
-  if (PyUnicode_CheckExact(key)) return PyUnicode_Compare(known, key) == 0;
-  return PyLong_CheckExact(key) && PyObject_RichCompareBool(known, key, Py_EQ) == 1;
+bool same_key(PyObject* cached_key, PyObject* key) {
+  if (cached_key == key) return true;
+  if (Py_TYPE(cached_key) != Py_TYPE(key)) return false;
+  if (PyUnicode_CheckExact(key)) return PyUnicode_Compare(cached_key, key) == 0;
+  return PyLong_CheckExact(key) && PyObject_RichCompareBool(cached_key, key, Py_EQ) == 1;
 }
 
-class KnownTree {
+class CachedTree {
  public:
-  // Remembers the containers of `tree`, whose i-th leaf, as they are filled, is number `numbers[i]`.
-  KnownTree(const py::object& tree, std::vector<int64_t> numbers) : numbers_(std::move(numbers)) {
-    std::vector<bool> met(numbers_.size(), false);
+  // Cache the containers of `tree`. `numbers[i]` is the number of its i-th leaf in insertion order.
+  CachedTree(const py::object& tree, std::vector<int64_t> numbers) : numbers_(std::move(numbers)) {
+    std::vector<bool> seen(numbers_.size(), false);
     for (const int64_t number : numbers_) {
-      TORCH_CHECK_VALUE(number >= 0 && number < static_cast<int64_t>(met.size()) && !met[number],
-                        "leaves are numbered from 0 to ", met.size(), ", each once");
-      met[number] = true;
+      TORCH_CHECK_VALUE(number >= 0 && number < static_cast<int64_t>(seen.size()) && !seen[number],
+                        "numbers must be a permutation of range(", seen.size(), ")");
+      seen[number] = true;
     }
-    is_known_ = note(tree.ptr(), 0) && leaves_ == numbers_.size();
+    is_cacheable_ = record(tree.ptr(), 0) && leaves_ == numbers_.size();
   }
 
-  // Whether its containers are of the kinds that can be remembered: dicts with strings or integers
-  // as keys, lists and tuples, around plain tensors and None.
-  bool is_known() const { return is_known_; }
+  // Return true if all containers can be cached: dicts with strings or integers as keys, lists and
+  // tuples, around plain tensors and None.
+  bool is_cacheable() const { return is_cacheable_; }
 
-  // The leaves of a tree like it, by number; None for any other tree.
+  // Return the leaves of a tree with the cached structure, ordered by number; None for any other
+  // tree.
   py::object flatten(const py::object& tree) const {
-    if (!is_known_) return py::none();
+    if (!is_cacheable_) return py::none();
     py::list leaves(numbers_.size());
-    // An entry that is not set is allowed in a list that nobody has seen.
+    // Unset entries are allowed in a list that is not visible to Python yet.
     Walk walk{leaves.ptr(), 0, 0};
-    if (!take(tree.ptr(), walk)) return py::none();
+    if (!match(tree.ptr(), walk)) return py::none();
     return leaves;
   }
 
@@ -61,7 +62,7 @@ class KnownTree {
   enum class Kind : uint8_t { kLeaf, kDict, kList, kTuple };
   struct Node {
     Kind kind;
-    Py_ssize_t size;             // entries
+    Py_ssize_t size;               // number of entries
     std::vector<py::object> keys;  // of a dict
   };
   struct Walk {
@@ -69,19 +70,19 @@ class KnownTree {
     size_t node;
     size_t leaf;
   };
-  static constexpr int kDeepest = 200;
+  static constexpr int kMaxDepth = 200;
 
-  // Other classes of tensors may be ones that are taken apart.
+  // Subclasses of Tensor may be registered as containers.
   static bool is_leaf(PyObject* value) { return value == Py_None || THPVariable_CheckExact(value); }
 
-  // Remembers a node and what is below it, in the order of a walk.
-  bool note(PyObject* value, int depth) {
+  // Record a node and its descendants in traversal order.
+  bool record(PyObject* value, int depth) {
     if (is_leaf(value)) {
       ++leaves_;
       nodes_.push_back({Kind::kLeaf, 0, {}});
       return true;
     }
-    if (depth == kDeepest) return false;
+    if (depth == kMaxDepth) return false;
     if (PyDict_CheckExact(value)) {
       Node node{Kind::kDict, PyDict_GET_SIZE(value), {}};
       PyObject *key = nullptr, *entry = nullptr;
@@ -93,7 +94,7 @@ class KnownTree {
       nodes_.push_back(std::move(node));
       position = 0;
       while (PyDict_Next(value, &position, &key, &entry)) {
-        if (!note(entry, depth + 1)) return false;
+        if (!record(entry, depth + 1)) return false;
       }
       return true;
     }
@@ -101,13 +102,13 @@ class KnownTree {
     if (!is_list && !PyTuple_CheckExact(value)) return false;
     nodes_.push_back({is_list ? Kind::kList : Kind::kTuple, PySequence_Fast_GET_SIZE(value), {}});
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
-      if (!note(PySequence_Fast_GET_ITEM(value, i), depth + 1)) return false;
+      if (!record(PySequence_Fast_GET_ITEM(value, i), depth + 1)) return false;
     }
     return true;
   }
 
-  // Whether a value is like the node that the walk has reached; its leaves are taken.
-  bool take(PyObject* value, Walk& walk) const {
+  // Return true if a value matches the next recorded node. Store its leaves.
+  bool match(PyObject* value, Walk& walk) const {
     const Node& node = nodes_[walk.node++];
     switch (node.kind) {
       case Kind::kLeaf:
@@ -119,9 +120,9 @@ class KnownTree {
         if (!PyDict_CheckExact(value) || PyDict_GET_SIZE(value) != node.size) return false;
         PyObject *key = nullptr, *entry = nullptr;
         Py_ssize_t position = 0;
-        for (const py::object& known : node.keys) {
-          if (!PyDict_Next(value, &position, &key, &entry) || !same_key(known.ptr(), key)) return false;
-          if (!take(entry, walk)) return false;
+        for (const py::object& cached_key : node.keys) {
+          if (!PyDict_Next(value, &position, &key, &entry) || !same_key(cached_key.ptr(), key)) return false;
+          if (!match(entry, walk)) return false;
         }
         return true;
       }
@@ -134,43 +135,43 @@ class KnownTree {
     }
     if (PySequence_Fast_GET_SIZE(value) != node.size) return false;
     for (Py_ssize_t i = 0; i < node.size; ++i) {
-      if (!take(PySequence_Fast_GET_ITEM(value, i), walk)) return false;
+      if (!match(PySequence_Fast_GET_ITEM(value, i), walk)) return false;
     }
     return true;
   }
 
   std::vector<int64_t> numbers_;
-  std::vector<Node> nodes_;  // as a walk meets them
+  std::vector<Node> nodes_;  // in traversal order
   size_t leaves_ = 0;
-  bool is_known_ = false;
+  bool is_cacheable_ = false;
 };
 
-// What some dictionaries hold, compared by identity.
-class KnownEntries {
+// Values of some dictionaries, compared by identity.
+class CachedStructure {
  public:
-  explicit KnownEntries(std::vector<py::dict> tables) : tables_(std::move(tables)) {
+  explicit CachedStructure(std::vector<py::dict> tables) : tables_(std::move(tables)) {
     for (const py::dict& table : tables_) {
       PyObject *key = nullptr, *entry = nullptr;
       Py_ssize_t position = 0;
-      // Kept alive, so that no other takes its identity.
+      // Kept alive, so that no other object gets the same identity.
       while (PyDict_Next(table.ptr(), &position, &key, &entry)) {
         entries_.push_back(py::reinterpret_borrow<py::object>(entry));
       }
     }
   }
 
-  // Whether they hold the same objects as at first, in the same order.
-  bool are_there() const {
-    size_t met = 0;
+  // Return true if the dictionaries hold the same objects in the same order.
+  bool matches() const {
+    size_t seen = 0;
     for (const py::dict& table : tables_) {
       PyObject *key = nullptr, *entry = nullptr;
       Py_ssize_t position = 0;
       while (PyDict_Next(table.ptr(), &position, &key, &entry)) {
-        if (met == entries_.size() || entries_[met].ptr() != entry) return false;
-        ++met;
+        if (seen == entries_.size() || entries_[seen].ptr() != entry) return false;
+        ++seen;
       }
     }
-    return met == entries_.size();
+    return seen == entries_.size();
   }
 
  private:
@@ -182,15 +183,15 @@ class KnownEntries {
 }  // namespace fddp
 
 void bind_trees(py::module_& m) {
-  using fddp::KnownTree;
-  py::class_<KnownTree>(m, "KnownTree")
+  using fddp::CachedTree;
+  py::class_<CachedTree>(m, "CachedTree")
       .def(py::init(torch::wrap_pybind_function([](const py::object& tree, std::vector<int64_t> numbers) {
-             return KnownTree(tree, std::move(numbers));
+             return CachedTree(tree, std::move(numbers));
            })),
            py::arg("tree"), py::arg("numbers"))
-      .def_property_readonly("is_known", &KnownTree::is_known)
-      .def("flatten", &KnownTree::flatten, py::arg("tree"));
-  py::class_<fddp::KnownEntries>(m, "KnownEntries")
+      .def_property_readonly("is_cacheable", &CachedTree::is_cacheable)
+      .def("flatten", &CachedTree::flatten, py::arg("tree"));
+  py::class_<fddp::CachedStructure>(m, "CachedStructure")
       .def(py::init<std::vector<py::dict>>(), py::arg("tables"))
-      .def("are_there", &fddp::KnownEntries::are_there);
+      .def("matches", &fddp::CachedStructure::matches);
 }

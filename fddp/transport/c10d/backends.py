@@ -184,10 +184,10 @@ class Communicator:
         The stamp is taken on the backend's thread, which must not ask for Python's lock: where the
         interpreter has ended, that is SIGABRT instead of the process's own exit code.
         """
-        stamps = [extension.load().Stamp(work) for work in collective.works]
+        stamps = [extension.load().CompletionTimestamp(work) for work in collective.works]
 
         def arrived_s() -> float | None:
-            ended_s = [stamp.ended_s for stamp in stamps]
+            ended_s = [stamp.completed_s for stamp in stamps]
             return None if None in ended_s else max(ended_s)
 
         return arrived_s
@@ -211,7 +211,7 @@ class Communicator:
     def disown(self) -> None:
         """See [Note: forks]."""
         if self._is_owner and self._backend is not None:
-            extension.load().Freeing(self._backend).keep()
+            extension.load().BackendRelease(self._backend).leak()
 
 
 class GlooCommunicator(Communicator):
@@ -242,10 +242,10 @@ class GlooCommunicator(Communicator):
         self._scratch = _ScratchPool()
 
     def free(self, *, failed: bool, over: threading.Event) -> Callable[[], None]:
-        freeing = extension.load().Freeing(self._backend)
+        freeing = extension.load().BackendRelease(self._backend)
         # Here, not on that thread: Python's lock is let go of meanwhile, see [Note: exits].
         self._backend = None
-        freeing.begin()
+        freeing.start()
         return partial(_await_end, freeing, over)
 
     def _reduce_scatter(self, operation: Operation) -> PendingCollective:
@@ -419,7 +419,7 @@ def _add_up_(mine: Sequence[Tensor], theirs: Sequence[Tensor], place: int) -> No
 
 
 def _await_end(freeing: Any, over: threading.Event) -> None:
-    """Until a backend is freed, on the thread of `Freeing`, or that is left to the system."""
+    """Wait until `BackendRelease` has freed a backend, or the process is about to end."""
     pause_s = 0.0005
     while not (freeing.done or over.wait(pause_s)):
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -1,4 +1,4 @@
-"""The extension's shared memory, typed: arenas, views of other processes' arenas, teams."""
+"""The extension's shared memory, typed: arenas, views of other processes' arenas, groups."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Status(IntEnum):
     OK = 1
     LOST = 2  # members died, or left while they were needed
     TIMEOUT = 3  # members did not come in time
-    MISMATCH = 4  # members met in different operations; the team stays usable
-    CLOSED = 5  # this rank left the team
-    BROKEN = 6  # what members wrote makes no sense
-    PEER_FAILED = 7  # a member met a failure elsewhere
+    MISMATCH = 4  # members met in different operations; the group stays usable
+    CLOSED = 5  # this rank left the group
+    CORRUPT = 6  # the control block contains invalid data
+    PEER_FAILED = 7  # a member reported a failure outside of the group
 
 
 class Arena(Protocol):
@@ -35,9 +35,9 @@ class Arena(Protocol):
     @property
     def span(self) -> int: ...
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None: ...
-    def block(self, n_bytes: int) -> int | None: ...
+    def allocate_zeroed(self, n_bytes: int) -> int | None: ...
     def read(self, offset: int, n: int) -> bytes: ...
-    def board(self, members: int) -> int | None: ...
+    def make_control_block(self, members: int) -> int | None: ...
     def trim(self) -> int: ...
     def close_fd(self) -> None: ...
 
@@ -49,7 +49,7 @@ class View(Protocol):
 
 
 class ShmWork(Protocol):
-    """An operation of a team."""
+    """An operation of a group."""
 
     @property
     def done(self) -> bool: ...
@@ -59,7 +59,7 @@ class ShmWork(Protocol):
     def descriptors(self) -> list[dict[str, Any]]: ...
 
 
-class Team(Protocol):
+class ShmGroup(Protocol):
     """Ranks that have mapped each other's arenas; members are numbered by their place."""
 
     @property
@@ -72,9 +72,9 @@ class Team(Protocol):
         tensor: Tensor,
         src: int = ...,
         average: bool = ...,
-        order: Sequence[int] = ...,
-        soon: bool = ...,
-        stamp: bool = ...,
+        association: Sequence[int] = ...,
+        wait_soon: bool = ...,
+        record_time: bool = ...,
     ) -> ShmWork:
         """Never blocks.
 
@@ -101,30 +101,30 @@ def view_arena(fd: int, span_bytes: int) -> View:
     return cast("View", extension.load().ShmView(fd, span_bytes))
 
 
-def make_team(
+def make_shm_group(
     arena: Arena,
     views: Sequence[View | None],
     index: int,
-    board_offset: int,
+    control_block_offset: int,
     pidfds: Sequence[int],
     timeout_s: float,
     waiters_on_host: int,
-) -> Team:
-    """Joins the team whose board lies in its first member's arena.
+) -> ShmGroup:
+    """Joins the group whose control block lies in its first member's arena.
 
     Args:
         arena: this member's.
         views: of the members' arenas, None at `index`.
         index: this member's place.
-        board_offset: of the board.
+        control_block_offset: of the group's control block.
         pidfds: of the members' processes, -1 at `index`.
         timeout_s: the longest that an operation may take.
-        waiters_on_host: processes on this host that may be waiting at a time.
+        waiters_on_host: processes on this host that may wait at the same time.
 
     Raises:
         OSError, RuntimeError: pages could not be reserved.
     """
-    made = extension.load().ShmTeam(
-        arena, views, index, board_offset, pidfds, timeout_s, waiters_on_host
+    made = extension.load().ShmGroup(
+        arena, views, index, control_block_offset, pidfds, timeout_s, waiters_on_host
     )
-    return cast("Team", made)
+    return cast("ShmGroup", made)

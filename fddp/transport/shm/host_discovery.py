@@ -250,7 +250,7 @@ class _HostDiscovery:
         """
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.arena = make_arena(memory // len(host))
-        slots = self.arena.block(_SECRET_BYTES * len(host))
+        slots = self.arena.allocate_zeroed(_SECRET_BYTES * len(host))
         if slots is None:
             raise OSError("no memory can be reserved for shared pages")
         self._secrets_offset = slots

@@ -4,8 +4,8 @@ It goes on top of a c10d transport over the same ranks, which carries what it ca
 other devices, and operations whose ranks are on several hosts. So a hierarchical schedule runs
 through shared memory within each host and through the group's own backend across hosts.
 
-A failure in either of the two closes both, on all ranks: it is told on the boards of all teams that
-a rank is in, and through the group's store to those who wait for the backend.
+A failure in either of the two closes both, on all ranks. It is reported in the control blocks of
+all shm groups of a rank, and through the store to ranks that wait for the backend.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fddp.transport.base import Transport, Work
 from fddp.transport.lifetime.fork import IN_A_FORK, register_fork_owner
 from fddp.transport.liveness.failure import CLOSED, Failure
 from fddp.transport.liveness.interrupts import PeerFailureError
-from fddp.transport.shm.bindings import Status, make_team
+from fddp.transport.shm.bindings import Status, make_shm_group
 from fddp.transport.shm.host_discovery import StagedExchange
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from fddp.transport.c10d.transport import C10dTransport
     from fddp.transport.operation import Operation
-    from fddp.transport.shm.bindings import ShmWork, Team
+    from fddp.transport.shm.bindings import ShmGroup, ShmWork
     from fddp.transport.shm.host_discovery import HostGroups
 
 _OK = int(Status.OK)
@@ -39,7 +39,7 @@ _LOOK_AROUND_S = 0.25  # how often a waiting rank comes back to Python, and look
 
 
 class ShmTransport(Transport):
-    """Teams of ranks that share memory, and a c10d transport for what they can't do.
+    """Groups of ranks that share memory, and a c10d transport for what they can't do.
 
     Making one is a collective call of all ranks of `c10d`, which it takes over with `host_groups`.
     """
@@ -52,16 +52,16 @@ class ShmTransport(Transport):
         self._arena = host_groups.arena
         self._looks_around = len(host_groups.hosts) > 1
         self._shared = self.world_size == 1  # whether no CPU tensor needs the c10d transport
-        self._divided_within = False  # whether some ranks, but not all, have a team
+        self._divided_within = False  # whether some ranks, but not all, have an shm group
         self._problems = dict(host_groups.problems)
-        self._teams: dict[tuple[int, ...], _TeamEntry] = {}
+        self._shm_groups: dict[tuple[int, ...], _GroupEntry] = {}
         self.status = c10d.status
         # No cycle keeps what is dropped without close().
         c10d.on_failure = _weakly(weakref.WeakMethod(self._on_c10d_failure))
         register_fork_owner(self)  # [Note: forks]
         if self.world_size > 1 and host_groups.share_host(self._everyone):
             try:
-                self._open_teams([self._everyone])
+                self._open_shm_groups([self._everyone])
             except BaseException:
                 self.dismiss()
                 raise
@@ -90,7 +90,7 @@ class ShmTransport(Transport):
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """As the base class's: shared memory on the CPU, unless no pages can be reserved."""
-        if device.type == "cpu" and self._arena is not None and self._teams:
+        if device.type == "cpu" and self._arena is not None and self._shm_groups:
             shared = self._arena.empty(numel, dtype)
             if shared is not None:
                 return shared
@@ -106,10 +106,10 @@ class ShmTransport(Transport):
         wait_soon: bool = False,
     ) -> Work:
         # As the base class's, which takes as long as it takes to sum up some thousand numbers.
-        entry = self._teams.get(self._groups.get(axes, ()) if axes else self._everyone)
+        entry = self._shm_groups.get(self._groups.get(axes, ()) if axes else self._everyone)
         if entry is not None:
             try:
-                work = entry.team.start(
+                work = entry.shm_group.start(
                     "all_reduce", tensor, 0, average, (), wait_soon, record_time
                 )
             except (TypeError, ValueError):
@@ -121,10 +121,10 @@ class ShmTransport(Transport):
         )
 
     def _start(self, operation: Operation) -> Work:
-        entry = self._teams.get(operation.ranks)
+        entry = self._shm_groups.get(operation.ranks)
         if entry is None or not operation.tensor.is_cpu:
             return self._c10d._start(operation)
-        work = entry.team.start(
+        work = entry.shm_group.start(
             operation.kind,
             operation.tensor,
             operation.ranks.index(operation.src) if operation.kind == "broadcast" else 0,
@@ -136,8 +136,8 @@ class ShmTransport(Transport):
         return _ShmWork(self, entry, work, operation.record_time)
 
     def _connect(self, groups: Sequence[tuple[int, ...]]) -> None:
-        devices = self._open_teams(groups)
-        self._c10d._connect([ranks for ranks in groups if ranks not in self._teams or devices])
+        devices = self._open_shm_groups(groups)
+        self._c10d._connect([ranks for ranks in groups if ranks not in self._shm_groups or devices])
 
     def disown(self) -> None:
         """See [Note: forks]."""
@@ -157,55 +157,59 @@ class ShmTransport(Transport):
         self._free()
         self._c10d.close()
 
-    def _open_teams(self, groups: Sequence[tuple[int, ...]]) -> bool:
-        """Open a team for each of these groups of this rank whose ranks share a host.
+    def _open_shm_groups(self, groups: Sequence[tuple[int, ...]]) -> bool:
+        """Open an shm group for each of these groups of this rank whose ranks share a host.
 
         All ranks call this together, and open those in which no rank meets an obstacle.
 
         Returns:
-            Whether some rank may have tensors that do not go through teams.
+            Whether some rank may have tensors that do not go through shm groups.
         """
         wanted = [
             ranks
             for ranks in groups
-            if ranks not in self._teams and self._host_groups.share_host(ranks)
+            if ranks not in self._shm_groups and self._host_groups.share_host(ranks)
         ]
         exchange = StagedExchange(self)
-        opened: dict[tuple[int, ...], Team] = {}
+        opened: dict[tuple[int, ...], ShmGroup] = {}
 
-        def make_boards() -> list[tuple[tuple[int, ...], int]]:
-            return [(ranks, self._board(ranks)) for ranks in wanted if ranks[0] == self.rank]
+        def make_control_blocks() -> list[tuple[tuple[int, ...], int]]:
+            return [
+                (ranks, self._make_control_block(ranks))
+                for ranks in wanted
+                if ranks[0] == self.rank
+            ]
 
-        def join_teams() -> bool:
+        def join_shm_groups() -> bool:
             for ranks in wanted:
                 if not exchange.stopped(ranks):
                     opened[ranks] = self._join(ranks, offsets[ranks])
             return self._c10d.serves_others
 
-        boards = exchange.stage(make_boards, _are_boards)
-        offsets = {tuple(ranks): offset for made in boards for ranks, offset in made or ()}
-        others = exchange.stage(join_teams)
-        for ranks, team in opened.items():
+        control_blocks = exchange.stage(make_control_blocks, _are_control_blocks)
+        offsets = {tuple(ranks): offset for made in control_blocks for ranks, offset in made or ()}
+        others = exchange.stage(join_shm_groups)
+        for ranks, shm_group in opened.items():
             if exchange.stopped(ranks):
-                team.leave()
+                shm_group.leave()
             else:
-                self._teams[ranks] = _TeamEntry(team, ranks)
+                self._shm_groups[ranks] = _GroupEntry(shm_group, ranks)
         self._problems |= exchange.problems
         everywhere = [ranks for ranks in offsets if not exchange.stopped(ranks)]
         self._shared |= self._everyone in everywhere
         self._divided_within |= any(ranks != self._everyone for ranks in everywhere)
         return any(others)
 
-    def _board(self, ranks: tuple[int, ...]) -> int:
-        offset = None if self._arena is None else self._arena.board(len(ranks))
+    def _make_control_block(self, ranks: tuple[int, ...]) -> int:
+        offset = None if self._arena is None else self._arena.make_control_block(len(ranks))
         if offset is None:
-            raise OSError(f"no memory can be reserved for a board of {len(ranks)} ranks")
+            raise OSError(f"no memory can be reserved for a control block of {len(ranks)} ranks")
         return offset
 
-    def _join(self, ranks: tuple[int, ...], offset: int) -> Team:
+    def _join(self, ranks: tuple[int, ...], offset: int) -> ShmGroup:
         if self._arena is None:
             raise OSError("this rank has no shared memory")
-        return make_team(
+        return make_shm_group(
             self._arena,
             [self._host_groups.views.get(rank) for rank in ranks],
             ranks.index(self.rank),
@@ -216,9 +220,9 @@ class ShmTransport(Transport):
         )
 
     def _free(self) -> None:
-        teams, self._teams = self._teams, {}
-        for entry in teams.values():
-            entry.team.leave()
+        shm_groups, self._shm_groups = self._shm_groups, {}
+        for entry in shm_groups.values():
+            entry.shm_group.leave()
         if self._arena is not None:
             # Tensors that are still held keep their own pages, and no more.
             self._arena.trim()
@@ -229,7 +233,7 @@ class ShmTransport(Transport):
 
     # Failures
 
-    def _error_of(self, what: str, entry: _TeamEntry, waited_s: float) -> FddpError:
+    def _error_of(self, what: str, entry: _GroupEntry, waited_s: float) -> FddpError:
         """The error that `what` ends with, whose table ended with a failure."""
         with self._c10d.lock:
             if self._c10d.failed:
@@ -262,14 +266,14 @@ class ShmTransport(Transport):
         self._free()
 
     def _propagate_failure(self, failure: Failure | None) -> None:
-        """Tell it on the boards of all teams."""
+        """Report a failure in the control blocks of all shm groups."""
         gone = () if failure is None else failure.silent
-        for team, ranks in self._teams.values():
+        for shm_group, ranks in self._shm_groups.values():
             members = [ranks.index(rank) for rank in gone if rank in ranks]
             if failure is None or not members:
-                team.fail(Status.PEER_FAILED, ())
+                shm_group.fail(Status.PEER_FAILED, ())
             else:
-                team.fail(Status.TIMEOUT if failure.late else Status.LOST, members)
+                shm_group.fail(Status.TIMEOUT if failure.late else Status.LOST, members)
 
 
 def _weakly(method: weakref.WeakMethod[Callable[[str], None]]) -> Callable[[str], None]:
@@ -282,7 +286,7 @@ def _weakly(method: weakref.WeakMethod[Callable[[str], None]]) -> Callable[[str]
     return call
 
 
-def _are_boards(value: Any) -> bool:
+def _are_control_blocks(value: Any) -> bool:
     """Whether these are pairs of the ranks of a group and an offset."""
     return isinstance(value, list) and all(
         isinstance(pair, list)
@@ -293,10 +297,10 @@ def _are_boards(value: Any) -> bool:
     )
 
 
-class _TeamEntry(NamedTuple):
+class _GroupEntry(NamedTuple):
     """Where ranks meet."""
 
-    team: Team
+    shm_group: ShmGroup
     ranks: tuple[int, ...]  # its members
 
 
@@ -304,7 +308,7 @@ class _ShmWork(Work):
     _error: FddpError | None = None
 
     def __init__(
-        self, transport: ShmTransport, entry: _TeamEntry, work: ShmWork, record_time: bool
+        self, transport: ShmTransport, entry: _GroupEntry, work: ShmWork, record_time: bool
     ) -> None:
         self._transport = transport
         self._entry = entry
@@ -335,7 +339,7 @@ class _ShmWork(Work):
         begin_s = transport._c10d.begin_wait(waited_s)
         while (status := self._work.wait(_LOOK_AROUND_S)) == Status.PENDING:
             try:
-                # The team itself sees who has ended.
+                # The shm group itself detects processes that have ended.
                 transport._c10d.check_peers(
                     what, begin_s, check_failures=transport._looks_around, among=()
                 )
@@ -359,10 +363,10 @@ class _ShmWork(Work):
         )
 
 
-def _failure(entry: _TeamEntry, own_rank: int, waited_s: float) -> Failure | None:
-    """What ended a team; None where that was a failure elsewhere, of which it was only told."""
-    status, members, _ = entry.team.failure
-    if status not in (Status.LOST, Status.TIMEOUT, Status.BROKEN):
+def _failure(entry: _GroupEntry, own_rank: int, waited_s: float) -> Failure | None:
+    """Return the failure that ended an shm group; None if it was reported from outside of it."""
+    status, members, _ = entry.shm_group.failure
+    if status not in (Status.LOST, Status.TIMEOUT, Status.CORRUPT):
         return None
     ranks = tuple(entry.ranks[member] for member in members)
     if status == Status.TIMEOUT:
@@ -374,9 +378,9 @@ def _failure(entry: _TeamEntry, own_rank: int, waited_s: float) -> Failure | Non
             waited_s=waited_s,
             gave_up=others if own_rank in ranks else (),
         )
-    if status == Status.BROKEN:
+    if status == Status.CORRUPT:
         return Failure("what it wrote to shared memory makes no sense", False, ranks)
-    left = any(entry.team.states[member] == "left" for member in members)
+    left = any(entry.shm_group.states[member] == "left" for member in members)
     return Failure(CLOSED if left else "its process has ended", False, ranks)
 
 
@@ -386,7 +390,11 @@ def _describe(descriptor: dict[str, Any], ranks: tuple[int, ...]) -> str:
     source = f" from rank {ranks[place] if place < len(ranks) else '?'}"
     source = source if kind == "broadcast" else ""
     averaging = "averaging " if descriptor["average"] else ""
-    order = " in order " + " x ".join(map(str, descriptor["order"])) if descriptor["order"] else ""
+    order = (
+        " in order " + " x ".join(map(str, descriptor["association"]))
+        if descriptor["association"]
+        else ""
+    )
     what = f"{averaging}{kind}{source}{order}"
     return f"{what} of {descriptor['dtype']} {tuple(descriptor['shape'])}"
 

@@ -86,14 +86,14 @@ def _copying(draw: Draw) -> None:
             module.scale_(buffer, draw.real())
         case _:
             results = module.slices(buffer, layout)
-            lenders = module.Lenders()
-            lenders.add(buffer)
+            live = module.LiveViews()
+            live.add(buffer)
             for result in results:
                 result.add_(1)
-                lenders.lent(result)
+                live.contains(result)
             module.storage_use_count(buffer if draw.likely() else draw.anything())
             if results and draw.likely():
-                module.vacate(results, "gone")
+                module.invalidate(results, "gone")
                 results[0].sum()
 
 
@@ -103,11 +103,11 @@ def _loose(draw: Draw) -> None:
         case 0:
             module.storage_use_count(draw.anything())
         case 1:
-            module.vacate(draw.anything(), draw.anything())
+            module.invalidate(draw.anything(), draw.anything())
         case 2:
-            module.Lenders().add(draw.anything())
+            module.LiveViews().add(draw.anything())
         case _:
-            module.Lenders().lent(draw.anything())
+            module.LiveViews().contains(draw.anything())
 
 
 _ARRAYS: tuple[Callable[[np.ndarray, Draw], Any], ...] = (
@@ -134,9 +134,10 @@ def _digests(draw: Draw) -> None:
         case 0:
             module.shm_available_bytes(draw.anything())
         case 1:
-            draw.one_of((module.XlaLoan, module.Freeing, module.GraphView))(draw.anything())
+            types = (module.XlaBorrowedBuffers, module.BackendRelease, module.GraphView)
+            draw.one_of(types)(draw.anything())
         case 2:
-            module.serves_some(), module.distributed_context()
+            module.has_explicit_inputs(), module.distributed_context()
         case _:
             module.digest_bytes(draw.one_of(_ARRAYS)(array, draw))
 
@@ -160,14 +161,14 @@ def _trees(draw: Draw) -> None:
     leaves = [draw.number() for _ in range(draw.below(5))] if draw.below(2) else list(range(9))
     if draw.likely():
         leaves = leaves[: draw.below(6)]
-    known = extension.load().KnownTree(tree, leaves)
+    known = extension.load().CachedTree(tree, leaves)
     for other in (tree, _tree(draw), [tree], draw.anything()):
         known.flatten(other)
-    entries = extension.load().KnownEntries([tree] if isinstance(tree, dict) else [{}])
+    entries = extension.load().CachedStructure([tree] if isinstance(tree, dict) else [{}])
     if isinstance(tree, dict):
         tree.pop("a", None)
         tree[draw.below(5)] = None
-    entries.are_there()
+    entries.matches()
 
 
 def _operands(draw: Draw) -> None:
@@ -189,14 +190,14 @@ def _operands(draw: Draw) -> None:
             ]
             if not draw.likely():
                 arguments[draw.below(3)] = draw.anything()
-            module.Operands(*arguments).alike(leaves)
+            module.Operands(*arguments).matches(leaves)
         case _:
             types = module.LeafTypes(
                 [draw.shape() for _ in tensors],
                 [t.dtype for t in tensors][: None if draw.likely() else 1],
                 [bool(draw.below(2)) for _ in tensors],
             )
-            types.first_misfit(leaves, bool(draw.below(2)))
+            types.first_mismatch(leaves, bool(draw.below(2)))
             types.first_differentiated(leaves, bool(draw.below(2)))
 
 
@@ -238,7 +239,7 @@ def _ask(draw: Draw, module: Any, found: Any, params: list[Any], is_leaves: bool
             packing = module.BucketPacking(together, layout, early)
             found.pack(draw.number(), torch.ones(draw.below(5)), packing, True, 1.0)
         case 3:
-            found.written(draw.number())
+            found.arrival_count()
         case 4:
             found.take_one(draw.number())
         case 5:
@@ -251,20 +252,20 @@ def _ask(draw: Draw, module: Any, found: Any, params: list[Any], is_leaves: bool
             found.inspect(draw.tensor() if draw.below(2) else sum(p.sum() for p in found.leaves))
         case 8:
             layout = module.Layout([0], [(3,)], [(1,)], 3)
-            found.lie_in([draw.number()], torch.ones(draw.below(5)), layout)
+            found.aliases_buffer([draw.number()], torch.ones(draw.below(5)), layout)
         case _ if not is_leaves:
             found.watch(True)
             found.intact()
-            found.put([draw.anything() for _ in range(draw.below(4))], bool(draw.below(2)))
-            found.put_back()
+            found.assign([draw.anything() for _ in range(draw.below(4))], bool(draw.below(2)))
+            found.restore()
 
 
 def _memory(draw: Draw) -> None:
-    """Arenas, views and teams, without peers."""
+    """Arenas, views and groups, without peers."""
     module = extension.load()
     # Not larger: blocks of any size may be asked for, and pages would be there.
     arena = module.ShmArena(4 << 20 if draw.likely() else draw.one_of((1, -1, 2**62, 2**64)))
-    board = arena.board(2 if draw.likely() else draw.number())
+    control_block = arena.make_control_block(2 if draw.likely() else draw.number())
     for _ in range(draw.below(_MOST_CALLS)):
         try:
             match draw.below(7):
@@ -276,26 +277,26 @@ def _memory(draw: Draw) -> None:
                 case 2:
                     arena.write(draw.number(), b"1234")
                 case 3:
-                    arena.block(draw.number())
+                    arena.allocate_zeroed(draw.number())
                 case 4:
                     arena.trim()
                 case 5:
                     module.ShmView(draw.one_of((-1, 0, arena.fd, 9999)), draw.number())
                 case _:
-                    _team(draw, module, arena, board)
+                    _group(draw, module, arena, control_block)
         except REFUSALS:
             continue
 
 
-def _team(draw: Draw, module: Any, arena: Any, board: Any) -> None:
+def _group(draw: Draw, module: Any, arena: Any, control_block: Any) -> None:
     view = module.ShmView(arena.fd, arena.span)
-    arguments: list[Any] = [arena, [None, view], 0, board, [-1, -1], 0.01, 2]
+    arguments: list[Any] = [arena, [None, view], 0, control_block, [-1, -1], 0.01, 2]
     if not draw.likely():
         arguments[draw.below(len(arguments))] = draw.anything() if draw.below(2) else draw.number()
-    team = module.ShmTeam(*arguments)
+    group = module.ShmGroup(*arguments)
     try:
         kind = draw.one_of(("all_reduce", "all_gather", "reduce_scatter", "broadcast", "what"))
-        work = team.start(
+        work = group.start(
             kind,
             draw.tensor() if draw.likely() else draw.anything(),
             draw.number(),
@@ -303,9 +304,9 @@ def _team(draw: Draw, module: Any, arena: Any, board: Any) -> None:
             [draw.number() for _ in range(draw.below(8))],
         )
         work.wait(0.02), work.done, work.done_s, work.descriptors()
-        team.fail(draw.number(), [draw.number()])
+        group.fail(draw.number(), [draw.number()])
     finally:
-        team.leave()
+        group.leave()
 
 
 TARGETS: Mapping[str, Callable[[Draw], None]] = MappingProxyType(

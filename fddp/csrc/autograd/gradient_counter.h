@@ -1,0 +1,137 @@
+// Counting of gradients as they arrive during backward: detects complete buckets and late
+// gradients. Base of leaf sets of functional calls (leaves.cpp) and parameter sets of modules
+// (params.cpp).
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "tensor/layout.h"
+
+namespace fddp {
+
+// Leaves of each bucket. Created once for a plan and shared by its steps.
+struct BucketMembers {
+  std::vector<std::vector<int64_t>> leaves;
+};
+
+// Layout of a bucket's leaves in its buffer. Created once for a plan.
+struct BucketPacking {
+  std::vector<int64_t> together;                  // positions of the leaves that are packed in one call
+  Layout layout;                                  // layout of these leaves
+  std::vector<std::pair<int64_t, Layout>> early;  // positions of the other leaves, with a layout of each
+};
+
+// Destination of a large leaf's gradient, which is packed on arrival: the only slot of `layout`, in
+// `buffer`.
+struct EagerSlot {
+  int64_t leaf;
+  at::Tensor buffer;
+  std::shared_ptr<const Layout> layout;
+  double scale;
+};
+
+// Return a bound on the magnitude of a sum from bounds of its summands. Infinite only if one of the
+// bounds is.
+double add_bounds(double bound, double amax);
+
+class GradientCounter {
+ public:
+  explicit GradientCounter(std::vector<at::Tensor> leaves);
+  virtual ~GradientCounter();
+  GradientCounter(const GradientCounter&) = delete;
+  GradientCounter& operator=(const GradientCounter&) = delete;
+
+  const std::vector<at::Tensor>& leaves() const { return leaves_; }
+  size_t size() const { return leaves_.size(); }
+
+  // Start counting. `expected[i]` is the number of gradients of leaf i that its bucket waits for.
+  // `on_bucket(b)` is called once the last gradient of bucket b has arrived. Gradients of the
+  // leaves in `eager` are packed on arrival, while they are in cache, and released, so that the
+  // allocator reuses warm memory.
+  void arm(std::shared_ptr<const BucketMembers> members, std::vector<int64_t> expected,
+           std::vector<EagerSlot> eager, pybind11::object on_bucket);
+
+  // Stop counting and release the callback, which would otherwise close a reference cycle.
+  void disarm();
+
+  // Return the gradients of one bucket. With `keep`, the leaves continue to accumulate into them.
+  // Gradients that arrive later count as late.
+  std::vector<std::optional<at::Tensor>> take(int64_t bucket, bool keep);
+
+  // Take the gradients of one bucket as `take` does, and pack those that were not packed on arrival
+  // into `buffer`, in CPU memory, multiplied by `scale`. Return a bound on the magnitudes of all
+  // gradients of the bucket; infinity if any gradient is not finite. Call without the GIL.
+  double pack(int64_t bucket, const at::Tensor& buffer, const BucketPacking& packing, bool keep, double scale);
+
+  // Return one leaf's gradient and reset it, so that nothing is accumulated into it later.
+  std::optional<at::Tensor> take_one(int64_t leaf);
+
+  size_t arrival_count() const;
+  std::vector<bool> late() const { return copy_of(late_); }
+  std::vector<int64_t> counts() const { return copy_of(counts_); }
+  std::vector<int64_t> arrivals() const { return copy_of(arrivals_); }
+  std::vector<double> arrival_times() const { return copy_of(arrival_times_); }
+
+ protected:
+  static constexpr int64_t kNoBucket = -1;
+  static constexpr int64_t kNotEager = -1;
+
+  // Called for each gradient that has arrived.
+  void on_gradient(size_t leaf);
+
+  // Release a leaf's gradient after it was taken. Overridden where it must be preserved. Called
+  // with the mutex held.
+  virtual void release_grad(size_t leaf, bool keep);
+  // Return true if the leaf's gradient may be packed on arrival and released. Called with the mutex
+  // held.
+  virtual bool may_release(size_t leaf) const;
+
+  // Return a copy of a member, taken under the mutex.
+  template <class T>
+  T copy_of(const T& member) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return member;
+  }
+
+  mutable std::mutex mutex_;
+  std::vector<at::Tensor> leaves_;
+  std::vector<bool> found_grad_;  // by leaf: take() found a gradient
+  std::vector<int64_t> counts_;   // by leaf: number of gradients
+  bool armed_ = false;
+
+ private:
+  // Implementation of `take` and `pack`. Called with the mutex held.
+  std::vector<at::Tensor> take_locked(int64_t bucket, bool keep);
+  // Pack the leaf's gradient. Return it, so that it can be released without the mutex.
+  at::Tensor pack_on_arrival(size_t leaf, int64_t bucket);
+  void notify_bucket(int64_t bucket);
+  void record_stream(int64_t bucket, at::Device device);
+  void wait_for_streams(int64_t bucket);
+
+  std::shared_ptr<const BucketMembers> members_;
+  std::vector<int64_t> bucket_of_;     // by leaf
+  std::vector<int64_t> expected_;      // by leaf: number of gradients that its bucket waits for
+  std::vector<int64_t> arrivals_;      // leaves in order of arrival, with repeats
+  std::vector<double> arrival_times_;  // of arrivals_: seconds, as time.perf_counter
+  std::vector<int64_t> pending_;       // by bucket: number of missing gradients
+  std::vector<EagerSlot> eager_;
+  std::vector<int64_t> eager_of_;                  // by leaf: position in eager_, or kNotEager
+  std::vector<bool> packed_on_arrival_;            // by leaf: packed on arrival
+  std::vector<double> amax_bounds_;                // by bucket: bound on gradients packed on arrival
+  std::vector<bool> late_;                         // by bucket: a gradient arrived after take()
+  std::vector<bool> taken_;                        // by bucket: take() was called
+  std::vector<std::vector<c10::Stream>> streams_;  // by bucket: streams that computed its gradients
+  std::unique_ptr<pybind11::object> callback_;
+};
+
+}  // namespace fddp

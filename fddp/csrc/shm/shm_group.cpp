@@ -1,0 +1,308 @@
+#include "shm_group.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <utility>
+
+namespace fddp::shm {
+namespace {
+
+// Size of the ring of copies, which peers may still read.
+constexpr uint64_t kCopyRingBytes = uint64_t{1} << 20;
+constexpr uint64_t kMaxBytes = uint64_t{1} << 46;
+
+size_t processors() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
+  return static_cast<size_t>(CPU_COUNT(&set));
+}
+
+uint64_t allocate_or_throw(Arena& arena, uint64_t bytes, const char* what) {
+  const auto block = arena.allocate(bytes);
+  if (!block) throw std::system_error(ENOMEM, std::generic_category(), what);
+  return block->begin;
+}
+
+ControlBlock* control_block_at(const ShmGroupOptions& options) {
+  const size_t n = options.mappings.size();
+  if (n < 2 || n > kMaxMembers || options.index >= n || options.pidfds.size() != n) {
+    throw std::invalid_argument(
+        "a group has 2 to 256 members, got " + std::to_string(n) + " mappings, " +
+        std::to_string(options.pidfds.size()) + " pidfds and the index " +
+        std::to_string(options.index));
+  }
+  const Mapping& mapping = *options.mappings[0];
+  const uint64_t offset = options.control_block;
+  if (offset % alignof(ControlBlock) != 0 || !mapping.contains(offset, ControlBlock::bytes(n))) {
+    throw std::invalid_argument(
+        "offset " + std::to_string(offset) + " of the control block is misaligned or outside of "
+        "the arena of " + std::to_string(mapping.span()) + " bytes");
+  }
+  auto* const control_block =
+      std::launder(reinterpret_cast<ControlBlock*>(mapping.base() + offset));
+  if (control_block->magic != ControlBlock::kMagic || control_block->members != n) {
+    throw std::invalid_argument(
+        "there is no control block of " + std::to_string(n) + " members at offset " +
+        std::to_string(offset));
+  }
+  return control_block;
+}
+
+}  // namespace
+
+std::optional<uint64_t> ShmGroup::make_control_block(Arena& arena, size_t members) {
+  if (members < 2 || members > kMaxMembers) {
+    throw std::invalid_argument(
+        "a control block is for 2 to 256 members, got " + std::to_string(members));
+  }
+  const auto block = arena.allocate(ControlBlock::bytes(members));
+  if (!block) return std::nullopt;
+  char* const memory = arena.mapping()->base() + block->begin;
+  auto* const control_block = new (memory) ControlBlock{};
+  for (size_t m = 0; m < members; ++m) new (&control_block->slot(m)) MemberSlot{};
+  control_block->members = members;
+  control_block->magic = ControlBlock::kMagic;
+  return block->begin;
+}
+
+ShmGroup::ShmGroup(ShmGroupOptions options)
+    : options_(std::move(options)),
+      process_watch_(options_.pidfds),
+      pid_(getpid()),
+      control_block_(control_block_at(options_)),
+      may_spin_(std::max(options_.waiters_on_host, members()) <= processors()),
+      front_since_(Clock::now()) {
+  Arena& arena = *options_.arena;
+  copy_ring_ = allocate_or_throw(
+      arena, kCopyRingBytes, "no pages are available for the copies of a group");
+  try {
+    staging_ = allocate_or_throw(
+        arena, 2 * kSegmentBytes, "no pages are available for the staging buffer of a group");
+    thread_ = std::thread(&ShmGroup::progress_loop, this);
+  } catch (...) {
+    arena.free(copy_ring_);
+    if (staging_ != 0) arena.free(staging_);
+    throw;
+  }
+}
+
+ShmGroup::~ShmGroup() {
+  leave();
+  if (thread_.joinable()) thread_.join();
+  // Memory that a peer may still read is not reused.
+  reclaim_slots();
+  if (failure_.status == Status::kClosed && released_ == issued_) {
+    options_.arena->free(copy_ring_);
+    options_.arena->free(staging_);
+  }
+}
+
+OperationPtr ShmGroup::start(Request request) {
+  check(request);
+  if (is_forked()) throw std::invalid_argument(kForkedError);
+  const Signature& signature = request.signature;
+  const bool copied = is_copied(signature, members());
+  const bool wake_progress_thread = request.prompt || !(request.wait_soon || copied);
+  const auto offset = options_.mappings[index()]->offset_of(request.data, signature.bytes());
+  const bool aligned = reinterpret_cast<uintptr_t>(request.data) % signature.unit_bytes == 0;
+
+  const std::lock_guard lock(queue_);
+  auto operation = std::make_shared<Operation>(std::move(request), issued_);
+  operation->in_arena_ =
+      offset.has_value() && (aligned || signature.number_type == NumberType::kOpaque);
+  operation->offset_ = offset.value_or(0);
+  if (failure_.status != Status::kOk) {
+    complete(*operation, failure_.status);
+    return operation;
+  }
+  ++issued_;
+  pending_.push_back(operation);
+  post_pending();
+  if (wake_progress_thread || posted_ < issued_) {
+    progress_target_ = issued_;
+    if (waiting_threads_ == 0) work_.notify_one();
+  }
+  return operation;
+}
+
+void ShmGroup::check(const Request& request) const {
+  const Signature& signature = request.signature;
+  const auto refuse = [](const char* why) { throw std::invalid_argument(why); };
+  const Kind kind = signature.kind;
+  const uint32_t unit_bytes = signature.unit_bytes;
+  const bool opaque = signature.number_type == NumberType::kOpaque;
+  if (static_cast<uint32_t>(kind) >= kKindCount) refuse("unknown operation");
+  if (unit_bytes == 0 || unit_bytes > 1024) refuse("an element must have 1 to 1024 bytes");
+  if (signature.units < 0 || static_cast<uint64_t>(signature.units) > kMaxBytes / unit_bytes) {
+    refuse("an operation can have at most 2^46 bytes");
+  }
+  if (is_sum(kind) && opaque) refuse("cannot sum this dtype");
+  if (!opaque && unit_bytes != number_bytes(signature.number_type)) {
+    refuse("the element size does not match the number type");
+  }
+  const bool floating = signature.number_type <= NumberType::kBF16;
+  if (signature.average != 0 && !(floating && is_sum(kind))) refuse("cannot average this dtype");
+  if (signature.src >= members()) refuse("src is not a member of the group");
+  if (has_chunks(kind) && signature.units % static_cast<int64_t>(members()) != 0) {
+    refuse("the tensor cannot be divided into one chunk of equal size for each member");
+  }
+  if (signature.order.axes > SumOrder::kAxes) refuse("association has too many axes");
+  size_t product = 1;
+  for (size_t a = 0; a < signature.order.axes; ++a) product *= signature.order.sizes[a];
+  if (signature.order.axes != 0 && product != members()) {
+    refuse("the product of the axis sizes of association must be the number of members");
+  }
+}
+
+// Post operations as long as the control block has space.
+void ShmGroup::post_pending() {
+  const uint64_t before = posted_;
+  while (posted_ < issued_ && post(*pending_[posted_ - front_])) ++posted_;
+  if (posted_ == before) return;
+  slot(index()).posted.store(posted_);
+  // Peers wait for the last member to post.
+  if (all_posted(before + 1)) wake_all(control_block_->event);
+}
+
+bool ShmGroup::post(Operation& operation) {
+  const Signature& signature = operation.request_.signature;
+  Descriptor descriptor{};
+  descriptor.number = operation.number_;
+  descriptor.signature = signature;
+  const bool copied = is_copied(signature, members());
+  const ByteRange part = copied ? copied_part(signature, members(), index()) : ByteRange{0, 0};
+  const uint64_t bytes = (part.bytes + kCacheLineBytes - 1) / kCacheLineBytes * kCacheLineBytes;
+  // A copy does not wrap around the end of the ring.
+  const uint64_t left = kCopyRingBytes - copy_ring_head_ % kCopyRingBytes;
+  const uint64_t skipped = bytes > left ? left : 0;
+  const auto fits = [&] {
+    return posted_ - released_ < kRingSlots &&
+           copy_ring_head_ + skipped + bytes - copy_ring_tail_ <= kCopyRingBytes;
+  };
+  if (!fits()) {
+    reclaim_slots();
+    if (!fits()) return false;
+  }
+  if (copied) {
+    copy_ring_head_ += skipped;
+    descriptor.location = DataLocation::kCopied;
+    descriptor.offset = copy_ring_ + copy_ring_head_ % kCopyRingBytes;
+    copy_ring_head_ += bytes;
+    char* const to = options_.mappings[index()]->base() + descriptor.offset;
+    if (part.bytes != 0) std::memcpy(to, operation.request_.data + part.begin, part.bytes);
+  } else {
+    descriptor.location = operation.in_arena_ ? DataLocation::kArena : DataLocation::kStaged;
+    descriptor.offset = operation.in_arena_ ? operation.offset_ : staging_;
+  }
+  operation.location_ = descriptor.location;
+  operation.offset_ = descriptor.offset;
+  ring_use_[operation.number_ % kRingSlots].copies = copy_ring_head_;
+  std::memcpy(&slot(index()).ring[operation.number_ % kRingSlots], &descriptor, sizeof descriptor);
+  return true;
+}
+
+// Reclaim the space of operations that all members have executed.
+void ShmGroup::reclaim_slots() {
+  while (released_ < executed_ && all_reached(ring_use_[released_ % kRingSlots].phase)) {
+    copy_ring_tail_ = ring_use_[released_ % kRingSlots].copies;
+    ++released_;
+  }
+}
+
+Status ShmGroup::wait(Operation& operation, Nanoseconds timeout) {
+  if (operation.status() != Status::kPending) return operation.status();
+  const auto until = Clock::now() + timeout;
+  const auto is_abandoned = [&] { return operation.number() >= first_abandoned(); };
+  {
+    const std::lock_guard lock(queue_);
+    ++waiting_threads_;
+  }
+  while (true) {
+    OperationList to_release;
+    WaitCondition condition;
+    const auto ready = [&] {
+      return operation.status() != Status::kPending || satisfied(condition) || is_abandoned();
+    };
+    {
+      const std::lock_guard lock(executor_);
+      condition = advance(operation.number_, false, to_release);
+    }
+    if (operation.status() != Status::kPending) break;
+    if (may_spin_ && adaptive_spin_.spin(ready) && !is_abandoned()) continue;
+    {
+      const std::lock_guard lock(executor_);
+      condition = advance(operation.number_, false, to_release);
+      check_peers(condition, to_release);
+    }
+    const auto now = Clock::now();
+    if (operation.status() != Status::kPending || now >= until) break;
+    wait_for(control_block_->event, std::min<Nanoseconds>(kSleepInterval, until - now), ready);
+  }
+  bool others;
+  {
+    const std::lock_guard lock(queue_);
+    others = --waiting_threads_ > 0;
+    if (!others && progress_target_ > front_) work_.notify_one();
+  }
+  if (others) wake_all(control_block_->event);
+  return operation.status();
+}
+
+bool ShmGroup::done(Operation& operation) {
+  if (operation.status() != Status::kPending) return true;
+  OperationList to_release;
+  const std::unique_lock lock(executor_, std::try_to_lock);
+  if (lock.owns_lock()) advance(operation.number_, true, to_release);
+  return operation.status() != Status::kPending;
+}
+
+void ShmGroup::fail(Status status, Members blamed) {
+  if (is_forked()) return;
+  OperationList to_release;
+  const std::lock_guard lock(executor_);
+  end_group({status, blamed, static_cast<int>(index())}, to_release);
+}
+
+void ShmGroup::leave() {
+  if (is_forked()) return;
+  {
+    const std::lock_guard lock(queue_);
+    if (left_) return;
+    left_ = true;
+    stopping_ = true;
+  }
+  work_.notify_all();
+  wake_all(control_block_->event);
+  // The progress thread can get here by releasing a tensor, which runs Python.
+  if (!is_own_thread()) thread_.join();
+  OperationList to_release;
+  const std::lock_guard lock(executor_);
+  end_group({Status::kClosed, {}, static_cast<int>(index())}, to_release);
+}
+
+bool ShmGroup::is_own_thread() const {
+  return std::this_thread::get_id() == thread_.get_id();
+}
+
+bool ShmGroup::is_forked() const {
+  return getpid() != pid_;
+}
+
+Failure ShmGroup::failure() const {
+  const std::lock_guard lock(queue_);
+  return failure_;
+}
+
+MemberState ShmGroup::state(size_t member) const {
+  return slot(member).state.load();
+}
+
+}  // namespace fddp::shm
