@@ -137,7 +137,7 @@ def test_operations_in_words(position: int, text: str) -> None:
 
 
 def test_a_bucket_that_is_not_there_in_words() -> None:
-    assert example().describe_bucket(3) == "bucket 3, which the plan does not have"
+    assert example().describe_bucket(3) == "bucket 3, which is not in the plan"
 
 
 def test_a_schedule_is_printed_as_a_table() -> None:
@@ -268,7 +268,7 @@ def test_json_both_ways(schedule: Schedule) -> None:
         (lambda d: {**d, "plan": {}}, r"^schedule JSON: plan must be text, got \{\}$"),
         (lambda d: {**d, "axes": {}}, r"^schedule JSON: axes must be a list, got \{\}$"),
         (lambda d: {**d, "axes": [["a"]]}, r"^schedule JSON: axes\[0\] must be a list of 2, got"),
-        (lambda d: {**d, "axes": [["a", 1], ["a", 2]]}, r"^schedule JSON: axes\[1\] needs a name"),
+        (lambda d: {**d, "axes": [["a", 1], ["a", 2]]}, r"^schedule JSON: axes\[1\] needs a unique name"),
         (lambda d: {**d, "ops": [[]]}, r"^schedule JSON: ops\[0\] must be a list of 6, got \[\]$"),
         (
             lambda d: {**d, "wire_dtypes": "x"},

@@ -30,7 +30,7 @@ def check_schedule(schedule: Schedule) -> None:
     holds its owner's shard); all ranks issue the same collectives; the control word reaches all of
     them, by itself or in a tail that holds it; no operation waits for one that
     is launched after it, so that none waits for ever; and no memory is touched that another
-    operation may still be working on, see [Note: what must wait for what].
+    operation may still be working on, see [Note: required dependencies].
 
     It takes as long for 100,000 ranks as for 8.
 

@@ -1,6 +1,6 @@
 """What surely comes before what.
 
-[Note: what must wait for what]
+[Note: required dependencies]
 Two operations that touch the same elements must be connected by dependencies. That one is launched
 before the other is not enough: a collective takes effect at any time between its launch and the
 moment when something waits for it, and two collectives of one group may run at the same time, as

@@ -1,21 +1,18 @@
-"""Bucket plans as text: JSON both ways, and the tables that terminals and notebooks show."""
+"""Bucket plans as JSON, and as tables for terminals and notebooks."""
 
 from __future__ import annotations
 
 import json
 import reprlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fddp.core import tables
 from fddp.core.plan.bucket import Bucket
 from fddp.core.plan.leaf import LeafSpec
 
-if TYPE_CHECKING:
-    pass
-
 FORMAT = "fddp.BucketPlan/1"
-"""First field of every document; the number changes when the fields do."""
+"""Format name and version: the first field of every document."""
 
 MIB = 1024 * 1024
 
@@ -45,11 +42,11 @@ class Plan(Protocol):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Bucketed leaves in the order in which they were offered."""
+        """Bucketed leaves in the order of assignment."""
 
 
 class PlanDocument(NamedTuple):
-    """A parsed document: its form is right; what it says is for `BucketPlan` to judge."""
+    """Parsed JSON with the right structure. `BucketPlan` validates the values."""
 
     leaves: list[dict[str, Any]]
     buckets: list[dict[str, Any]]
@@ -58,7 +55,7 @@ class PlanDocument(NamedTuple):
 
 
 def to_json(plan: Plan) -> str:
-    """The whole plan, with nothing in it that could differ between processes."""
+    """Return the plan as JSON that is identical in all processes."""
     return _dumps(
         {
             "format": FORMAT,
@@ -71,9 +68,9 @@ def to_json(plan: Plan) -> str:
 
 
 def shared_json(plan: Plan) -> str:
-    """What ranks must agree on: as `to_json`, but leaves in no bucket are left out.
+    """Return the part of the plan that ranks must agree on, as JSON.
 
-    Without those, leaf indices differ from rank to rank, so leaves stand in for their indices.
+    Leaves in no bucket are omitted. They shift leaf indices, so bucketed leaves are written out.
     """
     leaf_documents = {index: plan.leaves[index]._asdict() for index in plan.order}
     return _dumps(
@@ -90,10 +87,10 @@ def shared_json(plan: Plan) -> str:
 
 
 def parse(text: str) -> PlanDocument:
-    """Take a document apart; field types below its lists and objects are not looked at.
+    """Parse JSON from `to_json`. Only its lists and objects are validated.
 
     Raises:
-        ValueError: not JSON, or fields are missing, unexpected or of another kind.
+        ValueError: not JSON, or fields are missing, unexpected or of the wrong type.
     """
     try:
         document = json.loads(text)
@@ -163,7 +160,7 @@ def _dumps(document: dict[str, Any]) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """One line of totals."""
+    """Return totals in one line."""
     total_bytes = sum(bucket.nbytes for bucket in plan.buckets)
     caps = ", ".join(_mib(cap) for cap in plan.caps_bytes[:4])
     more_caps = ", …" if len(plan.caps_bytes) > 4 else ""
@@ -174,13 +171,13 @@ def summary(plan: Plan) -> str:
 
 
 def table(plan: Plan) -> str:
-    """The plan as a plain-text table under its totals; the middle of a long one is left out."""
+    """Return totals and a plain-text table. The middle of a long table is omitted."""
     rows = tables.plain_table(_HEADER, _rows(plan), _NUMERIC_COLUMNS)
     return f"BucketPlan: {summary(plan)}\n{rows}"
 
 
 def html_table(plan: Plan) -> str:
-    """The same table for notebooks."""
+    """Return the table as HTML for notebooks."""
     return tables.html_table(f"BucketPlan: {summary(plan)}", _HEADER, _rows(plan))
 
 
@@ -211,7 +208,7 @@ def _row(plan: Plan, index: int) -> tuple[str, ...]:
 
 
 def _shown_path(path: str) -> str:
-    # The path of a bare leaf is empty, and one read from JSON may hold control characters.
+    # The path of a tree that is a single leaf is empty; JSON may contain control characters.
     return path if path and path.isprintable() else repr(path)
 
 

@@ -1,4 +1,4 @@
-"""Schedules as text: JSON both ways, and the tables that terminals and notebooks show."""
+"""Schedules as JSON, and as tables for terminals and notebooks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fddp.core.schedule.op import Op
 from fddp.core.schedule.topology import Topology
 
 FORMAT = "fddp.Schedule/2"
-"""First field of every document; the number changes when the fields do."""
+"""Format name and version: the first field of every document."""
 
 _FIELDS = ("format", "plan", "axes", "ops", "wire_dtypes", "scaling", "result", "deterministic")
 _HEADER = ("op", "kind", "bucket", "along", "buffer", "elements", "shard", "when", "after")
@@ -33,7 +33,7 @@ class Schedule(Protocol):
 
     @property
     def wire_dtypes(self) -> tuple[str, ...]:
-        """Dtype in which each bucket travels."""
+        """Dtype in which each bucket is reduced."""
 
     @property
     def scaling(self) -> str:
@@ -45,11 +45,11 @@ class Schedule(Protocol):
 
     @property
     def deterministic(self) -> bool:
-        """True if sums have one fixed association."""
+        """True if sums are associated in one fixed order."""
 
 
 class ScheduleDocument(NamedTuple):
-    """A parsed document: its form is right; what it says is for `Schedule` to judge."""
+    """Parsed JSON with the right structure. `Schedule` validates the values."""
 
     plan: str  # JSON of the plan
     axes: dict[str, Any]
@@ -61,7 +61,7 @@ class ScheduleDocument(NamedTuple):
 
 
 def to_json(schedule: Schedule, *, plan: str) -> str:
-    """The schedule, with this text in place of its plan."""
+    """Return the schedule as JSON, with the text `plan` as its plan."""
     document = {
         "format": FORMAT,
         "plan": plan,
@@ -76,10 +76,10 @@ def to_json(schedule: Schedule, *, plan: str) -> str:
 
 
 def parse(text: str) -> ScheduleDocument:
-    """Take a document apart.
+    """Parse JSON from `to_json`.
 
     Raises:
-        ValueError: not JSON, or fields are missing, unexpected or of another kind.
+        ValueError: not JSON, or fields are missing, unexpected or of the wrong type.
     """
     try:
         document = json.loads(text)
@@ -101,7 +101,7 @@ def parse(text: str) -> ScheduleDocument:
     for index, pair in enumerate(_list(document["axes"], "axes")):
         name, size = _list(pair, f"axes[{index}]", 2)
         if not isinstance(name, str) or name in axes:
-            raise ValueError(f"schedule JSON: axes[{index}] needs a name of its own, got {name!r}")
+            raise ValueError(f"schedule JSON: axes[{index}] needs a unique name, got {name!r}")
         axes[name] = size
     ops = [_parse_op(op, f"ops[{index}]") for index, op in enumerate(_list(document["ops"], "ops"))]
     return ScheduleDocument(
@@ -138,13 +138,13 @@ def _list(value: object, where: str, length: int | None = None) -> list[Any]:
 
 
 def table(schedule: Schedule) -> str:
-    """The operations as a plain-text table."""
+    """Return the operations as a plain-text table."""
     rows = tables.plain_table(_HEADER, _rows(schedule), _NUMERIC_COLUMNS)
     return f"{schedule!r}\n{rows}"
 
 
 def html_table(schedule: Schedule) -> str:
-    """The same table for notebooks; the middle of a long one is left out."""
+    """Return the table as HTML for notebooks. The middle of a long table is omitted."""
     rows = list(_rows(schedule))
     if len(rows) > _SHOWN_IN_HTML:
         half = _SHOWN_IN_HTML // 2
