@@ -268,7 +268,10 @@ def test_json_both_ways(schedule: Schedule) -> None:
         (lambda d: {**d, "plan": {}}, r"^schedule JSON: plan must be text, got \{\}$"),
         (lambda d: {**d, "axes": {}}, r"^schedule JSON: axes must be a list, got \{\}$"),
         (lambda d: {**d, "axes": [["a"]]}, r"^schedule JSON: axes\[0\] must be a list of 2, got"),
-        (lambda d: {**d, "axes": [["a", 1], ["a", 2]]}, r"^schedule JSON: axes\[1\] needs a unique name"),
+        (
+            lambda d: {**d, "axes": [["a", 1], ["a", 2]]},
+            r"^schedule JSON: axes\[1\] needs a unique name",
+        ),
         (lambda d: {**d, "ops": [[]]}, r"^schedule JSON: ops\[0\] must be a list of 6, got \[\]$"),
         (
             lambda d: {**d, "wire_dtypes": "x"},
@@ -444,7 +447,7 @@ def test_wrong_schedules_are_refused_at_construction() -> None:
     wrong = dataclasses.replace(schedule, result="sharded_mean")
 
     def run(group: Any) -> None:
-        with pytest.raises(ScheduleError, match="its elements are not divided"):
+        with pytest.raises(ScheduleError, match="its elements are not sharded"):
             fddp.GradSync(wrong, group=group)
 
     fddp.loopback(2, run)
