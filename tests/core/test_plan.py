@@ -290,13 +290,18 @@ def test_hostile_texts_get_a_value_error(text: str) -> None:
 def test_a_value_error_names_the_field() -> None:
     document = json.loads(small_plan().to_json())
     document["leaves"][1]["shape"] = 3
-    with pytest.raises(ValueError, match=r"leaves\[1\].shape must be a list, got 3"):
+    with pytest.raises(ValueError, match=r"plan JSON: \.leaves\[1\]\.shape is 3, .* a list$"):
         BucketPlan.from_json(json.dumps(document))
     del document["buckets"]
-    with pytest.raises(ValueError, match=r"missing: \['buckets'\], unexpected: \[\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"plan JSON: the whole is .* fields format, caps_bytes, order, leaves, buckets",
+    ):
         BucketPlan.from_json(json.dumps(document))
     document = {**json.loads(small_plan().to_json()), "format": "fddp.BucketPlan/2"}
-    with pytest.raises(ValueError, match=r"this version reads 'fddp\.BucketPlan/1'"):
+    with pytest.raises(
+        ValueError, match=r"\.format is 'fddp\.BucketPlan/2', .* 'fddp\.BucketPlan/1'$"
+    ):
         BucketPlan.from_json(json.dumps(document))
 
 

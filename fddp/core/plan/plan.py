@@ -119,13 +119,7 @@ class BucketPlan:
             ValueError: the text is malformed or the plan is inconsistent; the message names the
                 field.
         """
-        document = plan_text.parse(text)
-        return cls(
-            leaves=tuple(LeafSpec(**fields) for fields in document.leaves),
-            buckets=tuple(Bucket(**fields) for fields in document.buckets),
-            caps_bytes=document.caps_bytes,
-            order=document.order,
-        )
+        return cls(**plan_text.parse(text))
 
     def __repr__(self) -> str:
         return plan_text.table(self)

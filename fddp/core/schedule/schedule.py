@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.schedule import text as schedule_text
-from fddp.core.schedule.op import Op, Region, is_collective, is_piggybacked, is_texts, op_problem
+from fddp.core.schedule.op import Op, is_collective, is_piggybacked, is_texts, op_problem
 from fddp.core.schedule.topology import Topology as Topology
 
 Scaling = Literal["before", "after", "average"]
@@ -165,19 +165,8 @@ class Schedule:
         Raises:
             ValueError: the text is malformed; the message names the field.
         """
-        document = schedule_text.parse(text)
-        return cls(
-            plan=BucketPlan.from_json(document.plan),
-            topology=Topology(**document.axes),
-            ops=tuple(
-                Op(kind, bucket, axes, Region(*region), deps, when)
-                for kind, bucket, axes, region, deps, when in document.ops
-            ),
-            wire_dtypes=document.wire_dtypes,
-            scaling=document.scaling,
-            result=document.result,
-            deterministic=document.deterministic,
-        )
+        fields = schedule_text.parse(text)
+        return cls(**{**fields, "plan": BucketPlan.from_json(fields["plan"])})
 
     def describe(self, position: int) -> str:
         """Describe an operation for error messages.
