@@ -1,4 +1,4 @@
-"""`python -m fddp`."""
+"""Entry point of `python -m fddp`."""
 
 from __future__ import annotations
 

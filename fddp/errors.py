@@ -1,7 +1,7 @@
-"""Every error that fddp raises on purpose.
+"""Exceptions of fddp.
 
-Two families: mistakes a caller can mend (`FddpError` and its kinds) and broken invariants of the
-library itself (`InternalError`). The kinds that concern the whole group are raised on every rank.
+`FddpError` and its subclasses report errors that the caller can fix or handle. `InternalError`
+reports a bug in fddp. Errors that concern the whole group are raised on every rank.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ _LONGEST_TEXT = 8000  # characters
 
 
 class FddpError(RuntimeError):
-    """Base of the errors that a caller can act on."""
+    """Base class of the errors that a caller can fix or handle."""
 
 
 class PlanMismatchError(FddpError):
-    """Ranks disagree on what they are about to synchronise; found at construction."""
+    """Ranks have different bucket plans, schedules or options. Raised at construction."""
 
 
 class ScheduleError(FddpError, ValueError):
-    """A schedule does not give the result that it states; found by `check_schedule`.
+    """A schedule does not produce its stated result. Raised by `check_schedule`.
 
     Attributes:
-        op: position of the operation at fault in `schedule.ops`; -1 where one is missing.
-        bucket: its bucket; -1 for the control word.
-        paths: the bucket's leaves that are concerned.
-        ranks: some that are concerned, where ranks differ; empty where it is the same on all.
+        op: position of the faulty operation in `schedule.ops`; -1 if an operation is missing.
+        bucket: index of the bucket; -1 for the control word.
+        paths: paths of the affected leaves of the bucket.
+        ranks: some of the affected ranks; empty if all ranks are affected alike.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ScheduleError(FddpError, ValueError):
 
 
 class TreeMismatchError(FddpError, ValueError):
-    """A tree does not have the leaves (paths, shapes, dtypes) that the plan was made for."""
+    """A tree does not have the leaves (paths, shapes, dtypes) of the plan."""
 
 
 class NoGradientError(FddpError, ValueError):
@@ -55,7 +55,7 @@ class NoGradientError(FddpError, ValueError):
 
 
 class LossError(FddpError, ValueError):
-    """A loss function returned something that has no gradient: not a real scalar tensor."""
+    """A loss function returned something other than a real scalar tensor with a gradient."""
 
 
 class WeightError(FddpError, ValueError):
@@ -63,32 +63,33 @@ class WeightError(FddpError, ValueError):
 
 
 class TransformError(FddpError):
-    """A call inside a `torch.func` transform that fddp cannot serve there."""
+    """A call that fddp does not support inside a `torch.func` transform."""
 
 
 class ReentryError(FddpError):
-    """A step was called while backward of another step of the same `GradSync` runs."""
+    """A step was called during backward of another step of the same `GradSync`."""
 
 
 class UnevenError(FddpError):
-    """A round of `fddp.uneven` synchronised more or less often than once."""
+    """A round of `fddp.uneven` did not synchronise exactly once."""
 
 
 class HookError(FddpError, TypeError):
-    """A communication hook returned something that is no result."""
+    """A communication hook returned an invalid result."""
 
 
 class NonFiniteError(FddpError, ArithmeticError):
-    """Gradients, or their sum, hold NaN or infinity, and `nonfinite="raise"` was asked for; raised
-    on every rank, which can all go on.
+    """Gradients or their sum hold NaN or infinity, and `nonfinite="raise"` is set. Raised on every
+    rank; the group stays usable.
 
     Attributes:
         step: number of the step.
-        ranks: those whose own gradients are at fault; empty where sums overflowed.
-        paths: by rank, the leaves at fault of its own; 100 at most of each.
-        counts: the same with how many elements are NaN, and how many infinite.
-        overflowed: leaves whose sum over ranks is not finite, with the same counts; empty where a
-            rank is at fault. Of results that are each rank's own, the most of any rank.
+        ranks: ranks with non-finite local gradients; empty if only sums overflowed.
+        paths: paths of the non-finite leaves by rank, at most 100 per rank.
+        counts: numbers of NaN and of infinite elements by rank and path.
+        overflowed: the same counts by path for leaves whose sum over ranks is not finite; empty if
+            a rank has non-finite local gradients. If results differ by rank, the largest counts of
+            any rank.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class PeerError(FddpError):
     """Another rank failed in this step; the group stays usable.
 
     Attributes:
-        failures: the message of each failing rank, by rank.
+        failures: error message by failing rank.
     """
 
     def __init__(self, message: str, failures: Mapping[int, str] = MappingProxyType({})) -> None:
@@ -120,12 +121,12 @@ class PeerError(FddpError):
 
 
 class DesyncError(FddpError):
-    """Ranks met in one collective while at different steps or with different plans, or their
-    replicas differ.
+    """Ranks joined one collective at different steps or with different plans, or their replicas
+    differ.
 
     Attributes:
-        path: the first leaf in which replicas differ; empty where something else does.
-        ranks: those whose replicas differ from most ranks'; all where no side is the larger one.
+        path: path of the first leaf in which replicas differ; empty if something else differs.
+        ranks: ranks whose replicas differ from those of the majority; all ranks without a majority.
     """
 
     def __init__(self, message: str, *, path: str = "", ranks: tuple[int, ...] = ()) -> None:
@@ -134,7 +135,7 @@ class DesyncError(FddpError):
         self.ranks = ranks
 
 
-class _WaitedInVain(FddpError):  # noqa: N818 - no error that users meet by this name
+class _OperationError(FddpError):
     bucket: int = -1
     paths: tuple[str, ...] = ()
     step: int = -1
@@ -144,43 +145,44 @@ class _WaitedInVain(FddpError):  # noqa: N818 - no error that users meet by this
         self.ranks = ranks
 
 
-class RankLostError(_WaitedInVain):
-    """A rank died or closed its connection in the middle of an operation.
+class RankLostError(_OperationError):
+    """A rank died or closed its connection during an operation.
 
     Attributes:
-        ranks: the ranks that are known to be lost; empty where the backend does not tell.
-        bucket: the bucket whose operation ended so; -1 for the control word, and outside of steps.
-        paths: the bucket's leaves.
-        step: number of the synchronisation; -1 outside of steps.
+        ranks: ranks known to be lost; empty if the backend does not report them.
+        bucket: index of the bucket of the failed operation; -1 for the control word and outside of
+            steps.
+        paths: paths of the bucket's leaves.
+        step: number of the step; -1 outside of steps.
     """
 
 
-class SyncTimeoutError(_WaitedInVain, TimeoutError):
-    """An operation did not finish within `timeout_s` although no rank is known to be lost.
+class SyncTimeoutError(_OperationError, TimeoutError):
+    """An operation did not finish within `timeout_s`, and no rank is known to be lost.
 
     Attributes:
-        ranks: the ranks that were waited for in vain; empty where every rank gave word.
-        bucket, paths, step: as those of `RankLostError`.
+        ranks: ranks that did not respond; empty if all responded.
+        bucket, paths, step: as in `RankLostError`.
     """
 
 
 class ClosedError(FddpError):
-    """Use of a `GradSync` or transport after `close()` or after its communicator failed."""
+    """A `GradSync` or transport was used after `close()` or after its communicator failed."""
 
 
 class ExtensionError(ImportError):
-    """The compiled extension is missing or was built for another torch."""
+    """The compiled extension is missing or was built for another version of torch."""
 
 
 class InternalError(AssertionError):
-    """An invariant of fddp does not hold: a bug in fddp, not in the caller's code."""
+    """An invariant of fddp does not hold. This is a bug in fddp, not in the caller's code."""
 
 
 def error_text(error: BaseException) -> str:
-    """Name and message of an error, truncated so that it can be sent to every rank."""
+    """Type and message of an error, truncated to a size that can be sent to every rank."""
     try:
         text = f"{type(error).__name__}: {error}"
-    except Exception:  # an error that can't be printed must not keep the others waiting
+    except Exception:  # other ranks wait for this text, so a failing __str__ must not propagate
         return type(error).__name__
     more = len(text) - _LONGEST_TEXT
     return f"{text[:_LONGEST_TEXT]}... ({more:,} more characters)" if more > 0 else text

@@ -1,4 +1,4 @@
-"""Tables of text cells, for terminals and for notebooks."""
+"""Plain-text and HTML tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 def plain_table(
     header: Sequence[str], rows: Iterable[Sequence[str]], numeric: Collection[int] = ()
 ) -> str:
-    """Aligned columns; those in `numeric` to the right.
+    """Return aligned columns of text. Columns in `numeric` are right-aligned.
 
     Example:
         >>> print(plain_table(("bucket", "leaf"), [("0", "w"), ("12", "bias")], numeric=(0,)))
@@ -29,7 +29,7 @@ def plain_table(
 
 
 def html_table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The same for notebooks; cells are escaped.
+    """Return an HTML table for notebooks. Cells are escaped.
 
     Example:
         >>> html_table("a", ["b"], [["<c>"]])  # doctest: +NORMALIZE_WHITESPACE

@@ -1,4 +1,4 @@
-"""When things happened in one step, measured or simulated, and what of it backward hid."""
+"""Timelines of one step, measured or simulated, and their overlap with backward."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from typing import Any, NamedTuple, TypeAlias
 from fddp.core.tables import plain_table
 
 Interval: TypeAlias = tuple[float, float]
-"""From when to when something lasted."""
+"""Start and end, in seconds."""
 
 COMPUTE = "compute"
-"""The lane of what a rank does alone; every other lane is that of a group."""
+"""Lane of a rank's local work. Every other lane belongs to a group of ranks."""
 
 
 class Span(NamedTuple):
     """One operation on a timeline; seconds since the start of the step.
 
     Attributes:
-        op: position in the schedule; -1 for backward, and where no schedule is known.
-        kind: the operation's kind, or "backward".
-        bucket: the bucket's index, or -1.
-        lane: `COMPUTE`, or the group's name: the axes along which it runs, joined by "+".
-        label: a few words to show.
-        launch_s: this rank handed it over.
-        start_s: it began, all ranks of the group having launched it and the ones before it done.
-        end_s: it was done.
+        op: position in the schedule; -1 for backward or without a schedule.
+        kind: kind of the operation, or "backward".
+        bucket: index of the bucket, or -1.
+        lane: `COMPUTE`, or the name of the group: its axes joined by "+".
+        label: short text for display.
+        launch_s: time at which this rank launched the operation.
+        start_s: time at which it began: all ranks of the group have launched it, and the group's
+            earlier operations have finished.
+        end_s: time at which it finished.
     """
 
     op: int
@@ -43,14 +44,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """One step as one rank saw it; seconds since the start of the step.
+    """One step on one rank; seconds since the start of the step.
 
     Attributes:
-        spans: what was done, in launch order; backward comes first.
-        backward_end_s: this rank's backward ended.
-        step_s: all was done on this rank.
-        rank: the rank that is shown; of a simulation, the last to finish.
-        rank_steps_s: for each rank its `step_s`, or one value where all have the same.
+        spans: backward, then the operations in launch order.
+        backward_end_s: end of backward on this rank.
+        step_s: end of the step on this rank.
+        rank: rank shown; in a simulation, the last rank to finish.
+        rank_steps_s: `step_s` of each rank, or one value if all ranks have the same.
 
     Example:
         >>> times = BucketTimes(0, 4, ready_s=11.0, launch_s=11.0, done_s=13.0)
@@ -67,33 +68,33 @@ class Timeline:
 
     @property
     def communication_s(self) -> float:
-        """Time with a collective under way."""
+        """Time with at least one collective running."""
         return _covered(self._collectives(), self.step_s)
 
     @property
     def hidden_s(self) -> float:
-        """The part of it that lies within backward."""
+        """Part of `communication_s` that overlaps with backward."""
         return _covered(self._collectives(), self.backward_end_s)
 
     @property
     def exposed_s(self) -> float:
-        """Time between the end of backward and that of the step."""
+        """Time from the end of backward to the end of the step."""
         return self.step_s - self.backward_end_s
 
     @property
     def hidden_fraction(self) -> float:
-        """Share of the communication that lies within backward; 0 with none."""
+        """Fraction of the communication that overlaps with backward; 0 without communication."""
         total_s = self.communication_s
         return self.hidden_s / total_s if total_s > 0.0 else 0.0
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """The lanes, in order of first use."""
+        """Lanes in order of first use."""
         return tuple(dict.fromkeys(span.lane for span in self.spans))
 
     def to_chrome_trace(self) -> str:
-        """The timeline as JSON in the Trace Event Format, for Perfetto (https://ui.perfetto.dev)
-        and chrome://tracing; a lane is a thread of the process that stands for the rank.
+        """Return JSON in the Trace Event Format, for Perfetto (https://ui.perfetto.dev) and
+        chrome://tracing. The rank is shown as a process, each lane as a thread.
 
         Example:
             >>> span = Span(1, "all_reduce", 0, "world", "all_reduce 0", 0.0, 0.001, 0.003)
@@ -117,7 +118,7 @@ class Timeline:
         )
 
     def __str__(self) -> str:
-        """A table of the lanes."""
+        """Table of the lanes."""
         header = ("lane", "spans", "busy", "first start", "last end")
         rows = []
         for lane in self.lanes:
@@ -127,7 +128,7 @@ class Timeline:
             rows.append((lane, str(len(spans)), _ms(busy_s), _ms(first_s), _ms(last_s)))
         return f"{self!r}\n{plain_table(header, rows, numeric=range(1, len(header)))}"
 
-    def _collectives(self) -> list[tuple[float, float]]:
+    def _collectives(self) -> list[Interval]:
         return [(span.start_s, span.end_s) for span in self.spans if span.lane != COMPUTE]
 
 
@@ -136,11 +137,11 @@ class BucketTimes:
     """One bucket of one step; seconds on the clock of `time.perf_counter`.
 
     Attributes:
-        bucket: index in the plan that the step ran with.
-        nbytes: bytes that the bucket holds on the wire.
-        ready_s: all its gradients were there (or backward had ended).
-        launch_s: its collective was handed to the transport.
-        done_s: its collective had finished.
+        bucket: index of the bucket in the step's plan.
+        nbytes: size of the bucket on the wire, in bytes.
+        ready_s: time at which its last gradient was ready (or backward ended).
+        launch_s: time at which its collective was launched.
+        done_s: time at which its collective finished.
     """
 
     bucket: int
@@ -155,16 +156,15 @@ class StepTimes:
     """One step; seconds on the clock of `time.perf_counter`.
 
     Attributes:
-        buckets: one record for each bucket, in plan order.
-        backward_start_s: backward began.
-        backward_end_s: backward ended; what runs after it is exposed.
-        end_s: the synchronised gradients were there.
-        leaves_s: for each leaf of the plan, when its last gradient came on this rank; NaN where
-            none did.
-        begun_s: the call began; what lies before backward is the forward pass. NaN where that is
-            not known.
-        waits: when this rank waited for others, in order.
-        hooks: when its communication hook was at work or waited, in order.
+        buckets: one record per bucket, in plan order.
+        backward_start_s: start of backward.
+        backward_end_s: end of backward; later communication is exposed.
+        end_s: time at which the synchronised gradients were ready.
+        leaves_s: time of the last gradient of each leaf of the plan on this rank; NaN without a
+            gradient.
+        begun_s: start of the call, that is, of the forward pass; NaN if unknown.
+        waits: intervals in which this rank waited for other ranks, in order.
+        hooks: intervals in which its communication hook ran or waited, in order.
     """
 
     buckets: tuple[BucketTimes, ...]
@@ -178,18 +178,18 @@ class StepTimes:
 
     @property
     def ready_times_s(self) -> tuple[float, ...]:
-        """For each leaf, seconds from the start of backward until its last gradient came, as
-        `simulate` and `plan_optimal` take them."""
+        """Seconds from the start of backward to the last gradient of each leaf: an input of
+        `simulate` and `plan_optimal`."""
         return tuple(time_s - self.backward_start_s for time_s in self.leaves_s)
 
     @property
     def exposed_s(self) -> float:
-        """Time between the end of backward and the synchronised gradients."""
+        """Time from the end of backward to the synchronised gradients."""
         return self.end_s - self.backward_end_s
 
     @property
     def hidden_fraction(self) -> float:
-        """Share of the time with a collective in flight that lies within backward; 0 with none.
+        """Fraction of the communication that overlaps with backward; 0 without communication.
 
         Example:
             >>> times = BucketTimes(0, 4, ready_s=1.0, launch_s=1.0, done_s=3.0)
@@ -199,10 +199,10 @@ class StepTimes:
         return self.to_timeline().hidden_fraction
 
     def to_timeline(self, rank: int = 0) -> Timeline:
-        """The step as a timeline that starts with backward, to look at as at a simulated one.
+        """Return the step as a timeline that starts with backward.
 
-        When a collective began is not measured. It is taken to be when it was launched, or when
-        those launched before it were done, as in a group whose collectives run one after another.
+        The start of a collective is not measured. It is set to its launch or to the end of the
+        collectives launched before it, whichever is later: collectives of one group run in order.
         """
         origin_s = self.backward_start_s
         spans = [backward_span(self.backward_end_s - origin_s)]
@@ -222,13 +222,13 @@ class StepTimes:
 
 
 def backward_span(end_s: float) -> Span:
-    """Backward, from the start of a step on."""
+    """Return the span of a backward that starts with the step."""
     return Span(-1, "backward", -1, COMPUTE, "backward", 0.0, 0.0, end_s)
 
 
-def _covered(spans: Iterable[tuple[float, float]], until_s: float) -> float:
-    """Time before `until_s` in which at least one span lasts."""
-    total_s, reached_s = 0.0, -float("inf")
+def _covered(spans: Iterable[Interval], until_s: float) -> float:
+    """Length of the union of the spans, up to `until_s`."""
+    total_s, reached_s = 0.0, -math.inf
     for start_s, end_s in sorted(spans):
         end_s = min(end_s, until_s)
         total_s += max(0.0, end_s - max(start_s, reached_s))

@@ -377,17 +377,17 @@ SPARSE = plan_of(("e", "float32"), sparse=("e",))
         ),
         (
             lambda: make_schedule(ONE, WORLD, algorithm="hierarchical"),
-            r"^'hierarchical' needs a topology of at least two axes, such as "
+            r"^'hierarchical' needs a topology with at least two axes, such as "
             r"Topology\(host=4, local=8\), got Topology\(world=2\)$",
         ),
         (
             lambda: make_schedule(SPARSE, WORLD, algorithm="reduce_scatter"),
-            r"^'reduce_scatter' can't divide the sparse leaf 'e'; plan it as a dense one, or leave "
-            r"it out with select=$",
+            r"^'reduce_scatter' can't shard the sparse leaf 'e'; plan it as dense, or exclude "
+            r"it with select=$",
         ),
         (
             lambda: make_all_gather_schedule(make_schedule(ONE, WORLD)),
-            r"^only a schedule whose result is 'sharded_mean', .* got the result "
+            r"^schedule must have the result 'sharded_mean' .* got the result "
             r"'replicated_mean'",
         ),
     ],

@@ -134,194 +134,194 @@ ERRORS: dict[str, Callable[[], Schedule]] = {
 
 TEXTS = {
     "a cycle": (
-        "op 1 (all_reduce of bucket 0, leaf 'w', along host and local): it waits for op 4 "
-        "(all_reduce of bucket 0, leaf 'w' (repair), along host and local), and ranks launch "
-        "that later, when this one has started: 1 -> 4 -> 3 -> 1 is a cycle, in which all of "
-        "them wait for ever; launch op 4 first"
+        "op 1 (all_reduce of bucket 0, leaf 'w', along host and local): it depends on op 4 "
+        "(all_reduce of bucket 0, leaf 'w' (repair), along host and local), which is launched "
+        "later: 1 -> 4 -> 3 -> 1 is a cycle, a deadlock on all ranks; launch op 4 first"
     ),
     "waits for itself": (
-        "op 1 (all_reduce of bucket 0, leaf 'w', along host and local): it waits for itself; "
-        "leave that dependency out"
+        "op 1 (all_reduce of bucket 0, leaf 'w', along host and local): it depends on itself; "
+        "remove that dependency"
     ),
     "waits for nothing there is": (
-        "op 1 (all_reduce of bucket 0, leaf 'w', along host and local): it waits for op 9, "
-        "and there are ops 0 to 6; leave it out"
+        "op 1 (all_reduce of bucket 0, leaf 'w', along host and local): it depends on op 9, "
+        "but there are ops 0 to 6; remove that dependency"
     ),
     "waits for a later one that does not wait for it": (
-        "op 1 (all_reduce of bucket 1, leaves 'a' to 'b', along world): it waits for op 2 "
-        "(the control word, along world), and ranks launch that later, when this one has "
-        "started: 1 -> 2 -> 1 is a cycle, in which all of them wait for ever; launch op 2 "
-        "first"
+        "op 1 (all_reduce of bucket 1, leaves 'a' to 'b', along world): it depends on op 2 "
+        "(the control word, along world), which is launched later: 1 -> 2 -> 1 is a cycle, a "
+        "deadlock on all ranks; launch op 2 first"
     ),
     "a race": (
         "op 1 (all_reduce of bucket 0, leaf 'w', along host and local): op 0 (pack of bucket "
-        "0, leaf 'w') may still be working on the elements 0:8; let it depend on op 0, also "
-        "through others"
+        "0, leaf 'w') may still be using the elements 0:8; make it depend on op 0, directly or "
+        "indirectly"
     ),
     "a race with a repair": (
         "op 6 (unpack of bucket 0, leaf 'w'): op 1 (all_reduce of bucket 0, leaf 'w', along "
-        "host and local) may still be working on the elements 0:8; let it depend on op 1, "
-        "also through others"
+        "host and local) may still be using the elements 0:8; make it depend on op 1, directly "
+        "or indirectly"
     ),
     "a race with an addition": (
-        "op 7 (all_reduce of bucket 0, leaf 'w' (repair), along host and local): op 5 (add of"
-        " bucket 0, leaf 'w') may still be working on the elements 0:8; let it depend on op "
-        "5, also through others"
+        "op 7 (all_reduce of bucket 0, leaf 'w' (repair), along host and local): op 5 (add of "
+        "bucket 0, leaf 'w') may still be using the elements 0:8; make it depend on op 5, "
+        "directly or indirectly"
     ),
     "a conditional collective": (
-        "op 3 (pack of bucket 0, leaf 'w' (repair)): it runs only 'late', as the control word"
-        " says, and does not wait for that word: some ranks would take this branch and others"
-        " not, and wait for ever; let it depend on op 2, also through others"
+        "op 3 (pack of bucket 0, leaf 'w' (repair)): it runs only 'late', as the control word "
+        "decides, but does not depend on the word: ranks would take different branches and "
+        "deadlock; make it depend on op 2, directly or indirectly"
     ),
     "unpacks too early": (
-        "op 4 (unpack of bucket 0, leaf 'w'): it needs what the control word says, and does "
-        "not wait for it; let it depend on op 2, also through others"
+        "op 4 (unpack of bucket 0, leaf 'w'): it reads the control word but does not depend on "
+        "it; make it depend on op 2, directly or indirectly"
     ),
     "no control word": (
-        "no operation reduces the control word, from which ranks learn what came late and who"
-        " failed; put one after the last pack"
+        "no operation reduces the control word, which reports late gradients and failed ranks; "
+        "insert one after the last pack"
     ),
     "two control words": (
-        "op 3 (the control word, along host and local): op 2 reduces it already; keep one of "
+        "op 3 (the control word, along host and local): op 2 already reduces it; remove one of "
         "the two"
     ),
     "a control word for some": (
-        "op 2 (the control word, along host): all ranks must meet in it, and those along "
-        "local do not; let it run along host and local"
+        "op 2 (the control word, along host): all ranks must take part, but those along local "
+        "do not; run it along host and local"
     ),
     "a control word of a bucket": (
-        "op 2 (the control word, in the tail of bucket 0, leaf 'w', along host and local): each "
-        "rank does this by itself; leave its axes empty"
+        "op 2 (the control word, in the tail of bucket 0, leaf 'w', along host and local): a "
+        "local operation must have no axes; remove them"
     ),
     "a riding word that nothing carries": (
-        "op 1 (the control word, in the tail of bucket 0, leaf 'w'): no all-reduce of its bucket "
-        "depends on it, so that nothing would sum it; let the last one depend on it, or name "
-        "bucket -1 and axes"
+        "op 1 (the control word, in the tail of bucket 0, leaf 'w'): no all-reduce of its "
+        "bucket depends on it, so it would not be reduced; make the last all-reduce depend on "
+        "it, or set bucket -1 and axes"
     ),
     "a riding word of no bucket": (
-        "op 1 (the control word, in the tail of bucket 1, which the plan does not have): name one "
-        "of the plan's 1 buckets"
+        "op 1 (the control word, in the tail of bucket 1, which is not in the plan): bucket "
+        "must be an index of the 1 buckets"
     ),
     "a riding word with elements": (
-        "op 1 (the control word, in the tail of bucket 0, leaf 'w'): it has no elements that a "
-        "schedule knows, and always runs: Region(buffer='control', start=0, stop=0, shard=()) and "
-        "'always' are due, got Region(buffer='control', start=0, stop=8, shard=()) and 'always'"
+        "op 1 (the control word, in the tail of bucket 0, leaf 'w'): its region must be "
+        "Region(buffer='control', start=0, stop=0, shard=()) and its condition 'always', got "
+        "Region(buffer='control', start=0, stop=8, shard=()) and 'always'"
     ),
     "a riding word too early": (
-        "op 2 (pack of bucket 0, leaf 'v'): it is launched after op 1 (the control word, in the "
-        "tail of bucket 1, leaf 'w'), which tells what all packing found; launch it before"
+        "op 2 (pack of bucket 0, leaf 'v'): it is launched after op 1 (the control word, in "
+        "the tail of bucket 1, leaf 'w'), which describes all packed gradients; launch it "
+        "earlier"
     ),
     "a riding word waited for": (
-        "op 3 (pack of bucket 0, leaf 'w' (repair)): it waits for the control word, op 1, which "
-        "each rank writes by itself; only the all-reduce in whose tail it rides depends on it, and "
-        "others on that"
+        "op 3 (pack of bucket 0, leaf 'w' (repair)): it depends on the control word, op 1, "
+        "which is not reduced yet; only the all-reduce that carries the word may depend on it, "
+        "and others on that all-reduce"
     ),
     "a riding word read too early": (
-        "op 6 (unpack of bucket 0, leaf 'w'): it needs what the control word says, and does not "
-        "wait for it; let it depend on op 2, also through others"
+        "op 6 (unpack of bucket 0, leaf 'w'): it reads the control word but does not depend on "
+        "it; make it depend on op 2, directly or indirectly"
     ),
     "a carrier for some": (
-        "op 2 (all_reduce of bucket 0, leaf 'w', along local): it carries the control word, for "
-        "which all ranks must meet; let it run along host and local"
+        "op 2 (all_reduce of bucket 0, leaf 'w', along local): it carries the control word, "
+        "which all ranks must reduce; run it along host and local"
     ),
     "a carrier of the first piece": (
         "op 2 (all_reduce of bucket 0, leaf 'w', along host and local): it carries the control "
-        "word, which lies behind element 8 of the bucket's buffer, where the elements 0:4 that it "
-        "works on do not end; let the last undivided piece carry it"
+        "word, which lies behind element 8 of the bucket's buffer, but its own elements are "
+        "0:4; make the last piece carry it, not sharded"
     ),
     "a carrier of chunks": (
         "op 2 (all_reduce of bucket 0, leaf 'w', along host and local): it carries the control "
-        "word, which lies behind element 8 of the bucket's buffer, where the elements 0:8 that it "
-        "works on do not end; let the last undivided piece carry it"
+        "word, which lies behind element 8 of the bucket's buffer, but its own elements are "
+        "0:8; make the last piece carry it, not sharded"
     ),
     "a carrier that averages": (
-        "op 1 (the control word, in the tail of bucket 0, leaf 'w'): the collective averages, and "
-        "would divide it; scale 'before' or 'after'; or name bucket -1 and axes"
+        "op 1 (the control word, in the tail of bucket 0, leaf 'w'): an averaging collective "
+        "would divide it; set scaling to 'before' or 'after'; or set bucket -1 and axes"
     ),
     "a carrier of a format that does not hold it": (
-        "op 1 (the control word, in the tail of bucket 0, leaf 'w'): its bucket travels as "
-        "bfloat16, which does not hold it; float32 and float64 do; or name bucket -1 and axes"
+        "op 1 (the control word, in the tail of bucket 0, leaf 'w'): its bucket is reduced in "
+        "bfloat16, which can't hold it; float32 and float64 can; or set bucket -1 and axes"
     ),
     "a carrier for too many": (
-        "op 1 (the control word, in the tail of bucket 0, leaf 'w'): float32 holds the word of "
-        "65536 ranks and 16777216 leaves at most, and there are 131072 and 1; or name bucket -1 "
-        "and axes"
+        "op 1 (the control word, in the tail of bucket 0, leaf 'w'): float32 holds the control "
+        "word of at most 65536 ranks and 16777216 leaves, got 131072 ranks and 1 leaves; or "
+        "set bucket -1 and axes"
     ),
     "a control word too early": (
-        "op 1 (pack of bucket 0, leaf 'w'): it is launched after op 0 (the control word, "
-        "along host and local), which tells what all packing found; launch it before"
+        "op 1 (pack of bucket 0, leaf 'w'): it is launched after op 0 (the control word, along "
+        "host and local), which describes all packed gradients; launch it earlier"
     ),
     "an unknown axis": (
-        "op 1 (all_reduce of bucket 0, leaf 'w', along hosts): it runs along 'hosts'; the "
-        "axes are host and local"
+        "op 1 (all_reduce of bucket 0, leaf 'w', along hosts): it runs along 'hosts'; the axes "
+        "are host and local"
     ),
     "an unknown axis of a shard": (
-        "op 1 (all_reduce of bucket 0, leaf 'w', along host and local): it is divided along "
+        "op 1 (all_reduce of bucket 0, leaf 'w', along host and local): it is sharded along "
         "'hosts'; the axes are host and local"
     ),
     "axes twice": (
-        "op 1 (all_reduce of bucket 0, leaf 'w', along host and host): it runs along host and"
-        " host; name each axis once"
+        "op 1 (all_reduce of bucket 0, leaf 'w', along host and host): it runs along host and "
+        "host; name each axis once"
     ),
     "axes in another order": (
-        "op 1 (all_reduce of bucket 0, leaf 'w', along local and host): name its axes in the "
-        "topology's order, host and local"
+        "op 1 (all_reduce of bucket 0, leaf 'w', along local and host): its axes must be in "
+        "topology order: host and local"
     ),
     "no axes": (
-        "op 1 (all_reduce of bucket 0, leaf 'w'): it needs axes to run along, of host and local"
+        "op 1 (all_reduce of bucket 0, leaf 'w'): a collective needs axes, of host and local"
     ),
     "axes of a pack": (
-        "op 0 (pack of bucket 0, leaf 'w', along host): each rank does this by itself; leave "
-        "its axes empty"
+        "op 0 (pack of bucket 0, leaf 'w', along host): a local operation must have no axes; "
+        "remove them"
     ),
     "an unknown bucket": (
-        "op 1 (all_reduce of bucket 1, which the plan does not have, along host and local): "
-        "name one of the plan's 1 buckets"
+        "op 1 (all_reduce of bucket 1, which is not in the plan, along host and local): bucket "
+        "must be an index of the 1 buckets"
     ),
     "no elements": (
-        "op 1 (all_reduce of bucket 0, leaf 'w', along host and local): its elements -1:8 "
-        "must start at 0 or above, and not stop before"
+        "op 1 (all_reduce of bucket 0, leaf 'w', along host and local): its elements -1:8 must "
+        "satisfy 0 <= start <= stop"
     ),
     "elements backwards": (
-        "op 1 (all_reduce of bucket 0, leaf 'w', along host and local): its elements 9:8 must"
-        " start at 0 or above, and not stop before"
+        "op 1 (all_reduce of bucket 0, leaf 'w', along host and local): its elements 9:8 must "
+        "satisfy 0 <= start <= stop"
     ),
     "a repair that always runs": (
-        "op 4 (all_reduce of bucket 0, leaf 'w' (repair), along host and local): it has "
-        "('repair', 'always') for buffer and condition; all_reduce goes with ('bucket', "
-        "'always') or ('bucket', 'late') or ('bucket', 'again') or ('repair', 'late')"
+        "op 4 (all_reduce of bucket 0, leaf 'w' (repair), along host and local): its buffer "
+        "and condition are ('repair', 'always'); all_reduce requires ('bucket', 'always') or "
+        "('bucket', 'late') or ('bucket', 'again') or ('repair', 'late')"
     ),
     "late shards": (
-        "op 1 (all_gather of bucket 0, leaf 'w', along host): shards are all there from the "
-        "start, so that nothing is 'late' where the result is 'replicated'; leave it out"
+        "op 1 (all_gather of bucket 0, leaf 'w', along host): a schedule with the result "
+        "'replicated' gathers shards, which are never late; remove the 'late' operation"
     ),
     "both ways of mending": (
         "op 4 (all_reduce of bucket 0, leaf 'h', along host and local): its bucket is also "
-        "reduced 'again' as a whole, what came late included; keep one of the two"
+        "reduced 'again' as a whole, including late gradients; remove one of the two"
     ),
     "a sparse bucket is reduced": (
-        "op 6 (all_reduce of bucket 0, leaf 'rows', along world): its bucket is sparse: "
-        "gather and unpack it, nothing else"
+        "op 6 (all_reduce of bucket 0, leaf 'rows', along world): its bucket is sparse; only "
+        "gather and unpack it"
     ),
     "a dense bucket is gathered": (
-        "op 1 (gather of bucket 1, leaves 'a' to 'b', along world): its bucket is dense: pack"
-        " and reduce it instead"
+        "op 1 (gather of bucket 1, leaves 'a' to 'b', along world): its bucket is dense; pack "
+        "and reduce it instead"
     ),
     "a sparse bucket in shards": (
-        "op 6 (gather of bucket 0, leaf 'rows', along world): a sparse bucket ends as the "
-        "whole mean on each rank, and 'sharded_mean' is stated; plan its leaf as a dense one,"
-        " or leave it out"
+        "op 6 (gather of bucket 0, leaf 'rows', along world): a sparse bucket is always a "
+        "whole mean on each rank, but the stated result is 'sharded_mean'; plan its leaf as "
+        "dense, or exclude it"
     ),
     "a sparse bucket divided": (
-        "op 6 (gather of bucket 0, leaf 'rows', along world): it leaves everything on every "
-        "rank, and its elements are divided along world; leave the shard empty"
+        "op 6 (gather of bucket 0, leaf 'rows', along world): it gathers the whole bucket on "
+        "every rank, but its region is sharded along world; set shard=()"
     ),
     "a wire that does not hold": (
-        "bucket 0, leaf 'w': bfloat16 on the wire does not hold its float32; choose float32 "
-        "or float64"
+        "bucket 0, leaf 'w': the wire dtype bfloat16 can't hold its float32 elements; use "
+        "float32 or float64"
     ),
     "an unknown wire": (
-        "bucket 0, leaf 'w': int8 on the wire does not hold its float32; choose float32 or float64"
+        "bucket 0, leaf 'w': the wire dtype int8 can't hold its float32 elements; use float32 "
+        "or float64"
     ),
 }
 

@@ -93,174 +93,172 @@ ERRORS: dict[str, Callable[[], Schedule]] = {
 TEXTS = {
     "summed along one axis only": (
         "op 6 (unpack of bucket 0, leaf 'w'): rank 0 ends with bucket 0, leaf 'w' (elements "
-        "0:8), summed along local only: the contributions of ranks 8, 16, 24, ... are "
-        "missing; reduce it along host too"
+        "0:8), summed along local only: the gradients of ranks 8, 16, 24, ... are missing; "
+        "reduce it along host too"
     ),
     "not summed": (
         "op 4 (unpack of bucket 0, leaf 'w'): rank 0 ends with bucket 0, leaf 'w' (elements "
-        "0:8), not summed over ranks: the contributions of ranks 1, 2, 3, ... are missing; "
-        "reduce it along host and local too"
+        "0:8), not summed over ranks: the gradients of ranks 1, 2, 3, ... are missing; reduce "
+        "it along host and local too"
     ),
     "late ones summed otherwise": (
         "op 6 (unpack of bucket 0, leaf 'w'): rank 0 ends with bucket 0, leaf 'w' (elements "
-        "0:8) where gradients came late, summed along host only: the late contributions of "
-        "ranks 1, ... are missing; reduce it along local too"
+        "0:8) if gradients are late, summed along host only: the late gradients of ranks 1, "
+        "... are missing; reduce it along local too"
     ),
     "late ones lost": (
         "op 3 (unpack of bucket 0, leaf 'w'): rank 0 ends with bucket 0, leaf 'w' (elements "
-        "0:8) where gradients came late, without what came late, which would be lost; pack it"
-        " into the repair, reduce that as the bucket was, and add it, all of it 'late'"
+        "0:8) if gradients are late, without the late gradients; pack them into the repair "
+        "buffer, reduce it like the bucket, and add it, all with when='late'"
     ),
     "late ones not reduced": (
         "op 5 (unpack of bucket 0, leaf 'w'): rank 0 ends with bucket 0, leaf 'w' (elements "
-        "0:8) where gradients came late, not summed over ranks: the late contributions of "
-        "ranks 1, 2, 3 are missing; reduce it along host and local too"
+        "0:8) if gradients are late, not summed over ranks: the late gradients of ranks 1, 2, "
+        "3 are missing; reduce it along host and local too"
     ),
     "late ones added twice": (
         "op 7 (unpack of bucket 0, leaf 'w'): rank 0 ends with bucket 0, leaf 'w' (elements "
-        "0:8) where gradients came late, with each late contribution counted 2 times: it "
-        "holds 1/2 of the sum over ranks where 1/4 is due; sum along each axis once, and add "
-        "a repair once"
+        "0:8) if gradients are late, with each late gradient counted 2 times: it holds 1/2 of "
+        "the sum over ranks instead of 1/4; sum along each axis once, and add a repair once"
     ),
     "late ones added in two ways": (
         "op 7 (unpack of bucket 0, leaf 'w'): rank 0 ends with bucket 0, leaf 'w' (elements "
-        "0:8) where gradients came late, holding 1/4 of the own contribution plus 1/4 of the "
-        "sum along host and local; 1/4 of the sum along host and local is due"
+        "0:8) if gradients are late, holding 1/4 of the local gradient plus 1/4 of the sum "
+        "along host and local instead of 1/4 of the sum along host and local"
     ),
     "late ones added and reduced twice": (
         "op 8 (unpack of bucket 0, leaf 'w'): rank 0 ends with bucket 0, leaf 'w' (elements "
-        "0:8) where gradients came late, with each late contribution counted 2 times: it "
-        "holds 1/2 of the sum over ranks where 1/4 is due; sum along each axis once, and add "
-        "a repair once"
+        "0:8) if gradients are late, with each late gradient counted 2 times: it holds 1/2 of "
+        "the sum over ranks instead of 1/4; sum along each axis once, and add a repair once"
     ),
     "an average of some": (
         "op 6 (unpack of bucket 0, leaf 'w'): rank 0 ends with bucket 0, leaf 'w' (elements "
-        "0:8), summed along host only: the contributions of ranks 1, ... are missing; reduce "
-        "it along local too"
+        "0:8), summed along host only: the gradients of ranks 1, ... are missing; reduce it "
+        "along local too"
     ),
     "summed twice": (
         "op 7 (unpack of bucket 0, leaf 'w'): rank 0 ends with bucket 0, leaf 'w' (elements "
-        "0:8), with each contribution counted 4 times: it holds 1 of the sum over ranks where"
-        " 1/4 is due; sum along each axis once, and add a repair once"
+        "0:8), with each gradient counted 4 times: it holds 1 of the sum over ranks instead of "
+        "1/4; sum along each axis once, and add a repair once"
     ),
     "an unfit unit": (
         "op 3 (unpack of bucket 0, leaf 'h'): rank 0 ends with bucket 0, leaf 'h' (elements "
-        "0:8) where weights do not fit the agreed unit, holding a sum in the unit that does "
-        "not fit, which can't be corrected afterwards; reduce the bucket anew, by a pack and "
-        "its collectives that run 'again'"
+        "0:8) if weights do not fit the agreed unit, holding a sum in an unsuitable weight "
+        "unit, which can't be corrected afterwards; reduce the bucket again, by a pack and "
+        "collectives with when='again'"
     ),
     "kept, and not packed again": (
         "op 4 (unpack of bucket 0, leaf 'h'): rank 0 ends with bucket 0, leaf 'h' (elements "
-        "0:8) where weights do not fit the agreed unit, holding a sum in the unit that does "
-        "not fit, which can't be corrected afterwards; reduce the bucket anew, by a pack and "
-        "its collectives that run 'again'"
+        "0:8) if weights do not fit the agreed unit, holding a sum in an unsuitable weight "
+        "unit, which can't be corrected afterwards; reduce the bucket again, by a pack and "
+        "collectives with when='again'"
     ),
     "shards summed": (
         "op 3 (unpack of bucket 0, leaf 'w'): rank 0 ends with bucket 0, leaf 'w' (elements "
-        "0:8), summed along host and local: shards are gathered, and never reduced"
+        "0:8), summed along host and local; gather shards, do not reduce them"
     ),
     "shards not gathered": (
         "op 2 (unpack of bucket 0, leaf 'w'): rank 0 ends with bucket 0, leaf 'w' (elements "
         "0:8), not gathered along host and local: the shards of ranks 1, 2, 3 are missing; "
-        "pack shards, and gather these"
+        "pack shards and gather them"
     ),
     "copies of one rank's": (
         "op 4 (unpack of bucket 0, leaf 'w'): rank 0 ends with bucket 0, leaf 'w' (elements "
         "0:8), not summed over ranks, and each element copied from one rank along host and "
-        "local: the contributions of ranks 1, 2, 3 are missing; reduce it along host and "
-        "local before chunks are joined"
+        "local: the gradients of ranks 1, 2, 3 are missing; reduce it along host and local "
+        "before gathering chunks"
     ),
     "copies of one rank's summed": (
         "op 5 (unpack of bucket 0, leaf 'w'): rank 0 ends with bucket 0, leaf 'w' (elements "
         "0:8), not summed over ranks, and each element copied from one rank along host and "
-        "local: the contributions of ranks 1, 2, 3 are missing; reduce it along host and "
-        "local before chunks are joined"
+        "local: the gradients of ranks 1, 2, 3 are missing; reduce it along host and local "
+        "before gathering chunks"
     ),
     "a leaf of several": (
         "op 6 (unpack of bucket 1, leaves 'a' to 'b'): rank 0 ends with bucket 1, leaves 'a' "
-        "to 'b' (elements 0:7), not summed over ranks: the contributions of rank 1 are "
-        "missing; reduce it along world too"
+        "to 'b' (elements 0:7), not summed over ranks: the gradients of rank 1 are missing; "
+        "reduce it along world too"
     ),
     "mean where shards are wanted": (
-        "op 6 (unpack of bucket 0, leaf 'w'): its elements are not divided, and the result "
-        "'sharded_mean' wants them divided along host and local; state another result, or "
-        "divide or join them before"
+        "op 6 (unpack of bucket 0, leaf 'w'): its elements are not sharded, but the result "
+        "'sharded_mean' requires them to be sharded along host and local; change the result, "
+        "or reduce-scatter or all-gather first"
     ),
     "shards where the mean is wanted": (
-        "op 8 (unpack of bucket 0, leaf 'w'): its elements are divided along local and host, "
-        "and the result 'replicated_mean' wants them not divided; state another result, or "
-        "divide or join them before"
+        "op 8 (unpack of bucket 0, leaf 'w'): its elements are sharded along local and host, "
+        "but the result 'replicated_mean' requires them to be not sharded; change the result, "
+        "or reduce-scatter or all-gather first"
     ),
     "divided along axes in force": (
-        "op 3 (all_reduce of bucket 0, leaf 'w', along local): its elements are divided along"
-        " local: ranks along local hold different ones, which would be added up; join them "
-        "first, or leave 'local' out"
+        "op 3 (all_reduce of bucket 0, leaf 'w', along local): its elements are sharded along "
+        "local: ranks along local hold different elements, which would be summed; all-gather "
+        "them first, or omit the axis 'local'"
     ),
     "joined along another axis": (
-        "op 4 (all_gather of bucket 0, leaf 'w', along host): it joins chunks along host "
-        "where its elements are divided along local; join along the last of these axes first"
+        "op 4 (all_gather of bucket 0, leaf 'w', along host): it gathers chunks along host, "
+        "but its elements are sharded along local; gather along the last of these axes first"
     ),
     "joined in another order": (
-        "op 1 (all_gather of bucket 0, leaf 'w', along host and local): it joins chunks along"
-        " host and local where its elements are divided along local and host; join along the "
-        "last of these axes first"
+        "op 1 (all_gather of bucket 0, leaf 'w', along host and local): it gathers chunks "
+        "along host and local, but its elements are sharded along local and host; gather along "
+        "the last of these axes first"
     ),
     "chunks of two kinds": (
         "op 2 (reduce_scatter of bucket 0, leaf 'w', along local): parts of its elements 0:8 "
-        "went through different reductions, and a chunk may hold some of each; divide the "
-        "parts by themselves"
+        "are results of different reductions, and a chunk may hold elements of several; "
+        "reduce-scatter each part separately"
     ),
     "packed over part of chunks": (
-        "op 3 (pack of bucket 0, leaf 'h'): it takes the elements 0:7 as not divided, and op "
-        "1 (reduce_scatter of bucket 0, leaf 'h', along world) left 0:8 divided along world; "
-        "give it the same elements, divided alike"
+        "op 3 (pack of bucket 0, leaf 'h'): it expects the elements 0:7 not sharded, but op 1 "
+        "(reduce_scatter of bucket 0, leaf 'h', along world) left 0:8 sharded along world; use "
+        "the same elements and shard axes"
     ),
     "a piece that was never packed": (
-        "op 4 (unpack of bucket 0, leaf 'w'): nothing has been packed into the elements 0:4 "
-        "of the bucket buffer before it; pack them first"
+        "op 4 (unpack of bucket 0, leaf 'w'): the elements 0:4 of the bucket buffer are not "
+        "packed before it; pack them first"
     ),
     "not divided as stated": (
-        "op 3 (all_reduce of bucket 0, leaf 'w', along host): it takes the elements 0:8 as "
-        "not divided, and op 1 (reduce_scatter of bucket 0, leaf 'w', along local) left 0:8 "
-        "divided along local; give it the same elements, divided alike"
+        "op 3 (all_reduce of bucket 0, leaf 'w', along host): it expects the elements 0:8 not "
+        "sharded, but op 1 (reduce_scatter of bucket 0, leaf 'w', along local) left 0:8 "
+        "sharded along local; use the same elements and shard axes"
     ),
     "cut elsewhere": (
-        "op 3 (all_reduce of bucket 0, leaf 'w', along host): it takes the elements 0:4 as "
-        "divided along local, and op 1 (reduce_scatter of bucket 0, leaf 'w', along local) "
-        "left 0:8 divided along local; give it the same elements, divided alike"
+        "op 3 (all_reduce of bucket 0, leaf 'w', along host): it expects the elements 0:4 "
+        "sharded along local, but op 1 (reduce_scatter of bucket 0, leaf 'w', along local) "
+        "left 0:8 sharded along local; use the same elements and shard axes"
     ),
     "unequal chunks": (
-        "op 1 (reduce_scatter of bucket 0, leaf 'w', along local): its 7 elements can't be "
-        "cut into 2 equal chunks along local; pad the bucket to a multiple"
+        "op 1 (reduce_scatter of bucket 0, leaf 'w', along local): its 7 elements can't be cut "
+        "into 2 equal chunks along local; pad the bucket to a multiple of 2"
     ),
     "nothing packed": (
-        "op 1 (all_reduce of bucket 0, leaf 'w', along host and local): nothing has been "
-        "packed into the elements 8:12 of the bucket buffer before it; pack them first"
+        "op 1 (all_reduce of bucket 0, leaf 'w', along host and local): the elements 8:12 of "
+        "the bucket buffer are not packed before it; pack them first"
     ),
     "never unpacked": "bucket 0, leaf 'w': no operation unpacks it; append one",
     "partly unpacked": (
-        "bucket 0, leaf 'w': no operation unpacks its elements from 4 on, of leaf 'w'; unpack"
-        " every element"
+        "bucket 0, leaf 'w': no operation unpacks its elements from 4, leaf 'w'; unpack every "
+        "element"
     ),
     "unpacked twice": (
-        "op 7 (unpack of bucket 0, leaf 'w'): op 6 has unpacked all of its bucket already; "
-        "keep one of the two"
+        "op 7 (unpack of bucket 0, leaf 'w'): op 6 has already unpacked the whole bucket; "
+        "remove one of the two"
     ),
     "unpacked shards twice": (
-        "op 9 (unpack of bucket 0, leaf 'w'): op 8 has handed out the elements 0:8, and "
-        "results never change; do this before"
+        "op 9 (unpack of bucket 0, leaf 'w'): op 8 has already unpacked the elements 0:8, and "
+        "results are immutable; place it before op 8"
     ),
     "packed in parts": (
-        "op 0 (pack of bucket 0, leaf 'w'): it has the elements 0:4 of 8; what is not divided"
-        " is packed at once, as a whole"
+        "op 0 (pack of bucket 0, leaf 'w'): its elements are 0:4 of 8; a bucket that is not "
+        "sharded must be packed as a whole"
     ),
     "packed twice": (
-        "op 1 (pack of bucket 0, leaf 'w'): op 0 has packed all of its bucket already; keep "
+        "op 1 (pack of bucket 0, leaf 'w'): op 0 has already packed the whole bucket; remove "
         "one of the two"
     ),
     "shards packed twice": (
-        "op 1 (pack of bucket 0, leaf 'w'): op 0 and others before it work on the elements "
-        "0:8 already; pack the shards of each element once"
+        "op 1 (pack of bucket 0, leaf 'w'): op 0 already uses the elements 0:8; pack the "
+        "shards of each element once"
     ),
 }
 

@@ -181,9 +181,9 @@ def test_models_survive_json(alpha_s: float, beta: float, algorithm: Any, overla
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cost JSON: not a JSON document"),
-        ("[]", "must be an object with the fields algorithm, alpha_s, beta_s_per_byte, overlap"),
-        (json.dumps({"alpha_s": 1}), r"got \['alpha_s'\]"),
+        ("{", "cost JSON: .*not JSON"),
+        ("[]", "an object with the fields alpha_s, beta_s_per_byte, algorithm, overlap"),
+        (json.dumps({"alpha_s": 1}), r"the whole is \{'alpha_s': 1\}"),
         (CostModel(1.0, 1.0).to_json().replace('"ring"', '"star"'), "algorithm must be one of"),
     ],
 )

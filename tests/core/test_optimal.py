@@ -252,7 +252,7 @@ def test_bad_arguments() -> None:
     cost = CostModel(1e-3, 1e-9)
     with pytest.raises(ValueError, match="the plan of 4 leaves needs 'e' and 0 more"):
         plan_optimal(tree(), {"w": 0.0, "b": 0.0}, cost)
-    with pytest.raises(ValueError, match="'hierarchical' needs a topology of at least two axes"):
+    with pytest.raises(ValueError, match="'hierarchical' needs a topology with at least two axes"):
         plan_optimal(tree(), [0.0] * 4, cost, algorithm="hierarchical")
     with pytest.raises(ValueError, match="none of the axis 'world'"):
         plan_optimal(tree(), [0.0] * 4, {"host": cost})

@@ -172,22 +172,25 @@ DENSE = 2  # the bucket of "b" and "a"; before it are those of "e" and "c"
         (with_leaf(4, shape=(2**40, 2**40)), "more bytes than fit 64 bits"),
         (with_leaf(0, sparse=1), "sparse must be a bool, got 1"),
         (with_leaf(0, sparse=True), r"sparse=False, but leaf 0 \('a'\) has sparse=True"),
-        (with_leaf(0, device="meta"), r"on 'cpu', but leaf 0 \('a'\) is of 'float32' on 'meta'"),
-        (with_leaf(0, dtype="float64"), "is of 'float64' on 'cpu'"),
+        (
+            with_leaf(0, device="meta"),
+            r"on 'cpu', but leaf 0 \('a'\) has dtype 'float32' on 'meta'",
+        ),
+        (with_leaf(0, dtype="float64"), "has dtype 'float64' on 'cpu'"),
         (with_leaf(0, dtype="int32"), "of dtype 'int32', which has no gradient"),
-        (with_leaf(2, strides=(60, 20, 5, 1)), "must be None or dense in another order"),
-        (with_leaf(2, strides=(900, 1, 15, 3)), "must be None or dense in another order"),
+        (with_leaf(2, strides=(60, 20, 5, 1)), "must be None or dense and not contiguous"),
+        (with_leaf(2, strides=(900, 1, 15, 3)), "must be None or dense and not contiguous"),
         (with_leaf(2, strides=(1,)), "tuple of 4 non-negative"),
         ({"caps_bytes": ()}, "one or more positive 64-bit ints"),
         ({"caps_bytes": (0,)}, "one or more positive 64-bit ints"),
         ({"caps_bytes": (1.5,)}, "one or more positive 64-bit ints"),
-        ({"order": (3, 2, 1)}, "order must hold each leaf that is in a bucket once"),
-        ({"order": (3, 2, 1, 0, 0)}, "order must hold each leaf"),
+        ({"order": (3, 2, 1)}, "order must hold each bucketed leaf once"),
+        ({"order": (3, 2, 1, 0, 0)}, "order must hold each bucketed leaf"),
         ({"buckets": [1]}, "buckets must be a tuple of Bucket"),
         ({"buckets": (1,)}, r"buckets\[0\] must be a Bucket"),
         (with_bucket(DENSE, leaves=(), offsets=()), "has no leaves"),
         (with_bucket(DENSE, leaves=(1, 9)), "holds leaf 9, but there are 5"),
-        (with_bucket(DENSE, leaves=(1, 2)), r"leaf 2 \('c'\) is of 'float64'"),
+        (with_bucket(DENSE, leaves=(1, 2)), r"leaf 2 \('c'\) has dtype 'float64'"),
         (with_bucket(DENSE, leaves=(1, 1)), r"leaf 1 \('b'\) 2 times"),
         (with_bucket(DENSE, offsets=(0, 5)), r"offsets must be \(0, 4\) for its leaves"),
         (with_bucket(DENSE, offsets=(False, 4)), "offsets must be"),
@@ -287,13 +290,18 @@ def test_hostile_texts_get_a_value_error(text: str) -> None:
 def test_a_value_error_names_the_field() -> None:
     document = json.loads(small_plan().to_json())
     document["leaves"][1]["shape"] = 3
-    with pytest.raises(ValueError, match=r"leaves\[1\].shape must be a list, got 3"):
+    with pytest.raises(ValueError, match=r"plan JSON: \.leaves\[1\]\.shape is 3, .* a list$"):
         BucketPlan.from_json(json.dumps(document))
     del document["buckets"]
-    with pytest.raises(ValueError, match=r"missing: \['buckets'\], unexpected: \[\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"plan JSON: the whole is .* fields format, caps_bytes, order, leaves, buckets",
+    ):
         BucketPlan.from_json(json.dumps(document))
     document = {**json.loads(small_plan().to_json()), "format": "fddp.BucketPlan/2"}
-    with pytest.raises(ValueError, match=r"this version reads 'fddp\.BucketPlan/1'"):
+    with pytest.raises(
+        ValueError, match=r"\.format is 'fddp\.BucketPlan/2', .* 'fddp\.BucketPlan/1'$"
+    ):
         BucketPlan.from_json(json.dumps(document))
 
 

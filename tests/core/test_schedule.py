@@ -137,7 +137,7 @@ def test_operations_in_words(position: int, text: str) -> None:
 
 
 def test_a_bucket_that_is_not_there_in_words() -> None:
-    assert example().describe_bucket(3) == "bucket 3, which the plan does not have"
+    assert example().describe_bucket(3) == "bucket 3, which is not in the plan"
 
 
 def test_a_schedule_is_printed_as_a_table() -> None:
@@ -258,21 +258,24 @@ def test_json_both_ways(schedule: Schedule) -> None:
     [
         (
             lambda d: [],
-            r"^schedule JSON: must be an object with the fields format, plan, axes, ops",
+            r"^schedule JSON: the whole is \[\], .* the fields format, plan, axes, ops",
         ),
-        (lambda d: {**d, "more": 1}, r"^schedule JSON: must be an object with the fields"),
+        (lambda d: {**d, "more": 1}, r"^schedule JSON: the whole is .* with the fields"),
         (
             lambda d: {**d, "format": 2},
-            r"^schedule JSON: format is 2, this version reads 'fddp\.Sch",
+            r"^schedule JSON: \.format is 2, .* 'fddp\.Schedule/2'$",
         ),
-        (lambda d: {**d, "plan": {}}, r"^schedule JSON: plan must be text, got \{\}$"),
-        (lambda d: {**d, "axes": {}}, r"^schedule JSON: axes must be a list, got \{\}$"),
-        (lambda d: {**d, "axes": [["a"]]}, r"^schedule JSON: axes\[0\] must be a list of 2, got"),
-        (lambda d: {**d, "axes": [["a", 1], ["a", 2]]}, r"^schedule JSON: axes\[1\] needs a name"),
-        (lambda d: {**d, "ops": [[]]}, r"^schedule JSON: ops\[0\] must be a list of 6, got \[\]$"),
+        (lambda d: {**d, "plan": {}}, r"^schedule JSON: \.plan is \{\}, .* text$"),
+        (lambda d: {**d, "axes": {}}, r"^schedule JSON: \.axes is \{\}, .* a list$"),
+        (lambda d: {**d, "axes": [["a"]]}, r"^schedule JSON: \.axes\[0\] is .* a list of 2$"),
+        (
+            lambda d: {**d, "axes": [["a", 1], ["a", 2]]},
+            r"^schedule JSON: \.axes needs unique names, got \['a', 'a'\]$",
+        ),
+        (lambda d: {**d, "ops": [[]]}, r"^schedule JSON: \.ops\[0\] is \[\], .* a list of 6$"),
         (
             lambda d: {**d, "wire_dtypes": "x"},
-            r"^schedule JSON: wire_dtypes must be a list, got 'x'",
+            r"^schedule JSON: \.wire_dtypes is 'x', .* a list$",
         ),
         (lambda d: {**d, "scaling": []}, r"^scaling must be one of"),
         (lambda d: {**d, "axes": [["a", 0]]}, r"^axis 'a' needs an int of at least 1"),
@@ -444,7 +447,7 @@ def test_wrong_schedules_are_refused_at_construction() -> None:
     wrong = dataclasses.replace(schedule, result="sharded_mean")
 
     def run(group: Any) -> None:
-        with pytest.raises(ScheduleError, match="its elements are not divided"):
+        with pytest.raises(ScheduleError, match="its elements are not sharded"):
             fddp.GradSync(wrong, group=group)
 
     fddp.loopback(2, run)

@@ -170,25 +170,24 @@ def across_first() -> Schedule:
     [
         (
             lambda: changed(flat(), deterministic=True),
-            r"^op 2 \(all_reduce of bucket 0, leaf 'w', along host and local\): it leaves the "
-            r"order of the sum to the transport, and the schedule is deterministic; "
-            r"reduce_scatter and all_gather instead \(on all 4 ranks\)$",
+            r"^op 2 \(all_reduce of bucket 0, leaf 'w', along host and local\): its order of "
+            r"summation depends on the transport, but the schedule is deterministic; "
+            r"use reduce_scatter and all_gather \(on all 4 ranks\)$",
         ),
         (
             lambda: changed(flat(algorithm="reduce_scatter"), deterministic=True),
-            r"what came late would be added to a sum, and the schedule is deterministic; reduce "
-            r"the bucket 'again' as a whole",
+            r"it adds late gradients to a sum, but the schedule is deterministic; reduce the "
+            r"whole bucket 'again'",
         ),
         (
             lambda: changed(flat(deterministic=True), scaling="average"),
-            r"it averages, which rounds on the way, and the schedule is deterministic; scale "
+            r"averaging rounds partial sums, but the schedule is deterministic; set scaling to "
             r"'before' or 'after'",
         ),
         (
             across_first,
-            r"^op 1 \(reduce_scatter of bucket 0, leaf 'w', along host\): with it, sums run along "
-            r"host before the axes within, and the schedule is deterministic; sum along local "
-            r"first",
+            r"^op 1 \(reduce_scatter of bucket 0, leaf 'w', along host\): it sums along host "
+            r"before the inner axes, but the schedule is deterministic; sum along local first",
         ),
         (
             lambda: changed(
@@ -197,7 +196,7 @@ def across_first() -> Schedule:
                 ),
                 wire_dtypes=("float16",),
             ),
-            r"deterministic sums are not rounded on the way, and float16 on the wire does; choose "
+            r"the wire dtype float16 rounds partial sums, but the schedule is deterministic; use "
             r"float32 or float64",
         ),
     ],
@@ -208,9 +207,9 @@ def test_nondeterministic_schedules_are_refused(make: Any, text: str) -> None:
 
 
 def test_arguments_that_do_not_go_with_it() -> None:
-    with pytest.raises(ValueError, match="an average along each axis rounds otherwise"):
+    with pytest.raises(ValueError, match="averages along each axis in turn are rounded"):
         flat(deterministic=True, scaling="average")
-    with pytest.raises(ValueError, match="'all_gather' sums nothing"):
+    with pytest.raises(ValueError, match="'all_gather' does not sum"):
         flat(deterministic=True, algorithm="all_gather")
 
     def run(group: Any) -> None:

@@ -85,7 +85,7 @@ ALIKE: dict[str, tuple[Build, str, tuple[str, ...]]] = {
     "a sparse leaf in shards": (
         sync(algorithm="reduce_scatter", sparse=("a",)),
         "ValueError",
-        ("'reduce_scatter' can't divide the sparse leaf 'a'", "select="),
+        ("'reduce_scatter' can't shard the sparse leaf 'a'", "select="),
     ),
     "a schedule and an algorithm": (
         sync(schedule, algorithm="reduce_scatter"),

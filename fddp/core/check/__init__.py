@@ -1,9 +1,9 @@
-"""Proves that a schedule gives the result that it states, for any number of ranks.
+"""Verification of schedules: a proof of the stated result for any number of ranks.
 
-All ranks run the same operations in the same order. One list of operations is therefore followed,
-with symbolic values for what all ranks hold (`symbolic.py`); the cost depends on the number of
-operations alone. Each bucket is followed for every decision of the control word (`dataflow.py`).
-The order of operations follows from their dependencies only (`ordering.py`).
+All ranks run the same operations in the same order. One list of operations is therefore executed
+symbolically for all ranks (`symbolic.py`), at a cost that depends only on the number of operations.
+Each bucket is executed for every decision of the control word (`dataflow.py`). Only dependencies
+order operations (`ordering.py`).
 """
 
 from __future__ import annotations
@@ -16,29 +16,31 @@ from fddp.core.check.symbolic import Algebra, branches
 from fddp.core.check.well_formed import check_form
 from fddp.core.schedule.schedule import Schedule
 
-# Operations whose order is worked out at a time: for each operation of the schedule a bit for each
-# of these. All at once would need memory quadratic in their number.
+# Number of operations whose order is computed at a time. Each needs one bit per operation of the
+# schedule, so that all at once would need quadratic memory.
 _BATCH = 4096
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Proves the schedule's postcondition, or raises what stands against it.
+    """Prove that a schedule is correct, or raise an error.
 
-    Proved is, for every way that the control word may decide for a bucket: each element of the
-    bucket is unpacked once, where `schedule.result` wants it, and holds the contribution of each
-    rank exactly once, divided by the number of ranks, what came late included ("replicated": it
-    holds its owner's shard); all ranks issue the same collectives; the control word reaches all of
-    them, by itself or in a tail that holds it; no operation waits for one that
-    is launched after it, so that none waits for ever; and no memory is touched that another
-    operation may still be working on, see [Note: what must wait for what].
+    A schedule is correct if, for each bucket and each decision of the control word:
 
-    It takes as long for 100,000 ranks as for 8.
+    - each element is unpacked once, on the ranks required by `schedule.result`;
+    - it holds the gradient of each rank exactly once, late gradients included, divided by the
+      number of ranks ("replicated": it holds the shard of its owner);
+    - all ranks issue the same collectives;
+    - the control word reaches all ranks, separately or piggybacked on a bucket that can hold it;
+    - no operation depends on one that is launched later, which would deadlock;
+    - no operation uses memory of an unfinished one, see [Note: required dependencies].
+
+    The cost does not depend on the number of ranks.
 
     Args:
-        schedule: any schedule, whatever made it.
+        schedule: any schedule.
 
     Raises:
-        ScheduleError: it is not right; the text names the operation, bucket, leaf and ranks.
+        ScheduleError: the schedule is wrong; the text names the operation, bucket, leaf and ranks.
 
     Example:
         >>> import dataclasses
@@ -54,7 +56,7 @@ def check_schedule(schedule: Schedule) -> None:
         Traceback (most recent call last):
         ...
         fddp.errors.ScheduleError: op 6 (unpack of bucket 0, leaf 'w'): rank 0 ends with bucket 0,
-        leaf 'w' (elements 0:8), summed along local only: the contributions of ranks 4, 8, 12, ...
+        leaf 'w' (elements 0:8), summed along local only: the gradients of ranks 4, 8, 12, ...
         are missing; reduce it along host too
     """
     by_bucket = check_form(schedule)

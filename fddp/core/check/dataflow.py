@@ -1,8 +1,8 @@
-"""Follows the operations of one bucket, and what they leave in its memory.
+"""Symbolic execution of the operations of one bucket.
 
-Memory is known as pieces of elements that went through the same. A piece that is not divided may
-be cut further, as when parts of a bucket travel one after the other. One that axes divide is known
-only as a whole: where its chunks lie depends on where it starts and stops.
+A buffer is a list of pieces: ranges of elements with the same history. A piece that is not sharded
+can be cut further, for example if parts of a bucket are reduced separately. A sharded piece can't,
+because the bounds of its chunks depend on its start and stop.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 from fddp.core.check.explain import explain
-from fddp.core.check.findings import fail, fail_bucket, in_words, paths_in, wide
+from fddp.core.check.findings import fail, fail_bucket, join_names, nontrivial, paths_in
 from fddp.core.check.ordering import Order
 from fddp.core.check.symbolic import Algebra, Branch, Value
 from fddp.core.schedule.op import Buffer, Op
@@ -21,15 +21,15 @@ from fddp.core.schedule.schedule import Schedule
 
 
 class _Piece(NamedTuple):
-    """Elements that went through the same.
+    """Elements with the same history.
 
     Attributes:
         start: first element.
         stop: element after the last.
-        shard: axes of more than one place that divide them, outer cut first.
-        value: what they hold.
-        last: position of the operation that touched them last.
-        unpacked: whether that handed them out.
+        shard: axes of size above 1 that divide the elements, outer cut first.
+        value: symbolic value of each element.
+        last: position of the last operation on the elements.
+        unpacked: True if that operation unpacked them.
     """
 
     start: int
@@ -40,24 +40,23 @@ class _Piece(NamedTuple):
     unpacked: bool = False
 
     def clip(self, start: int, stop: int) -> _Piece:
-        """The part in [start, stop)."""
         return self._replace(start=max(start, self.start), stop=min(stop, self.stop))
 
 
 class _Memory:
-    """One buffer: its pieces in ascending order, without overlap."""
+    """Pieces of one buffer, in ascending order and without overlap."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._pieces: list[_Piece] = []
 
     def find(self, start: int, stop: int) -> list[_Piece]:
-        """The pieces that have elements in [start, stop)."""
+        """Return the pieces that overlap with [start, stop)."""
         i, j = self._range(start, stop)
         return self._pieces[i:j]
 
     def put(self, start: int, stop: int, pieces: list[_Piece]) -> None:
-        """Puts pieces in place of all there was in [start, stop)."""
+        """Replace [start, stop) by the given pieces."""
         i, j = self._range(start, stop)
         if i < j:
             first, last = self._pieces[i], self._pieces[j - 1]
@@ -75,14 +74,14 @@ class _Memory:
 
 
 class Flow:
-    """The operations of one bucket, in one branch.
+    """Symbolic execution of one bucket for one decision of the control word.
 
     Args:
         schedule: the schedule.
-        bucket: the bucket.
-        branch: what the control word says.
-        algebra: arithmetic with what elements hold.
-        order: what comes before what, among the bucket's operations.
+        bucket: index of the bucket.
+        branch: decision of the control word.
+        algebra: arithmetic of symbolic values.
+        order: partial order of the bucket's operations.
     """
 
     def __init__(
@@ -96,17 +95,19 @@ class Flow:
         self._memory: dict[Buffer, _Memory] = {"bucket": _Memory(), "repair": _Memory()}
 
     def follow(self, positions: Sequence[int]) -> None:
-        """Judges the operations, which are given in launch order, and what they leave.
+        """Execute the operations at `positions`, in launch order, and check the result.
 
         Raises:
-            ScheduleError: an operation meets what it can't work on, or the result is wrong.
+            ScheduleError: the input of an operation is invalid, or the result is wrong.
         """
         for position in positions:
             op = self._schedule.ops[position]
-            # Nothing happens to no elements.
             if op.when in self._branch.whens and op.region.start < op.region.stop:
                 _STEPS[op.kind](self, position, op)
         self._check_all_is_unpacked()
+
+    def _fail(self, position: int, problem: str) -> NoReturn:
+        fail(self._schedule, position, problem)
 
     # Operations
 
@@ -114,16 +115,15 @@ class Flow:
         start, stop, memory = op.region.start, op.region.stop, self._memory[op.region.buffer]
         for piece in memory.find(start, stop):
             if self._schedule.result == "replicated":
-                fail(
-                    self._schedule,
+                self._fail(
                     position,
-                    f"op {piece.last} and others before it work on the elements "
-                    f"{piece.start}:{piece.stop} already; pack the shards of each element once",
+                    f"op {piece.last} already uses the elements {piece.start}:{piece.stop}; pack "
+                    f"the shards of each element once",
                 )
             self._check_free(position, piece)
             if piece.shard and not start <= piece.start <= piece.stop <= stop:
                 self._fail_extent(position, piece)
-        shard = wide(self._schedule, op.region.shard)
+        shard = nontrivial(self._schedule, op.region.shard)
         value = self._algebra.packed(op.when, self._branch)
         memory.put(start, stop, [_Piece(start, stop, shard, value, position)])
 
@@ -137,29 +137,27 @@ class Flow:
 
     def _reduce_scatter(self, position: int, op: Op) -> None:
         pieces = self._reduce(position, op)
-        shard = wide(self._schedule, (*op.region.shard, *op.axes))
+        shard = nontrivial(self._schedule, (*op.region.shard, *op.axes))
         if shard == pieces[0].shard:
-            return  # along axes of one place: the only chunk is all of it
+            return  # along axes of size 1, the only chunk is the whole region
         start, stop = op.region.start, op.region.stop
         if any(piece.value != pieces[0].value for piece in pieces):
-            fail(
-                self._schedule,
+            self._fail(
                 position,
-                f"parts of its elements {start}:{stop} went through different reductions, and a "
-                f"chunk may hold some of each; divide the parts by themselves",
+                f"parts of its elements {start}:{stop} are results of different reductions, and a "
+                f"chunk may hold elements of several; reduce-scatter each part separately",
             )
         whole = pieces[0]._replace(start=start, stop=stop, shard=shard)
         self._memory[op.region.buffer].put(start, stop, [whole])
 
     def _reduce(self, position: int, op: Op) -> list[_Piece]:
-        divided = [axis for axis in wide(self._schedule, op.axes) if axis in op.region.shard]
+        divided = [axis for axis in nontrivial(self._schedule, op.axes) if axis in op.region.shard]
         if divided:
-            fail(
-                self._schedule,
+            self._fail(
                 position,
-                f"its elements are divided along {in_words(op.region.shard)}: ranks along "
-                f"{divided[0]} hold different ones, which would be added up; join them first, or "
-                f"leave {divided[0]!r} out",
+                f"its elements are sharded along {join_names(op.region.shard)}: ranks along "
+                f"{divided[0]} hold different elements, which would be summed; all-gather them "
+                f"first, or omit the axis {divided[0]!r}",
             )
         pieces = self._change(position, op, self._algebra.reduced)
         if self._schedule.deterministic:
@@ -167,30 +165,29 @@ class Flow:
         return pieces
 
     def _check_association(self, position: int, op: Op, pieces: Sequence[_Piece]) -> None:
-        """Sums run along the innermost axes first: what is summed is always a run of these."""
-        names = wide(self._schedule, self._schedule.topology.names)
+        """Check that sums run along the innermost axes first, as deterministic schedules do."""
+        names = nontrivial(self._schedule, self._schedule.topology.names)
         for summed in {term.summed for piece in pieces for term, _ in piece.value}:
             inmost = names[len(names) - len(summed) :]
             if summed != {*inmost}:
-                fail(
-                    self._schedule,
+                self._fail(
                     position,
-                    f"with it, sums run along {in_words(wide(self._schedule, op.axes))} before the "
-                    f"axes within, and the schedule is deterministic; sum along "
-                    f"{in_words(inmost)} first",
+                    f"it sums along {join_names(nontrivial(self._schedule, op.axes))} before the "
+                    f"inner axes, but the schedule is deterministic; sum along "
+                    f"{join_names(inmost)} first",
                 )
 
     def _all_gather(self, position: int, op: Op) -> None:
         shard = op.region.shard
         kept = len(shard) - len(op.axes)
         if kept < 0 or shard[kept:] != op.axes:
-            fail(
-                self._schedule,
+            self._fail(
                 position,
-                f"it joins chunks along {in_words(op.axes)} where its elements are divided along "
-                f"{in_words(shard) or 'no axis'}; join along the last of these axes first",
+                f"it gathers chunks along {join_names(op.axes)}, but its elements are sharded "
+                f"along {join_names(shard) or 'no axis'}; gather along the last of these axes "
+                f"first",
             )
-        kept_shard = wide(self._schedule, shard[:kept])
+        kept_shard = nontrivial(self._schedule, shard[:kept])
         pieces = self._change(position, op, self._algebra.gathered)
         joined_pieces = [piece._replace(shard=kept_shard) for piece in pieces]
         self._memory[op.region.buffer].put(op.region.start, op.region.stop, joined_pieces)
@@ -198,7 +195,7 @@ class Flow:
     def _change(
         self, position: int, op: Op, change: Callable[[Value, tuple[str, ...]], Value]
     ) -> list[_Piece]:
-        """What a collective makes of the values that are there."""
+        """Apply a collective to the values of its region and return the new pieces."""
         memory = self._memory[op.region.buffer]
         pieces = [
             piece._replace(value=change(piece.value, op.axes))
@@ -210,7 +207,7 @@ class Flow:
     def _add(self, position: int, op: Op) -> None:
         targets = self._take(position, op, "bucket")
         repairs = self._take(position, op, "repair")
-        # Where they are not divided, either may be cut more finely.
+        # Pieces that are not sharded may be cut differently in the two buffers.
         sums = [
             target.clip(repair.start, repair.stop)._replace(
                 value=self._algebra.added(target.value, repair.value)
@@ -234,11 +231,15 @@ class Flow:
             op.region.start, op.region.stop, [piece._replace(unpacked=True) for piece in pieces]
         )
 
-    # What operations meet
+    # Inputs of operations
 
     def _take(self, position: int, op: Op, buffer: Buffer) -> list[_Piece]:
-        """The pieces of an operation's region, which it may work on and touches now."""
-        start, stop, shard = op.region.start, op.region.stop, wide(self._schedule, op.region.shard)
+        """Check the pieces of an operation's region and return them as used by the operation."""
+        start, stop, shard = (
+            op.region.start,
+            op.region.stop,
+            nontrivial(self._schedule, op.region.shard),
+        )
         taken, end = [], start
         for piece in self._memory[buffer].find(start, stop):
             if piece.start > end:
@@ -250,59 +251,54 @@ class Flow:
             end = piece.stop
         if end < stop:
             until = next((p.start for p in self._memory[buffer].find(end, stop)), stop)
-            fail(
-                self._schedule,
+            self._fail(
                 position,
-                f"nothing has been packed into the elements {end}:{until} of the {buffer} buffer "
-                f"before it{self._branch.text}; pack them first",
+                f"the elements {end}:{until} of the {buffer} buffer are not packed before it"
+                f"{self._branch.text}; pack them first",
             )
         return taken
 
     def _check_free(self, position: int, piece: _Piece) -> None:
         if piece.unpacked:
-            fail(
-                self._schedule,
+            self._fail(
                 position,
-                f"op {piece.last} has handed out the elements {piece.start}:{piece.stop}, and "
-                f"results never change; do this before",
+                f"op {piece.last} has already unpacked the elements {piece.start}:{piece.stop}, "
+                f"and results are immutable; place it before op {piece.last}",
             )
         if not self._order.holds(piece.last, position):
-            fail(
-                self._schedule,
+            self._fail(
                 position,
-                f"{self._schedule.describe(piece.last)} may still be working on the elements "
-                f"{piece.start}:{piece.stop}; let it depend on op {piece.last}, also through "
-                f"others",
+                f"{self._schedule.describe(piece.last)} may still be using the elements "
+                f"{piece.start}:{piece.stop}; make it depend on op {piece.last}, directly or "
+                f"indirectly",
             )
 
     def _fail_extent(self, position: int, piece: _Piece) -> NoReturn:
         region = self._schedule.ops[position].region
-        mine, theirs = (_divided(wide(self._schedule, r.shard)) for r in (region, piece))
-        fail(
-            self._schedule,
+        mine, theirs = (_divided(nontrivial(self._schedule, r.shard)) for r in (region, piece))
+        self._fail(
             position,
-            f"it takes the elements {region.start}:{region.stop} as {mine}, and "
-            f"{self._schedule.describe(piece.last)} left {piece.start}:{piece.stop} {theirs}; give "
-            f"it the same elements, divided alike",
+            f"it expects the elements {region.start}:{region.stop} {mine}, but "
+            f"{self._schedule.describe(piece.last)} left {piece.start}:{piece.stop} {theirs}; use "
+            f"the same elements and shard axes",
         )
 
-    # The result
+    # Results
 
     @property
     def _numel(self) -> int:
         return self._schedule.plan.buckets[self._bucket].numel
 
     def _check_division(self, position: int, op: Op) -> None:
-        """Whether each rank has the part of the result that it is to have."""
-        shard, result = wide(self._schedule, op.region.shard), self._schedule.result
-        axes = wide(self._schedule, self._schedule.topology.names)
+        """Check that the unpacked elements are sharded as the result requires."""
+        shard, result = nontrivial(self._schedule, op.region.shard), self._schedule.result
+        axes = nontrivial(self._schedule, self._schedule.topology.names)
         due = axes if result == "sharded_mean" else ()
         if {*shard} != {*due}:
-            fail(
-                self._schedule,
+            self._fail(
                 position,
-                f"its elements are {_divided(shard)}, and the result {result!r} wants them "
-                f"{_divided(due)}; state another result, or divide or join them before",
+                f"its elements are {_divided(shard)}, but the result {result!r} requires them to "
+                f"be {_divided(due)}; change the result, or reduce-scatter or all-gather first",
             )
 
     def _fail_result(self, position: int, piece: _Piece) -> NoReturn:
@@ -334,13 +330,13 @@ class Flow:
             fail_bucket(
                 self._schedule,
                 self._bucket,
-                f"no operation unpacks its elements from {end} on, of leaf {paths[0]!r}; unpack "
-                f"every element",
+                f"no operation unpacks its elements from {end}, leaf {paths[0]!r}; unpack every "
+                f"element",
             )
 
 
 def _divided(shard: tuple[str, ...]) -> str:
-    return f"divided along {in_words(shard)}" if shard else "not divided"
+    return f"sharded along {join_names(shard)}" if shard else "not sharded"
 
 
 _STEPS: Mapping[str, Callable[[Flow, int, Op], None]] = MappingProxyType(

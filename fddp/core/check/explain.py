@@ -1,4 +1,4 @@
-"""Says in words what is wrong with what an element holds."""
+"""Explanations of wrong results."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import NamedTuple
 from fddp.core.check.symbolic import Term, Value
 from fddp.core.schedule.topology import Topology
 
-_SHOWN = 3  # ranks in a sentence
+_SHOWN = 3  # ranks listed in a message
 
 
 class Problem(NamedTuple):
-    """What is wrong with a result.
+    """Description of a wrong result.
 
     Attributes:
-        text: goes on from "rank 0 ends with leaf 'w' ...".
-        ranks: the first of those whose contributions are missing there.
+        text: continuation of "rank 0 ends with leaf 'w' ...".
+        ranks: the first ranks whose gradients are missing in it.
     """
 
     text: str
@@ -25,11 +25,11 @@ class Problem(NamedTuple):
 
 
 def explain(topology: Topology, got: Value, due: Value) -> Problem:
-    """The first thing that is wrong with a value that is not what is due."""
+    """Describe the first difference between the value `got` and the expected value `due`."""
     if any(term.source == "unfit" for term, _ in got):
         return Problem(
-            "holding a sum in the unit that does not fit, which can't be corrected afterwards; "
-            "reduce the bucket anew, by a pack and its collectives that run 'again'"
+            "holding a sum in an unsuitable weight unit, which can't be corrected afterwards; "
+            "reduce the bucket again, by a pack and collectives with when='again'"
         )
     for term, factor in sorted(due, key=lambda item: item[0].source, reverse=True):
         found = [(t, f) for t, f in got if t.source == term.source]
@@ -37,13 +37,13 @@ def explain(topology: Topology, got: Value, due: Value) -> Problem:
             break
     if not found:
         return Problem(
-            "without what came late, which would be lost; pack it into the repair, reduce that as "
-            "the bucket was, and add it, all of it 'late'"
+            "without the late gradients; pack them into the repair buffer, reduce it like the "
+            "bucket, and add it, all with when='late'"
         )
     if len(found) > 1:
         parts = sorted(_in_words(topology, *item) for item in found)
         return Problem(
-            f"holding {' plus '.join(parts)}; {_in_words(topology, term, factor)} is due"
+            f"holding {' plus '.join(parts)} instead of {_in_words(topology, term, factor)}"
         )
     ((got_term, got_factor),) = found
     if term.source == "shard":
@@ -61,10 +61,10 @@ def _missing(topology: Topology, got: Term, missing: Collection[str]) -> Problem
     way_out = f"reduce it along {_names(topology, missing)} too"
     if got.owned:
         summed += f", and each element copied from one rank along {_names(topology, got.owned)}"
-        way_out = f"reduce it along {_names(topology, missing)} before chunks are joined"
+        way_out = f"reduce it along {_names(topology, missing)} before gathering chunks"
     others = _others(topology, got.summed, missing)
     return Problem(
-        f"{summed}: the {late}contributions of {others} are missing; {way_out}",
+        f"{summed}: the {late}gradients of {others} are missing; {way_out}",
         _ranks(topology, missing),
     )
 
@@ -72,26 +72,26 @@ def _missing(topology: Topology, got: Term, missing: Collection[str]) -> Problem
 def _counted_often(term: Term, got: Fraction, due: Fraction) -> Problem:
     late = "late " if term.source == "late" else ""
     return Problem(
-        f"with each {late}contribution counted {got / due} times: it holds {got} of the sum over "
-        f"ranks where {due} is due; sum along each axis once, and add a repair once"
+        f"with each {late}gradient counted {got / due} times: it holds {got} of the sum over ranks "
+        f"instead of {due}; sum along each axis once, and add a repair once"
     )
 
 
 def _shard_problem(topology: Topology, got: Term, due: Term) -> Problem:
     if got.summed:
         along = _names(topology, got.summed)
-        return Problem(f"summed along {along}: shards are gathered, and never reduced")
+        return Problem(f"summed along {along}; gather shards, do not reduce them")
     missing = due.owned - got.owned
     return Problem(
         f"not gathered along {_names(topology, missing)}: the shards of "
-        f"{_others(topology, got.owned, missing)} are missing; pack shards, and gather these",
+        f"{_others(topology, got.owned, missing)} are missing; pack shards and gather them",
         _ranks(topology, missing),
     )
 
 
 def _in_words(topology: Topology, term: Term, factor: Fraction) -> str:
     along = _names(topology, term.summed)
-    return f"{factor} of {f'the sum along {along}' if along else 'the own contribution'}"
+    return f"{factor} of {f'the sum along {along}' if along else 'the local gradient'}"
 
 
 def _names(topology: Topology, axes: Collection[str]) -> str:
@@ -99,13 +99,13 @@ def _names(topology: Topology, axes: Collection[str]) -> str:
 
 
 def _ranks(topology: Topology, axes: Collection[str]) -> tuple[int, ...]:
-    """The first few that differ from rank 0 in `axes` only; never all, as there may be many."""
+    """Return the first few ranks that differ from rank 0 only in `axes`."""
     count = min(topology.size(axes), 1 + _SHOWN)
     return tuple(_rank(topology, axes, number) for number in range(1, count))
 
 
 def _rank(topology: Topology, axes: Collection[str], number: int) -> int:
-    """The rank at a place in rank 0's group along `axes`, without making the group."""
+    """Return a rank of rank 0's group along `axes` by its index, without building the group."""
     rank, stride = 0, 1
     for name, size in reversed(topology.axes):
         if name in axes:
@@ -116,7 +116,7 @@ def _rank(topology: Topology, axes: Collection[str], number: int) -> int:
 
 
 def _others(topology: Topology, present: Collection[str], missing: Collection[str]) -> str:
-    """The first few ranks outside of rank 0's group along `present`."""
+    """List the first few ranks outside of rank 0's group along `present`."""
     shown = [str(rank) for rank in _ranks(topology, missing)]
     count = topology.world_size - topology.size(present)
     listed = ", ".join([*shown, "..."] if count > len(shown) else shown)

@@ -1,4 +1,4 @@
-"""How findings are told: the operation, its bucket, leaves and ranks, and the way out."""
+"""Errors of `check_schedule`, with the operation, bucket, leaves and ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def fail(
     paths: tuple[str, ...] | None = None,
     ranks: tuple[int, ...] = (),
 ) -> NoReturn:
-    """Raises what is wrong with an operation; without `ranks`, on all of them alike."""
+    """Raise an error about an operation. Without `ranks`, it affects all ranks alike."""
     bucket = schedule.ops[position].bucket
     where = "" if ranks else everywhere(schedule)
     raise ScheduleError(
@@ -30,36 +30,36 @@ def fail(
 
 
 def fail_bucket(schedule: Schedule, bucket: int, problem: str) -> NoReturn:
-    """Raises what a bucket lacks."""
+    """Raise an error about a bucket."""
     text = f"{schedule.describe_bucket(bucket)}: {problem}{everywhere(schedule)}"
     raise ScheduleError(text, bucket=bucket, paths=paths_of(schedule, bucket))
 
 
 def everywhere(schedule: Schedule) -> str:
-    """That ranks do not differ, in words."""
+    """Return the suffix of errors that affect all ranks alike."""
     return f" (on all {schedule.topology.world_size} ranks)"
 
 
 def paths_of(schedule: Schedule, bucket: int) -> tuple[str, ...]:
-    """The paths of a bucket's leaves; none for the control word."""
+    """Return the paths of a bucket's leaves; () for the control word."""
     if not 0 <= bucket < len(schedule.plan.buckets):
         return ()
     return tuple(schedule.plan.paths[leaf] for leaf in schedule.plan.buckets[bucket].leaves)
 
 
 def paths_in(schedule: Schedule, bucket: int, start: int, stop: int) -> tuple[str, ...]:
-    """The paths of the leaves that have elements in a part of a bucket."""
+    """Return the paths of the leaves with elements in [start, stop) of a bucket."""
     spec = schedule.plan.buckets[bucket]
     first = bisect_right(spec.offsets, start) - 1
     last = bisect_left(spec.offsets, stop)
     return tuple(schedule.plan.paths[leaf] for leaf in spec.leaves[first:last])
 
 
-def wide(schedule: Schedule, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes of more than one place: along the others nothing is summed or divided."""
+def nontrivial(schedule: Schedule, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the axes of size above 1. Collectives along the others have no effect."""
     return tuple(axis for axis in axes if schedule.topology.size((axis,)) > 1)
 
 
-def in_words(names: tuple[str, ...]) -> str:
-    """Names of axes or ranks in a sentence."""
+def join_names(names: tuple[str, ...]) -> str:
+    """Join names with commas and "and"."""
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

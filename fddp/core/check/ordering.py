@@ -1,21 +1,20 @@
-"""What surely comes before what.
+"""Order of operations.
 
-[Note: what must wait for what]
-Two operations that touch the same elements must be connected by dependencies. That one is launched
-before the other is not enough: a collective takes effect at any time between its launch and the
-moment when something waits for it, and two collectives of one group may run at the same time, as
-gloo's threads do. Dependencies on operations that are skipped pass through to what these depend
-on. What acts on the control word (conditional operations, gathering, and unpacking, which looks up
-the total weight and who used a leaf) depends on it in the same way. The word itself tells what all
-packing found; packing ends when it is launched, so that launching the word later is enough. Where
-the word rides, what acts on it depends on its carrier.
+[Note: required dependencies]
+Two operations that use the same elements must be connected by dependencies. Launch order is not
+enough: a collective takes effect at any time between its launch and its wait, and two collectives
+of one group may run at the same time, as in gloo's threads. A dependency on a skipped operation
+stands for the dependencies of that operation. Operations that read the control word (conditional
+operations, gathers, and unpacks, which read the total weight and the use of leaves) must depend on
+it, or on its carrier if it is piggybacked. The control word describes the packed gradients. Packing
+is synchronous, so the word only needs to be launched after all packing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fddp.core.check.findings import everywhere, fail, in_words, wide
+from fddp.core.check.findings import everywhere, fail, join_names, nontrivial
 from fddp.core.schedule.op import Op, is_piggybacked
 from fddp.core.schedule.piggyback import piggyback_problem
 from fddp.core.schedule.schedule import Schedule
@@ -23,16 +22,16 @@ from fddp.errors import ScheduleError
 
 
 class Order:
-    """Which operations must have finished before others start.
+    """Partial order of operations by their dependencies.
 
     Args:
         ops: all operations; dependencies point backwards.
-        positions: those that are asked about.
+        positions: positions that can be passed to `holds` as `earlier`.
     """
 
     def __init__(self, ops: Sequence[Op], positions: Sequence[int]) -> None:
         self._bits = {position: 1 << number for number, position in enumerate(positions)}
-        self._before: list[int] = []  # for each operation, the bits of all that came before
+        self._before: list[int] = []  # for each operation, the bits of its transitive dependencies
         for op in ops:
             before = 0
             for dep in op.deps:
@@ -40,16 +39,17 @@ class Order:
             self._before.append(before)
 
     def holds(self, earlier: int, later: int) -> bool:
-        """Whether one has finished when the other starts, whatever was skipped in between."""
+        """Return True if `later` starts after the end of `earlier`, whichever others are
+        skipped."""
         return bool(self._before[later] & self._bits[earlier])
 
 
 def check_order(schedule: Schedule) -> int:
-    """Judges dependencies, and the control word's place; the position of what brings its sum.
+    """Check dependencies and the control word, and return the position of its reduction.
 
     Raises:
-        ScheduleError: an operation waits for one that comes later, or not exactly one reduces the
-            control word, after all that it tells of; or it rides where it can't.
+        ScheduleError: an operation depends on a later one; the control word is not reduced exactly
+            once after all packing; or it is piggybacked on a bucket that can't carry it.
     """
     ops = schedule.ops
     for position, op in enumerate(ops):
@@ -59,60 +59,64 @@ def check_order(schedule: Schedule) -> int:
     controls = [position for position, op in enumerate(ops) if op.kind == "control"]
     if not controls:
         raise ScheduleError(
-            "no operation reduces the control word, from which ranks learn what came late and who "
-            f"failed; put one after the last pack{everywhere(schedule)}"
+            "no operation reduces the control word, which reports late gradients and failed ranks; "
+            f"insert one after the last pack{everywhere(schedule)}"
         )
     if len(controls) > 1:
-        fail(schedule, controls[1], f"op {controls[0]} reduces it already; keep one of the two")
+        fail(schedule, controls[1], f"op {controls[0]} already reduces it; remove one of the two")
     (control,) = controls
     for position in range(control + 1, len(ops)):
         if ops[position].kind == "pack" and ops[position].when == "always":
             fail(
                 schedule,
                 position,
-                f"it is launched after {schedule.describe(control)}, which tells what all packing "
-                f"found; launch it before",
+                f"it is launched after {schedule.describe(control)}, which describes all packed "
+                f"gradients; launch it earlier",
             )
-    return _check_ride(schedule, control) if is_piggybacked(ops[control]) else control
+    return _check_piggyback(schedule, control) if is_piggybacked(ops[control]) else control
 
 
-def _check_ride(schedule: Schedule, control: int) -> int:
-    """Judges a word that rides, and what carries it; the position of that."""
+def _check_piggyback(schedule: Schedule, control: int) -> int:
+    """Check a piggybacked control word and its carrier, and return the carrier's position."""
     ops, carrier, bucket = schedule.ops, schedule.piggyback_op, schedule.ops[control].bucket
     for position in range(control + 1, len(ops)):
         if control in ops[position].deps and position != carrier:
             fail(
                 schedule,
                 position,
-                f"it waits for the control word, op {control}, which each rank writes by itself; "
-                f"only the all-reduce in whose tail it rides depends on it, and others on that",
+                f"it depends on the control word, op {control}, which is not reduced yet; only the "
+                f"all-reduce that carries the word may depend on it, and others on that all-reduce",
             )
     if carrier < 0:
         fail(
             schedule,
             control,
-            "no all-reduce of its bucket depends on it, so that nothing would sum it; let the last "
-            "one depend on it, or name bucket -1 and axes",
+            "no all-reduce of its bucket depends on it, so it would not be reduced; make the last "
+            "all-reduce depend on it, or set bucket -1 and axes",
         )
     problem = piggyback_problem(schedule, bucket)
     if problem is not None:
-        fail(schedule, control, f"{problem}; or name bucket -1 and axes")
+        fail(schedule, control, f"{problem}; or set bucket -1 and axes")
     op, names = ops[carrier], schedule.topology.names
-    if wide(schedule, op.axes) != wide(schedule, names):
+    if nontrivial(schedule, op.axes) != nontrivial(schedule, names):
         fail(
             schedule,
             carrier,
-            f"it carries the control word, for which all ranks must meet; let it run along "
-            f"{in_words(names)}",
+            f"it carries the control word, which all ranks must reduce; run it along "
+            f"{join_names(names)}",
         )
     end = schedule.buffer_numels[bucket]
-    if op.region.buffer != "bucket" or op.region.stop != end or wide(schedule, op.region.shard):
+    if (
+        op.region.buffer != "bucket"
+        or op.region.stop != end
+        or nontrivial(schedule, op.region.shard)
+    ):
         fail(
             schedule,
             carrier,
             f"it carries the control word, which lies behind element {end} of the bucket's buffer, "
-            f"where the elements {op.region.start}:{op.region.stop} that it works on do not end; "
-            f"let the last undivided piece carry it",
+            f"but its own elements are {op.region.start}:{op.region.stop}; make the last piece "
+            f"carry it, not sharded",
         )
     return carrier
 
@@ -123,21 +127,22 @@ def _fail_dependency(schedule: Schedule, position: int, dep: int) -> None:
         fail(
             schedule,
             position,
-            f"it waits for op {dep}, and there are ops 0 to {last}; leave it out",
+            f"it depends on op {dep}, but there are ops 0 to {last}; remove that dependency",
         )
     if dep == position:
-        fail(schedule, position, "it waits for itself; leave that dependency out")
+        fail(schedule, position, "it depends on itself; remove that dependency")
     cycle = " -> ".join(str(i) for i in (position, *_path(schedule.ops, dep, position)))
     fail(
         schedule,
         position,
-        f"it waits for {schedule.describe(dep)}, and ranks launch that later, when this one has "
-        f"started: {cycle} is a cycle, in which all of them wait for ever; launch op {dep} first",
+        f"it depends on {schedule.describe(dep)}, which is launched later: {cycle} is a cycle, a "
+        f"deadlock on all ranks; launch op {dep} first",
     )
 
 
 def _path(ops: Sequence[Op], start: int, end: int) -> list[int]:
-    """From an operation through dependencies to an earlier one, or straight by launch order."""
+    """Return a path of dependencies from `start` to the earlier operation `end`; both without the
+    operations in between if they are ordered only by launch."""
     came_from = {start: start}
     stack = [start]
     while stack and end not in came_from:
@@ -157,10 +162,10 @@ def _path(ops: Sequence[Op], start: int, end: int) -> list[int]:
 def check_reads_of_control(
     schedule: Schedule, control: int, positions: Sequence[int], order: Order
 ) -> None:
-    """Judges that whatever acts on the control word waits for what brings it, op `control`.
+    """Check that operations that read the control word depend on its reduction, op `control`.
 
     Raises:
-        ScheduleError: an operation may start before the word is in.
+        ScheduleError: an operation may start before the control word is reduced.
     """
     for position in positions:
         op = schedule.ops[position]
@@ -171,9 +176,13 @@ def check_reads_of_control(
             continue
         if conditional:
             problem = (
-                f"it runs only {op.when!r}, as the control word says, and does not wait for that "
-                f"word: some ranks would take this branch and others not, and wait for ever"
+                f"it runs only {op.when!r}, as the control word decides, but does not depend on "
+                f"the word: ranks would take different branches and deadlock"
             )
         else:
-            problem = "it needs what the control word says, and does not wait for it"
-        fail(schedule, position, f"{problem}; let it depend on op {control}, also through others")
+            problem = "it reads the control word but does not depend on it"
+        fail(
+            schedule,
+            position,
+            f"{problem}; make it depend on op {control}, directly or indirectly",
+        )

@@ -1,11 +1,11 @@
-"""What elements hold, as a value: which contributions, summed along which axes, how often.
+"""Symbolic values of elements: linear combinations of gradients.
 
-Every rank carries out the same operations, so that one combination stands for what all of them
-hold. It is made of terms. A term names contributions (those that were there when the bucket was
-packed, say), the axes along which they have been summed, and the axes along which the element is a
-copy of its owner's. Reducing along an axis adds that axis to a term; where it is there already, all
-ranks along it hold the same, and the term is counted once for each of them. So nothing here
-depends on the number of ranks but the factors.
+Every rank runs the same operations, so one value describes the elements of all ranks. A value is a
+sum of terms with factors. A term has a source (such as the gradients that were packed in time), the
+axes along which it is summed, and the axes along which it is a copy of its owner's element. A
+reduction along an axis adds the axis to the term. If the term has the axis already, all ranks along
+it hold the same, so the factor is multiplied by their number. Only factors depend on the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from fddp.core.schedule.op import When
 from fddp.core.schedule.schedule import RETAINED_DTYPES, Schedule
 
 Source = Literal["packed", "unfit", "late", "shard"]
-"""Contributions: what was there when a bucket was packed, in a fit or perhaps an unfit unit of
-weight, what came late, and, where shards are gathered, the shards."""
+"""Gradients packed in time, with a suitable or an unsuitable ("unfit") weight unit; late gradients;
+shards to be gathered."""
 
 
 class Term(NamedTuple):
-    """Contributions of some ranks.
+    """Gradients or shards of some ranks.
 
     Attributes:
-        source: of which kind.
-        summed: axes along which it is the sum over all ranks.
-        owned: axes along which it is a copy of the value of the rank that owned the element.
+        source: kind of the gradients.
+        summed: axes along which the term is the sum over all ranks.
+        owned: axes along which the term is a copy of the element of the owning rank.
     """
 
     source: Source
@@ -36,17 +36,17 @@ class Term(NamedTuple):
 
 
 Value = frozenset[tuple[Term, Fraction]]
-"""A linear combination: terms, each once, with their factors."""
+"""Linear combination: distinct terms with factors."""
 
 
 class Branch(NamedTuple):
-    """What the control word may say of one bucket.
+    """Decision of the control word about one bucket.
 
     Attributes:
-        whens: which operations run.
-        late: whether anything came late.
-        unfit: whether the unit of weight may not have fitted what was packed first.
-        text: the same in words, for errors; empty where nothing is out of the ordinary.
+        whens: conditions whose operations run.
+        late: True if gradients were late.
+        unfit: True if the weight unit may have been unsuitable for the first packing.
+        text: description for errors; empty for a step without repairs.
     """
 
     whens: frozenset[When]
@@ -56,18 +56,18 @@ class Branch(NamedTuple):
 
 
 _ON_TIME = Branch(frozenset({"always"}), False, False, "")
-_LATE = Branch(frozenset({"always", "late", "again"}), True, False, " where gradients came late")
+_LATE = Branch(frozenset({"always", "late", "again"}), True, False, " if gradients are late")
 _UNFIT = Branch(
-    frozenset({"always", "again"}), False, True, " where weights do not fit the agreed unit"
+    frozenset({"always", "again"}), False, True, " if weights do not fit the agreed unit"
 )
 
 
 def branches(schedule: Schedule, bucket: int) -> tuple[Branch, ...]:
-    """All ways that differ. A bucket of a narrow format has two reasons to be reduced again.
+    """Return all distinct branches of a bucket.
 
-    Where gradients of such a bucket come late, the unit may be unfit as well; the same operations
-    run, so that one branch, with the stricter demand, stands for both. Of wider formats a sum in an
-    unfit unit is corrected by one factor, so that nothing differs.
+    A bucket with a retained dtype is reduced again if gradients were late or if the weight unit was
+    unsuitable. Both run the same operations, so the late branch assumes both. Other dtypes correct
+    the unit by a factor, without a branch.
     """
     if schedule.result == "replicated" or schedule.plan.buckets[bucket].sparse:
         return (_ON_TIME,)
@@ -86,11 +86,11 @@ class Algebra:
         ranks = 1 if self._shards else schedule.topology.world_size
         self._before = Fraction(1, ranks if schedule.scaling == "before" else 1)
         self._after = Fraction(1, ranks if schedule.scaling == "after" else 1)
-        # Buckets go through the same few values: 10,000 operations need some ten of these.
+        # A cache: the buckets of a schedule share about ten values.
         self._reduced: dict[tuple[Value, tuple[str, ...]], Value] = {}
 
     def packed(self, when: When, branch: Branch) -> Value:
-        """What a pack puts in."""
+        """Value after packing."""
         if self._shards:
             return frozenset({(Term("shard"), Fraction(1))})
         sources: tuple[Source, ...] = ("late",)
@@ -101,11 +101,11 @@ class Algebra:
         return frozenset((Term(source), self._before) for source in sources)
 
     def gathered_sparse(self, branch: Branch) -> Value:
-        """What a sparse bucket holds once it is gathered: the sum, brought to scale as by pack."""
+        """Value of a gathered sparse bucket: the sum, scaled as by packing."""
         return frozenset((term, factor / self._after) for term, factor in self.expected(branch))
 
     def reduced(self, value: Value, axes: tuple[str, ...]) -> Value:
-        """What a reducing collective leaves of it."""
+        """Value after a reduction along `axes`."""
         key = (value, axes)
         if key not in self._reduced:
             self._reduced[key] = self._reduce(value, self.axes.intersection(axes))
@@ -114,7 +114,7 @@ class Algebra:
     def _reduce(self, value: Value, axes: frozenset[str]) -> Value:
         total: dict[Term, Fraction] = {}
         for term, factor in value:
-            same = axes & (term.summed | term.owned)  # ranks along these hold the same already
+            same = axes & (term.summed | term.owned)  # ranks along these axes hold the same
             new = term._replace(summed=term.summed | (axes - same))
             factor *= self._topology.size(same)
             if self._average:
@@ -123,7 +123,7 @@ class Algebra:
         return frozenset(total.items())
 
     def gathered(self, value: Value, axes: tuple[str, ...]) -> Value:
-        """The same on all ranks along `axes`: what was not summed along them is its owner's."""
+        """Value after an all-gather along `axes`: elements not summed are copies of the owner's."""
         wide = self.axes.intersection(axes)
         return frozenset(
             (term._replace(owned=term.owned | (wide - term.summed)), factor)
@@ -131,18 +131,18 @@ class Algebra:
         )
 
     def added(self, one: Value, other: Value) -> Value:
-        """Their sum."""
+        """Sum of two values."""
         total = dict(one)
         for term, factor in other:
             total[term] = total.get(term, Fraction(0)) + factor
         return frozenset(total.items())
 
     def unpacked(self, value: Value) -> Value:
-        """What results hold."""
+        """Value of results after unpacking."""
         return frozenset((term, factor * self._after) for term, factor in value)
 
     def expected(self, branch: Branch) -> Value:
-        """What results must hold."""
+        """Required value of results."""
         if self._shards:
             return frozenset({(Term("shard", owned=self.axes), Fraction(1))})
         sources: tuple[Source, ...] = ("packed", "late") if branch.late else ("packed",)

@@ -1,11 +1,11 @@
-"""What holds of each operation of a schedule by itself, and of how many there are of a kind."""
+"""Checks of single operations, and of their number per bucket."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from fddp.core.check.findings import fail, fail_bucket, in_words, wide
+from fddp.core.check.findings import fail, fail_bucket, join_names, nontrivial
 from fddp.core.plan.leaf import ITEM_BYTES
 from fddp.core.schedule.op import (
     CONTROL_REGION,
@@ -24,7 +24,7 @@ _REDUCED: tuple[tuple[Buffer, When], ...] = (
     ("bucket", "again"),
     ("repair", "late"),
 )
-# The repair's buffer exists only where something came late.
+# Allowed buffers and conditions. The repair buffer exists only if gradients were late.
 _PLACES: Mapping[Kind, tuple[tuple[Buffer, When], ...]] = MappingProxyType(
     {
         "pack": (("bucket", "always"), ("repair", "late"), ("bucket", "again")),
@@ -38,7 +38,7 @@ _PLACES: Mapping[Kind, tuple[tuple[Buffer, When], ...]] = MappingProxyType(
     }
 )
 
-# The formats that hold every value of a bucket's dtype, and that it can be cast to and from.
+# Wire dtypes that hold every value of a bucket's dtype.
 _HOLDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "float16": ("float16", "float32", "float64"),
@@ -52,16 +52,16 @@ _HOLDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 assert _HOLDERS.keys() == ITEM_BYTES.keys()
 _NARROW = frozenset({"float16", "bfloat16"})
 
-# Elements that the padding of the smallest bucket may have, so that no document asks for memory
-# out of proportion; 2**16 is the coarsest alignment in use.
+# Largest padding in elements, so that a malicious schedule can't request excessive memory. 2**16 is
+# the coarsest alignment in use.
 _ALIGNMENT = 2**16
 
 
 def check_form(schedule: Schedule) -> dict[int, list[int]]:
-    """Judges operations one by one; those of each bucket, by position.
+    """Check each operation, and return the positions of the operations of each bucket.
 
     Raises:
-        ScheduleError: an operation that can't be carried out, or one too many or too few.
+        ScheduleError: an operation is invalid, missing or repeated.
     """
     _check_dtypes(schedule)
     by_bucket: dict[int, list[int]] = {b: [] for b in range(len(schedule.plan.buckets))}
@@ -71,7 +71,7 @@ def check_form(schedule: Schedule) -> dict[int, list[int]]:
             _check_control(schedule, position, op)
             continue
         if op.bucket not in by_bucket:
-            fail(schedule, position, f"name one of the plan's {len(by_bucket)} buckets")
+            fail(schedule, position, f"bucket must be an index of the {len(by_bucket)} buckets")
         if schedule.deterministic:
             _check_deterministic(schedule, position, op)
         _check_place(schedule, position, op)
@@ -91,63 +91,59 @@ def _check_dtypes(schedule: Schedule) -> None:
             fail_bucket(
                 schedule,
                 b,
-                f"{wire} on the wire does not hold its {bucket.dtype}; choose "
+                f"the wire dtype {wire} can't hold its {bucket.dtype} elements; use "
                 f"{' or '.join(holders)}",
             )
         if schedule.deterministic and wire in _NARROW:
             fail_bucket(
                 schedule,
                 b,
-                f"deterministic sums are not rounded on the way, and {wire} on the wire does; "
-                f"choose float32 or float64",
+                f"the wire dtype {wire} rounds partial sums, but the schedule is deterministic; "
+                f"use float32 or float64",
             )
 
 
 def _check_deterministic(schedule: Schedule, position: int, op: Op) -> None:
-    """What would let the bits depend on more than the topology."""
+    """Reject operations whose bits depend on more than the topology."""
     if op.kind == "all_reduce":
         fail(
             schedule,
             position,
-            "it leaves the order of the sum to the transport, and the schedule is deterministic; "
-            "reduce_scatter and all_gather instead",
+            "its order of summation depends on the transport, but the schedule is deterministic; "
+            "use reduce_scatter and all_gather",
         )
     if op.when == "late":
         fail(
             schedule,
             position,
-            "what came late would be added to a sum, and the schedule is deterministic; reduce the "
-            "bucket 'again' as a whole",
+            "it adds late gradients to a sum, but the schedule is deterministic; reduce the whole "
+            "bucket 'again'",
         )
     if schedule.scaling == "average" and op.kind == "reduce_scatter":
         fail(
             schedule,
             position,
-            "it averages, which rounds on the way, and the schedule is deterministic; scale "
+            "averaging rounds partial sums, but the schedule is deterministic; set scaling to "
             "'before' or 'after'",
         )
 
 
 def _check_axes(schedule: Schedule, position: int, op: Op) -> None:
     names = schedule.topology.names
-    for text, axes in (("it runs along", op.axes), ("it is divided along", op.region.shard)):
+    for text, axes in (("it runs along", op.axes), ("it is sharded along", op.region.shard)):
         unknown = [axis for axis in axes if axis not in names]
         if unknown:
-            fail(schedule, position, f"{text} {unknown[0]!r}; the axes are {in_words(names)}")
+            fail(schedule, position, f"{text} {unknown[0]!r}; the axes are {join_names(names)}")
         if len(set(axes)) < len(axes):
-            fail(schedule, position, f"{text} {in_words(axes)}; name each axis once")
+            fail(schedule, position, f"{text} {join_names(axes)}; name each axis once")
     if is_collective(op):
         ordered = tuple(axis for axis in names if axis in op.axes)
         if op.axes != ordered:
-            fail(
-                schedule,
-                position,
-                f"name its axes in the topology's order, {in_words(ordered)}",
-            )
+            fail(schedule, position, f"its axes must be in topology order: {join_names(ordered)}")
         if not op.axes:
-            fail(schedule, position, f"it needs axes to run along, of {in_words(names)}")
+            fail(schedule, position, f"a collective needs axes, of {join_names(names)}")
     elif op.axes:
-        fail(schedule, position, "each rank does this by itself; leave its axes empty")
+        fail(schedule, position, "a local operation must have no axes; remove them")
 
 
 def _check_control(schedule: Schedule, position: int, op: Op) -> None:
@@ -155,58 +151,59 @@ def _check_control(schedule: Schedule, position: int, op: Op) -> None:
         fail(
             schedule,
             position,
-            f"it has no elements that a schedule knows, and always runs: {CONTROL_REGION} and "
-            f"'always' are due, got {op.region} and {op.when!r}",
+            f"its region must be {CONTROL_REGION} and its condition 'always', got {op.region} and "
+            f"{op.when!r}",
         )
     if not is_piggybacked(op):
         _check_whole_world(schedule, position, op)
     elif op.bucket >= len(schedule.plan.buckets):
-        fail(schedule, position, f"name one of the plan's {len(schedule.plan.buckets)} buckets")
+        buckets = len(schedule.plan.buckets)
+        fail(schedule, position, f"bucket must be an index of the {buckets} buckets")
 
 
 def _check_whole_world(schedule: Schedule, position: int, op: Op) -> None:
     names = schedule.topology.names
-    if wide(schedule, op.axes) != wide(schedule, names):
-        missing = tuple(axis for axis in wide(schedule, names) if axis not in op.axes)
+    if nontrivial(schedule, op.axes) != nontrivial(schedule, names):
+        missing = tuple(axis for axis in nontrivial(schedule, names) if axis not in op.axes)
         fail(
             schedule,
             position,
-            f"all ranks must meet in it, and those along {in_words(missing)} do not; let it run "
-            f"along {in_words(names)}",
+            f"all ranks must take part, but those along {join_names(missing)} do not; run it along "
+            f"{join_names(names)}",
         )
 
 
 def _check_place(schedule: Schedule, position: int, op: Op) -> None:
-    """Kind, buffer, condition, and whether the bucket is sparse."""
+    """Check kind, buffer and condition, and operations on sparse buckets."""
     places = _PLACES[op.kind]
     if (op.region.buffer, op.when) not in places:
         allowed = " or ".join(f"({buffer!r}, {when!r})" for buffer, when in places)
         fail(
             schedule,
             position,
-            f"it has ({op.region.buffer!r}, {op.when!r}) for buffer and condition; {op.kind} goes "
-            f"with {allowed}",
+            f"its buffer and condition are ({op.region.buffer!r}, {op.when!r}); {op.kind} requires "
+            f"{allowed}",
         )
     if schedule.result == "replicated" and op.when != "always":
         fail(
             schedule,
             position,
-            f"shards are all there from the start, so that nothing is {op.when!r} where the result "
-            f"is 'replicated'; leave it out",
+            f"a schedule with the result 'replicated' gathers shards, which are never late; remove "
+            f"the {op.when!r} operation",
         )
     sparse = schedule.plan.buckets[op.bucket].sparse
     if sparse and op.kind not in ("gather", "unpack"):
-        fail(schedule, position, "its bucket is sparse: gather and unpack it, nothing else")
+        fail(schedule, position, "its bucket is sparse; only gather and unpack it")
     if not sparse and op.kind == "gather":
-        fail(schedule, position, "its bucket is dense: pack and reduce it instead")
+        fail(schedule, position, "its bucket is dense; pack and reduce it instead")
     if op.kind == "gather":
         _check_whole_world(schedule, position, op)
     if sparse and schedule.result != "replicated_mean":
         fail(
             schedule,
             position,
-            f"a sparse bucket ends as the whole mean on each rank, and {schedule.result!r} is "
-            f"stated; plan its leaf as a dense one, or leave it out",
+            f"a sparse bucket is always a whole mean on each rank, but the stated result is "
+            f"{schedule.result!r}; plan its leaf as dense, or exclude it",
         )
 
 
@@ -216,7 +213,7 @@ def _check_region(schedule: Schedule, position: int, op: Op) -> None:
         fail(
             schedule,
             position,
-            f"its elements {start}:{stop} must start at 0 or above, and not stop before",
+            f"its elements {start}:{stop} must satisfy 0 <= start <= stop",
         )
     numel = schedule.plan.buckets[op.bucket].numel
     limit = 2 * numel + max(schedule.topology.world_size, _ALIGNMENT)
@@ -224,8 +221,8 @@ def _check_region(schedule: Schedule, position: int, op: Op) -> None:
         fail(
             schedule,
             position,
-            f"its elements {start}:{stop} reach far past the {numel} of its bucket; pad to "
-            f"{limit} at most",
+            f"its elements {start}:{stop} exceed the {numel} of its bucket by too much; the limit "
+            f"with padding is {limit}",
         )
     own = shard if op.kind != "reduce_scatter" else (*shard, *op.axes)
     parts = schedule.topology.size(own)
@@ -234,27 +231,27 @@ def _check_region(schedule: Schedule, position: int, op: Op) -> None:
             schedule,
             position,
             f"its {stop - start} elements can't be cut into {parts} equal chunks along "
-            f"{in_words(own)}; pad the bucket to a multiple",
+            f"{join_names(own)}; pad the bucket to a multiple of {parts}",
         )
-    if op.kind == "gather" and wide(schedule, shard):
+    if op.kind == "gather" and nontrivial(schedule, shard):
         fail(
             schedule,
             position,
-            f"it leaves everything on every rank, and its elements are divided along "
-            f"{in_words(shard)}; leave the shard empty",
+            f"it gathers the whole bucket on every rank, but its region is sharded along "
+            f"{join_names(shard)}; set shard=()",
         )
-    is_whole = op.kind in ("pack", "unpack", "gather") and not wide(schedule, shard)
+    is_whole = op.kind in ("pack", "unpack", "gather") and not nontrivial(schedule, shard)
     if is_whole and (start > 0 or stop < numel):
         fail(
             schedule,
             position,
-            f"it has the elements {start}:{stop} of {numel}; what is not divided is "
-            f"{op.kind}ed at once, as a whole",
+            f"its elements are {start}:{stop} of {numel}; a bucket that is not sharded must be "
+            f"{op.kind}ed as a whole",
         )
 
 
 def _check_bucket(schedule: Schedule, bucket: int, positions: list[int]) -> None:
-    """What a rank brings can be taken once, and results be handed out once."""
+    """Check that a bucket is packed and unpacked, each once."""
     ops = schedule.ops
     whens = {ops[i].when for i in positions}
     if {"late", "again"} <= whens:
@@ -262,22 +259,22 @@ def _check_bucket(schedule: Schedule, bucket: int, positions: list[int]) -> None
         fail(
             schedule,
             position,
-            "its bucket is also reduced 'again' as a whole, what came late included; keep one of "
-            "the two",
+            "its bucket is also reduced 'again' as a whole, including late gradients; remove one "
+            "of the two",
         )
     seen: dict[tuple[Kind, When], int] = {}
     for i in positions:
         op = ops[i]
-        if op.kind in ("pack", "unpack", "gather") and not wide(schedule, op.region.shard):
+        if op.kind in ("pack", "unpack", "gather") and not nontrivial(schedule, op.region.shard):
             first = seen.setdefault((op.kind, op.when), i)
             if first != i:
                 fail(
                     schedule,
                     i,
-                    f"op {first} has {op.kind}ed all of its bucket already; keep one of the two",
+                    f"op {first} has already {op.kind}ed the whole bucket; remove one of the two",
                 )
     kinds = {ops[i].kind for i in positions if ops[i].when == "always"}
     if not schedule.plan.buckets[bucket].sparse and "pack" not in kinds:
-        fail_bucket(schedule, bucket, "no operation packs it; put one in front of its others")
+        fail_bucket(schedule, bucket, "no operation packs it; insert one before its others")
     if "unpack" not in kinds:
         fail_bucket(schedule, bucket, "no operation unpacks it; append one")

@@ -1,4 +1,4 @@
-"""Buckets: leaves that are reduced together."""
+"""Buckets of gradients."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from fddp.core.plan.leaf import ITEM_BYTES
 
 @dataclass(frozen=True)
 class Bucket:
-    """Leaves that are reduced together, packed one after the other without gaps.
+    """Leaves that are reduced together, packed without gaps.
 
     Attributes:
-        leaves: indices into the plan's leaves, in the order in which they were offered.
-        offsets: where each leaf starts, in elements.
-        numel: elements of the whole bucket.
-        dtype: dtype of every leaf in it.
-        device: device of every leaf in it.
-        cap_bytes: the bucket was closed once it held that much; 0 for a sparse bucket.
-        sparse: it is one leaf whose gradient is sparse; `numel` is that of a dense one.
+        leaves: indices of the leaves in the plan, in packing order.
+        offsets: offset of each leaf, in elements.
+        numel: number of elements of the bucket.
+        dtype: dtype of all its leaves.
+        device: device of all its leaves.
+        cap_bytes: size at which the bucket was closed; 0 for a sparse bucket.
+        sparse: True if the bucket is one leaf with a sparse gradient; `numel` is its dense size.
     """
 
     leaves: tuple[int, ...]
@@ -31,5 +31,5 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole bucket."""
+        """Size of the bucket in bytes."""
         return self.numel * ITEM_BYTES[self.dtype]

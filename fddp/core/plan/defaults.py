@@ -1,12 +1,12 @@
-"""Defaults and limits of arguments that several rooms share."""
+"""Default values and limits of arguments that several packages share."""
 
 from __future__ import annotations
 
 CAP_MB = 25.0
-"""MiB at which a bucket is closed."""
+"""Cap of a bucket in MiB."""
 
 FIRST_MB = 1.0
-"""MiB at which the first bucket is closed."""
+"""Cap of the first bucket in MiB."""
 
 MAX_TIMEOUT_S = 10**7
-"""Longest timeout in seconds; more overflows the clocks of backends."""
+"""Longest timeout in seconds. Longer ones overflow the clocks of backends."""

@@ -1,8 +1,8 @@
-"""Bucket plans: which gradient goes into which bucket, where, and in which order.
+"""Bucket plans: the assignment of gradients to buckets, and the order of buckets.
 
-A plan is a frozen value. It is made by pure functions from leaf descriptions, never from tensors,
-so that it can be printed, compared, hashed, saved, sent to another rank and tested without a
-process group. `fddp.plan_buckets` makes one from a tree.
+A plan is a frozen value. Pure functions compute it from leaf descriptions, not from tensors. It can
+be printed, compared, hashed, saved, sent to another rank and tested without a process group.
+`fddp.plan_buckets` plans a tree.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from fddp.core.plan.leaf import LeafSpec as LeafSpec
 
 @dataclass(frozen=True, repr=False)
 class BucketPlan:
-    """Buckets over the leaves of a tree; `fddp.plan_buckets` makes one.
+    """Buckets over the leaves of a tree, as returned by `fddp.plan_buckets`.
 
-    Whatever builds a plan (a planner, `from_json`, `dataclasses.replace`, a hand), its parts are
-    checked against each other. Leaves in no bucket are not reduced: they hold integers or nothing,
-    or were declined.
+    The fields are validated against each other on construction. Leaves in no bucket are not
+    reduced: their dtype has no gradient, or they were not selected.
 
     Attributes:
-        leaves: every leaf of the tree, in canonical order.
-        buckets: in the order in which they are expected to fill.
+        leaves: all leaves of the tree, in canonical order.
+        buckets: buckets in the order in which they are expected to fill.
         caps_bytes: caps of the first, second, ... bucket of a dtype and device; the last repeats.
-        order: the bucketed leaves in the order in which they were offered to the buckets.
+        order: indices of the bucketed leaves in the order of assignment to buckets.
 
     Raises:
-        ValueError: the parts do not fit together; the message names the field and both values.
+        ValueError: the fields are inconsistent; the message names the field and both values.
 
     >>> leaves = (LeafSpec("bias", (2,), "float32"), LeafSpec("weight", (2, 3), "float32"))
     >>> plan = plan_leaves(leaves, order=(1, 0), caps_bytes=(16,))
@@ -68,17 +67,17 @@ class BucketPlan:
         return hash(self.digest)
 
     def __reduce__(self) -> tuple[type[BucketPlan], tuple[object, ...]]:
-        # Pickles leave the cached properties behind, and are judged when they are read.
+        # Drops cached properties, and validates the fields again on loading.
         return type(self), (self.leaves, self.buckets, self.caps_bytes, self.order)
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
-        """Paths of all leaves, in canonical order; interned, so that comparing them is cheap."""
+        """Paths of all leaves, in canonical order; interned to make comparisons cheap."""
         return tuple(intern(leaf.path) for leaf in self.leaves)
 
     @cached_property
     def bucket_of(self) -> Mapping[int, int]:
-        """Bucket index by leaf index; leaves in no bucket are absent."""
+        """Bucket index by leaf index. Leaves in no bucket are absent."""
         return MappingProxyType(
             {leaf: number for number, bucket in enumerate(self.buckets) for leaf in bucket.leaves}
         )
@@ -90,7 +89,7 @@ class BucketPlan:
 
     @cached_property
     def local(self) -> tuple[int, ...]:
-        """Indices of the leaves that could be reduced and are in no bucket, in canonical order."""
+        """Indices of the reducible leaves in no bucket, in canonical order."""
         bucketed = set(self.order)
         return tuple(
             position
@@ -100,33 +99,27 @@ class BucketPlan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the whole plan, in hex: the same in every process and Python version."""
+        """SHA-256 of the plan in hex; the same in all processes and Python versions."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @cached_property
     def shared_digest(self) -> str:
-        """SHA-256 of what ranks must agree on: they may differ in leaves that are in no bucket."""
+        """SHA-256 of the fields that ranks must agree on: all but leaves in no bucket."""
         return hashlib.sha256(plan_text.shared_json(self).encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The plan as a JSON text, from which `from_json` makes an equal one."""
+        """Return the plan as JSON text. `from_json` restores an equal plan."""
         return plan_text.to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> BucketPlan:
-        """The plan that `to_json` wrote.
+        """Restore a plan from `to_json`.
 
         Raises:
-            ValueError: the text is not such a document, or its plan does not hold together; the
-                message names the field.
+            ValueError: the text is malformed or the plan is inconsistent; the message names the
+                field.
         """
-        document = plan_text.parse(text)
-        return cls(
-            leaves=tuple(LeafSpec(**fields) for fields in document.leaves),
-            buckets=tuple(Bucket(**fields) for fields in document.buckets),
-            caps_bytes=document.caps_bytes,
-            order=document.order,
-        )
+        return cls(**plan_text.parse(text))
 
     def __repr__(self) -> str:
         return plan_text.table(self)
@@ -135,20 +128,20 @@ class BucketPlan:
         return plan_text.html_table(self)
 
 
-class _Filling:
-    """The open bucket of one dtype and device."""
+class _OpenBucket:
+    """Open bucket of one dtype and device."""
 
-    __slots__ = ("closed", "last_offer", "leaves", "numel", "offsets")
+    __slots__ = ("closed", "last_position", "leaves", "numel", "offsets")
 
     def __init__(self) -> None:
-        self.closed = 0  # buckets of this dtype and device that came before
-        self.last_offer = 0  # position in the offered order
+        self.closed = 0  # number of closed buckets of this dtype and device
+        self.last_position = 0  # of its last leaf, in the order of assignment
         self.leaves: list[int] = []
         self.offsets: list[int] = []
         self.numel = 0
 
     def close(self, dtype: str, device: str, cap_bytes: int) -> Bucket:
-        """The bucket as it is; the next one is open then."""
+        """Return the bucket and open the next one."""
         bucket = Bucket(
             tuple(self.leaves), tuple(self.offsets), self.numel, dtype, device, cap_bytes
         )
@@ -160,19 +153,19 @@ class _Filling:
 def assign_buckets(
     leaves: Sequence[LeafSpec], order: Iterable[int], caps_bytes: Sequence[int]
 ) -> list[Bucket]:
-    """Offer leaves to buckets, one after the other, as DDP does.
+    """Assign leaves to buckets in order, as DDP does.
 
-    Each dtype and device fills a bucket of its own, which closes as soon as it holds its cap or
-    more; the next one of that dtype and device then has the next cap, and the last cap repeats. A
-    sparse leaf is a bucket by itself. Buckets come in the order in which they closed. Those that
-    never reached their cap follow by their last offered leaf, which is when they become ready.
-    `torch.distributed._compute_bucket_assignment_by_size` gives the same buckets, but leaves the
-    order of the last ones to a hash table.
+    Each dtype and device has its own open bucket, which closes when it reaches its cap. The next
+    bucket of that dtype and device has the next cap; the last cap repeats. A sparse leaf has its
+    own bucket. Buckets are returned in the order in which they closed. Buckets below their cap
+    follow in the order of their last leaf, which is the order in which they become ready.
+    `torch.distributed._compute_bucket_assignment_by_size` returns the same buckets, but the order
+    of the last ones depends on a hash table.
 
     Args:
-        leaves: the specs that `order` indexes; each offered one is reducible.
-        order: leaf indices in the order in which they are offered.
-        caps_bytes: one or more.
+        leaves: all leaves; those in `order` are reducible.
+        order: indices of the leaves to assign.
+        caps_bytes: one or more caps.
 
     >>> leaves = [LeafSpec(name, (4,), "float32") for name in "abc"]
     >>> buckets = assign_buckets(leaves, order=(2, 1, 0), caps_bytes=(16, 64))
@@ -180,24 +173,26 @@ def assign_buckets(
     [((2,), (0,), 16), ((1, 0), (0, 4), 64)]
     """
     buckets: list[Bucket] = []
-    filling: dict[tuple[str, str], _Filling] = {}
+    open_buckets: dict[tuple[str, str], _OpenBucket] = {}
     last_cap = len(caps_bytes) - 1
     for position, leaf in enumerate(order):
         _, shape, dtype, _, device, sparse = leaves[leaf]
         if sparse:
             buckets.append(Bucket((leaf,), (0,), prod(shape), dtype, device, 0, sparse=True))
             continue
-        open_bucket = filling.get((dtype, device))
+        open_bucket = open_buckets.get((dtype, device))
         if open_bucket is None:
-            open_bucket = filling[dtype, device] = _Filling()
+            open_bucket = open_buckets[dtype, device] = _OpenBucket()
         open_bucket.leaves.append(leaf)
         open_bucket.offsets.append(open_bucket.numel)
         open_bucket.numel += prod(shape)
-        open_bucket.last_offer = position
+        open_bucket.last_position = position
         cap_bytes = caps_bytes[min(open_bucket.closed, last_cap)]
         if open_bucket.numel * ITEM_BYTES[dtype] >= cap_bytes:
             buckets.append(open_bucket.close(dtype, device, cap_bytes))
-    for (dtype, device), left in sorted(filling.items(), key=lambda item: item[1].last_offer):
+    for (dtype, device), left in sorted(
+        open_buckets.items(), key=lambda item: item[1].last_position
+    ):
         if left.leaves:
             buckets.append(left.close(dtype, device, caps_bytes[min(left.closed, last_cap)]))
     return buckets
@@ -210,18 +205,18 @@ def plan_leaves(
     caps_bytes: Sequence[int],
     from_back: bool = False,
 ) -> BucketPlan:
-    """The plan that offers the leaves of `order`, and no others, to buckets of these caps.
+    """Plan buckets for the leaves of `order`. Other leaves are not reduced.
 
     Args:
-        leaves: every leaf of a tree, in canonical order.
-        order: indices of the leaves to reduce, in the order in which they are offered.
+        leaves: all leaves of a tree, in canonical order.
+        order: indices of the leaves to reduce, in the order of assignment to buckets.
         caps_bytes: caps of the first, second, ... bucket of a dtype and device; the last repeats.
-        from_back: count caps, and fill buckets, from the last leaf of `order` on, so that a small
-            first cap is that of the bucket which leaves last.
+        from_back: fill buckets from the last leaf of `order`, so that the first cap applies to the
+            bucket that is launched last.
 
     Raises:
-        ValueError: `order` holds an index twice, out of range or of a leaf that is not reducible,
-            or `caps_bytes` is empty or holds something else than positive ints.
+        ValueError: `order` holds an index that is repeated, out of range or not of a reducible
+            leaf, or `caps_bytes` is not one or more positive ints.
 
     >>> plan = plan_leaves([LeafSpec("step", (), "int64"), LeafSpec("w", (3,), "float32")],
     ...                    order=[1], caps_bytes=[1024])
@@ -245,20 +240,20 @@ def rebucket(
     caps_bytes: Sequence[int] | None = None,
     from_back: bool = False,
 ) -> BucketPlan:
-    """The plan with the same leaves and caps for a measured order of gradients.
+    """Plan the leaves of `plan` again, for a measured order of gradients.
 
-    Leaves then share a bucket with those that become ready about when they do, and the small
-    first bucket leaves early.
+    Leaves then share a bucket with leaves that become ready at about the same time, and the small
+    first bucket is launched early.
 
     Args:
-        plan: the plan to start from; its bucket boundaries are not kept.
-        ready_order: leaf indices in the order in which their gradients were ready. Bucketed
-            leaves that are not in it follow, in the order in which `plan` had them.
-        caps_bytes: other caps; None for those of `plan`.
-        from_back: as for `plan_leaves`.
+        plan: the original plan; its bucket boundaries are discarded.
+        ready_order: leaf indices in the order in which their gradients were ready. Other bucketed
+            leaves follow in the order of `plan`.
+        caps_bytes: new caps; None for those of `plan`.
+        from_back: as in `plan_leaves`.
 
     Raises:
-        ValueError: an index is repeated, or that of a leaf which is in no bucket of `plan`.
+        ValueError: an index is repeated, or its leaf is in no bucket of `plan`.
 
     >>> leaves = [LeafSpec(name, (4,), "float32") for name in "abc"]
     >>> plan = plan_leaves(leaves, order=(2, 1, 0), caps_bytes=(16, 64))
@@ -272,7 +267,7 @@ def rebucket(
         if leaf not in bucketed:
             raise ValueError(
                 f"ready_order holds {_name(leaf, plan.leaves)}, which is in no bucket of the plan; "
-                f"plan.reduced has the {len(bucketed)} that are"
+                f"plan.reduced lists the {len(bucketed)} bucketed leaves"
             )
     seen = set(ready)
     order = ready + tuple(leaf for leaf in plan.order if leaf not in seen)
@@ -306,7 +301,7 @@ def _check_caps(caps_bytes: object) -> None:
 
 
 def _check_indices(indices: object, leaves: Sequence[LeafSpec], where: str) -> None:
-    """Judge indices of leaves to reduce: in range, reducible, each at most once."""
+    """Check that leaf indices are in range, reducible and unique."""
     if not is_counts(indices):
         raise ValueError(
             f"{where} must be a tuple of non-negative leaf indices, got {reprlib.repr(indices)}"
@@ -320,12 +315,12 @@ def _check_indices(indices: object, leaves: Sequence[LeafSpec], where: str) -> N
         leaf = next(leaf for leaf in indices if not leaves[leaf].reducible)
         raise ValueError(
             f"{where} holds {_name(leaf, leaves)} of dtype {leaves[leaf].dtype!r}, which has no "
-            f"gradient to reduce; the dtypes that have are {', '.join(ITEM_BYTES)}"
+            f"gradient to reduce; reducible dtypes are {', '.join(ITEM_BYTES)}"
         )
 
 
 def _check_buckets(buckets: object, leaves: Sequence[LeafSpec]) -> set[int]:
-    """Judge the buckets; returns the leaves in them."""
+    """Check the buckets and return the indices of their leaves."""
     if not isinstance(buckets, tuple):
         raise ValueError(f"buckets must be a tuple of Bucket, got {reprlib.repr(buckets)}")
     for position, bucket in enumerate(buckets):
@@ -336,7 +331,7 @@ def _check_buckets(buckets: object, leaves: Sequence[LeafSpec]) -> set[int]:
     bucketed = [leaf for bucket in buckets for leaf in bucket.leaves]
     if len(set(bucketed)) != len(bucketed):
         [(leaf, count)] = Counter(bucketed).most_common(1)
-        raise ValueError(f"{_name(leaf, leaves)} is in {count} buckets; it must be in one at most")
+        raise ValueError(f"{_name(leaf, leaves)} is in {count} buckets; at most one is allowed")
     return set(bucketed)
 
 
@@ -347,8 +342,8 @@ def _check_bucket(bucket: Bucket, leaves: Sequence[LeafSpec], where: str) -> Non
         _, _, dtype, _, device, sparse = leaves[leaf]
         if dtype != bucket.dtype or device != bucket.device:
             raise ValueError(
-                f"{where} is of {bucket.dtype!r} on {bucket.device!r}, but {_name(leaf, leaves)} "
-                f"is of {dtype!r} on {device!r}"
+                f"{where} has dtype {bucket.dtype!r} on {bucket.device!r}, but "
+                f"{_name(leaf, leaves)} has dtype {dtype!r} on {device!r}"
             )
         if sparse is not bucket.sparse:
             raise ValueError(
@@ -361,7 +356,7 @@ def _check_bucket(bucket: Bucket, leaves: Sequence[LeafSpec], where: str) -> Non
 
 
 def _check_extent(bucket: Bucket, leaves: Sequence[LeafSpec], where: str) -> None:
-    # Any other layout would leave gaps, whose bytes nobody writes and every rank would sum.
+    # Any other layout leaves gaps of uninitialised memory, which would be reduced.
     *offsets, numel = accumulate((leaves[leaf].numel for leaf in bucket.leaves), initial=0)
     if not is_counts(bucket.offsets) or bucket.offsets != tuple(offsets):
         raise ValueError(
@@ -370,7 +365,7 @@ def _check_extent(bucket: Bucket, leaves: Sequence[LeafSpec], where: str) -> Non
         )
     if type(bucket.numel) is not int or bucket.numel != numel or bucket.nbytes > MAX_COUNT:
         raise ValueError(
-            f"{where}.numel must be {numel} for its leaves and fit 64 bits in bytes, "
+            f"{where}.numel must be {numel} for its leaves, and its bytes must fit 64 bits, "
             f"got {reprlib.repr(bucket.numel)}"
         )
     cap_bytes = bucket.cap_bytes
@@ -384,6 +379,6 @@ def _check_extent(bucket: Bucket, leaves: Sequence[LeafSpec], where: str) -> Non
 def _check_order(order: object, bucketed: set[int]) -> None:
     if not is_counts(order) or len(order) != len(bucketed) or set(order) != bucketed:
         raise ValueError(
-            "order must hold each leaf that is in a bucket once, "
+            "order must hold each bucketed leaf once, "
             f"{reprlib.repr(sorted(bucketed))}, got {reprlib.repr(order)}"
         )

@@ -1,27 +1,39 @@
-"""Bucket plans as text: JSON both ways, and the tables that terminals and notebooks show."""
+"""Bucket plans as JSON, and as tables for terminals and notebooks."""
 
 from __future__ import annotations
 
 import json
-import reprlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 from fddp.core import tables
 from fddp.core.plan.bucket import Bucket
 from fddp.core.plan.leaf import LeafSpec
-
-if TYPE_CHECKING:
-    pass
+from fddp.core.protocol.messages import Schema, decode, optional
 
 FORMAT = "fddp.BucketPlan/1"
-"""First field of every document; the number changes when the fields do."""
+"""Format name and version: the first field of every document."""
 
 MIB = 1024 * 1024
 
-_PLAN_FIELDS = ("format", "caps_bytes", "order", "leaves", "buckets")
-_LEAF_FIELDS = ("path", "shape", "dtype", "strides", "device", "sparse")
 _BUCKET_FIELDS = ("leaves", "offsets", "numel", "dtype", "device", "cap_bytes", "sparse")
+_LEAF_SCHEMA: Schema = {
+    **dict.fromkeys(LeafSpec._fields, object),
+    "shape": [object],
+    "strides": optional([object]),
+}
+_BUCKET_SCHEMA: Schema = {
+    **dict.fromkeys(_BUCKET_FIELDS, object),
+    "leaves": [object],
+    "offsets": [object],
+}
+_SCHEMA: Schema = {
+    "format": FORMAT,
+    "caps_bytes": [object],
+    "order": [object],
+    "leaves": [_LEAF_SCHEMA],
+    "buckets": [_BUCKET_SCHEMA],
+}
 
 _SHOWN_BUCKETS = 20
 _HEADER = ("bucket", "leaves", "first leaf", "last leaf", "dtype", "device", "MiB", "cap MiB")
@@ -45,20 +57,11 @@ class Plan(Protocol):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Bucketed leaves in the order in which they were offered."""
-
-
-class PlanDocument(NamedTuple):
-    """A parsed document: its form is right; what it says is for `BucketPlan` to judge."""
-
-    leaves: list[dict[str, Any]]
-    buckets: list[dict[str, Any]]
-    caps_bytes: tuple[Any, ...]
-    order: tuple[Any, ...]
+        """Bucketed leaves in the order of assignment."""
 
 
 def to_json(plan: Plan) -> str:
-    """The whole plan, with nothing in it that could differ between processes."""
+    """Return the plan as JSON that is identical in all processes."""
     return _dumps(
         {
             "format": FORMAT,
@@ -71,9 +74,9 @@ def to_json(plan: Plan) -> str:
 
 
 def shared_json(plan: Plan) -> str:
-    """What ranks must agree on: as `to_json`, but leaves in no bucket are left out.
+    """Return the part of the plan that ranks must agree on, as JSON.
 
-    Without those, leaf indices differ from rank to rank, so leaves stand in for their indices.
+    Leaves in no bucket are omitted. They shift leaf indices, so bucketed leaves are written out.
     """
     leaf_documents = {index: plan.leaves[index]._asdict() for index in plan.order}
     return _dumps(
@@ -89,69 +92,26 @@ def shared_json(plan: Plan) -> str:
     )
 
 
-def parse(text: str) -> PlanDocument:
-    """Take a document apart; field types below its lists and objects are not looked at.
+def parse(text: str) -> dict[str, Any]:
+    """Parse JSON from `to_json` into the fields of a plan. `BucketPlan` validates their values.
 
     Raises:
-        ValueError: not JSON, or fields are missing, unexpected or of another kind.
+        ValueError: not JSON, or fields are missing, unexpected or of the wrong type.
     """
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"plan JSON: not a JSON document: {error}") from error
-    plan = _require_object(document, _PLAN_FIELDS, "document")
-    if plan["format"] != FORMAT:
-        raise ValueError(
-            f"plan JSON: format is {reprlib.repr(plan['format'])}, this version reads {FORMAT!r}"
-        )
-    leaves = [
-        _parse_leaf(leaf, f"leaves[{index}]")
-        for index, leaf in enumerate(_require_list(plan["leaves"], "leaves"))
-    ]
-    buckets = [
-        _parse_bucket(bucket, f"buckets[{index}]")
-        for index, bucket in enumerate(_require_list(plan["buckets"], "buckets"))
-    ]
-    return PlanDocument(
-        leaves=leaves,
-        buckets=buckets,
-        caps_bytes=tuple(_require_list(plan["caps_bytes"], "caps_bytes")),
-        order=tuple(_require_list(plan["order"], "order")),
-    )
+        document = decode(text, _SCHEMA)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"plan JSON: {error}") from error
+    return {
+        "leaves": tuple(LeafSpec(**_with_tuples(leaf)) for leaf in document["leaves"]),
+        "buckets": tuple(Bucket(**_with_tuples(bucket)) for bucket in document["buckets"]),
+        "caps_bytes": tuple(document["caps_bytes"]),
+        "order": tuple(document["order"]),
+    }
 
 
-def _parse_leaf(value: object, where: str) -> dict[str, Any]:
-    leaf = dict(_require_object(value, _LEAF_FIELDS, where))
-    leaf["shape"] = tuple(_require_list(leaf["shape"], f"{where}.shape"))
-    if leaf["strides"] is not None:
-        leaf["strides"] = tuple(_require_list(leaf["strides"], f"{where}.strides"))
-    return leaf
-
-
-def _parse_bucket(value: object, where: str) -> dict[str, Any]:
-    bucket = dict(_require_object(value, _BUCKET_FIELDS, where))
-    for name in ("leaves", "offsets"):
-        bucket[name] = tuple(_require_list(bucket[name], f"{where}.{name}"))
-    return bucket
-
-
-def _require_object(value: object, names: Sequence[str], where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"plan JSON: {where} must be an object, got {reprlib.repr(value)}")
-    if value.keys() != set(names):
-        missing = [name for name in names if name not in value]
-        unexpected = [name for name in value if name not in names]
-        raise ValueError(
-            f"plan JSON: {where} must have the fields {', '.join(names)}; "
-            f"missing: {reprlib.repr(missing)}, unexpected: {reprlib.repr(unexpected)}"
-        )
-    return value
-
-
-def _require_list(value: object, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"plan JSON: {where} must be a list, got {reprlib.repr(value)}")
-    return value
+def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {k: tuple(value) if isinstance(value, list) else value for k, value in fields.items()}
 
 
 def _fields(bucket: Bucket) -> dict[str, Any]:
@@ -163,7 +123,7 @@ def _dumps(document: dict[str, Any]) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """One line of totals."""
+    """Return totals in one line."""
     total_bytes = sum(bucket.nbytes for bucket in plan.buckets)
     caps = ", ".join(_mib(cap) for cap in plan.caps_bytes[:4])
     more_caps = ", …" if len(plan.caps_bytes) > 4 else ""
@@ -174,13 +134,13 @@ def summary(plan: Plan) -> str:
 
 
 def table(plan: Plan) -> str:
-    """The plan as a plain-text table under its totals; the middle of a long one is left out."""
+    """Return totals and a plain-text table. The middle of a long table is omitted."""
     rows = tables.plain_table(_HEADER, _rows(plan), _NUMERIC_COLUMNS)
     return f"BucketPlan: {summary(plan)}\n{rows}"
 
 
 def html_table(plan: Plan) -> str:
-    """The same table for notebooks."""
+    """Return the table as HTML for notebooks."""
     return tables.html_table(f"BucketPlan: {summary(plan)}", _HEADER, _rows(plan))
 
 
@@ -211,7 +171,7 @@ def _row(plan: Plan, index: int) -> tuple[str, ...]:
 
 
 def _shown_path(path: str) -> str:
-    # The path of a bare leaf is empty, and one read from JSON may hold control characters.
+    # The path of a tree that is a single leaf is empty; JSON may contain control characters.
     return path if path and path.isprintable() else repr(path)
 
 

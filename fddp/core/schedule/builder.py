@@ -1,4 +1,4 @@
-"""Makes schedules: flat, hierarchical, and sharded."""
+"""Construction of schedules: flat, hierarchical and sharded."""
 
 from __future__ import annotations
 
@@ -21,19 +21,31 @@ _RESULTS: dict[Algorithm, Result] = {
 
 
 class _Stage(NamedTuple):
-    """One collective of the chain that every piece of a bucket goes through."""
+    """One local operation or collective on a piece of a bucket.
+
+    Attributes:
+        kind: kind of the operation.
+        axes: axes of a collective; () for a local operation.
+        shard: axes that divide the region before the operation.
+    """
 
     kind: Kind
-    axes: tuple[str, ...]
-    shard: tuple[str, ...]  # of the region before it
+    axes: tuple[str, ...] = ()
+    shard: tuple[str, ...] = ()
 
 
 class _Chain(NamedTuple):
-    """What happens to each piece."""
+    """Collectives on each piece of a bucket.
 
-    first: tuple[str, ...]  # axes that divide what is packed
+    Attributes:
+        packed: axes that divide the packed region.
+        stages: collectives in order.
+        unpacked: axes that divide the unpacked region.
+    """
+
+    packed: tuple[str, ...]
     stages: tuple[_Stage, ...]
-    last: tuple[str, ...]  # axes that divide what is unpacked
+    unpacked: tuple[str, ...]
 
 
 def make_schedule(
@@ -47,40 +59,41 @@ def make_schedule(
     deterministic: bool = False,
     ride: bool = True,
 ) -> Schedule:
-    """The schedule that takes the plan's buckets to their mean over all ranks of the topology.
+    """Build the schedule that reduces the buckets of a plan to their mean over all ranks.
 
-    Dense buckets are packed in plan order, each when it is full, and the chain of collectives of
-    one overlaps with those of the next: while its second collective runs, the next bucket's first
-    one does. The control word rides in the tail of the last bucket's all-reduce where it can (see
-    `with_piggybacked_word`); else it follows the first collective of the last bucket. Then
-    come the repairs, should the control word ask for any, and the sparse buckets, whose gradients
-    (embeddings, as a rule) arrive last anyway.
+    Dense buckets are packed in plan order, each when its gradients are ready. Collectives of
+    consecutive buckets overlap: the second collective of a bucket runs at the same time as the
+    first collective of the next. The control word is piggybacked on the all-reduce of the last
+    bucket if possible (see `with_piggybacked_word`); else it follows the first collective of the
+    last bucket. Conditional repairs follow, then sparse buckets, whose gradients (of embeddings)
+    are usually ready last.
 
     Args:
-        plan: the bucket plan.
-        topology: the ranks.
+        plan: bucket plan.
+        topology: ranks and axes.
         algorithm: "all_reduce" (flat); "hierarchical": reduce-scatter along the inner axes,
-            innermost first, all-reduce along the outermost, all-gather back, so that what crosses
-            between hosts is divided by the ranks of a host; "reduce_scatter": each rank ends with
-            its shard of the mean; "all_gather": its counterpart, from shards to whole leaves.
-            Axes of one place are passed over.
-        scaling: where the division by the number of ranks happens.
+            innermost first, all-reduce along the outermost axis, all-gather back, which divides the
+            traffic between hosts by the ranks per host; "reduce_scatter": each rank ends with its
+            shard of the mean; "all_gather": the inverse, from shards to whole leaves. Axes of size
+            1 are skipped.
+        scaling: division by the number of ranks, "before" or "after" the reduction, or "average"
+            as part of the collective.
         reduce_dtype: dtype in which float16 and bfloat16 buckets are reduced ("float32" or
             "float64"); None reduces each bucket in its own dtype.
-        split_mb: MiB at which the buffer of a bucket, or of a single large leaf, is cut into
-            pieces that travel one after the other; None cuts none.
-        deterministic: whether sums have the one association that follows from the topology, so that
-            the bits of the mean depend on nothing else: neither on buckets nor on the algorithm,
-            the transport or the order of arrival. All-reduces become reduce-scatters, which add up
-            in rank order within the innermost axis and then across, and all-gathers; 16-bit buckets
-            are reduced in float32 (or `reduce_dtype`); every bucket's contributions are kept until
-            the control word is in, and one that was late is reduced again as a whole.
-        ride: whether the control word may ride; without, it always has a collective of its own.
+        split_mb: largest size in MiB of one collective. Larger buckets and leaves are split into
+            pieces. None never splits.
+        deterministic: if True, sums are associated in the one order given by the topology, so that
+            the bits of the mean do not depend on buckets, algorithm, transport or order of arrival.
+            All-reduces become reduce-scatters, which sum in rank order along the innermost axis and
+            then along the outer ones, and all-gathers. 16-bit buckets are reduced in float32 (or
+            `reduce_dtype`). Gradients of all buckets are retained until the control word is
+            reduced, and a bucket with late gradients is reduced again as a whole.
+        ride: if False, the control word always has its own collective.
 
     Raises:
-        ValueError: an unknown algorithm, scaling or reduce_dtype, a split_mb that is not above 0,
-            "hierarchical" with a single axis, sparse buckets that are to be sharded, or
-            deterministic sums that are averaged on the way, or of nothing.
+        ValueError: an unknown algorithm, scaling or reduce_dtype; a split_mb that is not above 0;
+            "hierarchical" with a single axis; sparse buckets with a sharded algorithm;
+            `deterministic` with scaling "average" or algorithm "all_gather".
 
     Example:
         >>> from fddp.core.plan.plan import LeafSpec, plan_leaves
@@ -101,7 +114,7 @@ def make_schedule(
         )
     wire_dtypes = tuple(_wire_dtype(bucket.dtype, reduce_dtype) for bucket in plan.buckets)
     chain = _ordered_chain(algorithm, topology) if deterministic else _chain(algorithm, topology)
-    divisor = topology.size({a for stage in chain.stages for a in stage.shard} | {*chain.last})
+    divisor = topology.size({a for stage in chain.stages for a in stage.shard} | {*chain.unpacked})
     pieces = {
         b: _cut(b, bucket.numel, divisor, ITEM_BYTES[wire_dtypes[b]], split_mb)
         for b, bucket in enumerate(plan.buckets)
@@ -120,13 +133,13 @@ def make_schedule(
 
 
 def make_all_gather_schedule(schedule: Schedule) -> Schedule:
-    """The counterpart of a schedule that leaves shards: from these to whole leaves on every rank.
+    """Build the schedule that gathers the shards of another schedule to whole leaves.
 
     Args:
-        schedule: one whose result is "sharded_mean", all its shards cut along the same axes.
+        schedule: a schedule with the result "sharded_mean" and all shards cut along the same axes.
 
     Raises:
-        ValueError: it leaves no shards, or cuts them in several ways.
+        ValueError: the schedule leaves no shards, or cuts them along different axes.
 
     Example:
         >>> from fddp.core.plan.plan import LeafSpec, plan_leaves
@@ -140,8 +153,8 @@ def make_all_gather_schedule(schedule: Schedule) -> Schedule:
     cuts = {tuple(a for a in op.region.shard if sizes.get(a, 0) != 1) for op in ends}
     if schedule.result != "sharded_mean" or len(cuts) > 1:
         raise ValueError(
-            f"only a schedule whose result is 'sharded_mean', with shards cut along the same axes, "
-            f"has such a counterpart; got the result {schedule.result!r} and cuts {sorted(cuts)}"
+            f"schedule must have the result 'sharded_mean' and all shards cut along the same axes, "
+            f"got the result {schedule.result!r} and cuts {sorted(cuts)}"
         )
     (cut,) = cuts or {()}
     stages = [_Stage("all_gather", (cut[i],), cut[: i + 1]) for i in reversed(range(len(cut)))]
@@ -177,25 +190,25 @@ def _check(
         raise ValueError(f"split_mb must be a number of MiB above 0, got {split_mb!r}")
     if algorithm == "hierarchical" and len(topology.axes) < 2:
         raise ValueError(
-            f"'hierarchical' needs a topology of at least two axes, such as "
+            f"'hierarchical' needs a topology with at least two axes, such as "
             f"Topology(host=4, local=8), got {topology}"
         )
     sparse = [bucket for bucket in plan.buckets if bucket.sparse]
     if sparse and algorithm in ("reduce_scatter", "all_gather"):
         path = plan.paths[sparse[0].leaves[0]]
         raise ValueError(
-            f"{algorithm!r} can't divide the sparse leaf {path!r}; plan it as a dense one, or "
-            f"leave it out with select="
+            f"{algorithm!r} can't shard the sparse leaf {path!r}; plan it as dense, or exclude it "
+            f"with select="
         )
 
 
 def _check_deterministic(algorithm: str, scaling: str) -> None:
     if algorithm == "all_gather":
-        raise ValueError("'all_gather' sums nothing; leave deterministic out")
+        raise ValueError("'all_gather' does not sum; omit deterministic=True")
     if scaling == "average":
         raise ValueError(
-            "an average along each axis rounds otherwise than one along all; give scaling='before' "
-            "or 'after' with deterministic=True"
+            "averages along each axis in turn are rounded differently from one average along all "
+            "axes; use scaling='before' or 'after' with deterministic=True"
         )
 
 
@@ -215,11 +228,11 @@ def _chain(algorithm: Algorithm, topology: Topology) -> _Chain:
 
 
 def _ordered_chain(algorithm: Algorithm, topology: Topology) -> _Chain:
-    """The same with a reduce-scatter and an all-gather in place of each all-reduce: the sum of a
-    reduce-scatter has an order."""
-    free = _chain(algorithm, topology)
+    """Replace each all-reduce by a reduce-scatter, which sums in a fixed order, and an
+    all-gather."""
+    unordered = _chain(algorithm, topology)
     stages: list[_Stage] = []
-    for kind, axes, shard in free.stages:
+    for kind, axes, shard in unordered.stages:
         if kind == "all_reduce":
             stages += [
                 _Stage("reduce_scatter", axes, shard),
@@ -227,11 +240,11 @@ def _ordered_chain(algorithm: Algorithm, topology: Topology) -> _Chain:
             ]
         else:
             stages.append(_Stage(kind, axes, shard))
-    return free._replace(stages=tuple(stages))
+    return unordered._replace(stages=tuple(stages))
 
 
 class _Piece(NamedTuple):
-    """Elements of a bucket that travel together."""
+    """Elements of a bucket that are reduced by one collective."""
 
     bucket: int
     start: int
@@ -241,8 +254,8 @@ class _Piece(NamedTuple):
 def _cut(
     bucket: int, numel: int, divisor: int, item_bytes: int, split_mb: float | None
 ) -> list[_Piece]:
-    """Pieces that differ by one divisible unit at most, no larger than the split where that can
-    be."""
+    """Split a bucket into pieces of nearly equal size, each a multiple of `divisor` and at most
+    `split_mb` if possible."""
     units = -(-numel // divisor)
     count = 1
     if split_mb is not None:
@@ -253,7 +266,7 @@ def _cut(
 
 
 class _Builder:
-    """Appends operations, and keeps track of which must follow which."""
+    """Appends operations and tracks their dependencies."""
 
     def __init__(
         self,
@@ -267,16 +280,15 @@ class _Builder:
         self._chain = chain
         self._pieces = pieces
         self._ops: list[Op] = []
-        self._ends: dict[_Piece, int] = {}  # the last operation so far on each piece
+        self._ends: dict[_Piece, int] = {}  # position of the last operation on each piece
         self._control = -1
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """What has been appended."""
         return tuple(self._ops)
 
     def append_chains(self) -> None:
-        """The chains of all pieces, each a stage behind the one after it, and the control word."""
+        """Append the collectives of all pieces, interleaved, and the control word."""
         order = [piece for pieces in self._pieces.values() for piece in pieces]
         if not order:
             self._append_control(-1)
@@ -284,72 +296,59 @@ class _Builder:
         for slot in range(len(order) + depth - 1):
             for stage in range(depth):
                 if 0 <= slot - stage < len(order):
-                    self._append_stage(order[slot - stage], stage)
+                    piece = order[slot - stage]
+                    if stage == 0:
+                        self._append_pack(piece)
+                    if stage < len(self._chain.stages):
+                        self._extend(piece, self._chain.stages[stage])
                 if stage == 0 and slot == len(order) - 1:
                     self._append_control(order[-1].bucket)
 
     def append_repair(self, bucket: int, *, again: bool) -> None:
-        """The conditional operations that mend a late bucket."""
+        """Append the conditional repair of a bucket with late gradients."""
         pieces = self._pieces[bucket]
         buffer: Buffer = "bucket" if again else "repair"
         when: When = "again" if again else "late"
         deps = (*self._ends_of(pieces), self._control)
-        packed = self._append("pack", _whole(pieces), (), deps, buffer=buffer, when=when)
+        packed = self._append(_Stage("pack"), _whole(pieces), deps, buffer, when)
         for piece in pieces:
             self._ends[piece] = packed
             for stage in self._chain.stages:
-                self._append_collective(piece, stage, buffer, when)
+                self._extend(piece, stage, buffer, when)
             if not again:
-                end = (self._ends[piece],)
-                shard = self._chain.last
-                self._ends[piece] = self._append("add", piece, (), end, shard=shard, when=when)
+                self._extend(piece, _Stage("add", shard=self._chain.unpacked), when=when)
 
     def append_gathers(self) -> None:
-        """Sparse buckets, whose sizes ranks have yet to exchange."""
+        """Append the gathering of sparse buckets."""
         for b, bucket in enumerate(self._plan.buckets):
             if bucket.sparse:
                 whole = _Piece(b, 0, bucket.numel)
                 self._pieces[b] = [whole]
-                self._ends[whole] = self._append("gather", whole, self._axes, (self._control,))
+                gather = _Stage("gather", self._axes)
+                self._ends[whole] = self._append(gather, whole, (self._control,))
 
     def append_unpacks(self) -> None:
-        """For each bucket, one; or one for each piece of which ranks keep their shards.
+        """Append one unpacking per bucket, or one per piece if ranks keep shards.
 
-        All of them look into the control word, also where nothing before them does.
+        All of them read the control word.
         """
+        shard = self._chain.unpacked
         for b in range(len(self._plan.buckets)):
             pieces = self._pieces[b]
-            if self._chain.last:
-                for piece in pieces:
-                    end = (self._ends[piece], self._control)
-                    self._append("unpack", piece, (), end, shard=self._chain.last)
-            else:
-                ends = (*self._ends_of(pieces), self._control)
-                self._append("unpack", _whole(pieces), (), ends)
-
-    def _append_stage(self, piece: _Piece, stage: int) -> None:
-        """A piece's next collective, after packing if it is the first."""
-        if stage == 0:
-            self._append_pack(piece)
-        if stage < len(self._chain.stages):
-            self._append_collective(piece, self._chain.stages[stage], "bucket", "always")
+            for part in [[piece] for piece in pieces] if shard else [pieces]:
+                deps = (*self._ends_of(part), self._control)
+                self._append(_Stage("unpack", shard=shard), _whole(part), deps)
 
     def _append_pack(self, piece: _Piece) -> None:
-        if self._chain.first:
-            self._ends[piece] = self._append("pack", piece, (), (), shard=self._chain.first)
+        if self._chain.packed:
+            self._ends[piece] = self._append(_Stage("pack", shard=self._chain.packed), piece, ())
         elif piece.start == 0:
             pieces = self._pieces[piece.bucket]
-            packed = self._append("pack", _whole(pieces), (), ())
+            packed = self._append(_Stage("pack"), _whole(pieces), ())
             self._ends.update(dict.fromkeys(pieces, packed))
 
-    def _append_collective(self, piece: _Piece, stage: _Stage, buffer: Buffer, when: When) -> None:
-        deps = (self._ends[piece],)
-        self._ends[piece] = self._append(
-            stage.kind, piece, stage.axes, deps, shard=stage.shard, buffer=buffer, when=when
-        )
-
     def _append_control(self, last_bucket: int) -> None:
-        """Beside the last bucket: once that is packed, all that this rank has to tell is known."""
+        """Append the control word after the packing of the last bucket, which completes it."""
         packs = [
             i for i, op in enumerate(self._ops) if op.kind == "pack" and op.bucket == last_bucket
         ]
@@ -359,19 +358,22 @@ class _Builder:
     def _ends_of(self, pieces: list[_Piece]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(self._ends[piece] for piece in pieces))
 
+    def _extend(
+        self, piece: _Piece, stage: _Stage, buffer: Buffer = "bucket", when: When = "always"
+    ) -> None:
+        """Append an operation that depends on the last one on the same piece."""
+        self._ends[piece] = self._append(stage, piece, (self._ends[piece],), buffer, when)
+
     def _append(
         self,
-        kind: Kind,
+        stage: _Stage,
         piece: _Piece,
-        axes: tuple[str, ...],
         deps: tuple[int, ...],
-        *,
-        shard: tuple[str, ...] = (),
         buffer: Buffer = "bucket",
         when: When = "always",
     ) -> int:
-        region = Region(buffer, piece.start, piece.stop, shard)
-        self._ops.append(Op(kind, piece.bucket, axes, region, deps, when))
+        region = Region(buffer, piece.start, piece.stop, stage.shard)
+        self._ops.append(Op(stage.kind, piece.bucket, stage.axes, region, deps, when))
         return len(self._ops) - 1
 
 

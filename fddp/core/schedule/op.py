@@ -1,17 +1,17 @@
-"""Operations of a schedule, and the regions of memory that they work on.
+"""Operations of a schedule and their memory regions.
 
 [Note: regions]
-An operation works on elements [start, stop) of one of a bucket's buffers. Where axes *shard* these,
-each rank works on its own chunk: the region is cut into as many equal chunks as the first of these
-axes has places, a rank's is that of its place, and the next axis cuts that chunk again. A
-reduce-scatter leaves each rank its chunk; an all-gather along the last sharding axis joins them.
+An operation works on elements [start, stop) of one of a bucket's buffers. If the region has *shard*
+axes, each rank works on its own chunk. The first shard axis cuts the region into equal chunks, one
+per coordinate on the axis; each further axis cuts the chunk again. A reduce-scatter leaves each
+rank its chunk. An all-gather along the last shard axis joins the chunks.
 
-[Note: the word rides]
-The control word is summed by a collective of its own, or it rides: a rank writes it behind the
-last element of a bucket's buffer, and the bucket's last all-reduce, the carrier, sums both. The
-first is an operation along all axes with the bucket -1. The second names the bucket and no axes,
-for the rank does it alone; the carrier depends on it, and what acts on the word depends on the
-carrier.
+[Note: piggybacked control word]
+The control word is reduced by its own collective, or it is piggybacked: each rank writes it behind
+the last element of a bucket's buffer, and the bucket's last all-reduce, the carrier, sums both.
+A separate control word is a collective operation along all axes, with bucket -1. A piggybacked
+control word is a local operation with a bucket and no axes. The carrier depends on it. Operations
+that read the reduced word depend on the carrier.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Kind = Literal[
 When = Literal["always", "late", "again"]
 Buffer = Literal["bucket", "repair", "control"]
 
-#: kinds in which ranks meet; but see `is_piggybacked`
+#: kinds of collectives, except for a piggybacked control word
 COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "control", "gather"})
 
 
 class Region(NamedTuple):
-    """What memory an operation works on; see [Note: regions].
+    """Memory of an operation; see [Note: regions].
 
     Attributes:
-        buffer: the "bucket" itself, the "repair" of what came late, or the "control" word.
+        buffer: the "bucket" itself, the "repair" of late gradients, or the "control" word.
         start: first element.
         stop: element after the last.
-        shard: axes that divide the region, outer cut first; () for all of it.
+        shard: axes that divide the region, outer cut first; () for the whole region.
     """
 
     buffer: Buffer
@@ -52,17 +52,17 @@ class Op(NamedTuple):
     """One operation.
 
     Attributes:
-        kind: "pack" contributions (or own shards) into a region; "all_reduce", "reduce_scatter" or
-            "all_gather" it along `axes`; "add" the repair's region to the bucket's; reduce the
-            "control" word, or write it where it rides; "gather" a sparse bucket's indices and
-            values; "unpack" results.
-        bucket: the bucket's index; -1 for a control word that does not ride, see
-            [Note: the word rides].
-        axes: the axes of a collective, in the topology's order; () for what a rank does alone.
-        region: what it works on, before the operation.
-        deps: positions of operations that must have finished.
-        when: "always"; "late" if the control word says that the bucket needs a repair of what came
-            after its launch; "again" if it says that a retained bucket must be reduced anew.
+        kind: "pack" gradients (or local shards) into a region; "all_reduce", "reduce_scatter" or
+            "all_gather" the region along `axes`; "add" the region of the repair to that of the
+            bucket; reduce the "control" word, or write it if it is piggybacked; "gather" indices
+            and values of a sparse bucket; "unpack" results.
+        bucket: index of the bucket; -1 for a separate control word, see
+            [Note: piggybacked control word].
+        axes: axes of a collective, in the topology's order; () for a local operation.
+        region: memory region, as divided before the operation.
+        deps: positions of the operations that must have finished.
+        when: "always"; "late" if the control word requests a repair for gradients that were late
+            for the bucket; "again" if it requests that a retained bucket is reduced again.
     """
 
     kind: Kind
@@ -74,17 +74,17 @@ class Op(NamedTuple):
 
 
 def is_piggybacked(op: Op) -> bool:
-    """Whether an operation is a control word that rides; see [Note: the word rides]."""
+    """Return True for a piggybacked control word; see [Note: piggybacked control word]."""
     return op.kind == "control" and op.bucket >= 0
 
 
 def is_collective(op: Op) -> bool:
-    """Whether ranks meet in an operation."""
+    """Return True if an operation communicates between ranks."""
     return op.kind in COLLECTIVES and not is_piggybacked(op)
 
 
 def op_problem(op: object) -> str | None:
-    """Why a value is no operation, or None."""
+    """Return the error text for a malformed operation, or None if it is well-formed."""
     if not isinstance(op, Op) or not isinstance(op.region, Region):
         return f"must be an Op on a Region, got {op!r}"
     region = op.region
@@ -107,24 +107,23 @@ def op_problem(op: object) -> str | None:
 
 
 def is_texts(value: object) -> bool:
-    """Return True if `value` is a tuple of strings."""
     return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
 
 
 def chunk(start: int, stop: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The part of [start, stop) that a rank works on; see [Note: regions].
+    """Return a rank's chunk of [start, stop); see [Note: regions].
 
     Args:
         start: first element.
         stop: element after the last.
-        cuts: for each sharding axis, the number of places on it and the rank's place.
+        cuts: size of each shard axis and the rank's coordinate on it.
 
     Example:
         >>> chunk(0, 12, [(2, 1), (3, 0)])
         (6, 8)
     """
-    for places, place in cuts:
-        length = (stop - start) // places
-        start += place * length
+    for size, coordinate in cuts:
+        length = (stop - start) // size
+        start += coordinate * length
         stop = start + length
     return start, stop

@@ -1,6 +1,6 @@
-"""Where the control word travels: in the tail of the last bucket, or by itself.
+"""Placement of the control word: piggybacked on the last bucket, or reduced separately.
 
-Both are schedules; see [Note: the word rides] in `schedule.py`.
+See [Note: piggybacked control word] in `op.py`.
 """
 
 from __future__ import annotations
@@ -20,112 +20,114 @@ from fddp.core.protocol.control_word import (
 from fddp.core.schedule.op import Op, is_collective
 from fddp.core.schedule.schedule import Schedule
 
-#: the formats of buckets in whose tail the word can ride
+#: wire dtypes of buckets that can carry the control word
 FORMATS: frozenset[str] = frozenset({"float32", "float64"})
 
 
 def piggyback_problem(schedule: Schedule, bucket: int) -> str | None:
-    """Why the word can't ride behind a bucket, whatever carries it; None if it can."""
+    """Return the reason why a bucket can't carry the control word, or None if it can."""
     ranks, leaves = schedule.topology.world_size, len(schedule.plan.reduced)
     wire = schedule.wire_dtypes[bucket]
     if wire not in FORMATS:
-        return f"its bucket travels as {wire}, which does not hold it; float32 and float64 do"
+        return f"its bucket is reduced in {wire}, which can't hold it; float32 and float64 can"
     if wire == "float32" and (ranks > MOST_RANKS or leaves > MOST_LEAVES):
         return (
-            f"float32 holds the word of {MOST_RANKS} ranks and {MOST_LEAVES} leaves at most, and "
-            f"there are {ranks} and {leaves}"
+            f"float32 holds the control word of at most {MOST_RANKS} ranks and {MOST_LEAVES} "
+            f"leaves, got {ranks} ranks and {leaves} leaves"
         )
     if schedule.scaling == "average":
-        return "the collective averages, and would divide it; scale 'before' or 'after'"
+        return "an averaging collective would divide it; set scaling to 'before' or 'after'"
     return None
 
 
 def control_layout(schedule: Schedule, *, with_order: bool) -> ControlLayout:
-    """The layout of a schedule's control word; see [Note: limbs] in `control_word.py`.
+    """Return the layout of a schedule's control word; see [Note: limbs] in `control_word.py`.
 
     Args:
-        schedule: the operations.
-        with_order: whether rank 0's ready order rides along.
+        schedule: the schedule.
+        with_order: include the ready order of rank 0.
     """
     leaves, buckets = len(schedule.plan.reduced), len(schedule.plan.buckets)
     fmt: Format = "float64"
     if schedule.piggyback_op >= 0:
         fmt = cast("Format", schedule.wire_dtypes[schedule.ops[schedule.piggyback_op].bucket])
-    # The total weight is a factor on all results: of a deterministic schedule its bits count, too.
+    # The total weight scales all results, so a deterministic schedule needs its exact sum.
     needs_limbs = fmt == "float32" or schedule.deterministic
     bits = limb_bits(fmt, schedule.topology.world_size) if needs_limbs else 0
     return ControlLayout(leaves, buckets, with_order, fmt, bits)
 
 
 def with_piggybacked_word(schedule: Schedule) -> Schedule:
-    """The schedule with its control word in the tail of the last bucket, if it can ride there.
+    """Piggyback the control word on the last bucket if possible; else return the same schedule.
 
-    It can where the chain of the last bucket is nothing but all-reduces over all ranks, in a format
-    that holds the word, and the last of them comes after all packing. It does on the CPU only: from
-    an accelerator the host would have to fetch it, and wait for all that the device has to do. Any
-    other schedule, and one whose word rides already, is returned as it is.
+    The collectives of the last bucket must be all-reduces over all ranks, in a dtype that can hold
+    the word, and the last of them must follow all packing. The bucket must be on the CPU: on an
+    accelerator, the host would wait for all queued device work to read the word.
 
     Example:
         >>> from fddp.core.schedule.builder import make_schedule
         >>> from fddp.core.plan.plan import LeafSpec, plan_leaves
         >>> from fddp.core.schedule.topology import Topology
         >>> plan = plan_leaves([LeafSpec("w", (3,), "float32")], order=[0], caps_bytes=[1])
-        >>> riding = make_schedule(plan, Topology(world=2))
-        >>> [op.kind for op in riding.ops[:3]]
+        >>> piggybacked = make_schedule(plan, Topology(world=2))
+        >>> [op.kind for op in piggybacked.ops[:3]]
         ['pack', 'control', 'all_reduce']
-        >>> [op.kind for op in with_separate_word(riding).ops[:3]]
+        >>> [op.kind for op in with_separate_word(piggybacked).ops[:3]]
         ['pack', 'all_reduce', 'control']
-        >>> with_piggybacked_word(with_separate_word(riding)) == riding
+        >>> with_piggybacked_word(with_separate_word(piggybacked)) == piggybacked
         True
     """
     ops, control = schedule.ops, schedule.control
-    host = _possible_host(schedule)
-    if host < 0 or control < 0 or ops[control].bucket >= 0:
+    carrier = _possible_carrier(schedule)
+    if carrier < 0 or control < 0 or ops[control].bucket >= 0:
         return schedule
     order = [i for i in range(len(ops)) if i != control]
-    order.insert(order.index(host), control)
-    # What waited for the word waits for what brings it.
-    moved = _reordered(ops, order, {control: (host,)})
+    order.insert(order.index(carrier), control)
+    # Operations that depended on the control word now depend on the carrier.
+    moved = _reordered(ops, order, {control: (carrier,)})
     place = order.index(control)
-    moved[place] = moved[place]._replace(bucket=ops[host].bucket, axes=())
+    moved[place] = moved[place]._replace(bucket=ops[carrier].bucket, axes=())
     moved[place + 1] = moved[place + 1]._replace(deps=(*moved[place + 1].deps, place))
     if any(dep >= i for i, op in enumerate(moved) for dep in op.deps):
-        return schedule  # something acts on the word before the carrier is launched
+        return schedule  # an operation reads the word before the carrier is launched
     return replace(schedule, ops=tuple(moved))
 
 
 def with_separate_word(schedule: Schedule) -> Schedule:
-    """The schedule with a collective for the control word, right behind the one that carried it;
-    one whose word does not ride is returned as it is.
+    """Reduce a piggybacked control word by its own collective, right after its carrier.
 
-    So it must be where a communication hook takes the place of the all-reduces.
+    Communication hooks need this, because they replace all-reduces. A schedule with a separate
+    control word is returned unchanged.
     """
-    ops, control, host = schedule.ops, schedule.control, schedule.piggyback_op
-    if host < 0:
+    ops, control, carrier = schedule.ops, schedule.control, schedule.piggyback_op
+    if carrier < 0:
         return schedule
-    bucket = ops[host].bucket
+    bucket = ops[carrier].bucket
     order = [i for i in range(len(ops)) if i != control]
-    order.insert(order.index(host) + 1, control)
-    # Other buckets depend on the carrier for the word's sake; its own may for its elements' too.
-    moved = _reordered(ops, order, {host: (control,), control: ()})
-    both = _reordered(ops, order, {host: (host, control), control: ()})
+    order.insert(order.index(carrier) + 1, control)
+    # Operations on other buckets need only the control word. Those on the carrier's bucket may also
+    # need its elements.
+    moved = _reordered(ops, order, {carrier: (control,), control: ()})
+    both = _reordered(ops, order, {carrier: (carrier, control), control: ()})
     for place, old in enumerate(order):
-        if ops[old].bucket == bucket and not _comes_after(ops, old, host):
+        if ops[old].bucket == bucket and not _depends_indirectly(ops, old, carrier):
             moved[place] = both[place]
     place = order.index(control)
     moved[place] = moved[place]._replace(bucket=-1, axes=schedule.topology.names)
     return replace(schedule, ops=tuple(moved))
 
 
-def _possible_host(schedule: Schedule) -> int:
-    """The last bucket's last all-reduce, if the word could ride in it; else -1."""
+def _possible_carrier(schedule: Schedule) -> int:
+    """Return the position of the last bucket's last all-reduce if it can carry the control word,
+    else -1."""
     if not schedule.sequence:
         return -1
     ops, bucket = schedule.ops, schedule.sequence[-1]
     device = schedule.plan.buckets[bucket].device.partition("#")[0]
     if device not in ("cpu", "meta") or piggyback_problem(schedule, bucket) is not None:
         return -1
-    chain = [i for i, op in enumerate(ops) if op.bucket == bucket and _travels(op)]
+    own = [i for i, op in enumerate(ops) if op.bucket == bucket and op.when == "always"]
+    chain = [i for i in own if is_collective(ops[i])]
     packs = [i for i, op in enumerate(ops) if op.kind == "pack" and op.when == "always"]
     if not chain or packs[-1] > chain[-1]:
         return -1
@@ -139,8 +141,8 @@ def _possible_host(schedule: Schedule) -> int:
     return chain[-1] if are_flat and is_last else -1
 
 
-def _comes_after(ops: Sequence[Op], position: int, target: int) -> bool:
-    """Whether an operation waits for an operation that waits for the target."""
+def _depends_indirectly(ops: Sequence[Op], position: int, target: int) -> bool:
+    """Return True if an operation depends on the target through another operation."""
     stack = [dep for dep in ops[position].deps if dep > target]
     seen = set(stack)
     while stack:
@@ -153,17 +155,13 @@ def _comes_after(ops: Sequence[Op], position: int, target: int) -> bool:
     return False
 
 
-def _travels(op: Op) -> bool:
-    return is_collective(op) and op.when == "always"
-
-
 def _reordered(
     ops: Sequence[Op],
     order: Sequence[int],
     instead: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
 ) -> list[Op]:
-    """Operations in another order; dependencies stay with their operations, but for those that
-    depend on others `instead`."""
+    """Return the operations in another order, with their dependencies renumbered. A dependency in
+    `instead` is replaced by the operations given there."""
     place = {old: new for new, old in enumerate(order)}
     moved = []
     for old in order:

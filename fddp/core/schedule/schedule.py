@@ -1,8 +1,8 @@
-"""Schedules: the operations that take packed gradients to their mean, as values.
+"""Schedules: the operations that reduce packed gradients, as values.
 
-A schedule lists, in launch order, what every rank carries out in one step: packing, collectives,
-the control word, the conditional repairs that it decides on, and unpacking. The runtime executes
-these values and nothing else. `fddp.make_schedule` builds one; `fddp.check_schedule` judges any.
+A schedule lists the operations of one step in launch order: packing, collectives, the control word,
+the conditional repairs that it requests, and unpacking. The runtime executes exactly these
+operations. `fddp.make_schedule` builds a schedule; `fddp.check_schedule` verifies one.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from typing import Literal, get_args
 
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.schedule import text as schedule_text
-from fddp.core.schedule.op import Op, Region, is_collective, is_piggybacked, is_texts, op_problem
+from fddp.core.schedule.op import Op, is_collective, is_piggybacked, is_texts, op_problem
 from fddp.core.schedule.topology import Topology as Topology
 
 Scaling = Literal["before", "after", "average"]
 Result = Literal["replicated_mean", "sharded_mean", "replicated"]
 
-# Formats whose sums are scaled so tightly that a surprise in the weights can't be corrected after
-# the reduction. Their contributions are kept until the control word is in, and such a bucket is
-# then reduced again as a whole.
+# Dtypes of so small a range that a wrong weight unit can't be corrected after the reduction.
+# Gradients of such a bucket are retained until the control word is reduced, and the bucket is
+# reduced again if necessary.
 RETAINED_DTYPES = frozenset({"float16"})
 
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """What every rank carries out in one step, in launch order.
+    """Operations of one step in launch order, the same on every rank.
 
-    Whatever builds one (`make_schedule`, `from_json`, `dataclasses.replace`, a hand), it is a list
-    of operations of the right types; whether they give the right result is for `check_schedule`.
+    Construction validates types only. `check_schedule` verifies that the operations produce the
+    stated result.
 
     Attributes:
-        plan: the buckets that operations name.
-        topology: the axes that operations name.
-        ops: the operations, in launch order.
-        wire_dtypes: for each bucket, the dtype in which it travels.
-        scaling: where the division by the number of ranks happens: "before" the reduction, as in
-            DistributedDataParallel, "after" it, or in the collective's own "average".
-        result: the postcondition. "replicated_mean" leaves the mean of all ranks on each,
-            "sharded_mean" a shard of it, "replicated" everyone's shards.
-        deterministic: whether sums have the one association that follows from the topology, in
-            float32 or wider, so that the bits depend on neither plan, algorithm nor transport.
+        plan: bucket plan.
+        topology: ranks and axes.
+        ops: operations in launch order.
+        wire_dtypes: dtype in which each bucket is reduced.
+        scaling: division by the number of ranks: "before" the reduction, as in
+            DistributedDataParallel, "after" it, or "average" as part of the collective.
+        result: postcondition. "replicated_mean" leaves the mean over all ranks on each rank,
+            "sharded_mean" a shard of the mean, "replicated" the shards of all ranks.
+        deterministic: True if sums are associated in the one order given by the topology, in
+            float32 or wider, so that the bits do not depend on plan, algorithm or transport.
 
     Raises:
-        ValueError: a field is not of its type.
+        ValueError: a field has the wrong type.
 
     Example:
         >>> from fddp.core.plan.plan import LeafSpec, plan_leaves
@@ -94,24 +94,24 @@ class Schedule:
         return hash(self.digest)
 
     def __reduce__(self) -> tuple[type[Schedule], tuple[object, ...]]:
-        # Pickles leave the cached properties behind, and are judged when they are read.
+        # Drops cached properties, and validates the fields again on loading.
         fields = (self.plan, self.topology, self.ops, self.wire_dtypes, self.scaling, self.result)
         return type(self), (*fields, self.deterministic)
 
     @cached_property
     def sequence(self) -> tuple[int, ...]:
-        """The buckets that are packed while backward runs, in launch order."""
+        """Indices of the buckets that are packed during backward, in launch order."""
         packs = (op.bucket for op in self.ops if op.kind == "pack" and op.when == "always")
         return tuple(dict.fromkeys(packs))
 
     @cached_property
     def retained(self) -> frozenset[int]:
-        """The buckets whose contributions are kept until the control word is in."""
+        """Indices of the buckets whose gradients are kept until the control word is reduced."""
         return frozenset(op.bucket for op in self.ops if op.when == "again")
 
     @cached_property
     def buffer_numels(self) -> tuple[int, ...]:
-        """Elements of each bucket's buffer: those of the bucket, padded to what is divided."""
+        """Number of elements of each bucket's buffer, including padding for shards."""
         numels = [bucket.numel for bucket in self.plan.buckets]
         for op in self.ops:
             if op.kind != "control" and 0 <= op.bucket < len(numels):
@@ -120,17 +120,17 @@ class Schedule:
 
     @cached_property
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """The axes along which collectives run, each once, in order of first use."""
+        """Distinct axes of the collectives, in order of first use."""
         return tuple(dict.fromkeys(op.axes for op in self.ops if is_collective(op)))
 
     @cached_property
     def control(self) -> int:
-        """Position of the control word; -1 where there is none."""
+        """Position of the control word; -1 if absent."""
         return next((i for i, op in enumerate(self.ops) if op.kind == "control"), -1)
 
     @cached_property
     def piggyback_op(self) -> int:
-        """Position of the all-reduce in which the control word rides; -1 where it does not."""
+        """Position of the all-reduce that carries the control word; -1 if it is separate."""
         control = self.control
         if control < 0 or not is_piggybacked(self.ops[control]):
             return -1
@@ -144,43 +144,32 @@ class Schedule:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the schedule's JSON, hexadecimal."""
+        """SHA-256 of the schedule's JSON, in hex."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @cached_property
     def shared_digest(self) -> str:
-        """SHA-256 of what ranks must agree on: they may differ in leaves that are in no bucket."""
+        """SHA-256 of the fields that ranks must agree on: all but leaves in no bucket."""
         document = schedule_text.to_json(self, plan=self.plan.shared_digest)
         return hashlib.sha256(document.encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The schedule with its plan as one line of JSON, from which `from_json` makes an equal
-        one."""
+        """Return the schedule and its plan as one line of JSON. `from_json` restores an equal
+        schedule."""
         return schedule_text.to_json(self, plan=self.plan.to_json())
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
-        """The schedule that `to_json` wrote; whether it is right is for `check_schedule`.
+        """Restore a schedule from `to_json`. `check_schedule` verifies its operations.
 
         Raises:
-            ValueError: the text is no such document; the message names the field.
+            ValueError: the text is malformed; the message names the field.
         """
-        document = schedule_text.parse(text)
-        return cls(
-            plan=BucketPlan.from_json(document.plan),
-            topology=Topology(**document.axes),
-            ops=tuple(
-                Op(kind, bucket, axes, Region(*region), deps, when)
-                for kind, bucket, axes, region, deps, when in document.ops
-            ),
-            wire_dtypes=document.wire_dtypes,
-            scaling=document.scaling,
-            result=document.result,
-            deterministic=document.deterministic,
-        )
+        fields = schedule_text.parse(text)
+        return cls(**{**fields, "plan": BucketPlan.from_json(fields["plan"])})
 
     def describe(self, position: int) -> str:
-        """An operation in words, for errors.
+        """Describe an operation for error messages.
 
         Example:
             >>> from fddp.core.plan.plan import LeafSpec, plan_leaves
@@ -200,9 +189,9 @@ class Schedule:
         return f"op {position} ({op.kind} of {self.describe_bucket(op.bucket)}{repair}{along})"
 
     def describe_bucket(self, bucket: int) -> str:
-        """A bucket in words: its number and the leaves at its ends."""
+        """Describe a bucket by its index, first leaf and last leaf."""
         if not 0 <= bucket < len(self.plan.buckets):
-            return f"bucket {bucket}, which the plan does not have"
+            return f"bucket {bucket}, which is not in the plan"
         leaves, paths = self.plan.buckets[bucket].leaves, self.plan.paths
         if len(leaves) == 1:
             return f"bucket {bucket}, leaf {paths[leaves[0]]!r}"
@@ -216,7 +205,6 @@ class Schedule:
         )
 
     def __str__(self) -> str:
-        """A table of the operations."""
         return schedule_text.table(self)
 
     def _repr_html_(self) -> str:

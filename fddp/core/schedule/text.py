@@ -1,20 +1,38 @@
-"""Schedules as text: JSON both ways, and the tables that terminals and notebooks show."""
+"""Schedules as JSON, and as tables for terminals and notebooks."""
 
 from __future__ import annotations
 
 import json
 import reprlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from fddp.core import tables
-from fddp.core.schedule.op import Op
+from fddp.core.protocol.messages import Schema, decode
+from fddp.core.schedule.op import Op, Region
 from fddp.core.schedule.topology import Topology
 
 FORMAT = "fddp.Schedule/2"
-"""First field of every document; the number changes when the fields do."""
+"""Format name and version: the first field of every document."""
 
-_FIELDS = ("format", "plan", "axes", "ops", "wire_dtypes", "scaling", "result", "deterministic")
+_OP_SCHEMA: Schema = (
+    object,
+    object,
+    [object],
+    (object, object, object, [object]),
+    [object],
+    object,
+)
+_SCHEMA: Schema = {
+    "format": FORMAT,
+    "plan": str,
+    "axes": [(str, object)],
+    "ops": [_OP_SCHEMA],
+    "wire_dtypes": [object],
+    "scaling": object,
+    "result": object,
+    "deterministic": object,
+}
 _HEADER = ("op", "kind", "bucket", "along", "buffer", "elements", "shard", "when", "after")
 _NUMERIC_COLUMNS = (0, 2)
 _SHOWN_IN_HTML = 60
@@ -33,7 +51,7 @@ class Schedule(Protocol):
 
     @property
     def wire_dtypes(self) -> tuple[str, ...]:
-        """Dtype in which each bucket travels."""
+        """Dtype in which each bucket is reduced."""
 
     @property
     def scaling(self) -> str:
@@ -45,23 +63,11 @@ class Schedule(Protocol):
 
     @property
     def deterministic(self) -> bool:
-        """True if sums have one fixed association."""
-
-
-class ScheduleDocument(NamedTuple):
-    """A parsed document: its form is right; what it says is for `Schedule` to judge."""
-
-    plan: str  # JSON of the plan
-    axes: dict[str, Any]
-    ops: list[tuple[Any, Any, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], Any]]
-    wire_dtypes: tuple[Any, ...]
-    scaling: Any
-    result: Any
-    deterministic: Any
+        """True if sums are associated in one fixed order."""
 
 
 def to_json(schedule: Schedule, *, plan: str) -> str:
-    """The schedule, with this text in place of its plan."""
+    """Return the schedule as JSON, with the text `plan` as its plan."""
     document = {
         "format": FORMAT,
         "plan": plan,
@@ -75,76 +81,43 @@ def to_json(schedule: Schedule, *, plan: str) -> str:
     return json.dumps(document, separators=(",", ":"))
 
 
-def parse(text: str) -> ScheduleDocument:
-    """Take a document apart.
+def parse(text: str) -> dict[str, Any]:
+    """Parse JSON from `to_json` into the fields of a schedule, with the plan as JSON.
 
     Raises:
-        ValueError: not JSON, or fields are missing, unexpected or of another kind.
+        ValueError: not JSON, or fields are missing, unexpected or of the wrong type.
     """
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError, TypeError) as error:
-        raise ValueError(f"schedule JSON: not a JSON document: {error}") from error
-    if not isinstance(document, dict) or document.keys() != set(_FIELDS):
-        raise ValueError(
-            f"schedule JSON: must be an object with the fields {', '.join(_FIELDS)}, "
-            f"got {reprlib.repr(document)}"
-        )
-    if document["format"] != FORMAT:
-        raise ValueError(
-            f"schedule JSON: format is {reprlib.repr(document['format'])}, "
-            f"this version reads {FORMAT!r}"
-        )
-    if not isinstance(document["plan"], str):
-        raise ValueError(f"schedule JSON: plan must be text, got {reprlib.repr(document['plan'])}")
-    axes: dict[str, Any] = {}
-    for index, pair in enumerate(_list(document["axes"], "axes")):
-        name, size = _list(pair, f"axes[{index}]", 2)
-        if not isinstance(name, str) or name in axes:
-            raise ValueError(f"schedule JSON: axes[{index}] needs a name of its own, got {name!r}")
-        axes[name] = size
-    ops = [_parse_op(op, f"ops[{index}]") for index, op in enumerate(_list(document["ops"], "ops"))]
-    return ScheduleDocument(
-        plan=document["plan"],
-        axes=axes,
-        ops=ops,
-        wire_dtypes=tuple(_list(document["wire_dtypes"], "wire_dtypes")),
-        scaling=document["scaling"],
-        result=document["result"],
-        deterministic=document["deterministic"],
-    )
+        document = decode(text, _SCHEMA)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"schedule JSON: {error}") from error
+    axes = dict(document["axes"])
+    if len(axes) < len(document["axes"]):
+        names = [name for name, _ in document["axes"]]
+        raise ValueError(f"schedule JSON: .axes needs unique names, got {reprlib.repr(names)}")
+    return {
+        "plan": document["plan"],
+        "topology": Topology(**axes),
+        "ops": tuple(map(_parse_op, document["ops"])),
+        "wire_dtypes": tuple(document["wire_dtypes"]),
+        **{name: document[name] for name in ("scaling", "result", "deterministic")},
+    }
 
 
-def _parse_op(
-    value: object, where: str
-) -> tuple[Any, Any, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], Any]:
-    kind, bucket, axes, region, deps, when = _list(value, where, 6)
-    buffer, start, stop, shard = _list(region, f"{where}.region", 4)
-    return (
-        kind,
-        bucket,
-        tuple(_list(axes, f"{where}.axes")),
-        (buffer, start, stop, tuple(_list(shard, f"{where}.region.shard"))),
-        tuple(_list(deps, f"{where}.deps")),
-        when,
-    )
-
-
-def _list(value: object, where: str, length: int | None = None) -> list[Any]:
-    if not isinstance(value, list) or (length is not None and len(value) != length):
-        size = "" if length is None else f" of {length}"
-        raise ValueError(f"schedule JSON: {where} must be a list{size}, got {reprlib.repr(value)}")
-    return value
+def _parse_op(op: list[Any]) -> Op:
+    kind, bucket, axes, (buffer, start, stop, shard), deps, when = op
+    region = Region(buffer, start, stop, tuple(shard))
+    return Op(kind, bucket, tuple(axes), region, tuple(deps), when)
 
 
 def table(schedule: Schedule) -> str:
-    """The operations as a plain-text table."""
+    """Return the operations as a plain-text table."""
     rows = tables.plain_table(_HEADER, _rows(schedule), _NUMERIC_COLUMNS)
     return f"{schedule!r}\n{rows}"
 
 
 def html_table(schedule: Schedule) -> str:
-    """The same table for notebooks; the middle of a long one is left out."""
+    """Return the table as HTML for notebooks. The middle of a long table is omitted."""
     rows = list(_rows(schedule))
     if len(rows) > _SHOWN_IN_HTML:
         half = _SHOWN_IN_HTML // 2

@@ -1,8 +1,9 @@
 """Topologies: the ranks of a group as a grid with named axes.
 
-Ranks are numbered row by row, outermost axis first, so that in `Topology(host=4, local=8)` rank 11
-is `local` 3 on `host` 1. A *group* along some axes is the set of ranks that differ in these axes
-only: along `local` the 8 ranks of one host, along `host` the 4 that have one place on each.
+Ranks are numbered in row-major order, outermost axis first: in `Topology(host=4, local=8)`, rank 11
+has the coordinate 3 on `local` and 1 on `host`. A *group* along some axes is a set of ranks that
+differ only in these axes: along `local` the 8 ranks of one host, along `host` 4 ranks, one per
+host.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_LARGEST = 2**31 - 1  # what rank numbers of every backend hold
+_LARGEST = 2**31 - 1  # rank numbers of backends are 32-bit ints
 
 
 @dataclass(frozen=True, init=False)
 class Topology:
-    """The ranks of a group as named axes, outermost first.
+    """Named axes of the ranks of a group, outermost first.
 
     Attributes:
         axes: pairs of name and size; the world size is the product of the sizes.
 
     Raises:
-        ValueError: no axis, a size that is no int of at least 1, or a world of over 2**31 ranks.
+        ValueError: no axis, a size that is not a positive int, or a world size above 2**31 - 1.
 
     Example:
         >>> topology = Topology(host=4, local=8)
@@ -47,19 +48,18 @@ class Topology:
                 raise ValueError(f"axis {name!r} needs an int of at least 1 as size, got {size!r}")
         object.__setattr__(self, "axes", tuple(axes.items()))
         if self.world_size > _LARGEST:
-            raise ValueError(f"{self} has {self.world_size} ranks; at most {_LARGEST} can be named")
+            raise ValueError(f"{self} has {self.world_size} ranks; the limit is {_LARGEST}")
 
     @classmethod
     def from_group(cls, group: Any) -> Self:
-        """The topology of a process group (one axis, "world") or of a torch `DeviceMesh`.
+        """Return the topology of a process group (one axis, "world") or of a torch `DeviceMesh`.
 
         Args:
-            group: a `torch.distributed` group, the group that `fddp.loopback` hands out, or a
-                `DeviceMesh`, whose dimensions become the axes; they are called `dim0`, `dim1`, ...
-                where the mesh has no names.
+            group: a `torch.distributed` group, the group of `fddp.loopback`, or a `DeviceMesh`,
+                whose dimensions become the axes. Unnamed dimensions are called `dim0`, `dim1`, ...
 
         Raises:
-            TypeError: something else.
+            TypeError: `group` is something else.
 
         Example:
             >>> import fddp
@@ -75,7 +75,7 @@ class Topology:
             size = size()
         if type(size) is not int:
             raise TypeError(
-                f"a topology is read from a process group or DeviceMesh, got "
+                f"group must be a process group or DeviceMesh, got "
                 f"{type(group).__name__}; for the default group pass torch.distributed.group.WORLD"
             )
         return cls(world=size)
@@ -98,26 +98,26 @@ class Topology:
         return dict(self.axes)
 
     def size(self, axes: Collection[str]) -> int:
-        """Number of ranks in a group along `axes`; 1 for none.
+        """Number of ranks in a group along `axes`; 1 without axes.
 
         Raises:
-            KeyError: an axis that the topology does not have.
+            KeyError: an axis is unknown.
         """
         return math.prod(self._sizes[name] for name in axes)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """The place of a rank on each axis."""
-        places = []
+        """Coordinate of a rank on each axis."""
+        coordinates = []
         for _, size in reversed(self.axes):
-            rank, place = divmod(rank, size)
-            places.append(place)
-        return tuple(reversed(places))
+            rank, coordinate = divmod(rank, size)
+            coordinates.append(coordinate)
+        return tuple(reversed(coordinates))
 
     def group(self, axes: Collection[str], rank: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` in `axes` only, in ascending order."""
+        """Ranks that differ from `rank` only in `axes`, in ascending order."""
         ranks, stride = [rank], self.world_size
-        for (name, size), place in zip(self.axes, self.coordinates(rank), strict=True):
+        for (name, size), coordinate in zip(self.axes, self.coordinates(rank), strict=True):
             stride //= size
             if name in axes:
-                ranks = [base + (i - place) * stride for base in ranks for i in range(size)]
+                ranks = [base + (i - coordinate) * stride for base in ranks for i in range(size)]
         return tuple(ranks)

@@ -1,16 +1,16 @@
-"""What a collective costs: time from its size and the number of ranks, with two parameters.
+"""Cost models of collectives: time as a function of size and number of ranks.
 
-The model is Hockney's: a message of m bytes over a link takes alpha + beta * m seconds. A
-collective is a number of such steps, by its algorithm, and each rank sends some share of the buffer
-in all:
+In Hockney's model, a message of m bytes over a link takes alpha + beta * m seconds. The algorithm
+of a collective determines its number of messages in sequence (steps) and the share of the buffer
+that each rank sends in total:
 
 | algorithm | steps of an all-reduce | share of the buffer | source |
 | --- | --- | --- | --- |
 | "ring" | 2(n - 1) | 2(n - 1)/n | Patarasuk and Yuan 2009 |
 | "tree" | 2 ceil(log2 n) | 2(n - 1)/n | Thakur, Rabenseifner and Gropp 2005 |
-| "direct" | 2 | 2(n - 1)/n | all peers at once, where nothing stands between them |
+| "direct" | 2 | 2(n - 1)/n | all peers at once, over links without contention |
 
-A reduce-scatter and an all-gather are half of it each. One rank alone takes no time.
+A reduce-scatter or an all-gather has half of both. A single rank takes no time.
 
 R. W. Hockney, "The communication challenge for MPP: Intel Paragon and Meiko CS-2", Parallel
 Computing 20(3), 1994. P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for
@@ -31,13 +31,15 @@ from typing import Any, Literal, NamedTuple, get_args, overload
 import numpy as np
 import numpy.typing as npt
 
+from fddp.core.protocol.messages import decode
+
 LinkAlgorithm = Literal["ring", "tree", "direct"]
 CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "control"]
 
 FloatArray = npt.NDArray[np.float64]
 
 MOST_S = 1e9
-"""Longest time of a step, of a byte, of backward: so that no product of them is beyond floats."""
+"""Longest time in seconds of a step, of a byte, and of backward. Products stay finite."""
 
 
 class Sample(NamedTuple):
@@ -47,8 +49,8 @@ class Sample(NamedTuple):
         kind: "all_reduce", "reduce_scatter", "all_gather" or "control".
         nbytes: bytes of the group's whole buffer, as in `CostModel.time_s`.
         ranks: number of ranks in the group.
-        time_s: seconds that it took.
-        busy: whether backward ran meanwhile.
+        time_s: measured time in seconds.
+        busy: True if backward ran at the same time.
     """
 
     kind: CollectiveKind
@@ -59,11 +61,11 @@ class Sample(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What a collective is made of.
+    """Factors of alpha and beta in the cost of a collective.
 
     Attributes:
-        steps: messages one after the other; each costs alpha.
-        share: part of the group's buffer that each rank sends; each byte costs beta.
+        steps: number of messages in sequence; each costs alpha.
+        share: fraction of the group's buffer that each rank sends; each byte costs beta.
     """
 
     steps: float
@@ -72,18 +74,18 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel:
-    """The cost of collectives over one kind of link.
+    """Cost of collectives over one kind of link.
 
     Attributes:
-        alpha_s: seconds a step takes beside what its bytes take.
-        beta_s_per_byte: seconds a byte takes; the inverse of the bandwidth of one rank, one way.
+        alpha_s: latency of a step in seconds.
+        beta_s_per_byte: seconds per byte; the inverse of the one-way bandwidth of a rank.
         algorithm: "ring", "tree" (recursive halving and doubling), or "direct" (shared memory, or a
             switch of full bandwidth).
-        overlap: how fast a collective is while backward runs, against alone: 1 if backward does not
-            disturb it, 0.5 if it takes twice as long, as where both need the same cores.
+        overlap: speed of a collective during backward relative to its speed alone: 1 if backward
+            does not slow it down, 0.5 if it takes twice as long because both use the same cores.
 
     Raises:
-        ValueError: seconds below 0 or above 1e9, an overlap that is not in [1e-9, 1], or an unknown
+        ValueError: seconds below 0 or above 1e9, an overlap outside [1e-9, 1], or an unknown
             algorithm.
 
     Example:
@@ -119,12 +121,12 @@ class CostModel:
     def time_s(
         self, kind: CollectiveKind, nbytes: float | npt.NDArray[Any], ranks: int
     ) -> float | FloatArray:
-        """Seconds that a collective takes while nothing disturbs it.
+        """Return the time in seconds of a collective outside of backward.
 
         Args:
-            kind: "all_reduce", "reduce_scatter", "all_gather"; "control" is an all-reduce.
-            nbytes: bytes of the whole buffer that the group works on: of what each rank has before
-                a reduce-scatter and after an all-gather. An array gives an array of its shape.
+            kind: "all_reduce", "reduce_scatter", "all_gather" or "control" (an all-reduce).
+            nbytes: bytes of the group's whole buffer: of the input of a reduce-scatter and the
+                output of an all-gather. For an array, the result is an array of the same shape.
             ranks: number of ranks in the group.
 
         Raises:
@@ -137,10 +139,10 @@ class CostModel:
 
     @classmethod
     def worst(cls, models: Sequence[CostModel]) -> CostModel:
-        """The model of a group that spans several kinds of links: each step waits for the slowest.
+        """Return the model of a group that spans several kinds of links, limited by the slowest.
 
         Args:
-            models: one for each axis, outermost first, whose algorithm is the result's.
+            models: one model per axis, outermost first. The result has the first one's algorithm.
 
         Example:
             >>> CostModel.worst([CostModel(1e-5, 1e-9), CostModel(1e-6, 1e-8, overlap=0.5)])
@@ -155,21 +157,21 @@ class CostModel:
 
     @classmethod
     def fit(cls, samples: Iterable[Sample], *, algorithm: LinkAlgorithm = "ring") -> CostModel:
-        """The model that comes nearest to measured times.
+        """Fit a model to measured times.
 
-        Of repeated samples of one kind, size and number of ranks the lower quartile counts: what
-        disturbs a collective only makes it longer, and small ones on a machine that has gone idle
-        in between, which it does not within a step, take up to five times as long on some backends.
-        Then alpha and beta, neither below 0, minimise the squared *relative* error, so that small
-        sizes count as much as large ones. `overlap` is the median over sizes of idle over busy time
-        where both were measured; without busy samples it is 1.
+        Repeated samples of one kind, size and number of ranks are reduced to their lower quartile:
+        disturbances only slow a collective down, and on some backends small collectives take up to
+        five times as long on an idle machine, which does not occur within a step. Alpha and beta,
+        both at least 0, minimise the squared *relative* error, so that small sizes count as much as
+        large ones. `overlap` is the median over sizes of idle time divided by busy time, or 1
+        without busy samples.
 
         Args:
-            samples: measured collectives, of at least two sizes and on at least 2 ranks.
-            algorithm: what to attribute the times to.
+            samples: measured collectives of at least two sizes, on at least 2 ranks.
+            algorithm: algorithm of the collectives.
 
         Raises:
-            ValueError: times or sizes that make no sense, or too few different ones.
+            ValueError: invalid times or sizes, or fewer than two sizes.
 
         Example:
             >>> true = CostModel(1e-5, 1e-9)
@@ -185,31 +187,25 @@ class CostModel:
         return cls(alpha_s, beta_s_per_byte, algorithm, _overlap(idle_s, busy_s))
 
     def to_json(self) -> str:
-        """The model as one line of JSON, from which `from_json` makes an equal one."""
+        """Return the model as one line of JSON. `from_json` restores an equal model."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> CostModel:
-        """The model that `to_json` wrote.
+        """Restore a model from `to_json`.
 
         Raises:
-            ValueError: the text is no such document; the message names the field.
+            ValueError: the text is malformed; the message names the field.
         """
         try:
-            document = json.loads(text)
-        except (ValueError, RecursionError, TypeError) as error:
-            raise ValueError(f"cost JSON: not a JSON document: {error}") from error
-        fields = set(cls.__dataclass_fields__)
-        if not isinstance(document, dict) or document.keys() != fields:
-            raise ValueError(
-                f"cost JSON: must be an object with the fields {', '.join(sorted(fields))}, "
-                f"got {sorted(document) if isinstance(document, dict) else document!r}"
-            )
+            document = decode(text, dict.fromkeys(cls.__dataclass_fields__, object))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"cost JSON: {error}") from error
         return cls(**document)
 
 
 def factors(kind: CollectiveKind, ranks: int, algorithm: LinkAlgorithm) -> Factors:
-    """Steps and share of the buffer of a collective; see the table at the top of this file.
+    """Return steps and share of a collective; see the table at the top of this file.
 
     Raises:
         ValueError: an unknown kind, or less than one rank.
@@ -233,7 +229,7 @@ _Measured = dict[tuple[CollectiveKind, int, int], float]  # seconds by kind, byt
 
 
 def _quartiles(samples: Iterable[Sample]) -> tuple[_Measured, _Measured]:
-    """Of the samples taken while idle, and of those taken during backward."""
+    """Return the lower quartiles of idle samples and of samples during backward."""
     times: dict[bool, dict[tuple[CollectiveKind, int, int], list[float]]] = {False: {}, True: {}}
     for sample in samples:
         kind, nbytes, ranks, time_s, busy = sample
@@ -251,7 +247,7 @@ def _quartiles(samples: Iterable[Sample]) -> tuple[_Measured, _Measured]:
 
 
 def _least_relative(measured: _Measured, algorithm: LinkAlgorithm) -> tuple[float, float]:
-    """Alpha and beta of the least squared relative error."""
+    """Return the alpha and beta that minimise the squared relative error."""
     rows = [
         (steps, share * nbytes)
         for kind, nbytes, ranks in measured
@@ -263,13 +259,13 @@ def _least_relative(measured: _Measured, algorithm: LinkAlgorithm) -> tuple[floa
     sizes = sorted({nbytes for _, nbytes, _ in measured})
     if len(sizes) < 2 or not lengths.all() or np.linalg.matrix_rank(matrix / lengths) < 2:
         raise ValueError(
-            "latency and bandwidth can be told apart only by idle samples of at least two sizes, "
+            "a fit of latency and bandwidth needs idle samples of at least two sizes, "
             f"got {len(measured)} kinds of samples, of {sizes} bytes"
         )
     ones = np.ones(len(matrix))
     best = np.linalg.lstsq(matrix / lengths, ones, rcond=None)[0] / lengths
     if (best < 0.0).any():
-        # The optimum lies on the border: one of them is 0, whichever errs less.
+        # The constrained optimum has one of the two at 0: choose the one with the smaller error.
         alone = np.diag(matrix.sum(axis=0) / lengths**2)
         errors = np.square(matrix @ alone - 1.0).sum(axis=0)
         best = alone[:, np.argmin(errors)]
@@ -280,8 +276,8 @@ def _overlap(idle_s: _Measured, busy_s: _Measured) -> float:
     for key in busy_s:
         if key not in idle_s:
             raise ValueError(
-                f"the busy sample of {key} (kind, nbytes, ranks) needs one with busy=False to be "
-                f"compared with"
+                f"the busy sample of {key} (kind, nbytes, ranks) needs a sample with the same key "
+                f"and busy=False"
             )
     if not busy_s:
         return 1.0
@@ -318,11 +314,11 @@ PRESETS: Mapping[str, CostModel] = MappingProxyType(
         "gloo-loopback": CostModel(0.95e-3, 1 / 1.65e9),
     }
 )
-"""Models to start from where nothing can be measured; `CostModel.fit` makes better ones.
+"""Models for links that can't be measured. `CostModel.fit` gives better ones.
 
-All but "gloo-loopback" have the link's nominal rate, one way, which is an upper bound that no
-collective reaches, and all have `overlap=1`, which is an assumption: on a CPU, measure it. NCCL's
-figures are those by which it chooses between its algorithms (`src/graph/tuning.cc`: ring, protocol
-Simple, microseconds a step). S. Shi, X. Chu and B. Li, "MG-WFBP: Efficient data communication for
-distributed synchronous SGD algorithms", IEEE INFOCOM 2019.
+All but "gloo-loopback" use the nominal one-way rate of the link, an upper bound that no collective
+reaches. All assume `overlap=1`; on a CPU, measure it. NCCL's figures are those of its choice of
+algorithms (`src/graph/tuning.cc`: ring, protocol Simple, microseconds per step). S. Shi, X. Chu and
+B. Li, "MG-WFBP: Efficient data communication for distributed synchronous SGD algorithms", IEEE
+INFOCOM 2019.
 """

@@ -1,21 +1,21 @@
-"""The bucket boundaries that minimise the simulated step time.
+"""Bucket boundaries that minimise the simulated step time.
 
-Buckets leave in the order in which they become ready, over a channel that carries one after the
-other. A bucket that ends at leaf i begins when leaf i is ready and the channel is free, and takes
-a + b * bytes. The earlier the channel is free after the first i leaves, the better for whatever
-follows, so the best boundaries come from a dynamic programme over i. The problem, and that merging
-gradients solves it, is from S. Shi, X. Chu and B. Li, "MG-WFBP: Efficient data communication for
-distributed synchronous SGD algorithms", IEEE INFOCOM 2019; the programme here is exact for one
-channel where theirs is greedy.
+Buckets are sent in the order in which they become ready, over a channel that carries one at a time.
+A bucket that ends at leaf i begins when leaf i is ready and the channel is free, and takes
+a + b * bytes. An earlier end of the first i leaves is never worse for the rest, so dynamic
+programming over i finds the best boundaries. The problem, and merging gradients as its solution,
+are from S. Shi, X. Chu and B. Li, "MG-WFBP: Efficient data communication for distributed
+synchronous SGD algorithms", IEEE INFOCOM 2019. The algorithm here is exact for one channel; theirs
+is greedy.
 
 [Note: work clock]
-While backward runs, communication may be slower. Time is counted in work that the channel can have
-done by then, on which a bucket takes equally long whenever it begins.
+Communication may be slower during backward. Time is therefore measured in work that the channel can
+have done, so that the duration of a bucket does not depend on its start.
 
-Beyond one dtype, one device and one all-reduce a bucket, the programme is no proof: classes of
-leaves are optimised in turn beside the buckets of the others, chains of collectives are taken for
-one channel in several ways, and what simulates best is taken. The plans that
-DistributedDataParallel would make are always among the candidates.
+With several dtypes or devices, or several collectives per bucket, the result is not proven optimal.
+Classes of leaves are optimised in turn, with the buckets of other classes fixed. A chain of
+collectives is approximated by one channel in several ways, and the candidate with the shortest
+simulated step wins. The plans of DistributedDataParallel are always among the candidates.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from fddp.core.sim.simulator import (
 
 _MIB_BYTES = 2**20
 _DDP_CAPS_BYTES = (_MIB_BYTES, 25 * _MIB_BYTES)
-_ROUNDS = 4  # in which classes are optimised beside the others; most settle in two
-_HALVINGS = 10  # of the cap, where no channel describes the schedule
-_ROUNDING = 1e-12  # relative difference in time that is none
+_ROUNDS = 4  # of optimisation of classes in turn; most converge in two
+_HALVINGS = 10  # of the cap, for schedules that are not described by one channel
+_ROUNDING = 1e-12  # relative tolerance of times
 
 _Indices = npt.NDArray[np.intp]
-Ends = tuple[int, ...]  # of a class's buckets: for each, how many of its leaves come before its end
+Ends = tuple[int, ...]  # of the buckets of a class, as numbers of leaves of the class
 
 
 class Target(NamedTuple):
-    """What a plan is made for.
+    """Cost model, topology and algorithm of an optimised plan.
 
     Attributes:
-        cost: the model of the links, or one for each axis.
-        topology: the ranks.
-        algorithm, deterministic: of the schedule, as in `make_schedule`.
+        cost: model of the links, or one model per axis.
+        topology: ranks and axes.
+        algorithm, deterministic: as in `make_schedule`.
     """
 
     cost: Cost
@@ -68,31 +68,30 @@ class Target(NamedTuple):
     deterministic: bool = False
 
     def schedule_of(self, plan: BucketPlan) -> Schedule:
-        """The schedule that would be carried out."""
         return make_schedule(
             plan, self.topology, algorithm=self.algorithm, deterministic=self.deterministic
         )
 
 
 class _Channel(NamedTuple):
-    """What carries the buckets one after the other; seconds of undisturbed work."""
+    """Channel that carries one bucket at a time; seconds of work outside of backward."""
 
-    bucket_s: float  # for each bucket
-    byte_s: float  # for each byte
-    slot_s: float  # for each bucket's slot in the control word, after the end of backward
-    overlap: float  # rate during backward
+    bucket_s: float  # per bucket
+    byte_s: float  # per byte
+    slot_s: float  # per bucket, for its slot in the control word, after the end of backward
+    overlap: float  # speed during backward
 
 
 class _Class(NamedTuple):
-    """The leaves of one dtype and device; arrays have shape `(leaves,)`, `begins` one more."""
+    """Leaves of one dtype and device. Arrays have shape `(leaves,)`; `begins` has one more."""
 
     positions: list[int]  # in the ready order
-    ready: FloatArray  # on the work clock; the last of all is held until the end of backward
-    begins: FloatArray  # bytes of the class before each leaf, and of all
+    ready: FloatArray  # on the work clock; the last leaf of all is ready at the end of backward
+    begins: FloatArray  # bytes of the class before each leaf, and in total
 
 
 class _ReservedInterval(NamedTuple):
-    """A bucket of another class."""
+    """Bucket of another class."""
 
     position: int  # of its last leaf, in the ready order
     ready: float
@@ -102,17 +101,17 @@ class _ReservedInterval(NamedTuple):
 def optimal_plan(
     leaves: Sequence[LeafSpec], offered: Sequence[int], ready_times_s: ReadyTimes, target: Target
 ) -> BucketPlan:
-    """The plan of the least simulated step time; `fddp.plan_optimal` makes it from a tree.
+    """Return the plan with the shortest simulated step; `fddp.plan_optimal` plans a tree.
 
     Args:
-        leaves: every leaf of a tree, in canonical order.
-        offered: indices of the leaves to reduce, in the order that holds where times are equal.
-        ready_times_s: when each leaf's gradient is there, as in `simulate`; leaves without one
-            come first.
-        target: what the plan is made for.
+        leaves: all leaves of a tree, in canonical order.
+        offered: indices of the leaves to reduce; leaves with equal times keep this order.
+        ready_times_s: time at which each gradient is ready, as in `simulate`; leaves without a
+            gradient come first.
+        target: cost model, topology and algorithm.
 
     Raises:
-        ValueError: as from `simulate` and `make_schedule`.
+        ValueError: as in `simulate` and `make_schedule`.
 
     Example:
         >>> from fddp.core.sim.cost import CostModel
@@ -154,9 +153,9 @@ def _candidates(
 
 
 def _channels(target: Target, dtype: str) -> list[_Channel]:
-    """What may limit a bucket: each group on its way, and its whole way; of buckets like the last,
-    in whose tail the control word may ride."""
-    elements = 2**40  # that is divisible by most groups, so that padding does not matter
+    """Return one channel for each group of a bucket's collectives, and one for all of them
+    together. The bucket is the last one, which may carry the control word."""
+    elements = 2**40  # divisible by most group sizes, to avoid padding
     leaf = LeafSpec("", (elements,), dtype)
     plan = plan_leaves([leaf], order=[0], caps_bytes=[1])
     schedule = target.schedule_of(plan)
@@ -170,7 +169,7 @@ def _channels(target: Target, dtype: str) -> list[_Channel]:
         if op.kind == "control":
             slot_s = model.time_s("control", 8.0, ranks) - model.time_s("control", 0.0, ranks)
             continue
-        alone = op._replace(deps=())  # not the carrier, whose time includes the word's
+        alone = op._replace(deps=())  # differs from the carrier, whose time includes the word
         empty = alone._replace(region=op.region._replace(start=0, stop=0))
         bucket_s = collective_time_s(schedule, empty, model)
         byte_s = (collective_time_s(schedule, alone, model) - bucket_s) / leaf.nbytes
@@ -190,13 +189,13 @@ def _channels(target: Target, dtype: str) -> list[_Channel]:
 def _classes(
     leaves: Sequence[LeafSpec], order: Sequence[int], times_s: FloatArray, overlap: float
 ) -> list[_Class]:
-    """The dense leaves by dtype and device, each in ready order."""
+    """Group the dense leaves by dtype and device, in ready order."""
     positions: dict[tuple[str, str], list[int]] = {}
     for position, leaf in enumerate(order):
         if not leaves[leaf].sparse:
             spec = leaves[leaf]
             positions.setdefault((spec.dtype, spec.device), []).append(position)
-    # On the work clock, which runs at the rate `overlap` until the end of backward.
+    # Work clock: it runs at the speed `overlap` until the end of backward.
     ready = overlap * times_s[list(order)]
     held = max((members[-1] for members in positions.values()), default=-1)
     ready[held] = overlap * times_s.max()
@@ -213,7 +212,7 @@ def _splits(
     leaves: Sequence[LeafSpec],
     order: Sequence[int],
 ) -> Iterator[list[Ends]]:
-    """Boundaries worth a try: for each class, the ends of its buckets."""
+    """Yield candidates: the ends of the buckets of each class."""
     if len(classes) < 2:
         yield [_optimum(leaves_of_one, channel) for leaves_of_one in classes]
         return
@@ -231,7 +230,7 @@ def _splits(
 
 
 def _in_turn(classes: Sequence[_Class], channel: _Channel, ends: list[Ends]) -> list[Ends]:
-    """Each class's best boundaries beside the buckets of the others, until nothing changes."""
+    """Optimise each class with the buckets of the others fixed, until nothing changes."""
     for _ in range(_ROUNDS):
         before = list(ends)
         for number, members in enumerate(classes):
@@ -248,7 +247,7 @@ def _in_turn(classes: Sequence[_Class], channel: _Channel, ends: list[Ends]) -> 
 
 
 def _merged(classes: Sequence[_Class], channel: _Channel, ends: Sequence[Ends]) -> list[Ends]:
-    """Fewer buckets in which no more time is needed: each joins the next of its class if it can."""
+    """Merge each bucket with the next one of its class if that does not delay the end."""
     buckets = sorted(
         (bucket, number, end)
         for number, members in enumerate(classes)
@@ -273,7 +272,7 @@ def _merged(classes: Sequence[_Class], channel: _Channel, ends: Sequence[Ends]) 
 
 
 def _finish(ready: FloatArray, work: FloatArray) -> float:
-    """When the last of these buckets is done, one after the other."""
+    """Return the end of the last bucket on the channel."""
     return float((ready + work[::-1].cumsum()[::-1]).max())
 
 
@@ -290,14 +289,13 @@ def _busy(members: _Class, ends: Ends, channel: _Channel) -> Iterator[_ReservedI
 def _earliest(
     members: _Class, channel: _Channel, busy: Sequence[_ReservedInterval] = ()
 ) -> tuple[Ends, float]:
-    """Boundaries after which the channel is free as early as possible, and when that is.
+    """Return the boundaries with the earliest end on the channel, and that end.
 
-    Times are counted without the work of the `busy` buckets that come before, which shifts each
-    by the same whatever the boundaries are.
+    Times exclude the work of earlier `busy` buckets, which does not depend on the boundaries.
     """
     sent = channel.byte_s * members.begins
     free = np.zeros(len(sent))
-    # For each possible start of the next bucket, when the busy ones since then let it begin.
+    # For each start of the next bucket, the end of the busy buckets since that start.
     held = np.full(len(sent), -np.inf)
     origins = [0] * len(sent)
     served, waiting = 0.0, list(reversed(busy))
@@ -319,10 +317,10 @@ def _earliest(
 
 
 def _optimum(members: _Class, channel: _Channel) -> Ends:
-    """The boundaries after which control word and all is done as early as possible.
+    """Return the boundaries with the earliest end of all communication and the control word.
 
-    Each bucket makes the control word longer. So the programme goes by the number of buckets, up
-    to where another one costs more than all further ones could gain.
+    Each bucket lengthens the control word. The search increases the number of buckets until another
+    bucket costs more than all further ones could gain.
     """
     count = len(members.positions)
     _, bound = _earliest(members, channel)
@@ -345,11 +343,11 @@ def _optimum(members: _Class, channel: _Channel) -> Ends:
 
 
 def _with_one_more(free: FloatArray, members: _Class, channel: _Channel) -> FloatArray:
-    """When the channel is free after the first 0, 1, 2, ... leaves, if it is `free` so with one
-    bucket less; shape `(leaves + 1,)`.
+    """Return the end of the first 0, 1, 2, ... leaves with one more bucket than in `free`; shape
+    `(leaves + 1,)`.
 
-    More leaves never make it free earlier, so `free` is sorted. Of the starts at which the channel
-    is free before a bucket is ready, the last is best, for the bucket is then smallest; beyond
+    `free` is sorted, because more leaves never end earlier. Among the starts at which the channel
+    is free before the bucket is ready, the last is best, because the bucket is smallest. After
     those, the bucket begins when the channel is free.
     """
     sent = channel.byte_s * members.begins
@@ -360,8 +358,8 @@ def _with_one_more(free: FloatArray, members: _Class, channel: _Channel) -> Floa
 
 
 def _least(values: FloatArray, first: _Indices, last: _Indices) -> FloatArray:
-    """The least of `values[first[i] : last[i] + 1]` for each i; infinity where there is none."""
-    table = [values]  # of 1, 2, 4, ... values from each on
+    """Return the minimum of `values[first[i] : last[i] + 1]` for each i; infinity if empty."""
+    table = [values]  # minima of 1, 2, 4, ... consecutive values
     for _ in range(len(values).bit_length() - 1):
         width = 1 << (len(table) - 1)
         longer = table[-1].copy()
@@ -381,7 +379,7 @@ def _plan(
     classes: Sequence[_Class],
     ends: Sequence[Ends],
 ) -> BucketPlan:
-    """The plan with these boundaries: its dense buckets by when they are ready, then the sparse."""
+    """Return the plan with these boundaries: dense buckets in ready order, then sparse ones."""
     members = sorted(
         (
             one.positions[start:end]

@@ -1,21 +1,19 @@
-"""How long a step takes: carries a schedule out on a model of the links, by the runtime's rules.
+"""Simulation of one step of a schedule on a cost model.
 
-The rules, for each rank:
+Rules for each rank, the same as those of the runtime:
 
-- Operations launch in schedule order. While backward runs, the packing and the collectives of a
-  bucket launch as soon as its gradients are there and what they depend on is done. From the last
-  bucket's packing on, they wait for the end of backward.
-- Repairs are carried out for the buckets that are said to be late, and passed over for all others;
-  like sparse buckets and unpacking, they wait for the control word. Where that rides, its bytes are
-  added to those of its carrier.
-- A collective begins when all ranks of its group have launched it and the group's earlier ones are
-  done; different groups work in parallel. While backward runs on a rank of the group, it advances
-  at the rate `CostModel.overlap`.
-- What a rank does alone takes no time: the copies into buckets are within the measured times at
-  which gradients were ready.
+- Operations launch in schedule order. During backward, the packing and the collectives of a bucket
+  launch when its gradients are ready and their dependencies are done. The packing of the last
+  bucket and everything after it wait for the end of backward.
+- Repairs run for the buckets in `late` and are skipped for all others. Repairs, sparse buckets and
+  unpacking wait for the control word. A piggybacked control word adds its bytes to its carrier.
+- A collective begins when all ranks of its group have launched it and the group's earlier
+  collectives are done. Different groups run in parallel. During backward on a rank of the group, it
+  advances at the speed `CostModel.overlap`.
+- Local operations take no time: the measured ready times of gradients include copies into buckets.
 
-Sparse buckets travel as three all-gathers whose sizes no plan knows; together they are taken to
-move as many bytes as the dense leaf has.
+A sparse bucket takes three all-gathers, of sizes that are not in the plan. Together they are
+assumed to move as many bytes as the dense leaf has.
 """
 
 from __future__ import annotations
@@ -41,10 +39,10 @@ Cost = CostModel | Mapping[str, CostModel]
 ReadyTimes = Sequence[float] | npt.NDArray[np.floating] | Mapping[str, float]
 
 MOST_SPREAD = 10.0
-"""Of jitter: one rank in a thousand is then slower by a factor of 10**13."""
+"""Largest spread of `Jitter`: one rank in a thousand is then slower by a factor of 10**13."""
 
 _DURING_BACKWARD = frozenset({"pack", "all_reduce", "reduce_scatter", "all_gather"})
-_MOST_RANKS = 2**22  # that are simulated one by one: some 100 bytes each, for each group of axes
+_MOST_RANKS = 2**22  # simulated with jitter: about 100 bytes per rank and group of axes
 _AFTER_CONTROL = frozenset({"gather", "unpack"})
 _COUNTED_AS: dict[str, CollectiveKind] = {
     "all_reduce": "all_reduce",
@@ -57,12 +55,12 @@ _COUNTED_AS: dict[str, CollectiveKind] = {
 
 @dataclass(frozen=True)
 class Jitter:
-    """How ranks differ: each computes slower than measured by a factor of its own.
+    """Random slowdown of the compute time of each rank.
 
     Attributes:
-        spread: standard deviation of the factor's natural logarithm; the median is 1.
-        straggler_rate: share of the ranks that are stragglers.
-        straggler_factor: what their factor is multiplied by.
+        spread: standard deviation of the natural logarithm of the slowdown; the median is 1.
+        straggler_rate: expected fraction of ranks that are stragglers.
+        straggler_factor: additional slowdown of stragglers.
 
     Raises:
         ValueError: a spread outside [0, 10], a rate outside [0, 1], or a factor outside (0, 1e9].
@@ -88,7 +86,8 @@ class Jitter:
             )
 
     def draw(self, ranks: int, seed: int) -> FloatArray:
-        """A factor for each rank, shape `(ranks,)`, float64; the same for the same seed."""
+        """Return the slowdown of each rank: float64 of shape `(ranks,)`, deterministic in
+        `seed`."""
         generator = np.random.default_rng(seed)
         factors = generator.lognormal(0.0, self.spread, ranks)
         stragglers = generator.random(ranks) < self.straggler_rate
@@ -104,30 +103,31 @@ def simulate(
     seed: int = 0,
     late: Collection[int] = (),
 ) -> Timeline:
-    """What one step of a schedule would take; the rules are at the top of this file.
+    """Simulate one step of a schedule; the rules are at the top of this file.
 
-    Costs the same for any number of ranks without jitter; with it, every rank is simulated.
+    Without jitter, the cost does not depend on the number of ranks. With jitter, every rank is
+    simulated.
 
     Args:
-        schedule: what is carried out.
-        cost: the model of the links, or one for each axis of the topology. A group along several
-            axes has the worst of theirs.
-        ready_times_s: seconds from the start of the step until the gradient of each leaf is there,
-            for each of `schedule.plan.leaves`, or by path. NaN is a leaf that gets none, which
-            holds nothing up. Leaves in no bucket do not matter. The last one ends backward.
-        jitter: by how much ranks differ; None for not at all.
-        seed: of the jitter.
-        late: buckets that are repaired.
+        schedule: schedule to simulate.
+        cost: model of the links, or one model per axis of the topology. A group along several axes
+            has the worst of their models.
+        ready_times_s: seconds from the start of the step until the gradient of each leaf is ready,
+            one per leaf of `schedule.plan.leaves`, or by path. NaN marks a leaf without a gradient,
+            which delays nothing. Leaves in no bucket are ignored. The last time ends backward.
+        jitter: differences between ranks; None if all are equal.
+        seed: seed of the jitter.
+        late: indices of the buckets that are repaired.
 
     Returns:
-        The timeline of the rank that is the last to finish, with the step time of each rank.
+        Timeline of the last rank to finish, with the step time of each rank.
 
     Raises:
-        ValueError: times that are negative, above 1e9, missing or of another length; an axis
-            without a model; a late bucket that the plan does not have; jitter on over 4 million
+        ValueError: times that are negative, above 1e9, missing or of the wrong length; an axis
+            without a model; a late bucket that is not in the plan; jitter on more than 4 million
             ranks.
-        ScheduleError: operations that wait for later ones, or name buckets, axes or shards that
-            do not exist.
+        ScheduleError: operations that depend on later ones, or have unknown buckets, axes or
+            shards.
 
     Example:
         >>> from fddp.core.plan.plan import LeafSpec, plan_leaves
@@ -148,21 +148,19 @@ def simulate(
     else:
         if topology.world_size > _MOST_RANKS:
             raise ValueError(
-                f"jitter simulates each of {topology.world_size} ranks, and at most {_MOST_RANKS} "
-                f"fit; leave it out, or take a smaller topology"
+                f"jitter simulates each of {topology.world_size} ranks, and the limit is "
+                f"{_MOST_RANKS}; omit it, or use a smaller topology"
             )
         slowdown = jitter.draw(topology.world_size, seed).reshape(shape)
-    rank = 0
-    if jitter is not None:
-        rank = int(np.argmax(_run(tasks, buckets_s, slowdown)))
+    rank = 0 if jitter is None else int(np.argmax(_run(tasks, buckets_s, slowdown)))
     spans: list[Span] = []
-    place = topology.coordinates(rank)
-    steps_s = _run(tasks, buckets_s, slowdown, recorder=_Recorder(schedule, place, spans))
-    backward_end_s = max(buckets_s, default=0.0) * _at(slowdown, place)
+    coordinates = topology.coordinates(rank)
+    steps_s = _run(tasks, buckets_s, slowdown, recorder=_Recorder(schedule, coordinates, spans))
+    backward_end_s = max(buckets_s, default=0.0) * _at(slowdown, coordinates)
     return Timeline(
         (backward_span(backward_end_s), *spans),
         backward_end_s,
-        _at(steps_s, place),
+        _at(steps_s, coordinates),
         rank,
         tuple(steps_s.ravel().tolist()),
     )
@@ -171,15 +169,15 @@ def simulate(
 def ready_seconds(
     leaves: Sequence[LeafSpec], reduced: Sequence[int], ready_times_s: ReadyTimes
 ) -> FloatArray:
-    """When each leaf stops holding its bucket up: shape `(len(leaves),)`, float64.
+    """Return the validated ready times of all leaves: float64 of shape `(len(leaves),)`.
 
     Args:
-        leaves: every leaf of a tree.
-        reduced: indices of those that matter; the others are 0 in the result.
+        leaves: all leaves of a tree.
+        reduced: indices of the bucketed leaves; the result is 0 for the others.
         ready_times_s: as in `simulate`; NaN becomes 0.
 
     Raises:
-        ValueError: times that are negative, above 1e9, missing or of another length.
+        ValueError: times that are negative, above 1e9, missing or of the wrong length.
     """
     if isinstance(ready_times_s, Mapping):
         given = _by_path(leaves, reduced, ready_times_s)
@@ -210,16 +208,16 @@ def _by_path(
     unknown = sorted(ready_times_s.keys() - set(paths))
     missing = sorted({paths[leaf] for leaf in reduced} - ready_times_s.keys())
     if unknown or missing:
-        what, which = ("does not know", unknown) if unknown else ("needs", missing)
+        what, which = ("does not have", unknown) if unknown else ("needs", missing)
         raise ValueError(
             f"ready_times_s has {len(ready_times_s)} paths; the plan of {len(paths)} leaves {what} "
-            f"{which[0]!r} and {len(which) - 1} more; NaN says that a leaf gets no gradient"
+            f"{which[0]!r} and {len(which) - 1} more; use NaN for a leaf without gradient"
         )
     return np.array([ready_times_s.get(path, math.nan) for path in paths], dtype=np.float64)
 
 
 def group_model(cost: Cost, topology: Topology, axes: Collection[str]) -> CostModel:
-    """The model of a group along these axes: the worst of those with more than one place.
+    """Return the model of a group along `axes`: the worst model of the axes of size above 1.
 
     Raises:
         ValueError: an axis has no model.
@@ -239,11 +237,11 @@ def group_model(cost: Cost, topology: Topology, axes: Collection[str]) -> CostMo
 
 
 def collective_bytes(schedule: Schedule, op: Op) -> float:
-    """Bytes of the whole buffer that a group works on in this operation, with those of the control
-    word where it rides in it."""
+    """Return the bytes of the group's whole buffer in a collective, including a piggybacked control
+    word."""
     if op.kind == "control":
         return _word_bytes(schedule)
-    # Before an all-gather, a rank has only its own part of what the group works on.
+    # The region of an all-gather is sharded by its own axes, the buffer of the group is not.
     sharding = op.region.shard
     if op.kind == "all_gather":
         sharding = sharding[: len(sharding) - len(op.axes)]
@@ -259,7 +257,7 @@ def _word_bytes(schedule: Schedule) -> float:
 
 
 def collective_time_s(schedule: Schedule, op: Op, model: CostModel) -> float:
-    """Seconds that a collective takes while nothing disturbs it."""
+    """Return the time in seconds of a collective outside of backward."""
     ranks, kind = schedule.topology.size(op.axes), _COUNTED_AS[op.kind]
     time_s = model.time_s(kind, collective_bytes(schedule, op), ranks)
     if op.kind == "gather":  # counts and indices travel before the values
@@ -268,12 +266,12 @@ def collective_time_s(schedule: Schedule, op: Op, model: CostModel) -> float:
 
 
 class _Task(NamedTuple):
-    """An operation that is carried out."""
+    """Operation that is not skipped."""
 
     position: int
-    ready: int  # the bucket that it waits for, or -1 for the end of backward
-    waits: tuple[int, ...]  # positions of the collectives that must be done
-    group: tuple[int, ...] | None  # numbers of the axes along which ranks meet; None for alone
+    ready: int  # the bucket whose gradients it waits for, or -1 for the end of backward
+    waits: tuple[int, ...]  # positions of the collectives that it waits for
+    group: tuple[int, ...] | None  # indices of the axes of a collective; None if local
     work_s: float
     overlap: float
 
@@ -286,14 +284,15 @@ def _tasks(schedule: Schedule, cost: Cost, late: Collection[int]) -> list[_Task]
     names = schedule.topology.names
     models = {axes: group_model(cost, schedule.topology, axes) for axes in schedule.groups}
     tasks: list[_Task] = []
-    done_by: list[tuple[int, ...]] = []  # for each operation, the collectives that it amounts to
+    done_by: list[tuple[int, ...]] = []  # the collectives that a dependency on each op waits for
     control: tuple[int, ...] = ()
-    knows = False  # whether the control word must be in
+    after_control = False
     for position, op in enumerate(schedule.ops):
         _check_names(schedule, position)
         waits = [wait for dep in op.deps for wait in done_by[dep]]
-        knows = knows or op.when != "always" or op.kind in _AFTER_CONTROL
-        if knows:  # also to pass over an operation, and so for all after it
+        # Even skipping an operation needs the control word, so all later operations wait for it.
+        after_control = after_control or op.when != "always" or op.kind in _AFTER_CONTROL
+        if after_control:
             waits.extend(control)
         if op.when != "always" and op.bucket not in late:
             done_by.append(tuple(dict.fromkeys(waits)))
@@ -306,7 +305,7 @@ def _tasks(schedule: Schedule, cost: Cost, late: Collection[int]) -> list[_Task]
             model = models[op.axes]
             work_s, overlap = collective_time_s(schedule, op, model), model.overlap
         tasks.append(_Task(position, ready, tuple(dict.fromkeys(waits)), group, work_s, overlap))
-        # What a rank did alone is done: its later operations come later anyway.
+        # A local operation is done when it is launched, before all later ones.
         done_by.append(() if group is None else (position,))
         if position == max(schedule.control, schedule.piggyback_op):
             control = (position,)
@@ -314,28 +313,28 @@ def _tasks(schedule: Schedule, cost: Cost, late: Collection[int]) -> list[_Task]
 
 
 def _check_names(schedule: Schedule, position: int) -> None:
-    """What a schedule written by hand may get wrong, as far as it would stop a simulation."""
+    """Reject errors that would break the simulation, since schedules need not be verified."""
     op, plan, names = schedule.ops[position], schedule.plan, schedule.topology.names
     problem = None
     if any(not 0 <= dep < position for dep in op.deps):
-        problem = f"waits for operations {op.deps}, which must come before it"
+        problem = f"depends on operations {op.deps}, which must come before it"
     elif op.kind != "control" and not 0 <= op.bucket < len(plan.buckets):
-        problem = f"names bucket {op.bucket} of {len(plan.buckets)}"
+        problem = f"has bucket {op.bucket} of {len(plan.buckets)}"
     elif not {*op.axes, *op.region.shard} <= set(names):
-        problem = f"names axes that {schedule.topology} does not have"
+        problem = f"has axes that are not in {schedule.topology}"
     if problem is not None:
         raise ScheduleError(
-            f"{schedule.describe(position)} {problem}; fddp.check_schedule judges schedules",
+            f"{schedule.describe(position)} {problem}; verify it with fddp.check_schedule",
             op=position,
             bucket=op.bucket,
         )
 
 
 class _Recorder(NamedTuple):
-    """Writes down what one rank sees."""
+    """Records the spans of one rank."""
 
     schedule: Schedule
-    place: tuple[int, ...]
+    coordinates: tuple[int, ...]
     spans: list[Span]
 
     def record_(self, task: _Task, launch: FloatArray, start: FloatArray, end: FloatArray) -> None:
@@ -348,9 +347,9 @@ class _Recorder(NamedTuple):
                 op.bucket,
                 COMPUTE if task.group is None else "+".join(op.axes) or "alone",
                 label if op.when == "always" else f"{label} ({op.when})",
-                _at(launch, self.place),
-                _at(start, self.place),
-                _at(end, self.place),
+                _at(launch, self.coordinates),
+                _at(start, self.coordinates),
+                _at(end, self.coordinates),
             )
         )
 
@@ -361,14 +360,14 @@ def _run(
     slowdown: FloatArray,
     recorder: _Recorder | None = None,
 ) -> FloatArray:
-    """When each rank is done.
+    """Return the end of the step of each rank.
 
-    Arrays have one dimension for each axis of the topology. Along those in which all ranks have the
-    same value, as those of one group have, they have length 1.
+    Arrays have one dimension per axis of the topology, of length 1 if all ranks along the axis have
+    the same value, such as the ranks of one group.
     """
     backward_end = max(buckets_s, default=0.0) * slowdown
-    group_ends: dict[tuple[int, ...], FloatArray] = {}  # when backward has ended in each group
-    free: dict[tuple[int, ...], FloatArray] = {}  # when each group's earlier collectives are done
+    group_ends: dict[tuple[int, ...], FloatArray] = {}  # end of backward in each group
+    free: dict[tuple[int, ...], FloatArray] = {}  # end of each group's earlier collectives
     done: dict[int, FloatArray] = {}
     cursor = np.zeros_like(slowdown)
     for task in tasks:
@@ -393,13 +392,12 @@ def _run(
 
 
 def _end(start: FloatArray, work_s: float, overlap: float, backward_end: FloatArray) -> FloatArray:
-    """When work is done that advances at the rate `overlap` before the end of backward."""
+    """Return the end of work that advances at the speed `overlap` until the end of backward."""
     disturbed = np.maximum(backward_end - start, 0.0)
     ends_within = work_s <= disturbed * overlap
     return start + np.where(ends_within, work_s / overlap, work_s + disturbed * (1.0 - overlap))
 
 
-def _at(values: FloatArray, place: tuple[int, ...]) -> float:
-    """The value of the rank at `place`."""
-    index = tuple(0 if length == 1 else i for length, i in zip(values.shape, place, strict=True))
-    return float(values[index])
+def _at(values: FloatArray, coordinates: tuple[int, ...]) -> float:
+    pairs = zip(values.shape, coordinates, strict=True)
+    return float(values[tuple(0 if length == 1 else i for length, i in pairs)])
