@@ -108,11 +108,6 @@ def _scale(buffer: Tensor, scale: float) -> Tensor:
     return scaled
 
 
-LIBRARY.impl("pack", _pack, "CompositeExplicitAutograd")
-LIBRARY.impl("unpack", _unpack, "CompositeExplicitAutograd")
-LIBRARY.impl("scale", _scale, "CompositeExplicitAutograd")
-
-
 def _pack_shape(
     leaves: Sequence[Tensor], offsets: Sequence[int], numel: int, dtype: torch.dtype, *_: Any
 ) -> Tensor:
@@ -127,11 +122,6 @@ def _unpack_shapes(
 
 def _scale_shape(buffer: Tensor, scale: float) -> Tensor:
     return buffer.new_empty(buffer.shape)
-
-
-torch.library.register_fake("fddp::pack", _pack_shape, lib=LIBRARY)
-torch.library.register_fake("fddp::unpack", _unpack_shapes, lib=LIBRARY)
-torch.library.register_fake("fddp::scale", _scale_shape, lib=LIBRARY)
 
 
 # Derivatives: pack and unpack are each other's transpose, scale is its own.
@@ -175,12 +165,13 @@ def _scale_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return torch.ops.fddp.scale(grad, ctx.scale), None
 
 
-torch.library.register_autograd(
-    "fddp::pack", _pack_backward, setup_context=_keep_for_pack, lib=LIBRARY
-)
-torch.library.register_autograd(
-    "fddp::unpack", _unpack_backward, setup_context=_keep_for_unpack, lib=LIBRARY
-)
-torch.library.register_autograd(
-    "fddp::scale", _scale_backward, setup_context=_keep_for_scale, lib=LIBRARY
-)
+for name, kernel, shape, backward, setup_context in (
+    ("pack", _pack, _pack_shape, _pack_backward, _keep_for_pack),
+    ("unpack", _unpack, _unpack_shapes, _unpack_backward, _keep_for_unpack),
+    ("scale", _scale, _scale_shape, _scale_backward, _keep_for_scale),
+):
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fddp::{name}", shape, lib=LIBRARY)
+    torch.library.register_autograd(
+        f"fddp::{name}", backward, setup_context=setup_context, lib=LIBRARY
+    )

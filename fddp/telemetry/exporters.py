@@ -137,41 +137,28 @@ class Prometheus:
         to = client.REGISTRY if registry is None else registry
         self._rank = str(rank)
         self._exported: set[tuple[str, str]] = set()  # ranks and phases of the last report
-        self._steps = client.Counter("fddp_steps", "Synchronised steps.", ["rank"], registry=to)
+        own, of_rank = ["rank"], ["rank", "of_rank"]
+        self._steps = client.Counter("fddp_steps", "Synchronised steps.", own, registry=to)
         self._skipped = client.Counter(
-            "fddp_skipped_steps", "Steps that all ranks skipped.", ["rank"], registry=to
+            "fddp_skipped_steps", "Steps that all ranks skipped.", own, registry=to
         )
         self._repaired = client.Counter(
-            "fddp_repaired_buckets", "Buckets reduced a second time.", ["rank"], registry=to
+            "fddp_repaired_buckets", "Buckets reduced a second time.", own, registry=to
         )
+        text = "Duration of each phase of a step on this rank."
         self._phases = client.Histogram(
-            "fddp_phase_seconds",
-            "Duration of each phase of a step on this rank.",
-            ["rank", "phase"],
-            registry=to,
-            buckets=_SECONDS,
+            "fddp_phase_seconds", text, [*own, "phase"], registry=to, buckets=_SECONDS
         )
-        self._norm = client.Gauge(
-            "fddp_grad_norm", "L2 norm of the newest gradients.", ["rank"], registry=to
-        )
-        self._hidden = client.Gauge(
-            "fddp_hidden_ratio",
-            "Share of communication overlapped with backward in the newest step.",
-            ["rank"],
-            registry=to,
-        )
+        text = "L2 norm of the newest gradients."
+        self._norm = client.Gauge("fddp_grad_norm", text, own, registry=to)
+        text = "Share of communication overlapped with backward in the newest step."
+        self._hidden = client.Gauge("fddp_hidden_ratio", text, own, registry=to)
+        text = "Median duration of a phase on any rank, from the newest report."
         self._medians = client.Gauge(
-            "fddp_phase_median_seconds",
-            "Median duration of a phase on any rank, from the newest report.",
-            ["rank", "of_rank", "phase"],
-            registry=to,
+            "fddp_phase_median_seconds", text, [*of_rank, "phase"], registry=to
         )
-        self._behind = client.Gauge(
-            "fddp_straggler_behind_seconds",
-            "Seconds per step by which a rank delays the others, from the newest report.",
-            ["rank", "of_rank"],
-            registry=to,
-        )
+        text = "Seconds per step by which a rank delays the others, from the newest report."
+        self._behind = client.Gauge("fddp_straggler_behind_seconds", text, of_rank, registry=to)
 
     def step(self, info: SyncInfo, record: StepRecord) -> None:
         """Record one step of this rank."""

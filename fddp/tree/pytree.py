@@ -108,20 +108,12 @@ def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
         return _traced(tree)
     leaves, treespec = optree.tree_flatten(tree, none_is_leaf=True)
     if "jax.tree_util" in sys.modules:
-        leaves, treespec = _with_nodes_of_jax(tree, leaves, treespec)
+        while _learn_nodes(leaves):  # whose children may be further nodes
+            leaves, treespec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
     structure = _structure(treespec)
     if not structure.is_sorted:
         leaves = list(itemgetter(*structure.positions)(leaves))
     return leaves, TreeDef(treespec, structure)
-
-
-def _with_nodes_of_jax(
-    tree: Any, leaves: list[Any], treespec: PyTreeSpec
-) -> tuple[list[Any], PyTreeSpec]:
-    """Flatten containers that only JAX knows, which may be nested."""
-    while _learn_nodes(leaves):
-        leaves, treespec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
-    return leaves, treespec
 
 
 def _learn_nodes(leaves: Sequence[Any]) -> bool:

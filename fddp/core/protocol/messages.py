@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -111,42 +111,32 @@ def malformed_message_error(rank: int, what: str, error: ValueError) -> DesyncEr
 
 def _schema_error(value: object, schema: Schema, where: str) -> str | None:
     """Return the first mismatch between a value and a schema, or None if the value is valid."""
-    fits = True
+    fits = False
+    entries: Iterable[tuple[object, Schema, str]] = ()
     if isinstance(schema, AnyOf):
         fits = any(_schema_error(value, one, where) is None for one in schema.schemas)
     elif isinstance(schema, list):
-        fits = isinstance(value, list)
         if isinstance(value, list):
-            entries = ((entry, schema[0], f"[{i}]") for i, entry in enumerate(value))
-            return _first_schema_error(entries, where)
+            fits, entries = True, ((entry, schema[0], f"[{i}]") for i, entry in enumerate(value))
     elif isinstance(schema, tuple):
-        fits = isinstance(value, list) and len(value) == len(schema)
-        if isinstance(value, list) and fits:
-            pairs = enumerate(zip(value, schema, strict=True))
-            return _first_schema_error(((entry, one, f"[{i}]") for i, (entry, one) in pairs), where)
+        if isinstance(value, list) and len(value) == len(schema):
+            places = (f"[{i}]" for i in range(len(value)))
+            fits, entries = True, zip(value, schema, places, strict=True)
     elif isinstance(schema, dict):
-        fits = isinstance(value, dict) and value.keys() == schema.keys()
-        if isinstance(value, dict) and fits:
-            return _first_schema_error(
-                ((value[k], one, f".{k}") for k, one in schema.items()), where
-            )
+        if isinstance(value, dict) and value.keys() == schema.keys():
+            fits, entries = True, ((value[k], one, f".{k}") for k, one in schema.items())
     elif isinstance(schema, MappingOf):
-        fits = isinstance(value, dict)
         if isinstance(value, dict):
-            each = ((entry, schema.schema, f".{_short(key)}") for key, entry in value.items())
-            return _first_schema_error(each, where)
+            fits = True
+            entries = ((entry, schema.schema, f".{_short(key)}") for key, entry in value.items())
     elif isinstance(schema, type):
         fits = _is_of(value, schema)
     else:
         fits = type(value) is type(schema) and value == schema
-    if fits:
-        return None
-    return f"{where or 'the value'} is {_short(value)}, expected {_described(schema)}"
-
-
-def _first_schema_error(entries: Iterator[tuple[object, Schema, str]], where: str) -> str | None:
-    misfits = (_schema_error(entry, schema, where + place) for entry, schema, place in entries)
-    return next((misfit for misfit in misfits if misfit is not None), None)
+    if not fits:
+        return f"{where or 'the value'} is {_short(value)}, expected {_described(schema)}"
+    errors = (_schema_error(entry, one, where + place) for entry, one, place in entries)
+    return next((error for error in errors if error is not None), None)
 
 
 def _is_of(value: object, kind: type) -> bool:

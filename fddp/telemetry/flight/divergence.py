@@ -155,11 +155,13 @@ def _finding(
             return number, odd, _difference(number, there, members)
         absent = tuple(rank for rank in ops if rank not in there)
         if absent:
-            text = _absence(number, absent, there, members)
+            have = "has" if len(absent) == 1 else "have"
+            op = next(iter(there.values()))
             waiting = [rank for rank, of in ops.items() if any(map(_is_awaited, of.values()))]
             waiting = [rank for rank in waiting if rank not in absent]
             also = f", and {names(waiting, members)} {_verb(waiting)}" if waiting else ""
-            return number, absent, f"{text}{also}"
+            missing = f"{names(absent, members)} {have} not reached operation {number}"
+            return number, absent, f"{missing}, {op.what}{also}"
         late = {rank: op for rank, op in there.items() if _is_awaited(op)}
         if late:
             op = next(iter(late.values()))
@@ -193,14 +195,6 @@ def _difference(number: int, there: Mapping[int, FlightOp], members: Sequence[in
         for ranks in by_kind.values()
     )
     return f"operation {number} is {'; '.join(sides)}"
-
-
-def _absence(
-    number: int, absent: Sequence[int], there: Mapping[int, FlightOp], members: Sequence[int]
-) -> str:
-    op = next(iter(there.values()))
-    have = "has" if len(absent) == 1 else "have"
-    return f"{names(absent, members)} {have} not reached operation {number}, {op.what}"
 
 
 def _is_awaited(op: FlightOp) -> bool:

@@ -148,32 +148,6 @@ class Recorder:
         return self.name, self._rank, self._serial
 
 
-class StepEntries(dict[int, Entry]):
-    """Recorded operations of one step, by position in the schedule.
-
-    Args:
-        recorder: recorder of the operations.
-        schedule: schedule of the step.
-        step: number of the step.
-    """
-
-    __slots__ = ("_recorder", "_schedule", "_step")
-
-    def __init__(self, recorder: Recorder, schedule: Schedule, step: int) -> None:
-        self._recorder = recorder
-        self._schedule = schedule
-        self._step = step
-
-    def launched(self, position: int) -> Entry:
-        """Record an operation about to be passed to the transport."""
-        # Inlined from `Recorder.launched` to save a call.
-        recorder = self._recorder
-        entry = self[position] = Entry(recorder.count, self._schedule, self._step, position)
-        recorder.count += 1
-        recorder.ring.append(entry)
-        return entry
-
-
 def flight(*of: object, reason: str = "requested") -> Flight:
     """Return the newest 100 operations of each `GradSync` and communicator of this process.
 
