@@ -1,4 +1,4 @@
-"""The compiled leaves of a differentiated call, typed."""
+"""Typed interface of the compiled autograd leaves and gradient counters."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fddp.native.layout import Layout
 
 
 class GraphView(Protocol):
-    """What a walk over the graph behind a loss tells before backward runs.
+    """Result of walking the autograd graph behind a loss before backward.
 
     Attributes:
-        used: for each leaf, whether the graph leads to it.
+        used: for each leaf, True if the graph leads to it.
         foreign: leaves in the graph that do not belong to the set.
-        opaque: whether a node is written in Python and may run backward passes of its own.
-        whole: whether the pass must run through the whole graph, because such a node refuses to be
-            told which leaves to serve, or leads to none of the set that the graph shows.
+        opaque: True if a node is written in Python and may run nested backward passes.
+        whole: True if backward must run through the whole graph, because such a node does not
+            support a restricted set of inputs, or leads to none of the leaves of the set.
     """
 
     used: list[bool]
@@ -32,23 +32,23 @@ class GraphView(Protocol):
 
 
 class Members(Protocol):
-    """For each bucket, its leaves; opaque to Python."""
+    """Leaves of each bucket, in compiled form."""
 
 
 class NativePacking(Protocol):
-    """How one bucket's leaves get into its buffer; opaque to Python."""
+    """Packing plan of one bucket, in compiled form."""
 
 
 class EagerSlot(Protocol):
-    """Where a large leaf's gradient is packed as soon as it arrives; opaque to Python."""
+    """Destination of a large leaf whose gradient is packed on arrival, in compiled form."""
 
 
 class GraphInfo(Protocol):
-    """What is known of a backward pass before it runs.
+    """Prediction for a backward pass before it runs.
 
     Attributes:
-        used: for each leaf, whether a gradient may come.
-        opaque: whether gradients may come that nothing shows beforehand.
+        used: for each leaf, True if a gradient may arrive.
+        opaque: True if gradients may arrive that the graph does not show.
     """
 
     @property
@@ -70,57 +70,57 @@ class GradientCounter(Protocol):
         eager: Sequence[EagerSlot],
         on_bucket: Callable[[int], None],
     ) -> None:
-        """Starts counting gradients; `on_bucket(b)` is called when bucket b has all it expects."""
+        """Start counting gradients. `on_bucket(b)` is called once bucket b has all it expects."""
 
     def disarm(self) -> None:
-        """Stops counting and lets go of the callback."""
+        """Stop counting and release the callback."""
 
     def take(self, bucket: int, keep: bool) -> list[Tensor | None]:
-        """Hands over a bucket's gradients; what arrives from now on is late."""
+        """Return a bucket's gradients. Gradients that arrive later count as late."""
 
     def pack(
         self, bucket: int, buffer: Tensor, packing: NativePacking, keep: bool, scale: float
     ) -> float:
-        """As `take`, and packs all of them that are not there already, times `scale`, into the
-        bucket's memory on the CPU; a bound on the magnitudes of all, as `pack_`."""
+        """Take a bucket's gradients and pack those that are not packed yet, times `scale`, into
+        the bucket's CPU memory. Return a bound on all magnitudes, as `pack_` does."""
 
     def used(self) -> list[bool]:
-        """For each leaf, whether a gradient came."""
+        """For each leaf, return True if a gradient arrived."""
 
     def late(self) -> list[bool]:
-        """For each bucket, whether a gradient came after `take`."""
+        """For each bucket, return True if a gradient arrived after `take`."""
 
     def counts(self) -> list[int]:
-        """For each leaf, how many gradients came."""
+        """Return the number of gradients that arrived, by leaf."""
 
     def arrivals(self) -> list[int]:
-        """Leaves in the order of their gradients, repeats included."""
+        """Return the leaf of each gradient in order of arrival, repeats included."""
 
     def arrival_times(self) -> list[float]:
-        """When each of these gradients came, in seconds on the clock of `time.perf_counter`."""
+        """Return the arrival time of each gradient, in seconds of `time.perf_counter`."""
 
     def arrival_count(self) -> int:
-        """How many gradients came."""
+        """Return the number of gradients that arrived."""
 
     def take_one(self, leaf: int) -> Tensor | None:
-        """Hands over one leaf's gradient."""
+        """Return one leaf's gradient."""
 
 
 class LeafSet(GradientCounter, Protocol):
     """Fresh autograd leaves over parameters (csrc/autograd/leaves.cpp)."""
 
     def inspect(self, loss: Tensor) -> GraphView:
-        """Walks the graph behind a loss."""
+        """Walk the graph behind a loss."""
 
 
 class ParamSet(GradientCounter, Protocol):
     """Parameters that live across steps; see [Note: parameter hooks] (csrc/autograd/params.cpp)."""
 
     def watch(self, on: bool) -> None:
-        """Whether a backward pass opens a step, by calling `on_begin`."""
+        """Enable or disable `on_begin`, by which a backward pass opens a step."""
 
     def intact(self) -> bool:
-        """Whether the hooks are where gradients will arrive."""
+        """Return True if the hooks are still where gradients will arrive."""
 
     def reset_used(self) -> None:
         """Reset `used` to False for all parameters."""
@@ -138,7 +138,7 @@ class ParamSet(GradientCounter, Protocol):
 
 
 class LeafTypes(Protocol):
-    """What the leaves of a tree must be."""
+    """Compiled validation of the leaves of a tree."""
 
     def first_mismatch(self, leaves: list[Any], differentiable: bool) -> int:
         """Return the position of the first leaf that is not a tensor of its shape and dtype, or -1.
@@ -148,20 +148,20 @@ class LeafTypes(Protocol):
         """
 
     def first_differentiated(self, leaves: list[Any], graphs: bool) -> int:
-        """Position of the first leaf with derivatives that a result without any would cut off, or
-        -1: a tangent of forward mode or, with `graphs`, a graph behind it."""
+        """Return the position of the first leaf whose derivatives would be lost, or -1: one with a
+        forward-mode tangent or, with `graphs`, with a graph behind it."""
 
 
 @cache
 def leaf_set_type() -> Callable[[Sequence[Tensor | None]], LeafSet]:
-    """Constructor of `LeafSet(params)`: one leaf for each parameter, none of which may be None,
+    """Return the constructor `LeafSet(params)`: one leaf for each parameter, none of them None,
     over its memory."""
     return cast("Callable[[Sequence[Tensor | None]], LeafSet]", extension.load().LeafSet)
 
 
 def param_set(params: Sequence[Tensor], on_begin: Callable[[], None]) -> ParamSet:
-    """Hooks parameters; `on_begin` is called before the first gradient of a step, and must not
-    raise, nor lead back to the set."""
+    """Register hooks on parameters. `on_begin` is called before the first gradient of a step. It
+    must neither raise nor call into the set."""
     return cast(ParamSet, extension.load().ParamSet(params, on_begin))
 
 
@@ -171,33 +171,33 @@ def serves_some() -> bool:
 
 
 def distributed_context() -> int | None:
-    """The context of distributed autograd that the backward pass which runs belongs to."""
+    """Return the distributed autograd context of the running backward pass."""
     return cast("int | None", extension.load().distributed_context())
 
 
 @cache
 def eager_slot_type() -> Callable[[int, Tensor, Any, float], EagerSlot]:
-    """Constructor of `EagerSlot(leaf, buffer, layout, scale)`: the gradient of a leaf is packed on
-    arrival into the only slice of a compiled layout, times `scale`."""
+    """Return the constructor `EagerSlot(leaf, buffer, layout, scale)`: a leaf's gradient is packed
+    on arrival, times `scale`, into the only slice of a compiled layout."""
     return cast("Callable[[int, Tensor, Any, float], EagerSlot]", extension.load().EagerSlot)
 
 
 def members(leaves: Sequence[Sequence[int]]) -> Members:
-    """Bucket members in compiled form."""
+    """Compile the lists of each bucket's leaves."""
     return cast(Members, extension.load().BucketMembers(leaves))
 
 
 def packing(
     together: Sequence[int], layout: Layout, early: Sequence[tuple[int, Layout]]
 ) -> NativePacking:
-    """Compiled form of which positions of a bucket are packed together, and where, and of where
-    each of the others lies."""
+    """Compile the packing of a bucket: the positions that are packed together with their layout,
+    and the position and layout of each leaf that is packed on arrival."""
     slots = [(position, slot.native) for position, slot in early]
     return cast(NativePacking, extension.load().BucketPacking(together, layout.native, slots))
 
 
 def leaf_types(specs: Sequence[LeafSpec]) -> LeafTypes:
-    """What the leaves of a plan must be, in compiled form."""
+    """Compile the validation of a plan's leaves."""
     dtypes = [getattr(torch, spec.dtype, None) for spec in specs]
     return cast(
         LeafTypes,

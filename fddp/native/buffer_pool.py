@@ -1,10 +1,10 @@
-"""Pool of flat buffers, which are reused once nothing outside holds a view of them.
+"""Pool of flat buffers, each reused once no view of it is held outside.
 
 [Note: results are values]
 A synchronisation returns views of bucket memory. Each view has a storage of its own that keeps the
 bucket's memory alive. A buffer is reused only when the pool is the only owner of its storage. In a
-usual loop two buffers alternate for each bucket: the gradients of one step are still held when the
-next step begins. A loop that donates its gradients, or drops them before the next step, needs one.
+typical loop two buffers alternate for each bucket, as the gradients of one step are still held when
+the next begins. A loop that donates or drops its gradients before the next step needs one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from fddp.native import extension
 
-_KEPT = 2  # buffers of one key that a loop holds in turn; more are freed with their last view
-
+_KEPT = 2  # buffers kept per key; older ones are freed with their last view
 
 #: Allocator of `numel` elements of a dtype on a device.
 Allocate: TypeAlias = Callable[[int, torch.dtype, torch.device], Tensor]
@@ -29,7 +28,7 @@ class BufferPool:
 
     Args:
         allocate: allocates a buffer of shape `(numel,)`.
-        max_keys: number of keys whose buffers are kept, the most recently released; None for all.
+        max_keys: number of most recently released keys to keep; None for all.
     """
 
     def __init__(self, allocate: Allocate, max_keys: int | None = None) -> None:
@@ -48,14 +47,9 @@ class BufferPool:
         *,
         allocate: Allocate | None = None,
     ) -> Tensor:
-        """Return a buffer of shape `(numel,)` without other owners; its contents are undefined.
+        """Return a buffer of shape `(numel,)` without other owners and with undefined contents.
 
-        Args:
-            key: buffers are reused under the key that they were released with.
-            numel: elements.
-            dtype: dtype of the elements.
-            device: device of the memory.
-            allocate: allocator in place of the pool's.
+        A buffer released under the same key is reused. `allocate` overrides the pool's allocator.
         """
         released = self._released.get(key, ())
         for position, buffer in enumerate(released):
@@ -67,7 +61,7 @@ class BufferPool:
         return (allocate or self._allocate)(numel, dtype, device)
 
     def release(self, key: Hashable, buffer: Tensor) -> None:
-        """Take a buffer back, also while views of it are in use."""
+        """Return a buffer to the pool. Views of it may still be in use."""
         released = self._released.pop(key, None)
         if released is None:
             released = []
@@ -79,12 +73,12 @@ class BufferPool:
         self._live_views.add(buffer)
 
     def reclaim(self, key: Hashable, is_free: Callable[[Tensor], bool]) -> Tensor | None:
-        """Return the buffer that was released last if `is_free(buffer)`, whatever views of it are
-        in use; None otherwise."""
+        """Return the last released buffer if `is_free(buffer)`, even if views of it are in use;
+        None otherwise."""
         released = self._released.get(key, [])
         if not (released and is_free(released[-1])):
             return None
-        # No other buffer of this key is needed while the caller keeps this one.
+        # The caller keeps this buffer, so the key needs no other.
         return self._released.pop(key)[-1]
 
     def is_view(self, tensor: Tensor) -> bool:

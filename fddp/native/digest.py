@@ -1,9 +1,8 @@
-"""Digests of tensors: 64 bits that stand for a tensor's bits and their places.
+"""64-bit digests of the contents of tensors.
 
-Equal tensors have equal digests, whatever their strides; that others have the same by chance has
-the probability 2**-64. Bits are compared, not numbers: -0.0 differs from 0.0, and NaN equals NaN
-where all its bits do. Digests are for comparing, not for keeping: those of tensors on the CPU and
-on accelerators differ.
+Equal tensors have equal digests, whatever their strides. Different tensors collide with
+probability 2**-64. Bits are compared, not numbers: -0.0 differs from 0.0, and NaN equals NaN if all
+bits agree. Digests must not be stored: CPU and accelerators compute different ones.
 """
 
 from __future__ import annotations
@@ -15,19 +14,16 @@ from torch import Tensor
 
 from fddp.native import extension
 
-_PIECE_WORDS = 1 << 22  # of an accelerator's memory that are looked at in one go
+_PIECE_WORDS = 1 << 22  # processed at a time on an accelerator
 _FACTORS = (-7924235374474036453, 5497524462133107635)  # odd, of 64 bits
 _MASK = (1 << 32) - 1
 
 
 def digest_of(tensor: Tensor) -> int:
-    """The digest of a dense tensor of any dtype and device, as an unsigned number of 64 bits.
+    """Return the digest of a dense tensor of any dtype and device, as an unsigned 64-bit integer.
 
-    Args:
-        tensor: read once; copied before if its elements do not lie in order.
-
-    Returns:
-        It depends on the elements' bits and order, not on shape and dtype.
+    It depends on the bits and the order of the elements, not on shape and dtype. A tensor that is
+    not contiguous is copied.
 
     Example:
         >>> import torch
@@ -43,13 +39,13 @@ def digest_of(tensor: Tensor) -> int:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The elements in order as bytes, shape `(n,)`, `uint8`; the same memory where they lie so."""
+    """Return the elements in order as bytes, shape `(n,)`, `uint8`. Copies only if necessary."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8)
 
 
 def _on_device(flat: Tensor) -> int:
-    """The same in a few operations of torch, where the bytes are; another number."""
+    """Compute a digest with torch operations on the tensor's device. Differs from the CPU's."""
     state = flat.numel()
     whole = flat.numel() // 8 * 8
     for start in range(0, whole, 8 * _PIECE_WORDS):
@@ -65,7 +61,7 @@ def _on_device(flat: Tensor) -> int:
 
 
 def _sum_of(words: Tensor) -> int:
-    """Each word mixed with its place, and all added up; modulo 2**64."""
+    """Mix each word with its position and sum the results modulo 2**64."""
     places = torch.arange(1, len(words) + 1, dtype=torch.int64, device=words.device)
     mixed = (words ^ (places * _FACTORS[0])) * _FACTORS[1]
     mixed ^= (mixed >> 32) & _MASK
@@ -80,10 +76,10 @@ def _joined(state: int, part: int) -> int:
 
 
 def hash_words(words: list[int]) -> int:
-    """One digest of several, in order."""
+    """Return one digest of several words, in order."""
     return digest_of(torch.tensor(words, dtype=torch.uint64)) if words else 0
 
 
 def element_at(tensor: Tensor, position: int) -> Any:
-    """An element as Python's number, by its place in order."""
+    """Return an element, by its position in order, as a Python number."""
     return tensor.detach().resolve_conj().resolve_neg().reshape(-1)[position].item()

@@ -1,7 +1,7 @@
-"""The compiled extension `fddp._C`: found, checked, loaded. Nothing else imports it.
+"""Loader of the compiled extension `fddp._C`. No other module imports it.
 
-Its machine code fits the torch that it was built for and no other. The build leaves that version in
-a file beside the extension, so that another torch is reported by name, before symbols fail.
+Its machine code fits only the torch version that it was built for. The build stores that version in
+a file beside the extension, so that a mismatch is reported before symbols fail to resolve.
 """
 
 from __future__ import annotations
@@ -21,14 +21,11 @@ _REBUILD = "run `pip install --no-build-isolation .` in fddp's source directory"
 
 @cache
 def load() -> ModuleType:
-    """The extension, loaded at the first call.
-
-    Returns:
-        The module `fddp._C`.
+    """Return the module `fddp._C`, loading it at the first call.
 
     Raises:
-        ExtensionError: it is not built, was built for another torch, or cannot be loaded; the
-            message has both versions and the command that builds it. There is no fallback.
+        ExtensionError: it is not built, was built for another torch, or cannot be loaded. The
+            message has both versions and the build command. There is no fallback.
 
     Example:
         >>> load().torch_version == torch.__version__.split("+")[0]
@@ -38,19 +35,19 @@ def load() -> ModuleType:
     if spec is None or spec.origin is None:
         raise ExtensionError(f"the compiled extension fddp._C is not built: {_REBUILD}")
     built_for = _torch_built_for(Path(spec.origin))
-    # What follows "+" tells CPU from CUDA builds of one release, which agree in what we use.
+    # The suffix after "+" separates CPU from CUDA builds of a release; both fit.
     installed = torch.__version__.split("+")[0]
     if built_for != installed:
         raise ExtensionError(
             f"fddp._C was built for torch {built_for}, but torch {installed} is installed: "
-            f"{_REBUILD} to build it anew"
+            f"{_REBUILD} to rebuild it"
         )
     try:
         return import_module("fddp._C")
     except ImportError as error:
         raise ExtensionError(
             f"fddp._C, built for the installed torch {installed}, cannot be loaded ({error}): "
-            f"{_REBUILD} to build it anew"
+            f"{_REBUILD} to rebuild it"
         ) from error
 
 
@@ -60,5 +57,5 @@ def _torch_built_for(library: Path) -> str:
         return note.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise ExtensionError(
-            f"nothing tells which torch {library} was built for ({error}): {_REBUILD}"
+            f"cannot read which torch {library} was built for ({error}): {_REBUILD}"
         ) from error

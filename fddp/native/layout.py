@@ -1,4 +1,4 @@
-"""Where the leaves of a bucket lie in its flat buffer, and what a pass over it can measure."""
+"""Layout of a bucket's leaves in its flat buffer, and statistics of a pass over it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fddp.native import extension
 
 
 class Stats(NamedTuple):
-    """What one pass found out about the values that it wrote.
+    """Statistics of the values written in one pass.
 
     Attributes:
-        sq_norm: sum of squared magnitudes, summed in float64; NaN where it was not asked for.
-        finite: no value is NaN or infinite; True where it was not asked for.
+        sq_norm: sum of squared magnitudes in float64; NaN if not requested.
+        finite: True if no value is NaN or infinite, or if not requested.
     """
 
     sq_norm: float
@@ -33,10 +33,10 @@ class Layout:
     """Slices of a flat buffer, one per leaf.
 
     Attributes:
-        offsets: where each leaf's slice starts, in elements; ascending, without overlap.
+        offsets: start of each leaf's slice, in elements; ascending, without overlap.
         shapes: each leaf's sizes.
-        strides: each leaf's strides, in elements: the dense order in which its slice is laid out.
-        numel: elements of the buffer that the layout is for.
+        strides: each leaf's strides, in elements: the dense order of its slice.
+        numel: number of elements of the buffer.
 
     Raises:
         ValueError: the slices overlap, reach past `numel`, or are not dense.
@@ -51,7 +51,7 @@ class Layout:
     shapes: tuple[tuple[int, ...], ...]
     strides: tuple[tuple[int, ...], ...]
     numel: int
-    # The same in C++, so that a call converts nothing.
+    # Compiled form, so that calls need no conversion.
     native: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class Layout:
 
     @classmethod
     def of(cls, plan: BucketPlan, bucket: int) -> Layout:
-        """The layout of a plan's bucket.
+        """Return the layout of a plan's bucket.
 
         Example:
             >>> from fddp.core.plan.plan import LeafSpec, plan_leaves
@@ -80,7 +80,7 @@ class Layout:
         )
 
     def part(self, positions: Sequence[int]) -> Layout:
-        """The slices at some positions, in the same buffer.
+        """Return the layout of the slices at some positions, in the same buffer.
 
         Example:
             >>> layout = Layout(offsets=(0, 6), shapes=((6,), (1,)), strides=((1,), (1,)), numel=7)
@@ -96,7 +96,7 @@ class Layout:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements.
+    """Return the strides of a contiguous tensor, in elements.
 
     Example:
         >>> contiguous_strides((2, 3, 4))
@@ -110,7 +110,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def views(buffer: Tensor, layout: Layout) -> list[Tensor]:
-    """Each leaf's slice as a view of the buffer; all share its storage and version counter."""
+    """Return each leaf's slice as a view, which shares the buffer's storage and version counter."""
     start = buffer.storage_offset()
     return [
         buffer.as_strided(shape, strides, start + offset)
@@ -121,7 +121,7 @@ def views(buffer: Tensor, layout: Layout) -> list[Tensor]:
 
 
 def arithmetic_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
-    """The dtype in which a value is scaled on its way between these two.
+    """Return the dtype in which a value is scaled between these two.
 
     Example:
         >>> arithmetic_dtype(torch.bfloat16, torch.float16)

@@ -1,4 +1,4 @@
-"""The compiled comparison of what an operator is given with what it was prepared for, typed."""
+"""Typed interface of the compiled checks of an operator's arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fddp.native import extension
 
 
 class Operands(Protocol):
-    """Leaves as they were when a program was made for them."""
+    """Signature of the leaves that a program was prepared for."""
 
     def matches(self, leaves: list[Any]) -> bool:
         """Return True if the leaves are dense tensors of the same shapes, dtypes and devices, and
@@ -19,7 +19,7 @@ class Operands(Protocol):
 
 
 def operands(leaves: Sequence[Tensor | None]) -> Operands:
-    """What later leaves must be like.
+    """Record the signature of leaves.
 
     >>> import torch
     >>> like = operands([torch.ones(2), None])
@@ -37,8 +37,8 @@ def operands(leaves: Sequence[Tensor | None]) -> Operands:
 
 
 def first_without_memory(leaves: Sequence[Any]) -> int:
-    """Position of the first of these that stands for a tensor without being one in memory, or -1:
-    what transforms and tracers hand round, and subclasses that dispatch by themselves.
+    """Return the position of the first tensor without memory of its own, or -1: wrappers of
+    transforms and tracers, and subclasses with a dispatch of their own.
 
     >>> import torch
     >>> first_without_memory([torch.ones(2), None])
@@ -50,7 +50,7 @@ def first_without_memory(leaves: Sequence[Any]) -> int:
 
 
 def have_derivatives(leaves: Sequence[Any], *, graphs: bool) -> bool:
-    """Whether any of these has a tangent of forward mode or, with `graphs`, asks for a gradient.
+    """Return True if a leaf has a forward-mode tangent or, with `graphs`, requires a gradient.
 
     >>> import torch
     >>> have_derivatives([torch.ones(2), None], graphs=True)

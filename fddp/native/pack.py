@@ -1,19 +1,19 @@
-"""Flatten and copy: leaves into a bucket's buffer, and out of it.
+"""Copying of leaves into a bucket's buffer, and out of it.
 
-In CPU memory the compiled kernels of `fddp._C` do it, in one pass and without the GIL; on other
-devices torch's multi-tensor operations do. `tests.reference.pack` says the same in plain torch.
+CPU memory is processed by the compiled kernels of `fddp._C`, in one pass and without the GIL; other
+devices by torch's multi-tensor operations. `tests.reference.pack` is the same in plain torch.
 
-What all of these share:
-    * A buffer is one-dimensional and contiguous; it may be longer than its layout. Leaves and
+Common rules:
+    * A buffer is one-dimensional and contiguous, and may be longer than its layout. Leaves and
       buffer have any of the reducible dtypes, but are all real or all complex.
-    * A value is scaled in float32, or in float64 if either side is of that precision, and then cast
-      to the dtype it goes to, as torch casts. Complex values are scaled as pairs of real ones.
-    * Nothing is recorded for autograd. Version counters of what is written go up.
+    * A value is scaled in float32, or in float64 if either side has that precision, and then cast
+      to the destination's dtype with torch's rounding. Complex values are scaled as pairs.
+    * Autograd records nothing. Version counters of written tensors are incremented.
     * Bits depend neither on the number of threads nor on the machine's vector width.
 
 [Note: zero weight]
-A rank whose weight is zero contributes nothing, whatever its gradients hold. `0 * NaN` is NaN, so a
-scale of zero is not multiplied: the sources are not read.
+A rank whose weight is zero contributes nothing, even if its gradients are NaN. As `0 * NaN` is NaN,
+sources are not read if the scale is zero.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from fddp.native.layout import Stats as Stats
 def pack_(
     buffer: Tensor, layout: Layout, sources: Sequence[Tensor | None], scale: float = 1.0
 ) -> float:
-    """Writes every slice of `buffer`: the cast of `source * scale`.
+    """Write every slice of `buffer`: the cast of `source * scale`.
 
     Args:
         buffer: shape `(n,)` with `n >= layout.numel`.
-        layout: where each leaf goes.
+        layout: position of each leaf.
         sources: one per leaf, of its shape, in any memory order (expanded, transposed, conjugate
-            views) or sparse; None for a leaf that has no gradient. A source may be its own slice of
-            the buffer.
-        scale: factor; where it is 0, slices become exact zeros. [Note: zero weight]
+            views) or sparse; None for a leaf without a gradient, whose slice is zeroed. A source
+            may be its own slice of the buffer.
+        scale: factor; 0 zeroes all slices. See [Note: zero weight].
 
     Returns:
-        The largest magnitude that was read (of complex values: of their parts) times that of
-        `scale`; infinity where a value is not finite, at most the largest float64 otherwise. On
-        devices other than the CPU always NaN: to know would mean to wait for the device.
+        The largest magnitude that was read (of real and imaginary parts) times that of `scale`:
+        infinity if a value is not finite, else at most the largest float64. Always NaN on devices
+        other than the CPU, as reading it would wait for the device.
 
     Raises:
         ValueError: a shape, device or count does not fit, or a source overlaps the buffer.
@@ -69,7 +69,7 @@ def pack_(
 def pack_add_(
     buffer: Tensor, layout: Layout, sources: Sequence[Tensor | None], scale: float = 1.0
 ) -> float:
-    """Adds the cast of `source * scale` to each slice; slices of missing leaves stay as they are.
+    """Add the cast of `source * scale` to each slice. Slices of missing leaves are unchanged.
 
     Arguments, result and errors are those of `pack_`.
 
@@ -88,8 +88,8 @@ def pack_add_(
 
 
 def plus(bound: float, peak: float) -> float:
-    """A bound on magnitudes of sums, from bounds of two summands: infinite only if one of these is,
-    because two finite ones that add up to infinity would speak of a gradient.
+    """Add two bounds on magnitudes. The sum of finite bounds is kept finite, because an infinite
+    bound stands for a gradient that is not finite.
 
     Example:
         >>> import math
@@ -100,15 +100,15 @@ def plus(bound: float, peak: float) -> float:
 
 
 def scale_(buffer: Tensor, scale: float = 1.0, *, stats: bool = True) -> Stats:
-    """Multiplies a whole buffer in place, and measures the result in the same pass.
+    """Multiply a whole buffer in place, and measure the result in the same pass.
 
     Args:
         buffer: shape `(n,)`.
         scale: factor; 1 writes nothing.
-        stats: whether to measure. On devices other than the CPU that waits for the device.
+        stats: True to measure, which waits for devices other than the CPU.
 
     Returns:
-        The stats of the buffer afterwards, or `Stats(nan, True)` where they were not asked for.
+        The stats of the result, or `Stats(nan, True)` if not requested.
 
     Raises:
         ValueError: the buffer is not one-dimensional and contiguous.
@@ -136,18 +136,18 @@ def unpack_(
     *,
     stats: bool = True,
 ) -> Stats:
-    """Writes every output: the cast of its slice times `scale`, measured in the same pass.
+    """Write every output: the cast of its slice times `scale`, measured in the same pass.
 
     Args:
-        outputs: one per leaf, of its shape, in any memory order in which no two elements share
-            memory; None to skip the leaf. Outputs must not overlap each other.
-        layout: where each leaf lies.
-        buffer: shape `(n,)` with `n >= layout.numel`; only read.
-        scale: factor, multiplied whatever it is.
-        stats: whether to measure. On devices other than the CPU that waits for the device.
+        outputs: one per leaf, of its shape, in any memory order without overlap; None to skip the
+            leaf. Outputs must not overlap each other.
+        layout: position of each leaf.
+        buffer: shape `(n,)` with `n >= layout.numel`; read only.
+        scale: factor, also applied if it is 0.
+        stats: True to measure, which waits for devices other than the CPU.
 
     Returns:
-        The stats of all that was written, or `Stats(nan, True)` where they were not asked for.
+        The stats of all written values, or `Stats(nan, True)` if not requested.
 
     Raises:
         ValueError: a shape, device or count does not fit, an output overlaps itself or the buffer.
@@ -169,14 +169,14 @@ def unpack_(
 
 
 def slices(buffer: Tensor, layout: Layout) -> list[Tensor]:
-    """Results over a buffer's memory, one per leaf, without a copy, on any device.
+    """Return a result per leaf over a buffer's memory, without a copy, on any device.
 
     Each has a storage of its own, exactly as long as the leaf (so that saving it saves no more),
     and a version counter of its own. It keeps the buffer's memory alive, and cannot be resized.
 
     Args:
         buffer: shape `(n,)` with `n >= layout.numel`.
-        layout: where each leaf lies.
+        layout: position of each leaf.
 
     Returns:
         Tensors with the layout's shapes and strides and the buffer's dtype and device.
@@ -197,14 +197,14 @@ def slices(buffer: Tensor, layout: Layout) -> list[Tensor]:
 
 @cache
 def native_slices() -> Callable[[Tensor, Any], list[Tensor]]:
-    """Compiled form of `slices(buffer, layout)`, which takes `layout.native`."""
+    """Return the compiled form of `slices(buffer, layout)`, which takes `layout.native`."""
     return cast("Callable[[Tensor, Any], list[Tensor]]", extension.load().slices)
 
 
 def storage_use_count(tensor: Tensor) -> int:
-    """How many owners the memory of `tensor` has: tensors, views, slices, storage objects.
+    """Return the number of owners of a tensor's memory: tensors, views, slices, storage objects.
 
-    One means that nobody else holds it, so that it may be used again.
+    If it is 1, the memory may be reused.
 
     Example:
         >>> import torch

@@ -1,7 +1,7 @@
-"""The functions of `fddp.native.pack` for memory that the CPU does not reach.
+"""The functions of `fddp.native.pack` for memory that is not on the CPU.
 
-Many leaves go through torch's multi-tensor operations, in a few kernel launches for a whole bucket
-instead of some for each leaf. Nothing waits for the device, except to read stats.
+Leaves are processed by torch's multi-tensor operations, in a few kernel launches per bucket instead
+of several per leaf. Only reading stats waits for the device.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def unpack_(
 def _copy_scaled_(
     targets: Sequence[Tensor | None], sources: Sequence[Tensor | None], scale: float
 ) -> None:
-    """Each target becomes the cast of its source times `scale`, where there are both."""
+    """Set each target to the cast of its source times `scale`, if both are present."""
     groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for target, source in zip(targets, sources, strict=True):
         if target is not None and source is not None:
@@ -94,19 +94,19 @@ def _copy_scaled_(
             torch._foreach_copy_(to, of)
             torch._foreach_mul_(to, scale)
         else:
-            # Not in place, where torch rounds the factor of 16-bit tensors to 16 bits.
+            # Not in place: torch would round the factor to the 16 bits of the target.
             exact = of[0].dtype in (to[0].dtype, arithmetic)
             wide = of if exact else [source.to(arithmetic) for source in of]
             torch._foreach_copy_(to, torch._foreach_mul(wide, scale))
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """The tensor as multi-tensor operations handle it as a whole: dense, real, with a dimension."""
+    """Return the tensor in a form for multi-tensor operations: dense, real, at least 1-d."""
     dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
     dense = dense.resolve_neg().resolve_conj()
     if dense.is_complex():
         return torch.view_as_real(dense)
-    # With 16-bit tensors that have no dimension, torch rounds the factor as well.
+    # torch also rounds the factor for 16-bit tensors without a dimension.
     return dense if dense.dim() else dense.reshape(1)
 
 
@@ -115,7 +115,7 @@ def _measure(tensors: Sequence[Tensor]) -> Stats:
         return Stats(0.0, True)
     flat = torch.cat([_real(tensor).reshape(-1) for tensor in tensors])
     sq_norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64).square())
-    # A sum that is not finite may just have overflowed.
+    # A non-finite sum may have overflowed although all elements are finite.
     return Stats(sq_norm, math.isfinite(sq_norm) or bool(flat.isfinite().all()))
 
 

@@ -1,9 +1,8 @@
-"""The kernels of `fddp._C` as operators of torch, for graphs: `torch.ops.fddp.pack` and others.
+"""The kernels of `fddp._C` as torch operators for graphs: `torch.ops.fddp.pack` and others.
 
-`fddp.native.pack` writes into memory that it is given. A graph wants functions of tensors, whose
-results alias nothing and whose shapes are known without running them. These are such functions
-around the same kernels; importing this module registers them. All have derivatives, as each is
-linear.
+The functions of `fddp.native.pack` write into given memory. A graph needs functions whose results
+alias nothing and have shapes that are known without running them. These operators run the same
+kernels that way. Importing this module registers them. All are linear and have derivatives.
 
     pack(Tensor[] leaves, int[] offsets, int numel, ScalarType dtype, float scale) -> Tensor
     unpack(Tensor buffer, int[] offsets, int[] ndims, int[] sizes, float scale) -> Tensor[]
@@ -38,7 +37,7 @@ Shape = tuple[int, ...]
 _KNOWN_LAYOUTS = 256
 
 LIBRARY: Any = torch.library.Library("fddp", "FRAGMENT")  # type: ignore[no-untyped-call]
-"""Keeps what is registered here; it ends with the process."""
+"""Registration of the operators; it ends with the process."""
 
 LIBRARY.define(
     "pack(Tensor[] leaves, int[] offsets, SymInt numel, ScalarType dtype, float scale=1.0) "
@@ -51,7 +50,7 @@ LIBRARY.define("scale(Tensor buffer, float scale) -> Tensor")
 
 
 def shapes_of(ndims: Sequence[int], sizes: Sequence[int]) -> tuple[Shape, ...]:
-    """Shapes from their sizes one after another, as operators take them.
+    """Split a flat list of sizes into shapes.
 
     Example:
         >>> shapes_of([2, 0, 1], [4, 5, 6])
@@ -78,7 +77,7 @@ def _pack(
     buffer = _empty_buffer(leaves, numel, dtype)
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
     if sum(map(prod, shapes)) < numel:
-        buffer.zero_()  # what lies between slices is part of the result
+        buffer.zero_()  # gaps between slices are part of the result
     pack_(buffer, _layout(tuple(offsets), shapes, numel), leaves, scale)
     return buffer
 
@@ -109,38 +108,20 @@ def _scale(buffer: Tensor, scale: float) -> Tensor:
     return scaled
 
 
-LIBRARY.impl("pack", _pack, "CompositeExplicitAutograd")
-LIBRARY.impl("unpack", _unpack, "CompositeExplicitAutograd")
-LIBRARY.impl("scale", _scale, "CompositeExplicitAutograd")
-
-
 def _pack_shape(
-    leaves: Sequence[Tensor],
-    offsets: Sequence[int],
-    numel: int,
-    dtype: torch.dtype,
-    scale: float = 1.0,
+    leaves: Sequence[Tensor], offsets: Sequence[int], numel: int, dtype: torch.dtype, *_: Any
 ) -> Tensor:
     return _empty_buffer(leaves, numel, dtype)
 
 
 def _unpack_shapes(
-    buffer: Tensor,
-    offsets: Sequence[int],
-    ndims: Sequence[int],
-    sizes: Sequence[int],
-    scale: float = 1.0,
+    buffer: Tensor, offsets: Sequence[int], ndims: Sequence[int], sizes: Sequence[int], *_: Any
 ) -> list[Tensor]:
     return [buffer.new_empty(shape) for shape in shapes_of(ndims, sizes)]
 
 
 def _scale_shape(buffer: Tensor, scale: float) -> Tensor:
     return buffer.new_empty(buffer.shape)
-
-
-torch.library.register_fake("fddp::pack", _pack_shape, lib=LIBRARY)
-torch.library.register_fake("fddp::unpack", _unpack_shapes, lib=LIBRARY)
-torch.library.register_fake("fddp::scale", _scale_shape, lib=LIBRARY)
 
 
 # Derivatives: pack and unpack are each other's transpose, scale is its own.
@@ -184,12 +165,13 @@ def _scale_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return torch.ops.fddp.scale(grad, ctx.scale), None
 
 
-torch.library.register_autograd(
-    "fddp::pack", _pack_backward, setup_context=_keep_for_pack, lib=LIBRARY
-)
-torch.library.register_autograd(
-    "fddp::unpack", _unpack_backward, setup_context=_keep_for_unpack, lib=LIBRARY
-)
-torch.library.register_autograd(
-    "fddp::scale", _scale_backward, setup_context=_keep_for_scale, lib=LIBRARY
-)
+for name, kernel, shape, backward, setup_context in (
+    ("pack", _pack, _pack_shape, _pack_backward, _keep_for_pack),
+    ("unpack", _unpack, _unpack_shapes, _unpack_backward, _keep_for_unpack),
+    ("scale", _scale, _scale_shape, _scale_backward, _keep_for_scale),
+):
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fddp::{name}", shape, lib=LIBRARY)
+    torch.library.register_autograd(
+        f"fddp::{name}", backward, setup_context=setup_context, lib=LIBRARY
+    )

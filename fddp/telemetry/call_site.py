@@ -1,4 +1,4 @@
-"""Where in the caller's code an operator was called."""
+"""Position in the caller's code at which an operator was called."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 _OWN = str(Path(__file__).parent.parent) + "/"
 _INSIDE = (_OWN, str(Path(torch.__file__).parent) + "/")
-# Programs that come with fddp are callers like any other.
-_CALLERS = tuple(f"{_OWN}{name}/" for name in ("examples", "demo", "bench"))
+# The demo that comes with fddp counts as a caller.
+_CALLERS = f"{_OWN}cli/demo/"
 _LIBRARY = str(Path(threading.__file__).parent) + "/"
 _INSTALLED = "-packages/"
 
 
 class Site(NamedTuple):
-    """A line of the caller's; two calls from one place in the code are equal."""
+    """Line of the caller's code. Two calls from one instruction are equal."""
 
     code: CodeType
     instruction: int
@@ -30,7 +30,7 @@ class Site(NamedTuple):
 
 
 def call_site(*inside: str) -> Site:
-    """The innermost line that is neither fddp's nor torch's, nor in files below `inside`.
+    """Return the innermost line outside of fddp, torch and files below `inside`.
 
     >>> str(call_site()).rpartition(":")[2]
     '1'
@@ -42,10 +42,9 @@ def call_site(*inside: str) -> Site:
 
 
 def call_chain() -> str:
-    """Where in the caller's own code a call stands, and who called that.
+    """Return the innermost lines of the user's code that lead to a call, as text.
 
-    To walk the frames costs some microseconds. Where calls are told by their place in each step,
-    `call_site` has to do.
+    Walking the frames takes some microseconds. `call_site` is cheaper, for calls in every step.
 
     >>> def helper():
     ...     return call_chain()
@@ -56,14 +55,14 @@ def call_chain() -> str:
 
 
 def own_lines(frame: FrameType | None, most: int = 3) -> str:
-    """The innermost lines of the user's own code, innermost first; empty where there is none.
+    """Return the innermost lines of the user's code, innermost first; empty if there are none.
 
-    A line of a helper that synchronises for everybody says little without who called it. Of what is
-    installed, frameworks and launchers, only the innermost line counts.
+    Several lines are returned because a shared helper alone does not identify the call. Of
+    installed packages, such as frameworks and launchers, only an innermost line is included.
 
     Args:
-        frame: where to begin.
-        most: how many lines.
+        frame: innermost frame to consider.
+        most: maximum number of lines.
     """
     lines: list[str] = []
     while frame is not None and len(lines) < most:
@@ -75,11 +74,12 @@ def own_lines(frame: FrameType | None, most: int = 3) -> str:
 
 
 def _is_users(filename: str) -> bool:
-    """Whether it is neither fddp's, nor torch's, nor of the standard library."""
+    """Return True if a file is outside of fddp, torch and the standard library."""
     if filename.startswith(_LIBRARY):
         return _INSTALLED in filename and not is_inside(filename, ())
     return not filename.startswith("<frozen ") and not is_inside(filename, ())
 
 
 def is_inside(filename: str, more: tuple[str, ...]) -> bool:
+    """Return True if a file belongs to fddp (except its demo), to torch, or is below `more`."""
     return filename.startswith((*_INSIDE, *more)) and not filename.startswith(_CALLERS)

@@ -1,4 +1,4 @@
-"""What monitors of other ranks tell: what their writers write, and nothing else."""
+"""Validation of messages from monitors of other ranks, and of flight files."""
 
 from __future__ import annotations
 
@@ -12,41 +12,50 @@ T = TypeVar("T")
 _MOST = 2**63
 
 
-def decode_from(rank: int, what: str, text: str, form: Schema, make: Callable[[Any], T]) -> T:
-    """What a rank told.
-
-    Args:
-        rank: its number, for the error.
-        what: what it should have told, for the error.
-        text: JSON.
-        form: what the value must be, with numbers below 2**63.
-        make: what is made of it; a ValueError where that makes no sense.
+def decode_finite(text: str, schema: Schema) -> Any:
+    """Parse JSON and validate it. Numbers must be finite and below 2**63.
 
     Raises:
-        ValueError: it is something else; names the rank, and says where and what.
+        ValueError: the value does not fit.
+    """
+    value = decode(text, schema)
+    for number in _numbers(value):
+        if not abs(number) < _MOST:
+            raise ValueError(f"{number} is not a finite number below 2**63")
+    return value
+
+
+def decode_from(rank: int, what: str, text: str, schema: Schema, make: Callable[[Any], T]) -> T:
+    """Decode a message of a rank.
+
+    Args:
+        rank: the sender, for the error.
+        what: name of the message, for the error.
+        text: JSON.
+        schema: form of the value, as for `decode_finite`.
+        make: converts the value; raises a ValueError if it is invalid.
+
+    Raises:
+        ValueError: the message is malformed; names the rank.
 
     Example:
         >>> decode_from(3, "steps", "[1, 2.5]", [float], tuple)
         (1, 2.5)
         >>> decode_from(3, "steps", "[1, NaN]", [float], tuple)
         Traceback (most recent call last):
-        ValueError: rank 3 told no steps: nan is no number below 2**63
+        ValueError: rank 3 sent a malformed 'steps' message: nan is not a finite number below 2**63
     """
     try:
-        value = decode(text, form)
-        for number in _numbers(value):
-            if not abs(number) < _MOST:
-                raise ValueError(f"{number} is no number below 2**63")
-        return make(value)
+        return make(decode_finite(text, schema))
     except ValueError as error:
-        raise ValueError(f"rank {rank} told no {what}: {error}") from error
+        raise ValueError(f"rank {rank} sent a malformed '{what}' message: {error}") from error
 
 
 def check_least(least: int, numbers: Mapping[str, float]) -> None:
-    """Raises a ValueError for the first number that is below `least`."""
+    """Raise a ValueError for the first number below `least`."""
     for name, number in numbers.items():
         if number < least:
-            raise ValueError(f"{name} is {number}, and should be {least} or more")
+            raise ValueError(f"{name} is {number}, expected {least} or more")
 
 
 def _numbers(value: object) -> Iterator[float]:

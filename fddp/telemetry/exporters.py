@@ -1,6 +1,6 @@
-"""Hands what a `Monitor` sees to Prometheus and to TensorBoard.
+"""Exporters of a `Monitor`'s observations to Prometheus and TensorBoard.
 
-Each needs its library (`pip install fddp[watch]`), which is imported when an exporter is made.
+Each needs its library (`pip install fddp[watch]`), imported when the exporter is created.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SECONDS = (
 
 
 def step_figures(info: SyncInfo, record: StepRecord) -> dict[str, float]:
-    """One step of this rank as numbers by name; seconds end in `_s`.
+    """Return the measurements of one step of this rank by name. Names of seconds end in `_s`.
 
     Example:
         >>> import fddp, torch
@@ -52,8 +52,8 @@ def step_figures(info: SyncInfo, record: StepRecord) -> dict[str, float]:
 
 
 def report_figures(report: MonitorReport) -> dict[str, float]:
-    """A report as numbers by name: the median of each phase on each rank, and by how much each
-    straggler is behind.
+    """Return the numbers of a report by name: each rank's median per phase, and each straggler's
+    delay.
 
     Example:
         >>> from fddp.telemetry.stragglers import summarize
@@ -72,18 +72,18 @@ def report_figures(report: MonitorReport) -> dict[str, float]:
 
 
 class ScalarWriter(Protocol):
-    """What takes scalars, as `torch.utils.tensorboard.SummaryWriter` does."""
+    """Writer of scalars, such as `torch.utils.tensorboard.SummaryWriter`."""
 
     def add_scalar(self, tag: str, scalar_value: Any, global_step: int | None = None) -> None:
-        """Takes one."""
+        """Write one scalar."""
 
 
 class TensorBoard:
-    """Writes each step and each report as scalars of TensorBoard.
+    """Writes each step and each report as TensorBoard scalars.
 
     Args:
         to: a `SummaryWriter`, which its owner closes, or a directory to write to.
-        prefix: goes before each tag.
+        prefix: first component of each tag.
 
     Raises:
         ImportError: tensorboard is missing, and `to` is a directory.
@@ -100,12 +100,12 @@ class TensorBoard:
         self._step = 0
 
     def step(self, info: SyncInfo, record: StepRecord) -> None:
-        """Takes one step of this rank."""
+        """Write one step of this rank."""
         self._step = info.step
         self._write(step_figures(info, record))
 
     def report(self, report: MonitorReport) -> None:
-        """Takes a report on all ranks."""
+        """Write a report on all ranks."""
         self._write(report_figures(report))
 
     def _write(self, figures: Mapping[str, float]) -> None:
@@ -114,14 +114,14 @@ class TensorBoard:
 
 
 class Prometheus:
-    """Keeps metrics of prometheus_client up to date, with this rank's number as a label.
+    """Updates prometheus_client metrics, labelled with this rank.
 
-    What serves them is the caller's: `prometheus_client.start_http_server(port)`, or
-    `write_to_textfile` for a node exporter. Make one for each registry.
+    Serving them is up to the caller: `prometheus_client.start_http_server(port)`, or
+    `write_to_textfile` for a node exporter. Create one exporter per registry.
 
     Args:
-        rank: this rank's number; `Monitor.rank`, or the one in the job.
-        registry: of prometheus_client; None for its default.
+        rank: value of the label: `Monitor.rank`, or the rank in the job.
+        registry: registry of prometheus_client; None for its default.
 
     Raises:
         ImportError: prometheus_client is missing.
@@ -136,45 +136,32 @@ class Prometheus:
             ) from error
         to = client.REGISTRY if registry is None else registry
         self._rank = str(rank)
-        self._exported: set[tuple[str, str]] = set()  # rank and phase, of the newest report
-        self._steps = client.Counter("fddp_steps", "Synchronised steps.", ["rank"], registry=to)
+        self._exported: set[tuple[str, str]] = set()  # ranks and phases of the last report
+        own, of_rank = ["rank"], ["rank", "of_rank"]
+        self._steps = client.Counter("fddp_steps", "Synchronised steps.", own, registry=to)
         self._skipped = client.Counter(
-            "fddp_skipped_steps", "Steps that all ranks left out.", ["rank"], registry=to
+            "fddp_skipped_steps", "Steps that all ranks skipped.", own, registry=to
         )
         self._repaired = client.Counter(
-            "fddp_repaired_buckets", "Buckets reduced a second time.", ["rank"], registry=to
+            "fddp_repaired_buckets", "Buckets reduced a second time.", own, registry=to
         )
+        text = "Duration of each phase of a step on this rank."
         self._phases = client.Histogram(
-            "fddp_phase_seconds",
-            "What phases of steps took on this rank.",
-            ["rank", "phase"],
-            registry=to,
-            buckets=_SECONDS,
+            "fddp_phase_seconds", text, [*own, "phase"], registry=to, buckets=_SECONDS
         )
-        self._norm = client.Gauge(
-            "fddp_grad_norm", "L2 norm of the newest gradients.", ["rank"], registry=to
-        )
-        self._hidden = client.Gauge(
-            "fddp_hidden_ratio",
-            "Communication behind backward, newest step.",
-            ["rank"],
-            registry=to,
-        )
+        text = "L2 norm of the newest gradients."
+        self._norm = client.Gauge("fddp_grad_norm", text, own, registry=to)
+        text = "Share of communication overlapped with backward in the newest step."
+        self._hidden = client.Gauge("fddp_hidden_ratio", text, own, registry=to)
+        text = "Median duration of a phase on any rank, from the newest report."
         self._medians = client.Gauge(
-            "fddp_phase_median_seconds",
-            "Median of a phase on any rank, of the newest report.",
-            ["rank", "of_rank", "phase"],
-            registry=to,
+            "fddp_phase_median_seconds", text, [*of_rank, "phase"], registry=to
         )
-        self._behind = client.Gauge(
-            "fddp_straggler_behind_seconds",
-            "By how much a rank holds the others up a step, of the newest report.",
-            ["rank", "of_rank"],
-            registry=to,
-        )
+        text = "Seconds per step by which a rank delays the others, from the newest report."
+        self._behind = client.Gauge("fddp_straggler_behind_seconds", text, of_rank, registry=to)
 
     def step(self, info: SyncInfo, record: StepRecord) -> None:
-        """Takes one step of this rank."""
+        """Record one step of this rank."""
         self._steps.labels(self._rank).inc()
         self._skipped.labels(self._rank).inc(float(info.skipped))
         self._repaired.labels(self._rank).inc(len(info.repaired))
@@ -184,8 +171,7 @@ class Prometheus:
         self._hidden.labels(self._rank).set(info.timeline.hidden_fraction)
 
     def report(self, report: MonitorReport) -> None:
-        """Takes a report on all ranks. What an earlier one had of ranks or phases that this one
-        has not, is no longer served."""
+        """Record a report on all ranks. Ranks and phases missing from it are no longer served."""
         behind = {one.rank: one.behind_s for one in report.stragglers}
         current = {(str(rank.rank), phase) for rank in report.ranks for phase in rank.phases}
         for gone in self._exported - current:

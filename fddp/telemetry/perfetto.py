@@ -1,4 +1,4 @@
-"""Several steps of all ranks as one trace, to look at in Perfetto."""
+"""Export of several steps of all ranks as one trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _THREADS = (COMPUTE, "communication")
 
 
 def steps_to_json(steps: Sequence[StepRecord]) -> str:
-    """Steps of one rank as JSON, without the times of leaves."""
+    """Return steps of one rank as JSON, without the times of leaves."""
     return json.dumps(
         [
             (
@@ -37,16 +37,16 @@ def steps_to_json(steps: Sequence[StepRecord]) -> str:
 
 
 def steps_from_json(text: str, rank: int) -> list[StepRecord]:
-    """What `steps_to_json` wrote.
+    """Decode the output of `steps_to_json`.
 
     Args:
-        text: what a rank told.
-        rank: its number.
+        text: the message.
+        rank: its sender.
 
     Raises:
-        ValueError: it is something else; names the rank, and says what.
+        ValueError: the message is malformed; names the rank.
     """
-    return decode_from(rank, "steps", text, _STEPS, lambda read: [_step(*of) for of in read])
+    return decode_from(rank, "steps", text, _STEPS, lambda steps: list(map(_step, steps)))
 
 
 _INTERVALS: Schema = [(float, float)]
@@ -62,17 +62,8 @@ _STEPS: Schema = [
 ]
 
 
-def _step(
-    step: int,
-    phases_s: dict[str, float],
-    buckets: list[list[Any]],
-    start_s: float,
-    end_s: float,
-    done_s: float,
-    begun_s: float,
-    waits: list[list[float]],
-    hooks: list[list[float]],
-) -> StepRecord:
+def _step(entries: list[Any]) -> StepRecord:
+    step, phases_s, buckets, start_s, end_s, done_s, begun_s, waits, hooks = entries
     check_least(0, {**phases_s, "step": step})
     for bucket, nbytes, *_ in buckets:
         check_least(0, {"bucket": bucket, "nbytes": nbytes})
@@ -88,24 +79,24 @@ def _step(
     return StepRecord(step, phases_s, times)
 
 
-def _intervals(read: list[list[float]]) -> tuple[Interval, ...]:
-    return tuple((start_s, end_s) for start_s, end_s in read)
+def _intervals(pairs: list[list[float]]) -> tuple[Interval, ...]:
+    return tuple((start_s, end_s) for start_s, end_s in pairs)
 
 
 def chrome_trace(steps: Mapping[int, Sequence[StepRecord]]) -> str:
-    """Steps of several ranks as JSON in the Trace Event Format, for Perfetto
+    """Return steps of several ranks as JSON in the Trace Event Format, for Perfetto
     (https://ui.perfetto.dev) and chrome://tracing.
 
-    A process of the trace stands for a rank, with a thread for what it does itself and one for
-    communication. Waits for other ranks, and the work of communication hooks, lie within the phases
-    in which they happened. When a collective began is not measured; see `StepTimes.to_timeline`.
+    Each rank is a process of the trace, with one thread for its own work and one for communication.
+    Waits for other ranks, and work of communication hooks, are nested in the phases in which they
+    happened. The begin of a collective is not measured; see `StepTimes.to_timeline`.
 
-    Clocks of ranks are set so that their last collectives of a step end together, in the median:
-    none can end before all ranks take part. So moments on different ranks can be compared to within
-    the time that the news of such an end takes.
+    Clocks are aligned so that the last collectives of a step end together on all ranks, in the
+    median over steps, as none can end before all ranks take part. Times on different ranks are
+    comparable up to the latency of that end.
 
     Args:
-        steps: by rank; those of which ranks have none in common are as their clocks say.
+        steps: steps by rank. The clocks of ranks without a common step are not adjusted.
 
     Example:
         >>> def on_a_clock_from(s):
@@ -140,8 +131,8 @@ def chrome_trace(steps: Mapping[int, Sequence[StepRecord]]) -> str:
 
 
 def _offsets(steps: Mapping[int, Sequence[StepRecord]]) -> dict[int, float]:
-    """For each rank, how much later its clock reads than that of the first."""
-    ends = {rank: {r.step: _met_s(r.times) for r in records} for rank, records in steps.items()}
+    """Return the offset of each rank's clock from that of the first rank."""
+    ends = {rank: {r.step: _last_done_s(r.times) for r in of} for rank, of in steps.items()}
     first = next(iter(ends.values()), {})
     offsets = {}
     for rank, of in ends.items():
@@ -150,12 +141,12 @@ def _offsets(steps: Mapping[int, Sequence[StepRecord]]) -> dict[int, float]:
     return offsets
 
 
-def _met_s(times: StepTimes) -> float:
+def _last_done_s(times: StepTimes) -> float:
     return max((bucket.done_s for bucket in times.buckets), default=times.end_s)
 
 
 def _begin_s(record: StepRecord) -> float:
-    """When the step before ended, as far as that is known."""
+    """Return the end of the previous step, or the best known bound."""
     begun_s = record.times.begun_s
     own_s = sum(s for p, s in record.phases_s.items() if p not in OF_STEPS)
     return begun_s - own_s - sum(e - s for s, e in record.times.waits if e <= begun_s)
@@ -188,7 +179,7 @@ def _events(record: StepRecord, rank: int, origin_s: float) -> Iterator[dict[str
 
 
 def _named_ms(record: StepRecord) -> dict[str, float]:
-    """What lay between two steps, by name."""
+    """Return the named times between two steps."""
     return {f"{p}_ms": s * 1e3 for p, s in record.phases_s.items() if p not in OF_STEPS}
 
 
@@ -199,7 +190,7 @@ def _span(
         "name": name,
         "cat": _THREADS[thread],
         "ph": "X",
-        "ts": max(0.0, start_s * 1e6),  # the first is 0 but for rounding
+        "ts": max(0.0, start_s * 1e6),  # avoids -0.0 from rounding
         "dur": max(0.0, end_s - start_s) * 1e6,
         "pid": rank,
         "tid": thread,

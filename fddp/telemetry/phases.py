@@ -1,4 +1,4 @@
-"""What of a step's time belongs to which phase, and what of it was waiting for other ranks."""
+"""Phases of a step: the time each takes, and the time spent waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -10,24 +10,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fddp.core.timeline import Interval, StepTimes
 
-INPUT, FORWARD, BACKWARD, HOOK, SYNC, WAIT = (
-    "input",
-    "forward",
-    "backward",
-    "hook",
-    "sync",
-    "wait",
-)
+INPUT, FORWARD, BACKWARD = "input", "forward", "backward"
+HOOK, SYNC, WAIT = "hook", "sync", "wait"
 OF_STEPS = (FORWARD, BACKWARD, HOOK, SYNC, WAIT)
 MONITOR = "monitor"
-"""What a monitor takes between two steps, its exporters above all."""
+"""Time of a monitor between two steps, mostly that of its exporters."""
 
 
 class IntervalIndex:
-    """How much of a span of time lies within some intervals.
+    """Index of disjoint intervals that measures their overlap with a span of time.
 
     Args:
-        intervals: none of which overlap, in order.
+        intervals: disjoint intervals, in order.
 
     Example:
         >>> covered = IntervalIndex([(1.0, 2.0), (3.0, 5.0)])
@@ -39,10 +33,10 @@ class IntervalIndex:
         self._starts = [start_s for start_s, _ in intervals]
         self._ends = [end_s for _, end_s in intervals]
         lengths = (end_s - start_s for start_s, end_s in intervals)
-        self._before = [0.0, *accumulate(lengths)]  # the first so many together
+        self._before = [0.0, *accumulate(lengths)]  # total length of the intervals before each
 
     def within(self, start_s: float, end_s: float) -> float:
-        """Seconds between two moments that lie within an interval."""
+        """Return the seconds of a span that lie within an interval."""
         first, last = bisect_right(self._ends, start_s), bisect_left(self._starts, end_s)
         if first >= last:
             return 0.0
@@ -52,10 +46,10 @@ class IntervalIndex:
 
 
 def step_phases(times: StepTimes) -> dict[str, float]:
-    """Seconds of a step by phase, from its call to the averaged gradients.
+    """Return the seconds of a step by phase, from its call to the averaged gradients.
 
-    Waiting for others, in whatever phase, is "wait" alone, and what a communication hook does by
-    itself is "hook", which is missing where there is no hook. They add up to the step.
+    Waiting for other ranks, in any phase, counts only as "wait". Work of a communication hook
+    counts only as "hook", which is absent without a hook. The phases add up to the step.
 
     Example:
         >>> from fddp.core.timeline import StepTimes

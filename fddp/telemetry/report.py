@@ -1,4 +1,4 @@
-"""What a `Monitor` reports: tables of phases and buckets by rank, and what holds the step up."""
+"""Reports of a `Monitor`: tables of phases and buckets by rank, and the stragglers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fddp.telemetry.stragglers import (
 
 @dataclass(frozen=True)
 class MonitorReport:
-    """Some steps of all ranks, the same on each; print it.
+    """Measurements of some steps of all ranks, equal on every rank; print it.
 
     Attributes:
-        ranks: what each told, by rank.
-        stragglers: the ranks that hold the others up, the slowest first.
+        ranks: summary of each rank, by rank.
+        stragglers: ranks that hold the others up, the slowest first.
     """
 
     ranks: tuple[RankSummary, ...]
@@ -33,29 +33,29 @@ class MonitorReport:
 
     @classmethod
     def of(cls, summaries: Iterable[RankSummary]) -> MonitorReport:
-        """Finds the stragglers."""
+        """Create a report and find the stragglers."""
         ranks = tuple(summaries)
         return cls(ranks, find_stragglers(ranks))
 
     @property
     def straggler(self) -> Straggler | None:
-        """The slowest rank, if there is one that holds the others up."""
+        """The slowest straggler; None if there is none."""
         return self.stragglers[0] if self.stragglers else None
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The phases that any rank has, in order of a step; what is the monitor's comes last."""
+        """Phases of any rank, in order of a step; the monitor's own comes last."""
         names = dict.fromkeys(name for rank in self.ranks for name in rank.phases)
         own = (INPUT, *OF_STEPS, MONITOR)
         order = (INPUT, *(name for name in names if name not in own), *OF_STEPS, MONITOR)
         return tuple(name for name in order if name in names)
 
     def to_json(self) -> str:
-        """The report as JSON."""
+        """Return the report as JSON."""
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
-        """A table of phases, one of buckets, and the finding."""
+        """Return a table of phases, one of buckets, and the finding."""
         phases = self.phases
         rows = []
         for rank in self.ranks:
@@ -68,7 +68,7 @@ class MonitorReport:
 
     @property
     def finding(self) -> str:
-        """What holds the step up, in a sentence."""
+        """The stragglers in words."""
         if len({(rank.first, rank.last) for rank in self.ranks}) > 1:
             return (
                 f"no finding: the ranks have observed different steps ({self._steps}); call "
@@ -86,7 +86,7 @@ class MonitorReport:
             f"({one.phase_behind_s * 1e3:+.1f} ms)"
             for one in self.stragglers
         ]
-        # Not the rank's own part, but what the others wait for.
+        # Separate: exporters are not part of the rank's own work, but the others wait for them.
         exporters = [
             f"exporters of the monitor take {one.behind_s * 1e3:.1f} ms a step ({one.share:.0%} of "
             f"it) longer on rank {one.rank} than on the others"

@@ -1,4 +1,4 @@
-"""What `with_info=True` tells of a step."""
+"""Information on one step, returned with `with_info=True`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fddp.core.timeline import StepTimes
 
 @dataclass(frozen=True)
 class Trace:
-    """What the runtime did, in order, in the terms of `fddp.core.protocol.readiness`.
+    """Actions of the runtime in order, in the terms of `fddp.core.protocol.readiness`.
 
     Attributes:
         sequence: buckets in launch order.
         bucket_of: for each differentiated leaf its bucket, or -1.
-        expected: for each differentiated leaf, how many gradients were waited for.
-        events: a leaf's number where a gradient arrived, an `Action` where the runtime acted.
+        expected: for each differentiated leaf, the number of gradients waited for.
+        events: index of a leaf for the arrival of its gradient, or an `Action` of the runtime.
     """
 
     sequence: tuple[int, ...]
@@ -27,12 +27,11 @@ class Trace:
 
 @dataclass(frozen=True)
 class SyncInfo:
-    """One synchronisation as all ranks saw it. All but `timeline` and `trace` agree on all ranks.
+    """Result of one synchronisation, equal on all ranks except for `timeline` and `trace`.
 
-    Where ranks hold different results, `grad_norm` is of this rank's, and so is what `all_finite`
-    tells of results: of shards (`reduce_scatter`), and under a `fddp.hooks.TorchHook` that does not
-    give all ranks the same. With `nonfinite="skip"` or "raise" all ranks agree on `all_finite` in
-    any case.
+    If ranks hold different results, as with shards (`reduce_scatter`) or a `fddp.hooks.TorchHook`
+    that returns different values, `grad_norm` and the part of `all_finite` on results are those of
+    this rank. With `nonfinite="skip"` or "raise", `all_finite` is equal on all ranks in any case.
 
     Attributes:
         step: number of this synchronisation, from 0.
@@ -41,15 +40,15 @@ class SyncInfo:
         total_weight: sum of weights over ranks.
         used: paths of the leaves that at least one rank used, in canonical order.
         unused: paths of the reduced leaves that no rank used; their gradients are None.
-        grad_norm: L2 norm of the synchronised gradients (leaves kept local are left out).
-        all_finite: whether every contribution and the result are free of NaN and infinity.
+        grad_norm: L2 norm of the synchronised gradients, without leaves kept local.
+        all_finite: True if no contribution and no result contains NaN or infinity.
         repaired: buckets that were reduced a second time.
         transport: name of the transport.
-        transport_reason: why it is this one.
-        timeline: when each bucket was ready, launched and done on this rank.
-        trace: what the runtime did on this rank; empty for `sync(grads)`.
-        skipped: whether all ranks left the step out, because a number was not finite and
-            `nonfinite="skip"` was asked for; `grad_norm` is then NaN.
+        transport_reason: reason for the choice of the transport.
+        timeline: times at which each bucket was ready, launched and done on this rank.
+        trace: actions of the runtime on this rank; empty for `sync(grads)`.
+        skipped: True if all ranks skipped the step because a value was not finite and
+            `nonfinite="skip"` is set; `grad_norm` is then NaN.
     """
 
     step: int

@@ -1,8 +1,8 @@
-"""Where ranks spend their steps, and which of them holds the others up.
+"""Time use of ranks, and detection of stragglers.
 
-Ranks start a step together, because each has waited for the last one's gradients; whoever takes
-longest for its own part is waited for by the others. So durations tell, which each rank measures
-by its own clock; times on clocks of different ranks are never compared.
+Ranks start a step together, because each has waited for the gradients of the previous one. The
+others wait for the rank whose own work takes longest. Detection compares durations, which each rank
+measures by its own clock; times on clocks of different ranks are never compared.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ from fddp.telemetry.decode import check_least, decode_from
 from fddp.telemetry.phases import INPUT, MONITOR, WAIT
 
 _NOT_OWN = (WAIT, MONITOR)
-LEAST_STEPS = 9  # of fewer, noise of 10% names somebody in more than 1% of the reports
-_SIGMAS = 4.0  # by how many standard errors a rank must be behind
+LEAST_STEPS = 9  # with fewer, noise of 10% yields a false straggler in over 1% of the reports
+_SIGMAS = 4.0  # standard errors by which a straggler must be behind
 _LEAST_SHARE = 0.02  # of the step
-_LEAST_S = 5e-4  # below which hosts differ by what else they do
+_LEAST_S = 5e-4  # differences below this are background load of the host
 _MAD_SIGMAS = 1.4826  # standard deviations of a normal distribution in its MAD
-_MEDIAN_ERROR = 1.2533  # standard errors of the mean in that of the median, of a normal one
+_MEDIAN_ERROR = 1.2533  # standard error of the median over that of the mean, for a normal one
 
 
 class StepRecord(NamedTuple):
-    """One step as one rank measured it.
+    """Measurements of one step on one rank.
 
     Attributes:
-        step: its number.
-        phases_s: seconds by phase: "input" is what lay between the step before and this one, less
-            what was measured by itself, which has names of its own; "forward"; "backward"; "hook"
-            is what a communication hook did, if there is one; "sync" is what else was done after
-            backward. Waiting for other ranks counts as "wait" and as nothing else, and what the
-            monitor and its exporters did since the step before as "monitor". "input" and "monitor"
-            are missing where the step before was not observed.
-        times: when things happened, on this rank's clock; its waits begin with those of "input".
+        step: number of the step.
+        phases_s: seconds by phase. "input" is the time since the previous step, less any part that
+            was measured under a name of its own; "hook" is the time of a communication hook, if
+            there is one; "sync" is the rest after backward. Waiting for other ranks counts only as
+            "wait", and work of the monitor and its exporters since the previous step only as
+            "monitor". "input" and "monitor" are absent if the previous step was not observed.
+        times: timestamps on this rank's clock; its waits include those of "input".
     """
 
     step: int
@@ -54,13 +53,13 @@ class StepRecord(NamedTuple):
 
 
 class RobustStats(NamedTuple):
-    """Seconds over several steps.
+    """Statistics of durations over several steps.
 
     Attributes:
-        median_s: the median.
-        mad_s: the median distance from it.
-        most_s: the largest.
-        steps: of how many steps.
+        median_s: median.
+        mad_s: median absolute deviation.
+        most_s: maximum.
+        steps: number of steps.
     """
 
     median_s: float
@@ -70,7 +69,7 @@ class RobustStats(NamedTuple):
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> RobustStats:
-        """Of one value at least.
+        """Compute the statistics of at least one value.
 
         Example:
             >>> RobustStats.of([1.0, 2.0, 9.0])
@@ -87,8 +86,8 @@ class RobustStats(NamedTuple):
 
 
 class BucketSpread(NamedTuple):
-    """When a bucket was ready, launched and done: medians, in seconds since backward began on the
-    rank in question."""
+    """Median times at which a bucket was ready, launched and done, in seconds since the start of
+    backward on the rank."""
 
     bucket: int
     ready_s: float
@@ -98,16 +97,16 @@ class BucketSpread(NamedTuple):
 
 @dataclass(frozen=True)
 class RankSummary:
-    """Some steps of one rank.
+    """Statistics of some steps of one rank.
 
     Attributes:
-        rank: its number.
+        rank: rank in the group.
         first: number of the first step.
-        last: number of the last.
-        phases: by phase, what it took.
-        own: what all phases but "wait" and "monitor" took together.
-        step: what the whole step took, with what lay before it.
-        buckets: in plan order; of the steps that ran with the last one's number of buckets.
+        last: number of the last step.
+        phases: statistics by phase.
+        own: statistics of all phases together, without "wait" and "monitor".
+        step: statistics of the whole step, including the time before it.
+        buckets: in plan order, over the steps with as many buckets as the last one.
     """
 
     rank: int
@@ -119,19 +118,19 @@ class RankSummary:
     buckets: tuple[BucketSpread, ...]
 
     def to_json(self) -> str:
-        """The summary as JSON."""
+        """Return the summary as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str, rank: int) -> RankSummary:
-        """What `to_json` wrote.
+        """Decode the output of `to_json`.
 
         Args:
-            text: what a rank told.
-            rank: its number.
+            text: the message.
+            rank: its sender.
 
         Raises:
-            ValueError: it is something else; names the rank, and says what.
+            ValueError: the message is malformed; names the rank.
 
         Example:
             >>> times = StepTimes((), 1.0, 3.0, 4.0)
@@ -139,7 +138,7 @@ class RankSummary:
             >>> RankSummary.from_json(summary.to_json(), 1) == summary
             True
         """
-        return decode_from(rank, "summary of its steps", text, _SUMMARY, partial(_summary, rank))
+        return decode_from(rank, "summary", text, _SUMMARY, partial(_summary, rank))
 
 
 _SPREAD: Schema = (float, float, float, int)
@@ -154,32 +153,30 @@ _SUMMARY: Schema = {
 }
 
 
-def _summary(rank: int, read: dict[str, Any]) -> RankSummary:
-    if read["rank"] != rank:
-        raise ValueError(f"it is of rank {read['rank']}")
-    check_least(0, {"first": read["first"], "last": read["last"]})
-    for bucket, *_ in read["buckets"]:
+def _summary(rank: int, fields: dict[str, Any]) -> RankSummary:
+    if fields["rank"] != rank:
+        raise ValueError(f"it is of rank {fields['rank']}")
+    check_least(0, {"first": fields["first"], "last": fields["last"]})
+    for bucket, *_ in fields["buckets"]:
         check_least(0, {"bucket": bucket})
-    return RankSummary(
-        rank=rank,
-        first=read["first"],
-        last=read["last"],
-        phases={name: _spread(spread) for name, spread in read["phases"].items()},
-        own=_spread(read["own"]),
-        step=_spread(read["step"]),
-        buckets=tuple(BucketSpread(*bucket) for bucket in read["buckets"]),
-    )
+    stats = {
+        "phases": {name: _stats(entries) for name, entries in fields["phases"].items()},
+        "own": _stats(fields["own"]),
+        "step": _stats(fields["step"]),
+        "buckets": tuple(BucketSpread(*bucket) for bucket in fields["buckets"]),
+    }
+    return RankSummary(**{**fields, **stats})
 
 
-def _spread(read: list[Any]) -> RobustStats:
-    spread = RobustStats(*read)
-    check_least(0, spread._asdict())
-    check_least(1, {"steps": spread.steps})
-    return spread
+def _stats(entries: list[Any]) -> RobustStats:
+    stats = RobustStats(*entries)
+    check_least(0, stats._asdict())
+    check_least(1, {"steps": stats.steps})
+    return stats
 
 
 def summarize(rank: int, steps: Sequence[StepRecord]) -> RankSummary:
-    """What a rank tells the others of its steps, of which there must be one.
+    """Summarise at least one step of a rank, to be sent to the other ranks.
 
     Example:
         >>> times = StepTimes((), 1.0, 3.0, 4.0)
@@ -187,7 +184,7 @@ def summarize(rank: int, steps: Sequence[StepRecord]) -> RankSummary:
         >>> summarize(0, steps).own.median_s
         2.0
     """
-    # One whose beginning is not known is no whole step.
+    # A step whose start is unknown is incomplete.
     whole = [record for record in steps if INPUT in record.phases_s] or list(steps)
     names = dict.fromkeys(name for record in whole for name in record.phases_s)
     phases = {n: RobustStats.of([record.phases_s.get(n, 0.0) for record in whole]) for n in names}
@@ -220,13 +217,13 @@ def _bucket_spreads(steps: Sequence[StepTimes]) -> tuple[BucketSpread, ...]:
 
 
 class Straggler(NamedTuple):
-    """A rank that holds the others up.
+    """Rank that holds the others up.
 
     Attributes:
-        rank: its number.
-        phase: in which it is furthest behind.
-        behind_s: seconds a step by which its own part takes longer than the others'.
-        phase_behind_s: seconds of these in that phase.
+        rank: rank in the group.
+        phase: phase in which it is furthest behind.
+        behind_s: seconds per step by which its own work takes longer than that of the others.
+        phase_behind_s: part of these seconds in that phase.
         share: `behind_s` as a share of the step.
     """
 
@@ -238,15 +235,16 @@ class Straggler(NamedTuple):
 
 
 def find_stragglers(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
-    """The ranks that hold the others up, the slowest first; none where differences are noise.
+    """Return the ranks that hold the others up, slowest first. Differences within noise are
+    ignored.
 
-    A rank is one if the median of its own time lies above the others' (their lower median, so that
-    half of them may be slow, too) by 4 standard errors of the difference, by 2% of the step and by
-    half a millisecond. Its phase is the one with the largest such lead.
+    A rank is a straggler if the median of its own time exceeds that of the others (their lower
+    median, as up to half of them may be slow too) by 4 standard errors of the difference, by 2% of
+    the step and by half a millisecond. Its phase is the one with the largest lead.
 
     Args:
-        summaries: of all ranks, over the same steps; of others, or of fewer than 9, nothing is
-            said.
+        summaries: summaries of all ranks. The result is empty unless they cover the same steps, at
+            least 9.
 
     Example:
         >>> def rank_that_needs(rank, forward_s):
@@ -271,9 +269,9 @@ def find_stragglers(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
 
 
 def find_slow_monitors(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
-    """The ranks whose monitors take longer than the others', by the measure of `find_stragglers`.
+    """Return the ranks whose monitors take longer than the others', by the same rule.
 
-    Exporters do: the others wait for the rank, which is not slow itself.
+    The usual cause is exporters. The others wait for such a rank although its own work is not slow.
 
     Example:
         >>> def rank_with_exporters(rank, monitor_s):
@@ -295,8 +293,8 @@ def find_slow_monitors(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...
 def _behind(
     summaries: Sequence[RankSummary], spreads: Sequence[RobustStats]
 ) -> Iterator[tuple[int, float, float]]:
-    """Whose spread lies above the others' beyond noise: its position, by how much, and as a share
-    of the step."""
+    """Yield each rank that is behind the others beyond noise: its position, the seconds, and their
+    share of the step."""
     if len(summaries) < 2 or min(summary.own.steps for summary in summaries) < LEAST_STEPS:
         return
     if len({(summary.first, summary.last) for summary in summaries}) > 1:
@@ -313,7 +311,7 @@ def _of_phase(summary: RankSummary, phase: str) -> RobustStats:
 
 
 def _lead(spreads: Sequence[RobustStats], at: int) -> tuple[float, float]:
-    """By how much one's median lies above the others', and the standard error of that."""
+    """Return the lead of one median over the others', and its standard error."""
     mine, others = spreads[at], [*spreads[:at], *spreads[at + 1 :]]
     middle_s = statistics.median_low(other.median_s for other in others)
     other = next(other for other in others if other.median_s == middle_s)

@@ -1,7 +1,7 @@
-"""Trees of a structure that was seen before, taken apart faster.
+"""Fast flattening of trees whose structure was seen before.
 
-A training loop hands in the same containers step by step. The last tree's are remembered in
-compiled form, and compared entry by entry; whatever is not alike goes through `fddp.tree`.
+A training loop passes the same containers in every step. The last tree is remembered in compiled
+form and compared entry by entry. Any other tree is flattened by `fddp.tree.pytree`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any, cast
 from fddp.native import extension
 from fddp.tree.pytree import TreeDef, flatten, insertion_order
 
-# To remember a tree costs more than to flatten it; where trees keep changing, it is given up.
+# Remembering a tree costs more than flattening it; after this many changes it is given up.
 _MOST_MEMORIES = 32
 
 
 class KnownTrees:
-    """Flattens trees as `fddp.tree.pytree.flatten` does; a tree like the last one costs a fraction.
+    """Flattens trees as `fddp.tree.pytree.flatten` does, and repeats of the last tree much faster.
 
-    Alike are trees of the same dicts, lists and tuples, filled in the same order, around tensors
-    and None. Of trees with other containers nothing is remembered.
+    Repeats have the same dicts, lists and tuples, filled in the same order, around tensors and
+    None. Trees with other containers are not remembered.
 
     Example:
         >>> import torch
@@ -36,11 +36,7 @@ class KnownTrees:
         self._memories = 0
 
     def flatten(self, tree: Any) -> tuple[list[Any], TreeDef]:
-        """The leaves of a tree in canonical order, and the tree without them.
-
-        Raises:
-            TypeError, ValueError: as `fddp.tree.pytree.flatten`.
-        """
+        """Flatten a tree; see `fddp.tree.pytree.flatten`."""
         if self._known is not None and self._treedef is not None:
             found = cast("list[Any] | None", self._known.flatten(tree))
             if found is not None:

@@ -1,4 +1,4 @@
-"""Describing arrays of any library by their attributes, without importing it."""
+"""Descriptions of arrays of any library by their attributes, without importing the library."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from fddp.core.plan.leaf import LeafSpec, dense_strides
 
 
 def leaf_spec(path: str, leaf: Any, *, sparse: bool = False) -> LeafSpec:
-    """Describe an array, whatever library it is from, by its attributes alone.
+    """Describe an array of any library by its attributes.
 
-    It may be a torch tensor (meta and sparse COO ones too), a NumPy array, a JAX array or tracer
-    or a `jax.ShapeDtypeStruct`; what has no device is on `"meta"`. `None` has the dtype `"none"`.
+    It may be a torch tensor (also meta or sparse COO), a NumPy array, a JAX array or tracer, or a
+    `jax.ShapeDtypeStruct`. A leaf without a device is on `"meta"`. `None` has the dtype `"none"`.
 
     Args:
         path: the leaf's path.
         leaf: the array.
-        sparse: declares its gradient sparse; that of a sparse tensor always is.
+        sparse: True to declare its gradient sparse, which a sparse tensor's always is.
 
     Raises:
         TypeError: the leaf has no shape and dtype, or a torch layout that cannot be packed.
@@ -35,12 +35,12 @@ def leaf_specs(
 ) -> list[LeafSpec]:
     """Describe all leaves of one tree.
 
-    Where they live on several devices of one type, these are numbered as they come up in
-    canonical order ("cuda#0", "cuda#1"), so that ranks whose devices have other indices agree.
+    If the leaves are on several devices of one type, these are numbered by their first appearance
+    in canonical order ("cuda#0", "cuda#1"), so that ranks with other device indices agree.
 
     Args:
-        paths: in canonical order.
-        leaves: the arrays, as `flatten` gives them.
+        paths: paths in canonical order.
+        leaves: the arrays, as returned by `flatten`.
         sparse: paths of the leaves whose gradients are declared sparse.
 
     Raises:
@@ -75,10 +75,9 @@ def leaf_specs(
 def _describe(
     path: str, leaf: Any, sparse: bool, shapes: dict[tuple[int, ...], tuple[int, ...]]
 ) -> tuple[LeafSpec, tuple[str, Hashable]]:
-    """The spec, and its device: the type, and what tells it from others of that type.
+    """Return the spec, the device type, and an identity of the device among those of its type.
 
-    Equal shapes become one object of `shapes`: large trees have few, and what lives on costs
-    garbage collections.
+    Equal shapes become one object of `shapes`, since long-lived objects slow garbage collection.
     """
     if leaf is None:
         return LeafSpec(path, (), "none", None, "none", sparse), ("none", None)
@@ -87,8 +86,8 @@ def _describe(
     except (AttributeError, TypeError):
         raise TypeError(
             f"leaf {path!r} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which has no "
-            "shape and dtype; leaves are arrays or None, and a container of your own must be "
-            "registered with optree.register_pytree_node (or, around arrays of JAX, with "
+            "shape and dtype; leaves are arrays or None, and custom containers must be registered "
+            "with optree.register_pytree_node (or, around arrays of JAX, with "
             "jax.tree_util.register_pytree_node)"
         ) from None
     shape = shapes.setdefault(shape, shape)
@@ -101,7 +100,7 @@ def _describe(
     if traits.layout != "torch.strided":
         raise TypeError(
             f"leaf {path!r} has the layout {traits.layout}; only strided and sparse COO tensors "
-            "can be reduced: make it one of these (see Tensor.to_dense)"
+            "can be reduced: convert it (see Tensor.to_dense)"
         )
     strides = None if leaf.is_contiguous() else dense_strides(shape, leaf.stride())
     return LeafSpec(path, shape, traits.dtype, strides, traits.device[0], sparse), traits.device
@@ -115,16 +114,16 @@ class _TorchTraits(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _torch_traits(dtype: Any, device: Any, layout: Any) -> _TorchTraits:
-    """Few combinations occur in a tree, and torch takes its time to name them."""
+    # Cached: few combinations occur in a tree, and torch formats their names slowly.
     return _TorchTraits(str(dtype).removeprefix("torch."), (device.type, device.index), str(layout))
 
 
 def _array_device(leaf: Any) -> tuple[str, Hashable]:
-    """Device type of an array that is not torch's, and what tells its device from others."""
+    """Return the device type and identity of an array that is not a torch tensor."""
     device = getattr(leaf, "device", None)
     if isinstance(device, str):
         return device, None
-    if device is None:  # NumPy 1, or a JAX array that is only described
+    if device is None:  # NumPy 1, or a JAX shape without a device
         return ("cpu" if hasattr(leaf, "__array_interface__") else "meta"), None
     devices = frozenset(leaf.devices())
     platform: str = next(iter(devices)).platform

@@ -1,11 +1,10 @@
-"""Trees of arrays that are not torch's, at the edge: tensors go in, and arrays come out.
+"""Trees of arrays of other libraries, converted at the border.
 
 [Note: arrays of other libraries]
-Inside of fddp a leaf is a tensor or None. Where a caller's tree holds arrays of another library,
-its leaves are replaced by tensors over the same memory right after the tree was taken apart, and
-results are replaced by arrays when it is put together again: `adapted` gives a tree definition that
-does so. So there is one `GradSync` for all libraries, ranks of one job may differ in theirs, and
-trees of tensors cost what they did: only a leaf that is no tensor leads here.
+Inside fddp every leaf is a tensor or None. If a caller's tree holds arrays of another library,
+`adapted` replaces them by tensors over the same memory right after flattening, and returns a tree
+definition that converts results back to arrays on unflattening. One `GradSync` therefore serves all
+libraries, and ranks of one job may use different ones. Trees of tensors skip the conversion.
 """
 
 from __future__ import annotations
@@ -25,25 +24,26 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class ForeignTreeDef(TreeDef):
-    """A tree of arrays of another library, without its leaves.
+    """Structure of a tree of arrays of another library.
 
     Attributes:
-        library: its name, for errors.
-        restore: arrays for the tensors of all leaves.
+        library: name of the library, for errors.
+        restore: converts the tensors of all leaves to arrays.
     """
 
     library: str = field(compare=False)
     restore: Callable[[Sequence[Tensor | None]], list[Any]] = field(compare=False, repr=False)
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """The tree around arrays over the memory of these tensors, in canonical order."""
+        """Build the tree around arrays over the memory of these tensors, in canonical order."""
         return super().unflatten(self.restore(leaves))
 
 
 def aligned(plan: BucketPlan) -> BucketPlan:
-    """The plan in which leaves of whole multiples of 64 bytes come first, so that their results
-    start at such multiples, as XLA demands of memory that it is to use as it is. No backward pass
-    of torch's makes these gradients, to which the order would matter.
+    """Return the plan with leaves whose size is a multiple of 64 bytes first in each bucket.
+
+    Their results then start at multiples of 64 bytes, which XLA requires to use memory without a
+    copy. No torch backward produces these gradients, so their ready order is irrelevant.
 
     Example:
         >>> import torch
@@ -57,7 +57,7 @@ def aligned(plan: BucketPlan) -> BucketPlan:
 
 
 def is_foreign(leaf: Any) -> bool:
-    """Whether a leaf is an array of another library that fddp takes: of JAX, or a tracer of it.
+    """Return True if a leaf is a JAX array or tracer, the only supported foreign arrays.
 
     Example:
         >>> is_foreign(None)
@@ -68,29 +68,29 @@ def is_foreign(leaf: Any) -> bool:
 
 
 def holds_foreign(leaves: Sequence[Any]) -> bool:
-    """Whether there are such arrays among the leaves of a tree."""
+    """Return True if any leaf of a tree is a foreign array."""
     if "jax" not in sys.modules:
         return False
-    # Trees are large, and of few kinds.
+    # One check per type: trees are large and have few types.
     return any(map(is_foreign, dict(zip(map(type, leaves), leaves, strict=True)).values()))
 
 
 def adapted(
     leaves: list[Any], treedef: TreeDef, what: str, *, always: bool = False
 ) -> tuple[list[Any], TreeDef]:
-    """Tensors in place of arrays of other libraries; see [Note: arrays of other libraries].
+    """Replace arrays of other libraries by tensors; see [Note: arrays of other libraries].
 
     Args:
-        leaves, treedef: what `fddp.tree.pytree.flatten` gave.
-        what: the tree in words, for errors: "gradients".
-        always: whether results are to be arrays even where all leaves are None.
+        leaves, treedef: result of `fddp.tree.pytree.flatten`.
+        what: name of the tree for errors, such as "gradients".
+        always: True to return arrays as results even if all leaves are None.
 
     Returns:
-        The same two where no leaf is such an array.
+        Leaves and tree definition; unchanged if no leaf is a foreign array.
 
     Raises:
         TransformError: a leaf is a tracer.
-        TreeMismatchError: a leaf has a dtype that torch lacks, or is not in this process's memory.
+        TreeMismatchError: torch lacks a leaf's dtype, or a leaf is not in this process's memory.
     """
     if not always and not holds_foreign(leaves):
         return leaves, treedef

@@ -1,10 +1,10 @@
-"""JAX arrays as tensors over their memory, and the other way round.
+"""Conversion between JAX arrays and tensors over the same memory.
 
 [Note: memory of JAX]
-Arrays become tensors through DLPack, without a copy. Tensors become arrays without one where they
-start at a multiple of 64 bytes, which XLA demands on the CPU; elsewhere XLA copies. An array over
-a result holds the result, and so its bucket's memory, until JAX lets go of it: programs that are
-still to read it hold it, too. JAX never writes into such memory, not even where it is donated.
+Arrays become tensors through DLPack, without a copy. Tensors become arrays without a copy if they
+start at a multiple of 64 bytes, which XLA requires on the CPU; otherwise XLA copies. An array over
+a result keeps its bucket's memory alive until JAX releases the array, which programs that have yet
+to read it also hold. JAX never writes to such memory, even if it is donated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fddp.errors import FddpError, TransformError, TreeMismatchError
 
-# What DLPack hands over from JAX to torch.
+# Dtypes that DLPack passes from JAX to torch.
 _DTYPES = frozenset(
     f"{kind}{bits}"
     for kind, widths in {
@@ -34,12 +34,12 @@ _DTYPES = frozenset(
     for bits in widths
 )
 
-#: a device of JAX; None for arrays that stay tensors
+#: JAX device of a result; None for tensors that stay tensors
 Home = Any
 
 
 def to_tensor(array: jax.Array) -> Tensor:
-    """A tensor over an array's memory; it must not be written.
+    """Return a tensor over an array's memory. It must not be written to.
 
     Raises:
         TransformError, TreeMismatchError: as `to_tensors`.
@@ -55,19 +55,20 @@ def to_tensor(array: jax.Array) -> Tensor:
 
 
 def to_array(tensor: Tensor, device: Any = None) -> jax.Array:
-    """An array of a tensor's values, over its memory if that starts at a multiple of 64 bytes.
+    """Return an array of a tensor's values, over its memory if that starts at a multiple of 64
+    bytes.
 
     Args:
-        tensor: in CPU memory; must not be written any more.
-        device: the CPU device of JAX to which the array is committed; None for the first.
+        tensor: a tensor in CPU memory, which must not be written to afterwards.
+        device: JAX CPU device to which the array is committed; None for the first.
 
     Returns:
-        An array of the same dtype; where JAX has no 64-bit types, of the one that it puts in their
-        place, as a copy. So are expanded tensors, and those with gaps between elements.
+        An array of the same dtype. It is a copy if the tensor is expanded or has gaps between
+        elements, or if JAX has 64-bit types disabled and substitutes the dtype.
 
     Raises:
-        ValueError: the tensor is not in CPU memory, or sparse; or integers do not fit into the
-            dtype that JAX puts in place of a 64-bit one.
+        ValueError: the tensor is not in CPU memory, or is sparse; or an integer does not fit into
+            the dtype that substitutes a 64-bit one.
 
     Example:
         >>> to_array(torch.arange(3.0)) + 1
@@ -75,12 +76,12 @@ def to_array(tensor: Tensor, device: Any = None) -> jax.Array:
     """
     if not tensor.is_cpu or tensor.layout is not torch.strided:
         raise ValueError(
-            f"the tensor is {tensor.layout} on {tensor.device}; to_array takes dense ones in CPU "
-            f"memory: pass tensor.cpu() or tensor.to_dense()"
+            f"the tensor is {tensor.layout} on {tensor.device}; to_array takes dense tensors in "
+            f"CPU memory: pass tensor.cpu() or tensor.to_dense()"
         )
     values = tensor.detach().resolve_conj().resolve_neg()
     if torch.empty_like(values, device="meta").stride() != values.stride():
-        values = values.contiguous()  # JAX takes no gaps between elements, and no shared ones
+        values = values.contiguous()  # JAX accepts neither gaps nor shared elements
     (array,) = to_arrays([values], [_cpu() if device is None else device])
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     if array.dtype == dtype:
@@ -101,20 +102,20 @@ def _check_fits(values: Tensor, dtype: Any) -> None:
 
 
 def to_tensors(leaves: Sequence[Any], paths: Sequence[str], what: str) -> list[Any]:
-    """Tensors over the memory of arrays, once their values are there.
+    """Return tensors over the memory of arrays, once the arrays are computed.
 
     Args:
-        leaves: JAX arrays. What `jax.grad` gives for integers (dtype float0) becomes None; other
-            leaves are left alone.
-        paths: of the leaves, for errors.
-        what: the tree in words, for errors.
+        leaves: JAX arrays. Gradients of integers (dtype float0) become None; other leaves are
+            unchanged.
+        paths: paths of the leaves, for errors.
+        what: name of the tree, for errors.
 
     Raises:
         TransformError: a leaf is a tracer.
-        TreeMismatchError: a leaf has a dtype that torch lacks, is spread over several devices, or
-            lies elsewhere than in CPU memory.
+        TreeMismatchError: torch lacks a leaf's dtype, or a leaf is on several devices or not in CPU
+            memory.
     """
-    # Trees are large, and of few kinds, and JAX takes its time to say what is an array.
+    # One isinstance per type: trees are large, have few types, and JAX's check is slow.
     by_kind = dict(zip(map(type, leaves), leaves, strict=True))
     kinds = {kind for kind, leaf in by_kind.items() if isinstance(leaf, jax.Array)}
     arrays = [leaf for leaf in leaves if type(leaf) in kinds]
@@ -123,7 +124,7 @@ def to_tensors(leaves: Sequence[Any], paths: Sequence[str], what: str) -> list[A
         array, error, text = problem
         path = next(path for path, leaf in zip(paths, leaves, strict=True) if leaf is array)
         raise error(f"leaf {path!r} of the {what} {text}")
-    # DLPack would wait with the interpreter locked, which callbacks of a running program need.
+    # DLPack would wait while holding the GIL, which callbacks of a running program need.
     jax.block_until_ready(arrays)
     tensors = map(torch._C._from_dlpack, map(_exporter(), arrays))
     if len(arrays) == len(leaves):
@@ -132,8 +133,8 @@ def to_tensors(leaves: Sequence[Any], paths: Sequence[str], what: str) -> list[A
 
 
 def homes_of(leaves: Sequence[Any]) -> list[Home]:
-    """The device for each leaf's result: that of its array, that of the first array for a leaf that
-    is none, and None for a tensor, which stays one."""
+    """Return the device for each leaf's result: that of its array, None for a tensor, and for other
+    leaves that of the first array."""
     first = next((leaf.device for leaf in leaves if isinstance(leaf, jax.Array)), _cpu())
     if _has_one_device():
         return [None if isinstance(leaf, Tensor) else first for leaf in leaves]
@@ -144,7 +145,7 @@ def homes_of(leaves: Sequence[Any]) -> list[Home]:
 
 
 def to_arrays(tensors: Sequence[Tensor | None], homes: Sequence[Home]) -> list[Any]:
-    """Arrays over the memory of results, each on its device; None stays None."""
+    """Return arrays over the memory of results, each on its device. None stays None."""
     array_of, capsule_of = _importer(), torch._C._to_dlpack
     return [
         tensor if tensor is None or home is None else array_of(capsule_of(tensor), home, None)
@@ -153,7 +154,7 @@ def to_arrays(tensors: Sequence[Tensor | None], homes: Sequence[Home]) -> list[A
 
 
 def _problem(arrays: Sequence[jax.Array]) -> tuple[jax.Array, type[FddpError], str] | None:
-    """The first array that can't be taken, with the error and why."""
+    """Return the first unsupported array, with the error type and text."""
     kinds = zip(map(type, arrays), [array.dtype for array in arrays], strict=True)
     some = dict(zip(kinds, arrays, strict=True)).values()
     checks: list[tuple[Any, Iterable[jax.Array]]]
@@ -170,9 +171,8 @@ def _tracer_problem(array: jax.Array) -> tuple[type[FddpError], str] | None:
     if not isinstance(array, jax.core.Tracer):
         return None
     return TransformError, (
-        f"is traced by JAX ({type(array).__name__}), and has no values yet; call this outside of "
-        f"jax.jit, jax.grad and jax.vmap, or use fddp.jax.pmean or grad_sync, which work "
-        f"inside"
+        f"is traced by JAX ({type(array).__name__}) and has no values yet; call this outside of "
+        f"jax.jit, jax.grad and jax.vmap, or use fddp.jax.pmean or grad_sync, which work inside"
     )
 
 
@@ -184,8 +184,8 @@ def _dtype_problem(array: jax.Array) -> tuple[type[FddpError], str] | None:
         )
     if array.dtype.name not in _DTYPES:
         return TreeMismatchError, (
-            f"is of dtype {array.dtype.name}, which torch lacks or can't take from JAX; cast it, "
-            f"or pass None there"
+            f"is of dtype {array.dtype.name}, which torch lacks or cannot import from JAX; cast "
+            f"it, or pass None there"
         )
     return None
 
@@ -209,7 +209,7 @@ def _place_problem(array: jax.Array) -> tuple[type[FddpError], str] | None:
 
 @cache
 def _has_one_device() -> bool:
-    """Whether all arrays of this process lie in one place, in CPU memory; fixed once JAX runs."""
+    """Return True if all arrays of this process are in CPU memory of one device."""
     devices = jax.devices()
     return len(devices) == 1 and devices[0].platform == "cpu"
 
@@ -228,14 +228,14 @@ def _exporter() -> Callable[[jax.Array], Any]:
 
 
 def _importer() -> Callable[[Any, Any, None], Any]:
-    """Takes a capsule, the device of the array, and None for a stream."""
+    """Return a function of a capsule, the array's device, and None for the stream."""
     return getattr(_native(), "dlpack_managed_tensor_to_buffer", _by_public_functions)
 
 
 @cache
 def _native() -> Any:
-    """Where jaxlib has what the public functions call, if it is there: that takes a tenth of their
-    time, and what they check is checked here once for a whole tree."""
+    """Return the private jaxlib module with the functions behind the public ones, or None. They
+    take a tenth of the time; the checks they skip are done here once per tree."""
     try:
         return importlib.import_module("jaxlib._jax")
     except ImportError:
@@ -243,6 +243,6 @@ def _native() -> Any:
 
 
 def _by_public_functions(capsule: Any, device: Any, stream: None) -> Any:
-    # JAX takes no capsules any more.
+    # JAX no longer accepts capsules.
     tensor = torch._C._from_dlpack(capsule)
     return jax.device_put(jax.dlpack.from_dlpack(tensor), device)

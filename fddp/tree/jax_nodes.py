@@ -1,7 +1,7 @@
-"""Containers that are registered with `jax.tree_util`, taken apart by one level: modules of
-Equinox, states and variables of Flax, and users' own.
+"""One-level flattening of containers registered with `jax.tree_util`: modules of Equinox, states
+and variables of Flax, and users' own.
 
-Nothing here imports JAX: where it is not imported, nobody has registered anything.
+JAX is never imported here: unless it already is, nothing can be registered with it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def is_node(value: Any) -> bool:
-    """Whether JAX takes a value apart. `None` is a leaf here.
+    """Return True if JAX treats a value as a container. `None` is a leaf here.
 
     >>> is_node(0.5)
     False
@@ -21,7 +21,7 @@ def is_node(value: Any) -> bool:
 
 
 def flatten_node(node: Any) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
-    """The children of a container, what it is without them, and the entry that leads to each."""
+    """Return the children of a container, its structure, and the entry of each child."""
     tree_util = sys.modules["jax.tree_util"]
     pairs, treedef = tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)
     entries = tuple(_entry(path) for path, _ in pairs)
@@ -29,12 +29,12 @@ def flatten_node(node: Any) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
 
 
 def unflatten_node(treedef: Any, children: Any) -> Any:
-    """The container around other children."""
+    """Build the container around other children."""
     return treedef.unflatten(children)
 
 
 def _entry(path: tuple[Any, ...]) -> Any:
-    """What users call a child: the name of an attribute, a key or a number."""
+    """Return the user's name for a child: an attribute, a key or an index."""
     (key,) = path
     for attribute in ("name", "key", "idx"):
         if hasattr(key, attribute):

@@ -1,4 +1,4 @@
-"""From a tree to its bucket plan."""
+"""Bucket plans of trees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fddp.tree.describe import leaf_specs
 from fddp.tree.pytree import flatten, insertion_order
 
 MIB_BYTES = 1024 * 1024
-"""Bytes of what DDP, and so fddp, calls a MB."""
+"""Bytes per MB, as DDP counts them."""
 
 _INEXACT_PREFIXES = ("float", "bfloat", "complex")
 _TWO_RANKS = Topology(world=2)
@@ -36,28 +36,28 @@ def plan_buckets(
 ) -> BucketPlan:
     """Plan the buckets in which the gradients of a tree are reduced.
 
-    Needs no process group and no memory: of the leaves, only their attributes are read. For the
-    same leaves, order and caps the buckets are those of torch's DistributedDataParallel.
+    Needs no process group and reads only attributes of the leaves. For the same leaves, order and
+    caps, the buckets are those of torch's DistributedDataParallel.
 
     Args:
-        tree: any pytree of torch tensors (on the meta device, too), NumPy arrays, JAX arrays and
+        tree: any pytree of torch tensors (also on the meta device), NumPy arrays, JAX arrays and
             `jax.ShapeDtypeStruct`; `None` is a leaf without gradient.
-        bucket_cap_mb: a bucket is closed once it holds that many MB (of 1024 * 1024 bytes). A
-            list has the caps of the first, second, ... bucket of each dtype and device; its last
-            one repeats, and `first_bucket_mb` is not used.
-        first_bucket_mb: cap of the first bucket of each dtype and device, which is small so that
-            it leaves early. It is used as given, also where it is more than `bucket_cap_mb`.
-        order: indices (into the plan's leaves) of the leaves to reduce, in the order in which
-            they are offered to the buckets; by default the reverse of the order in which the
-            tree's containers were filled, about that in which gradients arrive.
-        sparse: paths of leaves whose gradients are sparse; each has a bucket of its own.
-        select: called with each reducible leaf's path; leaves it declines are in no bucket, and
-            so stay local.
+        bucket_cap_mb: size in MB (of 1024 * 1024 bytes) at which a bucket is closed. A list has the
+            caps of the first, second, ... bucket of each dtype and device; the last one repeats,
+            and `first_bucket_mb` is ignored.
+        first_bucket_mb: cap of the first bucket of each dtype and device, small so that it launches
+            early. It applies even if it is above `bucket_cap_mb`.
+        order: indices (into the plan's leaves) of the leaves to reduce, in the order in which they
+            fill the buckets. Default: reverse insertion order of the tree's containers, which
+            approximates the order in which gradients arrive.
+        sparse: paths of leaves whose gradients are sparse; each gets a bucket of its own.
+        select: predicate on the path of each reducible leaf; leaves for which it is False are not
+            reduced.
 
     Raises:
-        NoGradientError: there is no floating or complex leaf, or `select` declines all.
-        TypeError: a leaf is no array, or of a floating dtype that is not reduced (float8).
-        ValueError: a cap, a path in `sparse` or an index in `order` is wrong.
+        NoGradientError: there is no floating or complex leaf, or `select` rejects all.
+        TypeError: a leaf is not an array, or has a floating dtype that cannot be reduced (float8).
+        ValueError: a cap, a path in `sparse` or an index in `order` is invalid.
 
     >>> import numpy as np
     >>> tree = {"weight": np.zeros((4, 2)), "bias": np.zeros(4), "step": np.zeros((), np.int64)}
@@ -88,29 +88,28 @@ def plan_optimal(
 ) -> BucketPlan:
     """Plan the buckets whose step is the shortest in simulation.
 
-    For leaves of one dtype on one device and the algorithm "all_reduce", no other plan whose
-    buckets are contiguous in ready order simulates faster. Several dtypes or devices, which share
-    the links, and other algorithms get the best plan that is found. Never is it slower, in
-    simulation, than `plan_buckets` with its default caps, in registration or in ready order.
+    For leaves of one dtype on one device and the algorithm "all_reduce", no other plan with
+    buckets contiguous in ready order simulates faster. For several dtypes or devices, which share
+    the links, and for other algorithms, the plan is the best one found. In simulation it is never
+    slower than `plan_buckets` with its default caps, in registration or in ready order.
 
     Args:
         tree: as in `plan_buckets`.
-        ready_times_s: seconds from the start of a step until each gradient is there, by path or for
-            each leaf in the plan's order; NaN for a leaf that gets none. See `simulate`.
-        cost: the model of the links, or one for each axis of the topology.
+        ready_times_s: seconds from the start of a step to each gradient, by path or for each leaf
+            in the plan's order; NaN for a leaf without a gradient. See `simulate`.
+        cost: cost model of the links, or one for each axis of the topology.
         topology: the ranks.
-        algorithm: how buckets are reduced; see `make_schedule`.
+        algorithm: algorithm that reduces the buckets; see `make_schedule`.
         sparse: as in `plan_buckets`; these buckets come last.
         select: as in `plan_buckets`.
 
     Returns:
-        A plan whose order is that in which leaves are ready. The cap of each bucket is its size,
-        and the cap of the plan, for a later `rebucket`, that of its largest bucket; unless one of
-        `plan_buckets` is best.
+        A plan in ready order. The cap of each bucket is its size, and the cap of the plan, for a
+        later `rebucket`, is the size of its largest bucket; unless a plan of `plan_buckets` is
+        best.
 
     Raises:
-        NoGradientError: there is no floating or complex leaf, or `select` declines all.
-        TypeError: a leaf is no array, or of a floating dtype that is not reduced (float8).
+        NoGradientError, TypeError: as `plan_buckets`.
         ValueError: as from `simulate`, `make_schedule`, or for a path in `sparse`.
 
     >>> import numpy as np
@@ -128,7 +127,7 @@ def plan_optimal(
 def _described(
     tree: Any, sparse: Iterable[str], select: Callable[[str], bool] | None
 ) -> tuple[Sequence[LeafSpec], list[int]]:
-    """Every leaf, and those to reduce in the reverse of the order of registration."""
+    """Describe all leaves, and list those to reduce in reverse insertion order."""
     leaves, treedef = flatten(tree)
     declared_sparse = _sparse_paths(sparse, treedef.paths)
     specs = leaf_specs(treedef.paths, leaves, declared_sparse)
@@ -142,7 +141,7 @@ def _caps_bytes(bucket_cap_mb: float | Sequence[float], first_bucket_mb: float) 
     if isinstance(bucket_cap_mb, Sequence) and not isinstance(bucket_cap_mb, str):
         caps = {f"bucket_cap_mb[{number}]": cap for number, cap in enumerate(bucket_cap_mb)}
         if not caps:
-            raise ValueError("bucket_cap_mb is an empty list; it must hold one cap at least")
+            raise ValueError("bucket_cap_mb is an empty list; it must hold at least one cap")
     else:
         caps = {"first_bucket_mb": first_bucket_mb, "bucket_cap_mb": bucket_cap_mb}
     return tuple(_bytes(name, cap_mb) for name, cap_mb in caps.items())
@@ -152,7 +151,7 @@ def _bytes(name: str, cap_mb: Any) -> int:
     is_number = isinstance(cap_mb, Real) and not isinstance(cap_mb, bool)
     if not is_number or not 1 <= cap_mb * MIB_BYTES <= MAX_COUNT:
         raise ValueError(
-            f"{name} must be a finite number of MB (of {MIB_BYTES} bytes) that makes at least one "
+            f"{name} must be a finite number of MB (of {MIB_BYTES} bytes) that is at least one "
             f"byte, got {cap_mb!r}"
         )
     return int(cap_mb * MIB_BYTES)
@@ -162,7 +161,7 @@ def _check_sparse(specs: Sequence[LeafSpec]) -> None:
     for spec in specs:
         if spec.sparse and not spec.reducible:
             raise ValueError(
-                f"sparse holds {spec.path!r}, of dtype {spec.dtype}, which has no gradient; name "
+                f"sparse holds {spec.path!r} of dtype {spec.dtype}, which has no gradient; name "
                 "leaves of a floating or complex dtype"
             )
 
@@ -176,13 +175,13 @@ def _sparse_paths(sparse: Iterable[str], paths: Sequence[str]) -> frozenset[str]
         close = difflib.get_close_matches(str(unknown[0]), paths)
         raise ValueError(
             f"sparse holds {len(unknown)} paths that the tree of {len(paths)} leaves does not "
-            f"have, the first is {unknown[0]!r}; near it are: {', '.join(map(repr, close)) or '-'}"
+            f"have; the first is {unknown[0]!r}; similar: {', '.join(map(repr, close)) or '-'}"
         )
     return declared
 
 
 def _selected(specs: Sequence[LeafSpec], select: Callable[[str], bool] | None) -> set[int]:
-    """Indices of the leaves to reduce."""
+    """Return the indices of the leaves to reduce."""
     selected = set()
     for index, spec in enumerate(specs):
         supported = spec.dtype in ITEM_BYTES
@@ -192,8 +191,8 @@ def _selected(specs: Sequence[LeafSpec], select: Callable[[str], bool] | None) -
             continue
         if not supported:
             raise TypeError(
-                f"leaf {spec.path!r} is of dtype {spec.dtype}, which gradients cannot be reduced "
-                f"in ({', '.join(ITEM_BYTES)} can); cast it, or keep it local: "
+                f"leaf {spec.path!r} has dtype {spec.dtype}, in which gradients cannot be reduced "
+                f"({', '.join(ITEM_BYTES)} can); cast it, or keep it local: "
                 f"select=lambda path: path != {spec.path!r}"
             )
         selected.add(index)
@@ -202,21 +201,21 @@ def _selected(specs: Sequence[LeafSpec], select: Callable[[str], bool] | None) -
         there = ", ".join(f"{count} of {dtype}" for dtype, count in sorted(found.items()))
         raise NoGradientError(
             f"there is nothing to reduce: the tree has {len(specs)} leaves ({there or 'empty'}), "
-            f"and no floating or complex one {'that select keeps' if select else 'among them'}"
+            f"and no floating or complex leaf{' that select accepts' if select else ''}"
         )
     return selected
 
 
 def _check_complete(plan: BucketPlan, selected: set[int]) -> None:
-    """The order that a caller gave must offer just the leaves that are to be reduced."""
+    """Check that an explicit order holds exactly the leaves to reduce."""
     offered = set(plan.order)
     for problem, leaves in (
         ("leaves out", selected - offered),
-        ("holds, though select declines it,", offered - selected),
+        ("holds, though select rejects it,", offered - selected),
     ):
         if leaves:
             leaf = min(leaves)
             raise ValueError(
                 f"order {problem} leaf {leaf} ({plan.leaves[leaf].path!r}) and {len(leaves) - 1} "
-                f"more; it has {len(offered)} leaves, to be reduced are {len(selected)}"
+                f"more; it has {len(offered)} leaves, and {len(selected)} are to be reduced"
             )

@@ -1,21 +1,20 @@
-"""Trees and their leaves: the only place that takes a tree apart or puts one together.
+"""Flattening and unflattening of pytrees. No other module does either.
 
-A tree is whatever optree knows as one: dicts, OrderedDicts, defaultdicts, lists, tuples, named
-tuples, deques and nodes registered with it, in each other; and, where JAX is imported, what is
-registered with `jax.tree_util`. Everything else is a leaf, and so is `None`: the position of a
-gradient that is not there.
+A tree is whatever optree accepts: nested dicts, OrderedDicts, defaultdicts, lists, tuples, named
+tuples, deques and registered nodes; and, if JAX is imported, containers registered with
+`jax.tree_util`. Everything else is a leaf. So is `None`, which marks a missing gradient.
 
 [Note: canonical order]
 Leaves are numbered by path, entry by entry: integers first, by value, then strings by code point,
-then other keys by the name of their type and their `repr`. So ranks number the same leaves alike,
-whatever order their dicts were filled in. optree sorts the keys of dicts, but not those of
-OrderedDicts.
+then other keys by the name of their type and their `repr`. All ranks therefore number the same
+leaves alike, in whatever order their dicts were filled. optree sorts the keys of dicts, but not
+those of OrderedDicts.
 
 [Note: trees in graphs]
-Where dynamo traces, optree's functions are torch's in Python, which are many steps, and caches are
-not followed. There the entries on the way to each leaf are listed, by `traced.py` where it
-knows the containers, and a function that dynamo calls instead of tracing works out the order from
-them, once a graph.
+Under dynamo, optree's functions are replaced by slow Python versions of torch's, and caches are not
+traced. There the entries that lead to each leaf are listed, by `traced.py` if it knows the
+containers, and a function that dynamo calls instead of tracing derives the order from them, once
+per graph.
 """
 
 from __future__ import annotations
@@ -43,26 +42,26 @@ Tree = TypeVar("Tree")
 
 _KNOWN_STRUCTURES = 128
 _MAX_PATHS_SHOWN = 5
-_NAMESPACE = "fddp"  # in optree, of containers that JAX knows
+_NAMESPACE = "fddp"  # optree namespace of containers registered with JAX
 
 _learned: set[type] = set()
 _learning = Lock()
 
 
 class _Structure(NamedTuple):
-    """What all trees of one optree structure have in common; see [Note: canonical order]."""
+    """Properties shared by all trees of one optree structure; see [Note: canonical order]."""
 
     paths: tuple[str, ...]  # in canonical order
-    positions: tuple[int, ...]  # in canonical order: where each leaf comes in optree's order
-    is_sorted: bool  # whether the two orders are the same
+    positions: tuple[int, ...]  # for each leaf in canonical order, its position in optree's
+    is_sorted: bool  # True if the two orders are equal
 
 
 @dataclass(frozen=True)
 class TreeDef:
-    """A tree without its leaves.
+    """Structure of a tree.
 
-    Two are equal if they have the same containers with the same keys, whatever order plain dicts
-    were filled in. Equal ones have equal `paths`; equal `paths` do not make equal containers.
+    Two are equal if they have the same containers with the same keys, in whatever order plain dicts
+    were filled. Equal structures have equal `paths`; the converse does not hold.
 
     >>> leaves, treedef = flatten({"b": 1, "a": [2, 3]})
     >>> leaves, treedef.paths
@@ -76,14 +75,14 @@ class TreeDef:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Paths of the leaves, in canonical order; a bare leaf has the empty path."""
+        """Paths of the leaves, in canonical order. A bare leaf has the empty path."""
         return self._structure.paths
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """The tree of these containers around other leaves, given in canonical order.
+        """Build the tree around other leaves, in canonical order.
 
         Raises:
-            ValueError: there are more or fewer leaves than paths.
+            ValueError: the number of leaves is wrong.
         """
         if len(leaves) != len(self.paths):
             raise ValueError(f"got {len(leaves)} leaves for a tree of {len(self.paths)}")
@@ -96,38 +95,30 @@ class TreeDef:
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
-    """The leaves of a tree in canonical order, and the tree without them.
+    """Return the leaves of a tree in canonical order, and its structure.
 
-    The order is worked out once for each structure. After that a call costs little more than
-    optree's own flatten, as it must: it runs on every step.
+    The order is computed once per structure; after that a call costs little more than optree's own
+    flatten.
 
     Raises:
-        TypeError: a key has no text that is the same on every rank.
+        TypeError: the text of a key differs between ranks.
         ValueError: two leaves have the same path.
     """
     if torch.compiler.is_dynamo_compiling():
         return _traced(tree)
     leaves, treespec = optree.tree_flatten(tree, none_is_leaf=True)
     if "jax.tree_util" in sys.modules:
-        leaves, treespec = _with_nodes_of_jax(tree, leaves, treespec)
+        while _learn_nodes(leaves):  # whose children may be further nodes
+            leaves, treespec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
     structure = _structure(treespec)
     if not structure.is_sorted:
         leaves = list(itemgetter(*structure.positions)(leaves))
     return leaves, TreeDef(treespec, structure)
 
 
-def _with_nodes_of_jax(
-    tree: Any, leaves: list[Any], treespec: PyTreeSpec
-) -> tuple[list[Any], PyTreeSpec]:
-    """Takes containers apart that only JAX knows; they may hold others."""
-    while _learn_nodes(leaves):
-        leaves, treespec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
-    return leaves, treespec
-
-
 def _learn_nodes(leaves: Sequence[Any]) -> bool:
-    """Whether there are containers of JAX among what optree took for leaves. They are registered in
-    a namespace, so that others who use optree see no change."""
+    """Register the containers of JAX among optree's leaves, and return True if there are any. Their
+    namespace hides them from other users of optree."""
     by_type = dict(zip(map(type, leaves), leaves, strict=True))
     nodes = [kind for kind, leaf in by_type.items() if jax_nodes.is_node(leaf)]
     with _learning:
@@ -141,15 +132,15 @@ def _learn_nodes(leaves: Sequence[Any]) -> bool:
 
 
 def tree_map(fn: Callable[..., Any], tree: Tree, *rest: Any) -> Tree:
-    """Apply `fn` to the leaves of `tree`, together with those of the same path in other trees.
+    """Apply `fn` to the leaves of `tree` and the leaves of the same path in other trees.
 
-    Where a leaf is `None` in any of the trees, the leaf of `tree` stays as it is and `fn` is not
-    called: a gradient that is not there leaves its parameter alone.
+    If a leaf is `None` in any of the trees, the leaf of `tree` is returned unchanged and `fn` is
+    not called, so a parameter without a gradient is kept.
 
     Args:
-        fn: takes one leaf of `tree` and of each tree in `rest`.
-        tree: gives the result its containers.
-        rest: trees with the same paths, in whatever containers and order.
+        fn: function of one leaf of `tree` and of each tree in `rest`.
+        tree: tree with the containers of the result.
+        rest: trees with the same paths, in any containers and order.
 
     Raises:
         TreeMismatchError: a tree in `rest` has other paths.
@@ -173,9 +164,7 @@ def tree_map(fn: Callable[..., Any], tree: Tree, *rest: Any) -> Tree:
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply `fn` to every leaf that is not `None`, in a tree whose leaves need no names.
-
-    Unlike in `tree_map`, any keys will do.
+    """Apply `fn` to every leaf that is not `None`. Unlike in `tree_map`, any keys are allowed.
 
     >>> map_leaves(str, {"loss": 0.5, "note": None})
     {'loss': '0.5', 'note': None}
@@ -184,14 +173,10 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def insertion_order(tree: Any, treedef: TreeDef) -> tuple[int, ...]:
-    """Canonical leaf indices in the order in which the containers were filled.
+    """Return canonical leaf indices in the insertion order of the containers.
 
-    Modules register parameters in about the order in which forward uses them, so gradients arrive
-    in about the reverse of this.
-
-    Args:
-        tree: any tree.
-        treedef: that of this very tree, as `flatten` gives it.
+    Modules register parameters roughly in the order of use in forward, so gradients arrive roughly
+    in the reverse of this order. `treedef` must be that of `tree`.
 
     >>> tree = {"b": 0.0, "a": [0.0, 0.0]}
     >>> insertion_order(tree, flatten(tree)[1])
@@ -206,18 +191,17 @@ def insertion_order(tree: Any, treedef: TreeDef) -> tuple[int, ...]:
 
 
 def check_paths(treedef: TreeDef, paths: tuple[str, ...], what: str) -> None:
-    """Make sure that the leaves of a tree are those of a plan, one by one.
+    """Check that the leaves of a tree are those of a plan, in order.
 
-    It runs on every step, so paths are interned here and in plans: when all is well, this compares
-    pointers.
+    Paths are interned here and in plans, so in the usual case this compares pointers.
 
     Args:
-        treedef: of the tree in question.
-        paths: those of the plan, in its order.
-        what: names the tree in the error, as `"gradients"`.
+        treedef: structure of the tree.
+        paths: paths of the plan, in its order.
+        what: name of the tree in the error, such as `"gradients"`.
 
     Raises:
-        TreeMismatchError: paths are missing or unexpected, or numbered in another order.
+        TreeMismatchError: paths are missing, unexpected or in another order.
     """
     if treedef.paths != paths:
         raise _mismatch(treedef.paths, paths, what)
@@ -238,14 +222,14 @@ def _mismatch(paths: tuple[str, ...], expected: tuple[str, ...], what: str) -> T
     if known == wanted:
         path, other = next(pair for pair in zip(paths, expected, strict=True) if pair[0] != pair[1])
         return TreeMismatchError(
-            f"{what} has the expected {len(paths)} paths, but in containers that number them in "
-            f"another order: {path!r} comes where {other!r} is expected; nest it as the tree that "
-            "the plan was made for"
+            f"{what} has the expected {len(paths)} paths, but its containers number them in "
+            f"another order: {path!r} comes where {other!r} is expected; nest it like the tree "
+            "that the plan was made for"
         )
     missing = [path for path in expected if path not in known]
     unexpected = [path for path in paths if path not in wanted]
     return TreeMismatchError(
-        f"{what} does not have the expected leaves: it has {len(paths)}, expected are "
+        f"{what} does not have the expected leaves: it has {len(paths)}, expected "
         f"{len(expected)}; missing: {_some(missing)}; unexpected: {_some(unexpected)}. "
         "Both trees must have the same paths, with None at a leaf that has no value"
     )
@@ -273,7 +257,7 @@ def _structure(treespec: PyTreeSpec) -> _Structure:
 
 @dataclass(frozen=True)
 class _TreeDefByExample(TreeDef):
-    """What `traced.py` has taken apart."""
+    """Structure of a tree flattened by `traced.py`."""
 
     _example: Any = field(default=None, compare=False, repr=False)
 
@@ -287,7 +271,7 @@ class _TreeDefByExample(TreeDef):
 
 
 def _traced(tree: Any) -> tuple[list[Any], TreeDef]:
-    """`flatten` where dynamo traces; see [Note: trees in graphs]."""
+    """Implement `flatten` under dynamo; see [Note: trees in graphs]."""
     leaves: list[Any] = []
     ways: list[tuple[Any, ...]] = []
     is_known = walk(tree, leaves, ways)
@@ -302,19 +286,19 @@ def _traced(tree: Any) -> tuple[list[Any], TreeDef]:
 
 
 def _traced_structure(treespec: PyTreeSpec) -> _Structure:
-    """`_structure` where dynamo traces, for any containers."""
+    """Implement `_structure` under dynamo, for any containers."""
     ways: list[tuple[Any, ...]] = []
     codes: list[str] = []
     _list_ways(treespec, (), "", ways, codes)
     structure = _structure_of_ways(tuple(ways), tuple(codes))
-    assert structure is not None  # as there are codes
+    assert structure is not None  # with codes it never is
     return structure
 
 
 def _list_ways(
     treespec: PyTreeSpec, way: tuple[Any, ...], code: str, ways: list[Any], codes: list[str]
 ) -> None:
-    """The entries that lead to each leaf, and the same as code, in optree's order."""
+    """List the entries that lead to each leaf, and the same as code, in optree's order."""
     if treespec.is_leaf():
         ways.append(way)
         codes.append(code)
@@ -332,7 +316,7 @@ def _list_ways(
 def _structure_of_ways(
     ways: tuple[tuple[Any, ...], ...], codes: tuple[str, ...] | None
 ) -> _Structure | None:
-    """What `_structure` gives, from constants; None where clashing paths can't be told apart."""
+    """Implement `_structure` on constants. Return None if clashing paths cannot be resolved."""
     keys = [[_mixed_key(entry) for entry in way] for way in ways]
     positions = sorted(range(len(ways)), key=keys.__getitem__)
     paths = [".".join(map(_entry_text, ways[position])) for position in positions]
@@ -343,16 +327,16 @@ def _structure_of_ways(
     return _Structure(tuple(map(intern, paths)), tuple(positions), positions == [*range(len(ways))])
 
 
-# What `torch._dynamo.assume_constant_result` sets, without loading dynamo.
+# Equivalent to `torch._dynamo.assume_constant_result`, without importing dynamo.
 _structure_of_ways._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _canonical(
     treespec: PyTreeSpec, known: dict[PyTreeSpec, tuple[list[int], list[str]]]
 ) -> tuple[list[int], list[str]]:
-    """optree's position and the path of each leaf, in canonical order.
+    """Return optree's position and the path of each leaf, in canonical order.
 
-    Models repeat their layers, so each distinct subtree is worked out once and kept in `known`.
+    Models repeat layers, so each distinct subtree is computed once and cached in `known`.
     """
     if treespec.is_leaf():
         return [0], [""]
@@ -380,7 +364,7 @@ def _canonical(
 
 
 def _walk_as_filled(node: Any, treespec: PyTreeSpec, first: int, filled: list[int]) -> None:
-    """Add optree's positions of the leaves under `node` as its containers have them."""
+    """Append optree's positions of the leaves under `node` in insertion order."""
     if treespec.is_leaf():
         filled.append(first)
         return
@@ -405,7 +389,7 @@ def _walk_as_filled(node: Any, treespec: PyTreeSpec, first: int, filled: list[in
 
 
 def _entries(treespec: PyTreeSpec) -> Sequence[Any]:
-    """What leads to each child; optree has numbers where a named tuple has names."""
+    """Return the entry of each child. optree numbers fields of named tuples; return their names."""
     container = treespec.type
     if container is not None and container is not tuple and issubclass(container, tuple):
         if treespec.kind == PyTreeKind.NAMEDTUPLE:
@@ -416,14 +400,14 @@ def _entries(treespec: PyTreeSpec) -> Sequence[Any]:
 
 
 def _entry_keys(entries: Sequence[Any]) -> Sequence[Any]:
-    """What siblings are sorted by; see [Note: canonical order]."""
+    """Return the sort keys of siblings; see [Note: canonical order]."""
     if set(map(type, entries)) in ({str}, {int}):
         return entries
     return [_mixed_key(entry) for entry in entries]
 
 
 def _mixed_key(entry: Any) -> tuple[Any, ...]:
-    """By which an entry is sorted among entries of any types."""
+    """Return the sort key of an entry among entries of any types."""
     if type(entry) is int:
         return (0, entry)
     if type(entry) is str:
@@ -437,14 +421,14 @@ def _entry_text(entry: object) -> str:
     text = repr(entry)
     if " at 0x" in text:
         raise TypeError(
-            f"the tree has the key {text}, whose text differs from rank to rank, so that leaves "
-            "cannot be named by it; use a string or an integer, or give its type a __repr__"
+            f"the tree has the key {text}, whose text differs between ranks, so leaves cannot be "
+            "named by it; use a string or an integer, or give its type a __repr__"
         )
     return text
 
 
 def _disambiguated(paths: list[str], codes: list[str]) -> list[str]:
-    """Paths in which clashing ones, as of {"a.b": x, "a": {"b": y}}, are written as code."""
+    """Replace clashing paths, such as those of {"a.b": x, "a": {"b": y}}, by code."""
     counts = Counter(paths)
     mixed = [code if counts[path] > 1 else path for path, code in zip(paths, codes, strict=True)]
     for unique in (mixed, codes):

@@ -1,7 +1,7 @@
-"""Trees of the usual containers, walked in few steps of the interpreter.
+"""Flattening of trees of common containers in few interpreter steps.
 
-Where dynamo traces, each step of Python costs what a small kernel does, and optree's functions take
-many. Containers other than those named here, in whatever depth, are left to optree.
+Under dynamo, each Python instruction costs as much as a small kernel, and optree's functions take
+many. Trees with any other container are left to optree.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from typing import Any
 
 from torch import Tensor
 
-Way = tuple[Any, ...]
+Entries = tuple[Any, ...]
+"""Keys, indices or field names on the way from the root of a tree to a node."""
 
 
-def walk(tree: Any, leaves: list[Any], ways: list[Way], way: Way = ()) -> bool:
-    """Lists the leaves of a tree as its containers are filled, and the entries that lead to each.
+def walk(tree: Any, leaves: list[Any], ways: list[Entries], way: Entries = ()) -> bool:
+    """List the leaves of a tree in insertion order, with the entries that lead to each.
 
     Args:
         tree: any tree.
-        leaves, ways: what is appended to.
-        way: the entries that lead to `tree`.
+        leaves, ways: lists to append to.
+        way: entries that lead to `tree`.
 
     Returns:
-        Whether the tree has only containers of known types; else the lists are of no use.
+        True if all containers have known types; otherwise the lists are incomplete.
 
     >>> leaves, ways = [], []
     >>> walk({"b": 1.0, "a": [2.0, None]}, leaves, ways), leaves, ways
@@ -47,7 +48,7 @@ def walk(tree: Any, leaves: list[Any], ways: list[Way], way: Way = ()) -> bool:
 
 
 def rebuilt(tree: Any, leaves: Iterator[Any]) -> Any:
-    """The containers of `tree` around other leaves, which come in the order of `walk`.
+    """Build the containers of `tree` around other leaves, in the order of `walk`.
 
     >>> rebuilt({"b": 1.0, "a": [2.0, None]}, iter("xyz"))
     {'b': 'x', 'a': ['y', 'z']}
@@ -80,7 +81,7 @@ def _is_leaf(tree: Any) -> bool:
 
 
 def _entries(tree: Any) -> Iterable[tuple[Any, Any]] | None:
-    """A container's entries and children; None if it is of no known type."""
+    """Return a container's entries and children, or None if its type is unknown."""
     kind = type(tree)
     if kind is dict or kind is OrderedDict or kind is defaultdict:
         items: Iterable[tuple[Any, Any]] = tree.items()

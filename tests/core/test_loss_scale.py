@@ -59,14 +59,14 @@ def test_scale_stays_within_its_bounds(steps: list[bool], every: int) -> None:
 @pytest.mark.parametrize(
     ("scale", "options", "text"),
     [
-        (LossScale(0.0), {}, "a loss scale is finite and above 0, got 0.0"),
-        (LossScale(math.nan), {}, "a loss scale is finite and above 0, got nan"),
+        (LossScale(0.0), {}, "the loss scale must be finite and above 0, got 0.0"),
+        (LossScale(math.nan), {}, "the loss scale must be finite and above 0, got nan"),
         (LossScale(), {"backoff": 1.0}, "backoff between 0 and 1"),
         (LossScale(), {"every": 0}, "every at least 1"),
-        (LossScale(1.0, -5), {}, "the streak of a loss scale is not negative, got -5"),
-        (LossScale(2.0**-20), {}, "is from least to most, .*, got 9.5367431640625e-07"),
-        (LossScale(2.0**30), {}, "is from least to most, .*, got 1073741824.0; begin within"),
-        (LossScale(), {"most": 64.0}, r"from least to most, .* to 64.0, got 65536\.0"),
+        (LossScale(1.0, -5), {}, "the streak of a loss scale must not be negative, got -5"),
+        (LossScale(2.0**-20), {}, "least=.*, got 9.5367431640625e-07"),
+        (LossScale(2.0**30), {}, "most=.*, got 1073741824.0; start within"),
+        (LossScale(), {"most": 64.0}, r"least=.* and most=64.0, got 65536\.0"),
     ],
 )
 def test_invalid_options_are_refused(scale: LossScale, options: dict[str, Any], text: str) -> None:
@@ -78,13 +78,13 @@ def test_invalid_options_are_refused(scale: LossScale, options: dict[str, Any], 
 @pytest.mark.parametrize(
     ("scale", "all_finite", "options", "text"),
     [
-        (LossScale(), None, {}, "all_finite is True or False, got None; pass info.all_finite"),
-        (LossScale(), True, {"growth": "2"}, "growth is a real number, got '2'"),
-        (LossScale(), True, {"most": None}, "most is a real number, got None"),
-        (LossScale(), True, {"every": 1.5}, "every is a number of steps, an int, got 1.5"),
-        (LossScale(8.0, 1.5), True, {}, "the streak of a loss scale is a number of steps"),
-        ((8.0, 1), True, {}, r"scale is a LossScale of two numbers, got \(8.0, 1\)"),
-        (LossScale(None), True, {}, "scale is a LossScale of two numbers"),
+        (LossScale(), None, {}, "all_finite must be a bool, got None; pass info.all_finite"),
+        (LossScale(), True, {"growth": "2"}, "growth must be a real number, got '2'"),
+        (LossScale(), True, {"most": None}, "most must be a real number, got None"),
+        (LossScale(), True, {"every": 1.5}, "every must be a number of steps, an int, got 1.5"),
+        (LossScale(8.0, 1.5), True, {}, "the streak of a loss scale must be a number of steps"),
+        ((8.0, 1), True, {}, r"scale must be a LossScale of two numbers, got \(8.0, 1\)"),
+        (LossScale(None), True, {}, "scale must be a LossScale of two numbers"),
     ],
 )
 def test_wrong_types_are_refused(

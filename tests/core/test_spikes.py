@@ -147,7 +147,7 @@ def test_norms_that_do_not_vary_leave_room() -> None:
         ({"deviations": 0.0}, "deviations must be finite and above 0, got 0.0"),
         ({"least_factor": 1.0}, "least_factor must be finite and above 1, got 1.0"),
         ({"warmup": 9, "window": 8}, "warmup must be from 1 to window, got warmup=9 and window=8"),
-        ({"grad_norm": -1.0}, "a norm is not negative, got -1.0"),
+        ({"grad_norm": -1.0}, "grad_norm must not be negative, got -1.0"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, float], text: str) -> None:
@@ -158,14 +158,17 @@ def test_options_that_make_no_sense(options: dict[str, float], text: str) -> Non
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"grad_norm": None}, "a norm is a real number, got a NoneType; pass SyncInfo.grad_norm"),
-        ({"grad_norm": True}, "a norm is a real number, got a bool"),
-        ({"window": 128.0}, r"window is a number of norms, an int, got 128\.0"),
-        ({"deviations": "6"}, "deviations is a real number, got '6'"),
-        ({"least_factor": True}, "least_factor is a real number, got True"),
-        ({"warmup": True}, "warmup is a number of norms, an int, got True"),
-        ({"history": (0.0,)}, "history is a NormHistory, got a tuple; begin with NormHistory"),
-        ({"history": NormHistory(("1",))}, "history holds floats, got a str at position 0"),
+        (
+            {"grad_norm": None},
+            "grad_norm must be a real number, got a NoneType; pass SyncInfo.grad_norm",
+        ),
+        ({"grad_norm": True}, "grad_norm must be a real number, got a bool"),
+        ({"window": 128.0}, r"window must be a number of norms, an int, got 128\.0"),
+        ({"deviations": "6"}, "deviations must be a real number, got '6'"),
+        ({"least_factor": True}, "least_factor must be a real number, got True"),
+        ({"warmup": True}, "warmup must be a number of norms, an int, got True"),
+        ({"history": (0.0,)}, "history must be a NormHistory, got a tuple; start with NormHistory"),
+        ({"history": NormHistory(("1",))}, "history must hold floats, got a str at position 0"),
     ],
 )
 def test_wrong_types_are_refused(options: dict[str, Any], text: str) -> None:
@@ -175,7 +178,7 @@ def test_wrong_types_are_refused(options: dict[str, Any], text: str) -> None:
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, 710.0, -745.0])
 def test_a_history_in_which_nothing_would_be_a_spike_is_refused(odd: float) -> None:
-    with pytest.raises(ValueError, match=f"logarithms of norms, got {odd} at position 1"):
+    with pytest.raises(ValueError, match=f"positive floats, got {odd} at position 1"):
         check_norm(NormHistory((0.0, odd)), 1.0)
 
 
@@ -192,7 +195,7 @@ def test_a_norm_beyond_floats_is_infinite() -> None:
     same, verdict = check_norm(history, 10**400, **QUICK)
     assert same is history
     assert verdict.is_spike
-    with pytest.raises(ValueError, match="a norm is not negative"):
+    with pytest.raises(ValueError, match="grad_norm must not be negative"):
         check_norm(history, -(10**400))
 
 

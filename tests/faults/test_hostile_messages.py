@@ -34,20 +34,20 @@ from tests.support.hook_models import SMALL
 @pytest.mark.parametrize(
     ("text", "form", "problem"),
     [
-        ("true", int, "the whole is True, and should be an int"),
-        ("1", bool, "the whole is 1, and should be true or false"),
-        ("1.0", int, "the whole is 1.0, and should be an int"),
-        ("18446744073709551616", int, "the whole is 18446744073709551616, and should be an int"),
-        ("[1, 2]", (int,), "the whole is [1, 2], and should be a list of 1"),
-        ("{}", {"a": int}, "the whole is {}, and should be an object with the fields a"),
-        ('{"a": 1, "b": 2}', {"a": int}, "and should be an object with the fields a"),
-        ('{"a": [null]}', {"a": [str]}, r".a[0] is None, and should be text"),
-        ('"b"', AnyOf(("a", None)), "the whole is 'b', and should be 'a' or None"),
-        ('{"x": 1, "y": "z"}', MappingOf(int), ".'y' is 'z', and should be an int"),
-        ("[]", MappingOf(int), "the whole is [], and should be an object"),
-        ("[" * 100_000, object, "it is not JSON: maximum recursion depth"),
-        ("1" * 5000, int, "it is not JSON: Exceeds the limit"),
-        ("", object, "it is not JSON: Expecting value"),
+        ("true", int, "the value is True, expected an int"),
+        ("1", bool, "the value is 1, expected true or false"),
+        ("1.0", int, "the value is 1.0, expected an int"),
+        ("18446744073709551616", int, "the value is 18446744073709551616, expected an int"),
+        ("[1, 2]", (int,), "the value is [1, 2], expected a list of 1"),
+        ("{}", {"a": int}, "the value is {}, expected an object with the fields a"),
+        ('{"a": 1, "b": 2}', {"a": int}, "expected an object with the fields a"),
+        ('{"a": [null]}', {"a": [str]}, r".a[0] is None, expected a string"),
+        ('"b"', AnyOf(("a", None)), "the value is 'b', expected 'a' or None"),
+        ('{"x": 1, "y": "z"}', MappingOf(int), ".'y' is 'z', expected an int"),
+        ("[]", MappingOf(int), "the value is [], expected an object"),
+        ("[" * 100_000, object, "invalid JSON: maximum recursion depth"),
+        ("1" * 5000, int, "invalid JSON: Exceeds the limit"),
+        ("", object, "invalid JSON: Expecting value"),
     ],
 )
 def test_malformed_messages_are_located(text: str, form: Any, problem: str) -> None:
@@ -57,7 +57,7 @@ def test_malformed_messages_are_located(text: str, form: Any, problem: str) -> N
 
 
 def test_bytes_that_are_no_text() -> None:
-    with pytest.raises(ValueError, match="it is not JSON"):
+    with pytest.raises(ValueError, match="invalid JSON"):
         decode(b"\xff\x80\x00", object)
 
 
@@ -208,7 +208,7 @@ def test_texts_of_another_rank() -> None:
     def passed(length: int) -> str:
         return broadcast_text(Sends(b"\x80plan"), "", length, 3, "the plan")  # type: ignore[arg-type]
 
-    with pytest.raises(fddp.DesyncError, match="rank 3 says makes no sense as its part of the pl"):
+    with pytest.raises(fddp.DesyncError, match="rank 3 sent a malformed 'the plan' message"):
         passed(5)
     for length in (-1, 2**31 + 1, 10**18):
         with pytest.raises(fddp.DesyncError, match=f"its text has {length} bytes"):
@@ -281,7 +281,7 @@ def test_nonsense_is_named_on_every_rank(
         return str(caught.value)
 
     for told in fddp.loopback(2, ended):
-        assert "what rank 1 says makes no sense as its part of " in told
+        assert "rank 1 sent a malformed '" in told
         assert told.endswith("run the same version of fddp on every rank")
 
 
@@ -302,7 +302,7 @@ def test_a_length_that_makes_no_sense_is_named(monkeypatch: pytest.MonkeyPatch) 
         return str(caught.value)
 
     for told in fddp.loopback(2, ended):
-        assert f"rank 1 says makes no sense as its part of terms: it has {2**62} bytes" in told
+        assert f"rank 1 sent a malformed 'terms' message: it has {2**62} bytes" in told
 
 
 # What lies in the store of a job

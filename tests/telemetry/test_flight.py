@@ -192,7 +192,7 @@ def test_flights_of_syncs_that_are_gone_are_gone() -> None:
 def test_something_else_has_no_flight() -> None:
     with pytest.raises(TypeError, match=r"flight takes GradSyncs, Communicators and .* got a int"):
         fddp.flight(3)
-    with pytest.raises(TypeError, match="reason is a text, got 3"):
+    with pytest.raises(TypeError, match="reason must be a str, got 3"):
         fddp.flight(reason=3)  # type: ignore[arg-type]
 
 
@@ -233,7 +233,7 @@ def stall(rank: int, world_size: int, transport: str, directory: str) -> Any:
     else:
         seen = ending(lambda: step(PARAMS))
         path = Path(seen.text.split(" is in '")[1].split("'")[0])
-        assert seen.text.index("timeout_s") < seen.text.index("what this process did before is in")
+        assert seen.text.index("timeout_s") < seen.text.index("the flight of this process is in")
         assert fddp.flight(sync).logs[0].phase == "closed"
     return path.read_text(), str(path)
 
@@ -251,7 +251,7 @@ def test_a_failure_dumps_a_flight_and_names_the_file(
     assert main(["flight", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "2 flights of 2 processes" in told
-    assert "ranks 0 to 1: rank 1 has not come to operation" in told
+    assert "ranks 0 to 1: rank 1 has not reached operation" in told
     assert "of step 1, and rank 0 waits" in told
     assert "  rank 1: at step 1, between steps; last: " in told
     assert main(["flight", "--all", str(tmp_path)]) == 0
@@ -304,7 +304,7 @@ def test_errors_after_which_ranks_are_together_leave_none(tmp_path: Path) -> Non
 
     with fddp.dump_flights(tmp_path):
         for text in fddp.loopback(2, run):
-            assert "what this process did" not in text
+            assert "the flight of this process" not in text
     assert not list(tmp_path.iterdir())
 
 
@@ -317,7 +317,7 @@ def test_a_failed_construction_names_the_dump(tmp_path: Path) -> None:
 
     with fddp.dump_flights(tmp_path), pytest.raises(fddp.FddpError) as caught:
         fddp.loopback(2, run)
-    assert f"what this process did before is in '{tmp_path}/flight-" in str(caught.value)
+    assert f"the flight of this process is in '{tmp_path}/flight-" in str(caught.value)
 
 
 def test_a_full_disk_does_not_hide_the_error(
@@ -331,7 +331,7 @@ def test_a_full_disk_does_not_hide_the_error(
         monkeypatch.setattr(dumps, "write", full)
         fddp.telemetry.flight.dump.dump_on_failure(error)
     assert str(error) == (
-        "rank 3 did not come; what this process did before can't be written: OSError: [Errno 28] "
+        "rank 3 did not come; the flight of this process cannot be written: OSError: [Errno 28] "
         "No space left on device"
     )
 
@@ -453,7 +453,9 @@ def test_a_flight_that_is_not_written_harms_nobody(
 
 @pytest.mark.parametrize("bad", [3.5, True, "SIGUSR1", 10])
 def test_invalid_signals_are_refused(tmp_path: Path, bad: Any) -> None:
-    with pytest.raises(TypeError, match=r"on_signal takes signal\.SIGUSR1, for instance, got"):
+    with pytest.raises(
+        TypeError, match=r"on_signal must be a signal, such as signal\.SIGUSR1, got"
+    ):
         fddp.dump_flights(tmp_path / "made", on_signal=bad)
     assert not (tmp_path / "made").exists()
 
@@ -475,11 +477,11 @@ def test_torn_files_of_a_directory_are_left_out(
     assert main(["flight", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "1 flight of 1 process"
-    assert lines[1].startswith(f"left out: {str(half)!r}: no flight: it is not JSON: ")
-    assert lines[2].startswith(f"left out: {str(tmp_path / 'flight-none.json')!r}: no flight: ")
+    assert lines[1].startswith(f"left out: {str(half)!r}: not a flight: invalid JSON: ")
+    assert lines[2].startswith(f"left out: {str(tmp_path / 'flight-none.json')!r}: not a flight: ")
     with pytest.raises(SystemExit, match="2"):
         main(["flight", str(whole), str(half)])
-    assert "flight-half.json': no flight" in capsys.readouterr().err
+    assert "flight-half.json': not a flight" in capsys.readouterr().err
 
 
 def test_a_rank_that_is_lost_to_a_wrapped_forward_leaves_a_flight(tmp_path: Path) -> None:
@@ -495,5 +497,5 @@ def test_a_rank_that_is_lost_to_a_wrapped_forward_leaves_a_flight(tmp_path: Path
 
     text = fddp.loopback(2, run)[0]
     (path,) = tmp_path.glob("*.txt")
-    assert text.endswith(f"; what this process did before is in {str(path)!r}")
+    assert text.endswith(f"; the flight of this process is in {str(path)!r}")
     assert "GradSync #" in path.read_text()

@@ -39,7 +39,7 @@ def lined_up(*ops_by_rank: tuple[FlightOp, ...]) -> Divergence:
 def test_ranks_that_are_together() -> None:
     told = lined_up(*[(op_of(6), op_of(7))] * 3)
     assert (told.number, told.ranks) == (-1, ())
-    assert "all are together up to operation 7" in told.text
+    assert "all ranks agree up to operation 7" in told.text
 
 
 def test_a_rank_that_does_something_else() -> None:
@@ -54,7 +54,7 @@ def test_a_rank_that_does_something_else() -> None:
 def test_a_rank_that_has_not_come() -> None:
     told = lined_up((op_of(6), op_of(7, state="failed")), (op_of(6),), (op_of(6), op_of(7)))
     assert (told.number, told.ranks) == (7, (1,))
-    assert "rank 1 has not come to operation 7" in told.text
+    assert "rank 1 has not reached operation 7" in told.text
     assert "step 5, and rank 0 waits" in told.text
 
 
@@ -127,8 +127,8 @@ def test_flights_of_a_run_before_are_left_out() -> None:
         (told,) = find_divergences(order)
         assert (told.number, told.ranks) == (40, (0, 1))
         assert told.text.splitlines()[-1] == (
-            "  rank 2: no flight; one of a run before is left out, taken 100.0 s before the "
-            "others' GradSync #1 was made"
+            "  rank 2: no flight; one of an earlier run is ignored, taken 100.0 s before the "
+            "others' GradSync #1 was created"
         )
     (told,) = find_divergences(first)
     assert "no flight; one" not in told.text
@@ -137,7 +137,7 @@ def test_flights_of_a_run_before_are_left_out() -> None:
 def test_ranks_that_were_made_one_after_the_other_are_of_one_run() -> None:
     flights = [of_run(100.0 + r, 200.0 + r, r, op_of(5)) for r in range(3)]
     (told,) = find_divergences(flights)
-    assert "all are together up to operation 5" in told.text
+    assert "all ranks agree up to operation 5" in told.text
 
 
 def test_a_clock_that_was_set_back_leaves_flights_to_look_at() -> None:
@@ -155,7 +155,7 @@ def test_ranks_of_a_part_of_the_job_have_both_numbers() -> None:
     ]
     (told,) = find_divergences(flights)
     assert told.text.splitlines() == [
-        "GradSync #1, ranks 0 to 2 (global 0, 2, 9): rank 1 (global 2) has not come to operation "
+        "GradSync #1, ranks 0 to 2 (global 0, 2, 9): rank 1 (global 2) has not reached operation "
         "7, all_reduce of bucket 0 (w0) of step 5, and rank 0 waits",
         "  rank 0: at step 5, in backward; last: 7, all_reduce of bucket 0 (w0) of step 5, failed",
         "    as an example",
@@ -242,7 +242,7 @@ def test_invalid_flights_are_refused_by_name(junk: Any, field: str, inner: str, 
     except ValueError as error:
         problem = str(error)
     if read is None:
-        assert problem.startswith("no flight: ")
+        assert problem.startswith("not a flight: ")
         assert len(problem) < 400
     else:
         assert str(read)
@@ -251,7 +251,7 @@ def test_invalid_flights_are_refused_by_name(junk: Any, field: str, inner: str, 
 
 @pytest.mark.parametrize("text", ["", "[", "3", "[]", "{}", "[" * 100_000, "9" * 10_000])
 def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no flight: "):
+    with pytest.raises(ValueError, match="not a flight: "):
         Flight.from_json(text)
 
 
@@ -262,7 +262,10 @@ def test_command_names_unreadable_files(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "flight-x.json").write_text("{}")
     with pytest.raises(SystemExit, match="2"):
         main(["flight", str(tmp_path)])
-    assert "flight-x.json': no flight: format is None" in capsys.readouterr().err
+    assert (
+        "flight-x.json': not a flight: the value is {}, expected an object with"
+        in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit, match="2"):
         main(["flight", str(tmp_path / "nothing")])
     assert "can't read" in capsys.readouterr().err

@@ -60,9 +60,13 @@ class Reader(NamedTuple):
 SUMMARY = Reader(
     lambda text: RankSummary.from_json(text, 3),
     RankSummary.to_json,
-    "rank 3 told no summary of its steps: ",
+    "rank 3 sent a malformed 'summary' message: ",
 )
-STEPS = Reader(lambda text: steps_from_json(text, 3), steps_to_json, "rank 3 told no steps: ")
+STEPS = Reader(
+    lambda text: steps_from_json(text, 3),
+    steps_to_json,
+    "rank 3 sent a malformed 'steps' message: ",
+)
 
 
 def texts(records: list[StepRecord]) -> list[tuple[Reader, str]]:
@@ -148,22 +152,22 @@ FIELDS = "rank, first, last, phases, own, step, buckets"
 @pytest.mark.parametrize(
     ("reader", "place", "value", "told"),
     [
-        (SUMMARY, (), [], f"the whole is [], and should be an object with the fields {FIELDS}"),
+        (SUMMARY, (), [], f"the value is [], expected an object with the fields {FIELDS}"),
         (SUMMARY, ("rank",), 2, "it is of rank 2"),
-        (SUMMARY, ("first",), -7, "first is -7, and should be 0 or more"),
-        (SUMMARY, ("last",), True, ".last is True, and should be an int"),
-        (SUMMARY, ("own",), [0.0, 1], ".own is [0.0, 1], and should be a list of 4"),
-        (SUMMARY, ("own", 3), 0, "steps is 0, and should be 1 or more"),
-        (SUMMARY, ("own", 0), -1.0, "median_s is -1.0, and should be 0 or more"),
-        (SUMMARY, ("phases", "wait"), None, ".phases.'wait' is None, and should be a list of 4"),
-        (SUMMARY, ("buckets", 0, 1), "x", ".buckets[0][1] is 'x', and should be a number"),
-        (SUMMARY, ("buckets", 0, 1), math.inf, "inf is no number below 2**63"),
-        (STEPS, (), {}, "the whole is {}, and should be a list"),
-        (STEPS, (0, 0), -1, "step is -1, and should be 0 or more"),
-        (STEPS, (0, 6), 1e300, "1e+300 is no number below 2**63"),
-        (STEPS, (0, 1, "wait"), -0.5, "wait is -0.5, and should be 0 or more"),
-        (STEPS, (0, 2, 0, 1), 0.5, "[0][2][0][1] is 0.5, and should be an int"),
-        (STEPS, (0, 7), [[1.0]], "[0][7][0] is [1.0], and should be a list of 2"),
+        (SUMMARY, ("first",), -7, "first is -7, expected 0 or more"),
+        (SUMMARY, ("last",), True, ".last is True, expected an int"),
+        (SUMMARY, ("own",), [0.0, 1], ".own is [0.0, 1], expected a list of 4"),
+        (SUMMARY, ("own", 3), 0, "steps is 0, expected 1 or more"),
+        (SUMMARY, ("own", 0), -1.0, "median_s is -1.0, expected 0 or more"),
+        (SUMMARY, ("phases", "wait"), None, ".phases.'wait' is None, expected a list of 4"),
+        (SUMMARY, ("buckets", 0, 1), "x", ".buckets[0][1] is 'x', expected a number"),
+        (SUMMARY, ("buckets", 0, 1), math.inf, "inf is not a finite number below 2**63"),
+        (STEPS, (), {}, "the value is {}, expected a list"),
+        (STEPS, (0, 0), -1, "step is -1, expected 0 or more"),
+        (STEPS, (0, 6), 1e300, "1e+300 is not a finite number below 2**63"),
+        (STEPS, (0, 1, "wait"), -0.5, "wait is -0.5, expected 0 or more"),
+        (STEPS, (0, 2, 0, 1), 0.5, "[0][2][0][1] is 0.5, expected an int"),
+        (STEPS, (0, 7), [[1.0]], "[0][7][0] is [1.0], expected a list of 2"),
     ],
 )
 def test_errors_name_the_field(

@@ -180,7 +180,7 @@ def test_single_arrays_and_tensors() -> None:
     with jax.enable_x64(True):
         assert jax_arrays.to_array(doubles).dtype == jnp.float64
     for other in (torch.ones(2, device="meta"), torch.ones(2).to_sparse()):
-        with pytest.raises(ValueError, match="to_array takes dense ones in CPU memory"):
+        with pytest.raises(ValueError, match="to_array takes dense tensors in CPU memory"):
             jax_arrays.to_array(other)
 
 
@@ -319,8 +319,8 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "float8": (
         lambda w: w.astype(jnp.float8_e4m3fn),
         "TreeMismatchError",
-        "leaf 'w' of the gradients is of dtype float8_e4m3fn, which torch lacks or can't take from "
-        "JAX; cast it, or pass None there",
+        "leaf 'w' of the gradients is of dtype float8_e4m3fn, which torch lacks or cannot import "
+        "from JAX; cast it, or pass None there",
     ),
     "int4": (lambda w: w.astype(jnp.int4), "TreeMismatchError", "is of dtype int4, which torch"),
     "key": (

@@ -244,7 +244,7 @@ def test_mismatched_trees() -> None:
     with pytest.raises(TreeMismatchError) as caught:
         tree_map(lambda p, g: p, {"a": 1, "b": 2, "c": 3}, {"a": 1, "d": 2})
     assert str(caught.value) == (
-        "tree 2 of tree_map does not have the expected leaves: it has 2, expected are 3; "
+        "tree 2 of tree_map does not have the expected leaves: it has 2, expected 3; "
         "missing: 'b', 'c'; unexpected: 'd'. Both trees must have the same paths, "
         "with None at a leaf that has no value"
     )

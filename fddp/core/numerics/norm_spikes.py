@@ -1,11 +1,11 @@
-"""Gradient norms that stand out from those before them: a rule on a state, both values.
+"""Detection of gradient norms that stand out from the preceding ones, as a pure function.
 
-The rule is the one-sided Hampel identifier on logarithms of norms: a norm is a spike if it lies
-further above the median of the last ones than some multiple of their median absolute deviation
+The rule is the one-sided Hampel identifier on logarithms of norms: a norm is a spike if it exceeds
+the median of the last norms by more than a multiple of their median absolute deviation
 (F. R. Hampel, "The influence curve and its role in robust estimation", JASA 69, 1974; L. Davies and
-U. Gather, "The identification of multiple outliers", JASA 88, 1993). Up to half of the norms that
-it knows may be anything without moving either median beyond the others. Logarithms make it blind to
-the unit of the norms, and norms of gradients vary by factors.
+U. Gather, "The identification of multiple outliers", JASA 88, 1993). Up to half of the recorded
+norms may be outliers without moving either median beyond the others. Logarithms make the rule
+independent of the unit, and fit norms of gradients, which vary by factors.
 """
 
 from __future__ import annotations
@@ -17,20 +17,17 @@ from typing import NamedTuple
 
 from fddp.core.numerics.arguments import check_counts, check_real
 
-_NORMAL = 1.4826
-"""Standard deviations of a normal distribution in one median absolute deviation."""
-
-_LOWEST, _HIGHEST = math.log(math.ulp(0.0)), math.log(sys.float_info.max)
-"""Between these are the logarithms of all floats."""
+_NORMAL = 1.4826  # standard deviations of a normal distribution per median absolute deviation
+_LOWEST, _HIGHEST = math.log(math.ulp(0.0)), math.log(sys.float_info.max)  # range of log(float)
 
 
 class NormVerdict(NamedTuple):
-    """What was found of one norm.
+    """Result of checking one norm.
 
     Attributes:
-        is_spike: whether it is above the limit, NaN or infinite.
-        limit: the norm up to which there was none, to clip by; infinite during warm-up.
-        typical: the median of the norms before it; NaN while there are none.
+        is_spike: True if the norm is above the limit, NaN or infinite.
+        limit: largest norm that is no spike, suitable for clipping; infinite during warm-up.
+        typical: median of the preceding norms; NaN if there are none.
     """
 
     is_spike: bool
@@ -39,13 +36,13 @@ class NormVerdict(NamedTuple):
 
 
 class NormHistory(NamedTuple):
-    """The last gradient norms, as natural logarithms; a state that `check_norm` returns anew.
+    """Natural logarithms of the last gradient norms: the state of `check_norm`.
 
-    It is a tree of floats, to be saved with the optimizer's state. All ranks that are given the
-    same norms have the same state.
+    It is a pytree of floats, to be saved with the optimizer's state. Ranks that pass equal norms
+    have equal states.
 
     Attributes:
-        logs: the last ones, the newest at the end.
+        logs: logarithms, newest last.
     """
 
     logs: tuple[float, ...] = ()
@@ -60,32 +57,33 @@ def check_norm(
     window: int = 128,
     warmup: int = 20,
 ) -> tuple[NormHistory, NormVerdict]:
-    """Tells whether a gradient norm is a spike, and takes note of it.
+    """Return whether a gradient norm is a spike, and the history that includes it.
 
-    Give it `SyncInfo.grad_norm`, which has the same bits on all ranks, so that all decide alike
-    without a word more. (Of shards it is each rank's own: add the squares up by `fddp.psum`.) What
-    is NaN or infinite leaves the history as it is, and so does a norm of 0. A spike enters it as
-    the limit that it passed, so that how large it is does not matter. Norms that have grown for
-    good raise the limit, by `least_factor` at least in each half of a window.
+    Pass `SyncInfo.grad_norm`. It has the same bits on all ranks, so all ranks decide alike without
+    communication. (The norm of shards differs by rank: sum the squares with `fddp.psum` first.) A
+    norm that is NaN, infinite or 0 does not enter the history. A spike enters it as the limit that
+    it exceeded, so its size does not matter. If norms grow permanently, the limit follows, by a
+    factor of at least `least_factor` in each half of a window.
 
     Args:
-        history: of the norms before; `NormHistory()` at the beginning.
-        grad_norm: the norm, in any unit that does not change from step to step.
-        deviations: how many standard deviations (as the median absolute deviation suggests them) of
-            the logarithms a norm may lie above their median.
-        least_factor: how many times the median a norm may be in any case, above 1; for norms that
-            hardly vary.
-        window: how many norms are known at most.
-        warmup: how many must be known for a verdict; until then no finite norm is a spike.
+        history: preceding norms; `NormHistory()` at first.
+        grad_norm: the norm, in any unit that does not change between steps.
+        deviations: standard deviations of the logarithms, estimated from the median absolute
+            deviation, that a norm may lie above their median.
+        least_factor: multiple of the median up to which a norm is never a spike, above 1; for norms
+            that hardly vary.
+        window: maximum length of the history.
+        warmup: length of the history from which on norms are judged; until then no finite norm is
+            a spike.
 
     Returns:
         The new history, and the verdict.
 
     Raises:
-        TypeError: the norm, or an entry of the history, is no real number, or an option is not of
-            its type.
-        ValueError: a negative norm, an option that makes no sense, or a history with what is the
-            logarithm of no norm, after which nothing would be a spike.
+        TypeError: the norm or an entry of the history is not a real number, or an option has the
+            wrong type.
+        ValueError: the norm is negative, an option is out of range, or the history has an entry
+            that is not the logarithm of a positive float.
 
     Example:
         >>> history = NormHistory()
@@ -124,38 +122,41 @@ def _exp(log: float) -> float:
 
 
 def _norm(grad_norm: float) -> float:
-    """As a float; integers beyond its range are as infinite as a norm that overflowed."""
+    """Convert to a float; integers beyond its range become infinite."""
     if isinstance(grad_norm, bool) or not hasattr(grad_norm, "__float__"):
         raise TypeError(
-            f"a norm is a real number, got a {type(grad_norm).__name__}; pass SyncInfo.grad_norm"
+            f"grad_norm must be a real number, got a {type(grad_norm).__name__}; pass "
+            f"SyncInfo.grad_norm"
         )
     try:
         norm = float(grad_norm)
     except OverflowError:
         norm = math.inf if grad_norm > 0 else -math.inf
     if norm < 0.0:
-        raise ValueError(f"a norm is not negative, got {grad_norm}; pass SyncInfo.grad_norm")
+        raise ValueError(
+            f"grad_norm must not be negative, got {grad_norm}; pass SyncInfo.grad_norm"
+        )
     return norm
 
 
 def _logs(history: NormHistory) -> tuple[float, ...]:
-    """A history's entries, which may have been loaded as other numbers than floats."""
+    """Return the validated entries. A loaded history may hold other numbers than floats."""
     logs = getattr(history, "logs", None)
     if not isinstance(logs, (tuple, list)):
         raise TypeError(
-            f"history is a NormHistory, got a {type(history).__name__}; begin with NormHistory(), "
-            f"and pass on what check_norm returns"
+            f"history must be a NormHistory, got a {type(history).__name__}; start with "
+            f"NormHistory() and pass on the result of check_norm"
         )
     for place, log in enumerate(logs):
         if not hasattr(log, "__float__"):
             raise TypeError(
-                f"history holds floats, got a {type(log).__name__} at position {place}; turn what "
-                f"was loaded into floats"
+                f"history must hold floats, got a {type(log).__name__} at position {place}; "
+                f"convert loaded entries to floats"
             )
         if not _LOWEST <= log <= _HIGHEST:
             raise ValueError(
-                f"history holds logarithms of norms, got {float(log)} at position {place}; "
-                f"check_norm puts none of these there: begin anew with NormHistory()"
+                f"history must hold logarithms of positive floats, got {float(log)} at position "
+                f"{place}; check_norm never writes that: start again with NormHistory()"
             )
     return tuple(map(float, logs))
 

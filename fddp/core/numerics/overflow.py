@@ -1,9 +1,9 @@
-"""How large gradients may be for their sums to be finite, so that nobody has to look at the sums.
+"""Bounds on gradients under which sums are finite, so that results need not be scanned.
 
-Packing tells the largest magnitude that goes into a bucket. If it is below `max_safe_magnitude` on
-every rank, no sum over ranks overflows, in whatever order and however it is rounded, nor does the
-result after the correction that may follow. The control word says so in one number; results are
-looked at only where it says otherwise.
+Packing returns the largest magnitude that was written to a bucket. If it is at most
+`max_safe_magnitude` on every rank, no sum over ranks overflows, in any order and rounding, and
+neither does the result after the final correction. One number of the control word reports it.
+Results are scanned only if the bound is exceeded.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 MOST_AFTER = 4.0
-"""The largest factor after the sum that `max_safe_magnitude` allows for."""
+"""Largest factor after the sum that `max_safe_magnitude` allows for."""
 
 
 class Range(NamedTuple):
-    """Of a floating dtype: its largest number, and the distance from 1 to the next above."""
+    """Largest finite number of a floating dtype, and the distance from 1 to the next number."""
 
     largest: float
     epsilon: float
@@ -30,21 +30,21 @@ RANGES = {
     "float32": Range((2.0 - 2.0**-23) * 2.0**127, 2.0**-23),
     "float64": Range(sys.float_info.max, 2.0**-52),
 }
-# Complex numbers are summed by parts.
+# Complex numbers are summed by real and imaginary parts.
 RANGES |= {"complex64": RANGES["float32"], "complex128": RANGES["float64"]}
 
 
 @lru_cache
 def max_safe_magnitude(wire: str, result: str, ranks: int) -> float:
-    """The magnitude up to which every rank's contributions make finite sums.
+    """Return the largest magnitude of contributions for which the sum of all ranks is finite.
 
     Args:
-        wire: dtype that sums are made in.
+        wire: dtype of the sums.
         result: dtype of the results.
-        ranks: how many contribute.
+        ranks: number of contributions.
 
     Returns:
-        The bound; 0 for a dtype that is not known.
+        The bound; 0 if a dtype is unknown.
 
     Example:
         >>> max_safe_magnitude("float16", "float16", ranks=2)
@@ -55,13 +55,13 @@ def max_safe_magnitude(wire: str, result: str, ranks: int) -> float:
     if wire not in RANGES or result not in RANGES:
         return 0.0
     largest = min(RANGES[wire].largest, RANGES[result].largest)
-    # Each addition rounds up by at most this share, on partial sums that have been rounded.
+    # Each addition rounds a partial sum up by at most a factor of 1 + epsilon.
     growth = math.exp(-ranks * math.log1p(RANGES[wire].epsilon))
     return largest / MOST_AFTER / ranks * growth
 
 
 def stays_finite(source: str, wire: str, factor: float) -> bool:
-    """Whether every finite number of one dtype, times a factor, is finite in another.
+    """Return True if every finite number of one dtype, times a factor, is finite in another.
 
     Example:
         >>> stays_finite("float32", "bfloat16", 0.5), stays_finite("float32", "float32", 16.0)

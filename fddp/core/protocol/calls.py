@@ -1,4 +1,4 @@
-"""The calls of a `GradSync` that synchronise, which are told apart when ranks meet."""
+"""Synchronising calls of a `GradSync`, numbered so that ranks can compare them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from enum import IntEnum
 
 
 class Method(IntEnum):
-    """Which call a step belongs to; the number travels in the control word.
+    """The call that a step belongs to. Its number travels in the control word.
 
-    Two ranks that call different ones have swapped two calls, or one has left one out, while their
-    step numbers and plans are the same. The sums would be of things that have nothing to do with
-    each other. Arrays of JAX are brought to `sync(grads)`, whatever ranks of torch call.
+    If two ranks make different calls in the same step, one of them has swapped or omitted a call.
+    Their step numbers and plans may still agree, so the number is what detects it. JAX arrays are
+    always reduced through `sync(grads)`, whatever the ranks that use torch call.
 
     Example:
         >>> Method.CALL.text
         'sync(grads)'
     """
 
-    NOTHING = 0  # a rank that brings nothing, or arrays of JAX, may meet any call
+    NOTHING = 0  # a rank without a contribution, or with JAX arrays; compatible with any call
     VALUE_AND_GRAD = 1
     CALL = 2
     UPDATE = 3
@@ -28,7 +28,7 @@ class Method(IntEnum):
 
     @property
     def text(self) -> str:
-        """The call in words; empty for none."""
+        """The call as text, for error messages."""
         return _TEXTS[self]
 
 

@@ -1,16 +1,15 @@
 """The control word: one small vector, summed over ranks with the last bucket of every step.
 
-From its sums every rank learns the same facts in the same step: which leaves were used anywhere,
-which buckets received a gradient after they were launched, how many ranks took part and with what
-weight, who has more input, whether a contribution was not finite, and whether a rank failed. No
-flag of the caller's and no further collective is needed for any of them.
+Every rank learns the same facts from the sums in the same step: the leaves that any rank used, the
+buckets that received a gradient after their launch, the number of active ranks and their total
+weight, the number of ranks with more input, and the number of ranks with a non-finite contribution
+or a failure. None of this needs a flag from the caller or a further collective.
 
 [Note: limbs]
-Where the word travels in the tail of a float32 bucket, or its sum must not depend on the order in
-which ranks are added up, numbers are cut into limbs: digits of so few bits that the sum of all
-ranks' is an integer that the format holds exactly. An integer takes a few of them. A weight is a
-fixed-point number over all that a float64 can be, so that its sum is exact, too, and is rounded
-once, when it is read.
+In the tail of a float32 bucket, and wherever the sum must not depend on the order of addition,
+numbers are split into limbs: digits with so few bits that the sum over all ranks is an integer that
+the format represents exactly. An integer takes a few limbs. A weight is a fixed-point number that
+covers the range of float64, so its sum is exact too. It is rounded once, on decoding.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ import numpy as np
 import numpy.typing as npt
 
 Format = Literal["float32", "float64"]
-"""What the elements of a word can be."""
+"""Dtype of the elements of a control word."""
 
 MOST_RANKS = 2**16
-"""That a word of float32 is for: with more, a limb would have so few bits that weights took
+"""Maximum world size of a float32 word. Beyond it, limbs have so few bits that a weight takes
 thousands of them."""
 
 MOST_LEAVES = 2**24
-"""Of which float32 holds the order."""
+"""Maximum number of leaves whose order a float32 word represents."""
 
 _SIGNIFICANT_BITS: dict[Format, int] = {"float32": 24, "float64": 53}
 _KEPT_WEIGHTS = 64
 _FINGERPRINT_BITS = 32
-_LOWEST_EXPONENT = -1074  # of a float64; bit 0 of a weight
+_LOWEST_EXPONENT = -1074  # of float64; bit 0 of a weight
 _UNITS_IN_ONE = 1 << -_LOWEST_EXPONENT
-_WEIGHT_BITS = 1024 - _LOWEST_EXPONENT + 1  # one above the largest: infinity
+_WEIGHT_BITS = 1024 - _LOWEST_EXPONENT + 1  # the extra bit represents infinity
 
 
 def limb_bits(fmt: Format, world_size: int) -> int:
-    """How many bits a limb may have for the sum of all ranks' to be exact.
+    """Return the largest number of bits per limb for which the sum over all ranks is exact.
 
     Example:
         >>> limb_bits("float32", 2), limb_bits("float32", 64), limb_bits("float64", 5)
@@ -54,15 +53,15 @@ def limb_bits(fmt: Format, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class ControlLayout:
-    """Where each field lies in the vector.
+    """Positions of the fields in the vector.
 
     Attributes:
         leaves: number of reduced leaves.
         buckets: number of buckets.
-        with_order: whether rank 0's ready order rides along (until a plan has been rebuilt by it).
-        format: what the elements are.
-        limb_bits: bits of a limb; 0 where fingerprint and weights are one element each, in which
-            float64 holds sums of token counts. See [Note: limbs].
+        with_order: True if rank 0's ready order is included (until the plan was rebuilt from it).
+        format: dtype of the elements.
+        limb_bits: bits per limb; 0 if fingerprint and weights take one element each, as float64
+            represents sums of token counts exactly. See [Note: limbs].
 
     Example:
         >>> ControlLayout(leaves=2, buckets=1).size
@@ -79,16 +78,15 @@ class ControlLayout:
 
     @cached_property
     def size(self) -> int:
-        """Number of elements."""
         return int(self.fields["order"].stop)
 
     @cached_property
     def fields(self) -> dict[str, slice]:
-        """Where each field lies."""
+        """Slice of the vector for each field."""
         lengths = {
             "fingerprint": self._limbs(_FINGERPRINT_BITS),
             "active": 1,
-            "method": 3,  # how many ranks have one, its number, and the square of that
+            "method": 3,  # number of ranks with a method; the method; its square
             "weight": self._limbs(_WEIGHT_BITS),
             "weight_squared": self._limbs(_WEIGHT_BITS),
             "has_next": 1,
@@ -111,21 +109,20 @@ class ControlLayout:
 
 @dataclass(frozen=True)
 class ControlWord:
-    """What one rank reports of a step.
+    """Report of one rank on one step.
 
     Attributes:
-        fingerprint: integer below 2**32 that must be the same on all ranks (plan and step).
+        fingerprint: integer below 2**32 that must be equal on all ranks (plan and step).
         weight: this rank's weight; 0 contributes nothing.
-        method: a number below 16 that must be the same on all ranks whose weight is above 0; 0 goes
-            with any.
-        used: for each reduced leaf, whether this rank has a gradient for it.
-        late: for each bucket, whether a gradient arrived after its launch.
-        has_next: whether this rank has input for another step.
-        nonfinite: whether one of its gradients holds NaN or infinity.
-        may_overflow: whether its gradients are so large that a sum may overflow, or not known to be
-            less.
-        failed: whether this rank could not complete the step.
-        order: reduced leaves in the order in which their gradients arrived; only rank 0 gives it.
+        method: number below 16 that must be equal on all ranks with a positive weight; 0 is
+            compatible with any.
+        used: for each reduced leaf, True if this rank has a gradient for it.
+        late: for each bucket, True if a gradient arrived after its launch.
+        has_next: True if this rank has input for another step.
+        nonfinite: True if one of its gradients contains NaN or infinity.
+        may_overflow: True unless its gradients are known to be small enough for a finite sum.
+        failed: True if this rank could not complete the step.
+        order: reduced leaves in the order in which their gradients arrived; only on rank 0.
     """
 
     fingerprint: int
@@ -142,21 +139,20 @@ class ControlWord:
 
 @dataclass(frozen=True)
 class ControlReport:
-    """What all ranks know after the reduction; the same on each.
+    """Content of the reduced control word, equal on all ranks.
 
     Attributes:
-        agreed: whether all ranks had the same fingerprint, and those that bring something the same
-            method.
-        active: number of ranks with a weight above zero.
+        agreed: True if all ranks had the same fingerprint, and all active ranks the same method.
+        active: number of ranks with a positive weight.
         total_weight: sum of weights.
         total_squared: sum of squared weights.
         has_next: number of ranks with input for another step.
-        nonfinite: number of ranks with a gradient that is not finite.
+        nonfinite: number of ranks with a non-finite gradient.
         may_overflow: number of ranks with gradients so large that a sum may overflow.
         failed: number of ranks that failed.
         users: for each reduced leaf, the number of ranks that used it.
         late: indices of the buckets that some rank has to repair.
-        order: rank 0's ready order of the leaves that it saw; empty where it rode not along.
+        order: rank 0's ready order of the leaves it used; empty if the layout does not include it.
     """
 
     agreed: bool
@@ -173,12 +169,12 @@ class ControlReport:
 
     @property
     def used(self) -> tuple[bool, ...]:
-        """For each reduced leaf, whether any rank used it."""
+        """For each reduced leaf, True if any rank used it."""
         return tuple(count > 0 for count in self.users)
 
 
 def encode(layout: ControlLayout, word: ControlWord) -> npt.NDArray[np.floating[Any]]:
-    """One rank's summand, shape `(layout.size,)`, in the layout's format.
+    """Return one rank's summand, shape `(layout.size,)`, in the layout's format.
 
     Example:
         >>> layout = ControlLayout(leaves=2, buckets=1)
@@ -191,8 +187,7 @@ def encode(layout: ControlLayout, word: ControlWord) -> npt.NDArray[np.floating[
     if bits:
         prints = fields["fingerprint"]
         vector[prints] = _limbs_of(word.fingerprint, bits, prints.stop)
-        weights = ("weight", word.weight), ("weight_squared", word.weight * word.weight)
-        for name, value in weights:
+        for name, value in ("weight", word.weight), ("weight_squared", word.weight * word.weight):
             lowest, limbs = _fixed_limbs(value, bits)
             first = fields[name].start + lowest
             vector[first : first + len(limbs)] = limbs
@@ -208,7 +203,7 @@ def encode(layout: ControlLayout, word: ControlWord) -> npt.NDArray[np.floating[
     vector[fields["late"]] = word.late
     vector[fields["used"]] = word.used
     if layout.with_order and len(word.order):
-        # Positions count from one: zero says that the leaf was not seen.
+        # Positions count from one; zero marks an unused leaf.
         seats = fields["order"].start + np.asarray(word.order)
         vector[seats] = np.arange(1, len(word.order) + 1)
     return vector
@@ -221,17 +216,17 @@ def decode(
     fingerprint: int,
     world_size: int,
 ) -> ControlReport:
-    """Reads the sum over ranks.
+    """Decode the sum over ranks.
+
+    Equality of the methods is tested by the Cauchy-Schwarz inequality: `n * sum(m**2)` equals
+    `sum(m)**2` only if all `n` methods are equal.
 
     Args:
         layout: the layout that all ranks encoded with.
         total: the summed vector, shape `(layout.size,)`, in the layout's format.
-        fingerprint: this rank's own; every rank notices when one differs, because the sum then
-            is not `world_size` times its own.
+        fingerprint: this rank's own. If any rank's differs, the sum is not `world_size` times this
+            one, on every rank.
         world_size: number of ranks in the sum.
-
-    Methods are alike where the sum of their squares is no more than it must be (Cauchy and
-    Schwarz), which holds for the ranks that bring something without knowing which these are.
     """
     fields, bits = layout.fields, layout.limb_bits
     own = _limbs_of(fingerprint, bits or _FINGERPRINT_BITS, fields["fingerprint"].stop)
@@ -259,22 +254,22 @@ def decode(
 
 
 def _limbs_of(number: int, bits: int, count: int) -> list[int]:
-    """The limbs of an integer that is not below 0, the lowest first."""
+    """Return the limbs of a non-negative integer, lowest first."""
     mask = (1 << bits) - 1
     return [(number >> shift) & mask for shift in range(0, bits * count, bits)]
 
 
-# Most steps have the weights of the step before: what was worked out for these is kept.
+# Weights rarely change from step to step, so the last results are cached.
 @lru_cache(maxsize=_KEPT_WEIGHTS)
 def _fixed_limbs(value: float, bits: int) -> tuple[int, tuple[int, ...]]:
-    """A weight from 0 to infinity as a fixed-point number: the limbs that may differ from 0, and
-    the position of the first of them."""
+    """Return a weight from 0 to infinity in fixed point: the position of its first nonzero limb,
+    and the limbs from there on."""
     if value == math.inf:
         number, lowest = 1, _WEIGHT_BITS - 1
     else:
         number, divisor = value.as_integer_ratio()
         lowest = -_LOWEST_EXPONENT - divisor.bit_length() + 1
-        if divisor == 1:  # large ones are shortened to their significant bits
+        if divisor == 1:  # drop the zeros below the significant bits of a large number
             excess = max(0, number.bit_length() - _SIGNIFICANT_BITS["float64"])
             number, lowest = number >> excess, lowest + excess
     limb, shift = divmod(lowest, bits)
@@ -283,7 +278,6 @@ def _fixed_limbs(value: float, bits: int) -> tuple[int, tuple[int, ...]]:
 
 
 def _read(layout: ControlLayout, field: npt.NDArray[np.floating[Any]]) -> float:
-    """A weight."""
     if not layout.limb_bits:
         return float(field[0])
     return _read_fixed(field.tobytes(), layout.format, layout.limb_bits)
@@ -291,12 +285,12 @@ def _read(layout: ControlLayout, field: npt.NDArray[np.floating[Any]]) -> float:
 
 @lru_cache(maxsize=_KEPT_WEIGHTS)
 def _read_fixed(sums: bytes, fmt: Format, bits: int) -> float:
-    """The number that the limbs' sums amount to, rounded once."""
+    """Return the number represented by sums of limbs, rounded once."""
     number, limbs = 0, np.frombuffer(sums, dtype=fmt)
     positions = limbs.nonzero()[0]
     for position, limb in zip(positions.tolist(), limbs[positions].tolist(), strict=True):
         number += int(limb) << (bits * position)
     try:
-        return number / _UNITS_IN_ONE  # of integers, which rounds once
+        return number / _UNITS_IN_ONE  # division of integers, which rounds once
     except OverflowError:
         return math.inf

@@ -1,7 +1,8 @@
-"""How many gradients of each leaf a bucket waits for, from the graph and from the step before.
+"""Number of gradients of each leaf that a bucket waits for.
 
-A wrong guess never costs correctness: a gradient that was waited for in vain joins as zero at the
-end of backward, and one that comes too late is repaired. It costs overlap or a second reduction.
+The prediction uses the autograd graph and the previous step. A wrong prediction costs overlap or a
+second reduction, never correctness: a missing gradient counts as zero at the end of backward, and a
+late one is repaired.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from typing import NamedTuple
 
 
 class Arrivals(NamedTuple):
-    """What one backward pass showed, by leaf.
+    """Observations of one backward pass, by leaf.
 
     Attributes:
-        visible: whether the graph behind the loss led to the leaf.
-        counts: how many gradients arrived.
-        as_expected: True if these are the counts that were expected.
+        visible: True if the graph behind the loss led to the leaf.
+        counts: number of gradients that arrived.
+        as_expected: True if `counts` matched the prediction.
         opaque: as in `expected_counts`.
     """
 
@@ -29,11 +30,11 @@ class Arrivals(NamedTuple):
 def expected_counts(
     visible: Sequence[bool], *, opaque: bool, previous: Arrivals | None
 ) -> list[int]:
-    """Gradients to wait for, by leaf.
+    """Return the number of gradients to wait for, by leaf.
 
     Args:
-        visible: whether the graph behind the loss leads to each leaf.
-        opaque: whether the graph has nodes that may run backward passes of their own (re-entrant
+        visible: for each leaf, True if the graph behind the loss leads to it.
+        opaque: True if the graph has nodes that may run nested backward passes (re-entrant
             checkpointing does), so that leaves can receive gradients that the graph does not show.
         previous: the last backward pass, or None before the first.
 
@@ -47,14 +48,14 @@ def expected_counts(
     """
     if previous is None:
         return [1] * len(visible) if opaque else [int(v) for v in visible]
-    if visible == previous.visible:  # the usual step, in which nothing is to be weighed
+    if visible == previous.visible:  # fast path of the usual step
         if opaque:
             return list(previous.counts)
         if 0 not in previous.counts:
             return list(map(int, visible))
     seen = zip(visible, previous.visible, previous.counts, strict=True)
     if opaque:
-        # A leaf that has just come into view can't have shown a count before.
+        # A leaf that was not visible before had no count to learn from.
         return [max(count, int(now and not before)) for now, before, count in seen]
-    # A leaf in view that received nothing last time hangs on a path without a gradient.
+    # A visible leaf without a gradient last time is on a path that yields none.
     return [int(now and not (before and count == 0)) for now, before, count in seen]

@@ -1,41 +1,42 @@
-"""What other ranks say, held against its form before anything is made of it.
+"""Validation of JSON messages from other ranks.
 
-Ranks tell each other plain values as JSON. What comes from a rank that runs other code, or whose
-memory or network is broken, may be anything; it ends in an error that names the rank, on every
-rank, because all read the same texts.
+Ranks exchange plain values as JSON. A rank that runs another version of the code, or has faulty
+memory or a faulty network, may send anything. Every message is checked against a schema. All ranks
+read the same messages, so all raise the same error, which names the sender.
 """
 
 from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from fddp.errors import DesyncError
 
 _MOST = 2**64
-_KINDS = {str: "text", int: "an int", float: "a number", bool: "true or false"}
+_KINDS = {str: "a string", int: "an int", float: "a number", bool: "true or false"}
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class AnyOf:
-    """Any of several forms."""
+    """Union of several schemas."""
 
     schemas: tuple[Schema, ...]
 
 
 @dataclass(frozen=True)
 class MappingOf:
-    """An object with any fields, of one form each."""
+    """Object with arbitrary keys whose values share one schema."""
 
     schema: Schema
 
 
-#: what a value may be: of a type (`float` takes integers, too, which are below 2**64), None, this
-#: text, a list of any length, a list of these entries, an object with these fields, or as above
+#: Schema of a value: a type (`float` also accepts integers; integers are below 2**64), None, a
+#: literal string, a list of any length, a tuple of fixed length, an object with exactly these
+#: fields, or one of the classes above.
 Schema: TypeAlias = (
     "type[object] | str | list[Schema] | tuple[Schema, ...] | dict[str, Schema]"
     " | AnyOf | MappingOf | None"
@@ -43,31 +44,31 @@ Schema: TypeAlias = (
 
 
 def optional(schema: Schema) -> AnyOf:
-    """A form, or None."""
+    """Return the union of a schema and None."""
     return AnyOf((None, schema))
 
 
 def decode(text: bytes | str, schema: Schema) -> Any:
-    """The value that a text holds.
+    """Parse JSON and validate it.
 
     Args:
         text: JSON.
-        schema: what the value must be; it is then that, and nothing more.
+        schema: form that the value must have exactly.
 
     Raises:
-        ValueError: it is something else; says where and what.
+        ValueError: the value does not fit the schema; the message has its path and value.
 
     Example:
         >>> decode('["w", [3, 2]]', (str, [int]))
         ['w', [3, 2]]
         >>> decode('["w", [3, "2"]]', (str, [int]))
         Traceback (most recent call last):
-        ValueError: [1][1] is '2', and should be an int
+        ValueError: [1][1] is '2', expected an int
     """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not JSON: {error}") from error
+        raise ValueError(f"invalid JSON: {error}") from error
     problem = _schema_error(value, schema, "")
     if problem is not None:
         raise ValueError(problem)
@@ -75,21 +76,21 @@ def decode(text: bytes | str, schema: Schema) -> Any:
 
 
 def decode_all(texts: Sequence[bytes], decoder: Callable[[bytes], T], what: str) -> list[T]:
-    """What all ranks say, by rank.
+    """Decode the messages of all ranks, in rank order.
 
     Args:
-        texts: of every rank, the same on all of them.
-        decoder: what it reads one by; a `ValueError` where that makes no sense.
-        what: what it is, for the error.
+        texts: one message per rank, the same on all ranks.
+        decoder: decodes one message; raises a `ValueError` if it is malformed.
+        what: name of the message, for the error.
 
     Raises:
-        DesyncError: what a rank says makes no sense; names it.
+        DesyncError: a message is malformed; names the rank.
 
     Example:
         >>> decode_all([b'"ready"', b'{"ready": 1}'], lambda text: decode(text, str), "states")
         Traceback (most recent call last):
-        fddp.errors.DesyncError: what rank 1 says makes no sense as its part of states: the whole
-        is {'ready': 1}, and should be text; run the same version of fddp on every rank
+        fddp.errors.DesyncError: rank 1 sent a malformed 'states' message: the value is
+        {'ready': 1}, expected a string; run the same version of fddp on every rank
     """
     values = []
     for rank, text in enumerate(texts):
@@ -101,51 +102,41 @@ def decode_all(texts: Sequence[bytes], decoder: Callable[[bytes], T], what: str)
 
 
 def malformed_message_error(rank: int, what: str, error: ValueError) -> DesyncError:
-    """The error of a rank that says what can't be read."""
+    """Return the error for a message that cannot be decoded."""
     return DesyncError(
-        f"what rank {rank} says makes no sense as its part of {what}: {error}; run the same "
-        f"version of fddp on every rank"
+        f"rank {rank} sent a malformed '{what}' message: {error}; run the same version of fddp on "
+        f"every rank"
     )
 
 
 def _schema_error(value: object, schema: Schema, where: str) -> str | None:
-    """Where and in what a value is not of a form, or None. Goes no deeper than the form does."""
-    fits = True
+    """Return the first mismatch between a value and a schema, or None if the value is valid."""
+    fits = False
+    entries: Iterable[tuple[object, Schema, str]] = ()
     if isinstance(schema, AnyOf):
         fits = any(_schema_error(value, one, where) is None for one in schema.schemas)
     elif isinstance(schema, list):
-        fits = isinstance(value, list)
         if isinstance(value, list):
-            entries = ((entry, schema[0], f"[{i}]") for i, entry in enumerate(value))
-            return _first_schema_error(entries, where)
+            fits, entries = True, ((entry, schema[0], f"[{i}]") for i, entry in enumerate(value))
     elif isinstance(schema, tuple):
-        fits = isinstance(value, list) and len(value) == len(schema)
-        if isinstance(value, list) and fits:
-            pairs = enumerate(zip(value, schema, strict=True))
-            return _first_schema_error(((entry, one, f"[{i}]") for i, (entry, one) in pairs), where)
+        if isinstance(value, list) and len(value) == len(schema):
+            places = (f"[{i}]" for i in range(len(value)))
+            fits, entries = True, zip(value, schema, places, strict=True)
     elif isinstance(schema, dict):
-        fits = isinstance(value, dict) and value.keys() == schema.keys()
-        if isinstance(value, dict) and fits:
-            return _first_schema_error(
-                ((value[k], one, f".{k}") for k, one in schema.items()), where
-            )
+        if isinstance(value, dict) and value.keys() == schema.keys():
+            fits, entries = True, ((value[k], one, f".{k}") for k, one in schema.items())
     elif isinstance(schema, MappingOf):
-        fits = isinstance(value, dict)
         if isinstance(value, dict):
-            each = ((entry, schema.schema, f".{_short(key)}") for key, entry in value.items())
-            return _first_schema_error(each, where)
+            fits = True
+            entries = ((entry, schema.schema, f".{_short(key)}") for key, entry in value.items())
     elif isinstance(schema, type):
         fits = _is_of(value, schema)
     else:
         fits = type(value) is type(schema) and value == schema
-    if fits:
-        return None
-    return f"{where or 'the whole'} is {_short(value)}, and should be {_described(schema)}"
-
-
-def _first_schema_error(entries: Iterator[tuple[object, Schema, str]], where: str) -> str | None:
-    misfits = (_schema_error(entry, schema, where + place) for entry, schema, place in entries)
-    return next((misfit for misfit in misfits if misfit is not None), None)
+    if not fits:
+        return f"{where or 'the value'} is {_short(value)}, expected {_described(schema)}"
+    errors = (_schema_error(entry, one, where + place) for entry, one, place in entries)
+    return next((error for error in errors if error is not None), None)
 
 
 def _is_of(value: object, kind: type) -> bool:
@@ -161,12 +152,12 @@ def _is_of(value: object, kind: type) -> bool:
 def _short(value: object) -> str:
     try:
         return reprlib.repr(value)
-    except ValueError:  # an int of so many digits that Python does not write it
+    except ValueError:  # an int with more digits than Python converts
         return "a number that is too long to be shown"
 
 
 def _described(schema: Schema) -> str:
-    """A form in words.
+    """Describe a schema in words.
 
     >>> _described(AnyOf(("auto", None, [int])))
     "'auto', None or a list"

@@ -1,17 +1,16 @@
-"""Which bucket may go when: the readiness of buckets as a pure state machine.
+"""Readiness of buckets as a pure state machine.
 
-Events are gradients of leaves, the end of backward, and the arrival of the control word; actions
-are launches and repairs. The rules:
+Events: a gradient of a leaf arrives, backward ends, the control word arrives. Actions: launch or
+repair a bucket. Rules:
 
-- buckets launch in schedule order, each when all gradients that it waits for have arrived;
-- the last bucket waits for the end of backward, so that the control word travels beside it;
-- at the end of backward whatever is left launches, in order: what did not come counts as zero;
-- a gradient that comes after its bucket has launched makes the bucket late;
+- buckets launch in schedule order, each once all gradients that it waits for have arrived;
+- the last bucket waits for the end of backward, so that the control word travels with it;
+- at the end of backward, the remaining buckets launch in order, with zeros for missing gradients;
+- a gradient that arrives after the launch of its bucket makes the bucket late;
 - a bucket that is late on any rank is repaired by all ranks, in schedule order.
 
-So the sequence of collectives depends on the schedule and on the (common) control word alone,
-never on what arrived on one rank. The runtime counts with a fast mutable twin of this machine;
-tests hold its trace against this one.
+The sequence of collectives therefore depends only on the schedule and on the control word, which
+are common to all ranks. The runtime uses a fast mutable equivalent; tests compare it with this one.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from fddp.errors import InternalError
 
 
 class Action(NamedTuple):
-    """What the runtime has to do next.
+    """Next action of the runtime.
 
     Attributes:
         kind: "launch" a bucket, send the "control" word, "repair" a late bucket, or "finish".
-        bucket: the bucket's index, or -1 where there is none.
+        bucket: index of the bucket; -1 if the action has none.
     """
 
     kind: Literal["launch", "control", "repair", "finish"]
@@ -37,17 +36,17 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class ReducerState:
-    """Where one rank stands in a step.
+    """State of one rank within a step.
 
     Attributes:
-        sequence: the buckets that take part in backward, in launch order.
-        bucket_of: for each leaf its bucket, or -1 for a leaf that is not reduced.
+        sequence: buckets that take part in backward, in launch order.
+        bucket_of: for each leaf, its bucket; -1 if it is not reduced.
         expected: for each leaf, the number of gradients that its bucket waits for.
-        arrived: for each leaf, the number of gradients that came.
-        launched: how many buckets of `sequence` have launched.
-        ended: whether backward has ended.
+        arrived: for each leaf, the number of gradients that arrived.
+        launched: number of buckets of `sequence` that have launched.
+        ended: True once backward has ended.
         late: buckets that received a gradient after their launch on this rank.
-        done: whether the step's actions are complete.
+        done: True once all actions of the step have been issued.
     """
 
     sequence: tuple[int, ...]
@@ -60,7 +59,7 @@ class ReducerState:
     done: bool = False
 
     def complete(self, bucket: int) -> bool:
-        """Whether all gradients that the bucket waits for have arrived."""
+        """Return True if all gradients that the bucket waits for have arrived."""
         return all(
             count >= wanted
             for b, count, wanted in zip(self.bucket_of, self.arrived, self.expected, strict=True)
@@ -69,20 +68,20 @@ class ReducerState:
 
 
 class Transition(NamedTuple):
-    """The state after an event, and what the event asks for, in order."""
+    """State after an event, and the resulting actions in order."""
 
     state: ReducerState
     actions: tuple[Action, ...]
 
 
 def start(sequence: Sequence[int], bucket_of: Sequence[int], expected: Sequence[int]) -> Transition:
-    """Begins a step.
+    """Begin a step.
 
     Args:
         sequence: buckets in launch order.
-        bucket_of: for each leaf its bucket, or -1.
-        expected: for each leaf, how many gradients to wait for; 0 for a leaf that is known to go
-            unused, 2 or more for one that is known to receive several.
+        bucket_of: for each leaf, its bucket or -1.
+        expected: for each leaf, the number of gradients to wait for: 0 if it is known to be unused,
+            2 or more if it is known to receive several.
 
     Example:
         >>> state, actions = start(sequence=[0, 1], bucket_of=[0, 1], expected=[1, 1])
@@ -103,7 +102,7 @@ def start(sequence: Sequence[int], bucket_of: Sequence[int], expected: Sequence[
 
 
 def on_ready(state: ReducerState, leaf: int) -> Transition:
-    """A gradient of `leaf` has arrived."""
+    """Handle a gradient of `leaf`."""
     if state.ended:
         raise InternalError(f"a gradient of leaf {leaf} arrived after backward had ended")
     arrived = list(state.arrived)
@@ -114,7 +113,7 @@ def on_ready(state: ReducerState, leaf: int) -> Transition:
 
 
 def on_backward_end(state: ReducerState) -> Transition:
-    """Backward has ended: everything left launches, and the control word goes out."""
+    """Handle the end of backward: launch the remaining buckets and send the control word."""
     if state.ended:
         raise InternalError("backward ended twice in one step")
     state, actions = _launch(replace(state, ended=True))
@@ -122,9 +121,9 @@ def on_backward_end(state: ReducerState) -> Transition:
 
 
 def on_control(state: ReducerState, late: Sequence[int]) -> Transition:
-    """The control word is in: `late` are the buckets that are late on any rank."""
+    """Handle the control word. `late` holds the buckets that are late on any rank."""
     if not state.ended or state.done:
-        raise InternalError("the control word came before the end of backward, or twice")
+        raise InternalError("the control word arrived before the end of backward, or twice")
     missing = state.late - set(late)
     if missing:
         raise InternalError(f"buckets {sorted(missing)} are late here but not in the control word")

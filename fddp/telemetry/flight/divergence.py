@@ -1,4 +1,4 @@
-"""Where ranks parted, as the flights of several of them show."""
+"""Comparison of flights of several ranks, to find where they diverged."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp, escape_control_chars, names
 
-_MOST_MEMBERS = 8  # that are told of one group
-_MOST_REASON = 240  # characters of a reason that are told
-_APART_S = 1.0  # between flights, from which on it is told
+_MOST_MEMBERS = 8  # listed of one group
+_MOST_REASON = 240  # characters of a reason
+_APART_S = 1.0  # least time between flights that is reported
 
-Key = tuple[str, tuple[int, ...], int]  # name, members, which of several
+Key = tuple[str, tuple[int, ...], int]  # name, members, index among those with both in common
 
 
 class _Observation(NamedTuple):
-    """The log of a rank, and the flight that first showed a failure in it, if any did."""
+    """Newest log of a rank, with the time and reason of the flight that first showed a failure."""
 
     at_s: float
     log: FlightLog
@@ -25,15 +25,15 @@ class _Observation(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """What the logs of one `GradSync` or communicator say together.
+    """Finding from the logs of one `GradSync` or communicator on several ranks.
 
     Attributes:
-        name: what it is.
-        members: numbers in the job of the ranks that share it, by rank.
-        number: the operation at which ranks part; -1 where they don't.
-        ranks: those that are not where the others are, by their numbers in the group: they did
-            something else, or have not come.
-        text: the same in words.
+        name: name of the `GradSync` or communicator.
+        members: global rank of each rank of its group.
+        number: operation at which ranks diverge; -1 if they do not.
+        ranks: group ranks that differ from the others: they ran another operation, or have not
+            reached it.
+        text: the finding in words.
     """
 
     name: str
@@ -44,17 +44,17 @@ class Divergence(NamedTuple):
 
 
 def find_divergences(flights: Iterable[Flight]) -> list[Divergence]:
-    """Lines up flights of several ranks, operation by operation.
+    """Compare flights of several ranks, operation by operation.
 
-    Operations are matched by their numbers, not by clocks. By clocks are left out flights of runs
-    before: a restarted job may write into the same directory. What a rank gave before some other
-    rank's `GradSync` of that name was made, which all do together, is of another one.
+    Operations are matched by number, not by time. Flights of earlier runs are ignored, as a
+    restarted job may write to the same directory: a flight taken before some rank created its
+    `GradSync` of that name, which all ranks do together, belongs to another one.
 
     Args:
-        flights: of any number of processes, in any order. Of one that gave several, the newest.
+        flights: flights of any number of processes, in any order. The newest of a process counts.
 
     Returns:
-        One entry for each `GradSync` and communicator of which there is a log.
+        One entry for each `GradSync` and communicator with a log.
 
     Example:
         >>> def flight(rank, *ops):
@@ -63,7 +63,7 @@ def find_divergences(flights: Iterable[Flight]) -> list[Divergence]:
         >>> op = FlightOp(8, 3, "all_reduce", 0, "w", 8, 0.5, 0.0, None, "waited for")
         >>> done = op._replace(number=7, state="done")
         >>> print(find_divergences([flight(0, op), flight(1, done)])[0].text)
-        GradSync #1, ranks 0 to 1: rank 1 has not come to operation 8, all_reduce of bucket 0 (w) of
+        GradSync #1, ranks 0 to 1: rank 1 has not reached operation 8, all_reduce of bucket 0 (w) of
         step 3, and rank 0 waits
           rank 0: at step 3, in backward; last: 8, all_reduce of bucket 0 (w) of step 3, waited for
           rank 1: at step 3, in backward; last: 7, all_reduce of bucket 0 (w) of step 3, done
@@ -72,7 +72,7 @@ def find_divergences(flights: Iterable[Flight]) -> list[Divergence]:
     for flight in sorted(flights, key=lambda flight: flight.taken_s):
         opened: Counter[tuple[Key, int]] = Counter()
         for log in flight.logs:
-            # Groups of the same ranks have names in common; each process has them in one order.
+            # Groups of the same ranks share names; all processes create them in the same order.
             alike = ((log.name, log.members, 0), log.rank)
             log_key = ((log.name, log.members, opened[alike]), log.rank)
             opened[alike] += 1
@@ -84,8 +84,8 @@ def find_divergences(flights: Iterable[Flight]) -> list[Divergence]:
 
 
 def _newer(before: _Observation | None, flight: Flight, log: FlightLog) -> _Observation:
-    """What to go by after one more flight of a rank; that of a launcher's signal may follow the
-    failure's, and has another reason."""
+    """Return the observation after one more flight of a rank. A later flight, such as one on a
+    launcher's signal, keeps the time and reason of the failure."""
     if not any(op.state == "failed" for op in log.ops):
         return _Observation(flight.taken_s, log)
     if before is not None and before.reason and before.log.made_s == log.made_s:
@@ -98,7 +98,7 @@ def _divergence(
 ) -> Divergence:
     made_s = max(one.log.made_s for one in taken.values())
     logs = {rank: one.log for rank, one in taken.items() if one.at_s >= made_s}
-    # A clock may be set back between the making and the flight; then there is nothing to go by.
+    # Clocks may have been set back since the creation, which would exclude all logs.
     logs = logs or {rank: one.log for rank, one in taken.items()}
     number, ranks, finding = _finding(logs, members)
     lines = [f"{escape_control_chars(name)}, {_span(members)}: {finding}"]
@@ -113,15 +113,15 @@ def _divergence(
     for rank, one in taken.items():
         if rank not in logs:
             lines.append(
-                f"  {names([rank], members)}: no flight; one of a run before is left out, taken "
+                f"  {names([rank], members)}: no flight; one of an earlier run is ignored, taken "
                 f"{made_s - one.at_s:.1f} s before the others' "
-                f"{escape_control_chars(name)} was made"
+                f"{escape_control_chars(name)} was created"
             )
     return Divergence(name, members, number, ranks, "\n".join(lines))
 
 
 def _why(one: _Observation, first_s: float) -> str:
-    """Why it failed: who has not come, or was late, may be known of this alone."""
+    """Return the reason of a failure, which may hold the only mention of a late or missing rank."""
     line = escape_control_chars(next(iter(one.reason.splitlines()), ""))
     line = line if len(line) <= _MOST_REASON else f"{line[: _MOST_REASON - 2]}.."
     later_s = one.failed_s - first_s
@@ -129,7 +129,7 @@ def _why(one: _Observation, first_s: float) -> str:
 
 
 def _span(members: Sequence[int]) -> str:
-    """The ranks of a group, with their numbers in the job where these are others."""
+    """Format the ranks of a group, with their global ranks if these differ."""
     span = f"ranks 0 to {len(members) - 1}" if len(members) > 1 else "rank 0"
     if list(members) == list(range(len(members))):
         return span
@@ -142,7 +142,7 @@ def _span(members: Sequence[int]) -> str:
 def _finding(
     logs: Mapping[int, FlightLog], members: Sequence[int]
 ) -> tuple[int, tuple[int, ...], str]:
-    """The first operation that is not the same, or not done, on all ranks."""
+    """Return the first operation that is not equal, or not done, on all ranks."""
     ops = {rank: {op.number: op for op in log.ops} for rank, log in logs.items()}
     used = {rank: of for rank, of in ops.items() if of}
     if not used:
@@ -155,11 +155,13 @@ def _finding(
             return number, odd, _difference(number, there, members)
         absent = tuple(rank for rank in ops if rank not in there)
         if absent:
-            text = _absence(number, absent, there, members)
+            have = "has" if len(absent) == 1 else "have"
+            op = next(iter(there.values()))
             waiting = [rank for rank, of in ops.items() if any(map(_is_awaited, of.values()))]
             waiting = [rank for rank in waiting if rank not in absent]
             also = f", and {names(waiting, members)} {_verb(waiting)}" if waiting else ""
-            return number, absent, f"{text}{also}"
+            missing = f"{names(absent, members)} {have} not reached operation {number}"
+            return number, absent, f"{missing}, {op.what}{also}"
         late = {rank: op for rank, op in there.items() if _is_awaited(op)}
         if late:
             op = next(iter(late.values()))
@@ -170,11 +172,11 @@ def _finding(
             if op.state == "failed":
                 where = names([rank], members)
                 return number, (rank,), f"operation {number}, {op.what}, failed on {where}"
-    return -1, (), f"all are together up to operation {newest}"
+    return -1, (), f"all ranks agree up to operation {newest}"
 
 
 def _odd(there: Mapping[int, FlightOp]) -> tuple[int, ...]:
-    """The ranks that do something else than the most do; of equally many, than the lowest does."""
+    """Return the ranks whose operation is not the most common one (in a tie, the lowest rank's)."""
     kinds = {rank: _kind(op) for rank, op in there.items()}
     common = max(kinds.values(), key=list(kinds.values()).count, default=())
     return tuple(rank for rank, kind in kinds.items() if kind != common)
@@ -195,16 +197,8 @@ def _difference(number: int, there: Mapping[int, FlightOp], members: Sequence[in
     return f"operation {number} is {'; '.join(sides)}"
 
 
-def _absence(
-    number: int, absent: Sequence[int], there: Mapping[int, FlightOp], members: Sequence[int]
-) -> str:
-    op = next(iter(there.values()))
-    have = "has" if len(absent) == 1 else "have"
-    return f"{names(absent, members)} {have} not come to operation {number}, {op.what}"
-
-
 def _is_awaited(op: FlightOp) -> bool:
-    """Whether a rank waits for it, or did until it failed."""
+    """Return True if a rank waits for the operation, or did until it failed."""
     return op.waited_s is not None and op.state in ("waited for", "failed")
 
 

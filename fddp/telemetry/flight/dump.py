@@ -1,4 +1,4 @@
-"""Flights written down: when a step fails, or when the process is sent a signal."""
+"""Files of flights, written when a step fails or when the process receives a signal."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-_BREAKS = (DesyncError, RankLostError, SyncTimeoutError)  # after which ranks are not together
-_ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # there to be asked with; what gets one goes on
-_HARMLESS = (  # by default
-    *_ASKING,
+_BREAKS = (DesyncError, RankLostError, SyncTimeoutError)  # after these, ranks are out of step
+_REQUEST_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # after which the process continues
+_HARMLESS = (  # signals that do not end the process by default or by request
+    *_REQUEST_SIGNALS,
     signal.SIGCHLD,
     signal.SIGCONT,
     signal.SIGTSTP,
@@ -40,36 +40,36 @@ _HARMLESS = (  # by default
 )
 _numbers = itertools.count(1)
 _partial_files: set[Path] = set()  # files that are being written
-_installed: list[FlightDumps] = []  # the newest last, which counts
+_installed: list[FlightDumps] = []  # the last one is in effect
 
 
 class FlightDumps:
-    """Where this process writes flights, from `dump_flights` until `stop`.
+    """Writer of flights, in effect from `dump_flights` until `stop`.
 
     Attributes:
-        directory: holds the files.
+        directory: directory of the files.
     """
 
     def __init__(self, directory: Path, on_signal: signal.Signals | None) -> None:
         self.directory = directory
         self._signal = on_signal
-        self._earlier: Any = None  # what the signal did before
-        self._writes = False  # at this moment, on the signal
+        self._previous: Any = None  # handler of the signal before this one
+        self._is_writing = False  # in the signal handler
         self._pid = os.getpid()
         self._pid_file: Path | None = None
 
     def write(self, reason: str) -> Path:
-        """Writes a flight of all that is alive, as a table with the stacks of all threads, and as
+        """Write a flight of everything alive, as a table with the stacks of all threads, and as
         JSON for `python -m fddp flight`.
 
         Args:
-            reason: why, in words.
+            reason: the reason in words.
 
         Returns:
-            Path of the table; the JSON has the same name with another ending.
+            Path of the table. The JSON file has the same name with another suffix.
 
         Raises:
-            OSError: it can't be written.
+            OSError: the files cannot be written.
         """
         taken = flight(reason=reason)
         rank = f"rank{dist.get_rank()}-" if dist.is_available() and dist.is_initialized() else ""
@@ -80,22 +80,22 @@ class FlightDumps:
         return path
 
     def stop(self) -> None:
-        """Takes it away, also where it is not the newest; a second call does nothing.
+        """Uninstall this writer, even if it is not the newest. A second call does nothing.
 
         Raises:
-            ValueError: there is a signal to give back, and this is not the main thread.
+            ValueError: a signal handler must be restored, and this is not the main thread.
         """
         if self not in _installed:
             return
         atexit.unregister(self._at_exit)
-        self._forget_pid()  # first, while the signal still does no harm
+        self._remove_pid_file()  # first, while the signal is still handled
         if self._signal is not None:
             if signal.getsignal(self._signal) == self._handle:
-                # None stands for a handler that Python did not install and can't put back.
-                signal.signal(self._signal, self._earlier or signal.SIG_DFL)
+                # None stands for a handler not installed from Python, which cannot be restored.
+                signal.signal(self._signal, self._previous or signal.SIG_DFL)
             for later in _installed:
-                if later._earlier == self._handle:
-                    later._earlier = self._earlier
+                if later._previous == self._handle:
+                    later._previous = self._previous
         _installed.remove(self)
 
     def __enter__(self) -> Self:
@@ -107,10 +107,10 @@ class FlightDumps:
     def _install(self) -> None:
         _probe(self.directory)
         if self._signal is not None:
-            self._earlier = signal.signal(self._signal, self._handle)
+            self._previous = signal.signal(self._signal, self._handle)
         _installed.append(self)
-        if self._signal in _ASKING:  # which does no harm from now on
-            _forget_ended(self.directory)
+        if self._signal in _REQUEST_SIGNALS:  # from now on harmless to this process
+            _remove_stale_pid_files(self.directory)
             path = self.directory / f"{socket.gethostname()}-{self._pid}.pid"
             try:
                 _write(path, f"{self._pid}\n")
@@ -121,67 +121,66 @@ class FlightDumps:
             atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
-        self._forget_pid()
+        self._remove_pid_file()
         assert self._signal is not None
-        # Python, as it ends, gives signals with a handler their default back, which would give the
-        # process another exit code; one that is ignored stays so.
+        # On exit Python restores the default of handled signals, and a late signal would change the
+        # exit code. An ignored signal stays ignored.
         with contextlib.suppress(ValueError):  # not the main thread
             if signal.getsignal(self._signal) == self._handle:
                 signal.signal(self._signal, signal.SIG_IGN)
 
-    def _forget_pid(self) -> None:
-        """Nobody is to send this number the signal any more."""
+    def _remove_pid_file(self) -> None:
         path, self._pid_file = self._pid_file, None
-        if path is None or self._pid != os.getpid():  # a fork's is its parent's
+        if path is None or self._pid != os.getpid():  # after a fork the file is the parent's
             return
         if all(other._pid_file != path for other in _installed):
             with contextlib.suppress(OSError):
                 path.unlink()
 
     def _handle(self, number: int, frame: Any) -> None:
-        if self._writes:
-            return  # a signal that comes meanwhile is answered by the flight that is being written
-        self._writes = True
+        if self._is_writing:
+            return  # the flight being written answers this signal too
+        self._is_writing = True
         try:
-            # Else a handler of somebody else's has kept this one, or a fork has its parent's, whose
-            # flight must not take the place of the parent's own.
+            # Otherwise another handler still calls this uninstalled one, or this is a fork, whose
+            # flight must not replace the parent's.
             if self in _installed and self._pid == os.getpid():
                 self.write(signal.Signals(number).name)
-        except Exception:  # the step that was interrupted is not to fail of it
-            _complain(f"fddp: no flight was written\n{traceback.format_exc()}")
+        except Exception:  # must not fail the interrupted step
+            _print_error(f"fddp: no flight was written\n{traceback.format_exc()}")
         finally:
-            self._writes = False
-        if callable(self._earlier):
-            self._earlier(number, frame)
-        elif self._earlier == signal.SIG_DFL and number not in _HARMLESS:
-            _end(number)
+            self._is_writing = False
+        if callable(self._previous):
+            self._previous(number, frame)
+        elif self._previous == signal.SIG_DFL and number not in _HARMLESS:
+            _terminate(number)
 
 
 def dump_flights(
     directory: str | os.PathLike[str], *, on_signal: signal.Signals | None = None
 ) -> FlightDumps:
-    """From now on writes flights into a directory: when a step fails so that ranks are no longer
-    together, and on a signal. The error's text says where.
+    """Write flights to a directory from now on: when a failure leaves ranks out of step, and on a
+    signal. The text of the error names the file.
 
     Args:
-        directory: is made if it is not there.
-        on_signal: `signal.SIGUSR1`, for instance. What handled it before is called afterwards, and
-            a default that ends the process does end it, as that of `signal.SIGTERM`; after SIGUSR1
-            and SIGUSR2 the process goes on. The handler runs in the main thread when that is in
-            Python: at once in a loop, within 0.25 s in a wait for other ranks over gloo or shared
-            memory, not within a long call of another library, and not in a wait for NCCL. For
-            SIGUSR1 and SIGUSR2, a file HOST-PID.pid in the directory has the number of the process,
-            until it stops or ends: sent to a process without a handler, a launcher for instance,
-            the signal ends it. A fork of this process writes nothing on the signal, unless it calls
-            this function itself.
+        directory: created if it does not exist.
+        on_signal: a signal such as `signal.SIGUSR1`. The previous handler runs afterwards. If it is
+            a default that ends the process, as for `signal.SIGTERM`, the process ends; after
+            SIGUSR1 and SIGUSR2 it continues. The handler runs once the main thread executes Python:
+            at once in a loop, within 0.25 s in a wait for other ranks over gloo or shared memory,
+            after a long call of another library, and not in a wait for NCCL. For SIGUSR1 and
+            SIGUSR2, the directory holds a file HOST-PID.pid with the process ID until the process
+            stops or ends. Sent to a process without a handler, such as a launcher, the signal ends
+            it. A fork of this process writes nothing on the signal, unless it calls this function
+            itself.
 
     Returns:
-        A handle that stops it; also a context manager. The newest one counts.
+        A handle that stops it, also usable as a context manager. The newest one is in effect.
 
     Raises:
-        OSError: the directory can't be made, or not be written to.
-        TypeError: `on_signal` is no signal.
-        ValueError: `on_signal` outside of the main thread.
+        OSError: the directory cannot be created or written to.
+        TypeError: `on_signal` is not a signal.
+        ValueError: `on_signal` is used outside of the main thread.
 
     Example:
         >>> import fddp, tempfile
@@ -190,7 +189,9 @@ def dump_flights(
         'process ... on ...: as an example'
     """
     if on_signal is not None and not isinstance(on_signal, signal.Signals):
-        raise TypeError(f"on_signal takes signal.SIGUSR1, for instance, got {on_signal!r:.80}")
+        raise TypeError(
+            f"on_signal must be a signal, such as signal.SIGUSR1, got {on_signal!r:.80}"
+        )
     path = Path(directory).absolute()
     path.mkdir(parents=True, exist_ok=True)
     dumps = FlightDumps(path, on_signal)
@@ -199,26 +200,27 @@ def dump_flights(
 
 
 def dump_on_failure(error: BaseException, *, breaks: bool = False) -> None:
-    """Writes a flight if an error leaves ranks apart and somebody wants one; the error says where.
+    """Write a flight if an error leaves ranks out of step and `dump_flights` is in effect. The path
+    is added to the text of the error.
 
     Args:
-        error: what is about to be raised.
-        breaks: whether ranks are apart, whatever kind of error it is.
+        error: the error about to be raised.
+        breaks: True if ranks are out of step whatever the type of the error.
     """
     dumps = _installed[-1] if _installed else None
     if dumps is None or not (breaks or isinstance(error, _BREAKS)):
         return
     try:
-        said = f"what this process did before is in {str(dumps.write(error_text(error)))!r}"
-    except Exception as problem:  # which must not take the place of the error
-        said = f"what this process did before can't be written: {error_text(problem)}"
+        note = f"the flight of this process is in {str(dumps.write(error_text(error)))!r}"
+    except Exception as problem:  # must not replace the error
+        note = f"the flight of this process cannot be written: {error_text(problem)}"
     if isinstance(error, FddpError):
-        error.args = (f"{error}; {said}", *error.args[1:])
+        error.args = (f"{error}; {note}", *error.args[1:])
 
 
 @contextlib.contextmanager
 def dump_failures() -> Iterator[None]:
-    """Calls `dump_on_failure` for what is raised inside."""
+    """Call `dump_on_failure` for errors raised inside."""
     try:
         yield
     except BaseException as error:
@@ -226,17 +228,17 @@ def dump_failures() -> Iterator[None]:
         raise
 
 
-def _complain(text: str) -> None:
-    """Past Python's buffers, which can't be entered again where a signal has interrupted them."""
+def _print_error(text: str) -> None:
+    """Write to stderr without Python's buffers, which a signal handler must not re-enter."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="backslashreplace"))
 
 
-def _end(number: int) -> None:
-    """Ends the process by a signal, as the default does; its parent is to see that it was one."""
+def _terminate(number: int) -> None:
+    """End the process by the signal itself, so that the parent sees the signal as the cause."""
     for dumps in _installed:
-        dumps._forget_pid()
-    for half in list(_partial_files):  # of a flight that this signal has interrupted
+        dumps._remove_pid_file()
+    for half in list(_partial_files):  # of a flight that this signal interrupted
         with contextlib.suppress(OSError):
             half.unlink()
     signal.signal(number, signal.SIG_DFL)
@@ -244,36 +246,36 @@ def _end(number: int) -> None:
 
 
 def _probe(directory: Path) -> None:
-    """Raises an OSError if nothing can be written there: a step that fails is late to learn it."""
+    """Raise an OSError now, rather than at the first failure, if the directory is not writable."""
     with tempfile.NamedTemporaryFile(dir=directory, prefix="probe-") as file:
         file.write(b"probe")
         file.flush()
 
 
-def _forget_ended(directory: Path) -> None:
-    """Removes what processes of this host left that were killed: their numbers are used again."""
+def _remove_stale_pid_files(directory: Path) -> None:
+    """Remove files of processes of this host that were killed, since PIDs are reused."""
     with contextlib.suppress(OSError):
         for path in directory.glob("*.pid"):
             host, _, number = path.stem.rpartition("-")
-            if host == socket.gethostname() and number.isdecimal() and not _runs(int(number)):
+            if host == socket.gethostname() and number.isdecimal() and not _is_alive(int(number)):
                 path.unlink(missing_ok=True)
 
 
-def _runs(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:  # somebody else's
-        return True
+    except OSError:  # a process of another user
+        pass
     return True
 
 
 def _stacks() -> str:
-    """Not by faulthandler, which takes no lock: it ends the process where a thread of a library
-    comes to Python at that moment."""
+    """Format the stacks of all threads. faulthandler does the same without a lock, and crashes if a
+    thread of a library enters Python at that moment."""
     collects = gc.isenabled()
-    gc.disable()  # what it frees may want the lock under which frames are collected
+    gc.disable()  # finalizers may want the lock under which frames are collected
     try:
         frames = sys._current_frames()
     finally:
@@ -292,7 +294,7 @@ def _stacks() -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """In one piece, so that readers never see half of it; a full disk keeps none of it."""
+    """Write a file atomically, so that readers never see a part of it, even if the disk is full."""
     half = path.with_suffix(f"{path.suffix}.part")
     _partial_files.add(half)
     try:

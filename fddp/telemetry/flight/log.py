@@ -1,48 +1,70 @@
-"""What a process did last, as a value: the newest operations of each `GradSync` and communicator.
+"""Flights as values: the newest operations of each `GradSync` and communicator of a process.
 
-Read back from files of several ranks, such values are lined up in `divergence.py`.
+`divergence.py` compares the flights of several ranks, read from files.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from fddp.core.plan.leaf import MAX_COUNT
+from fddp.core.protocol.messages import AnyOf, Schema, optional
 from fddp.core.tables import plain_table
+from fddp.telemetry.decode import decode_finite
 
 State = Literal["in flight", "waited for", "done", "failed"]
 
 FORMAT = "fddp flight 1"
-"""What files of flights begin with."""
+"""First field of flight files."""
 
-T = TypeVar("T")
-
-_STATES = ", ".join(get_args(State))
 _HEADER = (
     "no", "step", "operation", "bucket", "leaves", "bytes", "launched", "waited", "done", "state"
 )  # fmt: skip
 _NUMERIC = (0, 1, 3, 5, 6, 7, 8)
 
+_OP: Schema = (
+    *(int, int, str, int, str, int),
+    *(float, optional(float), optional(float)),
+    AnyOf(get_args(State)),
+)
+_LOG: Schema = {
+    "name": str,
+    "members": [int],
+    "rank": int,
+    "transport": str,
+    "timeout_s": float,
+    "step": int,
+    "phase": str,
+    "made_s": float,
+    "ops": [_OP],
+}
+_FLIGHT: Schema = {
+    "format": FORMAT,
+    "host": str,
+    "pid": int,
+    "taken_s": float,
+    "reason": str,
+    "logs": [_LOG],
+}
+
 
 class FlightOp(NamedTuple):
-    """One operation in which ranks meet.
+    """One collective operation.
 
     Attributes:
-        number: how many there were before it in this log; the same on all ranks that do the same.
-        step: of which step; -1 for operators, which belong to none.
-        kind: what it is: "all_reduce", "control", "vote", or an operator and its call site.
-        bucket: the bucket's number in the plan then in force; -1 for none.
-        leaves: path of the bucket's first leaf, and of the last where that is another.
-        nbytes: bytes that the operation was handed; a hook may send fewer. -1 where not known.
-        launched_s: seconds before the log was taken at which it was handed to the transport.
-        waited_s: seconds from then until this rank began to wait for it; None if it did not.
-        done_s: seconds from the launch until the wait was over; None if it is not. Others may have
-            been done with it earlier: nobody looks before the wait.
-        state: how far it is.
+        number: index of the operation in its log, equal on all ranks that run the same operations.
+        step: number of the step; -1 for operators, which belong to none.
+        kind: "all_reduce", "control", "vote", or an operator and its call site.
+        bucket: index of the bucket in the plan at that time; -1 for none.
+        leaves: path of the bucket's first leaf, and of the last if it has several.
+        nbytes: bytes passed to the operation, of which a hook may send fewer; -1 if unknown.
+        launched_s: seconds from the launch to the time of the log.
+        waited_s: seconds from the launch until this rank began to wait; None if it did not.
+        done_s: seconds from the launch to the end of the wait; None if it has not ended. The
+            operation may have completed earlier.
+        state: progress of the operation.
     """
 
     number: int
@@ -58,7 +80,7 @@ class FlightOp(NamedTuple):
 
     @property
     def what(self) -> str:
-        """The operation in words."""
+        """Description of the operation."""
         where = (
             f" of bucket {self.bucket} ({escape_control_chars(self.leaves)})"
             if self.bucket >= 0
@@ -70,19 +92,19 @@ class FlightOp(NamedTuple):
 
 @dataclass(frozen=True)
 class FlightLog:
-    """The newest operations of one `GradSync` or communicator.
+    """Newest operations of one `GradSync` or communicator.
 
     Attributes:
-        name: what it is, and its number among those of its kind on these ranks, as in errors.
-        members: numbers in the job of the ranks that share it, by rank.
-        rank: this rank's number among them.
+        name: name with its index among those of its kind on these ranks, as in errors.
+        members: global rank of each rank of the group.
+        rank: this rank in the group.
         transport: name of the transport.
-        timeout_s: the longest that an operation may take.
-        step: number of the step that runs, or else of the next; -1 where there are none.
-        phase: what this rank is at in it.
-        ops: oldest first.
-        made_s: when it was made, which all ranks do together, in seconds since 1970 by the host's
-            clock; 0.0 where that is not known.
+        timeout_s: timeout of an operation.
+        step: number of the running or else the next step; -1 if there are no steps.
+        phase: position of this rank within the step.
+        ops: operations, oldest first.
+        made_s: time of creation, which all ranks do together, in seconds since 1970 by the host's
+            clock; 0.0 if unknown.
     """
 
     name: str
@@ -97,7 +119,7 @@ class FlightLog:
 
     @property
     def at(self) -> str:
-        """Where the rank is, in words."""
+        """Position of the rank in words."""
         step = f"at step {self.step}, " if self.step >= 0 else ""
         return f"{step}{escape_control_chars(self.phase)}"
 
@@ -114,14 +136,14 @@ class FlightLog:
 
 @dataclass(frozen=True)
 class Flight:
-    """What a process did last.
+    """Newest operations of a process.
 
     Attributes:
         host: name of the host.
-        pid: number of the process.
-        taken_s: when, in seconds since 1970 by the host's clock.
-        reason: why it was taken.
-        logs: one for each `GradSync` and communicator that was used and is alive.
+        pid: process ID.
+        taken_s: time of the flight, in seconds since 1970 by the host's clock.
+        reason: reason for taking it.
+        logs: one log for each `GradSync` and communicator that was used and is alive.
 
     Example:
         >>> op = FlightOp(0, 0, "all_reduce", 0, "w", 8, 0.5, 0.1, 0.2, "done")
@@ -149,7 +171,7 @@ class Flight:
         return "\n\n".join([head, *map(str, self.logs)])
 
     def to_json(self) -> str:
-        """The flight as JSON, a line for each operation."""
+        """Return the flight as JSON, with a line for each operation."""
         logs = []
         for log in self.logs:
             fields = {k: v for k, v in vars(log).items() if k != "ops"}
@@ -161,99 +183,33 @@ class Flight:
 
     @classmethod
     def from_json(cls, text: str) -> Flight:
-        """What `to_json` wrote.
+        """Decode the output of `to_json`.
 
         Raises:
-            ValueError: it is something else; says what.
+            ValueError: the text is something else; names the field.
         """
         try:
-            read = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"no flight: it is not JSON: {error}") from error
-        fields = _fields(read, "the file")
-        found = fields.get("format")
-        if found != FORMAT:
-            raise ValueError(f"no flight: format is {found!r:.80}, and should be {FORMAT!r}")
-        return cls(
-            host=_get(fields, "host", str),
-            pid=_get(fields, "pid", int),
-            taken_s=_seconds(fields, "taken_s"),
-            reason=_get(fields, "reason", str),
-            logs=tuple(map(_log, _get(fields, "logs", list))),
-        )
+            fields = decode_finite(text, _FLIGHT)
+            del fields["format"]
+            return cls(**{**fields, "logs": tuple(map(_log, fields["logs"]))})
+        except ValueError as error:
+            raise ValueError(f"not a flight: {error}") from error
 
 
-def _log(read: object) -> FlightLog:
-    fields = _fields(read, "a log")
-    members = _get(fields, "members", list)
-    if not members or not all(type(member) is int for member in members):
-        raise ValueError("no flight: members should be numbers of ranks, one at least")
-    rank = _get(fields, "rank", int)
+def _log(fields: dict[str, Any]) -> FlightLog:
+    rank, members = fields["rank"], tuple(fields["members"])
     if not 0 <= rank < len(members):
-        raise ValueError(f"no flight: rank {rank} is none of {len(members)} members")
-    return FlightLog(
-        name=_get(fields, "name", str),
-        members=tuple(members),
-        rank=rank,
-        transport=_get(fields, "transport", str),
-        timeout_s=_seconds(fields, "timeout_s"),
-        step=_get(fields, "step", int),
-        phase=_get(fields, "phase", str),
-        ops=tuple(map(_op, _get(fields, "ops", list))),
-        made_s=_seconds(fields, "made_s"),
-    )
-
-
-def _op(read: object) -> FlightOp:
-    if not isinstance(read, list) or len(read) != len(FlightOp._fields):
-        raise ValueError(f"no flight: an operation should be a list of {len(FlightOp._fields)}")
-    fields = dict(zip(FlightOp._fields, read, strict=True))
-    state = _get(fields, "state", str)
-    if state not in get_args(State):
-        raise ValueError(f"no flight: state is {state!r:.80}, and should be one of {_STATES}")
-    return FlightOp(
-        number=_get(fields, "number", int),
-        step=_get(fields, "step", int),
-        kind=_get(fields, "kind", str),
-        bucket=_get(fields, "bucket", int),
-        leaves=_get(fields, "leaves", str),
-        nbytes=_get(fields, "nbytes", int),
-        launched_s=_seconds(fields, "launched_s"),
-        waited_s=None if fields["waited_s"] is None else _seconds(fields, "waited_s"),
-        done_s=None if fields["done_s"] is None else _seconds(fields, "done_s"),
-        state=cast("State", state),
-    )
-
-
-def _fields(read: object, what: str) -> Mapping[str, Any]:
-    if not isinstance(read, dict):
-        raise ValueError(f"no flight: {what} should be an object, and is a {type(read).__name__}")
-    return read
-
-
-def _get(fields: Mapping[str, Any], name: str, kind: type[T]) -> T:
-    value = fields.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f"no flight: {name} is {value!r:.80}, a {type(value).__name__}")
-    if isinstance(value, int) and abs(value) > MAX_COUNT:
-        raise ValueError(f"no flight: {name} is no number below 2**63")
-    return value
-
-
-def _seconds(fields: Mapping[str, Any], name: str) -> float:
-    value = fields.get(name)
-    number = float(_get(fields, name, int)) if isinstance(value, int) else _get(fields, name, float)
-    if not math.isfinite(number):
-        raise ValueError(f"no flight: {name} is {number}")
-    return number
+        raise ValueError(f"rank {rank} is not one of {len(members)} members")
+    ops = tuple(FlightOp(*op) for op in fields["ops"])
+    return FlightLog(**{**fields, "members": members, "ops": ops})
 
 
 def names(ranks: Iterable[int], members: Sequence[int] = ()) -> str:
-    """Ranks in words, with their numbers in the job where these are others.
+    """Format ranks, with their global ranks if these differ.
 
     Args:
-        ranks: numbers in a group, one at least.
-        members: numbers in the job, by rank; empty for the same.
+        ranks: ranks in a group, at least one.
+        members: global rank of each; empty if they are the same.
 
     Example:
         >>> names([1]), names([0, 1], (0, 9))
@@ -266,7 +222,7 @@ def names(ranks: Iterable[int], members: Sequence[int] = ()) -> str:
 
 
 def escape_control_chars(text: str) -> str:
-    """A text without what would act on a terminal.
+    """Escape characters that a terminal would interpret.
 
     Example:
         >>> escape_control_chars("layer\\x1b[2J.w")

@@ -1,12 +1,12 @@
-"""A flight recorder: what a process did last, kept always, and written down when it is asked for.
+"""Flight recorder: the newest operations of a process, always recorded, written out on request.
 
-[Note: flights] Each `GradSync` and communicator notes its newest operations in a ring. An entry
-refers to the schedule that its operation is of, never to tensors, programs or works, so that
-nothing is kept alive; all else is worked out when somebody looks. Noting an operation is three
-readings of the clock and an append.
+[Note: flights] Each `GradSync` and communicator records its newest operations in a ring. An entry
+refers to the schedule of its operation, never to tensors, programs or works, so that nothing is
+kept alive. Everything else is derived on reading. Recording an operation takes three readings of
+the clock and an append.
 
-Whoever looks does so without locks: it may be a signal handler, which runs between any two
-instructions of the thread that it stops.
+Reading takes no locks, as it may happen in a signal handler, which runs between any two
+instructions of the thread that it interrupts.
 """
 
 from __future__ import annotations
@@ -20,19 +20,15 @@ import weakref
 from collections import deque
 from math import prod
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from fddp.core.plan.leaf import ITEM_BYTES
 from fddp.core.schedule.op import Op, is_piggybacked
 from fddp.core.schedule.schedule import Schedule
 from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp, State
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-
 SIZE = 100
-"""Operations that are kept of each `GradSync` and communicator."""
+"""Operations recorded per `GradSync` and communicator."""
 
 _serials = itertools.count()
 _alive: weakref.WeakSet[Recorder] = weakref.WeakSet()
@@ -58,44 +54,44 @@ class Recordable(Protocol):
 
 
 class Recorded(Protocol):
-    """What has a recorder."""
+    """Owner of a recorder."""
 
     @property
     def recorder(self) -> Recorder:
-        """Its recorder."""
+        """Recorder of the owner."""
 
     def at(self) -> tuple[int, str]:
-        """The number of the step that runs, or else of the next, and what it is at."""
+        """Return the number of the running or else the next step, and the position within it."""
 
 
 class Entry:
-    """One operation; times on the clock of `time.perf_counter`, 0.0 for what has not been, infinite
-    for what never will be."""
+    """One operation. Times are on the clock of `time.perf_counter`; 0.0 stands for not yet, and
+    infinity for never."""
 
     __slots__ = ("done_s", "launched_s", "number", "position", "source", "step", "waited_s")
 
     def __init__(self, number: int, source: Schedule | str, step: int, position: int) -> None:
         self.number = number
-        self.source = source  # the schedule that has the operation, or what it is in words
+        self.source = source  # schedule of the operation, or a description
         self.step = step
-        self.position = position  # in the schedule; elsewhere the number of bytes
+        self.position = position  # in the schedule, or number of bytes
         self.launched_s = perf_counter()
         self.waited_s = 0.0
         self.done_s = 0.0
 
 
 class Recorder:
-    """The newest operations of one `GradSync` or communicator; see [Note: flights].
+    """Newest operations of one `GradSync` or communicator; see [Note: flights].
 
     Args:
-        kind: "GradSync" or "Communicator", for a transport without a name.
-        owner: what is recorded; not kept alive.
-        transport: carries the operations; not kept.
+        kind: "GradSync" or "Communicator", the name if the transport has none.
+        owner: recorded object; only weakly referenced.
+        transport: transport of the operations; not referenced.
 
     Attributes:
-        name: what is recorded.
-        ring: the newest entries.
-        count: how many there have been.
+        name: name of the recorded object.
+        ring: newest entries.
+        count: number of entries ever recorded.
     """
 
     def __init__(self, kind: str, owner: Recorded, transport: Recordable) -> None:
@@ -112,12 +108,12 @@ class Recorder:
         _alive.add(self)
 
     def launched(self, source: Schedule | str, step: int, position: int) -> Entry:
-        """Notes an operation that is about to be handed to the transport.
+        """Record an operation about to be passed to the transport.
 
         Args:
-            source: the schedule that it is of; what it is in words, for one of none.
-            step: the number of the step.
-            position: where it stands in the schedule; for one of none, its bytes.
+            source: schedule of the operation, or a description if it belongs to none.
+            step: number of the step.
+            position: position in the schedule, or the number of bytes.
         """
         entry = Entry(self.count, source, step, position)
         self.count += 1
@@ -125,12 +121,12 @@ class Recorder:
         return entry
 
     def fail(self) -> None:
-        """What is not done has failed."""
+        """Mark all unfinished operations as failed."""
         for entry in list(self.ring):
             entry.done_s = entry.done_s or math.inf
 
     def log(self, now_s: float) -> FlightLog:
-        """What was noted, as a value; `now_s` is on the clock of `time.perf_counter`."""
+        """Return the recorded operations as a value. `now_s` is on `time.perf_counter`'s clock."""
         owner = self._owner()
         step, phase = (0, "gone") if owner is None else owner.at()
         ops = tuple(_op(entry, now_s) for entry in list(self.ring))
@@ -148,49 +144,22 @@ class Recorder:
 
     @property
     def order(self) -> tuple[str, int, int]:
-        """By which logs are sorted; of one name and rank, as they were made."""
+        """Sort key of logs; those of one name and rank sort by creation."""
         return self.name, self._rank, self._serial
 
 
-class StepEntries(dict[int, Entry]):
-    """What is noted of one step's operations, by their positions in the schedule.
+def flight(*of: object, reason: str = "requested") -> Flight:
+    """Return the newest 100 operations of each `GradSync` and communicator of this process.
 
     Args:
-        recorder: keeps the newest.
-        schedule: of the step.
-        step: its number.
-    """
-
-    __slots__ = ("_recorder", "_schedule", "_step")
-
-    def __init__(self, recorder: Recorder, schedule: Schedule, step: int) -> None:
-        self._recorder = recorder
-        self._schedule = schedule
-        self._step = step
-
-    def launched(self, position: int) -> Entry:
-        """Notes an operation that is about to be handed to the transport."""
-        # As the recorder's, without one more call.
-        recorder = self._recorder
-        entry = self[position] = Entry(recorder.count, self._schedule, self._step, position)
-        recorder.count += 1
-        recorder.ring.append(entry)
-        return entry
-
-
-def flight(*of: object, reason: str = "asked for") -> Flight:
-    """What this process did last: the newest 100 operations of each `GradSync` and communicator.
-
-    Args:
-        *of: a `GradSync`, a wrapped module or a `Communicator`, or several; none for all that are
-            alive.
-        reason: why it is taken, in words.
+        *of: `GradSync`s, wrapped modules or `Communicator`s; none for all that are alive.
+        reason: reason in words.
 
     Returns:
         A value to print, or to write as JSON.
 
     Raises:
-        TypeError: something else was passed, or a module that has not made its first step.
+        TypeError: an argument has another type, or is a module before its first step.
 
     Example:
         >>> import fddp, torch
@@ -204,34 +173,25 @@ def flight(*of: object, reason: str = "asked for") -> Flight:
         [(0, 0, 'all_reduce', 8, 'done')]
     """
     if not isinstance(reason, str):
-        raise TypeError(f"reason is a text, got {reason!r:.80}")
-    recorders = [_recorder_of(one) for one in of] if of else _all()
-    return _flight_of(recorders, reason)
-
-
-def _flight_of(recorders: Iterable[Recorder], reason: str) -> Flight:
+        raise TypeError(f"reason must be a str, got {reason!r:.80}")
+    recorders = [_recorder_of(one) for one in of] if of else _all_alive()
     now_s = perf_counter()
     logs = tuple(recorder.log(now_s) for recorder in recorders)
     return Flight(socket.gethostname(), os.getpid(), time.time(), reason, logs)
 
 
-def _all() -> list[Recorder]:
-    return sorted(_copied(_alive), key=lambda recorder: recorder.order)
-
-
-def _copied(recorders: weakref.WeakSet[Recorder]) -> list[Recorder]:
-    """Whatever other threads add meanwhile."""
+def _all_alive() -> list[Recorder]:
     for _ in range(100):
         try:
-            return list(recorders)
-        except RuntimeError as error:
+            return sorted(_alive, key=lambda recorder: recorder.order)
+        except RuntimeError as error:  # another thread may change the set during iteration
             if "changed size" not in str(error):
                 raise
     return []
 
 
 def _recorder_of(one: object) -> Recorder:
-    steps = getattr(one, "_steps", None)  # of a wrapped module, from its first step on
+    steps = getattr(one, "_steps", None)  # set at the first step of a wrapped module
     engine = getattr(one, "_engine", getattr(steps, "engine", one))
     recorder = getattr(engine, "recorder", None)
     if not isinstance(recorder, Recorder):
@@ -263,7 +223,7 @@ def _op(entry: Entry, now_s: float) -> FlightOp:
 
 
 def _describe(source: Schedule | str, position: int) -> tuple[str, int, str, int]:
-    """Kind, bucket, leaves and bytes."""
+    """Return kind, bucket, leaves and bytes of an operation."""
     if isinstance(source, str):
         return source, -1, "", position
     op = source.ops[position]
@@ -276,7 +236,7 @@ def _describe(source: Schedule | str, position: int) -> tuple[str, int, str, int
 
 
 def _nbytes(schedule: Schedule, op: Op) -> int:
-    """Bytes of the memory that an operation works on, without a word that rides."""
+    """Return the bytes of an operation's memory, without a piggybacked control word."""
     if op.kind == "gather" or is_piggybacked(op):
         return -1
     sizes = dict(schedule.topology.axes)
