@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fddp.ddp.request import ModuleRequest
 from fddp.ddp.step_runner import StepRunner
-from fddp.ddp.unused_parameters import Usage
 from fddp.ddp.weak_callback import weak_callback
 from fddp.native.autograd_leaves import distributed_context, serves_some
 from fddp.sync.engine import Engine
@@ -81,16 +80,6 @@ class BackwardDriver:
         """The engine, which owns the plan. Changed parameters bring a new one."""
         return self.runner.engine
 
-    @property
-    def usage(self) -> Usage:
-        """The parameters that steps used."""
-        return self.runner.usage
-
-    @property
-    def work(self) -> list[Callable[[], object]]:
-        """Further waits for the end of a step."""
-        return self.runner.work
-
     # Forward
 
     def begin_forward(self) -> None:
@@ -119,10 +108,6 @@ class BackwardDriver:
     def _expect(self, on: bool) -> None:
         self._expects_grads = on
         self.runner.parameters.hooks.watch(on)
-
-    def intact(self) -> bool:
-        """Return True if all parameters still have their hooks."""
-        return self.runner.parameters.hooks.intact()
 
     def change(self, request: ModuleRequest) -> None:
         """Replace the parameters; see [Note: changed parameters]."""
@@ -196,8 +181,7 @@ class BackwardDriver:
 
     def _reset(self) -> None:
         self.runner.reset()
-        self._context = None
-        self._is_reached, self._reached_s = False, math.inf
+        self._context, self._is_reached, self._reached_s = None, False, math.inf
 
     @property
     def _runs_backward(self) -> bool:
@@ -205,14 +189,6 @@ class BackwardDriver:
         return self._end is not None and self._end() is not None
 
     # Failures
-
-    def enter_step(self) -> None:
-        """Make operators raise from now on if another rank has failed the coming step."""
-        self.engine.transport.enter_step(self.engine.step)
-
-    def leave_step(self) -> None:
-        """End the effect of `enter_step`."""
-        self.engine.transport.leave_step()
 
     def publish_failure(self, error: BaseException) -> None:
         """Publish an error to ranks that wait in operators of the step which `fail` will end."""

@@ -52,4 +52,4 @@ class BufferSync(WrapperState):
             with transport.step_scope(None):
                 state, buffers = hook.buffer_comm_hook_state, self.named_module_buffers
                 futures = hook.buffer_comm_hook(state, buffers)
-            self.steps.work.extend(future.wait for future in futures or ())
+            self.steps.runner.work.extend(future.wait for future in futures or ())

@@ -63,8 +63,11 @@ class FailurePropagation(WrapperState):
         if self._steps is not None:
             self._steps.abort_stale_step()  # others wait for its end
         self._forward_collectives.is_open = False
-        step, done = self._next_step, self._forward_collectives.done
-        self._enter()
+        step = 0 if self._steps is None else self._steps.engine.step
+        done = self._forward_collectives.done
+        self._forward_collectives.in_step = True
+        if self._steps is not None:
+            self._steps.engine.transport.enter_step(step)
         try:
             yield
         except BaseException as error:
@@ -73,21 +76,9 @@ class FailurePropagation(WrapperState):
                 self._report(steps, error, self._forward_collectives.done - done)
             raise
         finally:
-            self._leave()
-
-    def _enter(self) -> None:
-        self._forward_collectives.in_step = True
-        if self._steps is not None:
-            self._steps.enter_step()
-
-    def _leave(self) -> None:
-        self._forward_collectives.in_step = False
-        if self._steps is not None:
-            self._steps.leave_step()
-
-    @property
-    def _next_step(self) -> int:
-        return 0 if self._steps is None else int(self._steps.engine.step)
+            self._forward_collectives.in_step = False
+            if self._steps is not None:
+                self._steps.engine.transport.leave_step()
 
     def _expected(self, step: int) -> BackwardDriver | None:
         """Return the driver of this step if the other ranks wait for this rank in it."""

@@ -200,7 +200,7 @@ def notify(ddp: WrapperState) -> None:
     if not isinstance(ddp._join_config, _CountedHere):
         work = Join.notify_join_context(ddp)
         if work is not None:
-            ddp.steps.work.append(work.wait)
+            ddp.steps.runner.work.append(work.wait)
         return
     _number_with_input(ddp, mine=True)
     throws = ddp._join_config.throw_on_early_termination

@@ -38,14 +38,14 @@ class Reducer:
 
     def _get_local_used_map(self) -> Tensor:
         """Return the number of ranks that last used each parameter, in registration order."""
-        usage = self._wrapper.steps.usage
+        usage = self._wrapper.steps.runner.usage
         ranks = usage.last.ranks if usage.last else {}
         counts = [ranks.get(name, 0) for name in usage.names]
         return torch.tensor(counts, dtype=torch.int32, device=self._wrapper.device)
 
     def _ddp_graph_static(self) -> bool:
         """Return True if all steps so far used the same parameters."""
-        return self._wrapper.steps.usage.is_static
+        return self._wrapper.steps.runner.usage.is_static
 
     def _check_reducer_finalized(self) -> None:
         """Raise the error that the next forward would raise."""

@@ -119,7 +119,7 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
             if ddp._all_delayed:
                 Variable._execution_engine.queue_callback(average)
             else:
-                ddp.steps.work.append(average)
+                ddp.steps.runner.work.append(average)
 
         group = cast(Group, self.process_group)
         return Delayed(named, trigger, group, sparse=self._options.sparse, at_end=at_end)
@@ -133,7 +133,8 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
             try:
                 self._steps = self._make_steps()
                 if self._forward_collectives.in_step:
-                    self._steps.enter_step()
+                    engine = self._steps.engine
+                    engine.transport.enter_step(engine.step)
             except AttributeError as error:  # which a property must not raise
                 raise InternalError(f"the steps could not be made: {error}") from error
         return self._steps
@@ -175,7 +176,7 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
             backend_threads=2 if backend == "gloo" else None,
             options=self._options,
             plan=steps.engine.program.plan,
-            names=tuple(steps.usage.names),
+            names=tuple(steps.runner.usage.names),
             environment=os.environ,
         )
 

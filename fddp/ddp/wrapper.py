@@ -186,11 +186,11 @@ class DistributedDataParallel(
             self._lazy_init()
         if syncs:
             self._raise_pending()
-            steps.usage.begin_forward()
-        steps.usage.joining = self._join_config.enable
-        if changed or not steps.intact():
+            steps.runner.usage.begin_forward()
+        steps.runner.usage.joining = self._join_config.enable
+        if changed or not steps.runner.parameters.hooks.intact():
             steps.change(self._request())
-            self._recorder.renumber(steps.usage.names)
+            self._recorder.renumber(steps.runner.usage.names)
         if torch.is_grad_enabled():
             steps.begin_forward()
         self._sync_before_forward()
@@ -241,8 +241,8 @@ class DistributedDataParallel(
 
     def _raise_pending(self) -> None:
         """Raise the pending error of the last step."""
-        if self._steps is not None and self._steps.usage.pending:
-            self._log_and_throw(RuntimeError, self._steps.usage.pending)
+        if self._steps is not None and self._steps.runner.usage.pending:
+            self._log_and_throw(RuntimeError, self._steps.runner.usage.pending)
 
     def _set_static_graph(self) -> None:
         """Declare that all steps use the same parameters."""
@@ -259,7 +259,7 @@ class DistributedDataParallel(
             )
         self.static_graph = True
         self._options = self._options.as_static()
-        self.steps.usage.static = True
+        self.steps.runner.usage.static = True
         self._recorder.note(static_graph=1)
         if self.find_unused_parameters:
             warnings.warn(
