@@ -138,6 +138,13 @@ def add_ranks(parser: argparse.ArgumentParser, most: int) -> None:
     )
 
 
+def add_outputs(parser: argparse.ArgumentParser, json: str, png: str) -> None:
+    """Declare `--json` and `--png` with the help of what they write and draw."""
+    json_help = f"write {json} to a file; - for stdout"
+    parser.add_argument("--json", type=output_or_stdout, metavar="FILE", help=json_help)
+    parser.add_argument("--png", type=output, metavar="FILE", help=f"draw {png} to a file")
+
+
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     """Return an argument type for whole numbers within bounds."""
     wanted = f"a whole number of at least {least}" + (f" and at most {most}" if most else "")

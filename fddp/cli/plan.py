@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from fddp.cli.common import CallError, Commands, Printer, cap, output, output_or_stdout, require
+from fddp.cli.common import CallError, Commands, Printer, add_outputs, cap, require
 from fddp.cli.sources import SOURCE_HELP, is_plan_file, load_plan
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.plan.text import MIB, summary
@@ -21,11 +21,7 @@ def add(commands: Commands) -> None:
         help="show the buckets in which gradients are reduced",
         description="Show the bucket plan of a tree of parameters or of an nn.Module.",
     )
-    parser.add_argument(
-        "source",
-        metavar="SOURCE",
-        help=SOURCE_HELP,
-    )
+    parser.add_argument("source", metavar="SOURCE", help=SOURCE_HELP)
     parser.add_argument(
         "--bucket-cap-mb",
         type=cap,
@@ -38,13 +34,7 @@ def add(commands: Commands) -> None:
         metavar="MIB",
         help="the same for the first bucket (default: 1)",
     )
-    parser.add_argument(
-        "--json",
-        type=output_or_stdout,
-        metavar="FILE",
-        help="write the plan to a file; - for stdout",
-    )
-    parser.add_argument("--png", type=output, metavar="FILE", help="draw the plan to a file")
+    add_outputs(parser, json="the plan", png="the plan")
     parser.set_defaults(run=_run, parser=parser)
 
 

@@ -15,9 +15,9 @@ from fddp.cli.common import (
     CallError,
     Commands,
     Printer,
+    add_outputs,
     cap,
     output,
-    output_or_stdout,
     positive,
     require,
     whole,
@@ -41,8 +41,6 @@ _FIRST_CAP_MB = 1.0
 
 
 class _Case(NamedTuple):
-    """A simulated plan."""
-
     name: str
     cap_mb: float | None  # None for plans without a single cap
     plan: BucketPlan
@@ -117,14 +115,8 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--trace", type=output, metavar="FILE", help="write the fastest step to a file for Perfetto"
     )
-    parser.add_argument(
-        "--json",
-        type=output_or_stdout,
-        metavar="FILE",
-        help="write all results and the fastest plan to a file; - for stdout",
-    )
-    parser.add_argument(
-        "--png", type=output, metavar="FILE", help="draw step times and the fastest step to a file"
+    add_outputs(
+        parser, json="all results and the fastest plan", png="step times and the fastest step"
     )
     parser.set_defaults(run=_run, parser=parser)
 
@@ -244,7 +236,6 @@ def _json(cases: Sequence[_Case], best: _Case, target: Target) -> str:
 
 
 def _figure(cases: Sequence[_Case], best: _Case) -> Figure:
-    """Plot step times by cap, and below them the timeline of the fastest step."""
     from matplotlib.figure import Figure
 
     from fddp.viz import plot_caps, plot_timeline

@@ -11,11 +11,10 @@ from fddp.cli.common import (
     CallError,
     Commands,
     Printer,
+    add_outputs,
     add_ranks,
     cap,
     launched,
-    output,
-    output_or_stdout,
     require,
     whole,
 )
@@ -81,13 +80,7 @@ def add(commands: Commands) -> None:
         metavar="N",
         help="number of trials of each plan (default: %(default)s)",
     )
-    parser.add_argument(
-        "--json",
-        type=output_or_stdout,
-        metavar="FILE",
-        help="write the chosen plan to a file, for GradSync or fddp plan; - for stdout",
-    )
-    parser.add_argument("--png", type=output, metavar="FILE", help="draw both plans to a file")
+    add_outputs(parser, json="the chosen plan, for GradSync or fddp plan,", png="both plans")
     parser.set_defaults(run=_run, parser=parser)
 
 

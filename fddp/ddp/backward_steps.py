@@ -185,7 +185,6 @@ class BackwardDriver:
 
     @property
     def _runs_backward(self) -> bool:
-        """True if a backward pass has begun a step and not ended."""
         return self._end is not None and self._end() is not None
 
     # Failures

@@ -109,7 +109,6 @@ def _shapes(names: list[str], tensors: list[Tensor]) -> dict[str, str]:
 
 
 def _difference(received: list[dict[str, str]]) -> str | None:
-    """Describe the first difference from rank 0, or return None."""
     for rank, theirs in enumerate(received):
         for name in sorted(received[0].keys() | theirs.keys()):
             mine, other = received[0].get(name, "missing"), theirs.get(name, "missing")

@@ -60,7 +60,6 @@ class CommHooks(WrapperState):
             )
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """Register one of torch's compiled hooks."""
         self._set_hook(builtin(comm_hook_type), str(comm_hook_type))
 
     def _set_hook(self, hook: Hook[Any], name: str) -> None:
@@ -105,7 +104,6 @@ class CommHooks(WrapperState):
 
 
 def _annotation(hook: Any, name: str) -> Any:
-    """Return the annotation of a parameter or of the result, or Any."""
     try:
         return get_type_hints(hook).get(name, Any)
     except Exception:  # quoted annotations may refer to unknown names

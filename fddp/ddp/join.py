@@ -87,12 +87,7 @@ class ModuleJoin(Join):
     """
 
     def __init__(
-        self,
-        ddp: WrapperState,
-        *,
-        divide: bool,
-        enable: bool,
-        throw_on_early_termination: bool,
+        self, ddp: WrapperState, *, divide: bool, enable: bool, throw_on_early_termination: bool
     ) -> None:
         self._ddp = ddp
         super().__init__(
@@ -183,11 +178,7 @@ class UnevenInputs(WrapperState):
             raise InternalError("no rank was the last to join")
         self._authoritative_rank = src
         broadcast_module(
-            transport,
-            self.module,
-            self._options.ignored,
-            src,
-            buffers=self.forward_sync_buffers,
+            transport, self.module, self._options.ignored, src, buffers=self.forward_sync_buffers
         )
 
 
@@ -211,7 +202,6 @@ def notify(ddp: WrapperState) -> None:
 
 
 def _number_with_input(ddp: WrapperState, *, mine: bool) -> int:
-    """Return the number of ranks with input. A collective call."""
     votes = _votes(ddp, _HAS_INPUT * mine + _SYNCS * (mine and ddp._syncs))
     kept, ddp._forward_collectives.failure = ddp._forward_collectives.failure, None
     left = tuple(rank for rank, vote in enumerate(votes) if vote & _LEAVES)
@@ -230,7 +220,6 @@ def _votes(ddp: WrapperState, own: int) -> list[int]:
 
 
 def _left_error(ddp: WrapperState, left: tuple[int, ...]) -> RankLostError:
-    """Error of a rank that caught the error with which others left the block."""
     transport, step = ddp.steps.engine.transport, ddp.steps.engine.step - 1
     names = ", ".join(map(str, left))
     return RankLostError(

@@ -11,6 +11,12 @@ from typing import get_args
 
 from fddp.runtime.nonfinite import Policy
 
+SKIP_IN_CONTEXT = (
+    "nonfinite='skip' can't skip a step whose gradients are in a context of distributed autograd: "
+    "gradients can't be removed from there, and the optimizer would use each rank's own; build the "
+    "wrapper with nonfinite='raise'"
+)
+
 
 def check_policy(policy: Policy, *, delays: bool) -> None:
     """Check the argument of the constructor.
@@ -51,12 +57,3 @@ def check_steps_wait(policy: Policy, way: str) -> None:
             f"bucket, before it is known if all gradients are finite; call optimizer.step() after "
             f"backward, or leave out nonfinite"
         )
-
-
-def skip_in_context_problem() -> str:
-    """Return the error text of a skipped step whose gradients are in distributed autograd."""
-    return (
-        "nonfinite='skip' can't skip a step whose gradients are in a context of distributed "
-        "autograd: gradients can't be removed from there, and the optimizer would use each "
-        "rank's own; build the wrapper with nonfinite='raise'"
-    )

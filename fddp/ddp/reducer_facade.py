@@ -44,11 +44,9 @@ class Reducer:
         return torch.tensor(counts, dtype=torch.int32, device=self._wrapper.device)
 
     def _ddp_graph_static(self) -> bool:
-        """Return True if all steps so far used the same parameters."""
         return self._wrapper.steps.runner.usage.is_static
 
     def _check_reducer_finalized(self) -> None:
-        """Raise the error that the next forward would raise."""
         self._wrapper._raise_pending()
 
     def _rebuild_buckets(self) -> bool:

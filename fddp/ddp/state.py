@@ -105,7 +105,6 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
         self._delayed = self._delay(*self._delays)
 
     def _delay(self, named: Any, trigger: Tensor | None) -> Delayed | None:
-        """Average some parameters separately; see `fddp.ddp.delayed_all_reduce`."""
         if named is None or trigger is None:
             return None
         owner = weakref.ref(self)

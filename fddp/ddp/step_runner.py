@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fddp.core.protocol.calls import Method
 from fddp.ddp.logger import Recorder
-from fddp.ddp.nonfinite import skip_in_context_problem
+from fddp.ddp.nonfinite import SKIP_IN_CONTEXT
 from fddp.ddp.request import ModuleRequest
 from fddp.ddp.unused_parameters import ParameterUse, Usage
 from fddp.errors import FddpError, InternalError, PlanMismatchError
@@ -205,7 +205,7 @@ class StepRunner:
         own = [grads.get(param) for param in self.parameters.leaves]
         self.step = self.engine.open(Method.MODULE, with_stats=False)
         if self.engine.terms.nonfinite == "skip":
-            self.step.fail(ValueError(skip_in_context_problem()))
+            self.step.fail(ValueError(SKIP_IN_CONTEXT))
             return
         contributions = TreeContributions(self.engine.program, own, 1.0)
         self.step.begin(contributions, self.parameters.leaves)

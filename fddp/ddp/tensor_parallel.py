@@ -41,12 +41,7 @@ def _whole(part: nn.Module, name: str, own: Tensor) -> Tensor | None:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        own,
-        split.mesh,
-        split.placements,
-        run_check=False,
-        shape=split.shape,
-        stride=split.strides,
+        own, split.mesh, split.placements, run_check=False, shape=split.shape, stride=split.strides
     )
 
 

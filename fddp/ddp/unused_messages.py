@@ -15,6 +15,12 @@ _UNFINISHED = (
 )
 _STATIC = "this is not compatible with static_graph set to True."
 
+NONE_UNUSED_WARNING = (
+    "find_unused_parameters=True was specified in DDP constructor, but did not find any unused "
+    "parameters in the forward pass. fddp finds them without the flag and at no cost; leave it "
+    "out to have unused parameters reported"
+)
+
 
 def unused_error(
     unused: Collection[str], order: Sequence[str], rank: int, elsewhere: Collection[str]
@@ -53,15 +59,6 @@ def static_used_error(used: Collection[str]) -> str:
         f"Your training graph has changed in this iteration, e.g., one parameter is unused in "
         f"first iteration, but then got used in the second iteration. {_STATIC} Newly used: "
         f"{', '.join(sorted(used))}"
-    )
-
-
-def none_unused_warning() -> str:
-    """Return the warning about `find_unused_parameters` without unused parameters."""
-    return (
-        "find_unused_parameters=True was specified in DDP constructor, but did not find any unused "
-        "parameters in the forward pass. fddp finds them without the flag and at no cost; leave it "
-        "out to have unused parameters reported"
     )
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fddp.ddp.unused_messages import (
-    none_unused_warning,
+    NONE_UNUSED_WARNING,
     static_unused_error,
     static_used_error,
     unused_error,
@@ -91,7 +91,7 @@ class Usage:
             return
         self._is_closed = True
         if self._first is None and self._find_unused and not self._unused(self.last.here):
-            warnings.warn(none_unused_warning(), stacklevel=2)
+            warnings.warn(NONE_UNUSED_WARNING, stacklevel=2)
         self._was_static = self.is_static
         self._first = self.last.here if self._first is None else self._first
 
@@ -128,7 +128,6 @@ class Usage:
         return frozenset(n for n, p in self.params.items() if p.requires_grad and n not in here)
 
     def _used_by_some(self, use: ParameterUse) -> frozenset[str]:
-        """Return the parameters used on some ranks and not on others."""
         if min(use.ranks.values(), default=0) == self._world_size:
             return frozenset()
         counts = ((name, use.ranks.get(name, 0)) for name in self.params)

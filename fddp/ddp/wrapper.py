@@ -196,7 +196,6 @@ class DistributedDataParallel(
         self._sync_before_forward()
 
     def _sync_before_forward(self) -> None:
-        """Run the collectives before the module's forward."""
         self._forward_collectives.is_open = True
         self.steps.runner.has_failed = False
         if self._join_config.enable:
@@ -232,7 +231,6 @@ class DistributedDataParallel(
         return output
 
     def _sync_after_forward(self) -> None:
-        """Run the collectives after the module's forward."""
         self._forward_collectives.is_open = True
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
@@ -240,12 +238,10 @@ class DistributedDataParallel(
         self._forward_collectives.is_open = False
 
     def _raise_pending(self) -> None:
-        """Raise the pending error of the last step."""
         if self._steps is not None and self._steps.runner.usage.pending:
             self._log_and_throw(RuntimeError, self._steps.runner.usage.pending)
 
     def _set_static_graph(self) -> None:
-        """Declare that all steps use the same parameters."""
         if self.static_graph:
             warnings.warn(
                 "You've set static_graph to be True, no need to set it again.", stacklevel=2
@@ -270,5 +266,4 @@ class DistributedDataParallel(
             )
 
     def _remove_autograd_hooks(self) -> None:
-        """Leave gradients alone from now on."""
         self.steps.stop()

@@ -84,7 +84,6 @@ def assert_same_collectives(
 def _late_buckets(
     schedule: Schedule, arrivals: Sequence[int], expected: Sequence[int]
 ) -> frozenset[int]:
-    """Return the buckets that get a gradient after their launch on this rank."""
     bucket_of = [schedule.plan.bucket_of.get(i, -1) for i in range(len(schedule.plan.leaves))]
     state, _ = start(schedule.sequence, bucket_of, expected)
     for leaf in arrivals:

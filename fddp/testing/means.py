@@ -127,7 +127,6 @@ def _version(leaf: Tensor | None) -> int | None:
 def _problem(
     sync: GradSync, trees: Sequence[Any], weights: list[float], result: Any, rtol: float | None
 ) -> str:
-    """Describe the first error of this rank's result, or return ""."""
     own, treedef = flatten(trees[sync.rank])
     found, found_def = flatten(result)
     if found_def != treedef:

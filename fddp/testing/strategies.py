@@ -178,7 +178,6 @@ def _param_trees(draw: st.DrawFn, max_leaves: int, dtypes: tuple[torch.dtype, ..
 
 
 def _nested(draw: st.DrawFn, leaves: list[Any]) -> Any:
-    """Nest the leaves in containers."""
     children: list[Any] = []
     while leaves:
         count = draw(st.integers(1, len(leaves)))
@@ -205,7 +204,6 @@ def _tensors(draw: st.DrawFn, dtype: torch.dtype) -> Tensor:
 
 
 def _orders(ndim: int) -> st.SearchStrategy[Sequence[int]]:
-    """Memory orders: dimensions from the outermost to the innermost."""
     dims = tuple(range(ndim))
     channels_last = (*dims[:1], *dims[2:], *dims[1:2])
     return st.one_of(st.just(dims), st.just(channels_last), st.permutations(dims))

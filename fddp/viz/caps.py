@@ -33,9 +33,6 @@ def plot_caps(
             or the step of a plan without a single cap.
         ax: axes to draw into; None creates a figure.
 
-    Returns:
-        The figure.
-
     Raises:
         ValueError: there is no cap, or a cap is not positive.
         ImportError: matplotlib is missing.

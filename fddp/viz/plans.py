@@ -57,9 +57,6 @@ def plot_plan(plan: BucketPlan, ax: Axes | None = None) -> Figure:
         plan: the plan.
         ax: axes to draw into; None creates a figure.
 
-    Returns:
-        The figure.
-
     Raises:
         ImportError: matplotlib is missing.
 
@@ -82,9 +79,6 @@ def compare_plans(a: BucketPlan, b: BucketPlan, *, names: tuple[str, str] = ("a"
         a: the plan on the left.
         b: the plan on the right.
         names: names of the plans.
-
-    Returns:
-        The figure.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -113,7 +107,6 @@ def _height_in(plan: BucketPlan) -> float:
 
 
 def _extent(plan: BucketPlan) -> float:
-    """Return the length of the axis in MiB."""
     largest = max((bucket.nbytes for bucket in plan.buckets), default=0)
     caps = (bucket.cap_bytes for bucket in plan.buckets)
     return max(largest, *(cap for cap in caps if cap <= _LONGEST_CAP * largest), 1) / MIB
@@ -145,13 +138,11 @@ def _draw_(ax: Axes, plan: BucketPlan, title: str, extent: float) -> None:
 
 
 def _tick_step(rows: int, height_in: float) -> int:
-    """Return the first of 1, 2, 5, 10, 20, ... with room for its labels."""
     steps = (digit * int(10**power) for power in count() for digit in (1, 2, 5))
     return next(step for step in steps if height_in * step / rows >= _LEAST_TICK_IN)
 
 
 def _shades(plan: BucketPlan) -> dict[str, tuple[str, str]]:
-    """Return two shades for each class of buckets."""
     dense = sorted({_class_of(bucket) for bucket in plan.buckets if not bucket.sparse})
     shades = {name: _SHADES[number % len(_SHADES)] for number, name in enumerate(dense)}
     sparse = sorted({_class_of(bucket) for bucket in plan.buckets if bucket.sparse})

@@ -41,9 +41,6 @@ def plot_ranks(report: MonitorReport, ax: Axes | None = None) -> Figure:
         report: report of a `Monitor`.
         ax: axes to draw into; None creates a figure.
 
-    Returns:
-        The figure.
-
     Raises:
         ImportError: matplotlib is missing.
 

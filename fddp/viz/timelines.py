@@ -38,9 +38,6 @@ def plot_timeline(timeline: Timeline | StepTimes, ax: Axes | None = None) -> Fig
         timeline: a simulated step, or a measured one, as in `SyncInfo.timeline`.
         ax: axes to draw into; None creates a figure.
 
-    Returns:
-        The figure.
-
     Raises:
         ImportError: matplotlib is missing.
 
