@@ -7,13 +7,14 @@ import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 import fddp
+from fddp.cli.common import Check as Check
 from fddp.cli.common import Printer, add_ranks
 from fddp.cli.launch import launch
 from fddp.tree.pytree import flatten
@@ -24,22 +25,6 @@ _MAX_RANKS = 8
 #: one process, which changes last bits (1e-16), and training carries that on. A rank left out, a
 #: local gradient or a wrong weight shows at 1e-4 and above.
 ROUNDING = 1e-10
-
-
-class Check(NamedTuple):
-    """A value and what it may be at most."""
-
-    value: float
-    limit: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether it is; NaN is not."""
-        return self.value <= self.limit
-
-    def __str__(self) -> str:
-        wanted = "must be 0" if self.limit == 0 else f"at most {self.limit:.0e}"
-        return f"{'passed' if self.passed else 'FAILED'}: {wanted}"
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""The commands of `python -m fddp`, a file for each.
+"""Commands of `python -m fddp`, a file for each.
 
-A command is two functions: one that declares it on the parser, and one that carries it out and
-returns the exit code. `fddp.cli` has the list.
+A command is two functions: `add` declares it on the parser, and `_run` runs it and returns the exit
+code. `fddp.cli.main` has the list.
 """

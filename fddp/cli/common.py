@@ -1,4 +1,4 @@
-"""What commands share: kinds of arguments, mistakes, launching, and writing files."""
+"""Helpers of commands: argument types, errors, launching, and writing files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -28,7 +28,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 PROG = "python -m fddp"
 STDOUT = Path("-")
 
-#: extras of the package, by library: the name of its module, of its package, and of the extra
+#: by module: the name of its package, and the extra of fddp that installs it
 _EXTRAS = {
     "rich": ("rich", "demo"),
     "sklearn": ("scikit-learn", "demo"),
@@ -36,18 +36,36 @@ _EXTRAS = {
 }
 
 
+class Check(NamedTuple):
+    """A value and its upper limit."""
+
+    value: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """True if the value is within the limit; NaN is not."""
+        return self.value <= self.limit
+
+    def __str__(self) -> str:
+        wanted = "must be 0" if self.limit == 0 else f"at most {self.limit:.0e}"
+        return f"{'passed' if self.passed else 'FAILED'}: {wanted}"
+
+
 class CallError(Exception):
-    """The call can't be served as it is: told in one line, with exit code 2."""
+    """A call that can't be served. Reported in one line, with exit code 2."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))  # errors of others may have several lines
+        super().__init__(
+            " ".join(message.split())
+        )  # the message may quote an error of several lines
 
 
 def require(*modules: str) -> None:
-    """Asks for optional libraries.
+    """Check that optional libraries are installed.
 
     Raises:
-        CallError: some are missing; it says how to install them.
+        CallError: some are missing; the text has the command to install them.
     """
     missing = [_EXTRAS[name] for name in modules if importlib.util.find_spec(name) is None]
     if missing:
@@ -57,7 +75,7 @@ def require(*modules: str) -> None:
 
 
 def launched(prog: str, ranks: int, fn: Callable[..., T], *args: Any) -> T:
-    """What `fn` returned on rank 0; ends this process with one line where a rank failed."""
+    """Return the result of `fn` on rank 0, or exit with one line if a rank failed."""
     try:
         return launch(ranks, fn, *args)[0]
     except ChildFailedError:
@@ -69,11 +87,11 @@ def launched(prog: str, ranks: int, fn: Callable[..., T], *args: Any) -> T:
 
 
 class Printer:
-    """Prints tables and writes files, and says so. Needs rich.
+    """Prints tables, and writes and reports files. Requires rich.
 
     Args:
-        json: where a command's JSON goes; for `STDOUT`, all else goes to the standard error.
-        width: columns of the output where it is no terminal.
+        json: file of a command's JSON; for `STDOUT`, other output goes to the standard error.
+        width: columns of the output if it is no terminal.
     """
 
     def __init__(self, json: Path | None = None, width: int = 80) -> None:
@@ -84,18 +102,18 @@ class Printer:
             self._console.width = width
 
     def show(self, renderable: RenderableType) -> None:
-        """Prints a table, or a text that may be long."""
+        """Print a table or a text."""
         self._console.print(renderable, markup=False, soft_wrap=isinstance(renderable, str))
 
     def write_text(self, path: Path | None, text: str) -> None:
-        """Writes a text, if it is wanted."""
+        """Write a text if `path` is given."""
         if path == STDOUT:
             print(text)
         elif path is not None:
             self._write(path, lambda: path.write_text(text, encoding="utf-8"))
 
     def write_png(self, path: Path, figure: Figure) -> None:
-        """Writes a figure."""
+        """Write a figure."""
         self._write(path, lambda: figure.savefig(path, format="png", dpi=150))
 
     def _write(self, path: Path, write: Callable[[], object]) -> None:
@@ -110,7 +128,7 @@ class Printer:
 
 
 def add_ranks(parser: argparse.ArgumentParser, most: int) -> None:
-    """Declares `--ranks`, of a command that starts processes."""
+    """Declare `--ranks` of a command that starts processes."""
     parser.add_argument(
         "--ranks",
         type=whole(1, most),
@@ -120,8 +138,15 @@ def add_ranks(parser: argparse.ArgumentParser, most: int) -> None:
     )
 
 
+def add_outputs(parser: argparse.ArgumentParser, json: str, png: str) -> None:
+    """Declare `--json` and `--png` with the help of what they write and draw."""
+    json_help = f"write {json} to a file; - for stdout"
+    parser.add_argument("--json", type=output_or_stdout, metavar="FILE", help=json_help)
+    parser.add_argument("--png", type=output, metavar="FILE", help=f"draw {png} to a file")
+
+
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Whole numbers within bounds."""
+    """Return an argument type for whole numbers within bounds."""
     wanted = f"a whole number of at least {least}" + (f" and at most {most}" if most else "")
 
     def parse(text: str) -> int:
@@ -134,7 +159,7 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """A number above 0."""
+    """Parse a number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -145,7 +170,7 @@ def positive(text: str) -> float:
 
 
 def cap(text: str) -> float:
-    """A cap of buckets in MiB."""
+    """Parse a bucket cap in MiB."""
     value = positive(text)
     if not 1 <= value * MIB <= MAX_COUNT:
         raise argparse.ArgumentTypeError(
@@ -155,7 +180,7 @@ def cap(text: str) -> float:
 
 
 def output(text: str) -> Path:
-    """A file that can be made."""
+    """Parse the path of a file in an existing directory."""
     path = Path(text)
     try:
         fits = not path.is_dir() and path.parent.is_dir()
@@ -167,5 +192,5 @@ def output(text: str) -> Path:
 
 
 def output_or_stdout(text: str) -> Path:
-    """The same, or `STDOUT` for "-"."""
+    """Parse as `output`, with `STDOUT` for "-"."""
     return STDOUT if text == "-" else output(text)

@@ -14,29 +14,29 @@ _MOST_BYTES = 64 * 2**20  # of one file; one of a hundred GradSyncs has 2 MiB
 
 
 def add(commands: Commands) -> None:
-    """Declares the command."""
+    """Declare the command."""
     parser = commands.add_parser(
         "flight",
-        help="read what ranks wrote down before they failed, and say where they parted",
-        description="Lines up flights of several ranks, as fddp.dump_flights writes them.",
+        help="read ranks' flight recorder dumps and report where they diverge",
+        description="Align flight recorder dumps of several ranks, written by fddp.dump_flights.",
     )
     parser.add_argument(
         "source",
         nargs="+",
         type=Path,
         metavar="SOURCE",
-        help="a JSON file of a flight, or a directory, of which all flight-*.json are read",
+        help="a JSON file of a flight, or a directory with files flight-*.json",
     )
     parser.add_argument("--all", action="store_true", help="print every operation, too")
     parser.set_defaults(run=_run, parser=parser)
 
 
 def _run(args: argparse.Namespace) -> int:
-    paths, flights, torn = _all(args.source)
+    paths, flights, unreadable = _all(args.source)
     processes = len({(f.host, f.pid) for f in flights})
     counted = f"{len(flights)} flight{'s' if len(flights) > 1 else ''}"
     print(f"{counted} of {processes} process{'es' if processes > 1 else ''}")
-    for problem in torn:
+    for problem in unreadable:
         print(f"left out: {problem}")
     for divergence in find_divergences(flights):
         print(f"\n{divergence.text}")
@@ -47,9 +47,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _all(sources: Sequence[Path]) -> tuple[list[Path], list[Flight], list[CallError]]:
-    """The files, the flight of each, and what is wrong with those of directories that are torn: one
-    that was copied in part is no reason to say nothing of the others."""
-    paths, flights, torn = [], [], []
+    """Return the files, their flights, and the errors of files in directories.
+
+    An incomplete file in a directory does not prevent the report on the others.
+    """
+    paths, flights, unreadable = [], [], []
     for source in sources:
         for path in _files(source):
             try:
@@ -57,13 +59,13 @@ def _all(sources: Sequence[Path]) -> tuple[list[Path], list[Flight], list[CallEr
             except CallError as error:
                 if path is source:
                     raise
-                torn.append(error)
+                unreadable.append(error)
             else:
                 paths.append(path)
                 flights.append(flight)
     if not flights:
-        raise torn[0]
-    return paths, flights, torn
+        raise unreadable[0]
+    return paths, flights, unreadable
 
 
 def _files(source: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Starts ranks as processes of this host, through the launcher that torchrun uses."""
+"""Start ranks as processes of this host, by the launcher of torchrun."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ T = TypeVar("T")
 
 
 def launch(ranks: int, fn: Callable[..., T], *args: Any) -> list[T]:
-    """`fn(*args)` on each rank of a new default group over gloo; the results by rank.
+    """Run `fn(*args)` on each rank of a new default group over gloo, and return the results.
 
-    Each rank is a process of its own and computes with one thread, so that timings of different
-    systems compare and ranks do not fight for cores.
+    Each rank is a process with one compute thread, so that timings are comparable and ranks do not
+    compete for cores.
 
     Args:
         ranks: number of processes.
-        fn: defined at the top of an importable module; what it takes and returns is pickled.
+        fn: a function of an importable module; its arguments and results are pickled.
 
     Raises:
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank raised or died,
-            and the others were ended. What it raised is on the standard error.
-        torch.distributed.elastic.multiprocessing.api.SignalException: this process was told to
-            end, and the ranks were ended.
+            and the others were ended. Its error is on the standard error.
+        torch.distributed.elastic.multiprocessing.api.SignalException: this process received a
+            signal, and the ranks were ended.
     """
     with _own_signals(), tempfile.TemporaryDirectory(prefix="fddp_") as log_dir:
         config = LaunchConfig(
@@ -56,26 +56,26 @@ def launch(ranks: int, fn: Callable[..., T], *args: Any) -> list[T]:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keeps this process's handlers of signals: the launcher leaves its own behind."""
+    """Restore this process's signal handlers, which the launcher replaces."""
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
-    is_main = threading.current_thread() is threading.main_thread()  # only there they can be set
+    is_main = threading.current_thread() is threading.main_thread()  # only there can they be set
     kept = {number: signal.getsignal(number) for number in numbers} if is_main else {}
     try:
         yield
     finally:
         for number, handler in kept.items():
-            if handler is not None:  # one that Python did not set
+            if handler is not None:  # None: not set by Python
                 signal.signal(number, handler)
 
 
 def _on_rank(fn: Callable[..., T], *args: Any) -> T:
     torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"  # for what this process starts itself
+    os.environ["OMP_NUM_THREADS"] = "1"  # for processes that this one starts
     dist.init_process_group("gloo")
     try:
         result = fn(*args)
     except Exception:
-        # At once: the others now fail as well, and the launcher may log one of them instead.
+        # Print at once: the others fail next, and the launcher may log one of them instead.
         print(f"rank {dist.get_rank()} failed:\n{traceback.format_exc()}", file=sys.stderr)
         raise
     dist.destroy_process_group()

@@ -14,22 +14,22 @@ from fddp.core.sim.cost import PRESETS, CostModel, LinkAlgorithm
 from fddp.core.sim.simulator import Cost
 
 COST_HELP = (
-    "what a collective costs: a preset "
+    "cost of a collective: a preset "
     f"({', '.join(PRESETS)}), ALPHA,BETA in seconds and seconds per byte, or FILE.json of a "
-    "CostModel; followed by ,tree or ,direct where it is no ring; AXIS=... for one axis of the "
+    "CostModel; followed by ,tree or ,direct if it is no ring; AXIS=... for one axis of the "
     "topology, once for each"
 )
 
 
 class AxisCost(NamedTuple):
-    """A model and the axis that it is for; "" for all."""
+    """A cost model and its axis; "" for all axes."""
 
     axis: str
     model: CostModel
 
 
 def topology(text: str) -> Topology:
-    """A topology as `host=4,local=8`."""
+    """Parse a topology such as `host=4,local=8`."""
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
@@ -46,7 +46,7 @@ def topology(text: str) -> Topology:
 
 
 def axis_cost(text: str) -> AxisCost:
-    """A model as `[AXIS=]PRESET`, `[AXIS=]ALPHA,BETA` or `[AXIS=]FILE.json`, and `,ALGORITHM`."""
+    """Parse `[AXIS=]PRESET`, `[AXIS=]ALPHA,BETA` or `[AXIS=]FILE.json`, and `,ALGORITHM`."""
     axis, equals, rest = text.partition("=")
     if not equals:
         axis, rest = "", text
@@ -78,10 +78,10 @@ def _link(text: str) -> CostModel:
 
 
 def cost_of(given: Sequence[AxisCost], ranks: Topology) -> Cost:
-    """One model for all axes, or one for each.
+    """Return one model for all axes, or one for each.
 
     Raises:
-        CallError: they do not fit the topology.
+        CallError: the models do not fit the topology.
     """
     axes = [one.axis for one in given]
     if axes == [""]:

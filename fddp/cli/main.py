@@ -1,7 +1,7 @@
-"""The command line, `python -m fddp`.
+"""Command line `python -m fddp`.
 
-Exit codes: 0 all went well, 1 a check or a rank failed, 2 the call makes no sense or a library is
-missing, 128 + n ended by signal n.
+Exit codes: 0 success, 1 a check or a rank failed, 2 an invalid call or a missing library, 128 + n
+ended by signal n.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fddp.cli.demo import command as demo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; the exit code.
+    """Run a command and return the exit code.
 
     Args:
         argv: arguments without the program's name; None for those of the process.
 
     Raises:
-        SystemExit: a wrong argument or a missing library (code 2), or help was asked for (0).
+        SystemExit: an invalid argument or a missing library (code 2), or `--help` (0).
     """
     parser = Parser(prog=PROG, description="Functional distributed data parallelism.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
-    """Parses arguments and runs the command that they choose; as `main`."""
+    """Parse arguments and run their command, as `main`."""
     args = parser.parse_args(argv)
     command: Callable[[argparse.Namespace], int] = args.run
     try:
@@ -42,8 +42,8 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
         sys.stdout.flush()
     except CallError as error:
         args.parser.exit(2, f"{args.parser.prog}: error: {error}\n")
-    except OSError as error:  # of what is written; the reader of a pipe may have left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to flush
+    except OSError as error:  # of output; the reader of a pipe may have exited
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing left to flush
         if not isinstance(error, BrokenPipeError):
             args.parser.exit(1, f"{args.parser.prog}: error: {error}\n")
         return 1
@@ -51,7 +51,7 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells of a mistake in one line."""
+    """Parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")

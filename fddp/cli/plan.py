@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from fddp.cli.common import CallError, Commands, Printer, cap, output, output_or_stdout, require
+from fddp.cli.common import CallError, Commands, Printer, add_outputs, cap, require
 from fddp.cli.sources import SOURCE_HELP, is_plan_file, load_plan
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.plan.text import MIB, summary
@@ -15,17 +15,13 @@ if TYPE_CHECKING:
 
 
 def add(commands: Commands) -> None:
-    """Declares the command."""
+    """Declare the command."""
     parser = commands.add_parser(
         "plan",
         help="show the buckets in which gradients are reduced",
-        description="Shows the bucket plan of a tree of parameters or of an nn.Module.",
+        description="Show the bucket plan of a tree of parameters or of an nn.Module.",
     )
-    parser.add_argument(
-        "source",
-        metavar="SOURCE",
-        help=SOURCE_HELP,
-    )
+    parser.add_argument("source", metavar="SOURCE", help=SOURCE_HELP)
     parser.add_argument(
         "--bucket-cap-mb",
         type=cap,
@@ -38,17 +34,14 @@ def add(commands: Commands) -> None:
         metavar="MIB",
         help="the same for the first bucket (default: 1)",
     )
-    parser.add_argument(
-        "--json", type=output_or_stdout, metavar="FILE", help="write the plan there; - to stdout"
-    )
-    parser.add_argument("--png", type=output, metavar="FILE", help="draw the plan there")
+    add_outputs(parser, json="the plan", png="the plan")
     parser.set_defaults(run=_run, parser=parser)
 
 
 def _run(args: argparse.Namespace) -> int:
     require("rich", *(["matplotlib"] if args.png else []))
     if is_plan_file(args.source) and (args.bucket_cap_mb or args.first_bucket_mb):
-        raise CallError(f"the caps of {args.source!r} are fixed, as it is a plan already")
+        raise CallError(f"{args.source!r} is a plan, so its caps are fixed")
     plan = load_plan(args.source, args.bucket_cap_mb or 25.0, args.first_bucket_mb or 1.0)
     printer = Printer(args.json)
     printer.show(_table(plan))

@@ -1,4 +1,4 @@
-"""Live progress of the commands: bars on a terminal, lines elsewhere. Needs rich."""
+"""Progress of commands: bars on a terminal, lines elsewhere. Requires rich."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Stages:
-    """Shows the stages of a run, one after the other; a context manager.
+    """Context manager that shows the consecutive stages of a run.
 
     Args:
-        shown: whether this process shows anything; of several ranks, one does.
+        shown: False for no output; one of several ranks shows progress.
 
     Example:
         >>> with Stages(shown=True) as stages:
@@ -50,17 +50,17 @@ class Stages:
         self._task = TaskID(-1)
 
     def begin(self, name: str, total: int) -> None:
-        """Starts a stage of `total` steps."""
+        """Start a stage of `total` steps."""
         self._name = name
         self._task = self._bars.add_task(name, total=total, note="")
         self._line(name)
 
     def advance(self) -> None:
-        """One step of the stage is done."""
+        """Count one step of the stage."""
         self._bars.advance(self._task)
 
     def note(self, text: str) -> None:
-        """Says how the stage stands; away from a terminal this prints a line."""
+        """Show the status of the stage; without a terminal, print a line."""
         self._bars.update(self._task, note=text)
         self._line(f"{self._name}: {text}")
 

@@ -15,9 +15,9 @@ from fddp.cli.common import (
     CallError,
     Commands,
     Printer,
+    add_outputs,
     cap,
     output,
-    output_or_stdout,
     positive,
     require,
     whole,
@@ -41,16 +41,14 @@ _FIRST_CAP_MB = 1.0
 
 
 class _Case(NamedTuple):
-    """A plan that was simulated."""
-
     name: str
-    cap_mb: float | None  # None for plans that have no single cap
+    cap_mb: float | None  # None for plans without a single cap
     plan: BucketPlan
     timeline: Timeline
 
 
 class _Setting(NamedTuple):
-    """What all plans are simulated with."""
+    """Conditions of all simulations."""
 
     target: Target
     ready_times_s: ReadyTimes
@@ -59,12 +57,12 @@ class _Setting(NamedTuple):
 
 
 def add(commands: Commands) -> None:
-    """Declares the command."""
+    """Declare the command."""
     parser = commands.add_parser(
         "simulate",
-        help="say how long a step would take, and which buckets would be best",
-        description="Simulates steps with buckets of several caps and with the best buckets that "
-        "are found. Needs no ranks.",
+        help="estimate the time of a step, and find the best buckets",
+        description="Simulate steps with buckets of several caps and with the best buckets found. "
+        "Starts no ranks.",
     )
     parser.add_argument("source", metavar="SOURCE", help=SOURCE_HELP)
     parser.add_argument(
@@ -81,7 +79,7 @@ def add(commands: Commands) -> None:
         "--algorithm",
         choices=("all_reduce", "hierarchical", "reduce_scatter"),
         default="all_reduce",
-        help="how buckets are reduced (default: %(default)s)",
+        help="algorithm of the reduction (default: %(default)s)",
     )
     parser.add_argument(
         "--caps",
@@ -95,8 +93,8 @@ def add(commands: Commands) -> None:
         "--backward-ms",
         type=positive,
         metavar="MS",
-        help="length of backward; gradients arrive in the order of the plan, each after a time in "
-        "proportion to its size",
+        help="duration of backward; gradients arrive in the order of the plan, each after a time "
+        "in proportion to its size",
     )
     ready.add_argument(
         "--ready",
@@ -108,23 +106,17 @@ def add(commands: Commands) -> None:
         "--jitter",
         type=_jitter,
         metavar="SPREAD[,RATE,FACTOR]",
-        help="how ranks differ: standard deviation of the logarithm of their slowness, and the "
-        "share of stragglers and their factor",
+        help="variation between ranks: standard deviation of the logarithm of their slowdown, and "
+        "the rate of stragglers and their factor",
     )
     parser.add_argument(
-        "--seed", type=whole(0), default=0, metavar="N", help="of the jitter (default: 0)"
+        "--seed", type=whole(0), default=0, metavar="N", help="seed of the jitter (default: 0)"
     )
     parser.add_argument(
-        "--trace", type=output, metavar="FILE", help="write the fastest step there, for Perfetto"
+        "--trace", type=output, metavar="FILE", help="write the fastest step to a file for Perfetto"
     )
-    parser.add_argument(
-        "--json",
-        type=output_or_stdout,
-        metavar="FILE",
-        help="write all results and the fastest plan there; - to stdout",
-    )
-    parser.add_argument(
-        "--png", type=output, metavar="FILE", help="draw step times and the fastest step there"
+    add_outputs(
+        parser, json="all results and the fastest plan", png="step times and the fastest step"
     )
     parser.set_defaults(run=_run, parser=parser)
 
@@ -157,21 +149,21 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _spread(plan: BucketPlan, backward_s: float) -> list[float]:
-    """Ready times by leaf: gradients arrive in the plan's order, each after its share by size."""
+    """Return ready times by leaf, in the plan's order and in proportion to size."""
     numels = np.array([plan.leaves[leaf].numel for leaf in plan.order], dtype=np.float64)
     shares = np.cumsum(numels) / max(numels.sum(), 1.0)
     times_s = [math.nan] * len(plan.leaves)
     for leaf, share in zip(plan.order, shares.tolist(), strict=True):
         times_s[leaf] = backward_s * share
     for leaf in plan.order[-1:]:
-        times_s[leaf] = backward_s  # also where all leaves are empty
+        times_s[leaf] = backward_s  # also if all leaves are empty
     return times_s
 
 
 def _cases(
     given: BucketPlan, is_fixed: bool, caps_mb: Sequence[float], setting: _Setting
 ) -> list[_Case]:
-    """The given plan if it is one, one for each cap, and the best, all simulated."""
+    """Simulate the given plan (if fixed), a plan for each cap, and the best plan."""
     leaves, target = given.leaves, setting.target
     times_s = ready_seconds(leaves, given.reduced, setting.ready_times_s)
     order = sorted(given.order, key=lambda leaf: times_s[leaf])
@@ -244,7 +236,6 @@ def _json(cases: Sequence[_Case], best: _Case, target: Target) -> str:
 
 
 def _figure(cases: Sequence[_Case], best: _Case) -> Figure:
-    """Step times by cap above the timeline of the fastest step."""
     from matplotlib.figure import Figure
 
     from fddp.viz import plot_caps, plot_timeline
@@ -271,7 +262,7 @@ def _ready_file(path: str) -> ReadyTimes:
 
 
 def _is_time(value: object) -> bool:
-    # JSON's integers may be larger than any float.
+    # Integers in JSON may exceed the range of floats.
     is_number = isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
     return value is None or is_number
 
@@ -284,7 +275,7 @@ def _jitter(text: str) -> Jitter:
     parts = text.split(",")
     try:
         if len(parts) not in (1, 3):
-            raise ValueError("it takes one number or three")
+            raise ValueError("expected one number or three")
         return Jitter(*map(float, parts))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"must be SPREAD or SPREAD,RATE,FACTOR: {error}") from None

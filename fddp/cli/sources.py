@@ -1,4 +1,4 @@
-"""What commands work on: found by a name such as `package.module:name` or `file.py:name`."""
+"""Sources of commands, named as `package.module:name` or `file.py:name`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SOURCE_HELP = (
 
 
 def load_plan(source: str, bucket_cap_mb: float = 25.0, first_bucket_mb: float = 1.0) -> BucketPlan:
-    """The plan in a JSON file, as it is, or one for the tree or module that a name leads to.
+    """Return the plan in a JSON file, or a plan for the tree or module of a name.
 
     Raises:
-        CallError: there is nothing to plan there.
+        CallError: the source can't be loaded or planned.
     """
     try:
         if is_plan_file(source):
@@ -39,15 +39,15 @@ def load_plan(source: str, bucket_cap_mb: float = 25.0, first_bucket_mb: float =
 
 
 def is_plan_file(source: str) -> bool:
-    """Whether this names the JSON of a plan."""
+    """Return True if the source names the JSON of a plan."""
     return source.endswith(".json")
 
 
 def load(source: str) -> Any:
-    """What a name leads to; what a function or class there returns, called without arguments.
+    """Return the object of a name. Functions and classes are called without arguments.
 
     Raises:
-        CallError: the name is wrong, or code that it leads to raises.
+        CallError: the name is wrong, or its code raises.
     """
     where, colon, name = source.rpartition(":")
     if not colon or not where or not name.isidentifier():
@@ -68,10 +68,10 @@ def load(source: str) -> Any:
 
 
 def read(path: str) -> str:
-    """The text of a file.
+    """Return the text of a file.
 
     Raises:
-        CallError: it can't be read.
+        CallError: the file can't be read.
     """
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -80,7 +80,7 @@ def read(path: str) -> str:
 
 
 def _tree_of(value: Any) -> Any:
-    """A module's parameters that have gradients, by name and in its order; else the value."""
+    """Return a module's trainable parameters by name, or any other value unchanged."""
     if not isinstance(value, nn.Module):
         return value
     return {name: param for name, param in value.named_parameters() if param.requires_grad}
@@ -102,9 +102,9 @@ def _load_file(path: str) -> ModuleType:
         raise CallError(f"there is no file {path!r}")
     spec = importlib.util.spec_from_file_location(f"fddp_source_{Path(path).stem}", path)
     if spec is None or spec.loader is None:
-        raise CallError(f"{path!r} is no Python file")
+        raise CallError(f"{path!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for theirs
+    sys.modules[spec.name] = module  # dataclasses look up their module there
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -113,7 +113,7 @@ def _load_file(path: str) -> ModuleType:
 
 
 def _described(error: BaseException) -> str:
-    """The error and where it was raised, in one line."""
+    """Return the error and its location in one line."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError) or not frames:

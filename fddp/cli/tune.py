@@ -11,11 +11,10 @@ from fddp.cli.common import (
     CallError,
     Commands,
     Printer,
+    add_outputs,
     add_ranks,
     cap,
     launched,
-    output,
-    output_or_stdout,
     require,
     whole,
 )
@@ -32,12 +31,12 @@ _MAX_RANKS = 64
 
 
 class Options(NamedTuple):
-    """What every rank is told.
+    """Options of every rank.
 
     Attributes:
-        source: name of what makes the step; see `_load_step`.
-        bucket_cap_mb: cap of the plan to start from, MiB.
-        rounds: how often each plan is tried.
+        source: name of the function that makes the step; see `_load_step`.
+        bucket_cap_mb: cap of the initial plan, MiB.
+        rounds: number of trials of each plan.
     """
 
     source: str
@@ -52,12 +51,12 @@ class _Step(NamedTuple):
 
 
 def add(commands: Commands) -> None:
-    """Declares the command."""
+    """Declare the command."""
     parser = commands.add_parser(
         "tune",
         help="measure real steps on ranks of this host, and find faster buckets",
-        description="Starts ranks on this host, measures the links and when gradients are ready, "
-        "plans, and takes steps with the old and the new plan in turn.",
+        description="Start ranks on this host, measure links and gradient arrivals, make "
+        "a plan, and compare steps with the old and the new plan.",
     )
     parser.add_argument(
         "source",
@@ -72,22 +71,16 @@ def add(commands: Commands) -> None:
         type=cap,
         default=25.0,
         metavar="MIB",
-        help="cap of the plan to start from, in MiB (default: %(default)s)",
+        help="cap of the initial plan, in MiB (default: %(default)s)",
     )
     parser.add_argument(
         "--rounds",
         type=whole(1),
         default=5,
         metavar="N",
-        help="how often each plan is tried (default: %(default)s)",
+        help="number of trials of each plan (default: %(default)s)",
     )
-    parser.add_argument(
-        "--json",
-        type=output_or_stdout,
-        metavar="FILE",
-        help="write the plan that was kept there, for GradSync or fddp plan; - to stdout",
-    )
-    parser.add_argument("--png", type=output, metavar="FILE", help="draw both plans there")
+    add_outputs(parser, json="the chosen plan, for GradSync or fddp plan,", png="both plans")
     parser.set_defaults(run=_run, parser=parser)
 
 
@@ -108,7 +101,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def run_rank(options: Options) -> TuneReport:
-    """One rank: takes steps and tunes them."""
+    """Take steps on one rank, and tune them."""
     step = _load_step(options.source)
     with GradSync(step.params, bucket_cap_mb=options.bucket_cap_mb) as sync:
         return sync.tune(
@@ -125,7 +118,7 @@ def _load_step(source: str) -> _Step:
 
 
 def _check(step: _Step, options: Options) -> None:
-    """Finds here, before ranks are started, what can't be planned."""
+    """Raise planning errors before ranks are started."""
     try:
         plan_buckets(step.params, bucket_cap_mb=options.bucket_cap_mb)
     except (FddpError, TypeError, ValueError) as error:

@@ -1,3 +1,3 @@
-"""The whole of torch's `DistributedDataParallel`, as a thin holder over the engine."""
+"""torch's `DistributedDataParallel` over fddp's engine."""
 
 from fddp.ddp.wrapper import DistributedDataParallel as DistributedDataParallel

@@ -1,14 +1,14 @@
-"""The arguments of the constructor, checked, and what follows from them and the module.
+"""Arguments of the constructor: checks, and the settings that follow from them and the module.
 
-Every rank passes the same arguments for the same module, so what is wrong here is found on all
-ranks alike, before any of them communicates.
+Every rank passes the same arguments for the same module. So all ranks find the same errors here,
+before any of them communicates.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any
 
@@ -28,29 +28,23 @@ from fddp.tree.planner import MIB_BYTES
 _TO_CALLER = 4  # frames from a warning to the call of the constructor
 
 
+# Attributes of the wrapper with the values of the arguments.
+AS_GIVEN = (
+    "dim",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "mixed_precision",
+    "batched_grad_copy",
+    "skip_all_reduce_unused_params",
+)
+
+
 @dataclass(frozen=True)
 class Arguments:
-    """The constructor's arguments but the module, in its order and with its defaults.
+    """Arguments of the constructor except the module, in its order and with its defaults.
 
-    Attributes:
-        device_ids, output_device: the one device of a module on an accelerator.
-        dim: the dimension along which inputs are scattered; there is only one device.
-        broadcast_buffers: the deprecated name of `forward_sync_buffers`, which also governs
-            whether buffers are broadcast at the start.
-        init_sync: whether shapes are compared and parameters broadcast at the start.
-        process_group, device_mesh: whom to communicate with; see `group_of`.
-        bucket_cap_mb: a bucket is closed once it holds that many MB (of 1024 * 1024 bytes); None
-            for 25, and 1 for the first bucket.
-        find_unused_parameters: whether parameters may go unused.
-        check_reduction: deprecated, and without effect.
-        gradient_as_bucket_view: whether `.grad` may lie in a bucket's memory.
-        static_graph: whether every step uses the same parameters equally often.
-        delay_all_reduce_named_params, param_to_hook_all_reduce: see `fddp.ddp.delayed_all_reduce`.
-        mixed_precision: see `fddp.ddp.mixed_precision`.
-        skip_all_reduce_unused_params: whether buckets that no rank has used are left out.
-        bucket_cap_mb_list: caps of the first, second, ... bucket, instead of `bucket_cap_mb`.
-        batched_grad_copy: how gradients get into their buckets; without effect.
-        forward_sync_buffers: whether every forward starts with rank 0's buffers.
+    `DistributedDataParallel` documents them.
     """
 
     device_ids: Sequence[Any] | None = None
@@ -78,57 +72,60 @@ class Arguments:
         if delayed is not None:  # an iterator could be read only once
             object.__setattr__(self, "delay_all_reduce_named_params", tuple(delayed))
 
+    @classmethod
+    def of_call(cls, call: Mapping[str, Any]) -> Arguments:
+        """Pick the arguments from the local variables of the constructor."""
+        return cls(**{field.name: call[field.name] for field in fields(cls)})
+
 
 @dataclass(frozen=True)
 class Options:
-    """What the wrapper does, by its arguments and by its module; a plain value, which pickles.
+    """Settings of a wrapper, derived from its arguments and its module. They can be pickled.
 
     Attributes:
-        device: that of the first parameter.
-        is_multi_device: whether parameters lie on several devices.
-        device_ids: the index of the one device, or None for CPU and multi-device modules.
+        arguments: the arguments, without groups and parameters.
+        device: device of the first parameter.
+        is_multi_device: True if parameters lie on several devices.
+        device_ids: index of the only device; None for CPU and multi-device modules.
         output_device: that index, or another one.
-        ignored: names of parameters and buffers that are left alone, those with a delayed
-            all-reduce among them.
-        sparse: names of parameters whose gradients are sparse, ignored ones among them.
-        has_sync_batch_norm: whether the module has a `SyncBatchNorm`.
-        init_sync_buffers: whether buffers are broadcast at the start, if anything is.
-        cap_bytes: a bucket is closed once it holds that much.
+        ignored: names of parameters and buffers to leave alone, including parameters with a delayed
+            all-reduce.
+        sparse: names of parameters with sparse gradients, including ignored ones.
+        has_sync_batch_norm: True if the module has a `SyncBatchNorm`.
+        forward_sync_buffers: True if every forward broadcasts buffers.
+        init_sync_buffers: True if buffers are broadcast at the start, if anything is.
+        cap_bytes: a bucket is closed at this size.
         first_cap_bytes: the same for the first bucket.
-        listed_caps_bytes: caps of the first, second, ... bucket; empty where none were listed.
-
-    The others are arguments; see `Arguments`.
+        listed_caps_bytes: caps of the first, second, ... bucket; empty if none were listed.
     """
 
+    arguments: Arguments
     device: device
     is_multi_device: bool
     device_ids: tuple[int, ...] | None
     output_device: int | None
-    dim: int
     ignored: frozenset[str]
     sparse: frozenset[str]
     has_sync_batch_norm: bool
-    init_sync: bool
     forward_sync_buffers: bool
     init_sync_buffers: bool
     cap_bytes: int
     first_cap_bytes: int
     listed_caps_bytes: tuple[int, ...]
-    find_unused_parameters: bool
-    gradient_as_bucket_view: bool
-    static_graph: bool
-    mixed_precision: _MixedPrecision | None
-    skip_all_reduce_unused_params: bool
-    batched_grad_copy: bool
+
+    def as_static(self) -> Options:
+        """Return the same settings with `static_graph=True`."""
+        return replace(self, arguments=replace(self.arguments, static_graph=True))
 
     @property
     def initial_caps_bytes(self) -> tuple[int, ...]:
         """Caps of the plan of the first step.
 
-        A single bucket, unless caps were listed or parameters may go unused: the order in which
-        gradients arrive is not known yet, and the plan is about to be rebuilt from it.
+        There is a single bucket unless caps were listed or parameters may go unused, because the
+        plan will be rebuilt from the order in which gradients arrive.
         """
-        if not self.listed_caps_bytes and (self.static_graph or not self.find_unused_parameters):
+        may_go_unused = self.arguments.find_unused_parameters and not self.arguments.static_graph
+        if not self.listed_caps_bytes and not may_go_unused:
             return (MAX_COUNT,)
         return self.rebuilt_caps_bytes
 
@@ -139,7 +136,7 @@ class Options:
 
 
 def group_of(arguments: Arguments) -> dist.ProcessGroup | LoopbackGroup:
-    """The group that the arguments name: `process_group`, that of `device_mesh`, or the default.
+    """Return the group of the arguments: `process_group`, that of `device_mesh`, or the default.
 
     Raises:
         RuntimeError: both are given, or the mesh has several dimensions.
@@ -173,23 +170,23 @@ def group_of(arguments: Arguments) -> dist.ProcessGroup | LoopbackGroup:
 
 
 def managed(module: nn.Module, ignored: frozenset[str]) -> dict[str, nn.Parameter]:
-    """The parameters that are not ignored, by name; a shared one once, by its first name."""
+    """Return the parameters that are not ignored, by name; a shared one once, by its first name."""
     return {name: p for name, p in module.named_parameters() if name not in ignored}
 
 
 def checked(module: nn.Module, arguments: Arguments) -> Options:
-    """What follows from the arguments for this module.
+    """Check the arguments against the module, and derive the settings.
 
     Args:
-        module: what is to be wrapped, after `make_local_`.
-        arguments: as the constructor got them. Warnings of deprecated ones point at its caller.
+        module: the module to wrap, after `make_local_`.
+        arguments: those of the constructor. Deprecation warnings point at its caller.
 
     Raises:
         NoGradientError: no parameter requires a gradient. It is a RuntimeError, as torch raises.
         RuntimeError: a parameter is not initialised.
-        ValueError: parameters on devices of several types, devices that don't fit them,
-            `SyncBatchNorm` on the CPU, a cap that is no size, or half of the pair of arguments
-            that delays an all-reduce.
+        ValueError: parameters on devices of several types, other devices than theirs,
+            `SyncBatchNorm` on the CPU, an invalid cap, or only one of the two arguments that delay
+            an all-reduce.
 
     Example:
         >>> from torch import nn
@@ -215,26 +212,25 @@ def checked(module: nn.Module, arguments: Arguments) -> Options:
     forward_sync, init_sync = _buffer_syncs(arguments)
     cap_bytes, first_cap_bytes, listed_caps_bytes = _caps(arguments)
     return Options(
+        arguments=replace(
+            arguments,
+            process_group=None,
+            device_mesh=None,
+            delay_all_reduce_named_params=None,
+            param_to_hook_all_reduce=None,
+        ),
         device=placed[0],
         is_multi_device=len(set(placed)) > 1,
         device_ids=device_ids,
         output_device=output_device,
-        dim=arguments.dim,
         ignored=ignored,
         sparse=frozenset(n for n, _ in module.named_parameters() if _is_sparse(module, n)),
         has_sync_batch_norm=bool(batch_norms),
-        init_sync=arguments.init_sync,
         forward_sync_buffers=forward_sync,
         init_sync_buffers=init_sync,
         cap_bytes=cap_bytes,
         first_cap_bytes=first_cap_bytes,
         listed_caps_bytes=listed_caps_bytes,
-        find_unused_parameters=arguments.find_unused_parameters,
-        gradient_as_bucket_view=arguments.gradient_as_bucket_view,
-        static_graph=arguments.static_graph,
-        mixed_precision=arguments.mixed_precision,
-        skip_all_reduce_unused_params=arguments.skip_all_reduce_unused_params,
-        batched_grad_copy=arguments.batched_grad_copy,
     )
 
 
@@ -249,7 +245,7 @@ def _delayed(arguments: Arguments) -> dict[str, Tensor]:
 
 
 def _ignored_names(module: nn.Module) -> frozenset[str]:
-    """Names as `_set_params_and_buffers_to_ignore_for_model` has left them on the module."""
+    """Return the names set by `_set_params_and_buffers_to_ignore_for_model`."""
     names: Iterable[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     # Torch's recipe for these names joins the root's empty name and a dot.
     return frozenset(name.removeprefix(".") for name in names)
@@ -330,7 +326,7 @@ def _warn_of_deprecated(arguments: Arguments) -> None:
 
 
 def _buffer_syncs(arguments: Arguments) -> tuple[bool, bool]:
-    """Whether buffers are broadcast at every forward, and whether at the start."""
+    """Return if buffers are broadcast at every forward, and if they are at the start."""
     if arguments.forward_sync_buffers is not None:
         return arguments.forward_sync_buffers, True
     both = arguments.broadcast_buffers is None or arguments.broadcast_buffers
@@ -338,8 +334,8 @@ def _buffer_syncs(arguments: Arguments) -> tuple[bool, bool]:
 
 
 def _caps(arguments: Arguments) -> tuple[int, int, tuple[int, ...]]:
-    """The cap, that of the first bucket, and those that were listed; in bytes."""
-    # As in torch, a list makes the single cap meaningless.
+    """Return the cap, that of the first bucket and the listed ones, in bytes."""
+    # As in torch, a list overrides the single cap.
     if arguments.bucket_cap_mb_list:
         listed = tuple(_bytes("bucket_cap_mb_list", cap) for cap in arguments.bucket_cap_mb_list)
         return max(listed), max(listed), listed

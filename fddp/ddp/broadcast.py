@@ -1,4 +1,4 @@
-"""Parameters and buffers of a module, brought to one rank's values."""
+"""Broadcast of a module's parameters and buffers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _SHAPES = MappingOf(str)  # dtype and shape, by name
 def broadcast_module(
     transport: Transport, module: Module, ignored: Collection[str], src: int, *, buffers: bool
 ) -> None:
-    """Writes rank `src`'s parameters, and buffers if wanted, into those of all ranks.
+    """Broadcast rank `src`'s parameters, and optionally its buffers, in place.
 
     Raises:
-        PlanMismatchError: ranks have others; on every rank, before anything has moved.
+        PlanMismatchError: names, shapes or dtypes differ between ranks; on every rank, before any
+            broadcast.
     """
     own: dict[str, Tensor] = {
         name: param for name, param in module.named_parameters() if name not in ignored
@@ -42,20 +43,20 @@ def broadcast_module(
 
 
 def buffers_of(module: Module, ignored: Collection[str]) -> dict[str, Tensor]:
-    """The buffers as they are now, each once, by name; forward may put others in their places."""
+    """Return the module's current buffers, each once, by name. Forward may replace them."""
     return {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
 
 
 def broadcast_buffers(
     transport: Transport, module: Module, ignored: Collection[str], src: int
 ) -> None:
-    """Brings buffers to rank `src`'s values; a collective call.
+    """Broadcast rank `src`'s buffers. A collective call.
 
-    They stay the same tensors, written without a new version, unless a graph still needs the values
-    of a step before: then new tensors take their places.
+    Buffers are written in place, without a new version. A buffer whose values a graph of an earlier
+    step still needs is replaced by a new tensor instead.
 
     Raises:
-        DesyncError: ranks have other buffers, or others than before; on every rank.
+        DesyncError: buffers differ between ranks in name, shape or dtype; on every rank.
     """
     named = buffers_of(module, ignored)
     names = sorted(named)
@@ -74,7 +75,7 @@ def broadcast_buffers(
 
 
 def _is_held(buffer: Tensor, own: Tensor) -> bool:
-    """Whether more than Python, and the alias that was made here, refers to the memory."""
+    """Return True if a graph refers to the memory, beside Python and the alias `own`."""
     in_graph = buffer._use_count() > 1  # type: ignore[attr-defined]
     return bool(in_graph) or storage_use_count(own) > 2
 
@@ -87,8 +88,10 @@ def _replace(module: Module, buffer: Tensor, value: Tensor) -> None:
 
 
 def _check_alike(transport: Transport, names: list[str], tensors: list[Tensor]) -> None:
-    """Compares buffers over ranks when they are no longer those of before: backends end the process
-    where sizes differ."""
+    """Compare buffers across ranks if they have changed.
+
+    Backends abort the process if sizes differ.
+    """
     known = [(n, tensor.dtype, tensor.shape) for n, tensor in zip(names, tensors, strict=True)]
     if transport.size_cache.get("buffers") == known:
         return
@@ -101,13 +104,11 @@ def _check_alike(transport: Transport, names: list[str], tensors: list[Tensor]) 
 
 
 def _shapes(names: list[str], tensors: list[Tensor]) -> dict[str, str]:
-    """What ranks must have in common, by name."""
     pairs = zip(names, tensors, strict=True)
     return {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in pairs}
 
 
 def _difference(received: list[dict[str, str]]) -> str | None:
-    """Where the first two ranks differ that do."""
     for rank, theirs in enumerate(received):
         for name in sorted(received[0].keys() | theirs.keys()):
             mine, other = received[0].get(name, "missing"), theirs.get(name, "missing")

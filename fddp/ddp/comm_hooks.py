@@ -1,4 +1,4 @@
-"""Communication hooks of a wrapped module: torch's interface, and fddp's."""
+"""Communication hooks of a wrapped module: torch's interface and fddp's."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fddp.sync.hook_states import checked_states
 
 
 class CommHooks(WrapperState):
-    """A wrapped module that takes hooks."""
+    """A wrapped module that accepts communication hooks."""
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Has a hook carry out the reduction of buckets; before the first backward, and once.
+        """Reduce buckets by a hook. Call it once, before the first backward.
 
         Args:
-            state: passed to a hook that was written for torch's DDP; None for one of `fddp.hooks`,
-                whose state is `comm_hook_state`.
-            hook: `hook(state, bucket) -> torch.futures.Future[Tensor]`, or a `fddp.hooks.Hook`.
+            state: passed to a hook for torch's DDP; None for a hook of `fddp.hooks`, whose state is
+                `comm_hook_state`.
+            hook: `hook(state, bucket) -> torch.futures.Future[Tensor]`, or an `fddp.hooks.Hook`.
         """
         if isinstance(hook, Hook):
             self._set_hook(hook, hook.name)
@@ -34,7 +34,7 @@ class CommHooks(WrapperState):
         self._set_hook(TorchHook(state, hook, self._watch.latest), name)
 
     def _check_comm_hook(self, hook: Any) -> None:
-        """Raises what DDP raises of a hook whose signature says that it is none."""
+        """Raise DDP's error if the signature is not a hook's."""
         if not callable(hook):
             self._log_and_throw(
                 TypeError, f"Communication hook must be callable, got {type(hook).__name__}."
@@ -60,7 +60,6 @@ class CommHooks(WrapperState):
             )
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """The same with one of torch's compiled hooks."""
         self._set_hook(builtin(comm_hook_type), str(comm_hook_type))
 
     def _set_hook(self, hook: Hook[Any], name: str) -> None:
@@ -75,11 +74,13 @@ class CommHooks(WrapperState):
         self._recorder.note(comm_hook=name)
 
     def _setup_in_backward_optimizers(self) -> None:
-        """Has optimizers that run in backward wait for the mean; see
-        `torch.distributed.optim._apply_optimizer_in_backward`."""
+        """Make optimizers that run in backward wait for the mean.
+
+        See `torch.distributed.optim._apply_optimizer_in_backward`.
+        """
         if any(hasattr(param, "_in_backward_optimizers") for param in self._module_parameters):
             check_steps_wait(self._nonfinite, "_apply_optimizer_in_backward")
-        # The hook finds no views of buckets in `.grad` during backward, in either mode.
+        # In both modes, `.grad` is no view of a bucket when the hook runs.
         as_view, self.gradient_as_bucket_view = self.gradient_as_bucket_view, False
         try:
             super()._setup_in_backward_optimizers()
@@ -87,13 +88,13 @@ class CommHooks(WrapperState):
             self.gradient_as_bucket_view = as_view
 
     def _register_fused_optim(self, *args: Any, **kwargs: Any) -> None:
-        """Has an optimizer step in a hook, bucket by bucket; as torch's."""
+        """Run an optimizer in a hook, bucket by bucket, as torch does."""
         check_steps_wait(self._nonfinite, "_register_fused_optim")
         super()._register_fused_optim(*args, **kwargs)
 
     @property
     def comm_hook_state(self) -> Any:
-        """State of a hook of `fddp.hooks`; a pytree to save, and to set again on resuming."""
+        """State of a hook of `fddp.hooks`: a pytree to save, and to set when resuming."""
         return self.steps.engine.hook_states
 
     @comm_hook_state.setter
@@ -103,8 +104,7 @@ class CommHooks(WrapperState):
 
 
 def _annotation(hook: Any, name: str) -> Any:
-    """What a hook says of a parameter, or of what it returns; Any where it says nothing."""
     try:
         return get_type_hints(hook).get(name, Any)
-    except Exception:  # annotations in quotes may name what is not there
+    except Exception:  # quoted annotations may refer to unknown names
         return Any

@@ -1,9 +1,9 @@
-"""Parameters whose gradients are averaged together, in the backward pass that a chosen one ends.
+"""Delayed all-reduce: some gradients are averaged together once a trigger has its gradient.
 
-Some parameters collect gradients over several backward passes, as the stages of a pipeline do.
-Averaging after each would be waste. So these are in no bucket: they are averaged in one all-reduce
-for each dtype, at the end of the backward pass that brings the gradient of another parameter, the
-last one to get any.
+Some parameters accumulate gradients over several backward passes, for example in the stages of a
+pipeline. Averaging after each pass would be wasteful. These parameters are in no bucket. They are
+averaged in one all-reduce per dtype, at the end of the backward pass that produces the gradient of
+the trigger, another parameter which receives its gradient last.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from fddp.tree.planner import MIB_BYTES
 
 
 class Delayed:
-    """Averages the gradients of some parameters when that of another one is there. Making it is a
-    collective call, which brings the parameters to rank 0's values.
+    """Averages gradients of some parameters when a trigger has its gradient.
 
-    Every rank must get a gradient of the other one in the same backward passes.
+    Construction is a collective call, which broadcasts rank 0's parameters. On every rank, the same
+    backward passes must produce a gradient of the trigger.
 
     Args:
-        named: the parameters, by name.
-        trigger: the parameter whose gradient is the last to come; it may be one of them.
-        group: whom to average with.
-        sparse: names of parameters whose gradients are sparse.
-        at_end: called during backward with what is to be done at its end. It does nothing for
-            backward passes that are not to be synchronised.
+        named: `(name, parameter)` pairs.
+        trigger: the parameter whose gradient arrives last; it may be one of `named`.
+        group: the group to average over.
+        sparse: names of parameters with sparse gradients.
+        at_end: called during backward with a callback for its end. It ignores the callback in
+            backward passes without synchronisation.
 
     Raises:
         ValueError: the trigger requires no gradient.
-        PlanMismatchError: ranks have other parameters.
+        PlanMismatchError: parameters differ between ranks.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Delayed:
         if not trigger.requires_grad:
             raise ValueError(
                 f"param_to_hook_all_reduce, of shape {tuple(trigger.shape)}, does not require a "
-                f"gradient, so that the delayed all-reduce would never come; pass another one"
+                f"gradient, so the delayed all-reduce would never run; pass another parameter"
             )
         values = {name: parameter.detach() for name, parameter in self._parameters.items()}
         for name, value in broadcast(values, group=group).items():
@@ -72,9 +72,9 @@ class Delayed:
         self._handle: RemovableHandle = register(weak_callback(self._ready))
 
     def average(self) -> None:
-        """Averages the gradients as they are now; a collective call.
+        """Average the current gradients. A collective call.
 
-        Where no rank has a gradient, there is none afterwards.
+        A gradient that no rank has stays None.
 
         Raises:
             As calling a `GradSync`.
@@ -84,7 +84,7 @@ class Delayed:
             self._parameters[name].grad = mean
 
     def close(self) -> None:
-        """Frees the communicator, and lets go of the parameters."""
+        """Free the communicator and release the parameters."""
         self._handle.remove()
         self._sync.close()
 

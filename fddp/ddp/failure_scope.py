@@ -1,12 +1,13 @@
-"""Exceptions of one rank in a step of a wrapped module, told to the others.
+"""Exceptions of one rank in a step of a wrapped module, reported to the other ranks.
 
 [Note: exceptions outside of backward]
-A wrapped module sees its forward and backward passes, and nothing of what is between them. A
-forward pass that no backward follows may be one whose loss function raised, or one that was wanted:
-scripts evaluate on one rank, and go forward several times before they go backward. Neither the rank
-itself nor a comparison of ranks can tell these apart. So callers say where a step begins and ends.
-What a rank then owes the others is known: the broadcasts and votes around a forward pass, unless
-one has begun since, and the step, unless it has ended since.
+A wrapped module observes its forward and backward passes, but not the code between them. If no
+backward follows a forward pass, the loss function may have raised, or the script may have intended
+it: scripts evaluate on one rank, and run several forward passes before a backward pass. Neither the
+rank itself nor a comparison of ranks can distinguish these cases. So the caller marks the beginning
+and the end of a step. The collectives that the other ranks still expect are then known: the
+broadcasts and votes around a forward pass, unless a forward has begun since, and the step, unless
+it has ended since.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 from fddp.ddp.state import WrapperState
 
 if TYPE_CHECKING:
-    from fddp.ddp.backward_steps import Steps
+    from fddp.ddp.backward_steps import BackwardDriver
 
 
 class FailurePropagation(WrapperState):
@@ -26,21 +27,22 @@ class FailurePropagation(WrapperState):
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """One step: what is raised inside, on one rank, is told to the others in the same step.
+        """Mark one step. An exception raised inside on one rank is reported to the others.
 
-        It holds the input, forward passes, loss function and backward pass of one step, on every
-        rank. The exception goes on where it was raised; the others get a `PeerError` with its text
-        at the end of their backward pass, or in the operator in which they wait for this rank. No
-        rank has gradients of the step, and all can go on.
-        Nothing is communicated where nothing is raised.
+        The block contains the input, forward passes, loss function and backward pass of one step,
+        on every rank. The exception propagates on the rank that raised it. The others raise
+        `PeerError` with its text at the end of their backward pass, or in the operator in which
+        they wait for this rank. No rank has gradients of the step, and all can continue. Nothing
+        is communicated if nothing is raised.
 
-        Inside are one step and its earlier micro-batches under `no_sync`; a block of micro-batches
-        alone is to be under `no_sync` as a whole. With `forward_sync_buffers` or within `join`,
-        there is one forward pass outside of `no_sync`. Evaluation has no place inside.
+        The block contains one step and its earlier micro-batches under `no_sync`. A block of
+        micro-batches alone must be under `no_sync` as a whole. With `forward_sync_buffers` or
+        within `join`, the block has one forward pass outside of `no_sync`. Keep evaluation out of
+        the block.
 
         Raises:
-            RankLostError, SyncTimeoutError, DesyncError: the others could not be told; what was
-                raised inside is the context of this error.
+            RankLostError, SyncTimeoutError, DesyncError: the exception could not be reported. It is
+                the context of this error.
 
         Example:
             >>> import fddp, torch
@@ -59,36 +61,27 @@ class FailurePropagation(WrapperState):
             [('PeerError', True), ('ValueError', True)]
         """
         if self._steps is not None:
-            self._steps.give_up_stale()  # an earlier step, of which others wait for the end
+            self._steps.abort_stale_step()  # others wait for its end
         self._forward_collectives.is_open = False
-        step, done = self._next_step, self._forward_collectives.done
-        self._enter()
+        step = 0 if self._steps is None else self._steps.engine.step
+        done = self._forward_collectives.done
+        self._forward_collectives.in_step = True
+        if self._steps is not None:
+            self._steps.engine.transport.enter_step(step)
         try:
             yield
         except BaseException as error:
-            steps = self._owed(step)
+            steps = self._expected(step)
             if steps is not None:
-                self._tell(steps, error, self._forward_collectives.done - done)
+                self._report(steps, error, self._forward_collectives.done - done)
             raise
         finally:
-            self._leave()
+            self._forward_collectives.in_step = False
+            if self._steps is not None:
+                self._steps.engine.transport.leave_step()
 
-    def _enter(self) -> None:
-        self._forward_collectives.in_step = True
-        if self._steps is not None:
-            self._steps.enter()
-
-    def _leave(self) -> None:
-        self._forward_collectives.in_step = False
-        if self._steps is not None:
-            self._steps.leave()
-
-    @property
-    def _next_step(self) -> int:
-        return 0 if self._steps is None else int(self._steps.engine.step)
-
-    def _owed(self, step: int) -> Steps | None:
-        """What is to carry the step with this number, if the others wait for this rank in it."""
+    def _expected(self, step: int) -> BackwardDriver | None:
+        """Return the driver of this step if the other ranks wait for this rank in it."""
         steps = self._steps
         if steps is None or steps.is_stopped or self._all_delayed or not self._syncs:
             return None
@@ -97,22 +90,22 @@ class FailurePropagation(WrapperState):
             or steps.engine.is_closed
             or steps.engine.transport.closed_by
         ):
-            return None  # they have met with an error as well
+            return None  # the other ranks have an error as well
         return steps if steps.engine.step == step or steps.is_broken_off else None
 
-    def _tell(self, steps: Steps, error: BaseException, meetings: int) -> None:
-        """Takes part in the rest of a step only to say what went wrong.
+    def _report(self, steps: BackwardDriver, error: BaseException, done: int) -> None:
+        """Run the remaining collectives of a step, and report the error in it.
 
         Args:
-            meetings: how many of the two around a forward pass this rank has been to.
+            done: number of rounds of collectives around forward passes that this rank has run.
         """
         raised_at = error.__traceback__
         try:
-            steps.raise_alarm(error)  # first: they may be in the midst of their forward pass
+            steps.publish_failure(error)  # first, because others may wait in their forward pass
             if not steps.is_broken_off:
-                if meetings == 0:
+                if done == 0:
                     self._sync_before_forward()
-                if meetings == 0 or meetings % 2 == 1:
+                if done == 0 or done % 2 == 1:
                     self._sync_after_forward()
                 self.require_forward_param_sync = True  # as on the others
             steps.fail(error)
@@ -120,4 +113,4 @@ class FailurePropagation(WrapperState):
             if raised is not error:
                 raise
         finally:
-            error.__traceback__ = raised_at  # without the way here
+            error.__traceback__ = raised_at  # without the frames of this module

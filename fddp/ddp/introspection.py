@@ -1,4 +1,4 @@
-"""What can be looked at in a wrapped module."""
+"""Plan, times and logging data of a wrapped module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fddp.telemetry.step_info import SyncInfo
 
 
 class Introspection(WrapperState):
-    """A wrapped module that shows its plan, its steps' times and DDP's log."""
+    """A wrapped module that exposes its plan, step times and DDP's logging data."""
 
     @property
     def plan(self) -> BucketPlan:
@@ -20,21 +20,23 @@ class Introspection(WrapperState):
 
     @property
     def skipped(self) -> bool:
-        """Whether all ranks left out the last step, under `nonfinite="skip"`."""
-        return self._steps is not None and self._steps.skipped
+        """True if all ranks left out the last step, under `nonfinite="skip"`."""
+        return self._steps is not None and self._steps.runner.skipped
 
     def keep_sync_info(self) -> None:
-        """Takes the times of every step from now on, at the cost of `with_info=True`; see
-        `sync_info`. A `Monitor` that is made on the wrapped module calls it."""
+        """Measure every step from now on, at the cost of `with_info=True`; see `sync_info`.
+
+        A `Monitor` on the wrapped module calls it.
+        """
         self._recorder.keeps_all = True
 
     @property
     def sync_info(self) -> SyncInfo | None:
-        """What the last step showed whose times were taken: each one after `keep_sync_info()`, else
-        those of `timeline`. None before the first.
+        """Measurements of the last measured step, or None before the first.
 
-        The forward pass begins with the call of the wrapped module (of several, with the last), and
-        backward when a gradient reaches one of its outputs.
+        Every step is measured after `keep_sync_info()`, otherwise the steps listed at `timeline`.
+        The forward pass begins with the last call of the wrapped module. Backward begins when a
+        gradient reaches one of its outputs.
 
         Example:
             >>> import fddp, torch
@@ -49,23 +51,24 @@ class Introspection(WrapperState):
         return self._recorder.info
 
     def timeline(self) -> Timeline:
-        """When everything happened in the last step whose times were taken: number 0 to 10, then
-        one in a hundred (`_set_ddp_runtime_logging_sample_rate`).
+        """Return the times of the last measured step: number 0 to 10, then one in a hundred.
+
+        `_set_ddp_runtime_logging_sample_rate` changes the rate.
 
         Raises:
-            ValueError: there was no such step yet.
+            ValueError: no step has been measured yet.
         """
         if self._recorder.info is None:
             raise ValueError("no step has been taken yet; call backward first")
         return self._recorder.info.timeline.to_timeline()
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """What DDP logs, under DDP's keys; sizes in bytes, times in nanoseconds."""
+        """Return DDP's logging data under DDP's keys; sizes in bytes, times in nanoseconds."""
         log = self._recorder.log if self.steps else None
         return {} if log is None else dict(log.data)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Records the times of every so many steps, after the first ten."""
+        """Record one in `sample_rate` steps, after the first ten."""
         if sample_rate < 1:
             self._log_and_throw(
                 ValueError,
@@ -76,5 +79,5 @@ class Introspection(WrapperState):
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Whether the plan follows the order in which gradients arrived."""
+        """True if the plan follows the order in which gradients arrived."""
         return self._steps is not None and not self._steps.engine.program.control.with_order

@@ -1,43 +1,46 @@
-"""A wrapped module in `torch.distributed.algorithms.join.Join`: ranks with fewer inputs.
+"""Ranks with fewer inputs: a wrapped module in `torch.distributed.algorithms.join.Join`.
 
-A rank that has run out shadows the collectives of the others' forward and backward passes: their
-votes, the broadcast of buffers, and the step, in which it contributes nothing.
+A rank without further input shadows the collectives of the others' forward and backward passes:
+votes, the broadcast of buffers, and the step, to which it contributes nothing.
 
 [Note: counting who is left]
-torch's `Join` has ranks with and without input count each other over the caller's group, whose
-backend says of a lost rank that a connection broke. The context that a wrapped module makes itself
-counts over the transport of the module, which names ranks, and within a host knows at once. A
-`Join` that callers make of several objects is torch's, and counts as it does.
+In torch's `Join`, ranks count the ranks with input over the caller's group. If a rank is lost, the
+group's backend only reports a broken connection. The context that a wrapped module makes itself
+counts over the module's transport, which names lost ranks, and within a host detects them at once.
+A `Join` over several objects, made by the caller, is torch's and counts over the group.
 
 [Note: steps that fail within join]
-After a step that failed on all ranks, those with input go on or leave the block with the error, as
-their loops have it. A rank that has run out can't know, and no loop of its own could catch what it
-raised. So it keeps the error until ranks count again. One that leaves after such a step takes part
-in that count to say so, since the next thing that all others do is to count. Then they leave, too:
-a rank that has run out with the error that it kept, and one that had gone on with `RankLostError`.
-In a `Join` of the caller's nobody can say so: ranks that have run out raise at once.
+After a step that failed on all ranks, a rank with input either continues or leaves the block with
+the error, depending on its loop. A rank without input does not know which, and has no loop that
+could catch an error. So it keeps the error until the next count. A rank that leaves after such a
+step reports this in the count, which is the next collective of all other ranks. Then they leave,
+too: a rank without input raises the error that it kept, and a rank that continued raises
+`RankLostError`. In a `Join` made by the caller, ranks can't report that they leave, so ranks
+without input raise at once.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 from types import TracebackType
+from typing import Any
 
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
+from fddp.ddp.broadcast import broadcast_module
 from fddp.ddp.state import WrapperState
-from fddp.errors import FddpError, NonFiniteError, PeerError, RankLostError
+from fddp.errors import FddpError, InternalError, NonFiniteError, PeerError, RankLostError
 from fddp.transport import Transport
 
-_HAS_INPUT, _SYNCS, _LEAVES = 1, 2, 4  # what a rank votes for
+_HAS_INPUT, _SYNCS, _LEAVES = 1, 2, 4  # flags of a vote
 
 
 class ModuleJoinHook(JoinHook):
-    """What `Join` calls on a rank without further input.
+    """Hook that `Join` calls on a rank without further input.
 
     Args:
         ddp: the wrapped module.
-        divide_by_initial_world_size: whether ranks that have joined still count in the mean.
+        divide_by_initial_world_size: True if joined ranks count in the mean.
     """
 
     def __init__(self, ddp: WrapperState, divide_by_initial_world_size: bool) -> None:
@@ -47,9 +50,9 @@ class ModuleJoinHook(JoinHook):
         super().__init__()
 
     def main_hook(self) -> None:
-        """Takes part in one forward and backward pass of the others."""
+        """Take part in one forward and backward pass of the others."""
         ddp = self._ddp
-        self._steps.has_failed = False
+        self._steps.runner.has_failed = False
         if ddp._check_sync_bufs_pre_fwd():
             ddp._sync_buffers(has_inputs=False)
         syncs = some_sync(ddp, mine=False)
@@ -67,12 +70,12 @@ class ModuleJoinHook(JoinHook):
             ddp._forward_collectives.failure = error.with_traceback(None)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Brings all ranks to the parameters of the one that went on for longest."""
+        """Broadcast the parameters of a rank that joined last."""
         self._ddp._sync_final_model(is_last_joiner)
 
 
 class _CountedHere(_JoinConfig):
-    """The configuration of a module in a `ModuleJoin`."""
+    """Configuration of a module in a `ModuleJoin`."""
 
 
 class ModuleJoin(Join):
@@ -84,18 +87,13 @@ class ModuleJoin(Join):
     """
 
     def __init__(
-        self,
-        ddp: WrapperState,
-        *,
-        divide: bool,
-        enable: bool,
-        throw_on_early_termination: bool,
+        self, ddp: WrapperState, *, divide: bool, enable: bool, throw_on_early_termination: bool
     ) -> None:
         self._ddp = ddp
         super().__init__(
             [ddp], enable, throw_on_early_termination, divide_by_initial_world_size=divide
         )
-        # It is never the "first" joinable: torch would count for that one.
+        # It is never the "first" joinable, for which torch would count.
         ddp._join_config = _CountedHere(enable, throw_on_early_termination, False)
 
     def __exit__(
@@ -113,10 +111,10 @@ class ModuleJoin(Join):
             raise
 
     def _leave(self) -> None:
-        """Tells the others that this rank goes, where they count next: after a step that failed."""
+        """Report in the next count that this rank leaves, if the last step failed."""
         steps = self._ddp._steps
-        if steps is not None and steps.has_failed:
-            with suppress(FddpError):  # the error that it leaves with is what callers are to see
+        if steps is not None and steps.runner.has_failed:
+            with suppress(FddpError):  # callers see the error that the block was left with
                 _votes(self._ddp, _LEAVES)
 
     def _extract_dist_info(self) -> None:
@@ -131,27 +129,79 @@ class ModuleJoin(Join):
         raise RuntimeError(f"Rank {self._rank} exhausted all inputs.")
 
 
+class UnevenInputs(WrapperState):
+    """A wrapped module whose ranks may have different numbers of inputs."""
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> ModuleJoin:
+        """Return a context for loops over inputs of unequal length, as torch's.
+
+        Within it, ranks without further input shadow the collectives of the others.
+
+        Args:
+            divide_by_initial_world_size: True if joined ranks count in the mean.
+            enable: False disables the context.
+            throw_on_early_termination: raise on all ranks once one has no input left.
+
+        Raises:
+            RankLostError, SyncTimeoutError: a rank is lost, has left the block with an error, or
+                is late; inside.
+            RuntimeError: a rank has no input left and `throw_on_early_termination` is set; inside.
+        """
+        return ModuleJoin(
+            self,
+            divide=divide_by_initial_world_size,
+            enable=enable,
+            throw_on_early_termination=throw_on_early_termination,
+        )
+
+    def join_hook(self, **kwargs: Any) -> ModuleJoinHook:
+        """Return the hook that `torch.distributed.algorithms.join.Join` calls on joined ranks.
+
+        Args:
+            divide_by_initial_world_size: True if joined ranks count in the mean.
+        """
+        divide = kwargs.get("divide_by_initial_world_size", True)
+        hook = ModuleJoinHook(self, divide)
+        self._recorder.note(join_uneven_inputs=1)
+        return hook
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        self.steps.abort_stale_step()
+        transport = self.steps.engine.transport
+        src = last_rank(transport, mine=is_last_joiner)
+        if src is None:
+            raise InternalError("no rank was the last to join")
+        self._authoritative_rank = src
+        broadcast_module(
+            transport, self.module, self._options.ignored, src, buffers=self.forward_sync_buffers
+        )
+
+
 def notify(ddp: WrapperState) -> None:
-    """Tells ranks that have joined, before a forward pass, that this one has not.
+    """Notify joined ranks before a forward pass that this rank has input.
 
     Raises:
-        RuntimeError: one has joined, and callers asked for this error.
+        RuntimeError: a rank has joined, and `throw_on_early_termination` is set.
     """
     if not isinstance(ddp._join_config, _CountedHere):
         work = Join.notify_join_context(ddp)
         if work is not None:
-            ddp.steps.work.append(work.wait)
+            ddp.steps.runner.work.append(work.wait)
         return
     _number_with_input(ddp, mine=True)
     throws = ddp._join_config.throw_on_early_termination
-    if throws and _number_with_input(ddp, mine=False):  # of those that have joined
+    if throws and _number_with_input(ddp, mine=False):  # the joined ranks' count
         raise RuntimeError(
             "Detected at least one rank that exhausted inputs. Throwing across all ranks."
         )
 
 
 def _number_with_input(ddp: WrapperState, *, mine: bool) -> int:
-    """The number of ranks that say so; a collective call."""
     votes = _votes(ddp, _HAS_INPUT * mine + _SYNCS * (mine and ddp._syncs))
     kept, ddp._forward_collectives.failure = ddp._forward_collectives.failure, None
     left = tuple(rank for rank, vote in enumerate(votes) if vote & _LEAVES)
@@ -164,13 +214,12 @@ def _number_with_input(ddp: WrapperState, *, mine: bool) -> int:
 def _votes(ddp: WrapperState, own: int) -> list[int]:
     steps = ddp.steps
     steps.engine.check_usable()
-    steps.has_failed = False
+    steps.runner.has_failed = False
     received = steps.engine.transport.exchange(bytes([own]), "inputs in join()")
     return [int.from_bytes(vote[:1], "big") for vote in received]
 
 
 def _left_error(ddp: WrapperState, left: tuple[int, ...]) -> RankLostError:
-    """The error of a rank that caught what others left the block with."""
     transport, step = ddp.steps.engine.transport, ddp.steps.engine.step - 1
     names = ", ".join(map(str, left))
     return RankLostError(
@@ -182,19 +231,21 @@ def _left_error(ddp: WrapperState, left: tuple[int, ...]) -> RankLostError:
 
 
 def some_sync(ddp: WrapperState, *, mine: bool) -> bool:
-    """Whether the backward pass of any rank will synchronise gradients; a collective call, where it
-    was not told when ranks with input were counted."""
+    """Return True if the backward pass of any rank will synchronise gradients.
+
+    A collective call, unless the count of ranks with input included it.
+    """
     if isinstance(ddp._join_config, _CountedHere):
         return bool(ddp._forward_collectives.some_sync)
     return any_rank(ddp.steps.engine.transport, mine=mine)
 
 
 def any_rank(transport: Transport, *, mine: bool) -> bool:
-    """Whether any rank votes for it; a collective call."""
+    """Return True if any rank votes for it. A collective call."""
     return last_rank(transport, mine=mine) is not None
 
 
 def last_rank(transport: Transport, *, mine: bool) -> int | None:
-    """The last rank that votes for it, or None; a collective call."""
+    """Return the last rank that votes for it, or None. A collective call."""
     votes = transport.exchange(bytes([mine]), "votes")
     return max((rank for rank, vote in enumerate(votes) if vote != b"\0"), default=None)

@@ -1,4 +1,4 @@
-"""Keeps the log of a wrapped module up to date; stands as `ddp.logger`, too."""
+"""Logger of a wrapped module; also `ddp.logger`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Recorder:
     """Records steps, errors and settings.
 
     Attributes:
-        log: what has been logged; None until a plan is known.
-        sample_rate: after the first ten steps, one in so many is recorded.
-        keeps_all: whether times of all other steps are taken, too, and not logged.
-        forward_start_s: when the last forward began.
-        info: the last step that was recorded.
+        log: logged data; None until a plan is known.
+        sample_rate: period of recorded steps after the first ten.
+        keeps_all: True if all other steps are measured, too, without logging them.
+        forward_start_s: start of the last forward, on the clock of `time.perf_counter`.
+        info: the last measured step.
     """
 
     def __init__(self, sample_rate: int = SAMPLE_RATE) -> None:
@@ -30,11 +30,11 @@ class Recorder:
         self.info: SyncInfo | None = None
 
     def wants(self, step: int) -> bool:
-        """Whether times of a step are to be taken; they count from 0."""
+        """Return True if a step is measured. Steps count from 0."""
         return self.keeps_all or self._logs(step)
 
     def record(self, info: SyncInfo, plan: BucketPlan, *, has_rebuilt: bool, reduced: int) -> None:
-        """Records a step that ran with this plan, and reduced so many of its buckets."""
+        """Record a step that reduced `reduced` buckets of `plan`."""
         self.info = info
         if self.log is None or not self._logs(info.step):
             return
@@ -54,16 +54,16 @@ class Recorder:
         return step == 0 or is_sampled(step, self.sample_rate)
 
     def set_error_and_log(self, text: str) -> None:
-        """Logs an error; the name is that of DDP's logger, in whose place this stands."""
+        """Log an error. The name is that of DDP's logger."""
         if self.log is not None:
             self.log = self.log.noting_error(text, int(self.log.data["iteration"]))
 
     def renumber(self, names: Sequence[str]) -> None:
-        """Parameters have other names, or another order, from now on."""
+        """Number the parameters by these names from now on."""
         if self.log is not None:
             self.log = replace(self.log, numbers={name: i for i, name in enumerate(names)})
 
     def note(self, **entries: Entry) -> None:
-        """Logs settings."""
+        """Log settings."""
         if self.log is not None:
             self.log = self.log.noting(**entries)

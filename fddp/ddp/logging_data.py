@@ -1,7 +1,7 @@
-"""What `_get_ddp_logging_data` tells: the keys and units of torch's, from plain values.
+"""Data of `_get_ddp_logging_data`, with torch's keys and units.
 
-A `Log` is a value. It starts with what is known at construction, and steps are recorded into it at
-the rate that torch records them: the first ten, then every so many.
+A `Log` is an immutable value. It starts with the data known at construction. Steps are recorded
+into it at torch's rate: the first ten, then one in `sample_rate`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fddp.core.timeline import StepTimes
 from fddp.ddp.arguments import Options
 
 SAMPLE_RATE = 100
-"""Every how many steps one is recorded, after the first ten; torch's default."""
+"""Period of recorded steps after the first ten; torch's default."""
 
 _FIRST_STEPS = 10
 _ABSENT = "N/A"
 
-# The names that torch's C++ has for dtypes.
+# Names of dtypes in torch's C++.
 _DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "float16": "c10::Half",
@@ -34,7 +34,7 @@ _DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Environment variables that are logged in lower case: always, and with a backend.
+# Environment variables, logged in lower case: always, and for one backend.
 _VARIABLES = ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
 _BACKEND_VARIABLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -51,17 +51,17 @@ Entry: TypeAlias = str | int
 
 @dataclass(frozen=True)
 class StaticLoggingData:
-    """What is known at construction.
+    """Data known at construction.
 
     Attributes:
         module_name: the class name of the wrapped module.
-        rank, world_size: of this rank's group.
-        backend_name: of the group: "gloo", "nccl".
-        backend_threads: the threads that gloo runs collectives on; None for other backends.
-        options: what the wrapper was asked for.
-        plan: that of the first step; its paths are parameter names.
-        names: names of the parameters in the plan, in the order of registration, which numbers
-            them in the log.
+        rank, world_size: rank in the group, and the group's size.
+        backend_name: backend of the group: "gloo", "nccl".
+        backend_threads: number of gloo's threads; None for other backends.
+        options: settings of the wrapper.
+        plan: plan of the first step; its paths are parameter names.
+        names: names of the plan's parameters in the order of registration. The log refers to
+            parameters by their numbers in this order.
         environment: environment variables.
     """
 
@@ -78,17 +78,17 @@ class StaticLoggingData:
 
 @dataclass(frozen=True)
 class Step:
-    """One step, to be recorded.
+    """Measurements of one step.
 
     Attributes:
-        iteration: the number of the step, from 0.
-        plan: that the step ran with.
-        has_rebuilt: whether that plan follows the order of arrival.
-        times: when everything happened on this rank.
-        forward_start_s: when forward began, on the clock of `times`.
+        iteration: number of the step, from 0.
+        plan: plan of the step.
+        has_rebuilt: True if the plan follows the order of arrival.
+        times: times of the step on this rank.
+        forward_start_s: start of the forward pass, on the clock of `times`.
         clock_ns: that clock's zero in nanoseconds since the Unix epoch:
             `time.time_ns() - time.perf_counter_ns()`.
-        reduced: how many buckets were reduced.
+        reduced: number of reduced buckets.
     """
 
     iteration: int
@@ -102,12 +102,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Log:
-    """What has been logged.
+    """Logged data.
 
     Attributes:
         data: the entries; sizes in bytes, durations and points in time in nanoseconds.
-        numbers: the number of each parameter, by name.
-        samples: how many steps have been recorded, over which averages run.
+        numbers: number of each parameter, by name.
+        samples: number of recorded steps, over which averages run.
     """
 
     data: Mapping[str, Entry]
@@ -115,15 +115,15 @@ class Log:
     samples: int = 0
 
     def noting(self, **entries: Entry) -> Log:
-        """With other entries: `comm_hook`, `join_uneven_inputs`, `static_graph`."""
+        """Return a log with these entries, such as `comm_hook` or `static_graph`."""
         return replace(self, data={**self.data, **entries})
 
     def noting_error(self, error: str, iteration: int) -> Log:
-        """With an error, and the number of the step."""
+        """Return a log with an error and the number of its step."""
         return self.noting(has_error=1, error=error, iteration=iteration)
 
     def recorded(self, step: Step) -> Log:
-        """With what one step showed."""
+        """Return a log with the measurements of one more step."""
         samples = self.samples + 1
         durations = _durations_ns(step)
         averages = {
@@ -135,11 +135,11 @@ class Log:
 
 
 def is_sampled(iteration: int, sample_rate: int = SAMPLE_RATE) -> bool:
-    """Whether to record a step.
+    """Return True if a step is recorded.
 
     Args:
-        iteration: the number of the step, from 0.
-        sample_rate: record one in so many, after the first ten.
+        iteration: number of the step, from 0.
+        sample_rate: period of recorded steps after the first ten.
 
     >>> [iteration for iteration in range(20) if is_sampled(iteration, 4)]
     [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16]
@@ -148,7 +148,7 @@ def is_sampled(iteration: int, sample_rate: int = SAMPLE_RATE) -> bool:
 
 
 def start_log(facts: StaticLoggingData) -> Log:
-    """The log as it is before the first step."""
+    """Return the log before the first step."""
     options, plan = facts.options, facts.plan
     leaves = [plan.leaves[leaf] for leaf in plan.order]
     variables = (*_VARIABLES, *_BACKEND_VARIABLES.get(facts.backend_name, ()))
@@ -168,15 +168,15 @@ def start_log(facts: StaticLoggingData) -> Log:
         "broadcast_buffers": int(options.forward_sync_buffers),
         "has_sync_bn": int(options.has_sync_batch_norm),
         "bucket_cap_bytes": options.cap_bytes,
-        "find_unused_parameters": int(options.find_unused_parameters),
-        "gradient_as_bucket_view": int(options.gradient_as_bucket_view),
+        "find_unused_parameters": int(options.arguments.find_unused_parameters),
+        "gradient_as_bucket_view": int(options.arguments.gradient_as_bucket_view),
     }
-    if options.static_graph:
+    if options.arguments.static_graph:
         data["static_graph"] = 1
     if facts.backend_threads is not None:
         data["gloo_num_threads"] = facts.backend_threads
     for name in variables:
-        # Some of NCCL's have moved to names that begin with TORCH.
+        # Some of NCCL's variables were renamed to begin with TORCH.
         older = facts.environment.get(name, _ABSENT)
         data[name.lower()] = facts.environment.get(f"TORCH_{name}", older)
     return Log(data, {name: number for number, name in enumerate(facts.names)})
@@ -206,7 +206,7 @@ def _plan_entries(step: Step, numbers: Mapping[str, int]) -> dict[str, Entry]:
 
 
 def _moments_ns(step: Step) -> dict[str, int]:
-    """Points in time; communication lasts from the first launch to the end of the last."""
+    """Return points in time. Communication lasts from the first launch to the last end."""
     times = step.times
     moments_s = {
         "forward_compute_time_start": step.forward_start_s,

@@ -1,8 +1,8 @@
-"""Mixed precision: a module runs on parameters in another dtype, and owns them in their own.
+"""Mixed precision: a module computes on casts of its parameters.
 
-Forward runs on casts of the parameters that autograd knows of. So gradients arrive at the
-parameters themselves, in their dtype, and whatever waits for them there needs to know nothing of
-the casts. In which dtype they travel is a matter of a communication hook (`wire_dtype`).
+Autograd records the casts. So gradients arrive at the parameters themselves, in their dtype, and
+gradient hooks need not know of the casts. A communication hook sets the dtype in which gradients
+are reduced (`wire_dtype`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from fddp.ddp.parameter_swap import ParameterSwap
 
 
 class MixedPrecision:
-    """Casts for one module; making it puts hooks on the module and casts its buffers.
+    """Casts for one module. Construction hooks the module and casts its buffers.
 
-    What has an attribute `_ddp_ignored` that is true is not cast, and neither is what is not of a
-    floating dtype.
+    Tensors with a true attribute `_ddp_ignored` and non-floating tensors are not cast.
 
     Args:
-        module: what `run` is going to run.
-        config: `param_dtype`, in which forward and backward compute, also casts the inputs;
-            `buffer_dtype` casts buffers, once. None leaves either alone.
+        module: the module for `run`.
+        config: `param_dtype` is the dtype of parameters and inputs in forward and backward;
+            `buffer_dtype` is the dtype to which buffers are cast once. None casts nothing.
 
     Example:
         >>> import torch
@@ -49,9 +48,9 @@ class MixedPrecision:
             self._casts = ParameterSwap(module, self._cast, _in_backward)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The module's output for these inputs, computed on casts of both.
+        """Run the module on casts of its parameters and inputs.
 
-        The module has its own parameters again when this returns or raises.
+        The module has its own parameters again on return or error.
         """
         if self._casts is None:
             return module(*args, **kwargs)
@@ -67,12 +66,12 @@ class MixedPrecision:
 
 
 def wire_dtype(config: _MixedPrecision) -> torch.dtype | None:
-    """The dtype in which gradients travel; None for their own."""
+    """Return the dtype in which gradients are reduced; None for their own."""
     return config.reduce_dtype or config.param_dtype
 
 
 class _Cast(torch.autograd.Function):
-    """`Tensor.to`, whose own derivative takes no sparse gradients; autograd casts any back."""
+    """`Tensor.to` for sparse gradients, too. Autograd casts gradients back."""
 
     generate_vmap_rule = True
 
@@ -100,7 +99,7 @@ def _in_backward() -> bool:
 def _cast_buffers_(module: nn.Module, dtype: torch.dtype) -> None:
     for buffer in module.buffers():
         if _is_castable(buffer, dtype):
-            buffer.data = buffer.to(dtype)  # the module keeps the very buffer
+            buffer.data = buffer.to(dtype)  # keeps the tensor object
 
 
 def _is_castable(tensor: Tensor, dtype: torch.dtype) -> bool:

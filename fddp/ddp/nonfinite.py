@@ -1,7 +1,8 @@
-"""Where a wrapped module can't keep what `nonfinite` promises: refused on all ranks alike.
+"""Checks of `nonfinite` against features that it does not support.
 
-"skip" and "raise" are decided at the end of a step, over all of its gradients. What was averaged
-apart from them, or given to an optimizer before, could no longer be left out.
+"skip" and "raise" are decided at the end of a step, over all of its gradients. A gradient that was
+averaged separately, or given to an optimizer before, could no longer be left out. All ranks raise
+the same errors.
 """
 
 from __future__ import annotations
@@ -10,13 +11,22 @@ from typing import get_args
 
 from fddp.runtime.nonfinite import Policy
 
+SKIP_IN_CONTEXT = (
+    "nonfinite='skip' can't skip a step whose gradients are in a context of distributed autograd: "
+    "gradients can't be removed from there, and the optimizer would use each rank's own; build the "
+    "wrapper with nonfinite='raise'"
+)
+
 
 def check_policy(policy: Policy, *, delays: bool) -> None:
-    """Checks the argument of the constructor; `delays` says whether some parameters have a delayed
-    all-reduce.
+    """Check the argument of the constructor.
+
+    Args:
+        policy: the argument.
+        delays: True if some parameters have a delayed all-reduce.
 
     Raises:
-        ValueError: there is no such policy, or it would not hold for those parameters.
+        ValueError: the policy is unknown, or does not support delayed parameters.
 
     Example:
         >>> check_policy("skip", delays=False)
@@ -25,30 +35,25 @@ def check_policy(policy: Policy, *, delays: bool) -> None:
         raise ValueError(f"nonfinite must be one of {', '.join(get_args(Policy))}, got {policy!r}")
     if delays and policy != "propagate":
         raise ValueError(
-            f"nonfinite={policy!r} and delay_all_reduce_named_params can't both be: parameters "
-            f"with a delayed all-reduce are averaged apart, and could be neither judged nor left "
-            f"out with the others; leave out one of the two"
+            f"nonfinite={policy!r} and delay_all_reduce_named_params can't be combined: "
+            f"parameters with a delayed all-reduce are averaged separately, and could be neither "
+            f"checked nor skipped with the others; leave out one of the two"
         )
 
 
 def check_steps_wait(policy: Policy, way: str) -> None:
-    """Checks that no optimizer takes gradients before they are judged; `way` names how one would.
+    """Check that no optimizer runs before gradients are checked.
+
+    Args:
+        policy: the argument of the constructor.
+        way: name of the function that would run one.
 
     Raises:
-        ValueError: it would.
+        ValueError: the policy is not "propagate".
     """
     if policy != "propagate":
         raise ValueError(
-            f"nonfinite={policy!r} and {way} can't both be: the optimizer steps bucket by bucket, "
-            f"before it is known whether all gradients are finite; call optimizer.step() after "
+            f"nonfinite={policy!r} and {way} can't be combined: the optimizer steps bucket by "
+            f"bucket, before it is known if all gradients are finite; call optimizer.step() after "
             f"backward, or leave out nonfinite"
         )
-
-
-def skip_in_context_problem() -> str:
-    """What is wrong with leaving out a step whose gradients are in distributed autograd."""
-    return (
-        "nonfinite='skip' can't leave out a step whose gradients are in a context of distributed "
-        "autograd: none can be taken from there, and the optimizer would go on with each rank's "
-        "own; build the wrapper with nonfinite='raise'"
-    )

@@ -1,8 +1,7 @@
-"""The tensors in what a module returns, whatever that is.
+"""Tensors in the output of a module, of any type.
 
-A backward pass enters the module through them, so a tensor that is not found is an entrance that
-nobody watches. Hooks go on the tensors themselves: nothing is rebuilt, and callers get the very
-object that their module made.
+A backward pass enters the module through these tensors, so all of them need hooks. The hooks are
+set on the tensors themselves. Callers get the object that their module returned.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 _REMOTE_REFERENCE: Any = getattr(rpc, "RRef", ())  # torch can be built without RPC
 _COLLECTIONS: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
 
-# What holds no tensors, or holds far more than a forward has returned.
+# Types without tensors, or with far more than one output.
 _NOT_ENTERED = (
     *(type(None), bool, int, float, complex, str, bytes, type),
     *(nn.Module, types.ModuleType, types.FunctionType, types.BuiltinFunctionType),
@@ -27,16 +26,15 @@ _NOT_ENTERED = (
 
 
 def find_tensors(output: Any) -> list[Tensor]:
-    """Every tensor in an output, each once, in the order in which they are met.
+    """Return every tensor in an output, each once, in the order of traversal.
 
-    Enters lists, tuples, sets, deques and mappings, an `RRef` that this process owns, and every
-    other object by its attributes, in `__dict__` or in slots: data classes, nodes that are
-    registered with torch's pytrees or optree, and plain objects. No code of theirs runs, so that
-    properties are not read and iterators not used up. Modules, functions and classes are not
-    entered, and neither are tensors.
+    Traverses lists, tuples, sets, deques, mappings, an `RRef` that this process owns, and the
+    attributes of every other object, in `__dict__` or slots: data classes, registered pytree nodes
+    and plain objects. No code of these objects runs: properties are not read and iterators not
+    consumed. Modules, functions, classes and tensors are not traversed.
 
     Args:
-        output: anything; a cycle ends where it began.
+        output: any object, also with cycles.
 
     Example:
         >>> import torch
@@ -45,12 +43,12 @@ def find_tensors(output: Any) -> list[Tensor]:
         [tensor([0.]), tensor([1.])]
     """
     found: list[Tensor] = []
-    # Keeps what was seen alive, so that nothing else can take its identity meanwhile.
+    # Holds the visited objects, so that their ids are not reused.
     seen: dict[int, object] = {}
     open_parts: list[Iterator[Any]] = [iter((output,))]
     while open_parts:
         value = next(open_parts[-1], open_parts)
-        if value is open_parts:  # the end of these parts
+        if value is open_parts:  # exhausted
             open_parts.pop()
         elif id(value) not in seen and not isinstance(value, _NOT_ENTERED):
             seen[id(value)] = value
@@ -62,15 +60,14 @@ def find_tensors(output: Any) -> list[Tensor]:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """What an object holds: its elements if it is a collection, then its attributes."""
+    """Return the elements of a collection, then the attributes of any object."""
     if isinstance(value, _REMOTE_REFERENCE):
         return iter((value.local_value(),)) if value.is_owner() else iter(())
     return chain(_elements(value), _attributes(value))
 
 
 def _elements(value: Any) -> Collection[Any]:
-    # The built-in methods, whatever a subclass has made of them: a model's output may be a dict
-    # that hides some of its items.
+    # Built-in methods, because a subclass may hide some of its items.
     if isinstance(value, dict):
         return dict.values(value)
     if isinstance(value, types.MappingProxyType):
@@ -94,5 +91,5 @@ def _attributes(value: Any) -> Iterator[Any]:
 def _in_slot(slot: types.MemberDescriptorType, value: Any) -> tuple[Any, ...]:
     try:
         return (slot.__get__(value),)
-    except AttributeError:  # it is empty
+    except AttributeError:  # unset
         return ()

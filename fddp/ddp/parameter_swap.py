@@ -1,12 +1,12 @@
-"""Other tensors in the places of a module's parameters, for as long as it runs.
+"""Substitutes for a module's parameters while it runs.
 
-What stands in is computed from the parameters, so that autograd leads back to them, and gradients
-arrive where optimizers and buckets expect them.
+The substitutes are computed from the parameters, so that autograd leads back to the parameters and
+gradients arrive where optimizers and buckets expect them.
 
 [Note: parts that run again]
-Activation checkpointing runs parts of a module a second time, during backward, when the module has
-its own parameters back. These parts need their stand-ins again for as long as they run; hence hooks
-on every part. The part that is called first takes care of all that it holds.
+Activation checkpointing runs submodules a second time during backward, when the module has its own
+parameters again. These submodules need their substitutes while they run, so every submodule has
+hooks. The submodule that is called first swaps the parameters of all that it contains.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 
 class ParameterSwap:
-    """Making it puts hooks on a module and on its parts.
+    """Swaps parameters for substitutes. Construction hooks the module and its submodules.
 
     Args:
-        module: what is going to run.
-        substitute: gives for a part, the name of a parameter there, and its value what is to stand
-            in its place; None for nothing else. Asked once for a shared one.
-        is_wanted: whether stand-ins are needed by a part that is called, if not within `over`.
+        module: the module.
+        substitute: called with a submodule, the name of a parameter and the parameter; returns the
+            substitute, or None for no swap. Called once for a shared parameter.
+        is_wanted: returns True if a submodule called outside of `over` needs substitutes.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class ParameterSwap:
         self._is_wanted = is_wanted
         self._are_in = False
         self._replaced: list[tuple[dict[str, Any], str, Tensor]] = []
-        self._first: nn.Module | None = None  # the part that was called first
+        self._first: nn.Module | None = None  # the submodule that was called first
         for part in module.modules():
             part.register_forward_pre_hook(self._enter)
             part.register_forward_hook(self._leave, always_call=True)
 
     @contextmanager
     def over(self, module: nn.Module) -> Iterator[None]:
-        """Stand-ins for all of the module's parameters, until the block ends or raises."""
-        self._reclaim()  # an interrupt may have ended a part that ran by itself
+        """Swap all of the module's parameters within the block."""
+        self._reclaim()  # an interrupt may have ended a submodule
         self._put(module)
         try:
             yield
@@ -73,7 +73,7 @@ class ParameterSwap:
                     made[own] = self._substitute(part, name, own)
                 if made[own] is not None:
                     self._replaced.append((part._parameters, name, own))
-        # Not as attributes, which take nothing but parameters.
+        # Not by attribute, which must be a parameter.
         for parameters, name, owned in self._replaced:
             parameters[name] = made[owned]
 

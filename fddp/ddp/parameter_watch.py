@@ -1,7 +1,7 @@
-"""Whether a module's parameters are still those that were hooked.
+"""Detection of replaced and unfrozen parameters.
 
-Modules are compared by identity alone, in compiled code: dictionaries that hold the same objects as
-before cost a few nanoseconds an entry, so that every forward can look.
+Compiled code compares the entries of the modules' dictionaries by identity, at a few nanoseconds an
+entry, so that every forward can afford the comparison.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Change = Literal["none", "swapped", "changed"]
 
 
 class ParameterWatch:
-    """Looks after the parameters of one module.
+    """Watches the parameters of one module.
 
     Args:
-        module: whose parameters.
-        ignored: names of those that are left alone.
+        module: the module.
+        ignored: names of parameters to leave alone.
 
     Attributes:
-        params: the trainable ones by name, as they were when they were last looked at in full.
-        latest: the same, in one dictionary that follows every look.
+        params: trainable parameters by name, as of the last `find_replaced`.
+        latest: the same in one dictionary, which every `find_replaced` updates.
     """
 
     def __init__(self, module: Module, ignored: frozenset[str]) -> None:
@@ -37,7 +37,7 @@ class ParameterWatch:
         self.find_replaced()
 
     def find_replaced(self) -> Mapping[str, Parameter]:
-        """Takes the parameters as they are now."""
+        """Record the current parameters, and return the trainable ones."""
         modules = list(self._module.modules())
         self._tables = [m._parameters for m in modules]
         self._buffers = [m._buffers for m in modules]
@@ -52,8 +52,11 @@ class ParameterWatch:
         return self.params
 
     def change(self) -> Change:
-        """What has happened since: "swapped" while `functional_call` has put tensors of its own in
-        the parameters' places; parameters that were frozen since are no change."""
+        """Return the change since `find_replaced`.
+
+        "swapped" means that `functional_call` has put other tensors in the parameters' places.
+        Newly frozen parameters are no change.
+        """
         if not self._seen.matches():
             there = (entry for table in self._tables for entry in table.values())
             is_swapped = any(not isinstance(e, Parameter) for e in there if isinstance(e, Tensor))
@@ -62,10 +65,10 @@ class ParameterWatch:
 
     @property
     def all_frozen(self) -> bool:
-        """Whether no parameter requires a gradient for now."""
+        """True if no parameter requires a gradient at present."""
         return not any(param.requires_grad for param in self._trainable)
 
     @property
     def has_buffers(self) -> bool:
-        """Whether any module has a buffer, ignored ones included."""
+        """True if any module has a buffer, including ignored ones."""
         return any(self._buffers)

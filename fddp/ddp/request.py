@@ -1,4 +1,4 @@
-"""What the wrapper asks of the engine: DDP's bucket plan for a module's parameters."""
+"""Engine specification of a wrapped module: DDP's bucket plan for its parameters."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from fddp.tree.planner import plan_buckets
 
 @dataclass(frozen=True)
 class ModuleRequest:
-    """A module's parameters, and how they are to be bucketed.
+    """Parameters of a module, and their bucketing.
 
     Attributes:
-        params: those to synchronise, by name, in the order of their registration.
-        options: has caps, and the names of parameters with sparse gradients.
-        span: whom to communicate with.
-        last_is_small: whether the first cap is that of the bucket which leaves last, also once the
-            plan has been rebuilt (`DDP_SET_LAST_BUCKET_CAP`).
+        params: parameters to synchronise, by name, in the order of their registration.
+        options: caps, and the names of parameters with sparse gradients.
+        span: the group to communicate with.
+        last_is_small: True if the first cap belongs to the bucket that is launched last, also after
+            the plan has been rebuilt (`DDP_SET_LAST_BUCKET_CAP`).
         transport: name of the transport.
-        nonfinite: what becomes of a step with a number that is not finite.
+        nonfinite: policy for steps with a non-finite number.
     """
 
     params: Mapping[str, Tensor]
@@ -43,13 +43,13 @@ class ModuleRequest:
     title = "GradSync"
 
     def terms(self, transport: Transport) -> SyncConfig:
-        """What ranks must have in common.
+        """Return the configuration that ranks must have in common.
 
-        Like DDP, the first plan counts caps from the parameters that were registered first, whose
-        gradients come last; the rebuilt one counts them in the order in which gradients come.
+        As in DDP, the first plan counts caps from the parameters registered first, whose gradients
+        arrive last. The rebuilt plan counts them in the order in which gradients arrive.
 
         Raises:
-            ValueError: the transport is not of the kind that was asked for.
+            ValueError: the transport is not of the requested kind.
         """
         if self.transport not in ("auto", transport.name):
             raise ValueError(
@@ -72,6 +72,6 @@ class ModuleRequest:
             topology=Topology(world=transport.world_size),
             schedule=None,
             rebuild=Rebuild(self.options.rebuilt_caps_bytes, self.last_is_small),
-            skips_unused=self.options.skip_all_reduce_unused_params,
+            skips_unused=self.options.arguments.skip_all_reduce_unused_params,
             nonfinite=self.nonfinite,
         )

@@ -1,4 +1,4 @@
-"""What a wrapped module holds: options, the steps, and the attributes that torch's class has."""
+"""State of a wrapped module: options, steps, and the attributes of torch's class."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from torch.autograd import Variable
 from torch.nn import Module
 
 from fddp.collectives.replicas.broadcast import AT_ONCE_BYTES
-from fddp.ddp.arguments import Options, managed
-from fddp.ddp.backward_steps import Steps, Switches
+from fddp.ddp.arguments import AS_GIVEN, Arguments, Options, group_of, managed
+from fddp.ddp.backward_steps import BackwardDriver, Switches
 from fddp.ddp.delayed_all_reduce import Delayed
 from fddp.ddp.logger import Recorder
 from fddp.ddp.logging_data import StaticLoggingData, start_log
 from fddp.ddp.mixed_precision import wire_dtype
 from fddp.ddp.parameter_watch import ParameterWatch
 from fddp.ddp.request import ModuleRequest
+from fddp.ddp.step_runner import StepRunner
 from fddp.errors import FddpError, InternalError
 from fddp.hooks import cast as cast_hook
 from fddp.transport import Group
@@ -31,18 +32,30 @@ from fddp.transport.mesh import GroupAndTopology
 # Untyped, and so are its methods.
 _TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
 
+# Made anew when a wrapper is copied or unpickled.
+_NOT_STATE = (
+    "process_group",
+    "reducer",
+    "logger",
+    "_steps",
+    "_watch",
+    "_recorder",
+    "_delayed",
+    "_forward_collectives",
+)
+
 
 @dataclass
 class ForwardCollectives:
-    """What this rank has done together with the others around forward passes.
+    """Collectives that this rank has run around forward passes.
 
     Attributes:
-        done: how many it has been to: one before and one after each forward pass.
-        is_open: whether one is under way, or was left by an exception.
-        some_sync: whether a rank that has input said, within `join`, that its backward pass will
+        done: number of rounds: one before and one after each forward pass.
+        is_open: True if a round is running, or was left by an exception.
+        some_sync: True if, within `join`, the backward pass of some rank with input will
             synchronise gradients.
-        in_step: whether this rank is within a step that it fails with the others.
-        failure: of the last step that this rank shadowed within `join`, if it failed.
+        in_step: True within `in_step`.
+        failure: error of the last step that this rank shadowed within `join`, if it failed.
     """
 
     done: int = 0
@@ -53,24 +66,22 @@ class ForwardCollectives:
 
 
 class WrapperState(_TorchDDP):  # type: ignore[misc]
-    """The state of a wrapped module. Its constructor is that of the wrapper."""
+    """State of a wrapped module. The wrapper has the constructor."""
+
+    gradient_as_bucket_view: bool
+    static_graph: bool
 
     def _expose(self, module: Module, options: Options) -> None:
-        """Sets the attributes that torch's class has, and others rely on."""
+        """Set the attributes of torch's class that others rely on."""
         self.module = module
         self.device = options.device
         self.device_type = options.device.type
         self.device_ids = None if options.device_ids is None else list(options.device_ids)
         self.output_device = options.output_device
         self.is_multi_device_module = options.is_multi_device
-        self.dim = options.dim
         self.forward_sync_buffers = options.forward_sync_buffers
-        self.find_unused_parameters = options.find_unused_parameters
-        self.gradient_as_bucket_view = options.gradient_as_bucket_view
-        self.static_graph = options.static_graph
-        self.mixed_precision = options.mixed_precision
-        self.batched_grad_copy = options.batched_grad_copy
-        self.skip_all_reduce_unused_params = options.skip_all_reduce_unused_params
+        for name in AS_GIVEN:
+            setattr(self, name, getattr(options.arguments, name))
         self.parameters_to_ignore = set(options.ignored)
         self.bucket_bytes_cap = options.cap_bytes
         self.bucket_bytes_cap_list = list(options.listed_caps_bytes)
@@ -85,16 +96,15 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
         self._lazy_init_ran = False
 
     def _attach(self) -> None:
-        """Sets what hangs on this process, and is made anew for a copy."""
+        """Set the attributes that belong to this process. A copy makes its own."""
         self.logger = self._recorder = Recorder()
         self._watch = ParameterWatch(self.module, self._options.ignored)
-        self._steps: Steps | None = None
+        self._steps: BackwardDriver | None = None
         self._all_delayed = not self._watch.params
         self._forward_collectives = ForwardCollectives()
         self._delayed = self._delay(*self._delays)
 
     def _delay(self, named: Any, trigger: Tensor | None) -> Delayed | None:
-        """Has some parameters averaged by themselves; see `fddp.ddp.delayed_all_reduce`."""
         if named is None or trigger is None:
             return None
         owner = weakref.ref(self)
@@ -108,32 +118,35 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
             if ddp._all_delayed:
                 Variable._execution_engine.queue_callback(average)
             else:
-                ddp.steps.work.append(average)
+                ddp.steps.runner.work.append(average)
 
         group = cast(Group, self.process_group)
         return Delayed(named, trigger, group, sparse=self._options.sparse, at_end=at_end)
 
+    # Steps
+
     @property
-    def steps(self) -> Steps:
-        """Carries gradients through the engine; made at the first use, by all ranks together."""
+    def steps(self) -> BackwardDriver:
+        """The driver of steps. The first access creates it, and is a collective call."""
         if self._steps is None:
             try:
                 self._steps = self._make_steps()
                 if self._forward_collectives.in_step:
-                    self._steps.enter()
+                    engine = self._steps.engine
+                    engine.transport.enter_step(engine.step)
             except AttributeError as error:  # which a property must not raise
                 raise InternalError(f"the steps could not be made: {error}") from error
         return self._steps
 
-    def _make_steps(self) -> Steps:
-        steps = Steps(
+    def _make_steps(self) -> BackwardDriver:
+        runner = StepRunner(
             self._request(),
-            self._switches,
             find_unused=self.find_unused_parameters,
             static=self.static_graph,
             replace=self.gradient_as_bucket_view,
             recorder=self._recorder,
         )
+        steps = BackwardDriver(runner, self._switches)
         self._recorder.log = start_log(self._facts(steps))
         wire = wire_dtype(self.mixed_precision) if self.mixed_precision else None
         if wire is not None:
@@ -151,7 +164,7 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
             nonfinite=self._nonfinite,
         )
 
-    def _facts(self, steps: Steps) -> StaticLoggingData:
+    def _facts(self, steps: BackwardDriver) -> StaticLoggingData:
         group = self.process_group
         backend = dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "loopback"
         return StaticLoggingData(
@@ -162,6 +175,59 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
             backend_threads=2 if backend == "gloo" else None,
             options=self._options,
             plan=steps.engine.program.plan,
-            names=tuple(steps.usage.names),
+            names=tuple(steps.runner.usage.names),
             environment=os.environ,
         )
+
+    # Switches
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """True if backward passes synchronise gradients.
+
+        `no_sync` turns it off. Both the forward and the backward pass must be outside of it.
+        """
+        return self._switches.backward
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, on: bool) -> None:
+        self._switches.backward = on
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """True if the next forward synchronises buffers."""
+        return self._switches.forward
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, on: bool) -> None:
+        self._switches.forward = on
+
+    @property
+    def _syncs(self) -> bool:
+        return torch.is_grad_enabled() and self._switches.backward
+
+    # Life cycle
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_default_group()
+        return {key: value for key, value in self.__dict__.items() if key not in _NOT_STATE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Module.__setstate__(self, state)  # type: ignore[no-untyped-call]  # torch's
+        self.process_group = group_of(Arguments())
+        self._attach()
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Continue with another group. A collective call on its members."""
+        if new_process_group is dist.GroupMember.NON_GROUP_MEMBER:
+            return
+        hook = None if self._steps is None else self._steps.engine.hook
+        if self._steps is not None:
+            self._steps.close()
+        if self._delayed is not None:
+            self._delayed.close()
+        self.process_group = new_process_group
+        self._steps = None
+        self._delayed = self._delay(*self._delays)
+        if hook is not None and self.steps.engine.hook is None:
+            self.steps.engine.set_hook(hook)

@@ -1,8 +1,8 @@
-"""Data parallelism along one axis of a mesh, over a module that is split along others.
+"""Data parallelism along one axis of a mesh, for a module that is split along others.
 
-The parameters of a tensor-parallel module are `DTensor`s. What data parallelism averages are their
-local parts, so those become the module's parameters. While it runs, `DTensor`s made from them stand
-in.
+The parameters of a tensor-parallel module are `DTensor`s. Data parallelism averages their local
+parts, so these become the module's parameters. While the module runs, they are swapped for
+`DTensor`s made from them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:  # `torch.distributed.tensor` takes a second to import
     from torch.distributed.tensor.placement_types import Placement
 
 
-_SPLITS = "_fddp_splits"  # attribute of a part: how each of its parameters is split, by name
+_SPLITS = "_fddp_splits"  # attribute of a submodule: the splits of its parameters, by name
 
 
 class _Split(NamedTuple):
-    """How a whole parameter is made of its local parts."""
+    """Description of a `DTensor` parameter."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -31,26 +31,22 @@ class _Split(NamedTuple):
 
 
 def _whole(part: nn.Module, name: str, own: Tensor) -> Tensor | None:
-    """The `DTensor` of a parameter that was made local. What it takes lies with the part, so that
-    copies of a module have it, too."""
+    """Return the `DTensor` of a parameter that was made local.
+
+    Its description is an attribute of the submodule, so that copies have it, too.
+    """
     split = part.__dict__.get(_SPLITS, {}).get(name)
     if split is None:
         return None
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        own,
-        split.mesh,
-        split.placements,
-        run_check=False,
-        shape=split.shape,
-        stride=split.strides,
+        own, split.mesh, split.placements, run_check=False, shape=split.shape, stride=split.strides
     )
 
 
 def make_local_(module: nn.Module, mesh: DeviceMesh | None) -> None:
-    """Makes the local parts of `DTensor` parameters the module's parameters, if `mesh` is an axis
-    of a larger one, along whose other axes they may be split."""
+    """Replace `DTensor` parameters by their local parts if `mesh` is an axis of a larger mesh."""
     if mesh is None or mesh._get_root_mesh() == mesh:
         return
     from torch.distributed.tensor import DTensor
@@ -66,8 +62,4 @@ def make_local_(module: nn.Module, mesh: DeviceMesh | None) -> None:
                 part.__dict__.setdefault(_SPLITS, {})[name] = split
                 part._parameters[name] = local[whole]
     if local:
-        ParameterSwap(module, _whole, _always)
-
-
-def _always() -> bool:
-    return True
+        ParameterSwap(module, _whole, lambda: True)

@@ -1,7 +1,7 @@
-"""Which parameters steps used, and what DDP has to say about it.
+"""Use of parameters by steps, and DDP's errors about unused ones.
 
-Every step is synchronised in full, whatever was used. A caller who has neither announced unused
-parameters nor declared them static is told after such a step, at the next forward, as DDP does.
+Every step is synchronised completely. If the constructor got neither `find_unused_parameters` nor
+`static_graph`, the forward pass after a step with unused parameters raises DDP's error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fddp.ddp.unused_messages import (
-    none_unused_warning,
+    NONE_UNUSED_WARNING,
     static_unused_error,
     static_used_error,
     unused_error,
@@ -21,37 +21,36 @@ from fddp.ddp.unused_messages import (
 
 
 class ParameterUse(NamedTuple):
-    """What was used, by parameter name.
+    """Used parameters, by name.
 
     Attributes:
-        here: used on this rank, since the last step before.
-        ranks: for each parameter, the number of ranks that used it.
+        here: names of parameters used on this rank.
+        ranks: number of ranks that used each parameter.
     """
 
     here: frozenset[str]
     ranks: Mapping[str, int]
 
     def joined(self, other: ParameterUse) -> ParameterUse:
-        """What was used in either of two steps."""
+        """Return the union of two steps' uses."""
         ranks = {name: max(count, other.ranks.get(name, 0)) for name, count in self.ranks.items()}
         return ParameterUse(self.here | other.here, {**other.ranks, **ranks})
 
 
 class Usage:
-    """Follows the use of parameters from forward to forward, between which there may be several
-    steps.
+    """Tracks the use of parameters between forward passes, which may be several steps.
 
     Args:
-        params: by name, in the order of registration.
+        params: parameters by name, in the order of registration.
         rank: this rank.
         world_size: number of ranks.
-        find_unused: whether unused parameters were announced.
-        static: whether all steps are to use the same parameters.
+        find_unused: True if unused parameters are allowed.
+        static: True if all steps must use the same parameters.
 
     Attributes:
-        last: what was used since the last forward that followed a step; None before any step.
-        joining: whether ranks may have run out of inputs, and then use nothing.
-        pending: the error that the next forward raises; empty for none.
+        last: use since the last forward that followed a step; None before any step.
+        joining: True if ranks may be out of inputs, and then use no parameter.
+        pending: error of the next forward; empty for none.
     """
 
     def __init__(
@@ -77,34 +76,34 @@ class Usage:
 
     @property
     def names(self) -> Sequence[str]:
-        """All parameters, in the order of registration."""
+        """Names of all parameters, in the order of registration."""
         return tuple(self.params)
 
     @property
     def is_static(self) -> bool:
-        """Whether the same parameters were used here after every forward."""
+        """True if the same parameters were used on this rank after every forward."""
         is_like_first = self._first is None or self.last is None or self.last.here == self._first
         return self._was_static and is_like_first
 
     def begin_forward(self) -> None:
-        """What steps use from now on is looked at by itself."""
+        """Start a new record of use, if a step has ended."""
         if self.last is None or self._is_closed:
             return
         self._is_closed = True
         if self._first is None and self._find_unused and not self._unused(self.last.here):
-            warnings.warn(none_unused_warning(), stacklevel=2)
+            warnings.warn(NONE_UNUSED_WARNING, stacklevel=2)
         self._was_static = self.is_static
         self._first = self.last.here if self._first is None else self._first
 
     def problem(self, here: frozenset[str]) -> Exception | None:
-        """What is wrong with a step that is about to be closed."""
+        """Return the error of the step to be closed, or None."""
         if not self.static or self._first is None or here <= self._first:
             return None
         self.pending = static_unused_error(self._unused(here), self.names, self._rank)
         return RuntimeError(static_used_error(here - self._first))
 
     def note(self, use: ParameterUse) -> None:
-        """Takes note of a step that has been closed."""
+        """Record the use of parameters by a closed step."""
         self.last = use if self.last is None or self._is_closed else self.last.joined(use)
         self._is_closed = False
         self.pending = self._error(self.last)
@@ -116,7 +115,7 @@ class Usage:
             return static_unused_error(gone, self.names, self._rank) if gone else ""
         if self._find_unused:
             return ""
-        # Whatever is frozen on which rank: all ranks must come to the same conclusion.
+        # Independent of frozen parameters, so that all ranks come to the same result.
         some = frozenset() if self.joining else self._used_by_some(use)
         unused |= some - use.here
         if not (unused or some):
@@ -129,7 +128,6 @@ class Usage:
         return frozenset(n for n, p in self.params.items() if p.requires_grad and n not in here)
 
     def _used_by_some(self, use: ParameterUse) -> frozenset[str]:
-        """Used on some ranks and not on others."""
         if min(use.ranks.values(), default=0) == self._world_size:
             return frozenset()
         counts = ((name, use.ranks.get(name, 0)) for name in self.params)

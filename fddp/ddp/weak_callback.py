@@ -1,4 +1,4 @@
-"""Callbacks that keep nothing alive."""
+"""Callbacks without references to their owners."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def weak_callback(method: Callable[[], None]) -> Callable[..., None]:
-    """A function that calls a bound method, whatever it is given, as long as its object lives."""
+    """Return a function that ignores its arguments and calls a method while its object lives."""
     reference = weakref.WeakMethod(method)
 
     def call(*_: object) -> None:

@@ -165,7 +165,7 @@ def param_set(params: Sequence[Tensor], on_begin: Callable[[], None]) -> ParamSe
     return cast(ParamSet, extension.load().ParamSet(params, on_begin))
 
 
-def serves_some() -> bool:
+def has_explicit_inputs() -> bool:
     """Whether the backward pass that runs was told which leaves to serve (`autograd.grad`)."""
     return cast(bool, extension.load().has_explicit_inputs())
 

@@ -1,10 +1,9 @@
-"""Tools for property tests of code that synchronises gradients; needs `pip install fddp[testing]`.
+"""Property tests of code that synchronises gradients. Requires `pip install fddp[testing]`.
 
-Strategies for Hypothesis draw what fddp works on: `param_trees`, `gradients`, `plans`,
-`topologies`, `schedules`, `arrivals`. Assertions hold fddp, and what is built on it, to its word:
-`assert_mean`, `assert_schedule_ok`, `assert_same_collectives`. `check_gradients` and
-`check_adjoint` hold derivatives of functions that communicate against differences and against each
-other. `loopback` runs any number of ranks in one process.
+Hypothesis strategies: `param_trees`, `gradients`, `plans`, `topologies`, `schedules`, `arrivals`.
+Assertions: `assert_mean`, `assert_schedule_ok`, `assert_same_collectives`. `check_gradients`
+compares derivatives of functions that communicate with finite differences, and `check_adjoint`
+compares forward mode with reverse mode. `loopback` runs any number of ranks in one process.
 
 Example:
     >>> import torch
@@ -26,7 +25,7 @@ Example:
 """
 
 try:
-    import hypothesis as _hypothesis  # noqa: F401 - to say what is missing before anything else
+    import hypothesis as _hypothesis  # noqa: F401 - report a missing package first
 except ImportError as _error:
     raise ImportError("fddp.testing needs hypothesis: pip install fddp[testing]") from _error
 

@@ -1,8 +1,8 @@
-"""Derivatives of functions of all ranks, held against differences and against each other.
+"""Gradient checks for functions that communicate.
 
-torch's `gradcheck` moves one process's inputs and looks at its own outputs. Where ranks
-communicate, the outputs of all ranks follow the inputs of each, and a gradient may be wrong by just
-what comes from the others. So here one rank's input is moved at a time, and all ranks look.
+torch's `gradcheck` perturbs the inputs of one process and observes its outputs. If ranks
+communicate, the outputs of all ranks depend on the inputs of each, and a gradient may lack the
+other ranks' part. So these checks perturb one rank's input at a time and observe all ranks.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ def check_adjoint(
     seed: int = 0,
     rtol: float = 1e-9,
 ) -> None:
-    """Hold forward mode against reverse mode over all ranks; a collective call.
+    """Compare forward mode with reverse mode over all ranks. A collective call.
 
-    For random tangents t and cotangents c, the sum over ranks of <c, J t> must be that of
-    <J^T c, t>. Both modes are run on all ranks, so that ranks must be processes: threads of
+    For random tangents t and cotangents c, the sums over ranks of <c, J t> and of <J^T c, t> must
+    be equal. All ranks run both modes. So ranks must be processes, because the threads of
     `fddp.loopback` share torch's forward mode.
 
     Args:
-        fn: from a tree of tensors to a tree of tensors; communicates over `group`.
+        fn: function from a tree of tensors to a tree of tensors; communicates over `group`.
         inputs: this rank's tree of float64 or complex128 tensors.
         group, mesh: as for `fddp.pmean`.
-        seed: of the tangents and cotangents, which differ from rank to rank.
-        rtol: how far the two may be apart, relative to the larger.
+        seed: seed of the tangents and cotangents, which differ between ranks.
+        rtol: tolerance, relative to the larger sum.
 
     Raises:
-        AssertionError: they are further apart; on every rank, with both numbers.
+        AssertionError: the sums differ by more; on every rank, with both numbers.
     """
     communicator = communicator_of(group, mesh)
     vector, at = _as_vector(fn, inputs)
@@ -74,20 +74,20 @@ def check_gradients(
     forward: bool = False,
     tol: float = 1e-7,
 ) -> None:
-    """Hold derivatives against central differences over all ranks; a collective call.
+    """Compare derivatives with central differences over all ranks. A collective call.
 
-    One element of one rank's inputs is moved at a time, and the outputs of all ranks are looked at;
-    reverse mode is given one element of one rank's cotangents at a time. Both give the derivative
-    of all ranks' outputs by all ranks' inputs.
+    Differences perturb one element of one rank's inputs at a time, and observe the outputs of all
+    ranks. Reverse mode gets one unit cotangent on one rank at a time. Both yield the Jacobian of
+    all ranks' outputs by all ranks' inputs.
 
     Args:
         fn, inputs, group, mesh: as for `check_adjoint`. All ranks need inputs and outputs of the
             same sizes.
-        forward: whether forward mode is checked, too; ranks must be processes then.
-        tol: how far elements may be apart, relative to the largest, or to 1 if that is larger.
+        forward: also check forward mode; ranks must then be processes.
+        tol: tolerance of an element, relative to the largest element or to 1, whichever is larger.
 
     Raises:
-        AssertionError: they are further apart; on every rank, with both numbers and their place.
+        AssertionError: an element differs by more; on every rank, with both numbers and indices.
 
     Example:
         >>> import fddp, torch
@@ -123,8 +123,9 @@ def check_gradients(
 
 
 def pulling_back(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """From `(inputs, cotangents)` to the gradients of `fn` there: what second derivatives are
-    derivatives of.
+    """Return the function from `(inputs, cotangents)` to the gradients of `fn`.
+
+    Check it to check second derivatives of `fn`.
 
     Example:
         >>> import torch
@@ -141,8 +142,10 @@ def pulling_back(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _columns(communicator: Communicator, like: Tensor, fn: Callable[[Tensor], Any]) -> Tensor:
-    """What `fn` gives on all ranks for each unit vector on one rank and zeros on the others; shape
-    `(ranks, elements, ranks, outputs)`, flat in pairs."""
+    """Return `fn` on all ranks of each unit vector on one rank, with zeros on the others.
+
+    The shape is `(ranks, elements, ranks, outputs)`, with each pair flattened.
+    """
     rows = []
     for rank in range(communicator.world_size):
         for element in range(like.numel()):
@@ -170,13 +173,13 @@ def _compare(what: str, found: Tensor, wanted: Tensor, tol: float) -> None:
 
 
 def _exchange(communicator: Communicator, mine: Any) -> list[Any]:
-    """By the transport itself, not by what is being checked."""
+    """Exchange over the transport, which is independent of the checked operators."""
     received = communicator.transport.exchange(json.dumps(mine).encode())
     return [json.loads(text) for text in received]
 
 
 def _as_vector(fn: Callable[[Any], Any], inputs: Any) -> tuple[_Vector, Tensor]:
-    """A function of trees as one of real vectors, and where it is to be differentiated."""
+    """Return `fn` as a function of real vectors, and the vector of its inputs."""
     leaves, treedef = flatten(inputs)
 
     def vector(flat: Tensor) -> Tensor:

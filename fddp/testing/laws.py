@@ -1,4 +1,4 @@
-"""Assertions on schedules: that they are right, and that no arrivals make ranks part."""
+"""Assertions on schedules: correctness, and equal collectives on all ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fddp.errors import ScheduleError
 
 
 def assert_schedule_ok(schedule: Schedule) -> None:
-    """Asserts that `fddp.check_schedule` proves a schedule.
+    """Assert that `fddp.check_schedule` proves a schedule.
 
     Raises:
-        AssertionError: it does not; its cause is the `ScheduleError`.
+        AssertionError: the proof fails; the cause is the `ScheduleError`.
 
     Example:
         >>> from fddp import Topology, make_schedule, plan_buckets
@@ -35,24 +35,24 @@ def assert_same_collectives(
     *,
     expected: Sequence[Sequence[int]] | None = None,
 ) -> tuple[Op, ...]:
-    """Asserts that ranks issue the same collectives in the same order, whatever arrives on each.
+    """Assert that ranks issue the same collectives in the same order for these arrivals.
 
-    Each rank's step is carried out by the pure law (`protocol.readiness`): which buckets are late
-    there follows from what arrives. What a rank decides after the control word, it decides by what
-    all ranks have told; before it, by what it knows itself.
+    Each rank's step runs on the pure state machine (`protocol.readiness`), which yields the late
+    buckets for the rank's arrivals. Before the control word, a rank decides by its own late
+    buckets; after it, by those of all ranks.
 
     Args:
         schedule: the operations.
         arrivals: for each rank, indices of the plan's leaves in the order in which gradients
-            arrive; as the strategy `arrivals` draws them. Any number of ranks.
-        expected: for each rank, how many gradients of each of the plan's leaves are waited for;
-            one of each by default.
+            arrive, as drawn by the strategy `arrivals`. Any number of ranks.
+        expected: for each rank, the expected number of gradients of each of the plan's leaves; by
+            default 1.
 
     Returns:
         The collectives that all ranks issue, in order.
 
     Raises:
-        AssertionError: ranks part; the text names the ranks and their operations.
+        AssertionError: ranks diverge; the text names the ranks and their operations.
         ValueError: `arrivals` is empty, or `expected` has another length.
 
     Example:
@@ -84,7 +84,6 @@ def assert_same_collectives(
 def _late_buckets(
     schedule: Schedule, arrivals: Sequence[int], expected: Sequence[int]
 ) -> frozenset[int]:
-    """Buckets that get a gradient after their launch on this rank, by the law."""
     bucket_of = [schedule.plan.bucket_of.get(i, -1) for i in range(len(schedule.plan.leaves))]
     state, _ = start(schedule.sequence, bucket_of, expected)
     for leaf in arrivals:
@@ -93,7 +92,7 @@ def _late_buckets(
 
 
 def _issued(schedule: Schedule, own: frozenset[int], everywhere: frozenset[int]) -> list[int]:
-    """Positions of the collectives of a rank on which the buckets `own` are late."""
+    """Return the positions of the collectives of a rank with late buckets `own`."""
     known, positions = own, []
     for position, op in enumerate(schedule.ops):
         if is_collective(op) and (op.when == "always" or op.bucket in known):
@@ -113,6 +112,7 @@ def _first_divergence(schedule: Schedule, rank: int, first: list[int], other: li
         for positions in (first, other)
     ]
     return (
-        f"ranks part at collective {step}: rank 0 issues {operations[0]} where rank {rank} issues "
-        f"{operations[1]}; let what may differ by rank depend on the control word"
+        f"ranks diverge at collective {step}: rank 0 issues {operations[0]} where rank {rank} "
+        f"issues {operations[1]}; let conditions that may differ between ranks depend on the "
+        f"control word"
     )

@@ -1,4 +1,4 @@
-"""`assert_mean`: that what a `GradSync` gives is the weighted mean, and all that goes with it."""
+"""`assert_mean`: the results of a `GradSync` are the weighted mean."""
 
 from __future__ import annotations
 
@@ -25,28 +25,27 @@ def assert_mean(
     through: Callable[..., Any] | None = None,
     rtol: float | None = None,
 ) -> Any:
-    """Asserts that all ranks get the weighted mean of their gradients; a collective call.
+    """Assert that all ranks get the weighted mean of their gradients. A collective call.
 
-    What is compared with is computed here in float64 or complex128. Asserted are as well: the same
-    structure, shapes and dtypes; the same bits on every rank; None just where no rank that counts
-    has a gradient; a rank's own gradient for a leaf that stays local; and that nothing that went in
-    was written.
+    The reference is computed in float64 or complex128. Also asserted: structure, shapes and dtypes
+    are preserved; all ranks have the same bits; a result is None if and only if no rank of positive
+    weight has a gradient; a local leaf keeps the rank's own gradient; inputs are not written.
 
     Args:
-        sync: synchronises this rank's tree. Where its algorithm leaves shards, they are gathered.
-        trees: for each rank its tree of gradients, the same list on all ranks.
-        weights: for each rank its weight; 1 by default.
-        through: what to call in place of `sync`, such as a function that compresses gradients on
-            the way: with this rank's tree, and with `weight=` if weights are given.
-        rtol: how far an element may be off, relative to the mean of the ranks' magnitudes; by
-            default what rounding in the leaf's dtype explains.
+        sync: synchronises this rank's tree. If its algorithm yields shards, they are gathered.
+        trees: gradient trees of all ranks, the same list on every rank.
+        weights: weights of all ranks; by default 1.
+        through: function to call instead of `sync`, for example one that compresses gradients. It
+            gets this rank's tree, and `weight=` if weights are given.
+        rtol: tolerance of an element, relative to the mean of the ranks' magnitudes; by default the
+            rounding error of the leaf's dtype.
 
     Returns:
-        What the synchronisation returned.
+        The result of the synchronisation.
 
     Raises:
-        AssertionError: something of it does not hold, on every rank; the text names rank and leaf.
-        ValueError: there are more or fewer trees or weights than ranks.
+        AssertionError: an assertion fails; on every rank, with rank and leaf.
+        ValueError: the number of trees or weights is not the world size.
 
     Example:
         >>> import fddp, torch
@@ -84,7 +83,7 @@ def assert_mean(
     for rank, (_, bits) in enumerate(received):
         differing = [path for path, digest in bits.items() if digest != received[0][1][path]]
         if differing:
-            raise AssertionError(f"ranks 0 and {rank} got other bits for leaf {differing[0]!r}")
+            raise AssertionError(f"ranks 0 and {rank} got different bits for leaf {differing[0]!r}")
     return result
 
 
@@ -97,7 +96,7 @@ def _gathered(sync: GradSync) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """A tree as it was before."""
+    """Copy of a tree, to detect writes."""
 
     paths: tuple[str, ...]
     leaves: list[Tensor | None]
@@ -111,13 +110,13 @@ class _Snapshot:
         return cls(treedef.paths, leaves, copies, [_version(leaf) for leaf in leaves])
 
     def problem(self) -> str:
-        """Which leaf was written, or nothing."""
+        """Name a leaf that was written, or return ""."""
         rows = zip(self.paths, self.leaves, self.copies, self.versions, strict=True)
         for path, leaf, copy, version in rows:
             if leaf is None or copy is None:
                 continue
             if _version(leaf) != version or _digest(leaf) != _digest(copy):
-                return f"leaf {path!r} of the gradients that went in was written"
+                return f"leaf {path!r} of the input gradients was written"
         return ""
 
 
@@ -128,11 +127,10 @@ def _version(leaf: Tensor | None) -> int | None:
 def _problem(
     sync: GradSync, trees: Sequence[Any], weights: list[float], result: Any, rtol: float | None
 ) -> str:
-    """What is wrong with this rank's result, or nothing."""
     own, treedef = flatten(trees[sync.rank])
     found, found_def = flatten(result)
     if found_def != treedef:
-        return f"the result has another structure: {found_def.paths} where {treedef.paths} went in"
+        return f"the result has another structure: {found_def.paths} instead of {treedef.paths}"
     every = [flatten(tree)[0] for tree in trees]
     local = set(sync.plan.local)
     for leaf, path in enumerate(treedef.paths):
@@ -149,13 +147,12 @@ def _problem(
 
 @dataclass(frozen=True)
 class _Mean:
-    """A weighted mean in the widest dtype, and the mean of magnitudes, by which rounding errors
-    are measured.
+    """Weighted mean in the widest dtype, with the mean of magnitudes as scale of rounding errors.
 
     Attributes:
-        value: None if no part counts.
-        magnitude: real; of the same shape.
-        world_size: number of ranks that were asked.
+        value: the mean; None if no part has positive weight.
+        magnitude: mean of magnitudes, real, of the same shape.
+        world_size: number of parts.
     """
 
     value: Tensor | None
@@ -177,14 +174,14 @@ class _Mean:
 
 def _leaf_problem(mean: _Mean, found: Any, parts: _Leaves, rtol: float | None) -> str:
     if mean.value is None or mean.magnitude is None:
-        return "" if found is None else "is a tensor where no rank that counts has a gradient"
+        return "" if found is None else "is a tensor, but no rank of positive weight has a gradient"
     if not isinstance(found, Tensor):
-        return f"is {found} where some rank that counts has a gradient"
+        return f"is {found}, but a rank of positive weight has a gradient"
     given = next(part for part in parts if part is not None)
     if (found.dtype, found.shape) != (given.dtype, given.shape):
         return (
-            f"is {found.dtype} of shape {tuple(found.shape)} where {given.dtype} of shape "
-            f"{tuple(given.shape)} went in"
+            f"is {found.dtype} of shape {tuple(found.shape)}, and the input is {given.dtype} of "
+            f"shape {tuple(given.shape)}"
         )
     return _distance_problem(mean, mean.value, mean.magnitude, _dense(found), rtol)
 
@@ -194,16 +191,16 @@ def _distance_problem(
 ) -> str:
     finite = torch.isfinite(value)
     if not torch.equal(finite, torch.isfinite(found)):
-        return "is finite where the mean is not, or the other way round"
+        return "is finite where the mean is not, or vice versa"
     if not finite.any():
         return ""
     info = torch.finfo(found.dtype)
-    # Each rank's share is rounded, and so is each sum, a correction, and the cast at the end.
+    # Rounded are each rank's share, each sum, the rescaling, and the final cast.
     roundings = mean.world_size + 2
     limit = info.eps * roundings if rtol is None else rtol
     distance = (found.to(value.dtype) - value).abs()[finite]
     magnitude = magnitude[finite]
-    # The correction also raises what was lost below the smallest number: up to 64 times in float16.
+    # Rescaling also amplifies underflow, up to 64 times in float16.
     smallest = info.smallest_normal * info.eps
     beyond = distance > limit * magnitude + 64 * smallest * roundings
     if not beyond.any():
@@ -211,12 +208,12 @@ def _distance_problem(
     worst = (distance / magnitude).nan_to_num()[beyond].max()
     return (
         f"is off by {float(worst):.4g} times the mean of the ranks' magnitudes where at most "
-        f"{limit:.4g} is right; for a lossy way of synchronising pass rtol"
+        f"{limit:.4g} is correct; pass rtol for lossy synchronisation"
     )
 
 
 def _bits(sync: GradSync, result: Any, problem: str) -> dict[str, str]:
-    """By path, a digest of each leaf that all ranks must have alike."""
+    """Return digests by path of the leaves that must be equal on all ranks."""
     if problem:
         return {}
     leaves, treedef = flatten(result)

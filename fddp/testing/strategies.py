@@ -1,7 +1,7 @@
-"""Hypothesis strategies: trees, plans, topologies, schedules, and gradients as they arrive.
+"""Hypothesis strategies: trees, plans, topologies, schedules, gradients and their arrivals.
 
-What they draw is small, odd in the ways that matter, and always valid. Numbers in tensors come from
-a drawn seed, so that failing examples are short; in size they are about 1, so that no dtype
+Examples are small, include the relevant edge cases, and are always valid. Tensors are filled from a
+drawn seed, so that failing examples are short, with numbers of magnitude 1, so that no dtype
 overflows.
 """
 
@@ -30,10 +30,10 @@ DTYPES = (
     torch.complex64,
     torch.complex128,
 )
-"""The dtypes that gradients are reduced in."""
+"""Dtypes of gradients that can be reduced."""
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
-"""The algorithms of `make_schedule`."""
+"""Algorithms of `make_schedule`."""
 
 _WITHOUT_GRADIENT = (None, torch.int64, torch.int32, torch.bool)
 _KEYS = ("weight", "bias", "layers", "0", "norm", "embedding", "head", "scale")
@@ -46,14 +46,14 @@ _RARELY = st.sampled_from((False, False, True))
 def param_trees(
     *, max_leaves: int = 6, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> st.SearchStrategy[Any]:
-    """Trees of parameters: dicts, lists and tuples, in each other, of tensors.
+    """Trees of parameters: nested dicts, lists and tuples of tensors.
 
-    Among the leaves are scalars, empty tensors, dense ones in other orders of memory than the
-    contiguous one (as channels_last), integers, and `None`. At least one has a gradient.
+    Leaves include scalars, empty tensors, dense tensors in other memory orders (such as
+    channels_last), integers, and `None`. At least one leaf has a gradient.
 
     Args:
-        max_leaves: the largest number of leaves.
-        dtypes: those of the leaves that have gradients.
+        max_leaves: maximum number of leaves.
+        dtypes: dtypes of the leaves with gradients.
 
     Example:
         >>> from hypothesis import find
@@ -65,14 +65,13 @@ def param_trees(
 
 
 def gradients(params: Any, ranks: int) -> st.SearchStrategy[list[Any]]:
-    """For each rank a tree of gradients of `params`, as `assert_mean` takes them.
+    """Gradient trees of `params` for all ranks, as for `assert_mean`.
 
-    Any leaf may be `None` on any rank, expanded, or laid out in memory as it likes. Integers have
-    no gradient.
+    Any leaf may be `None` on any rank, expanded, or in any memory order. Integers have no gradient.
 
     Args:
         params: a tree of tensors.
-        ranks: the number of trees.
+        ranks: number of trees.
 
     Example:
         >>> from hypothesis import find
@@ -85,11 +84,11 @@ def gradients(params: Any, ranks: int) -> st.SearchStrategy[list[Any]]:
 def plans(*, max_leaves: int = 8, sparse: bool = False) -> st.SearchStrategy[BucketPlan]:
     """Bucket plans over leaves of any dtypes, in any order, with small caps.
 
-    Some leaves may be in no bucket; one bucket at least there is.
+    A plan has at least one bucket. Some leaves may be in no bucket.
 
     Args:
-        max_leaves: the largest number of leaves.
-        sparse: whether leaves with sparse gradients are among them.
+        max_leaves: maximum number of leaves.
+        sparse: True to include leaves with sparse gradients.
 
     Example:
         >>> from hypothesis import find
@@ -100,11 +99,11 @@ def plans(*, max_leaves: int = 8, sparse: bool = False) -> st.SearchStrategy[Buc
 
 
 def topologies(*, max_ranks: int = 8, max_axes: int = 3) -> st.SearchStrategy[Topology]:
-    """Topologies of one to three axes, which may be of one place.
+    """Topologies of one to three axes, including axes of size 1.
 
     Args:
-        max_ranks: the largest world size.
-        max_axes: the largest number of axes, at most 3.
+        max_ranks: maximum world size.
+        max_axes: maximum number of axes, at most 3.
 
     Example:
         >>> from hypothesis import find
@@ -122,12 +121,12 @@ def schedules(
     deterministic: bool = False,
     ride: bool = True,
 ) -> st.SearchStrategy[Schedule]:
-    """Schedules that `make_schedule` makes, with any scaling, split and `reduce_dtype`.
+    """Schedules of `make_schedule`, with any scaling, split and `reduce_dtype`.
 
     Args:
-        plan: gives their plans; by default `plans(sparse=True)`.
-        topology: gives their topologies; by default `topologies()`.
-        algorithms: their algorithms; one that suits plan and topology is drawn.
+        plan: strategy of plans; by default `plans(sparse=True)`.
+        topology: strategy of topologies; by default `topologies()`.
+        algorithms: algorithms to draw from, if they support plan and topology.
         deterministic, ride: as for `make_schedule`.
 
     Example:
@@ -147,15 +146,14 @@ def schedules(
 
 
 def arrivals(plan: BucketPlan, ranks: int) -> st.SearchStrategy[list[list[int]]]:
-    """For each rank its leaves in the order in which gradients arrive, as
-    `assert_same_collectives` takes them.
+    """Orders of gradient arrival on all ranks, as for `assert_same_collectives`.
 
-    A rank may see each leaf once, leave leaves out, or see some several times, as tied weights and
-    checkpoints make them.
+    On a rank, each leaf may arrive once, or some never, or some several times, as with tied weights
+    and checkpoints.
 
     Args:
         plan: the plan; arrivals are indices of its leaves.
-        ranks: the number of lists.
+        ranks: number of lists.
 
     Example:
         >>> from hypothesis import find
@@ -180,7 +178,6 @@ def _param_trees(draw: st.DrawFn, max_leaves: int, dtypes: tuple[torch.dtype, ..
 
 
 def _nested(draw: st.DrawFn, leaves: list[Any]) -> Any:
-    """A container around the leaves, some of them in containers of their own."""
     children: list[Any] = []
     while leaves:
         count = draw(st.integers(1, len(leaves)))
@@ -199,7 +196,7 @@ def _nested(draw: st.DrawFn, leaves: list[Any]) -> Any:
 
 @st.composite
 def _tensors(draw: st.DrawFn, dtype: torch.dtype) -> Tensor:
-    """Dense, in any order of memory."""
+    """Dense tensors in any memory order."""
     shape = draw(_SHAPES)
     order = draw(_orders(len(shape)))
     stored = _numbers([shape[dim] for dim in order], dtype, draw(_SEEDS))
@@ -207,7 +204,6 @@ def _tensors(draw: st.DrawFn, dtype: torch.dtype) -> Tensor:
 
 
 def _orders(ndim: int) -> st.SearchStrategy[Sequence[int]]:
-    """Dimensions from the outermost in memory to the innermost."""
     dims = tuple(range(ndim))
     channels_last = (*dims[:1], *dims[2:], *dims[1:2])
     return st.one_of(st.just(dims), st.just(channels_last), st.permutations(dims))

@@ -1,9 +1,9 @@
 """Figures of plans and timelines, for notebooks and reports.
 
-Needs matplotlib (`pip install fddp[viz]`), which is imported when a figure is drawn. Figures are
-objects of their own, outside of pyplot: nothing is shown, kept or closed, no display is needed, and
-a notebook after `%matplotlib inline` shows the one that a cell ends with. Colours are those of
-M. Okabe and K. Ito, "Color Universal Design", 2008, told apart by all kinds of sight.
+Requires matplotlib (`pip install fddp[viz]`), which is imported when a figure is drawn. Figures are
+independent of pyplot: they need no display and no `close`. A notebook with `%matplotlib inline`
+shows the figure that a cell returns. The palette is that of M. Okabe and K. Ito, "Color Universal
+Design", 2008, which is distinguishable with colour vision deficiency.
 """
 
 from fddp.viz.caps import plot_caps as plot_caps

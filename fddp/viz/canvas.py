@@ -1,4 +1,4 @@
-"""What all figures share: how one comes to be, colours, and small print."""
+"""Helpers of all figures: creation, colours, bars and labels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH_IN = 8.0  # inches: what a notebook shows without scaling
+WIDTH_IN = 8.0  # inches; notebooks show it without scaling
 
 TITLE_PT = 9.5
 SMALL_PT = 8.0
@@ -30,7 +30,7 @@ _DARK = frozenset({BLUE, GREEN, VERMILION, BLACK})  # on which text is white
 
 
 def new_figure(height_in: float, columns: int = 1) -> list[Axes]:
-    """Axes side by side, which fill a new figure of notebook width.
+    """Return axes side by side in a new figure of notebook width.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -44,7 +44,7 @@ def new_figure(height_in: float, columns: int = 1) -> list[Axes]:
 
 
 def figure_of(ax: Axes) -> Figure:
-    """The whole figure that axes are part of."""
+    """Return the root figure of axes."""
     figure = ax.get_figure(root=True)
     if figure is None:
         raise ValueError("ax was removed from its figure; pass axes that are part of one")
@@ -52,7 +52,7 @@ def figure_of(ax: Axes) -> Figure:
 
 
 def tidy_(ax: Axes, *, grid: Literal["x", "y"]) -> None:
-    """No frame, small numbers, and a faint grid across one axis."""
+    """Remove the frame, shrink tick labels, and add a light grid."""
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
     ax.tick_params(labelsize=SMALL_PT)
@@ -61,7 +61,7 @@ def tidy_(ax: Axes, *, grid: Literal["x", "y"]) -> None:
 
 
 def explain_(ax: Axes, handles: Sequence[Artist]) -> None:
-    """A legend in a line below the axes and their label, whatever their height."""
+    """Add a one-line legend below the axes and their label."""
     from matplotlib.transforms import ScaledTranslation
 
     below = ScaledTranslation(0.0, -0.4, figure_of(ax).dpi_scale_trans)
@@ -80,7 +80,7 @@ def explain_(ax: Axes, handles: Sequence[Artist]) -> None:
 
 
 class Bar(NamedTuple):
-    """A rectangle in the units of the axes: its middle in height, and where it starts."""
+    """A rectangle in axes units, by its vertical centre and its start."""
 
     row: float
     start: float
@@ -90,7 +90,7 @@ class Bar(NamedTuple):
 
 
 def fill_(ax: Axes, bars: Sequence[Bar], height: float) -> None:
-    """Draws bars; as one artist, because there may be thousands."""
+    """Draw bars as one artist, because there may be thousands."""
     from matplotlib.collections import PolyCollection
 
     corners = np.array([(0.0, -0.5), (1.0, -0.5), (1.0, 0.5), (0.0, 0.5)])
@@ -105,7 +105,7 @@ def fill_(ax: Axes, bars: Sequence[Bar], height: float) -> None:
 
 
 def size_in(ax: Axes) -> tuple[float, float]:
-    """Width and height in inches, with all that takes part in the layout in its place."""
+    """Return width and height in inches, after layout."""
     figure = figure_of(ax)
     figure.draw_without_rendering()  # lays it out
     box = ax.get_window_extent().transformed(figure.dpi_scale_trans.inverted())
@@ -113,7 +113,7 @@ def size_in(ax: Axes) -> tuple[float, float]:
 
 
 def shortened(text: str, width_in: float, least: int = 9) -> str:
-    """The text, or as much of its end as fits; "" if fewer than `least` letters do.
+    """Return the end of the text that fits, or "" if fewer than `least` letters fit.
 
     Example:
         >>> shortened("layers.0.attention.weight", 1.0)
@@ -128,7 +128,7 @@ def shortened(text: str, width_in: float, least: int = 9) -> str:
 
 
 def write_on_(ax: Axes, x: float, y: float, text: str, colour: str) -> None:
-    """Small print in the middle of a bar of this colour; it takes no part in the layout."""
+    """Write small text in the middle of a bar of this colour, outside of the layout."""
     ax.text(
         x,
         y,

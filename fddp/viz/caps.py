@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _HEIGHT_IN = 3.4
-_SPAN = 0.85  # of the axis: its start over its end, at most, so that small differences look small
+_SPAN = 0.85  # maximum ratio of the axis' ends, so that small differences look small
 _NOTHING: Mapping[float, float] = MappingProxyType({})
 _LEVELS = ((canvas.GREEN, "--"), (canvas.BLACK, ":"), (canvas.PURPLE, "-."))
 
@@ -24,20 +24,17 @@ def plot_caps(
     levels_s: Mapping[str, float] = MappingProxyType({}),
     ax: Axes | None = None,
 ) -> Figure:
-    """How long a step takes with buckets of different caps.
+    """Plot the time of a step against the bucket cap.
 
     Args:
-        simulated_s: by cap in MiB, the seconds of a step in simulation.
-        measured_s: the same, measured.
-        levels_s: by name, seconds to draw a line at: backward alone, for instance, or the step of
-            a plan that has no single cap.
-        ax: axes to draw into; None makes a figure.
-
-    Returns:
-        The figure.
+        simulated_s: simulated seconds of a step, by cap in MiB.
+        measured_s: measured seconds of a step, by cap in MiB.
+        levels_s: seconds at which to draw a horizontal line, by name; for example backward alone,
+            or the step of a plan without a single cap.
+        ax: axes to draw into; None creates a figure.
 
     Raises:
-        ValueError: there is no cap, or one that is not above 0.
+        ValueError: there is no cap, or a cap is not positive.
         ImportError: matplotlib is missing.
 
     Example:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# For each dtype and device two shades, so that neighbours in a bar can be told apart.
+# Two shades for each dtype and device, to distinguish neighbours in a bar.
 _SHADES = (
     (canvas.BLUE, "#7DBFE3"),
     (canvas.ORANGE, "#F7D692"),
@@ -31,34 +31,31 @@ _ROW_IN = 0.24
 _AROUND_IN = 1.2  # title, numbers and legend
 _HIGHEST_IN = 8.0
 _MOST_ROW_IN = 0.4
-_LEAST_TEXT_IN = 0.13  # rows lower than that have no room for text
-_LEAST_GAP_IN = 0.05  # and than that, none for gaps
+_LEAST_TEXT_IN = 0.13  # lower rows have no text
+_LEAST_GAP_IN = 0.05  # lower rows have no gaps
 _LEAST_TICK_IN = 0.2
 _GAP = 0.2  # of a row
 _MARGIN_IN = 0.65  # on the right, for the number of leaves
-_LONGEST_CAP = 1.3  # of the largest bucket; caps beyond would shrink the bars
+_LONGEST_CAP = 1.3  # of the largest bucket; larger caps are not drawn
 _STRIPE = 0.004  # of the axis; narrower leaves share a shade
 
 
 class _Segment(NamedTuple):
-    """One leaf and its part of a bar, in MiB."""
+    """A leaf and its part of a bar, in MiB."""
 
     path: str
     bar: canvas.Bar
 
 
 def plot_plan(plan: BucketPlan, ax: Axes | None = None) -> Figure:
-    """A bucket plan: a bar for each bucket, in launch order from the top, stacked by leaf.
+    """Plot a bucket plan: a bar for each bucket, in launch order from the top, stacked by leaf.
 
-    Leaves that follow each other differ in shade, dtypes and devices in colour. Large leaves are
-    named. A black line marks the cap at which a bucket was to be closed, unless it is far off.
+    Consecutive leaves differ in shade, dtypes and devices in colour. Large leaves have labels. A
+    black line marks the cap of a bucket, unless it is far off.
 
     Args:
-        plan: what to draw.
-        ax: axes to draw into; None makes a figure.
-
-    Returns:
-        The figure.
+        plan: the plan.
+        ax: axes to draw into; None creates a figure.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -76,15 +73,12 @@ def plot_plan(plan: BucketPlan, ax: Axes | None = None) -> Figure:
 
 
 def compare_plans(a: BucketPlan, b: BucketPlan, *, names: tuple[str, str] = ("a", "b")) -> Figure:
-    """Two plans side by side, on one scale; see `plot_plan`.
+    """Plot two plans side by side on the same scale; see `plot_plan`.
 
     Args:
-        a: drawn on the left.
-        b: drawn on the right.
-        names: what to call them.
-
-    Returns:
-        The figure.
+        a: the plan on the left.
+        b: the plan on the right.
+        names: names of the plans.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -113,7 +107,6 @@ def _height_in(plan: BucketPlan) -> float:
 
 
 def _extent(plan: BucketPlan) -> float:
-    """What the axis must show, in MiB."""
     largest = max((bucket.nbytes for bucket in plan.buckets), default=0)
     caps = (bucket.cap_bytes for bucket in plan.buckets)
     return max(largest, *(cap for cap in caps if cap <= _LONGEST_CAP * largest), 1) / MIB
@@ -145,13 +138,11 @@ def _draw_(ax: Axes, plan: BucketPlan, title: str, extent: float) -> None:
 
 
 def _tick_step(rows: int, height_in: float) -> int:
-    """1, 2, 5, 10, 20, ...: the first with room for its numbers."""
     steps = (digit * int(10**power) for power in count() for digit in (1, 2, 5))
     return next(step for step in steps if height_in * step / rows >= _LEAST_TICK_IN)
 
 
 def _shades(plan: BucketPlan) -> dict[str, tuple[str, str]]:
-    """The shades of each class of buckets, by its name."""
     dense = sorted({_class_of(bucket) for bucket in plan.buckets if not bucket.sparse})
     shades = {name: _SHADES[number % len(_SHADES)] for number, name in enumerate(dense)}
     sparse = sorted({_class_of(bucket) for bucket in plan.buckets if bucket.sparse})

@@ -1,4 +1,4 @@
-"""Where the time of steps goes on each rank."""
+"""Phases of steps on each rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COLOURS = {
     MONITOR: "#666666",
 }
 _OTHERS = (canvas.GREY, "#56B4E9", "#A6761D")
-_TITLE_LINES = 3  # of more stragglers the frames tell
+_TITLE_LINES = 3  # further stragglers are only framed
 _TITLE_WIDTH = 105  # letters of a line
 _BAR = 0.7  # share of its row
 _ROW_IN = 0.32
@@ -32,17 +32,14 @@ _AROUND_IN = 1.2  # title, axis and legend
 
 
 def plot_ranks(report: MonitorReport, ax: Axes | None = None) -> Figure:
-    """A bar of phases for each rank, with stragglers marked.
+    """Plot a bar of phases for each rank, with stragglers marked.
 
-    Bars are as long as the medians of their phases, one after the other. What holds the others up
-    has a frame: the straggler's phase.
+    The length of a part is the median of its phase. The phase in which a straggler delays the
+    others has a frame.
 
     Args:
-        report: of a `Monitor`.
-        ax: axes to draw into; None makes a figure.
-
-    Returns:
-        The figure.
+        report: report of a `Monitor`.
+        ax: axes to draw into; None creates a figure.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -98,7 +95,7 @@ def _colours(phases: tuple[str, ...]) -> dict[str, str]:
 def _title(report: MonitorReport) -> str:
     spans = {(rank.first, rank.last) for rank in report.ranks}
     first, last = min(spans)
-    # Where ranks are about different steps, the finding says which.
+    # If ranks report different steps, the finding names them.
     text = report.finding if len(spans) > 1 else f"steps {first} to {last}: {report.finding}"
     lines = [part for line in text.splitlines() for part in wrap(line, _TITLE_WIDTH)]
     return "\n".join(lines[:_TITLE_LINES])

@@ -29,17 +29,14 @@ _AROUND_IN = 1.3  # title, axis and legend
 
 
 def plot_timeline(timeline: Timeline | StepTimes, ax: Axes | None = None) -> Figure:
-    """A step: a lane for compute and one for each group, with what backward did not hide shaded.
+    """Plot a step with a lane for compute and one for each group. Exposed time is shaded.
 
-    A triangle is a launch. A bar that begins after its triangle waited for other ranks, or for the
-    collective before it. Bars are numbered by bucket where there is room.
+    A triangle marks a launch. If a bar begins after its triangle, the collective waited for other
+    ranks or for the collective before it. Bars have the number of their bucket if there is room.
 
     Args:
         timeline: a simulated step, or a measured one, as in `SyncInfo.timeline`.
-        ax: axes to draw into; None makes a figure.
-
-    Returns:
-        The figure.
+        ax: axes to draw into; None creates a figure.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -91,7 +88,7 @@ def _draw_lane_(ax: Axes, row: int, spans: Sequence[Span], x_inch: float) -> Non
     for span in spans:
         start_ms, width_ms = span.start_s * 1e3, (span.end_s - span.start_s) * 1e3
         colour = _colour(span.kind)
-        # Neighbours are kept apart where that does not hide them.
+        # A white edge separates neighbours, unless the bar is too narrow.
         edge = "white" if width_ms / x_inch >= _LEAST_EDGED_IN else colour
         bars.append(canvas.Bar(row, start_ms, width_ms, colour, edge))
         text = span.label if span.bucket < 0 else str(span.bucket)

@@ -189,7 +189,7 @@ def test_the_caps_of_a_plan_are_fixed(folder: Path, capsys: pytest.CaptureFixtur
     assert cli.main(["plan", "own_models:network", "--json", "p.json"]) == 0
     capsys.readouterr()
     line = refused(["plan", "p.json", "--bucket-cap-mb", "5"], capsys)
-    assert "the caps of 'p.json' are fixed, as it is a plan already" in line
+    assert "'p.json' is a plan, so its caps are fixed" in line
 
 
 def test_a_file_that_can_not_be_written_gets_one_line(

@@ -59,7 +59,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ([*SIMULATE, "--backward-ms", "1", "--caps", "1,,2"], "--caps: must be a number above 0"),
         ([*SIMULATE, "--backward-ms", "1", "--caps", "1e-9"], "must be a cap of at least one byte"),
         ([*SIMULATE, "--backward-ms", "1", "--jitter", "a"], "must be SPREAD or SPREAD,RATE,"),
-        ([*SIMULATE, "--backward-ms", "1", "--jitter", "0.1,0.2"], "it takes one number or three"),
+        ([*SIMULATE, "--backward-ms", "1", "--jitter", "0.1,0.2"], "expected one number or three"),
         ([*SIMULATE, "--backward-ms", "1", "--jitter", "0.1,2,2"], "straggler_rate must be in"),
         ([*SIMULATE, "--backward-ms", "1", "--seed", "-1"], "--seed"),
         ([*SIMULATE, "--backward-ms", "1", "--algorithm", "all_gather"], "invalid choice"),

@@ -86,7 +86,7 @@ def test_a_visible_output_makes_one_step_of_nested_tasks(launch: Launch) -> None
     assert launch(2, steps_of_reentrant) == [2, 2]
 
 
-# Passes that are broken off
+# Aborted passes
 
 
 def broken_off(group: Any) -> list[str]:
@@ -103,7 +103,7 @@ def broken_off(group: Any) -> list[str]:
         said.append(f"{type(error).__name__}: {error}")
     model.refuses = False
     if rank_of(group) == 1:
-        with pytest.warns(UserWarning, match="broken off"):
+        with pytest.warns(UserWarning, match="an aborted backward"):
             out = ddp(batch(rank_of(group)))
     else:
         out = ddp(batch(rank_of(group)))

@@ -436,7 +436,9 @@ def test_parameters_that_are_averaged_apart(policy: str) -> None:
         return {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": last}
 
     text = refused(policy, arm, lambda ddp: None)
-    assert text.startswith(f"nonfinite='{policy}' and delay_all_reduce_named_params can't both be")
+    assert text.startswith(
+        f"nonfinite='{policy}' and delay_all_reduce_named_params can't be combined"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # of torch's own optimizers, as they are imported
@@ -449,10 +451,12 @@ def test_optimizers_that_step_before_all_is_known(policy: str) -> None:
         return {}
 
     text = refused(policy, arm, lambda ddp: loss(ddp, 0))
-    assert text.startswith(f"nonfinite='{policy}' and _apply_optimizer_in_backward can't both be")
+    assert text.startswith(
+        f"nonfinite='{policy}' and _apply_optimizer_in_backward can't be combined"
+    )
     fused: Callable[[Any], Any] = lambda ddp: ddp._register_fused_optim(torch.optim.SGD, lr=0.1)  # noqa: E731
     text = refused(policy, lambda model: {}, fused)
-    assert text.startswith(f"nonfinite='{policy}' and _register_fused_optim can't both be")
+    assert text.startswith(f"nonfinite='{policy}' and _register_fused_optim can't be combined")
 
 
 def test_gradients_in_a_context_of_distributed_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,7 +470,7 @@ def test_gradients_in_a_context_of_distributed_autograd(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("torch.distributed.autograd.get_gradients", lambda context: {})
     for text in fddp.loopback(2, run):
-        assert text.startswith("nonfinite='skip' can't leave out a step whose gradients are in")
+        assert text.startswith("nonfinite='skip' can't skip a step whose gradients are in")
 
 
 def test_ranks_must_ask_for_the_same() -> None:

@@ -225,7 +225,7 @@ def dropped_by_a_failed_step(group: Any, in_place: bool) -> int:
     with pytest.raises(ArithmeticError if rank == 1 else fddp.PeerError):
         loss.backward()
     if rank == 1:
-        with pytest.warns(UserWarning, match="broken off"):
+        with pytest.warns(UserWarning, match="an aborted backward"):
             ddp(batch(rank, 4))
     reference = model()
     local = torch.autograd.grad(

@@ -256,7 +256,7 @@ def frees_under_lock(group: Any) -> bool:
 
     def ask() -> None:
         while not stop.is_set():
-            ddp.steps._set.arrival_count()
+            ddp.steps.runner.parameters.hooks.arrival_count()
 
     ddp(torch.ones(1, 512)).sum().backward()
     thread = threading.Thread(target=ask)

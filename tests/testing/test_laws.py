@@ -215,9 +215,9 @@ def test_a_repair_before_the_control_word_lets_ranks_part() -> None:
     with pytest.raises(AssertionError) as caught:
         assert_same_collectives(bad, [[1, 0], [1, 0, 1]])
     assert str(caught.value) == (
-        "ranks part at collective 2: rank 0 issues op 12 (the control word, along world) where "
-        "rank 1 issues op 5 (all_reduce of bucket 0, leaf 'b' (repair), along world); let what may "
-        "differ by rank depend on the control word"
+        "ranks diverge at collective 2: rank 0 issues op 12 (the control word, along world) where "
+        "rank 1 issues op 5 (all_reduce of bucket 0, leaf 'b' (repair), along world); let "
+        "conditions that may differ between ranks depend on the control word"
     )
 
 
@@ -305,9 +305,12 @@ def wrong_on(rank: int, change: Callable[[Any], Any]) -> Callable[[fddp.GradSync
 WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a sum": (lambda r: {**r, "a": 3 * r["a"]}, "leaf 'a' is off by"),
     "a little off": (lambda r: {**r, "b": r["b"] * (1 + 1e-4)}, "leaf 'b' is off by"),
-    "a missing leaf": (lambda r: {**r, "a": None}, "leaf 'a' is None where some rank"),
+    "a missing leaf": (lambda r: {**r, "a": None}, "leaf 'a' is None, but a rank"),
     "another dtype": (lambda r: {**r, "a": r["a"].float()}, "leaf 'a' is torch.float32 of shape"),
-    "another shape": (lambda r: {**r, "a": r["a"][None]}, r"of shape \(1, 3\) where torch.float64"),
+    "another shape": (
+        lambda r: {**r, "a": r["a"][None]},
+        r"of shape \(1, 3\), and the input is torch",
+    ),
     "another structure": (lambda r: [r["a"], r["b"]], "another structure"),
     "not finite": (lambda r: {**r, "a": r["a"] / 0.0}, "leaf 'a' is finite where the mean is not"),
 }
@@ -330,7 +333,7 @@ def test_a_bit_of_difference_between_ranks_is_reported() -> None:
 
     for end in on_every_rank(3, wrong_on(2, off_by_one_bit)):
         assert end.kinds[0] == "AssertionError"
-        assert end.text == "ranks 0 and 2 got other bits for leaf 'a'"
+        assert end.text == "ranks 0 and 2 got different bits for leaf 'a'"
 
 
 def test_an_unexpected_gradient_is_reported() -> None:
@@ -340,7 +343,7 @@ def test_an_unexpected_gradient_is_reported() -> None:
         assert_mean(sync, trees, through=lambda grads: {**sync(grads), "a": zeros})
 
     for end in on_every_rank(2, call):
-        assert "leaf 'a' is a tensor where no rank that counts has a gradient" in end.text
+        assert "leaf 'a' is a tensor, but no rank of positive weight has a gradient" in end.text
 
 
 @pytest.mark.parametrize("how", ["values", "version"])
@@ -355,7 +358,7 @@ def test_a_written_gradient_is_reported(how: str) -> None:
         assert_mean(sync, own_trees(2), through=through)
 
     for end in on_every_rank(2, call):
-        assert end.text == "rank 0: leaf 'b' of the gradients that went in was written"
+        assert end.text == "rank 0: leaf 'b' of the input gradients was written"
 
 
 def test_wrong_weights_are_reported() -> None:

@@ -1,4 +1,4 @@
-"""Trains a small convolutional network on scikit-learn's digits, on several ranks.
+"""Training of a small convolutional network on scikit-learn's digits, on several ranks.
 
-The loop is in `train`; `rank` is what each process runs, `report` what is printed of it.
+`train` has the loop, `rank` the program of each process, and `report` the printed result.
 """

@@ -10,16 +10,16 @@ from fddp.cli.common import PROG, Commands, Printer, add_ranks, cap, launched, r
 if TYPE_CHECKING:
     from fddp.cli.demo.rank import Options
 
-_MAX_RANKS = 16  # with many more, some would have no images at all
+_MAX_RANKS = 16  # with many more, some would have no images
 
 
 def add(commands: Commands) -> None:
-    """Declares the command."""
+    """Declare the command."""
     parser = commands.add_parser(
         "demo",
         help="train a small network on several ranks and check the result",
-        description="Trains a small convolutional network on scikit-learn's digits, and checks it "
-        "against one process. Exit code 1 if a check fails.",
+        description="Train a small convolutional network on scikit-learn's digits, and compare it "
+        "with one process. Exit code 1 if a check fails.",
     )
     add_ranks(parser, _MAX_RANKS)
     parser.add_argument(
@@ -27,7 +27,7 @@ def add(commands: Commands) -> None:
         type=whole(1),
         default=8,
         metavar="N",
-        help="times to go over the data (default: %(default)s)",
+        help="number of passes over the data (default: %(default)s)",
     )
     parser.add_argument(
         "--bucket-cap-mb",
@@ -47,7 +47,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def run_demo(options: Options) -> int:
-    """Runs the demo and prints its table; the exit code."""
+    """Run the demo, print its table, and return the exit code."""
     from fddp.cli.demo.rank import run_rank
     from fddp.cli.demo.report import checks, table
 

@@ -1,4 +1,4 @@
-"""Holds a training run against other ranks, one process, and torch's DDP."""
+"""Comparison of a training run with other ranks, one process, and torch's DDP."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import fddp
 from fddp.cli.demo.data import Batch
 from fddp.cli.demo.model import Params, loss_fn
 
-#: rounds of `step_times`, and those at its start that do not count: buckets are rebuilt in them
+#: rounds of `step_times`; the first ones are left out, because buckets are rebuilt in them
 ROUNDS = 33
 _WARM_UP = 5
 
 
 class StepTimes(NamedTuple):
-    """Medians of the time for a loss and synchronised gradients, on one rank.
+    """Median times of a loss and its synchronised gradients, on one rank.
 
     Attributes:
         fddp_s: seconds with fddp.
@@ -34,7 +34,7 @@ class StepTimes(NamedTuple):
 
 
 class Network(nn.Module):
-    """The same model for DDP: owns copies of parameters and returns the loss."""
+    """The model for DDP, with copies of the parameters. Returns the loss."""
 
     def __init__(self, params: Params) -> None:
         super().__init__()
@@ -47,17 +47,17 @@ class Network(nn.Module):
         )
 
     def forward(self, batch: Batch) -> Tensor:
-        """The loss on a batch."""
+        """Return the loss on a batch."""
         return loss_fn(self._params, batch)
 
 
 def difference(params: Params, other: Params) -> float:
-    """The largest absolute difference between two trees of the same structure."""
+    """Return the largest absolute difference between two trees of the same structure."""
     return float((_flat(params) - _flat(other)).abs().max())
 
 
 def difference_between_ranks(params: Params) -> float:
-    """The largest absolute difference from rank 0's parameters on any rank; a collective call."""
+    """Return the largest difference of any rank from rank 0. A collective call."""
     flat = _flat(params)
     everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, flat)
@@ -71,13 +71,13 @@ def step_times(
     bucket_cap_mb: float,
     after_round: Callable[[], None],
 ) -> StepTimes:
-    """Times steps of fddp and DDP in turn, with the same buckets; a collective call.
+    """Time alternate steps of fddp and DDP with the same buckets. A collective call.
 
     A step is a loss and its synchronised gradients, without an update.
     """
     step = sync.value_and_grad(loss_fn)
     network = Network(params)
-    # As an explicit argument the cap holds for the first bucket too, as it does for `sync`.
+    # An explicit cap applies to the first bucket too, as in `sync`.
     wrapped = DistributedDataParallel(network, bucket_cap_mb=bucket_cap_mb)
 
     def fddp_step() -> None:

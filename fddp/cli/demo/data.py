@@ -1,4 +1,4 @@
-"""The handwritten digits that come with scikit-learn, shared out to ranks."""
+"""The handwritten digits of scikit-learn, divided among ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # ships no types
 from torch import Tensor
 
-_PER_RANK = 32  # images in a batch, as long as there are enough
+_PER_RANK = 32  # images in a batch, except the last one
 _HELD_OUT = 360  # of 1797 images
 
 
 class Batch(NamedTuple):
-    """Some images with their labels.
+    """Images with their labels.
 
     Attributes:
         images: float64 of shape (n, 1, 8, 8), from 0 to 1.
@@ -31,12 +31,12 @@ class Batch(NamedTuple):
         return len(self.labels)
 
     def pick(self, index: slice | Tensor) -> Batch:
-        """The images at `index`, with their labels."""
+        """Return the images at `index` with their labels."""
         return Batch(self.images[index], self.labels[index])
 
 
 def load() -> tuple[Batch, Batch]:
-    """All images, in an order that is always the same: those to train on, those held out.
+    """Return the training set and the held-out set, in a fixed order.
 
     Example:
         >>> [part.size for part in load()]
@@ -50,9 +50,9 @@ def load() -> tuple[Batch, Batch]:
 
 
 def own_batches(data: Batch, epoch: int, rank: int, ranks: int) -> Iterator[Batch]:
-    """A rank's batches of an epoch, shuffled.
+    """Yield a rank's shuffled batches of an epoch.
 
-    Each rank has a shard of its own. Shards differ in size, as files do: lower ranks have more.
+    Each rank has its own shard. Shards differ in size: lower ranks have more images.
 
     Example:
         >>> data, _ = load()
@@ -69,7 +69,7 @@ def own_batches(data: Batch, epoch: int, rank: int, ranks: int) -> Iterator[Batc
 
 
 def whole_batches(data: Batch, epoch: int, ranks: int) -> Iterator[Batch]:
-    """What all ranks together take in each round of an epoch."""
+    """Yield the union of all ranks' batches in each round of an epoch."""
     shares = (own_batches(data, epoch, rank, ranks) for rank in range(ranks))
     for parts in zip_longest(*shares):
         present = [part for part in parts if part is not None]

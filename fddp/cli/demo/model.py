@@ -1,7 +1,7 @@
 """A small convolutional network as pure functions of a tree of parameters.
 
-In float64: what summing in another order changes then stays near 1e-13 over a whole training run,
-and the comparison with one process can be strict.
+It computes in float64. A different order of summation then changes results by about 1e-13 over a
+whole training run, so that the comparison with one process can be strict.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fddp.cli.demo.data import Batch
 
-#: layers of a weight and a bias each, by name
+#: layers by name, each with a weight and a bias
 Params: TypeAlias = dict[str, dict[str, Tensor]]
 
 _SHAPES = {
@@ -26,11 +26,11 @@ _SHAPES = {
 
 
 class Score(NamedTuple):
-    """How well parameters do on some images.
+    """Quality of parameters on some images.
 
     Attributes:
         loss: mean cross-entropy in nats.
-        accuracy: share of images whose label was found, from 0 to 1.
+        accuracy: share of correctly classified images, from 0 to 1.
     """
 
     loss: float
@@ -38,7 +38,7 @@ class Score(NamedTuple):
 
 
 def init_params(seed: int = 0) -> Params:
-    """Random parameters, scaled to each layer's number of inputs (He et al. 2015)."""
+    """Return random parameters, scaled by each layer's number of inputs (He et al. 2015)."""
     generator = torch.Generator().manual_seed(seed)
     params = {}
     for name, shape in _SHAPES.items():
@@ -49,7 +49,7 @@ def init_params(seed: int = 0) -> Params:
 
 
 def logits_fn(params: Params, images: Tensor) -> Tensor:
-    """Scores of shape (n, 10) for images of shape (n, 1, 8, 8)."""
+    """Return logits of shape (n, 10) for images of shape (n, 1, 8, 8)."""
     conv1, conv2, dense1, dense2 = (params[name] for name in _SHAPES)
     x = F.relu(F.conv2d(images, conv1["weight"], conv1["bias"], padding=1))
     x = F.relu(F.conv2d(x, conv2["weight"], conv2["bias"], padding=1))
@@ -59,12 +59,12 @@ def logits_fn(params: Params, images: Tensor) -> Tensor:
 
 
 def loss_fn(params: Params, batch: Batch) -> Tensor:
-    """Mean cross-entropy over a batch, a scalar."""
+    """Return the mean cross-entropy over a batch, a scalar."""
     return F.cross_entropy(logits_fn(params, batch.images), batch.labels)
 
 
 def score(params: Params, data: Batch) -> Score:
-    """Loss and accuracy on all of `data`."""
+    """Return loss and accuracy on all of `data`."""
     with torch.no_grad():
         logits = logits_fn(params, data.images)
         loss = F.cross_entropy(logits, data.labels).item()

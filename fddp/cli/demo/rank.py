@@ -1,4 +1,4 @@
-"""What each rank of the demo does."""
+"""Program of each rank of the demo."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fddp.cli.demo.report import Report
 from fddp.cli.demo.train import Trained, train, train_alone
 from fddp.cli.progress import Stages
 
-_FIRST_STEPS = 2  # in which the buckets are not in their final order
+_FIRST_STEPS = 2  # the buckets are not yet in their final order
 
 
 class Options(NamedTuple):
-    """What the command line gives.
+    """Options of the command line.
 
     Attributes:
         ranks: number of processes.
-        epochs: number of times to go over the data.
-        bucket_cap_mb: MiB at which a bucket is closed, the first one too.
-        train: the loop; tests put a faulty one here.
+        epochs: number of passes over the data.
+        bucket_cap_mb: size in MiB at which a bucket is closed, including the first one.
+        train: the training loop; tests pass a faulty one.
     """
 
     ranks: int
@@ -36,7 +36,7 @@ class Options(NamedTuple):
 
 
 def run_rank(options: Options) -> Report | None:
-    """Trains, then compares; a collective call. Rank 0 gets the report."""
+    """Train, compare, and return the report on rank 0. A collective call."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     cap_mb = options.bucket_cap_mb
     data, held_out = load()
@@ -59,7 +59,7 @@ def run_rank(options: Options) -> Report | None:
         stages.begin("timing steps beside DDP", ROUNDS)
         batch = next(own_batches(data, 0, rank, ranks))
         times = step_times(params, batch, sync, cap_mb, stages.advance)
-        # All that is collective is done: from here on the other ranks need not wait.
+        # No collectives follow, so the other ranks need not wait.
         if rank != 0:
             return None
 

@@ -1,4 +1,4 @@
-"""What the demo found, its checks, and its table."""
+"""Result of the demo, its checks, and its table."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from examples.common import Check
+from fddp.cli.common import Check
 from fddp.cli.demo.compare import StepTimes
 from fddp.cli.demo.model import Score
 
-#: What rounding may do to a parameter of this network (float64, of the order of 1): ranks sum a
-#: batch's gradients in another order than one process, which changes their last bits (1e-16), and
-#: training carries that on. A rank left out or a wrong weight shows at 1e-3 and above.
+#: Bound on rounding errors of a parameter (float64, of magnitude 1). Ranks sum a batch's gradients
+#: in another order than one process, which changes the last bits (1e-16), and training amplifies
+#: the difference. A missing rank or a wrong weight causes differences of 1e-3 and above.
 ROUNDING = 1e-10
 
 
 @dataclass(frozen=True)
 class Report:
-    """A finished run, as rank 0 saw it.
+    """A finished run, from rank 0.
 
     Attributes:
         ranks: number of processes.
-        epochs: number of times that they went over the data.
-        images: number of images trained on.
+        epochs: number of passes over the data.
+        images: number of training images.
         steps: number of steps of each rank.
         transport: name of the transport.
-        score: on the images held out.
-        between_ranks: largest absolute difference of a parameter from rank 0's.
+        score: score on the held-out images.
+        between_ranks: largest absolute difference of a parameter from rank 0.
         from_one_process: the same between rank 0 and one process with the whole batches.
-        times: time of a step, beside DDP's.
+        times: time of a step with fddp and with DDP.
         bucket_bytes: size of each bucket, in launch order.
         hidden: share of the time with a bucket in flight in which backward still ran; median of
             the steps.
@@ -50,7 +50,7 @@ class Report:
 
 
 def checks(report: Report) -> dict[str, Check]:
-    """What must hold for the run to count as right, by the name of its row.
+    """Return the conditions of a correct run, by the name of their row.
 
     Example:
         >>> from fddp.cli.demo.compare import StepTimes
@@ -68,7 +68,7 @@ def checks(report: Report) -> dict[str, Check]:
 
 
 def table(report: Report) -> Table:
-    """The report for people; 80 columns wide at most."""
+    """Return the report as a table of at most 80 columns."""
     rows = Table(
         title=f"{report.images} digits, epochs: {report.epochs}, ranks: {report.ranks}, "
         f"transport: {report.transport}",

@@ -1,4 +1,4 @@
-"""The training loop on several ranks, and the same training in one process."""
+"""Training loop on several ranks, and the same training in one process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LEARNING_RATE = 0.1
 
 
 class Trained(NamedTuple):
-    """What a rank has after training.
+    """Result of training on a rank.
 
     Attributes:
         params: the final parameters.
-        infos: one for each step.
+        infos: measurements of each step.
     """
 
     params: Params
@@ -34,16 +34,16 @@ def train(
     epochs: int,
     after_epoch: Callable[[Params], None],
 ) -> Trained:
-    """Plain gradient descent, each rank on its part of the data.
+    """Train by gradient descent, each rank on its part of the data.
 
-    Ranks have different numbers of images. So in some rounds their batches differ in size, which
-    `weight_fn` tells, and in the last ones some have no batch, which `fddp.uneven` covers.
+    Ranks have different numbers of images. In some rounds their batches differ in size, which
+    `weight_fn` reports. In the last rounds some ranks have no batch, which `fddp.uneven` handles.
 
     Args:
-        params: the same on all ranks; not written.
-        data: all images to train on; the same on all ranks.
-        sync: made for `params`.
-        epochs: number of times to go over the data.
+        params: initial parameters, the same on all ranks; not written.
+        data: all training images, the same on all ranks.
+        sync: synchronises gradients of `params`.
+        epochs: number of passes over the data.
         after_epoch: called with the parameters so far.
     """
     infos = []
@@ -61,7 +61,7 @@ def train(
 def train_alone(
     params: Params, data: Batch, ranks: int, epochs: int, after_epoch: Callable[[], None]
 ) -> Params:
-    """The same descent in one process without fddp, each step on what all ranks have together."""
+    """Train in one process without fddp, each step on the union of all ranks' batches."""
     grad_fn = torch.func.grad(loss_fn)
     for epoch in range(epochs):
         for batch in whole_batches(data, epoch, ranks):

@@ -1,0 +1,377 @@
+"""One step of a wrapped module: open it, close it, write its results to `.grad`.
+
+[Note: changed parameters]
+The parameters of a wrapped module may change between steps. A parameter that is frozen stays in the
+plan, unused. If one is unfrozen, replaced or added, the rank can run neither a step of the old plan
+nor the collectives that make a new plan before all ranks are ready for it. So it fails its next
+step with `ParametersChangedError` and leaves its gradients untouched. If all ranks fail with this
+error, they make a new plan and repeat the step. Otherwise all of them raise. If a rank fails for
+another reason, the others raise that error, and the comparison waits for the next step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fddp.core.protocol.calls import Method
+from fddp.ddp.logger import Recorder
+from fddp.ddp.nonfinite import SKIP_IN_CONTEXT
+from fddp.ddp.request import ModuleRequest
+from fddp.ddp.unused_parameters import ParameterUse, Usage
+from fddp.errors import FddpError, InternalError, PlanMismatchError
+from fddp.native.autograd_leaves import param_set
+from fddp.runtime.context import Outcome
+from fddp.runtime.contributions import BackwardContributions, Contributions, TreeContributions
+from fddp.runtime.failures import peer_error
+from fddp.runtime.step import Step
+from fddp.runtime.step_info import make_info
+from fddp.sync.engine import Engine
+from fddp.tree.pytree import flatten
+
+
+class ParametersChangedError(FddpError):
+    """A rank's parameters are no longer those of the plan."""
+
+
+class _NoGraphInfo(NamedTuple):
+    """Stands for an inspected graph. Backward passes of a module are not inspected beforehand."""
+
+    used: list[bool]
+    opaque: bool = True
+
+
+class HookedParameters:
+    """Parameters in the order of the plan's leaves, with hooks for their gradients.
+
+    Args:
+        params: parameters by name.
+        on_first_grad: called before the first gradient of a step.
+
+    Attributes:
+        leaves: the parameters.
+        names: their names.
+        hooks: the hooks. They are removed when this object is freed.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], on_first_grad: Callable[[], None]) -> None:
+        self.leaves, treedef = flatten(dict(params))
+        self.names = treedef.paths
+        self.hooks = param_set(self.leaves, on_first_grad)
+        self._all_names = frozenset(self.names)
+        self._counts: Sequence[int] = ()
+        self._ranks: Mapping[str, int] = {}  # the same counts by name
+
+    def used_names(self) -> frozenset[str]:
+        """Names of the parameters that received a gradient on this rank."""
+        flags = self.hooks.used()
+        if all(flags):
+            return self._all_names
+        return frozenset(name for name, used in zip(self.names, flags, strict=True) if used)
+
+    def by_name(self, counts: Sequence[int]) -> Mapping[str, int]:
+        """Return by name the numbers of ranks that used each leaf."""
+        if counts != self._counts:
+            self._counts, self._ranks = counts, dict(zip(self.names, counts, strict=True))
+        return self._ranks
+
+
+class StepRunner:
+    """Runs the steps of a wrapped module on the engine. Construction is a collective call.
+
+    Args:
+        request: the parameters and their bucketing.
+        find_unused, static: as for `Usage`.
+        replace: True if results replace gradients that were there before, instead of being written
+            into them.
+        recorder: records the steps that it wants.
+
+    Attributes:
+        engine: the engine, which owns the plan.
+        usage: the parameters that steps used.
+        parameters: the parameters with their hooks; set by `set_parameters`.
+        step: the open step, or None.
+        work: further waits for the end of a step.
+        skipped: True if all ranks left out the last step because of a non-finite number.
+        has_failed: True if the last step failed in good order on all ranks and nothing has been
+            communicated since.
+    """
+
+    parameters: HookedParameters
+
+    def __init__(
+        self,
+        request: ModuleRequest,
+        *,
+        find_unused: bool,
+        static: bool,
+        replace: bool,
+        recorder: Recorder,
+    ) -> None:
+        self.engine = _engine(request)
+        transport = self.engine.transport
+        self.usage = Usage(
+            request.params,
+            transport.rank,
+            transport.world_size,
+            find_unused=find_unused,
+            static=static,
+        )
+        self.recorder = recorder
+        self.step: Step | None = None
+        self.work: list[Callable[[], object]] = []
+        self.skipped = False
+        self.has_failed = False
+        self._request = request
+        self._replace = replace
+        self._changed = False
+        self._open_error: BaseException | None = None
+        self._begun_s = 0.0
+        self._write: Callable[[Sequence[Tensor | None]], None] = partial(_copy_to, ())
+
+    def set_parameters(self, on_first_grad: Callable[[], None]) -> None:
+        """Hook the parameters of the request."""
+        self.parameters = HookedParameters(self._request.params, on_first_grad)
+
+    def change_parameters(self, request: ModuleRequest, on_first_grad: Callable[[], None]) -> None:
+        """Replace the parameters; see [Note: changed parameters]."""
+        self.parameters.hooks.watch(False)
+        del self.parameters  # removes the hooks, also from parameters that stay
+        self._request = request
+        self.set_parameters(on_first_grad)
+        self.usage.params = request.params
+        self._changed = True
+
+    @property
+    def is_begun(self) -> bool:
+        """True if a step is open, or could not be opened."""
+        return self.step is not None or self._open_error is not None
+
+    def open(self, *, again: bool = False) -> None:
+        """Open a step whose gradients the hooks collect.
+
+        Does not raise, because backward is running; errors are raised at the end of backward.
+        """
+        try:
+            self._begun_s = time.perf_counter()
+            number = self.engine.step
+            step = self.step = self.engine.open(
+                Method.MODULE, with_stats=self.recorder.wants(number)
+            )
+            self.engine.in_backward = True
+            step.allow_idle_ranks = self.usage.joining
+            if step.context.bound_hook is not None:
+                # Hooks may call operators, and also run on ranks that have failed.
+                self.engine.transport.leave_step()
+            if self._changed and not again:
+                step.fail(ParametersChangedError("the parameters are not those of the plan"))
+                return
+            hooks = self.parameters.hooks
+            contributions = BackwardContributions(
+                self.engine.program,
+                weight=1.0,
+                accumulated=None,
+                idle=step.context.idle,
+                aliases_buffer=hooks.aliases_buffer if self._replace else None,
+            )
+            step.begin(contributions, self.parameters.leaves)
+            self._write = partial(hooks.assign, replace=self._replace)
+            contributions.arm(
+                hooks,
+                _NoGraphInfo([True] * len(self.parameters.names)),
+                self.engine.arrivals,
+                step.buffer_of,
+                step.scale,
+                step.bucket_ready,
+            )
+        except BaseException as error:
+            if self.step is None:
+                self._open_error = error
+            else:
+                self.step.fail(error)
+
+    def open_distributed(self, context: int) -> None:
+        """Open a step over the gradients in a context of distributed autograd.
+
+        Backward has ended. Results are written over this rank's gradients in the context.
+        """
+        from torch.distributed.autograd import get_gradients
+
+        grads = get_gradients(context)
+        own = [grads.get(param) for param in self.parameters.leaves]
+        self.step = self.engine.open(Method.MODULE, with_stats=False)
+        if self.engine.terms.nonfinite == "skip":
+            self.step.fail(ValueError(SKIP_IN_CONTEXT))
+            return
+        contributions = TreeContributions(self.engine.program, own, 1.0)
+        self.step.begin(contributions, self.parameters.leaves)
+        self._write = partial(_copy_to, own)
+
+    def finish(self, reached_s: float) -> None:
+        """Close the step after backward has ended, and write its results.
+
+        Args:
+            reached_s: time at which backward reached an output, in seconds of `perf_counter`.
+        """
+        end_s = time.perf_counter()
+        if self._open_error is not None or self.step is None:
+            raise self._open_error or InternalError("a step was to end that was not open")
+        here = self.parameters.used_names()
+        self._fail_on_misuse(here)
+        try:
+            try:
+                outcome = self.close_step()
+            except ParametersChangedError:
+                outcome = self._repeat()
+        except BaseException:
+            self.restore_grads()
+            raise
+        step, report = self.step, outcome.report
+        self._write(outcome.leaves)
+        if outcome.skipped:
+            # Gradients accumulated before the step are part of the sum, and go, too.
+            for param in self.parameters.leaves:
+                param.grad = None
+        self.parameters.hooks.reset_used()
+        self.wait_for_work()
+        self.usage.note(ParameterUse(here, self.parameters.by_name(report.users)))
+        if step.record_time:
+            program = step.program
+            idle = step.context.idle - set(report.late)
+            backward_s = (min(reached_s, self._begun_s), end_s)
+            self.recorder.record(
+                make_info(step, outcome, backward_s, begun_s=self.recorder.forward_start_s),
+                program.plan,
+                has_rebuilt=not program.control.with_order,
+                reduced=len(program.plan.buckets) - len(idle),
+            )
+
+    def _fail_on_misuse(self, here: frozenset[str]) -> None:
+        """Fail the step if parameters were used against what was declared.
+
+        A method of its own, so that no frame in an error's traceback refers to the error.
+        """
+        problem = self.usage.problem(here)
+        if problem is not None and self.step is not None:
+            self.step.fail(problem)
+
+    def close_step(self) -> Outcome:
+        """Close the open step and return its outcome.
+
+        Raises:
+            As `Engine.finish`.
+        """
+        if self.step is None:
+            raise InternalError("a step was to be closed that was not open")
+        self.engine.in_backward = False
+        outcome = self._close(self.step)
+        contributions = self.step.contributions
+        if isinstance(contributions, BackwardContributions):
+            self.engine.arrivals = contributions.arrivals()
+        return outcome
+
+    def _close(self, step: Step) -> Outcome:
+        self.skipped = self.has_failed = False
+        self.engine.transport.leave_step()
+        try:
+            outcome = self.engine.finish(step)
+        except BaseException:
+            self.has_failed = not self.engine.is_closed
+            raise
+        self.skipped = outcome.skipped
+        return outcome
+
+    def _repeat(self) -> Outcome:
+        """Make a new plan together with all ranks, and repeat the step."""
+        self._check_changed_everywhere(self.step.failures if self.step else ())
+        hook, number = self.engine.hook, self.engine.step
+        self.engine.close("the parameters changed")
+        self.engine = _engine(self._request)
+        self.engine.step = number
+        if hook is not None:
+            self.engine.set_hook(hook)
+        self._changed = False
+        self.open(again=True)
+        if self._open_error is not None:
+            raise self._open_error
+        return self.close_step()
+
+    def _check_changed_everywhere(self, failures: Sequence[str]) -> None:
+        rank = self.engine.transport.rank
+        # A rank that failed before its forward pass has not compared its parameters.
+        others = {
+            other: text
+            for other, text in enumerate(failures)
+            if text and not text.startswith(ParametersChangedError.__name__)
+        }
+        if others:
+            raise peer_error(self.engine.step - 1, others)
+        for other, text in enumerate(failures):
+            if not text:
+                raise PlanMismatchError(
+                    f"the parameters of the wrapped module have changed on rank {rank}, but not on "
+                    f"rank {other}; freeze, unfreeze and replace parameters on all ranks between "
+                    f"the same two steps"
+                )
+
+    def take_part(self, weight: float) -> None:
+        """Run a step to which this rank contributes nothing; its gradients stay unchanged."""
+        step = self.engine.open(Method.MODULE, with_stats=False)
+        step.allow_idle_ranks = True
+        nothing = Contributions()
+        nothing.weight = weight
+        step.begin(nothing, self.parameters.leaves)
+        self._close(step)
+        self.wait_for_work()
+
+    def fail(self, error: BaseException) -> None:
+        """Fail the open step, or one that is opened for this purpose."""
+        self.step = self.step or self.engine.open(Method.NOTHING, with_stats=False)
+        self.step.fail(error)
+
+    def restore_grads(self) -> None:
+        """Restore the gradients from before a failed step.
+
+        Gradients that were being reduced in place are lost. They become None.
+        """
+        self.parameters.hooks.restore()
+        if self.step is None:
+            return
+        contributions = self.step.contributions
+        if isinstance(contributions, BackwardContributions):
+            program = self.step.program
+            for bucket in contributions.in_place:
+                for number in program.member_numbers[bucket]:
+                    self.parameters.leaves[program.differentiated[number]].grad = None
+
+    def wait_for_work(self) -> None:
+        """Wait for `work`, and clear it."""
+        for wait in self.work:
+            wait()
+        self.work.clear()
+
+    def reset(self) -> None:
+        """Drop the state of a step that has ended."""
+        self.parameters.hooks.disarm()
+        self.engine.in_backward = False
+        self.work.clear()
+        self.step = self._open_error = None
+        self._write = partial(_copy_to, ())
+
+
+def _engine(request: ModuleRequest) -> Engine:
+    engine = Engine(request)
+    engine.lifecycle.set_label(
+        "this DistributedDataParallel", "make a new one of its module, on a working group"
+    )
+    return engine
+
+
+def _copy_to(targets: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> None:
+    for target, result in zip(targets, results, strict=True):
+        if target is not None and result is not None:
+            target.copy_(result)
