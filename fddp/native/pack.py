@@ -173,13 +173,7 @@ def slices(buffer: Tensor, layout: Layout) -> list[Tensor]:
 
     Each has a storage of its own, exactly as long as the leaf (so that saving it saves no more),
     and a version counter of its own. It keeps the buffer's memory alive, and cannot be resized.
-
-    Args:
-        buffer: shape `(n,)` with `n >= layout.numel`.
-        layout: position of each leaf.
-
-    Returns:
-        Tensors with the layout's shapes and strides and the buffer's dtype and device.
+    Shapes and strides are those of the layout, dtype and device those of the buffer.
 
     Raises:
         ValueError: the buffer is too short, not one-dimensional or not contiguous.

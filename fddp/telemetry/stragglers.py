@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -265,7 +265,7 @@ def find_stragglers(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
         }
         phase = max(leads, key=lambda name: leads[name])
         found.append(Straggler(mine.rank, phase, behind_s, leads[phase], share))
-    return tuple(sorted(found, key=lambda one: -one.behind_s))
+    return tuple(found)
 
 
 def find_slow_monitors(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
@@ -283,27 +283,28 @@ def find_slow_monitors(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...
         ([(0, 'monitor')], ())
     """
     taken = [_of_phase(summary, MONITOR) for summary in summaries]
-    found = [
+    return tuple(
         Straggler(summaries[at].rank, MONITOR, behind_s, behind_s, share)
         for at, behind_s, share in _behind(summaries, taken)
-    ]
-    return tuple(sorted(found, key=lambda one: -one.behind_s))
+    )
 
 
 def _behind(
     summaries: Sequence[RankSummary], spreads: Sequence[RobustStats]
-) -> Iterator[tuple[int, float, float]]:
-    """Yield each rank that is behind the others beyond noise: its position, the seconds, and their
-    share of the step."""
+) -> list[tuple[int, float, float]]:
+    """Return the ranks that are behind the others beyond noise, slowest first: position, seconds,
+    and their share of the step."""
     if len(summaries) < 2 or min(summary.own.steps for summary in summaries) < LEAST_STEPS:
-        return
+        return []
     if len({(summary.first, summary.last) for summary in summaries}) > 1:
-        return
+        return []
     step_s = statistics.median(summary.step.median_s for summary in summaries)
+    found = []
     for at in range(len(spreads)):
         behind_s, error_s = _lead(spreads, at)
         if behind_s > max(_SIGMAS * error_s, _LEAST_SHARE * step_s, _LEAST_S):
-            yield at, behind_s, behind_s / step_s if step_s > 0.0 else 0.0
+            found.append((at, behind_s, behind_s / step_s if step_s > 0.0 else 0.0))
+    return sorted(found, key=lambda one: -one[1])
 
 
 def _of_phase(summary: RankSummary, phase: str) -> RobustStats:

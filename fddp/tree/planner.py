@@ -129,9 +129,13 @@ def _described(
 ) -> tuple[Sequence[LeafSpec], list[int]]:
     """Describe all leaves, and list those to reduce in reverse insertion order."""
     leaves, treedef = flatten(tree)
-    declared_sparse = _sparse_paths(sparse, treedef.paths)
-    specs = leaf_specs(treedef.paths, leaves, declared_sparse)
-    _check_sparse(specs)
+    specs = leaf_specs(treedef.paths, leaves, _sparse_paths(sparse, treedef.paths))
+    for spec in specs:
+        if spec.sparse and not spec.reducible:
+            raise ValueError(
+                f"sparse holds {spec.path!r} of dtype {spec.dtype}, which has no gradient; name "
+                "leaves of a floating or complex dtype"
+            )
     selected = _selected(specs, select)
     offered = [leaf for leaf in reversed(insertion_order(tree, treedef)) if leaf in selected]
     return specs, offered
@@ -155,15 +159,6 @@ def _bytes(name: str, cap_mb: Any) -> int:
             f"byte, got {cap_mb!r}"
         )
     return int(cap_mb * MIB_BYTES)
-
-
-def _check_sparse(specs: Sequence[LeafSpec]) -> None:
-    for spec in specs:
-        if spec.sparse and not spec.reducible:
-            raise ValueError(
-                f"sparse holds {spec.path!r} of dtype {spec.dtype}, which has no gradient; name "
-                "leaves of a floating or complex dtype"
-            )
 
 
 def _sparse_paths(sparse: Iterable[str], paths: Sequence[str]) -> frozenset[str]:

@@ -45,8 +45,7 @@ class Recordable(Protocol):
         """Name in error texts; empty if there is none."""
 
     @property
-    def rank(self) -> int:
-        """Rank of this process."""
+    def rank(self) -> int: ...
 
     @property
     def members(self) -> tuple[int, ...]:
