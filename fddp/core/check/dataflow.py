@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 from fddp.core.check.explain import explain
-from fddp.core.check.findings import fail, fail_bucket, join_names, nontrivial, paths_in
+from fddp.core.check.findings import Location, fail_bucket, join_names, nontrivial, paths_in
 from fddp.core.check.ordering import Order
 from fddp.core.check.symbolic import Algebra, Branch, Value
 from fddp.core.schedule.op import Buffer, Op
@@ -107,7 +107,7 @@ class Flow:
         self._check_all_is_unpacked()
 
     def _fail(self, position: int, problem: str) -> NoReturn:
-        fail(self._schedule, position, problem)
+        Location(self._schedule, position).fail(problem)
 
     # Operations
 
@@ -131,9 +131,6 @@ class Flow:
         start, stop = op.region.start, op.region.stop
         value = self._algebra.gathered_sparse(self._branch)
         self._memory["bucket"].put(start, stop, [_Piece(start, stop, (), value, position)])
-
-    def _all_reduce(self, position: int, op: Op) -> None:
-        self._reduce(position, op)
 
     def _reduce_scatter(self, position: int, op: Op) -> None:
         pieces = self._reduce(position, op)
@@ -222,10 +219,10 @@ class Flow:
     def _unpack(self, position: int, op: Op) -> None:
         pieces = self._take(position, op, "bucket")
         self._check_division(position, op)
-        due = self._algebra.expected(self._branch)
+        expected = self._algebra.expected(self._branch)
         for piece in pieces:
             is_padding = piece.start >= self._numel
-            if not is_padding and self._algebra.unpacked(piece.value) != due:
+            if not is_padding and self._algebra.unpacked(piece.value) != expected:
                 self._fail_result(position, piece)
         self._memory["bucket"].put(
             op.region.start, op.region.stop, [piece._replace(unpacked=True) for piece in pieces]
@@ -293,26 +290,24 @@ class Flow:
         """Check that the unpacked elements are sharded as the result requires."""
         shard, result = nontrivial(self._schedule, op.region.shard), self._schedule.result
         axes = nontrivial(self._schedule, self._schedule.topology.names)
-        due = axes if result == "sharded_mean" else ()
-        if {*shard} != {*due}:
+        expected = axes if result == "sharded_mean" else ()
+        if {*shard} != {*expected}:
             self._fail(
                 position,
                 f"its elements are {_divided(shard)}, but the result {result!r} requires them to "
-                f"be {_divided(due)}; change the result, or reduce-scatter or all-gather first",
+                f"be {_divided(expected)}; change the result, or reduce-scatter or all-gather first",
             )
 
     def _fail_result(self, position: int, piece: _Piece) -> NoReturn:
         got = self._algebra.unpacked(piece.value)
-        due = self._algebra.expected(self._branch)
-        problem = explain(self._schedule.topology, got, due)
+        expected = self._algebra.expected(self._branch)
+        problem = explain(self._schedule.topology, got, expected)
         stop = min(piece.stop, self._numel)
         paths = paths_in(self._schedule, self._bucket, piece.start, stop)
         leaves = (
             f"leaf {paths[0]!r}" if len(paths) == 1 else f"leaves {paths[0]!r} to {paths[-1]!r}"
         )
-        fail(
-            self._schedule,
-            position,
+        Location(self._schedule, position).fail(
             f"rank 0 ends with bucket {self._bucket}, {leaves} (elements {piece.start}:{stop})"
             f"{self._branch.text}, {problem.text}",
             paths=paths,
@@ -339,11 +334,11 @@ def _divided(shard: tuple[str, ...]) -> str:
     return f"sharded along {join_names(shard)}" if shard else "not sharded"
 
 
-_STEPS: Mapping[str, Callable[[Flow, int, Op], None]] = MappingProxyType(
+_STEPS: Mapping[str, Callable[[Flow, int, Op], object]] = MappingProxyType(
     {
         "pack": Flow._pack,
         "gather": Flow._gather,
-        "all_reduce": Flow._all_reduce,
+        "all_reduce": Flow._reduce,
         "reduce_scatter": Flow._reduce_scatter,
         "all_gather": Flow._all_gather,
         "add": Flow._add,
