@@ -72,8 +72,8 @@ def _missing(topology: Topology, got: Term, missing: Collection[str]) -> Problem
 def _counted_often(term: Term, got: Fraction, expected: Fraction) -> Problem:
     late = "late " if term.source == "late" else ""
     return Problem(
-        f"with each {late}gradient counted {got / expected} times: it holds {got} of the sum over ranks "
-        f"instead of {expected}; sum along each axis once, and add a repair once"
+        f"with each {late}gradient counted {got / expected} times: it holds {got} of the sum "
+        f"over ranks instead of {expected}; sum along each axis once, and add a repair once"
     )
 
 
