@@ -1,4 +1,4 @@
-"""What examples share: starting ranks, comparing trees, and a table of what was found."""
+"""Shared parts of the examples: starting ranks, comparing trees, and a table of results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Check(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether it is; NaN is not."""
+        """True if the value is within its limit; False for NaN."""
         return self.value <= self.limit
 
     def __str__(self) -> str:
@@ -44,12 +44,12 @@ class Check(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What an example found.
+    """Results of an example.
 
     Attributes:
-        title: what ran.
+        title: name of the example.
         rows: figures that are shown: a name, a value, and a remark each.
-        checks: what must hold, by the name of its row.
+        checks: checks by the name of their row.
     """
 
     title: str
@@ -58,7 +58,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether all checks did."""
+        """True if all checks passed."""
         return all(check.passed for check in self.checks.values())
 
 
