@@ -27,11 +27,11 @@ class Figure:
     """A measured number and the bound that it should keep.
 
     Attributes:
-        what: what is held against what.
+        what: the two quantities compared.
         case: the model, size or the like.
         value: the median over rounds.
         low, high: the lowest and highest round.
-        bound: what the value should be.
+        bound: limit of the value.
         sense: at which side of the bound.
 
     Example:
@@ -49,7 +49,7 @@ class Figure:
 
     @property
     def reached(self) -> bool:
-        """Whether the median keeps the bound."""
+        """True if the median is within the bound."""
         return self.value <= self.bound if self.sense == "at most" else self.value >= self.bound
 
 
@@ -64,17 +64,17 @@ def at_least(bound: float, what: str, case: str, value: Ratio) -> Figure:
 
 
 def to_values(figures: Iterable[Figure]) -> list[dict[str, Any]]:
-    """For JSON."""
+    """Return the figures as JSON values."""
     return [{**asdict(figure), "reached": figure.reached} for figure in figures]
 
 
 def from_values(values: Iterable[dict[str, Any]]) -> list[Figure]:
-    """What `to_values` made."""
+    """Restore figures from `to_values`."""
     return [Figure(**{k: v for k, v in value.items() if k != "reached"}) for value in values]
 
 
 def figures_table(figures: Sequence[Figure]) -> Table:
-    """For people."""
+    """Return a table of the figures for terminals."""
     table = Table(
         title="Figures and their bounds",
         caption="median of rounds (lowest-highest)",

@@ -59,11 +59,11 @@ class Contestant:
 
     Attributes:
         name: for tables.
-        form: whether the model is a module or a function.
-        is_ddp: whether it is a mode of torch's DDP.
-        transport: how gradients travel; "none" where they don't.
+        form: form of the model, a module or a function.
+        is_ddp: True for a mode of torch's DDP.
+        transport: transport of the gradients; "none" without communication.
         step: runs a step.
-        gradients: what the last step gave, in the order of the module's parameters.
+        gradients: gradients of the last step, in the order of the module's parameters.
         close: gives up connections and memory.
     """
 
@@ -88,7 +88,7 @@ def twin(name: str) -> str | None:
 
 
 def makers(has_buffers: bool) -> dict[str, Make]:
-    """What makes each contestant, by name; a collective call."""
+    """Factories of the contestants by name; a collective call."""
     modes = {**_MODES, **(_BUFFER_MODES if has_buffers else {})}
     supported = inspect.signature(DistributedDataParallel).parameters
     modes = {name: given for name, given in modes.items() if supported.keys() >= given.keys()}

@@ -132,7 +132,7 @@ def step_times(
 def figures(
     packing: Mapping[str, Series], steps: Mapping[str, Mapping[str, Series]]
 ) -> list[Figure]:
-    """What is held against a bound."""
+    """Figures with a bound."""
     found = [
         at_least(0.8, f"bandwidth / device copy, {name}", "1 GiB", ratio(packing[_COPY], times))
         for name, times in packing.items()

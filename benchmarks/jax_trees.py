@@ -1,4 +1,4 @@
-"""What trees of JAX arrays cost beside trees of tensors: `python -m benchmarks.jax_trees`.
+"""Cost of trees of JAX arrays relative to trees of tensors: `python -m benchmarks.jax_trees`.
 
 Two ranks average a tree of 300 leaves, once of tensors and once of arrays of the same sizes. Each
 array costs the same few microseconds whatever its size, for a handle on the way in and an array on
@@ -36,7 +36,7 @@ _CONTESTANTS = (TENSORS, ARRAYS, JAX_ALONE, JITTED)
 
 
 class Case(NamedTuple):
-    """What is averaged, and over what."""
+    """Tree to average, and its transport."""
 
     leaves: int
     side: int
@@ -75,7 +75,7 @@ def run_rank(rounds: int, sides: tuple[int, ...] = _SIDES, leaves: int = _LEAVES
 
 
 def figures(results: Mapping[str, Mapping[str, Series]]) -> list[Figure]:
-    """What is held against a bound."""
+    """Figures with a bound."""
     return [
         at_most(
             _BOUND,

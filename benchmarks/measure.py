@@ -28,7 +28,7 @@ class Series(NamedTuple):
 
 
 def difference(ours: Series, theirs: Series) -> Series:
-    """How much longer ours took in the same round.
+    """Difference of our time and theirs in each round.
 
     Example:
         >>> difference(Series((2.0, 3.0)), Series((1.5, 1.0)))
@@ -39,7 +39,7 @@ def difference(ours: Series, theirs: Series) -> Series:
 
 
 class Ratio(NamedTuple):
-    """How two series compare round by round: the median round, the lowest, the highest."""
+    """Median, lowest and highest ratio of two series, round by round."""
 
     median: float
     low: float
@@ -75,7 +75,7 @@ def measure(
     steps follow each other as in a training loop.
 
     Args:
-        steps: what to time, by name; the same names in the same order on all ranks.
+        steps: functions to time, by name; the same names in the same order on all ranks.
         rounds: number of rounds.
         steps_per_round: number of steps in a turn that count.
         after_round: called after each round.

@@ -1,4 +1,4 @@
-"""How much memory a step needs at its peak: `python -m benchmarks.memory`.
+"""Peak memory of a step: `python -m benchmarks.memory`.
 
 Each contestant runs in a launch of its own, so that nothing of another's is left in its processes.
 Two measures, both above what the process had before it made its model:
@@ -80,7 +80,7 @@ class Entry:
 
     Attributes:
         name: of the contestant.
-        transport: how its gradients travel.
+        transport: transport of its gradients.
         pss: bytes, over all steps.
         settled: PSS over the later half, when plans have been rebuilt.
         rss: bytes.
@@ -208,7 +208,7 @@ def _makers(workload: Workload) -> dict[str, Make]:
 
 
 def _is_wanted(contestant: str) -> bool:
-    """Those that a figure needs."""
+    """Return True if a figure needs the contestant."""
     needed = (LOCAL_MODULE, LOCAL_FUNCTION, FDDP, FDDP + OVER_GLOO, DONATED, *_MODES)
     return contestant in needed or twin(contestant) in _MODES
 
@@ -243,7 +243,7 @@ def _warm_up() -> None:
 
 
 def figures(results: Sequence[Result]) -> list[Figure]:
-    """What is held against a bound."""
+    """Figures with a bound."""
     wrapped, functional = [], []
     for result in results:
         for entry in result.entries:

@@ -1,4 +1,4 @@
-"""What is trained in the benchmark: each model as a module and as a function of its parameters.
+"""Models of the benchmark: each as a module and as a function of its parameters.
 
 DDP needs a module, fddp a function. A stack of layers is easily written as one; the others are made
 into functions by `fddp.functionalize`, as people do with a module that exists. That costs some time
@@ -26,7 +26,7 @@ class Functional(NamedTuple):
         params: tree of the module's parameters, in the module's order.
         loss_fn: `loss_fn(params, batch)`, the same loss as the module's; for a module with buffers
             `loss_fn(params, buffers, batch) -> (loss, buffers)`.
-        buffers: those of the module, before the first step; None where it has none.
+        buffers: buffers of the module before the first step; None without buffers.
     """
 
     params: Any
@@ -39,7 +39,7 @@ class Workload:
     """A model and its input.
 
     Attributes:
-        title: what it is, in words.
+        title: short description.
         build: makes the module, each time with the same values; it maps a batch to its loss.
         to_function: makes a function of a module.
         batch: makes a rank's batch from the rank's number.
@@ -121,7 +121,7 @@ def stack(title: str, layers: int, width: int, rows: int) -> Workload:
     """A `Stack` on random rows.
 
     Args:
-        title: what it is, in words.
+        title: short description.
         layers: number of layers.
         width: of each layer.
         rows: in a rank's batch.

@@ -1,4 +1,4 @@
-"""What operators cost beside a `GradSync`: `python -m benchmarks.operators`.
+"""Cost of operators relative to a `GradSync`: `python -m benchmarks.operators`.
 
 Two ranks average a tree of 300 leaves, once by `sync(grads)` and once by `fddp.pmean(grads)`. The
 operator tells the others first what it is about to do, which takes a small collective of its own;
@@ -62,7 +62,7 @@ def run_rank(rounds: int, sides: tuple[int, ...] = _SIDES) -> Results:
 
 
 def figures(results: Mapping[str, Mapping[str, Series]]) -> list[Figure]:
-    """What is held against a bound."""
+    """Figures with a bound."""
     return [
         at_most(_BOUND, "pmean(grads) / sync(grads)", title, ratio(series[PMEAN], series[SYNC]))
         for title, series in results.items()

@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def figures(results: Mapping[str, Mapping[str, Series]]) -> list[Figure]:
-    """What is held against a bound."""
+    """Figures with a bound."""
     small = [
         at_most(0.5, f"{way} / torch._foreach", case, ratio(series[way], series[f"{way}, foreach"]))
         for case, series in results.items()

@@ -1,4 +1,4 @@
-"""What a parameter costs, whatever its size: `python -m benchmarks.per_parameter`.
+"""Fixed cost of a parameter: `python -m benchmarks.per_parameter`.
 
 One rank, so that nothing is communicated; tiny parameters, so that little is copied; a loss that
 touches all of them in one operation. A step's time beyond the local step grows with the number of
@@ -120,7 +120,7 @@ def slope_us(cases: list[Case], name: str) -> Ratio:
 
 
 def figures(cases: list[Case]) -> list[Figure]:
-    """What is held against a bound."""
+    """Figures with a bound."""
     what = "us a parameter, hook and bookkeeping"
     return [at_most(_BOUND_US, what, name, slope_us(cases, name)) for name in _OURS]
 

@@ -30,8 +30,8 @@ class Entry:
     Attributes:
         name: of the contestant.
         form: "module" or "function".
-        is_ddp: whether it is a mode of torch's DDP.
-        transport: how its gradients travel.
+        is_ddp: True for a mode of torch's DDP.
+        transport: transport of its gradients.
         series: its steps.
     """
 
@@ -43,12 +43,12 @@ class Entry:
 
     @property
     def is_local(self) -> bool:
-        """Whether it only computes."""
+        """True if it computes without communication."""
         return self.name in (LOCAL_MODULE, LOCAL_FUNCTION)
 
     @property
     def is_wrapper(self) -> bool:
-        """Whether it is fddp's wrapper."""
+        """True for fddp's wrapper."""
         return twin(self.name) is not None
 
 
@@ -89,9 +89,9 @@ class ModelResult:
         return difference(entry.series, self.entry(local).series)
 
     def exposed_versus_best(self, entry: Entry) -> Ratio:
-        """What it adds to its local step, over what the best DDP mode adds, round by round.
+        """Overhead over the local step, relative to that of the best DDP mode, round by round.
 
-        Infinite in a round in which the latter added nothing, which is noise and proves nothing.
+        Infinite in a round in which the DDP mode had no overhead, which is noise.
         """
         pairs = zip(self.exposed(entry).rounds_s, self.exposed(self.best_ddp).rounds_s, strict=True)
         return spread(a / b if b > 0.0 else math.inf for a, b in pairs)
@@ -140,7 +140,7 @@ class Report:
 
 
 def figures(report: Report) -> list[Figure]:
-    """What is held against a bound. With more ranks than cores that is the step alone."""
+    """Figures with a bound. With more ranks than cores, only the step has one."""
     crowded = report.ranks > (os.cpu_count() or 1)
     found = _crowded(report) if crowded else _exposed(report) + _over_gloo(report)
     return sorted(found, key=lambda figure: figure.what)
@@ -205,7 +205,7 @@ def tables(report: Report) -> list[Table]:
 
 
 def warning(report: Report) -> str:
-    """What to know before the figures are believed; empty where there is nothing."""
+    """Warnings about the figures; empty if there are none."""
     if report.load < _BUSY_LOAD:
         return ""
     return (

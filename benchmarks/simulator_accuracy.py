@@ -1,4 +1,4 @@
-"""How far simulated step times are from measured ones: `python -m benchmarks.simulator_accuracy`.
+"""Error of simulated step times: `python -m benchmarks.simulator_accuracy`.
 
 For each model, plans from one bucket for each tensor to one bucket for all are timed on two ranks
 over gloo, in turn, and simulated from measured costs and ready times. What a rank does alone after

@@ -1,4 +1,4 @@
-"""What each rank of the benchmark does."""
+"""Program of each rank of the benchmark."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SMALL_CALLS = 50
 
 
 class Options(NamedTuple):
-    """What the command line gives.
+    """Command-line arguments.
 
     Attributes:
         models: names from `WORKLOADS`.
         rounds: number of rounds.
-        quick: whether a turn has one step that counts, instead of the workload's number.
+        quick: True for one timed step per turn instead of the workload's number.
     """
 
     models: tuple[str, ...]
@@ -66,7 +66,7 @@ def _model(workload: Workload, options: Options, stages: Stages) -> ModelResult:
 
 
 def check_gradients(field: list[Contestant]) -> None:
-    """Whether all that synchronise gave the same gradients in their last step.
+    """Return True if all contestants that synchronise returned equal gradients in their last step.
 
     Raises:
         RuntimeError: one gave others; the time it takes for them means nothing.
@@ -88,7 +88,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 def _small(nbytes: int, options: Options, after_round: Callable[[], None]) -> SmallResult:
-    """What fddp adds to an all-reduce: what it must tell beside the gradients, and bookkeeping."""
+    """Overhead of fddp over an all-reduce: the control word and bookkeeping."""
     tensor = torch.zeros(nbytes // 4)
     with fddp.GradSync([tensor]) as sync, fddp.GradSync([tensor], transport="c10d") as over_gloo:
         steps = {

@@ -52,7 +52,7 @@ _FEWEST_CALLS = 3
 
 
 class Call(NamedTuple):
-    """What is timed, and what comes before it that is not."""
+    """Timed operation and its untimed preparation."""
 
     run: Callable[[], object]
     before: Callable[[], object] | None = None
@@ -209,7 +209,7 @@ def _timed(call: Call) -> float:
 
 
 def figures(result: Result) -> list[Figure]:
-    """What is held against a bound; none without shared memory."""
+    """Figures with a bound; none without shared memory."""
     faster, copies = [], []
     for case in result.cases:
         shm = case.series.get(SHM)

@@ -34,7 +34,7 @@ _COLUMNS = 26  # of a timeline as text
 
 
 class Size(NamedTuple):
-    """How large the model is, and how often a step of each form is timed.
+    """Size of the model and number of timed steps per form.
 
     Attributes:
         layers: number of layers.
@@ -132,7 +132,7 @@ def make_forms(
 def take_turns(
     forms: dict[str, Step], rounds: int
 ) -> tuple[dict[str, tuple[Params, fddp.SyncInfo | None]], dict[str, float]]:
-    """What each form gave in its median step, and how long that took, in seconds."""
+    """Result and median step time in seconds of each form."""
     for step in forms.values():
         for _ in range(_WARM):
             step()

@@ -34,12 +34,12 @@ _PLACES = ("forward", "backward", "update", "writing", "renaming")
 
 
 class Kill(NamedTuple):
-    """That a process ends itself with SIGKILL, once.
+    """Scheduled SIGKILL of a process by itself, once.
 
     Attributes:
         step: in which step.
-        rank: which rank.
-        place: where in it: one of `_PLACES`.
+        rank: rank of the process.
+        place: point within the step: one of `_PLACES`.
     """
 
     step: int
@@ -48,7 +48,7 @@ class Kill(NamedTuple):
 
 
 def kills(count: int, steps: int, ranks: int, seed: int) -> list[Kill]:
-    """When which rank is lost, in different steps; those of checkpoints in their writing, too.
+    """Steps in which ranks are lost, including losses during the writing of checkpoints.
 
     Example:
         >>> kills(2, steps=9, ranks=2, seed=0)
@@ -272,7 +272,7 @@ def note(folder: Path, what: dict[str, Any]) -> None:
 
 
 def notes(folder: Path) -> list[dict[str, Any]]:
-    """What rank 0 has noted."""
+    """Records of rank 0."""
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 

@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 
 
 class Descent(NamedTuple):
-    """What Newton's method ends with.
+    """Result of Newton's method.
 
     Attributes:
         params: the parameters.

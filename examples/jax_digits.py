@@ -28,11 +28,11 @@ _SIZES = {"hidden": (64, 96), "output": (96, 10)}
 
 
 class Trained(NamedTuple):
-    """What a training run ends with.
+    """Result of a training run.
 
     Attributes:
         params: the parameters.
-        steps: how many steps there were.
+        steps: number of steps.
     """
 
     params: Params

@@ -31,7 +31,7 @@ _KILLED, _KILLED_AT, _ROUND = 1, 5, 10
 
 
 def loss_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
-    """How far a line is from the sum of the inputs."""
+    """Distance of a line from the sum of the inputs."""
     return (x @ params["w"] + params["b"] - x.sum(1, keepdim=True)).square().mean()
 
 

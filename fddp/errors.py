@@ -135,7 +135,7 @@ class DesyncError(FddpError):
         self.ranks = ranks
 
 
-class _OperationError(FddpError):
+class _FailedOperation(FddpError):  # noqa: N818 - a private base class
     bucket: int = -1
     paths: tuple[str, ...] = ()
     step: int = -1
@@ -145,7 +145,7 @@ class _OperationError(FddpError):
         self.ranks = ranks
 
 
-class RankLostError(_OperationError):
+class RankLostError(_FailedOperation):
     """A rank died or closed its connection during an operation.
 
     Attributes:
@@ -157,7 +157,7 @@ class RankLostError(_OperationError):
     """
 
 
-class SyncTimeoutError(_OperationError, TimeoutError):
+class SyncTimeoutError(_FailedOperation, TimeoutError):
     """An operation did not finish within `timeout_s`, and no rank is known to be lost.
 
     Attributes:

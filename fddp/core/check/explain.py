@@ -24,14 +24,14 @@ class Problem(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
-def explain(topology: Topology, got: Value, due: Value) -> Problem:
-    """Describe the first difference between the value `got` and the expected value `due`."""
+def explain(topology: Topology, got: Value, expected: Value) -> Problem:
+    """Describe the first difference between the value `got` and the expected value `expected`."""
     if any(term.source == "unfit" for term, _ in got):
         return Problem(
             "holding a sum in an unsuitable weight unit, which can't be corrected afterwards; "
             "reduce the bucket again, by a pack and collectives with when='again'"
         )
-    for term, factor in sorted(due, key=lambda item: item[0].source, reverse=True):
+    for term, factor in sorted(expected, key=lambda item: item[0].source, reverse=True):
         found = [(t, f) for t, f in got if t.source == term.source]
         if found != [(term, factor)]:
             break
@@ -69,19 +69,19 @@ def _missing(topology: Topology, got: Term, missing: Collection[str]) -> Problem
     )
 
 
-def _counted_often(term: Term, got: Fraction, due: Fraction) -> Problem:
+def _counted_often(term: Term, got: Fraction, expected: Fraction) -> Problem:
     late = "late " if term.source == "late" else ""
     return Problem(
-        f"with each {late}gradient counted {got / due} times: it holds {got} of the sum over ranks "
-        f"instead of {due}; sum along each axis once, and add a repair once"
+        f"with each {late}gradient counted {got / expected} times: it holds {got} of the sum "
+        f"over ranks instead of {expected}; sum along each axis once, and add a repair once"
     )
 
 
-def _shard_problem(topology: Topology, got: Term, due: Term) -> Problem:
+def _shard_problem(topology: Topology, got: Term, expected: Term) -> Problem:
     if got.summed:
         along = _names(topology, got.summed)
         return Problem(f"summed along {along}; gather shards, do not reduce them")
-    missing = due.owned - got.owned
+    missing = expected.owned - got.owned
     return Problem(
         f"not gathered along {_names(topology, missing)}: the shards of "
         f"{_others(topology, got.owned, missing)} are missing; pack shards and gather them",

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from fddp.core.schedule.schedule import Schedule
 from fddp.errors import ScheduleError
 
 
-def fail(
-    schedule: Schedule,
-    position: int,
-    problem: str,
-    *,
-    paths: tuple[str, ...] | None = None,
-    ranks: tuple[int, ...] = (),
-) -> NoReturn:
-    """Raise an error about an operation. Without `ranks`, it affects all ranks alike."""
-    bucket = schedule.ops[position].bucket
-    where = "" if ranks else everywhere(schedule)
-    raise ScheduleError(
-        f"{schedule.describe(position)}: {problem}{where}",
-        op=position,
-        bucket=bucket,
-        paths=paths_of(schedule, bucket) if paths is None else paths,
-        ranks=ranks,
-    )
+class Location(NamedTuple):
+    """Position of an operation in a schedule."""
+
+    schedule: Schedule
+    position: int
+
+    def fail(
+        self,
+        problem: str,
+        *,
+        paths: tuple[str, ...] | None = None,
+        ranks: tuple[int, ...] = (),
+    ) -> NoReturn:
+        """Raise an error about the operation. Without `ranks`, it affects all ranks alike."""
+        schedule, bucket = self.schedule, self.schedule.ops[self.position].bucket
+        where = "" if ranks else everywhere(schedule)
+        raise ScheduleError(
+            f"{schedule.describe(self.position)}: {problem}{where}",
+            op=self.position,
+            bucket=bucket,
+            paths=paths_of(schedule, bucket) if paths is None else paths,
+            ranks=ranks,
+        )
 
 
 def fail_bucket(schedule: Schedule, bucket: int, problem: str) -> NoReturn:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fddp.core.check.findings import everywhere, fail, join_names, nontrivial
+from fddp.core.check.findings import Location, everywhere, join_names, nontrivial
 from fddp.core.schedule.op import Op, is_piggybacked
 from fddp.core.schedule.piggyback import piggyback_problem
 from fddp.core.schedule.schedule import Schedule
@@ -63,15 +63,15 @@ def check_order(schedule: Schedule) -> int:
             f"insert one after the last pack{everywhere(schedule)}"
         )
     if len(controls) > 1:
-        fail(schedule, controls[1], f"op {controls[0]} already reduces it; remove one of the two")
+        Location(schedule, controls[1]).fail(
+            f"op {controls[0]} already reduces it; remove one of the two"
+        )
     (control,) = controls
     for position in range(control + 1, len(ops)):
         if ops[position].kind == "pack" and ops[position].when == "always":
-            fail(
-                schedule,
-                position,
+            Location(schedule, position).fail(
                 f"it is launched after {schedule.describe(control)}, which describes all packed "
-                f"gradients; launch it earlier",
+                f"gradients; launch it earlier"
             )
     return _check_piggyback(schedule, control) if is_piggybacked(ops[control]) else control
 
@@ -81,29 +81,23 @@ def _check_piggyback(schedule: Schedule, control: int) -> int:
     ops, carrier, bucket = schedule.ops, schedule.piggyback_op, schedule.ops[control].bucket
     for position in range(control + 1, len(ops)):
         if control in ops[position].deps and position != carrier:
-            fail(
-                schedule,
-                position,
+            Location(schedule, position).fail(
                 f"it depends on the control word, op {control}, which is not reduced yet; only the "
-                f"all-reduce that carries the word may depend on it, and others on that all-reduce",
+                f"all-reduce that carries the word may depend on it, and others on that all-reduce"
             )
     if carrier < 0:
-        fail(
-            schedule,
-            control,
+        Location(schedule, control).fail(
             "no all-reduce of its bucket depends on it, so it would not be reduced; make the last "
-            "all-reduce depend on it, or set bucket -1 and axes",
+            "all-reduce depend on it, or set bucket -1 and axes"
         )
     problem = piggyback_problem(schedule, bucket)
     if problem is not None:
-        fail(schedule, control, f"{problem}; or set bucket -1 and axes")
+        Location(schedule, control).fail(f"{problem}; or set bucket -1 and axes")
     op, names = ops[carrier], schedule.topology.names
     if nontrivial(schedule, op.axes) != nontrivial(schedule, names):
-        fail(
-            schedule,
-            carrier,
+        Location(schedule, carrier).fail(
             f"it carries the control word, which all ranks must reduce; run it along "
-            f"{join_names(names)}",
+            f"{join_names(names)}"
         )
     end = schedule.buffer_numels[bucket]
     if (
@@ -111,12 +105,10 @@ def _check_piggyback(schedule: Schedule, control: int) -> int:
         or op.region.stop != end
         or nontrivial(schedule, op.region.shard)
     ):
-        fail(
-            schedule,
-            carrier,
+        Location(schedule, carrier).fail(
             f"it carries the control word, which lies behind element {end} of the bucket's buffer, "
             f"but its own elements are {op.region.start}:{op.region.stop}; make the last piece "
-            f"carry it, not sharded",
+            f"carry it, not sharded"
         )
     return carrier
 
@@ -124,19 +116,15 @@ def _check_piggyback(schedule: Schedule, control: int) -> int:
 def _fail_dependency(schedule: Schedule, position: int, dep: int) -> None:
     if not 0 <= dep < len(schedule.ops):
         last = len(schedule.ops) - 1
-        fail(
-            schedule,
-            position,
-            f"it depends on op {dep}, but there are ops 0 to {last}; remove that dependency",
+        Location(schedule, position).fail(
+            f"it depends on op {dep}, but there are ops 0 to {last}; remove that dependency"
         )
     if dep == position:
-        fail(schedule, position, "it depends on itself; remove that dependency")
+        Location(schedule, position).fail("it depends on itself; remove that dependency")
     cycle = " -> ".join(str(i) for i in (position, *_path(schedule.ops, dep, position)))
-    fail(
-        schedule,
-        position,
+    Location(schedule, position).fail(
         f"it depends on {schedule.describe(dep)}, which is launched later: {cycle} is a cycle, a "
-        f"deadlock on all ranks; launch op {dep} first",
+        f"deadlock on all ranks; launch op {dep} first"
     )
 
 
@@ -181,8 +169,6 @@ def check_reads_of_control(
             )
         else:
             problem = "it reads the control word but does not depend on it"
-        fail(
-            schedule,
-            position,
-            f"{problem}; make it depend on op {control}, directly or indirectly",
+        Location(schedule, position).fail(
+            f"{problem}; make it depend on op {control}, directly or indirectly"
         )

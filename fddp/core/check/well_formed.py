@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from fddp.core.check.findings import fail, fail_bucket, join_names, nontrivial
+from fddp.core.check.findings import Location, fail_bucket, join_names, nontrivial
 from fddp.core.plan.leaf import ITEM_BYTES
 from fddp.core.schedule.op import (
     CONTROL_REGION,
@@ -66,16 +66,17 @@ def check_form(schedule: Schedule) -> dict[int, list[int]]:
     _check_dtypes(schedule)
     by_bucket: dict[int, list[int]] = {b: [] for b in range(len(schedule.plan.buckets))}
     for position, op in enumerate(schedule.ops):
-        _check_axes(schedule, position, op)
+        at = Location(schedule, position)
+        _check_axes(at, op)
         if op.kind == "control":
-            _check_control(schedule, position, op)
+            _check_control(at, op)
             continue
         if op.bucket not in by_bucket:
-            fail(schedule, position, f"bucket must be an index of the {len(by_bucket)} buckets")
+            at.fail(f"bucket must be an index of the {len(by_bucket)} buckets")
         if schedule.deterministic:
-            _check_deterministic(schedule, position, op)
-        _check_place(schedule, position, op)
-        _check_region(schedule, position, op)
+            _check_deterministic(at, op)
+        _check_place(at, op)
+        _check_region(at, op)
         by_bucket[op.bucket].append(position)
     for bucket, positions in by_bucket.items():
         _check_bucket(schedule, bucket, positions)
@@ -103,150 +104,122 @@ def _check_dtypes(schedule: Schedule) -> None:
             )
 
 
-def _check_deterministic(schedule: Schedule, position: int, op: Op) -> None:
+def _check_deterministic(at: Location, op: Op) -> None:
     """Reject operations whose bits depend on more than the topology."""
     if op.kind == "all_reduce":
-        fail(
-            schedule,
-            position,
+        at.fail(
             "its order of summation depends on the transport, but the schedule is deterministic; "
-            "use reduce_scatter and all_gather",
+            "use reduce_scatter and all_gather"
         )
     if op.when == "late":
-        fail(
-            schedule,
-            position,
+        at.fail(
             "it adds late gradients to a sum, but the schedule is deterministic; reduce the whole "
-            "bucket 'again'",
+            "bucket 'again'"
         )
-    if schedule.scaling == "average" and op.kind == "reduce_scatter":
-        fail(
-            schedule,
-            position,
+    if at.schedule.scaling == "average" and op.kind == "reduce_scatter":
+        at.fail(
             "averaging rounds partial sums, but the schedule is deterministic; set scaling to "
-            "'before' or 'after'",
+            "'before' or 'after'"
         )
 
 
-def _check_axes(schedule: Schedule, position: int, op: Op) -> None:
-    names = schedule.topology.names
+def _check_axes(at: Location, op: Op) -> None:
+    names = at.schedule.topology.names
     for text, axes in (("it runs along", op.axes), ("it is sharded along", op.region.shard)):
         unknown = [axis for axis in axes if axis not in names]
         if unknown:
-            fail(schedule, position, f"{text} {unknown[0]!r}; the axes are {join_names(names)}")
+            at.fail(f"{text} {unknown[0]!r}; the axes are {join_names(names)}")
         if len(set(axes)) < len(axes):
-            fail(schedule, position, f"{text} {join_names(axes)}; name each axis once")
+            at.fail(f"{text} {join_names(axes)}; name each axis once")
     if is_collective(op):
         ordered = tuple(axis for axis in names if axis in op.axes)
         if op.axes != ordered:
-            fail(schedule, position, f"its axes must be in topology order: {join_names(ordered)}")
+            at.fail(f"its axes must be in topology order: {join_names(ordered)}")
         if not op.axes:
-            fail(schedule, position, f"a collective needs axes, of {join_names(names)}")
+            at.fail(f"a collective needs axes, of {join_names(names)}")
     elif op.axes:
-        fail(schedule, position, "a local operation must have no axes; remove them")
+        at.fail("a local operation must have no axes; remove them")
 
 
-def _check_control(schedule: Schedule, position: int, op: Op) -> None:
+def _check_control(at: Location, op: Op) -> None:
     if op.region != CONTROL_REGION or op.when != "always":
-        fail(
-            schedule,
-            position,
+        at.fail(
             f"its region must be {CONTROL_REGION} and its condition 'always', got {op.region} and "
-            f"{op.when!r}",
+            f"{op.when!r}"
         )
     if not is_piggybacked(op):
-        _check_whole_world(schedule, position, op)
-    elif op.bucket >= len(schedule.plan.buckets):
-        buckets = len(schedule.plan.buckets)
-        fail(schedule, position, f"bucket must be an index of the {buckets} buckets")
+        _check_whole_world(at, op)
+    elif op.bucket >= len(at.schedule.plan.buckets):
+        buckets = len(at.schedule.plan.buckets)
+        at.fail(f"bucket must be an index of the {buckets} buckets")
 
 
-def _check_whole_world(schedule: Schedule, position: int, op: Op) -> None:
-    names = schedule.topology.names
-    if nontrivial(schedule, op.axes) != nontrivial(schedule, names):
-        missing = tuple(axis for axis in nontrivial(schedule, names) if axis not in op.axes)
-        fail(
-            schedule,
-            position,
+def _check_whole_world(at: Location, op: Op) -> None:
+    names = at.schedule.topology.names
+    if nontrivial(at.schedule, op.axes) != nontrivial(at.schedule, names):
+        missing = tuple(axis for axis in nontrivial(at.schedule, names) if axis not in op.axes)
+        at.fail(
             f"all ranks must take part, but those along {join_names(missing)} do not; run it along "
-            f"{join_names(names)}",
+            f"{join_names(names)}"
         )
 
 
-def _check_place(schedule: Schedule, position: int, op: Op) -> None:
+def _check_place(at: Location, op: Op) -> None:
     """Check kind, buffer and condition, and operations on sparse buckets."""
     places = _PLACES[op.kind]
     if (op.region.buffer, op.when) not in places:
         allowed = " or ".join(f"({buffer!r}, {when!r})" for buffer, when in places)
-        fail(
-            schedule,
-            position,
+        at.fail(
             f"its buffer and condition are ({op.region.buffer!r}, {op.when!r}); {op.kind} requires "
-            f"{allowed}",
+            f"{allowed}"
         )
-    if schedule.result == "replicated" and op.when != "always":
-        fail(
-            schedule,
-            position,
+    if at.schedule.result == "replicated" and op.when != "always":
+        at.fail(
             f"a schedule with the result 'replicated' gathers shards, which are never late; remove "
-            f"the {op.when!r} operation",
+            f"the {op.when!r} operation"
         )
-    sparse = schedule.plan.buckets[op.bucket].sparse
+    sparse = at.schedule.plan.buckets[op.bucket].sparse
     if sparse and op.kind not in ("gather", "unpack"):
-        fail(schedule, position, "its bucket is sparse; only gather and unpack it")
+        at.fail("its bucket is sparse; only gather and unpack it")
     if not sparse and op.kind == "gather":
-        fail(schedule, position, "its bucket is dense; pack and reduce it instead")
+        at.fail("its bucket is dense; pack and reduce it instead")
     if op.kind == "gather":
-        _check_whole_world(schedule, position, op)
-    if sparse and schedule.result != "replicated_mean":
-        fail(
-            schedule,
-            position,
+        _check_whole_world(at, op)
+    if sparse and at.schedule.result != "replicated_mean":
+        at.fail(
             f"a sparse bucket is always a whole mean on each rank, but the stated result is "
-            f"{schedule.result!r}; plan its leaf as dense, or exclude it",
+            f"{at.schedule.result!r}; plan its leaf as dense, or exclude it"
         )
 
 
-def _check_region(schedule: Schedule, position: int, op: Op) -> None:
+def _check_region(at: Location, op: Op) -> None:
     start, stop, shard = op.region.start, op.region.stop, op.region.shard
     if not 0 <= start <= stop:
-        fail(
-            schedule,
-            position,
-            f"its elements {start}:{stop} must satisfy 0 <= start <= stop",
-        )
-    numel = schedule.plan.buckets[op.bucket].numel
-    limit = 2 * numel + max(schedule.topology.world_size, _ALIGNMENT)
+        at.fail(f"its elements {start}:{stop} must satisfy 0 <= start <= stop")
+    numel = at.schedule.plan.buckets[op.bucket].numel
+    limit = 2 * numel + max(at.schedule.topology.world_size, _ALIGNMENT)
     if stop > limit:
-        fail(
-            schedule,
-            position,
+        at.fail(
             f"its elements {start}:{stop} exceed the {numel} of its bucket by too much; the limit "
-            f"with padding is {limit}",
+            f"with padding is {limit}"
         )
     own = shard if op.kind != "reduce_scatter" else (*shard, *op.axes)
-    parts = schedule.topology.size(own)
+    parts = at.schedule.topology.size(own)
     if (stop - start) % parts:
-        fail(
-            schedule,
-            position,
+        at.fail(
             f"its {stop - start} elements can't be cut into {parts} equal chunks along "
-            f"{join_names(own)}; pad the bucket to a multiple of {parts}",
+            f"{join_names(own)}; pad the bucket to a multiple of {parts}"
         )
-    if op.kind == "gather" and nontrivial(schedule, shard):
-        fail(
-            schedule,
-            position,
+    if op.kind == "gather" and nontrivial(at.schedule, shard):
+        at.fail(
             f"it gathers the whole bucket on every rank, but its region is sharded along "
-            f"{join_names(shard)}; set shard=()",
+            f"{join_names(shard)}; set shard=()"
         )
-    is_whole = op.kind in ("pack", "unpack", "gather") and not nontrivial(schedule, shard)
+    is_whole = op.kind in ("pack", "unpack", "gather") and not nontrivial(at.schedule, shard)
     if is_whole and (start > 0 or stop < numel):
-        fail(
-            schedule,
-            position,
+        at.fail(
             f"its elements are {start}:{stop} of {numel}; a bucket that is not sharded must be "
-            f"{op.kind}ed as a whole",
+            f"{op.kind}ed as a whole"
         )
 
 
@@ -256,11 +229,9 @@ def _check_bucket(schedule: Schedule, bucket: int, positions: list[int]) -> None
     whens = {ops[i].when for i in positions}
     if {"late", "again"} <= whens:
         position = next(i for i in positions if ops[i].when == "late")
-        fail(
-            schedule,
-            position,
+        Location(schedule, position).fail(
             "its bucket is also reduced 'again' as a whole, including late gradients; remove one "
-            "of the two",
+            "of the two"
         )
     seen: dict[tuple[Kind, When], int] = {}
     for i in positions:
@@ -268,10 +239,8 @@ def _check_bucket(schedule: Schedule, bucket: int, positions: list[int]) -> None
         if op.kind in ("pack", "unpack", "gather") and not nontrivial(schedule, op.region.shard):
             first = seen.setdefault((op.kind, op.when), i)
             if first != i:
-                fail(
-                    schedule,
-                    i,
-                    f"op {first} has already {op.kind}ed the whole bucket; remove one of the two",
+                Location(schedule, i).fail(
+                    f"op {first} has already {op.kind}ed the whole bucket; remove one of the two"
                 )
     kinds = {ops[i].kind for i in positions if ops[i].when == "always"}
     if not schedule.plan.buckets[bucket].sparse and "pack" not in kinds:

@@ -92,9 +92,7 @@ class BucketPlan:
         """Indices of the reducible leaves in no bucket, in canonical order."""
         bucketed = set(self.order)
         return tuple(
-            position
-            for position, leaf in enumerate(self.leaves)
-            if leaf.reducible and position not in bucketed
+            i for i, leaf in enumerate(self.leaves) if leaf.reducible and i not in bucketed
         )
 
     @cached_property

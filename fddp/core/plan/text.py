@@ -40,27 +40,20 @@ _HEADER = ("bucket", "leaves", "first leaf", "last leaf", "dtype", "device", "Mi
 _NUMERIC_COLUMNS = (0, 1, 6, 7)
 
 
-class Plan(Protocol):
-    """Fields of a `BucketPlan`."""
+class _Plan(Protocol):
+    """Fields of a `BucketPlan`, which imports this module."""
 
     @property
-    def leaves(self) -> tuple[LeafSpec, ...]:
-        """Leaves of the tree."""
-
+    def leaves(self) -> tuple[LeafSpec, ...]: ...
     @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """Buckets of the plan."""
-
+    def buckets(self) -> tuple[Bucket, ...]: ...
     @property
-    def caps_bytes(self) -> tuple[int, ...]:
-        """Caps of the buckets."""
-
+    def caps_bytes(self) -> tuple[int, ...]: ...
     @property
-    def order(self) -> tuple[int, ...]:
-        """Bucketed leaves in the order of assignment."""
+    def order(self) -> tuple[int, ...]: ...
 
 
-def to_json(plan: Plan) -> str:
+def to_json(plan: _Plan) -> str:
     """Return the plan as JSON that is identical in all processes."""
     return _dumps(
         {
@@ -73,7 +66,7 @@ def to_json(plan: Plan) -> str:
     )
 
 
-def shared_json(plan: Plan) -> str:
+def shared_json(plan: _Plan) -> str:
     """Return the part of the plan that ranks must agree on, as JSON.
 
     Leaves in no bucket are omitted. They shift leaf indices, so bucketed leaves are written out.
@@ -122,7 +115,7 @@ def _dumps(document: dict[str, Any]) -> str:
     return json.dumps(document, separators=(",", ":"))
 
 
-def summary(plan: Plan) -> str:
+def summary(plan: _Plan) -> str:
     """Return totals in one line."""
     total_bytes = sum(bucket.nbytes for bucket in plan.buckets)
     caps = ", ".join(_mib(cap) for cap in plan.caps_bytes[:4])
@@ -133,18 +126,18 @@ def summary(plan: Plan) -> str:
     )
 
 
-def table(plan: Plan) -> str:
+def table(plan: _Plan) -> str:
     """Return totals and a plain-text table. The middle of a long table is omitted."""
     rows = tables.plain_table(_HEADER, _rows(plan), _NUMERIC_COLUMNS)
     return f"BucketPlan: {summary(plan)}\n{rows}"
 
 
-def html_table(plan: Plan) -> str:
+def html_table(plan: _Plan) -> str:
     """Return the table as HTML for notebooks."""
     return tables.html_table(f"BucketPlan: {summary(plan)}", _HEADER, _rows(plan))
 
 
-def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+def _rows(plan: _Plan) -> Iterator[tuple[str, ...]]:
     count = len(plan.buckets)
     head = count if count <= _SHOWN_BUCKETS else _SHOWN_BUCKETS // 2
     for index in range(head):
@@ -156,7 +149,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
             yield _row(plan, index)
 
 
-def _row(plan: Plan, index: int) -> tuple[str, ...]:
+def _row(plan: _Plan, index: int) -> tuple[str, ...]:
     bucket = plan.buckets[index]
     return (
         str(index),

@@ -38,35 +38,24 @@ _NUMERIC_COLUMNS = (0, 2)
 _SHOWN_IN_HTML = 60
 
 
-class Schedule(Protocol):
-    """Fields of a `Schedule`, apart from its plan."""
+class _Schedule(Protocol):
+    """Fields of a `Schedule`, which imports this module, except for its plan."""
 
     @property
-    def topology(self) -> Topology:
-        """Axes of the ranks."""
-
+    def topology(self) -> Topology: ...
     @property
-    def ops(self) -> tuple[Op, ...]:
-        """Operations in launch order."""
-
+    def ops(self) -> tuple[Op, ...]: ...
     @property
-    def wire_dtypes(self) -> tuple[str, ...]:
-        """Dtype in which each bucket is reduced."""
-
+    def wire_dtypes(self) -> tuple[str, ...]: ...
     @property
-    def scaling(self) -> str:
-        """Position of the division by the number of ranks."""
-
+    def scaling(self) -> str: ...
     @property
-    def result(self) -> str:
-        """Postcondition."""
-
+    def result(self) -> str: ...
     @property
-    def deterministic(self) -> bool:
-        """True if sums are associated in one fixed order."""
+    def deterministic(self) -> bool: ...
 
 
-def to_json(schedule: Schedule, *, plan: str) -> str:
+def to_json(schedule: _Schedule, *, plan: str) -> str:
     """Return the schedule as JSON, with the text `plan` as its plan."""
     document = {
         "format": FORMAT,
@@ -110,13 +99,13 @@ def _parse_op(op: list[Any]) -> Op:
     return Op(kind, bucket, tuple(axes), region, tuple(deps), when)
 
 
-def table(schedule: Schedule) -> str:
+def table(schedule: _Schedule) -> str:
     """Return the operations as a plain-text table."""
     rows = tables.plain_table(_HEADER, _rows(schedule), _NUMERIC_COLUMNS)
     return f"{schedule!r}\n{rows}"
 
 
-def html_table(schedule: Schedule) -> str:
+def html_table(schedule: _Schedule) -> str:
     """Return the table as HTML for notebooks. The middle of a long table is omitted."""
     rows = list(_rows(schedule))
     if len(rows) > _SHOWN_IN_HTML:
@@ -126,7 +115,7 @@ def html_table(schedule: Schedule) -> str:
     return tables.html_table(repr(schedule), _HEADER, rows)
 
 
-def _rows(schedule: Schedule) -> Iterator[tuple[str, ...]]:
+def _rows(schedule: _Schedule) -> Iterator[tuple[str, ...]]:
     for position, op in enumerate(schedule.ops):
         is_control = op.kind == "control"
         yield (

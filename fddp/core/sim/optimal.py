@@ -99,13 +99,13 @@ class _ReservedInterval(NamedTuple):
 
 
 def optimal_plan(
-    leaves: Sequence[LeafSpec], offered: Sequence[int], ready_times_s: ReadyTimes, target: Target
+    leaves: Sequence[LeafSpec], reduced: Sequence[int], ready_times_s: ReadyTimes, target: Target
 ) -> BucketPlan:
     """Return the plan with the shortest simulated step; `fddp.plan_optimal` plans a tree.
 
     Args:
         leaves: all leaves of a tree, in canonical order.
-        offered: indices of the leaves to reduce; leaves with equal times keep this order.
+        reduced: indices of the leaves to reduce; leaves with equal times keep this order.
         ready_times_s: time at which each gradient is ready, as in `simulate`; leaves without a
             gradient come first.
         target: cost model, topology and algorithm.
@@ -122,19 +122,19 @@ def optimal_plan(
         [(2, 1), (0,)]
     """
     leaves = tuple(leaves)
-    times_s = ready_seconds(leaves, offered, ready_times_s)
-    order = sorted(offered, key=lambda leaf: times_s[leaf])
+    times_s = ready_seconds(leaves, reduced, ready_times_s)
+    order = sorted(reduced, key=lambda leaf: times_s[leaf])
 
     def step_s(plan: BucketPlan) -> float:
         schedule = target.schedule_of(plan)
         return simulate(schedule, target.cost, times_s).step_s
 
-    return min(_candidates(leaves, offered, order, times_s, target), key=step_s)
+    return min(_candidates(leaves, reduced, order, times_s, target), key=step_s)
 
 
 def _candidates(
     leaves: tuple[LeafSpec, ...],
-    offered: Sequence[int],
+    reduced: Sequence[int],
     order: Sequence[int],
     times_s: FloatArray,
     target: Target,
@@ -145,7 +145,7 @@ def _candidates(
         for ends in _splits(classes, channel, leaves, order):
             yield _plan(leaves, order, classes, ends)
     yield plan_leaves(leaves, order=order, caps_bytes=_DDP_CAPS_BYTES)
-    yield plan_leaves(leaves, order=offered, caps_bytes=_DDP_CAPS_BYTES)
+    yield plan_leaves(leaves, order=reduced, caps_bytes=_DDP_CAPS_BYTES)
     if len(channels) > 1:
         total_bytes = sum(leaves[leaf].nbytes for leaf in order)
         for halvings in range(_HALVINGS):
