@@ -229,6 +229,7 @@ STRICTER = {
 KILLED = "killed: a fault is shown"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BASES)
 def test_mutants_are_killed_or_equal(name: str) -> None:
     original = BASES[name]

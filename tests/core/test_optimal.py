@@ -137,6 +137,7 @@ def mixed_problems(draw: st.DrawFn) -> tuple[list[LeafSpec], list[int], list[flo
     return leaves, draw(st.permutations(range(len(leaves)))), ready_s, target
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(mixed_problems())
 def test_never_worse_than_ddp(problem: Any) -> None:

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from fddp.core.plan.plan import Bucket, BucketPlan, LeafSpec, assign_buckets, plan_leaves, rebucket
 from fddp.errors import NoGradientError
 from fddp.tree.planner import plan_buckets
+from tests.support.polling import HANG_S
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 MIB_BYTES = 1024 * 1024
@@ -221,7 +222,7 @@ def test_digest_is_pinned_and_the_same_in_every_process() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     assert said.stdout.split() == [plan.digest, plan.shared_digest]
 

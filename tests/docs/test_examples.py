@@ -16,6 +16,7 @@ import fddp
 from examples import common
 from examples.common import Check, Report, difference, difference_between_ranks
 from tests.support.pages import ROOT, commands, read
+from tests.support.polling import HANG_S
 
 if TYPE_CHECKING:
     from tests.support.ranks import RankPool
@@ -155,7 +156,7 @@ def test_a_broken_example_under_torchrun(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 1
@@ -169,7 +170,7 @@ def test_a_script_without_torchrun() -> None:
         [sys.executable, "-m", "examples.dp_sgd", "--ranks", "1"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

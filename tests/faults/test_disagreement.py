@@ -32,6 +32,7 @@ MANY = int(os.environ.get("DISAGREEMENTS", "0")) or len(KINDS)
 LATE_S = 2.0
 
 
+@pytest.mark.slow
 def test_generated_disagreements_on_threads(record_property: Any) -> None:
     """On threads, which cost little; every kind at least once."""
     played, found = Counter[str](), []

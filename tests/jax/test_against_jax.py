@@ -19,6 +19,7 @@ from torch.func import grad, jvp
 import fddp
 from tests.support import jax_reference
 from tests.support.jax_reference import INVARIANT, ROOT, WIDTH, inputs
+from tests.support.polling import HANG_S
 from tests.support.ranks import RankPool
 
 WORLD_SIZE = 3
@@ -56,7 +57,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         [sys.executable, jax_reference.__file__, str(WORLD_SIZE), str(path)],
         env=environment,
         check=True,
-        timeout=110,
+        timeout=HANG_S,
     )
     found: dict[str, Any] = pickle.loads(Path(path).read_bytes())
     return found

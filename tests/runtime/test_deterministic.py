@@ -395,6 +395,7 @@ CASE = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(CASE)
 def test_drawn_trees_have_the_same_bits_under_any_algorithm(case: Any) -> None:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
+from tests.support.polling import HANG_S
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -55,7 +57,7 @@ class Hosts:
         self._keepers = keepers
 
     def run(
-        self, world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 90.0
+        self, world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = HANG_S
     ) -> list[Any]:
         """`fn(rank, world_size, *args)` on each rank of a default group over gloo; by rank."""
         half = world_size // 2

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support.polling import HANG_S
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",
@@ -118,7 +120,7 @@ def run_script(page: str, folder: Path, *, epilogue: str = "") -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, f"{page}, whose lines are the script's:\n{done.stderr}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.ranks import RankPool, run_fresh
+from tests.support.ranks import LaunchProcesses, RankPool, run_fresh
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,17 +39,21 @@ def _is_quick(item: pytest.Item) -> bool:
         return not any(name in source for name in ("compile", "jax", "subprocess"))
     if not isinstance(item, pytest.Function):
         return False
-    params = item.callspec.params if hasattr(item, "callspec") else {}
-    if "launch" in item.fixturenames and params.get("launch") != "loopback":
+    if item.get_closest_marker("slow") is not None:
         return False
+    params = item.callspec.params if hasattr(item, "callspec") else {}
     fixtures = [definitions[-1].func for definitions in item._fixtureinfo.name2fixturedefs.values()]
-    return not any(map(_is_slow, _reached([item.obj, *fixtures, *params.values()])))
+    used = list(_reached([item.obj, *fixtures, *params.values()]))
+    on_threads = any(isinstance(value, str) and value == "loopback" for value in params.values())
+    return not any(map(_is_slow, used)) and (
+        on_threads or not any(value is LaunchProcesses for value in used)
+    )
 
 
 def _is_slow(value: Any) -> bool:
-    if isinstance(value, ModuleType):
-        return value.__name__.partition(".")[0] in _MODULES
-    return value is _SLOW or any(value is one for one in _OBJECTS)
+    owner = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    of_module = isinstance(owner, str) and owner.partition(".")[0] in _MODULES
+    return of_module or any(value is one for one in (_SLOW, *_OBJECTS))
 
 
 def _reached(values: list[Any]) -> Iterator[Any]:

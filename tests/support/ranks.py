@@ -27,11 +27,11 @@ import torch.distributed as dist
 
 from fddp.transport import loopback
 from fddp.transport.shm import host_discovery
+from tests.support.polling import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-_START_S = 60.0  # importing torch in a new process, on a busy machine
 _FAILURE_GRACE_S = 10.0  # what the others get to end once a rank has failed
 _END_S = 5.0  # what idle processes get to end in order
 # Importing torch is most of what starting a process takes, so one process does it for all.
@@ -64,7 +64,7 @@ class RankPool:
         world_size: int,
         fn: Callable[..., Any],
         *args: Any,
-        timeout_s: float = 60.0,
+        timeout_s: float = HANG_S,
     ) -> list[Any]:
         """`fn(rank, world_size, *args)` on each rank of a fresh default group; results by rank.
 
@@ -97,7 +97,7 @@ class RankPool:
 
 
 def run_fresh(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = HANG_S
 ) -> list[Outcome]:
     """As `RankPool.run`, on processes of its own, for functions that end their process.
 
@@ -225,8 +225,8 @@ class _Worker:
 
     def submit(self, call: _Call) -> None:
         if not self._ready:
-            if not self.connection.poll(_START_S):
-                raise RanksFailedError(f"a rank's process did not start within {_START_S} s")
+            if not self.connection.poll(HANG_S):
+                raise RanksFailedError(f"a rank's process did not start within {HANG_S} s")
             self.connection.recv()
             self._ready = True
         self.connection.send_bytes(pickle.dumps(call))

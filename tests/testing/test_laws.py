@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 import torch
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
-from hypothesis.errors import NoSuchExample
+from hypothesis.errors import HypothesisWarning, NoSuchExample
 from torch import Tensor
 
 import fddp
@@ -43,9 +44,11 @@ SMALL = {"bucket_cap_mb": 1e-5, "first_bucket_mb": 1e-5}
 
 
 def drawn(strategy: st.SearchStrategy[Any], is_one: Callable[[Any], bool]) -> Any:
-    """An example of which this holds."""
+    """An example that satisfies `is_one`."""
     quiet = settings(max_examples=5_000, database=None, phases=[Phase.generate])
-    return find(strategy, is_one, settings=quiet)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HypothesisWarning)  # of long examples, which are not shrunk
+        return find(strategy, is_one, settings=quiet)
 
 
 @given(param_trees(max_leaves=5))
@@ -245,6 +248,7 @@ def test_arguments_of_assert_same_collectives(orders: Any, expected: Any, text: 
 ALGORITHMS = st.sampled_from(["all_reduce", "hierarchical", "reduce_scatter"])
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(st.data())
 def test_every_algorithm_gives_the_mean_of_any_tree(data: st.DataObject) -> None:

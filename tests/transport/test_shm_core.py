@@ -22,6 +22,7 @@ import torch
 
 from fddp.native import extension
 from tests.support.crews import COPIED, IN_PLACE, MIB, Crew, crew_of, outcome, run
+from tests.support.polling import HANG_S
 from tests.support.ranks import run_fresh
 
 if TYPE_CHECKING:
@@ -303,7 +304,7 @@ def test_forks_limits_and_exits() -> None:
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "RLIMIT_FSIZE" in ended.stdout
@@ -335,7 +336,7 @@ def stress(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_random_operations(stress: Path, arguments: str) -> None:
     ended = subprocess.run(
-        [stress, *arguments.split()], capture_output=True, text=True, timeout=100
+        [stress, *arguments.split()], capture_output=True, text=True, timeout=HANG_S
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.endswith("all well\n")

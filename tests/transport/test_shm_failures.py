@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from fddp.errors import ClosedError, FddpError, RankLostError, SyncTimeoutError
 from fddp.transport import open_transport
+from tests.support.polling import soon
 from tests.support.ranks import run_fresh, split_into_hosts
 from tests.transport.test_axes import AXES, SQUARE
 from tests.transport.test_shm import held
@@ -340,10 +341,7 @@ def late_again_on_rank(rank: int, world_size: int) -> None:
         assert value.tolist() == [3.0] * 3
     transport.close()
     dist.barrier()
-    deadline_s = time.perf_counter() + 10
-    while held().mappings > earlier and time.perf_counter() < deadline_s:
-        time.sleep(0.05)
-    assert held().mappings <= earlier, "nothing is left of a transport that failed"
+    assert soon(lambda: held().mappings <= earlier), "nothing is left of a transport that failed"
 
 
 def test_the_group_goes_on_after_a_failure(ranks: RankPool) -> None:

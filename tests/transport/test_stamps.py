@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fddp.native import extension
+from tests.support.polling import HANG_S
 
 # Rank 0 ends its interpreter while an operation is under way, and its process once its input ends.
 PROGRAM = """
@@ -58,9 +59,9 @@ def test_an_operation_may_fail_after_the_interpreter_has_ended() -> None:
         assert (first.stdout.readline(), second.stdout.readline()) == ("ready\n", "ready\n")
         time.sleep(_ENDS_WITHIN_S)
         assert first.poll() is None
-        second.communicate(timeout=30.0)
+        second.communicate(timeout=HANG_S)
         time.sleep(_ENDS_WITHIN_S)
-        first.communicate(timeout=30.0)
+        first.communicate(timeout=HANG_S)
         assert (first.returncode, second.returncode) == (7, 0)
 
 
@@ -72,7 +73,7 @@ def test_stamps() -> None:
     stamp = extension.load().CompletionTimestamp(work)
     work.wait()
     while stamp.completed_s is None:  # it is taken after those that wait are woken
-        assert time.perf_counter() < begin_s + 20.0
+        assert time.perf_counter() < begin_s + 60.0
     assert begin_s < stamp.completed_s < time.perf_counter()
 
 

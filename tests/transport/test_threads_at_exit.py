@@ -22,6 +22,7 @@ from fddp.transport.liveness import status_store
 from fddp.transport.liveness.bounded_store import client_of
 from fddp.transport.liveness.status import StatusBoard
 from tests.support.endings import Ending, ending
+from tests.support.polling import HANG_S
 from tests.support.ranks import Launch, launch_over
 
 W = {"w": torch.ones(3)}
@@ -56,7 +57,7 @@ threads.start_thread(ask, "asks", over.set)
 
 def test_a_thread_that_calls_torch_ends_first() -> None:
     """By itself it would come back to an interpreter that has ended, and abort the process."""
-    run = subprocess.run([sys.executable, "-c", TORCH_FOREVER], capture_output=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", TORCH_FOREVER], capture_output=True, timeout=HANG_S)
     assert (run.returncode, run.stderr) == (0, b"")
 
 
@@ -85,7 +86,7 @@ def test_a_run_that_ends_in_order_ends_with_0(tmp_path: Path) -> None:
             for rank in range(2)
         ]
         for rank in ranks:
-            _, told = rank.communicate(timeout=50)
+            _, told = rank.communicate(timeout=HANG_S)
             assert (rank.returncode, told) == (0, b"")
 
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import fddp
 from fddp.tree.pytree import flatten, insertion_order, tree_map
+from tests.support.polling import HANG_S
 from tests.support.ranks import RankPool
 
 
@@ -225,4 +226,4 @@ fddp.loopback(2, train)
 loaded = [name for name in ("jax", "jaxlib", "optax", "flax", "equinox") if name in sys.modules]
 assert not loaded, loaded
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=HANG_S)
