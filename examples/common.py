@@ -1,4 +1,4 @@
-"""What examples share: starting ranks, comparing trees, and a table of what was found."""
+"""Shared parts of the examples: starting ranks, comparing trees, and a table of results."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ ROUNDING = 1e-10
 
 @dataclass(frozen=True)
 class Report:
-    """What an example found.
+    """Results of an example.
 
     Attributes:
-        title: what ran.
+        title: name of the example.
         rows: figures that are shown: a name, a value, and a remark each.
-        checks: what must hold, by the name of its row.
+        checks: checks by the name of their row.
     """
 
     title: str
@@ -43,7 +43,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether all checks did."""
+        """True if all checks passed."""
         return all(check.passed for check in self.checks.values())
 
 
