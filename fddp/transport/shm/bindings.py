@@ -1,4 +1,4 @@
-"""The extension's shared memory, typed: arenas, views of other processes' arenas, teams."""
+"""Typed bindings of the extension's shared memory: arenas, views of other arenas, teams."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 class Status(IntEnum):
-    """How an operation stands; all but the first are its end."""
+    """Status of an operation; all but `PENDING` are final."""
 
     PENDING = 0
     OK = 1
-    LOST = 2  # members died, or left while they were needed
-    TIMEOUT = 3  # members did not come in time
-    MISMATCH = 4  # members met in different operations; the team stays usable
+    LOST = 2  # members died, or left while operations were pending
+    TIMEOUT = 3  # members did not take part in time
+    MISMATCH = 4  # members issued different operations; the team stays usable
     CLOSED = 5  # this rank left the team
-    BROKEN = 6  # what members wrote makes no sense
-    PEER_FAILED = 7  # a member met a failure elsewhere
+    BROKEN = 6  # members wrote malformed data
+    PEER_FAILED = 7  # a member reported a failure outside the team
 
 
 class Arena(Protocol):
-    """A process's memory that others map; anonymous, so that it ends with those who hold it."""
+    """Anonymous memory of a process that other processes map. Freed with its last mapping."""
 
     @property
     def fd(self) -> int: ...
@@ -60,13 +60,13 @@ class ShmWork(Protocol):
 
 
 class Team(Protocol):
-    """Ranks that have mapped each other's arenas; members are numbered by their place."""
+    """Ranks that have mapped each other's arenas. Members are numbered by position."""
 
     @property
     def failure(self) -> tuple[int, tuple[int, ...], int]: ...
     @property
     def states(self) -> list[str]: ...
-    def start(
+    def start(  # mirrors the signature in C++
         self,
         kind: str,
         tensor: Tensor,
@@ -76,10 +76,10 @@ class Team(Protocol):
         soon: bool = ...,
         stamp: bool = ...,
     ) -> ShmWork:
-        """Never blocks.
+        """Start an operation. Never blocks.
 
         Raises:
-            TypeError, ValueError: the tensor can't be summed or moved; nothing was told to others.
+            TypeError, ValueError: unsuitable tensor. The other members are not affected.
         """
 
     def fail(self, status: int, members: Sequence[int]) -> None: ...
@@ -87,21 +87,21 @@ class Team(Protocol):
 
 
 def make_arena(span_bytes: int) -> Arena:
-    """Reserves addresses, and pages only as they are needed; an OSError if that can't be."""
+    """Reserve addresses; pages are reserved on demand. Raises OSError on failure."""
     return cast("Arena", extension.load().ShmArena(span_bytes))
 
 
 def view_arena(fd: int, span_bytes: int) -> View:
-    """Maps another process's arena; the descriptor may be closed after that.
+    """Map another process's arena. The descriptor may be closed afterwards.
 
     Raises:
-        ValueError: it is no sealed anonymous file of this size and user.
-        OSError: it can't be mapped.
+        ValueError: `fd` is not a sealed anonymous file of this size and user.
+        OSError: the mapping failed.
     """
     return cast("View", extension.load().ShmView(fd, span_bytes))
 
 
-def make_team(
+def make_team(  # mirrors the constructor in C++
     arena: Arena,
     views: Sequence[View | None],
     index: int,
@@ -110,21 +110,21 @@ def make_team(
     timeout_s: float,
     waiters_on_host: int,
 ) -> Team:
-    """Joins the team whose board lies in its first member's arena.
+    """Join the team whose board lies in its first member's arena.
 
     Args:
-        arena: this member's.
-        views: of the members' arenas, None at `index`.
-        index: this member's place.
-        board_offset: of the board.
-        pidfds: of the members' processes, -1 at `index`.
-        timeout_s: the longest that an operation may take.
-        waiters_on_host: processes on this host that may be waiting at a time.
+        arena: this member's arena.
+        views: views of the members' arenas, None at `index`.
+        index: this member's position.
+        board_offset: offset of the board in the first member's arena.
+        pidfds: pidfds of the members' processes, -1 at `index`.
+        timeout_s: time limit of one operation.
+        waiters_on_host: largest number of processes on this host that wait at the same time.
 
     Raises:
         OSError, RuntimeError: pages could not be reserved.
     """
-    made = extension.load().ShmTeam(
+    team = extension.load().ShmTeam(
         arena, views, index, board_offset, pidfds, timeout_s, waiters_on_host
     )
-    return cast("Team", made)
+    return cast("Team", team)
