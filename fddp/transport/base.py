@@ -25,6 +25,7 @@ import torch
 
 from fddp.errors import ClosedError
 from fddp.transport.byte_exchange import exchange_bytes
+from fddp.transport.lifetime.fork import IN_A_FORK
 from fddp.transport.operation import Operation, check_operation, check_tensor
 from fddp.transport.subgroups import Subgroups, own_groups
 from fddp.transport.work import Work as Work
@@ -124,6 +125,10 @@ class Endpoint(ABC):
     def abandon(self, reason: str) -> None:
         """Close during operations, and report this to the ranks that wait for them."""
         self.close(reason)
+
+    def disown(self) -> None:
+        """Mark as closed in a forked process, see [Note: forks]."""
+        self.closed_by = self.closed_by or IN_A_FORK
 
     @abstractmethod
     def _release(self) -> None:

@@ -21,12 +21,11 @@ from fddp.errors import (
     ClosedError,
     DesyncError,
     FddpError,
-    PeerError,
     RankLostError,
     SyncTimeoutError,
 )
 from fddp.transport.base import Transport, Work
-from fddp.transport.liveness.failure import check_titles
+from fddp.transport.liveness.failure import Failure, check_titles, mismatch_error, to_error
 from fddp.transport.liveness.status import MAX_RANKS_SHOWN, RankStatus, StatusBoard, format_statuses
 from fddp.transport.ordered_sum import sum_in_order_
 
@@ -204,25 +203,23 @@ class LoopbackTransport(Transport):
     ) -> FddpError:
         """Return the error of `what`, given the missing ranks or the failed step of a peer."""
         where = f"{what} on rank {self.rank} of {self.world_size}"
-        if peer is not None:
-            return PeerError(f"{where}: {peer}, and takes no part; the step fails on all ranks")
+        failure = Failure("", late=True, silent=tuple(missing), peer=peer or "")
         gone = {rank: reason for rank, reason in missing.items() if reason is not None}
-        if gone and not self._state.gave_up(self._channel) & gone.keys():
+        if not peer and gone and not self._state.gave_up(self._channel) & gone.keys():
             reasons = ", ".join(f"rank {rank} {reason}" for rank, reason in gone.items())
             return RankLostError(
                 f"{where}: lost {reasons}; fix that rank's own error first", tuple(gone)
             )
-        absent = ", ".join(f"rank {rank}" for rank in missing)
         others = [rank for rank in range(self.world_size) if rank not in missing]
         boards = self._state.boards
         some = sorted(rank for rank in [*missing, *others] if rank in boards)[:MAX_RANKS_SHOWN]
         statuses = format_statuses({f"rank {rank}": boards[rank].own_status() for rank in some})
-        return SyncTimeoutError(
-            f"{where}: not finished within timeout_s={self.timeout_s}; no response from {absent}. "
-            "All ranks must issue the same operations in the same order; if one is only slow, "
-            f"raise timeout_s. Status of the ranks: {statuses}",
-            tuple(missing),
-        )
+        failure = failure._replace(statuses=statuses)
+        return to_error(failure, where, _names, self.timeout_s)
+
+
+def _names(ranks: tuple[int, ...]) -> str:
+    return ", ".join(f"rank {rank}" for rank in ranks)
 
 
 class _LoopbackWork(Work):
@@ -250,23 +247,21 @@ class _LoopbackWork(Work):
 
     def _outcome(self, what: str) -> FddpError | None:
         transport, rendezvous = self._transport, self._rendezvous
+        where = f"{what} on rank {transport.rank} of {transport.world_size}"
         if transport.closed_by and rendezvous.done_s is None:
-            return ClosedError(
-                f"{what} on rank {transport.rank} of {transport.world_size}: the transport was "
-                f"closed ({transport.closed_by})"
-            )
+            return ClosedError(f"{where}: the transport was closed ({transport.closed_by})")
         status = transport.status
         status.begin(what)
         peer = partial(transport._board.step_failure, status)
         missing = transport._state.wait(rendezvous, transport.timeout_s, peer)
         if rendezvous.mismatch is not None:
-            return self._desync(what, rendezvous.mismatch)
+            return mismatch_error(where, rendezvous.mismatch)
         if not missing:
             status.finish(what)
             return None
         if any(missing.values()) and (mismatch := transport._state.mismatch(rendezvous)):
             # Operations after a mismatch are never matched.
-            error: FddpError = self._desync(what, mismatch)
+            error: FddpError = mismatch_error(where, mismatch)
         else:
             error = transport._explain(what, missing, peer())
         status.fail(what)
@@ -275,13 +270,6 @@ class _LoopbackWork(Work):
         transport.closed_by = f"{what} failed"
         transport._release()
         return error
-
-    def _desync(self, what: str, mismatch: str) -> DesyncError:
-        return DesyncError(
-            f"{what} on rank {self._transport.rank} of {self._transport.world_size}: ranks met in "
-            f"different operations: {mismatch}; all ranks must issue the same operations in the "
-            f"same order"
-        )
 
 
 class _CollectiveKey(NamedTuple):
@@ -308,8 +296,6 @@ class _Exit(NamedTuple):
 
 
 class _SharedState:
-    """State shared by the threads."""
-
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size = size
         self.timeout_s = timeout_s
@@ -350,7 +336,6 @@ class _SharedState:
             return missing
 
     def titles(self, channel: int) -> dict[int, str]:
-        """Return the ranks' titles of a channel, by rank."""
         with self._changed:
             return dict(self._openings[channel])
 
@@ -385,7 +370,6 @@ class _SharedState:
             return self._missing_at(rendezvous)
 
     def mismatch(self, rendezvous: _Rendezvous) -> str:
-        """Return an earlier mismatch of the same ranks; empty if there was none."""
         with self._changed:
             return self._mismatches.get(rendezvous.key[:2], "")
 
@@ -395,23 +379,19 @@ class _SharedState:
             self._gave_up.add((rank, channel))
 
     def gave_up(self, channel: int) -> set[int]:
-        """Return the ranks that left `channel` because of their time limit."""
         with self._changed:
             return {rank for rank, other in self._gave_up if other == channel}
 
     def publish_step_failure(self, channel: int, step: int, text: str) -> None:
-        """Publish a failed step to ranks that wait on other channels."""
         with self._changed:
             self._step_failures[channel] = step, text
             self._changed.notify_all()
 
     def read_step_failure(self, channel: int, step: int) -> str | None:
-        """Return the published failure of `step`, or None."""
         failed, text = self._step_failures.get(channel, (-1, ""))
         return text if failed == step else None
 
     def is_over(self, rendezvous: _Rendezvous) -> bool:
-        """Return True if `wait` would return at once."""
         with self._changed:
             return self._is_over(rendezvous)
 
@@ -446,7 +426,6 @@ class _SharedState:
 
 @torch.no_grad()
 def _execute(operations: list[Operation]) -> None:
-    """Execute a collective, given the matching operations of its ranks."""
     first = operations[0]
     tensors = [operation.tensor for operation in operations]
     if first.kind == "all_reduce":

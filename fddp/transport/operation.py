@@ -85,7 +85,6 @@ class Operation(NamedTuple):
 
 
 def check_operation(operation: Operation, rank: int) -> None:
-    """Raise an error if the operation of `rank` is invalid."""
     kind, tensor, n = operation.kind, operation.tensor, len(operation.ranks)
     check_tensor(kind, tensor, rank)
     if kind in ("all_reduce", "reduce_scatter"):

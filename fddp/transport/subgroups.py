@@ -28,16 +28,7 @@ class Subgroups(NamedTuple):
     ranks: Mapping[Axes, tuple[int, ...]] = MappingProxyType({})
 
     def members(self, kind: str, axes: Axes, rank: int) -> tuple[int, ...]:
-        """Return the members of the group along `axes`.
-
-        Args:
-            kind: the operation, for the error text.
-            axes: names of axes.
-            rank: this rank, for the error text.
-
-        Raises:
-            ValueError: this group was not opened.
-        """
+        """Return the members of the group along `axes`; ValueError if it was not opened."""
         members = self.ranks.get(axes)
         if members is None:
             opened = ", ".join(map(repr, self.ranks)) or "none"
@@ -63,16 +54,10 @@ class Subgroups(NamedTuple):
 def own_groups(
     rank: int, topology: Topology, groups: Sequence[Axes], requests: Sequence[bytes]
 ) -> dict[Axes, tuple[int, ...]]:
-    """Check the arguments of `Transport.open_subgroups` and return `rank`'s groups.
-
-    Args:
-        rank: this rank.
-        topology: the topology.
-        groups: tuples of axis names.
-        requests: description of these arguments on each rank, by rank.
+    """Check the arguments of `Transport.open_subgroups`, described by each rank in `requests`.
 
     Returns:
-        Members of the groups by axes, including the group along all axes.
+        Members of `rank`'s groups by axes, including the group along all axes.
     """
     first, *others = [request.decode() for request in requests]
     for other_rank, other in enumerate(others, start=1):

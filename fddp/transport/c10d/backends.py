@@ -83,7 +83,6 @@ class PendingCollective(NamedTuple):
 
     @property
     def arrived_well(self) -> bool:
-        """True if all works have finished without an error."""
         if not self.arrived:
             return False
         with ignore_backend_errors():
@@ -308,7 +307,6 @@ class _ScratchPool:
         self._kept: list[Tensor] = []
 
     def acquire(self, nbytes: int) -> Tensor:
-        """Return an uninitialised buffer of at least `nbytes` bytes."""
         with self._lock:
             for i, memory in enumerate(self._kept):
                 if memory.numel() >= nbytes:
@@ -454,7 +452,6 @@ def _finishes(work: dist.Work, within: timedelta) -> bool:
 
 
 def _origin() -> tuple[torch.cuda.Stream, torch.cuda.Event, float]:
-    """Return a side stream, and one moment as an event and in host time."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(stream)

@@ -69,7 +69,6 @@ def diagnose(
 
 
 def _is_late(text: str) -> bool:
-    """Return True if the text of a backend's error describes a timeout."""
     # gloo also reports a timeout after several refused connections.
     words = text.lower()
     return ("timeout" in words or "timed out" in words) and "refused" not in words

@@ -24,14 +24,7 @@ _CHECK_PROCESSES_AFTER_S = 1.0  # duration of a wait after which processes are c
 
 
 class PeerMonitor:
-    """The other ranks of one transport, as seen from this one.
-
-    Args:
-        membership: presence and failure reports of the ranks.
-        detector: processes and statuses of the ranks.
-        status: status of this rank on the transport.
-        timeout_s: time limit of one operation.
-    """
+    """The other ranks of one transport, as seen from this one."""
 
     def __init__(
         self,
@@ -118,14 +111,10 @@ class PeerMonitor:
             self._membership.report(report)
 
     def publish_mismatch(self, text: str) -> None:
-        """Publish the different operations of ranks that have already failed for it.
-
-        Ranks that detect the failure later include this text in their error.
-        """
+        """Publish the different operations of the ranks, for ranks that detect it later."""
         self._membership.publish_mismatch(text)
 
     def mismatch(self) -> str:
-        """Return the published mismatch; empty if there is none."""
         return self._membership.mismatch()
 
     def _with_statuses(self, failure: Failure) -> Failure:

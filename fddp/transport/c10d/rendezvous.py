@@ -9,10 +9,8 @@ to answer, the thread lasts until the backend's own timeout.
 
 from __future__ import annotations
 
-import threading
 import time
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -28,20 +26,12 @@ _LONGEST_PAUSE_S = 0.01  # between two polls for a key
 
 
 class AbortableStore(dist.Store):
-    """A store whose waits can be aborted.
-
-    Args:
-        store: the underlying store.
-        timeout_s: time limit of all waits, from construction.
-
-    Attributes:
-        keys_set: keys that this rank has set.
-    """
+    """A store whose waits can be aborted, and end `timeout_s` after its construction."""
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:
         super().__init__()
         self._aborted = False
-        self.keys_set: list[str] = []
+        self.keys_set: list[str] = []  # by this rank
         self._store = store
         self._deadline_s = time.perf_counter() + timeout_s
 
@@ -92,40 +82,14 @@ def connect_with_abort(
     """
     abortable = AbortableStore(store, timeout_s)
     deadline_s = time.perf_counter() + timeout_s
-    attempt = _Attempt(connect, abortable)
+    call = threads.Call(lambda: connect(abortable))
+    threads.start_thread(call.run, "fddp-connecting", abortable.abort)
     try:
-        while not attempt.ended.acquire(timeout=_CHECK_INTERVAL_S):
+        while not call.ended.acquire(timeout=_CHECK_INTERVAL_S):
             check_peers()
             if time.perf_counter() > deadline_s:
                 raise DeadlineExceededError(f"timed out after {timeout_s} s")
     except BaseException:
         abortable.abort()
         raise
-    return attempt.result(), abortable
-
-
-class _Attempt:
-    """The thread that calls `connect`."""
-
-    def __init__(self, connect: Callable[[AbortableStore], Any], store: AbortableStore) -> None:
-        self.ended = threading.Lock()
-        self.ended.acquire()
-        self._results: list[Any] = []
-        self._error: Exception | None = None
-        threads.start_thread(partial(self._run, connect, store), "fddp-connecting", store.abort)
-
-    def _run(self, connect: Callable[[AbortableStore], Any], store: AbortableStore) -> None:
-        try:
-            self._results.append(connect(store))
-        except Exception as error:
-            self._error = error
-        self.ended.release()
-
-    def result(self) -> Any:
-        error, self._error = self._error, None
-        if error is None:
-            return self._results.pop()
-        try:
-            raise error
-        finally:
-            del error  # breaks the cycle with its traceback
+    return call.result(), abortable

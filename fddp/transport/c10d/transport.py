@@ -28,7 +28,7 @@ from fddp.transport.c10d.backends import Communicator, CommunicatorSpec, connect
 from fddp.transport.c10d.peer_monitor import PeerMonitor
 from fddp.transport.lifetime import threads
 from fddp.transport.lifetime.finalizer import on_finalize
-from fddp.transport.lifetime.fork import IN_A_FORK, check_not_inherited, register_fork_owner
+from fddp.transport.lifetime.fork import check_not_inherited, register_fork_owner
 from fddp.transport.liveness import status_store
 from fddp.transport.liveness.bounded_store import client_of
 from fddp.transport.liveness.failure import to_error
@@ -193,10 +193,6 @@ class C10dTransport(Transport):
                 return other
         return pending
 
-    def disown(self) -> None:
-        """Mark as closed in a forked process, see [Note: forks]."""
-        self.closed_by = self.closed_by or IN_A_FORK
-
     def publish_step_failure(self, step: int, text: str) -> None:
         self._membership.publish_step_failure(step, text)
 
@@ -266,7 +262,6 @@ class C10dTransport(Transport):
                 self._end(what, self.peers.adopt(failure))
 
     def to_error(self, what: str) -> FddpError:
-        """Return the error of `what` after a failure."""
         if self._failure is None:
             raise InternalError(f"{what} failed for an unknown reason")
         where = f"{what} on rank {self.rank} of {self.world_size}"
@@ -274,7 +269,6 @@ class C10dTransport(Transport):
 
     @property
     def failed(self) -> bool:
-        """True if a failure has closed this transport."""
         return self._failure is not None
 
     @property
@@ -336,8 +330,6 @@ def _is_open(ref: weakref.ref[_C10dWork]) -> bool:
 
 
 class _PendingOperation(NamedTuple):
-    """References held while an operation is in flight."""
-
     communicator: Communicator
     collective: PendingCollective
     operation: Operation  # refers to the tensor

@@ -12,10 +12,12 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+T = TypeVar("T")
 
 _END_S = 1.0  # time limit for joining all threads
 
@@ -60,3 +62,35 @@ def _end_all() -> None:
         stop()
     for thread, _ in threads:
         thread.join(max(until_s - time.perf_counter(), 0.0))
+
+
+class Call(Generic[T]):
+    """A call of `fn` on another thread.
+
+    Attributes:
+        ended: held until the call has ended.
+    """
+
+    def __init__(self, fn: Callable[[], T]) -> None:
+        self.ended = threading.Lock()
+        self.ended.acquire()
+        self._fn = fn
+        self._results: list[T] = []
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._results.append(self._fn())
+        except Exception as error:
+            self._error = error
+        self.ended.release()
+
+    def result(self) -> T:
+        """Return the result or raise the error of a call that has ended, once."""
+        error, self._error = self._error, None
+        if error is None:
+            return self._results.pop()
+        try:
+            raise error
+        finally:
+            del error  # breaks the cycle with its traceback

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -65,7 +65,7 @@ class StoreClientThread:
             self._serving_pid = os.getpid()
         if starts:
             self._start()
-        return request.result(within_s)
+        return request.wait(within_s)
 
     def _start(self) -> None:
         try:
@@ -92,40 +92,21 @@ class StoreClientThread:
             del request  # releases what `fn` refers to
 
 
-class _Request(Generic[T]):
-    """One request, shared by the caller and the thread."""
-
-    def __init__(self, fn: Callable[[], T]) -> None:
-        self._fn = fn
-        self._pending = threading.Lock()
-        self._pending.acquire()
-        self._abandoned = False
-        self._results: list[T] = []
-        self._error: Exception | None = None
+class _Request(threads.Call[T]):
+    _abandoned = False
 
     def run(self) -> None:
-        if self._abandoned:
-            return
-        try:
-            self._results.append(self._fn())
-        except Exception as error:
-            self._error = error
-        self._pending.release()
+        if not self._abandoned:
+            super().run()
 
-    def result(self, within_s: float) -> T:
+    def wait(self, within_s: float) -> T:
         try:
-            done = self._pending.acquire(timeout=max(within_s, 0.0))
+            done = self.ended.acquire(timeout=max(within_s, 0.0))
         finally:
             self._abandoned = True
         if not done:
             raise StoreTimeoutError
-        error, self._error = self._error, None
-        if error is None:
-            return self._results[0]
-        try:
-            raise error
-        finally:
-            del error  # breaks the cycle with its traceback
+        return self.result()
 
 
 class BoundedStore:
@@ -143,18 +124,15 @@ class BoundedStore:
         self._within_s = within_s
 
     def within(self, within_s: float) -> BoundedStore:
-        """Return this store with another time limit."""
         return BoundedStore(self.raw, self._client, within_s)
 
     def prefixed(self, prefix: str) -> BoundedStore:
-        """Return the part of the store whose keys have this prefix."""
         return BoundedStore(dist.PrefixStore(prefix, self.raw), self._client, self._within_s)
 
     def check(self, keys: list[str]) -> bool:
         return self._client.call(lambda: self.raw.check(keys), self._within_s)
 
     def get(self, key: str) -> bytes:
-        """Return the value of an existing key."""
         return self._client.call(lambda: self.raw.get(key), self._within_s)
 
     def set(self, key: str, value: str) -> None:

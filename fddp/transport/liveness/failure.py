@@ -56,6 +56,13 @@ def check_titles(titles: Mapping[int, str]) -> None:
             )
 
 
+def mismatch_error(where: str, mismatch: str) -> DesyncError:
+    return DesyncError(
+        f"{where}: ranks met in different operations: {mismatch}; all ranks must issue the same "
+        "operations in the same order"
+    )
+
+
 def to_error(
     failure: Failure, where: str, name: Callable[[tuple[int, ...]], str], timeout_s: float
 ) -> FddpError:
@@ -77,10 +84,7 @@ def to_error(
     if failure.peer:
         return PeerError(f"{where}: {failure.peer}, and takes no part; the step fails on all ranks")
     if failure.mismatch:
-        return DesyncError(
-            f"{where}: ranks met in different operations: {failure.mismatch}; all ranks must issue "
-            "the same operations in the same order"
-        )
+        return mismatch_error(where, failure.mismatch)
     if failure.late:
         statuses = f" Status of the ranks: {failure.statuses}." if failure.statuses else ""
         passed = f"not finished within timeout_s={timeout_s}"

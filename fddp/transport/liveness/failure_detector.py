@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fddp.transport.liveness.processes import Process
     from fddp.transport.liveness.status import TransportStatus
 
-_GRACE_S = 2.0  # longest that a failing rank waits for the others' reports
+_GRACE_S = 2.0
 
 
 class UnresponsiveRanks(NamedTuple):
@@ -41,9 +41,6 @@ class FailureDetector:
         board_ranks: numbers of the ranks on the status board.
         global_ranks: numbers of the ranks in the job.
         timeout_s: time limit of one operation.
-
-    Attributes:
-        grace_s: longest that a failing rank waits for the others' reports.
     """
 
     def __init__(
@@ -54,7 +51,7 @@ class FailureDetector:
         global_ranks: Sequence[int],
         timeout_s: float,
     ) -> None:
-        self.grace_s = min(_GRACE_S, timeout_s / 4)
+        self.grace_s = min(_GRACE_S, timeout_s / 4)  # longest wait for the others' reports
         self._membership = membership
         self._status = status
         self._board_ranks = board_ranks
@@ -70,20 +67,15 @@ class FailureDetector:
         )
 
     def refresh_processes(self) -> None:
-        """Read the processes of the ranks from the store."""
         known = self._status.board.processes()
         ranks = enumerate(self._board_ranks)
         self._processes = {rank: known[number] for rank, number in ranks if number in known}
 
     def check_alive(self, among: Sequence[int] | None, *, refresh: bool) -> None:
-        """Raise if the process of a rank has ended.
+        """Raise if the process of a rank `among` these (None: of any rank) has ended.
 
         Connections do not reveal this before they are established, or while a forked process holds
         them.
-
-        Args:
-            among: ranks to check. None for all.
-            refresh: call `refresh_processes` first.
 
         Raises:
             ProcessExitedError: processes have ended without a report.
@@ -98,7 +90,6 @@ class FailureDetector:
             raise PeerFailureError("another rank reported a failure")
 
     def ended(self) -> tuple[int, ...]:
-        """Ranks of this PID namespace whose process has ended."""
         return self._which(has_ended)
 
     def ended_or_stopped(self) -> tuple[int, ...]:

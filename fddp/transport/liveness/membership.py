@@ -154,7 +154,6 @@ class Membership:
             self.store.set("alarm", failure)
 
     def read_step_failure(self, step: int) -> str | None:
-        """Return the reported failure of `step`. None if there is no report."""
         with ignore_backend_errors(ValueError):  # the store is gone, or the report is malformed
             if self.store.within(GLANCE_S).check(["alarm"]):
                 failed, text = decode(self.store.get("alarm"), (int, str))
@@ -167,7 +166,6 @@ class Membership:
             self.store.set("parted", text)
 
     def mismatch(self) -> str:
-        """Return the published mismatch; empty if there is none."""
         with ignore_backend_errors(ValueError):
             if self.store.check(["parted"]):
                 return self.store.get("parted").decode(errors="replace")[:_MAX_MISMATCH_CHARS]
@@ -213,7 +211,6 @@ class Membership:
         return ranks
 
     def _read(self, rank: int) -> Report | None:
-        """Return a rank's report. None if it is malformed."""
         try:
             verdict, ranks, place, operation = decode(self.store.get(f"report/{rank}"), _REPORT)
         except ValueError:

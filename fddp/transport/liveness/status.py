@@ -118,14 +118,12 @@ class TransportStatus:
         return 0 if wait is None else wait.since
 
     def finish(self, what: str) -> None:
-        """Record that an operation has finished."""
         self.done = what
         self.board.last = self
         if self.waits is not None:
             self.waits = None
 
     def fail(self, what: str) -> None:
-        """Record that an operation, and thus the transport, has failed."""
         self.board.gave_up = f"giving up {self.named(what)}"
         self.waits = None
         if self.close is not None:
@@ -196,7 +194,6 @@ class StatusBoard:
                     raise
 
     def open(self, key: str) -> TransportStatus:
-        """Register a new transport and return its status."""
         status = TransportStatus(self, key)
         self._statuses.add(status)
         self.gave_up = ""
@@ -300,7 +297,6 @@ class StatusBoard:
 
 
 def line_of(thread: int | None) -> str:
-    """Return a thread's current line in user code and its callers; empty if unknown."""
     return own_lines(sys._current_frames().get(thread or 0))
 
 

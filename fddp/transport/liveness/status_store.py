@@ -54,14 +54,7 @@ _known: weakref.WeakKeyDictionary[Any, dict[int, Process]] = weakref.WeakKeyDict
 
 
 class StoreStatusBoard(StatusBoard):
-    """Statuses of this process, exchanged through a store.
-
-    Args:
-        store: store of the job.
-        rank: this rank's number in the job.
-        size: number of ranks in the job.
-        client: thread that issues requests to the store.
-    """
+    """Statuses of rank `rank` of the `size` ranks of a job, exchanged through the job's store."""
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, client: StoreClientThread | None = None
@@ -80,7 +73,6 @@ class StoreStatusBoard(StatusBoard):
         self.known: dict[int, Process] = {}  # as of the last answer of the store
 
     def publish_process(self) -> None:
-        """Register this process in the store, once for each group."""
         with ignore_backend_errors(ValueError):  # some stores can't append
             if self._processes:
                 self._bounded.append(self._processes, own_line(self._rank))
@@ -142,7 +134,6 @@ class StoreStatusBoard(StatusBoard):
         return super().find_abandoned(keys)
 
     def answer(self, store: BoundedStore | dist.Store, query: int, *, ended: bool = False) -> None:
-        """Write this rank's status to the store."""
         text = json.dumps([query, ended, *self.own_status()])
         store.set(f"answer/{self._rank}", text)
 
@@ -184,16 +175,11 @@ class _StatusResponder:
     """A thread that polls for queries and answers them. It ends when the store is gone.
 
     It uses its own connection, because a blocking call may occupy the rank's connection.
-
-    Attributes:
-        poll_interval_s: interval of polls.
-        active_poll_interval_s: interval of polls after a query.
-        ended: True if the store is gone.
     """
 
     def __init__(self, board: StoreStatusBoard) -> None:
         self.poll_interval_s = self.active_poll_interval_s = _MAX_INTERVAL_S
-        self.ended = False
+        self.ended = False  # True if the store is gone
         self._wake = threading.Event()  # the interval has changed, or the thread is to end
         self._board = weakref.ref(board)
         self._store = board._store
@@ -271,11 +257,7 @@ class _StatusResponder:
 
 
 def poll_interval_s(timeout_s: float, size: int) -> float:
-    """Return the interval of polls in seconds.
-
-    Args:
-        timeout_s: shortest time limit of the rank's transports.
-        size: number of ranks in the job.
+    """Return the interval of polls in seconds, given the shortest time limit of the transports.
 
     >>> [poll_interval_s(timeout_s, 8) for timeout_s in (0.5, 4.0, 1800.0)]
     [0.1, 0.5, 1.0]
@@ -323,7 +305,6 @@ def register(group: dist.ProcessGroup, timeout_s: float) -> tuple[TransportStatu
 
 
 def _shown(text: str) -> str:
-    """Return a text of another rank in a form suitable for an error."""
     short = text if len(text) <= _MAX_CHARS_SHOWN else f"{text[:_MAX_CHARS_SHOWN]}..."
     return short if short.isprintable() else repr(short)
 

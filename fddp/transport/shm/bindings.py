@@ -43,14 +43,10 @@ class Arena(Protocol):
 
 
 class View(Protocol):
-    """Another process's arena, mapped."""
-
     def write(self, offset: int, data: bytes) -> None: ...
 
 
 class ShmWork(Protocol):
-    """An operation of a team."""
-
     @property
     def done(self) -> bool: ...
     @property

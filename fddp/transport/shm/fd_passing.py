@@ -57,7 +57,6 @@ class FdConnection:
             )
 
     def send(self, note: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send a note and copies of `descriptors`, at most `MOST_DESCRIPTORS`."""
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
         self._socket.sendmsg([note], [rights] if descriptors else [], socket.MSG_DONTWAIT)
 

@@ -62,7 +62,6 @@ class HostGroups(NamedTuple):
     processes: Processes
 
     def share_host(self, ranks: Sequence[int]) -> bool:
-        """Return True if all of `ranks` are on one host."""
         return any(set(ranks) <= set(host) for host in self.hosts)
 
     def describe(self, problems: Mapping[int, str]) -> str:
@@ -110,7 +109,6 @@ class StagedExchange:
         self._transport = transport
 
     def stopped(self, ranks: Sequence[int]) -> bool:
-        """Return True if any of `ranks` has a problem."""
         return any(rank in self.problems for rank in ranks)
 
     def stage(
@@ -202,7 +200,6 @@ def discover_hosts(transport: Transport) -> HostGroups:
 
 
 def _is_arena_offset(value: list[int]) -> bool:
-    """Return True for the span of an arena and an offset in it."""
     span, offset = value
     return 0 <= offset < span < _MAX_ARENA_BYTES
 
@@ -299,7 +296,6 @@ class _HostDiscovery:
             os.close(process)
 
     def map_all(self, host: tuple[int, ...], arenas: Sequence[tuple[int, int]]) -> None:
-        """Write this rank's secret into the memory of every other one."""
         self._receive_all(host)
         for rank, descriptor in self._files.items():
             span, offset = arenas[rank]

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fddp.core.protocol.messages import Schema
-from fddp.errors import ClosedError, DesyncError, FddpError
+from fddp.errors import ClosedError, FddpError
 from fddp.transport.base import Transport, Work
-from fddp.transport.lifetime.fork import IN_A_FORK, register_fork_owner
-from fddp.transport.liveness.failure import CLOSED, Failure
+from fddp.transport.lifetime.fork import register_fork_owner
+from fddp.transport.liveness.failure import CLOSED, Failure, mismatch_error
 from fddp.transport.liveness.interrupts import PeerFailureError
 from fddp.transport.shm.bindings import Status, make_team
 from fddp.transport.shm.host_discovery import StagedExchange
@@ -141,10 +141,6 @@ class ShmTransport(Transport):
         devices = self._open_teams(groups)
         self._c10d._connect([ranks for ranks in groups if ranks not in self._teams or devices])
 
-    def disown(self) -> None:
-        """Mark as closed in a forked process, see [Note: forks]."""
-        self.closed_by = self.closed_by or IN_A_FORK
-
     def publish_step_failure(self, step: int, text: str) -> None:
         self._c10d.publish_step_failure(step, text)
 
@@ -227,7 +223,6 @@ class ShmTransport(Transport):
         self._c10d.on_failure = None
 
     def _error_of(self, what: str, entry: _TeamEntry, waited_s: float) -> FddpError:
-        """Return the error of `what` after its team has failed."""
         with self._c10d.lock:
             if self._c10d.failed:
                 return self._c10d.to_error(what)
@@ -250,13 +245,11 @@ class ShmTransport(Transport):
             return self._c10d.to_error(what)
 
     def _on_c10d_failure(self, what: str) -> None:
-        """Handle a failure of the c10d transport."""
         self.closed_by = f"{what} failed"
         self._propagate_failure(None)
         self._free()
 
     def _propagate_failure(self, failure: Failure | None) -> None:
-        """Publish a failure on the boards of all teams."""
         gone = () if failure is None else failure.silent
         for team, ranks in self._teams.values():
             members = [ranks.index(rank) for rank in gone if rank in ranks]
@@ -336,10 +329,8 @@ class _ShmWork(Work):
         ]
         mismatch = _first_mismatch(operations)
         peers.publish_mismatch(mismatch)
-        return DesyncError(
-            f"{what} on rank {transport.rank} of {transport.world_size}: ranks met in different "
-            f"operations: {mismatch}; all ranks must issue the same operations in the same order"
-        )
+        where = f"{what} on rank {transport.rank} of {transport.world_size}"
+        return mismatch_error(where, mismatch)
 
 
 def _failure(entry: _TeamEntry, own_rank: int, waited_s: float) -> Failure | None:
@@ -375,7 +366,6 @@ def _describe(descriptor: dict[str, Any], ranks: tuple[int, ...]) -> str:
 
 
 def _first_mismatch(descriptions: list[str]) -> str:
-    """Return the first rank's operation and the first one that differs from it."""
     first, *others = descriptions
     operation = first.split(" ", 2)[2]
     return f"{first}, {next((o for o in others if o.split(' ', 2)[2] != operation), others[0])}"
