@@ -189,7 +189,7 @@ class Transport(Endpoint):
             wait_soon: the caller waits next, so the operation may be executed within `wait`. Other
                 ranks may be held up until then.
         """
-        ranks = self._subgroups.members("all_reduce", axes, self.rank) if axes else self._everyone
+        ranks = self._subgroups.ranks.get(axes) or self._ranks("all_reduce", axes)
         return self._launch(
             Operation(
                 "all_reduce",
@@ -227,7 +227,7 @@ class Transport(Endpoint):
                 `ordered_sum.py`.
         """
         groups = self._subgroups
-        ranks = groups.members("reduce_scatter", axes, self.rank) if axes else self._everyone
+        ranks = groups.ranks.get(axes) or self._ranks("reduce_scatter", axes)
         return self._launch(
             Operation(
                 "reduce_scatter",
@@ -255,7 +255,7 @@ class Transport(Endpoint):
                 are written.
             axes, record_time, wait_soon: as for `all_reduce`.
         """
-        ranks = self._subgroups.members("all_gather", axes, self.rank) if axes else self._everyone
+        ranks = self._subgroups.ranks.get(axes) or self._ranks("all_gather", axes)
         return self._launch(
             Operation("all_gather", buffer, ranks, record_time=record_time, wait_soon=wait_soon)
         )
@@ -329,6 +329,9 @@ class Transport(Endpoint):
     @abstractmethod
     def _connect(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Prepare operations in `groups`, each a tuple of ranks that includes this one."""
+
+    def _ranks(self, kind: str, axes: Axes) -> tuple[int, ...]:
+        return self._subgroups.members(kind, axes, self.rank) if axes else self._everyone
 
     def _launch(self, operation: Operation) -> Work:
         if self.closed_by:

@@ -271,7 +271,7 @@ def close_on_rank(group: Group) -> None:
     ]
     for use in uses:
         with pytest.raises(
-            ClosedError, match=r"is closed \(close\(\) was called\); make what uses"
+            ClosedError, match=r"is closed \(close\(\) was called\); create its user"
         ):
             use()
 
