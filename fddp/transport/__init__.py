@@ -1,4 +1,4 @@
-"""How tensors travel between ranks: one contract (`base`), one file for each way."""
+"""Transports: one interface (`base`), with implementations in `c10d`, `shm` and `loopback`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fddp.transport.loopback import LoopbackTransport
 from fddp.transport.loopback import loopback as loopback
 from fddp.transport.selection import choose
 
-#: what an operation over ranks may be asked to run on; None stands for torch's default group
+#: accepted groups; None stands for the default group of `torch.distributed`
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | LoopbackGroup
 
 TransportName: TypeAlias = Literal["auto", "shm", "c10d", "loopback"]
@@ -28,26 +28,27 @@ def open_transport(
     timeout_s: float | None = None,
     title: str = "transport",
 ) -> Transport:
-    """Open an own communicator over `group`; every rank of the group must call this.
+    """Open a private communicator over `group`; every rank of the group must call this.
 
     Args:
         group: None for the default group of `torch.distributed`, one of its groups, a
-            one-dimensional `DeviceMesh`, or the `LoopbackGroup` that `fddp.loopback` hands out.
-        name: "auto" takes the one that fits the group: shared memory ("shm") where all ranks share
-            a host and have a backend for the CPU, else "c10d", under which groups along axes
-            (`Transport.divide`) whose ranks share a host still go through shared memory.
-            "loopback" is for the groups of `fddp.loopback`, and for no other.
-        timeout_s: the longest that opening, and later any operation, may take; None for the
+            one-dimensional `DeviceMesh`, or the `LoopbackGroup` of `fddp.loopback`.
+        name: "auto" chooses by the group: shared memory ("shm") if all ranks share a host and have
+            a backend for the CPU, else "c10d", where groups along axes
+            (`Transport.open_subgroups`) whose ranks share a host still use shared memory.
+            "loopback" is only for groups of `fddp.loopback`.
+        timeout_s: time limit of the opening and of each operation, in seconds. None for the
             group's own.
-        title: what errors call it, with a number behind it that counts those of the group.
+        title: name in error texts, to which the number of the transport in the group is added.
 
     Raises:
-        ValueError: `name` does not fit `group`, or this process is no member of it; on every rank,
-            if "shm" was asked for and can't be had.
+        ValueError: `name` does not fit `group`, or this process is not a member of it; on every
+            rank, if "shm" was requested and is not available.
         PlanMismatchError: ranks passed different names; on every rank.
-        DesyncError: ranks open something else; on every rank.
+        DesyncError: ranks passed different titles; on every rank.
         FddpError: there is no default group.
-        SyncTimeoutError: some ranks did not open theirs within `timeout_s`; the text names them.
+        SyncTimeoutError: some ranks did not open the transport within `timeout_s`; the text names
+            them.
 
     >>> def average(group, value):
     ...     with open_transport(group) as transport:
@@ -73,12 +74,12 @@ def open_transport(
 
 
 def resolve(group: Group | None) -> dist.ProcessGroup | LoopbackGroup:
-    """The group meant by what the caller passed, of which this rank is a member.
+    """Resolve the `group` argument to a group of which this rank is a member.
 
     Raises:
         FddpError: there is no default group.
-        TypeError: `group` is no group.
-        ValueError: a `DeviceMesh` of several dimensions, or this process is no member.
+        TypeError: `group` is not a group.
+        ValueError: a `DeviceMesh` of several dimensions, or this process is not a member.
     """
     if isinstance(group, LoopbackGroup):
         return group

@@ -1,8 +1,9 @@
 """N ranks as threads of one process, with real numerics: for notebooks, tests and doctests.
 
-Semantics are those of a network: operations are asynchronous, meet by issue order, time out, and a
-rank that raises or returns early is lost to the others. On top of it, mismatched operations are
-told apart on every rank, and sums run in rank order, so that they have the same bits every time.
+Semantics are those of a network: operations are asynchronous, are matched by issue order and time
+out, and a rank that raises or returns early is lost to the others. In addition, mismatched
+operations are detected on every rank, and sums run in rank order, so that their bits are
+reproducible.
 """
 
 from __future__ import annotations
@@ -20,13 +21,12 @@ from fddp.errors import (
     ClosedError,
     DesyncError,
     FddpError,
-    PeerError,
     RankLostError,
     SyncTimeoutError,
 )
 from fddp.transport.base import Transport, Work
-from fddp.transport.liveness.failure import check_titles
-from fddp.transport.liveness.status import MOST_RANKS, RankStatus, StatusBoard, format_statuses
+from fddp.transport.liveness.failure import Failure, check_titles, mismatch_error, to_error
+from fddp.transport.liveness.status import MAX_RANKS_SHOWN, RankStatus, StatusBoard, format_statuses
 from fddp.transport.ordered_sum import sum_in_order_
 
 if TYPE_CHECKING:
@@ -45,16 +45,16 @@ def loopback(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float
     Args:
         world_size: number of ranks, 1 or more.
         fn: called with this rank's `LoopbackGroup` (`group.rank`, `group.size`) and `args`.
-        timeout_s: the longest that a collective waits for a rank that does not come.
+        timeout_s: time limit of one collective.
 
     Raises:
         The first exception that a rank raised, with a note that names the rank. The other ranks
-        see that rank as lost and end too. Threads of ranks that do not end are left behind.
+        see that rank as lost and end too.
 
-    Ranks share what `fn` closes over. A module whose parameters are swapped during a call, as
-    `torch.func.functional_call` does, must be one of each rank's own. Forward-mode levels belong to
-    a process in torch, not to a thread, so `torch.func.jvp`, `jacfwd` and `hessian` can't run on
-    two of these ranks at once; on processes they can.
+    Ranks share the objects that `fn` closes over. Each rank needs its own copy of a module whose
+    parameters are swapped during a call, as by `torch.func.functional_call`. Forward-mode levels in
+    torch are global to a process, so `torch.func.jvp`, `jacfwd` and `hessian` can't run on two of
+    these ranks at the same time.
 
     >>> def mean_of_ranks(group):
     ...     with LoopbackTransport(group) as transport:
@@ -68,7 +68,7 @@ def loopback(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float
         raise ValueError(f"world_size={world_size}: a loopback group needs at least one rank")
     state = _SharedState(world_size, timeout_s)
     results: dict[int, T] = {}
-    failures: list[tuple[int, BaseException]] = []  # in order of time
+    failures: list[tuple[int, BaseException]] = []  # in chronological order
 
     def run(rank: int) -> None:
         reason = "returned"
@@ -95,7 +95,7 @@ def loopback(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float
         thread.join()
     if failures:
         rank, error = failures[0]
-        # `add_note` came with 3.11; the attribute is what it sets, and harmless before.
+        # The attribute that `BaseException.add_note` sets; Python 3.10 lacks the method.
         note = f"raised on rank {rank} of {world_size} of a loopback group"
         error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
         raise error
@@ -103,11 +103,11 @@ def loopback(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float
 
 
 class LoopbackGroup:
-    """One rank's view of a loopback group; made by `loopback`, taken wherever a group is.
+    """One rank's view of a loopback group, created by `loopback` and accepted as a group.
 
     Attributes:
         rank: this thread's rank.
-        size: ranks in the group.
+        size: number of ranks in the group.
     """
 
     def __init__(self, rank: int, state: _SharedState) -> None:
@@ -123,10 +123,10 @@ class LoopbackGroup:
 
 
 class ThreadStatusBoard(StatusBoard):
-    """What a rank does that is a thread.
+    """Status board of a rank that is a thread.
 
     Args:
-        abandoned_keys: transports by their keys that any rank has left half way through a call.
+        abandoned_keys: keys of transports that some rank has abandoned within a call.
     """
 
     def __init__(self, abandoned_keys: set[str]) -> None:
@@ -145,7 +145,7 @@ class ThreadStatusBoard(StatusBoard):
 
 
 class LoopbackTransport(Transport):
-    """A tag space of its own within a loopback group."""
+    """A separate tag space within a loopback group."""
 
     name = "loopback"
     reason = "the ranks are threads of one process"
@@ -158,8 +158,8 @@ class LoopbackTransport(Transport):
         self.timeout_s = group._state.timeout_s if timeout_s is None else timeout_s
         self.control_device = torch.device("cpu")
         self._state = group._state
-        self._issued: Counter[tuple[int, ...]] = Counter()  # operations by ranks that take part
-        # The n-th transport that a rank opens meets the n-th of every other rank.
+        self._issued: Counter[tuple[int, ...]] = Counter()  # operations by participants
+        # The n-th transport of a rank is matched with the n-th of every other rank.
         self._channel = group._opened
         self._board = self._state.boards[self.rank]
         self.status = self._board.open(str(self._channel))
@@ -184,12 +184,12 @@ class LoopbackTransport(Transport):
     def _start(self, operation: Operation) -> Work:
         position = self._issued[operation.ranks]
         self._issued[operation.ranks] += 1
-        appointment = _CollectiveKey(self._channel, operation.ranks, position)
-        rendezvous = self._state.join(appointment, self.rank, operation)
+        key = _CollectiveKey(self._channel, operation.ranks, position)
+        rendezvous = self._state.join(key, self.rank, operation)
         return _LoopbackWork(self, rendezvous, operation.record_time)
 
     def _connect(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Nothing to do: any ranks can meet."""
+        """Do nothing: any group of threads can communicate."""
 
     def publish_step_failure(self, step: int, text: str) -> None:
         self._state.publish_step_failure(self._channel, step, f"rank {self.rank} failed: {text}")
@@ -201,30 +201,25 @@ class LoopbackTransport(Transport):
     def _explain(
         self, what: str, missing: dict[int, str | None], peer: str | None = None
     ) -> FddpError:
-        """The error that `what` ends with, given the ranks that `_SharedState` found missing, or
-        which one has failed the step."""
+        """Return the error of `what`, given the missing ranks or the failed step of a peer."""
         where = f"{what} on rank {self.rank} of {self.world_size}"
-        if peer is not None:
-            return PeerError(
-                f"{where}: {peer}, and does not come here; the step fails on all ranks"
-            )
+        failure = Failure("", late=True, silent=tuple(missing), peer=peer or "")
         gone = {rank: reason for rank, reason in missing.items() if reason is not None}
-        if gone and not self._state.gave_up(self._channel) & gone.keys():
+        if not peer and gone and not self._state.gave_up(self._channel) & gone.keys():
             reasons = ", ".join(f"rank {rank} {reason}" for rank, reason in gone.items())
             return RankLostError(
-                f"{where}: lost {reasons}; mend that rank's own error first", tuple(gone)
+                f"{where}: lost {reasons}; fix that rank's own error first", tuple(gone)
             )
-        absent = ", ".join(f"rank {rank}" for rank in missing)
         others = [rank for rank in range(self.world_size) if rank not in missing]
         boards = self._state.boards
-        some = sorted(rank for rank in [*missing, *others] if rank in boards)[:MOST_RANKS]
+        some = sorted(rank for rank in [*missing, *others] if rank in boards)[:MAX_RANKS_SHOWN]
         statuses = format_statuses({f"rank {rank}": boards[rank].own_status() for rank in some})
-        return SyncTimeoutError(
-            f"{where}: not finished within timeout_s={self.timeout_s}; no word from {absent}. All "
-            "ranks must issue the same operations in the same order; where one is only slow, raise "
-            f"timeout_s. What each does: {statuses}",
-            tuple(missing),
-        )
+        failure = failure._replace(statuses=statuses)
+        return to_error(failure, where, _names, self.timeout_s)
+
+
+def _names(ranks: tuple[int, ...]) -> str:
+    return ", ".join(f"rank {rank}" for rank in ranks)
 
 
 class _LoopbackWork(Work):
@@ -252,23 +247,21 @@ class _LoopbackWork(Work):
 
     def _outcome(self, what: str) -> FddpError | None:
         transport, rendezvous = self._transport, self._rendezvous
+        where = f"{what} on rank {transport.rank} of {transport.world_size}"
         if transport.closed_by and rendezvous.done_s is None:
-            return ClosedError(
-                f"{what} on rank {transport.rank} of {transport.world_size}: the transport was "
-                f"closed ({transport.closed_by})"
-            )
+            return ClosedError(f"{where}: the transport was closed ({transport.closed_by})")
         status = transport.status
         status.begin(what)
         peer = partial(transport._board.step_failure, status)
         missing = transport._state.wait(rendezvous, transport.timeout_s, peer)
         if rendezvous.mismatch is not None:
-            return self._desync(what, rendezvous.mismatch)
+            return mismatch_error(where, rendezvous.mismatch)
         if not missing:
             status.finish(what)
             return None
         if any(missing.values()) and (mismatch := transport._state.mismatch(rendezvous)):
-            # Nobody comes for what lies behind the operations in which ranks have parted.
-            error: FddpError = self._desync(what, mismatch)
+            # Operations after a mismatch are never matched.
+            error: FddpError = mismatch_error(where, mismatch)
         else:
             error = transport._explain(what, missing, peer())
         status.fail(what)
@@ -278,24 +271,17 @@ class _LoopbackWork(Work):
         transport._release()
         return error
 
-    def _desync(self, what: str, mismatch: str) -> DesyncError:
-        return DesyncError(
-            f"{what} on rank {self._transport.rank} of {self._transport.world_size}: ranks met in "
-            f"different operations: {mismatch}; all ranks must issue the same operations in the "
-            f"same order"
-        )
-
 
 class _CollectiveKey(NamedTuple):
-    """What ranks must have in common to meet."""
+    """Identity of a collective, equal on all its ranks."""
 
     channel: int  # the transport
-    ranks: tuple[int, ...]  # who takes part
-    position: int  # how many operations of these ranks on this transport came before
+    ranks: tuple[int, ...]
+    position: int  # among the operations of these ranks on this transport
 
 
 class _Rendezvous:
-    """One operation: who has come with what. Guarded by the world's condition."""
+    """Operations of the ranks that have joined a collective. Guarded by `_SharedState._changed`."""
 
     def __init__(self, key: _CollectiveKey) -> None:
         self.key = key
@@ -310,8 +296,6 @@ class _Exit(NamedTuple):
 
 
 class _SharedState:
-    """What the threads share."""
-
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size = size
         self.timeout_s = timeout_s
@@ -321,11 +305,9 @@ class _SharedState:
         self._exits: dict[_Exit, str] = {}
         self._gave_up: set[tuple[int, int]] = set()  # ranks and channels
         self._mismatches: dict[tuple[int, tuple[int, ...]], str] = {}  # by channel and ranks
-        self._step_failures: dict[
-            int, tuple[int, str]
-        ] = {}  # by channel: a step that fails, and why
+        self._step_failures: dict[int, tuple[int, str]] = {}  # step and error by channel
         self.boards: dict[int, StatusBoard] = {}  # by rank
-        self.abandoned: set[str] = set()  # keys of transports; threads add, and nobody removes
+        self.abandoned: set[str] = set()  # keys of transports; never removed
 
     def open(
         self,
@@ -335,7 +317,7 @@ class _SharedState:
         timeout_s: float,
         aborted: Callable[[], object | None],
     ) -> dict[int, str | None]:
-        """Wait for all ranks to open `channel`; as `wait`. One that waits in vain withdraws."""
+        """Wait for all ranks to open `channel`, as `wait` does. Withdraw on failure."""
         with self._changed:
             present = self._openings.setdefault(channel, {})
             present[rank] = title
@@ -354,12 +336,11 @@ class _SharedState:
             return missing
 
     def titles(self, channel: int) -> dict[int, str]:
-        """What ranks have opened a channel for."""
         with self._changed:
             return dict(self._openings[channel])
 
     def join(self, key: _CollectiveKey, rank: int, operation: Operation) -> _Rendezvous:
-        """Bring `operation` to its meeting; the last rank to come carries it out."""
+        """Join a collective; the last rank to join executes it."""
         with self._changed:
             rendezvous = self._rendezvous.setdefault(key, _Rendezvous(key))
             first_rank, first = next(iter(rendezvous.operations.items()), (rank, operation))
@@ -378,8 +359,10 @@ class _SharedState:
     def wait(
         self, rendezvous: _Rendezvous, timeout_s: float, aborted: Callable[[], object | None]
     ) -> dict[int, str | None]:
-        """Wait for all ranks to come; those that did not, with why they left (None: late). Where it
-        is `aborted` that a rank will not come, nobody waits for longer."""
+        """Wait for all ranks to join; return missing ranks with the reason why they left, if any.
+
+        The wait ends early once `aborted()` is not None.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_over(rendezvous) or aborted() is not None, timeout_s
@@ -387,38 +370,33 @@ class _SharedState:
             return self._missing_at(rendezvous)
 
     def mismatch(self, rendezvous: _Rendezvous) -> str:
-        """The different operations in which its ranks met before; empty where they did not."""
         with self._changed:
             return self._mismatches.get(rendezvous.key[:2], "")
 
     def give_up(self, rank: int, channel: int) -> None:
-        """Say that `rank` leaves `channel` because others did not come in time."""
+        """Record that `rank` leaves `channel` because of its time limit."""
         with self._changed:
             self._gave_up.add((rank, channel))
 
     def gave_up(self, channel: int) -> set[int]:
-        """Ranks that left `channel` for that reason."""
         with self._changed:
             return {rank for rank, other in self._gave_up if other == channel}
 
     def publish_step_failure(self, channel: int, step: int, text: str) -> None:
-        """Tell those who wait elsewhere in this step that it fails."""
         with self._changed:
             self._step_failures[channel] = step, text
             self._changed.notify_all()
 
     def read_step_failure(self, channel: int, step: int) -> str | None:
-        """What was told of this step."""
         failed, text = self._step_failures.get(channel, (-1, ""))
         return text if failed == step else None
 
     def is_over(self, rendezvous: _Rendezvous) -> bool:
-        """Whether `wait` would return at once."""
         with self._changed:
             return self._is_over(rendezvous)
 
     def leave(self, rank: int, reason: str, channel: int | None = None) -> None:
-        """Say that `rank` will bring no more operations (to `channel`)."""
+        """Record that `rank` issues no more operations (on `channel`)."""
         with self._changed:
             self._exits.setdefault(_Exit(rank, channel), reason)
             self._changed.notify_all()
@@ -433,7 +411,7 @@ class _SharedState:
     def _missing(
         self, ranks: Iterable[int], present: Collection[int], channel: int
     ) -> dict[int, str | None]:
-        """Those of `ranks` that are not `present`, with why they left, if they did."""
+        """Return those of `ranks` that are not `present`, with the reason why they left, if any."""
         return {
             rank: self._exits.get(_Exit(rank, None)) or self._exits.get(_Exit(rank, channel))
             for rank in ranks
@@ -442,13 +420,12 @@ class _SharedState:
 
     @staticmethod
     def _is_settled(missing: dict[int, str | None]) -> bool:
-        """Whether waiting longer changes nothing: none is missing, or one will never come."""
+        """Return True if no rank is missing, or if a missing one has left."""
         return not missing or any(missing.values())
 
 
 @torch.no_grad()
 def _execute(operations: list[Operation]) -> None:
-    """Do what the ranks' operations, which are of one kind and shape, ask for together."""
     first = operations[0]
     tensors = [operation.tensor for operation in operations]
     if first.kind == "all_reduce":

@@ -1,4 +1,4 @@
-"""The ranks that a `GradSync` spans and the axes that they form, from what callers pass."""
+"""Resolution of the `group` and `mesh` arguments into a group and a topology."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Mesh: TypeAlias = Topology | DeviceMesh
 
 
 class GroupAndTopology(NamedTuple):
-    """A group, and its axes where the caller gave any.
+    """A group and its axes.
 
     Attributes:
-        group: whom to communicate with.
+        group: the group; None for the default one.
         topology: the axes, or None for a single one.
-        problem: what is wrong with the mesh, to be raised once all ranks have been told.
+        problem: error of the mesh argument, to be raised once all ranks know of it.
     """
 
     group: Group | None
@@ -28,11 +28,11 @@ class GroupAndTopology(NamedTuple):
 
 
 def resolve_mesh(group: Group | None, mesh: Mesh | None) -> GroupAndTopology:
-    """The group to communicate on, and the topology laid over it.
+    """Return the group to communicate on and its topology.
 
     Args:
         group: as for `GradSync`.
-        mesh: a `DeviceMesh`, which brings its own group, or the axes of `group` as a `Topology`.
+        mesh: a `DeviceMesh`, which has its own group, or the axes of `group` as a `Topology`.
 
     Raises:
         ValueError: this rank is not in the `DeviceMesh`.
@@ -53,14 +53,14 @@ def resolve_mesh(group: Group | None, mesh: Mesh | None) -> GroupAndTopology:
     ranks = mesh.mesh.flatten().tolist()
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"rank {dist.get_rank()} is no member of the DeviceMesh of ranks {ranks}; build the "
+            f"rank {dist.get_rank()} is not a member of the DeviceMesh of ranks {ranks}; build the "
             f"GradSync only on the ranks that belong to it"
         )
     own = _group_of(mesh, ranks)
     if ranks != sorted(ranks):
         problem = (
-            f"the DeviceMesh numbers its ranks {ranks}, and a topology counts them row by row; "
-            f"build it with ascending ranks, as init_device_mesh does"
+            f"the DeviceMesh numbers its ranks {ranks}, and a topology needs ascending ranks; "
+            f"build it as init_device_mesh does"
         )
         return GroupAndTopology(own, None, ValueError(problem))
     return GroupAndTopology(own, Topology.from_group(mesh))

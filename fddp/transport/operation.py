@@ -1,6 +1,7 @@
-"""Collectives as values: what a transport hands to its backend, and the checks before it.
+"""Collectives as values, and their validation.
 
-Backends answer bad input by hanging or by ending the process, so none is handed to them.
+Backends respond to invalid input by hanging or by ending the process, so operations are validated
+before they are passed to a backend.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 OperationKind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 
-#: dtypes that `all_reduce` and `reduce_scatter` add up; the other operations move any dtype
+#: dtypes that `all_reduce` and `reduce_scatter` sum; other operations accept any dtype
 SUMMABLE_DTYPES = frozenset(
     {
         torch.float16,
@@ -32,26 +33,37 @@ SUMMABLE_DTYPES = frozenset(
 
 
 class Operation(NamedTuple):
-    """A collective as it is handed to a backend, its tensor checked."""
+    """A collective with a validated tensor.
+
+    Attributes:
+        kind: the collective.
+        tensor: contiguous tensor, written in place.
+        ranks: participating ranks in ascending order.
+        src: source of a broadcast, as a rank in the transport.
+        average: divide a sum by the number of `ranks`.
+        record_time: record the completion time.
+        wait_soon: the caller waits for the operation next.
+        fixed_size: an all-gather of a library tensor, whose size is the same on all ranks even if
+            they issue different operations. It must not be matched with operations on the caller's
+            tensors, whose sizes may differ.
+        association: sizes of the axes of `ranks`, outermost first, if a reduce-scatter sums in the
+            association that they define; see [Note: one association] in `ordered_sum.py`. ()
+            leaves the association to the backend.
+    """
 
     kind: OperationKind
-    tensor: Tensor  # contiguous, written in place
-    ranks: tuple[int, ...]  # who takes part, ascending
-    src: int = 0  # broadcast only: rank in the transport
-    average: bool = False  # sums only: divide by the number of `ranks`
+    tensor: Tensor
+    ranks: tuple[int, ...]
+    src: int = 0
+    average: bool = False
     record_time: bool = False
-    wait_soon: bool = False  # the caller is about to wait for it
-    # all_gather only: what is no caller's tensor and always of one size, so that it may meet none
-    # of theirs, whose sizes differ, where ranks issue other operations than each other
+    wait_soon: bool = False
     fixed_size: bool = False
-    # reduce_scatter only: sizes of the axes along which `ranks` lie, outermost first, where the sum
-    # has the one association that follows from them, see [Note: one association] in
-    # `ordered_sum.py`; () leaves it to the backend
     association: tuple[int, ...] = ()
 
     @property
     def chunks(self) -> tuple[Tensor, ...]:
-        """The tensor's memory in equal parts, one for each of `ranks`; a multiple of their number.
+        """Equal chunks of the tensor's memory, one for each of `ranks`.
 
         >>> Operation("all_gather", torch.arange(6), ranks=(1, 3)).chunks[1]
         tensor([3, 4, 5])
@@ -60,22 +72,19 @@ class Operation(NamedTuple):
         return self.tensor.view(n, self.tensor.numel() // n).unbind(0)
 
     def __str__(self) -> str:
-        """What must be equal on all ranks, for error texts.
+        """Describe the parameters that must be equal on all ranks.
 
         >>> str(Operation("broadcast", torch.zeros(2, 3), ranks=(0, 1), src=1))
         'broadcast from rank 1 of torch.float32 (2, 3)'
         """
         source = f" from rank {self.src}" if self.kind == "broadcast" else ""
         averaging = "averaging " if self.average else ""
-        association = (
-            f" in order {' x '.join(map(str, self.association))}" if self.association else ""
-        )
-        what = f"{self.kind}{source}{association}"
-        return f"{averaging}{what} of {self.tensor.dtype} {tuple(self.tensor.shape)}"
+        order = f" in order {' x '.join(map(str, self.association))}" if self.association else ""
+        what = f"{averaging}{self.kind}{source}{order}"
+        return f"{what} of {self.tensor.dtype} {tuple(self.tensor.shape)}"
 
 
 def check_operation(operation: Operation, rank: int) -> None:
-    """Raise the error that names what is wrong with an operation that `rank` is about to start."""
     kind, tensor, n = operation.kind, operation.tensor, len(operation.ranks)
     check_tensor(kind, tensor, rank)
     if kind in ("all_reduce", "reduce_scatter"):
@@ -97,14 +106,13 @@ def check_operation(operation: Operation, rank: int) -> None:
 
 
 def check_tensor(kind: OperationKind, tensor: Tensor, rank: int) -> None:
-    """Raise a ValueError if `tensor` can't be read and written as one flat run of memory."""
+    """Raise ValueError if `tensor` can't be accessed as one flat block of memory."""
     problem = _problem(tensor)
     if problem is not None:
         raise ValueError(f"{kind} on rank {rank}: the tensor {problem}")
 
 
 def _problem(tensor: Tensor) -> str | None:
-    """What stops `tensor` from being read and written as one flat run of memory, and the cure."""
     if tensor.layout is not torch.strided:
         return f"has layout {tensor.layout}; pass a dense one (tensor.to_dense())"
     if not tensor.is_contiguous():

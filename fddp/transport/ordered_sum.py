@@ -1,10 +1,10 @@
-"""Sums of one association, fixed by where ranks lie along the axes of a topology.
+"""Sums in one association, defined by the positions of ranks along the axes of a topology.
 
 [Note: one association]
-Float sums depend on how they are bracketed. In order (2, 3) six ranks' parts are summed as
-((r0 + r1) + r2) + ((r3 + r4) + r5): within the innermost axis first, in rank order, then across.
-That is what reduce-scatters along one axis after the other give, innermost first, as long as what
-lies between them is not rounded. So the bits are the same for every algorithm and transport.
+Floating-point sums depend on their association. In order (2, 3) six ranks' parts are summed as
+((r0 + r1) + r2) + ((r3 + r4) + r5): within the innermost axis in rank order, then across. This is
+the result of successive reduce-scatters along the axes, innermost first, as long as intermediate
+results are not rounded. The bits are thus the same for every algorithm and transport.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-#: formats that are summed in float32, and rounded once
+#: dtypes that are summed in float32 and rounded once
 _NARROW = frozenset({torch.float16, torch.bfloat16})
 
 
 def sum_in_order_(parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
-    """The sum of tensors in one association; writes into `parts`. See [Note: one association].
+    """Sum tensors in one association; overwrites `parts`. See [Note: one association].
 
     Args:
-        parts: of one shape and dtype, by rank.
-        order: sizes of the axes along which the ranks lie, outermost first; their product is the
-            number of parts.
+        parts: tensors of one shape and dtype, by rank.
+        order: sizes of the axes of the ranks, outermost first; their product is the number of
+            parts.
 
     Returns:
-        The sum, in the memory of the first part; in new memory of float32 for float16 and bfloat16.
+        The sum, in the memory of the first part. For float16 and bfloat16: a new float32 tensor.
 
     Example:
         >>> parts = [torch.tensor([x]) for x in (1e8, 1.0, -1e8, 1.0)]

@@ -1,4 +1,4 @@
-"""Which transport a group of `torch.distributed` gets."""
+"""Choice of the transport for a group of `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _log = logging.getLogger("fddp")
 
 
 def choose(c10d: C10dTransport, wanted: str, title: str = "transport") -> Transport:
-    """The transport that is `wanted` of a group over which a c10d transport is open already.
+    """Return the `wanted` transport for the group of an open c10d transport.
 
-    Every rank calls this, with the same name, and gets the same kind. `c10d` is part of what is
-    returned, or all of it; it is closed where this raises.
+    A collective call. All ranks get the same kind. The result takes ownership of `c10d`, which is
+    closed if this function raises.
 
     Args:
-        c10d: over the ranks in question.
-        wanted: "auto", "shm" or "c10d".
-        title: what it is for, in a word.
+        c10d: transport over the group.
+        wanted: "auto", "shm" or "c10d", the same on all ranks.
+        title: purpose of the transport, for its label.
 
     Raises:
-        DesyncError: ranks want one for something else; on every rank.
-        PlanMismatchError: ranks want different ones; on every rank.
-        ValueError: "shm" is wanted and can't be had; on every rank.
-        FddpError: as an operation that fails.
+        DesyncError: ranks passed different titles; on every rank.
+        PlanMismatchError: ranks passed different names; on every rank.
+        ValueError: "shm" is wanted and not available; on every rank.
+        FddpError: a failed operation.
     """
     try:
         received = [
@@ -65,19 +65,19 @@ def _chosen(c10d: C10dTransport, wanted: str) -> Transport:
     if wanted == "c10d":
         return c10d
     if c10d.control_device.type != "cpu":
-        c10d.reason = "the group has no backend for the CPU, whose memory alone can be shared"
+        c10d.reason = "the group has no backend for the CPU, and only CPU memory can be shared"
     elif wanted == "auto" and c10d.world_size == 1:
-        c10d.reason = "the group has one rank, which exchanges nothing"
+        c10d.reason = "the group has only one rank"
     else:
-        neighbours = discover_hosts(c10d)
-        shm = ShmTransport(c10d, neighbours)
-        if shm.name == "shm" or (wanted == "auto" and len(neighbours.hosts) < c10d.world_size):
+        host_groups = discover_hosts(c10d)
+        shm = ShmTransport(c10d, host_groups)
+        if shm.name == "shm" or (wanted == "auto" and len(host_groups.hosts) < c10d.world_size):
             return shm
         c10d.reason = shm.reason
         shm.dismiss()
     if wanted == "shm":
         raise ValueError(
-            f"transport='shm' can't be had on rank {c10d.rank}: {c10d.reason}; pass 'auto', which "
-            "takes it where it can"
+            f"transport='shm' is not available on rank {c10d.rank}: {c10d.reason}; pass 'auto' to "
+            "use it only where it is available"
         )
     return c10d

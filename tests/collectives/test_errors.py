@@ -473,7 +473,7 @@ def test_opening_that_a_rank_does_not_join() -> None:
     alone, _ = fddp.loopback(2, run, timeout_s=0.5)
     assert alone.kinds[0] == "SyncTimeoutError"
     assert f"psum, called at {__file__}:" in alone.text
-    assert "no word from rank 1" in alone.text
+    assert "no response from rank 1" in alone.text
 
 
 def test_forward_mode_names_the_call(ranks: RankPool) -> None:

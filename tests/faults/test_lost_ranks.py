@@ -164,7 +164,7 @@ def test_a_rank_that_stalls_mid_step(ranks: RankPool, transport: str, where: str
         if rank == LOST:
             assert seen.kinds[0] == "SyncTimeoutError", seen
             assert re.search(
-                r"after \d\.\d s of timeout_s=1\.0, because that of .+ was over", seen.text
+                r"after \d\.\d s of timeout_s=1\.0, because the time limit of .+ expired", seen.text
             )
             assert "every rank is alive" in seen.text
         else:

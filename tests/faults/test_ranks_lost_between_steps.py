@@ -129,7 +129,7 @@ def test_unnamed_processes_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) ->
     """Without /proc, numbers of processes may be another host's."""
     store = dist.HashStore()
     for host, expected in ("a host", {0, 1}), ("", set()):
-        monkeypatch.setattr(status_store, "numbering", lambda host=host: host)
+        monkeypatch.setattr(status_store, "pid_namespace", lambda host=host: host)
         two = [status_store.StoreStatusBoard(store, rank, 2) for rank in range(2)]
         for board in two:
             board.publish_process()

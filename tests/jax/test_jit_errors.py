@@ -160,7 +160,7 @@ def test_a_branch_that_only_some_ranks_take_times_out() -> None:
     quiet, text = fddp.loopback(2, program)
     assert quiet == "not taken"
     assert re.match(rf"psum of 1 leaf \(''\), called at {HERE}:\d+ on rank 1", text), text
-    assert "no word from rank 0" in text
+    assert "no response from rank 0" in text
     assert 'jax.config.update("jax_cpu_enable_async_dispatch", False)' in text
 
 

@@ -226,7 +226,8 @@ def divided_twice_on_rank(group: Group) -> None:
         with pytest.raises(
             ValueError,
             match=rf"all_reduce on rank {rank}: no group along \('local',\) was opened; "
-            r"open: \('row',\), \('row', 'column'\), \('column',\); name these axes to divide",
+            r"open: \('row',\), \('row', 'column'\), \('column',\); pass these axes to "
+            r"open_subgroups",
         ):
             transport.all_reduce(pending, axes=("local",))
 
@@ -297,12 +298,13 @@ BAD_CALLS: dict[str, tuple[Callable[[Transport], object], type[Exception], str]]
     "undivided": (
         lambda t: t.all_reduce(torch.ones(2), axes=("local",)),
         ValueError,
-        r"all_reduce on rank \d: no group along \('local',\) was opened; open: none; name",
+        r"all_reduce on rank \d: no group along \('local',\) was opened; open: none; pass",
     ),
     "unknown axis": (
         lambda t: t.open_subgroups(SQUARE, [("host",), ("rack",)]),
         ValueError,
-        r"divide on rank \d: \('rack',\) are not distinct axes of Topology\(host=2, local=2\); "
+        r"open_subgroups on rank \d: \('rack',\) are not distinct axes of "
+        r"Topology\(host=2, local=2\); "
         r"choose among \('host', 'local'\)",
     ),
     "repeated axis": (
@@ -387,7 +389,7 @@ def late_on_rank(group: Group) -> None:
             with pytest.raises(SyncTimeoutError) as caught:
                 work.wait("bucket 3 of step 17")
             assert "bucket 3 of step 17 on rank 2 of 4" in str(caught.value)
-            assert "within timeout_s=1.0; no word from rank 3. All ranks" in str(caught.value)
+            assert "within timeout_s=1.0; no response from rank 3. All ranks" in str(caught.value)
             assert work.done
             assert behind is not None
             assert behind.done

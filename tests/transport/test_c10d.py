@@ -176,7 +176,7 @@ def subgroups_on_rank(rank: int, world_size: int) -> None:
         last = open_c10d(pairs[-1], timeout_s=0.5)
         if rank == world_size - 2:
             with pytest.raises(
-                SyncTimeoutError, match=rf"no word from rank 1 \(global {rank + 1}\)"
+                SyncTimeoutError, match=rf"no response from rank 1 \(global {rank + 1}\)"
             ):
                 last.all_reduce(torch.ones(1)).wait("bucket 0")
     dist.barrier()

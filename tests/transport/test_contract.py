@@ -271,7 +271,7 @@ def close_on_rank(group: Group) -> None:
     ]
     for use in uses:
         with pytest.raises(
-            ClosedError, match=r"is closed \(close\(\) was called\); make what uses"
+            ClosedError, match=r"is closed \(close\(\) was called\); create its user"
         ):
             use()
 
@@ -314,7 +314,9 @@ def late_on_rank(group: Group) -> float | None:
             with pytest.raises(SyncTimeoutError) as caught:
                 works[0].wait("bucket 3 of step 17")
             assert f"bucket 3 of step 17 on rank {transport.rank} of" in str(caught.value)
-            assert f"within timeout_s=1.0; no word from rank {late}. All ranks" in str(caught.value)
+            assert f"within timeout_s=1.0; no response from rank {late}. All ranks" in str(
+                caught.value
+            )
         elapsed_s = time.perf_counter() - start_s
         with pytest.raises((SyncTimeoutError, ClosedError), match="bucket 4 of step 17"):
             works[1].wait("bucket 4 of step 17")

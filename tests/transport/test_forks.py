@@ -52,7 +52,7 @@ def use(held: Held) -> None:
         with pytest.raises(fddp.ClosedError, match="the process that this one was forked from"):
             call()
     for call in (lambda: fddp.pmean(torch.ones(2)), lambda: fddp.GradSync(mlp())):
-        with pytest.raises(fddp.ClosedError, match="this process was forked off from a rank"):
+        with pytest.raises(fddp.ClosedError, match="this process was forked from a rank"):
             call()
 
 

@@ -75,7 +75,7 @@ def test_the_first_ranks_own_exception_is_raised() -> None:
         assert seen[rank].ranks == (1,)
         assert str(seen[rank]) == (
             f"bucket 2 of step 5 on rank {rank} of 3: lost rank 1 raised KeyError('boom'); "
-            "mend that rank's own error first"
+            "fix that rank's own error first"
         )
 
 

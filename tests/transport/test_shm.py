@@ -53,10 +53,10 @@ def chosen_on_rank(rank: int, world_size: int) -> None:
             assert transport.reason == ALL_SHARE.format(world_size)
             assert transport.timeout_s == 20
     with open_transport(name="c10d", timeout_s=20) as transport:
-        assert (transport.name, transport.reason) == ("c10d", "it was asked for")
+        assert (transport.name, transport.reason) == ("c10d", "it was requested")
     with open_transport(dist.new_group([rank], use_local_synchronization=True)) as transport:
         assert transport.name == "c10d"
-        assert transport.reason == "the group has one rank, which exchanges nothing"
+        assert transport.reason == "the group has only one rank"
 
 
 def test_ranks_of_one_host_share_memory(ranks: RankPool) -> None:
@@ -150,7 +150,8 @@ def divided_on_rank(rank: int, world_size: int) -> None:
                 tensor.copy_(part(rank, 5, torch.float32))
                 transport.all_reduce(tensor, axes=axes).wait("the sum")
                 assert torch.equal(tensor, total(group, 5, torch.float32))
-        with pytest.raises(ValueError, match=r"'shm' can't be had on rank \d: the ranks are on 2"):
+        unavailable = r"'shm' is not available on rank \d: the ranks are on 2"
+        with pytest.raises(ValueError, match=unavailable):
             open_transport(name="shm")
 
 
@@ -230,7 +231,9 @@ def obstacle_on_rank(rank: int, world_size: int, method: str, at: int) -> tuple[
             tensor = part(rank, 5, torch.float32)
             transport.all_reduce(tensor).wait("the sum")
             assert torch.equal(tensor, total((0, 1, 2), 5, torch.float32))
-        with pytest.raises(ValueError, match=f"'shm' can't be had .* no more files for {method}"):
+        with pytest.raises(
+            ValueError, match=f"'shm' is not available .* no more files for {method}"
+        ):
             open_transport(name="shm", timeout_s=20)
     dist.barrier()
     assert soon(lambda: open_files() <= before), "gloo closes its own in the background"
@@ -322,7 +325,7 @@ def unproved_on_rank(rank: int, world_size: int) -> str:
 
 def test_memory_must_be_proved_to_be_the_same(ranks: RankPool) -> None:
     for reason in ranks.run(3, unproved_on_rank):
-        assert "rank 0: what rank 1 wrote into this rank's memory is not there" in reason
+        assert "rank 0: this rank's memory lacks the data that rank 1 wrote into it" in reason
 
 
 def full_on_rank(rank: int, world_size: int) -> None:

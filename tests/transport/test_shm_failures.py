@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 30.0  # of operations that a death must end long before
 # Of a rank whose time was over, or which heard that another one's was.
-OVER = r"not finished within timeout_s=1\.0|after 0\.\d s of timeout_s=1\.0, because that of .*rank"
+OVER = (
+    r"not finished within timeout_s=1\.0|"
+    r"after 0\.\d s of timeout_s=1\.0, because the time limit of .*rank"
+)
 NOTICED_S = 2.5  # a second, and what a busy machine takes
 
 
@@ -201,7 +204,7 @@ def test_a_rank_late_in_one_group_is_raised_on_all(ranks: RankPool) -> None:
             assert seen.error == "SyncTimeoutError", seen
             assert f"bucket 3 of step 17 on rank {rank} of 4: " in seen.text
             assert re.search(OVER, seen.text)
-            assert "no word from rank 3. All" in seen.text
+            assert "no response from rank 3. All" in seen.text
             assert seen.took_s < 1.0 + NOTICED_S
 
 
@@ -252,7 +255,7 @@ def test_a_late_rank_crosses_from_shared_memory_to_gloo(ranks: RankPool) -> None
             assert re.search(OVER, seen.text)
             assert seen.took_s < 1.0 + NOTICED_S
             if rank == 2:
-                assert "no word from rank 3. All ranks must issue" in seen.text
+                assert "no response from rank 3. All ranks must issue" in seen.text
 
 
 # Stopped processes
@@ -288,7 +291,7 @@ def test_a_rank_that_is_stopped_for_long_is_late() -> None:
         seen, text = outcome.result
         assert seen.error == "SyncTimeoutError", seen
         if rank != 1:
-            assert "within timeout_s=2.0; no word from rank 1. All ranks must" in text
+            assert "within timeout_s=2.0; no response from rank 1. All ranks must" in text
             assert 1.9 < seen.took_s < 2.0 + NOTICED_S
 
 
@@ -328,11 +331,12 @@ def late_again_on_rank(rank: int, world_size: int) -> None:
         time.sleep(1.5)
         with pytest.raises(
             SyncTimeoutError,
-            match=r"of timeout_s=0\.5, because that of .*rank 0.* was over; every rank is alive",
+            match=r"of timeout_s=0\.5, because the time limit of .*rank 0.* expired; every rank is "
+            r"alive",
         ):
             transport.all_reduce(torch.ones(3)).wait("bucket 3")
     else:
-        with pytest.raises(SyncTimeoutError, match=r"timeout_s=0.5; no word from rank 1\. All"):
+        with pytest.raises(SyncTimeoutError, match=r"timeout_s=0.5; no response from rank 1\. All"):
             transport.all_reduce(torch.ones(3)).wait("bucket 3")
     with open_transport(timeout_s=20) as fresh:
         assert fresh.name == "shm"

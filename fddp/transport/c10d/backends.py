@@ -1,7 +1,7 @@
-"""Communicators of `torch.distributed`, one class for each way of making, waiting and freeing one.
+"""Communicators of `torch.distributed`, one class for each kind of backend.
 
-Collectives are called on the backend object itself: the functions of `torch.distributed` take only
-groups that are registered there.
+Collectives are called on the backend object itself, because the functions of `torch.distributed`
+accept only registered groups.
 """
 
 from __future__ import annotations
@@ -32,19 +32,28 @@ if TYPE_CHECKING:
     from fddp.transport.liveness.membership import Membership
     from fddp.transport.operation import Operation
 
-_LONGEST_PAUSE_S = 0.05  # of the thread that looks whether gloo is freed
-_CHECK_INTERVAL = timedelta(seconds=0.25)  # how often a waiting rank looks for the others' failures
+_LONGEST_PAUSE_S = 0.05  # between two polls for the end of a gloo backend
+_CHECK_INTERVAL = timedelta(seconds=0.25)  # between two checks of the other ranks during a wait
 
 
 class CommunicatorSpec(NamedTuple):
-    """A rank's place among the ranks of a communicator that is to be made."""
+    """Parameters of a new communicator.
 
-    group: dist.ProcessGroup  # the transport's
-    rank: int  # in the transport
-    ranks: tuple[int, ...]  # who takes part, ascending, by their numbers in the transport
+    Attributes:
+        group: the transport's group.
+        rank: this rank in the transport.
+        ranks: members of the communicator in ascending order, as ranks in the transport.
+        membership: the transport's membership.
+        timeout_s: time limit of one operation.
+        check_peers: called repeatedly while ranks connect; may raise.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    ranks: tuple[int, ...]
     membership: Membership
     timeout_s: float
-    check_peers: Callable[[], None]  # for waits while it is made, as `Communicator.wait` has
+    check_peers: Callable[[], None]
 
     @property
     def place(self) -> int:
@@ -52,21 +61,21 @@ class CommunicatorSpec(NamedTuple):
 
     @property
     def store_prefix(self) -> str:
-        """Name of the part of the group's store for these ranks of this transport alone."""
-        name = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]  # of any number of them
+        """Prefix of these ranks' keys within the transport's part of the store."""
+        name = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]  # bounded length
         return f"ranks/{name}"
 
     @property
     def store(self) -> dist.Store:
-        """That part."""
+        """Part of the group's store for these ranks of this transport."""
         return dist.PrefixStore(self.store_prefix, self.membership.store.raw)
 
 
 class PendingCollective(NamedTuple):
-    """One operation on its way."""
+    """An operation in flight."""
 
     works: tuple[dist.Work, ...]
-    finish: Callable[[], None] | None = None  # what is left to do once all has arrived
+    finish: Callable[[], None] | None = None  # called once all works have finished
 
     @property
     def arrived(self) -> bool:
@@ -74,7 +83,6 @@ class PendingCollective(NamedTuple):
 
     @property
     def arrived_well(self) -> bool:
-        """Whether it is over, and nothing went wrong."""
         if not self.arrived:
             return False
         with ignore_backend_errors():
@@ -85,30 +93,34 @@ class PendingCollective(NamedTuple):
 
 
 class Communicator:
-    """A backend (or process group) of torch that nothing else uses.
+    """A private backend (or process group) of torch.
 
-    This class asks of a backend only what every one can do.
+    The base class uses only operations that every backend supports.
 
-    [Note: freeing waits] gloo frees a backend only once its pending operations have ended, which a
-    lost rank holds up until they time out. So `free` is called on a thread that may wait, and drops
-    the only reference; works and tracebacks refer to the communicator, never to the backend. The
-    thread that gloo keeps waiting is none of Python's: Python unwinds its own when the process
-    ends, which in the middle of a destructor is SIGABRT instead of the process's own exit code.
+    [Note: freeing waits] gloo frees a backend only once its pending operations have ended. After
+    the loss of a rank this takes until their timeout. `free` therefore drops the only reference,
+    and a separate thread waits for the end; works and tracebacks refer to the communicator, never
+    to the backend. The destructor runs on a native thread: a Python thread would be unwound when
+    the process ends, and unwinding a destructor ends the process with SIGABRT instead of its own
+    exit code.
+
+    Attributes:
+        addresses: keys of this rank's addresses in the transport's part of the store.
     """
 
-    _averages = False  # whether the backend can divide a sum by the number of ranks
-    _is_owner = False  # whether the backend goes with this; torch holds those of its own groups
-    addresses: tuple[str, ...] = ()  # keys of the transport's store that others found this rank by
+    _averages = False  # True if the backend can divide a sum by the number of ranks
+    _is_owner = False  # True if this object, rather than torch, owns the backend
+    addresses: tuple[str, ...] = ()
 
     def __init__(self, backend: Any, spec: CommunicatorSpec) -> None:
         self._backend = backend
         self._place = spec.place
-        self.issued = 0  # operations so far
+        self.issued = 0  # number of operations so far
         self._sources = {rank: place for place, rank in enumerate(spec.ranks)}
         register_fork_owner(self)  # [Note: forks]
 
     def issue(self, operation: Operation) -> PendingCollective:
-        """Start `operation`; torch's own errors (RuntimeError) pass through."""
+        """Start `operation`; errors of torch (RuntimeError) propagate."""
         self.issued += 1
         if operation.kind == "all_reduce":
             return self._all_reduce(operation)
@@ -130,10 +142,10 @@ class Communicator:
     def _reduce_scatter(self, operation: Operation) -> PendingCollective:
         if operation.association:
             return self._exchange(operation, torch.empty_like(_bytes_of(operation.tensor)))
-        return self._all_reduce(operation)  # the other chunks are sums, too
+        return self._all_reduce(operation)  # other chunks are undefined, so they may be sums
 
     def _exchange(self, operation: Operation, arrived: Tensor) -> PendingCollective:
-        """A reduce-scatter by an all-to-all into `arrived`, bytes, and a sum on each rank."""
+        """Reduce-scatter by an all-to-all into the bytes `arrived` and a sum on each rank."""
         sent, own = _bytes_of(operation.tensor), operation.chunks[self._place]
         work = self._backend.alltoall_base(arrived, sent, [], [], c10d.AllToAllOptions())
         theirs = operation._replace(tensor=arrived.view(operation.tensor.dtype)).chunks
@@ -164,11 +176,11 @@ class Communicator:
         return self._backend.broadcast([_bytes_of(tensor)], options)  # type: ignore[no-any-return]
 
     def wait(self, collective: PendingCollective, check_peers: Callable[[], None]) -> None:
-        """Block until `collective` is over as seen from the current stream, or torch gives it up.
+        """Block until `collective` has finished (on accelerators: make the current stream wait).
 
         Args:
-            collective: what to wait for.
-            check_peers: called now and then where this blocks for long; may raise a RuntimeError.
+            collective: the operation.
+            check_peers: called repeatedly during a long wait; may raise RuntimeError.
         """
         self._await(collective.works, check_peers)
         if collective.finish is not None:
@@ -179,10 +191,10 @@ class Communicator:
             work.wait()
 
     def watch(self, collective: PendingCollective) -> Callable[[], float | None]:
-        """A function that tells when all had arrived, once it has: `time.perf_counter()` seconds.
+        """Return a function that returns the completion time in `time.perf_counter()` seconds.
 
-        The stamp is taken on the backend's thread, which must not ask for Python's lock: where the
-        interpreter has ended, that is SIGABRT instead of the process's own exit code.
+        The time is recorded on the backend's thread without the GIL: acquiring it after the end of
+        the interpreter would end the process with SIGABRT instead of its own exit code.
         """
         stamps = [extension.load().CompletionTimestamp(work) for work in collective.works]
 
@@ -193,34 +205,35 @@ class Communicator:
         return arrived_s
 
     def free(self, *, failed: bool, over: threading.Event) -> Callable[[], None]:
-        """Give up threads and connections; nothing may be issued any more.
+        """Release the backend; no further operations may be issued.
 
         Args:
-            failed: whether ranks may be lost.
-            over: set when the process is about to end, with which all of this goes.
+            failed: True if ranks may be lost.
+            over: set when the process is about to end.
 
         Returns:
-            What is left to do, on a thread that may wait. [Note: freeing waits]
+            A blocking function that completes the release. See [Note: freeing waits].
         """
         backend, self._backend = self._backend, None
         return partial(self._end, backend, failed=failed)
 
     def _end(self, backend: Any, *, failed: bool) -> None:
-        """What takes long; the reference goes with the thread that this runs on."""
+        """Shut down the backend; may block."""
 
     def disown(self) -> None:
-        """See [Note: forks]."""
+        """Never free an inherited backend, see [Note: forks]."""
         if self._is_owner and self._backend is not None:
             extension.load().BackendRelease(self._backend).leak()
 
 
 class GlooCommunicator(Communicator):
-    """gloo, connected through the seat's store. Blocks while the ranks connect to each other, see
-    [Note: connecting].
+    """gloo, connected through the transport's part of the store.
 
-    [Note: news of a failure] gloo tells only the neighbours of a dead rank, and its `abort` does
-    nothing: the other ranks would wait for the whole timeout. So a rank that meets a failure
-    reports it in the store, and `wait` looks there now and then.
+    The constructor blocks while the ranks connect, see [Note: connecting].
+
+    [Note: news of a failure] With gloo only the neighbours of a dead rank see an error, and its
+    `abort` does nothing: the other ranks would wait for the whole timeout. A rank that detects a
+    failure therefore reports it in the store, and `wait` polls the store.
     """
 
     _averages = True
@@ -249,9 +262,9 @@ class GlooCommunicator(Communicator):
         return partial(_await_end, freeing, over)
 
     def _reduce_scatter(self, operation: Operation) -> PendingCollective:
-        # gloo's own is an all-reduce of a copy. That each rank sends each other one its chunk, and
-        # adds up its own, takes 0.4 to 0.7 of the time of an all-reduce in place (2 and 4 ranks, 1
-        # to 32 MB; below, no longer than that), and the sum runs in rank order, whatever the size.
+        # gloo's own reduce-scatter is an all-reduce of a copy. An all-to-all followed by local sums
+        # takes 0.4 to 0.7 of the time of an all-reduce in place (2 and 4 ranks, 1 to 32 MB; not
+        # more for smaller buffers), and sums in rank order for all sizes.
         if operation.tensor.device.type != "cpu":
             return super()._reduce_scatter(operation)
         memory = self._scratch.acquire(operation.tensor.nbytes)
@@ -265,9 +278,9 @@ class GlooCommunicator(Communicator):
         return PendingCollective(works, finish)
 
     def _all_gather(self, operation: Operation) -> PendingCollective:
-        # gloo's own gathers into a fresh buffer and copies from there, which takes 2 to 4 times as
-        # long for large buffers as a broadcast from each rank into place, and no less for small. It
-        # meets no broadcast: gloo ends the process where sizes differ of what meets.
+        # gloo's own all-gather copies from a new buffer. For large buffers it takes 2 to 4 times as
+        # long as a broadcast from each rank into place, and for small ones as long. `fixed_size`
+        # operations must not be matched with a broadcast: gloo ends the process if sizes differ.
         if operation.fixed_size:
             return super()._all_gather(operation)
         return PendingCollective(
@@ -285,16 +298,15 @@ class GlooCommunicator(Communicator):
 
 
 class _ScratchPool:
-    """Memory for what arrives, used again: fresh pages cost as much as the exchange itself."""
+    """Reused receive buffers: new pages cost as much as the exchange itself."""
 
-    _MOST = 2  # as many operations as gloo runs at once; those that queue up behind get fresh pages
+    _MAX_KEPT = 2  # the number of operations that gloo runs concurrently
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: list[Tensor] = []
 
     def acquire(self, nbytes: int) -> Tensor:
-        """At least `nbytes` bytes of unknown contents."""
         with self._lock:
             for i, memory in enumerate(self._kept):
                 if memory.numel() >= nbytes:
@@ -303,11 +315,11 @@ class _ScratchPool:
 
     def release(self, memory: Tensor) -> None:
         with self._lock:
-            self._kept = sorted([*self._kept, memory], key=torch.numel)[-self._MOST :]
+            self._kept = sorted([*self._kept, memory], key=torch.numel)[-self._MAX_KEPT :]
 
 
 class NcclCommunicator(Communicator):
-    """nccl; connects at the first operation on the current device."""
+    """nccl, which connects at the first operation on the current device."""
 
     _averages = True
     _is_owner = True
@@ -336,7 +348,7 @@ class NcclCommunicator(Communicator):
         return PendingCollective((work,))
 
     def watch(self, collective: PendingCollective) -> Callable[[], float | None]:
-        """As for others, but by the device's clock: a side stream waits for the work."""
+        """Measure by the device's clock: a side stream waits for the works."""
         stream, origin, origin_s = self._origin = self._origin or _origin()
         with torch.cuda.stream(stream):
             for work in collective.works:
@@ -358,7 +370,7 @@ class NcclCommunicator(Communicator):
 
 
 class GroupCommunicator(Communicator):
-    """Any other backend, through `new_group`, which all ranks of the seat call."""
+    """Any other backend, through `new_group`, a collective call of all members."""
 
     def __init__(self, spec: CommunicatorSpec, backend: str) -> None:
         members = dist.get_process_group_ranks(spec.group)
@@ -376,7 +388,7 @@ class GroupCommunicator(Communicator):
 
 
 def connect(spec: CommunicatorSpec, backends: dict[str, str]) -> dict[str, Communicator]:
-    """Communicators over the ranks of `spec` by device type, one for each distinct backend."""
+    """Create one communicator for each distinct backend; return them by device type."""
     names = set(backends.values())
     if not names <= {"gloo", "nccl"}:
         config = ",".join(f"{device}:{backend}" for device, backend in backends.items())
@@ -390,12 +402,12 @@ def connect(spec: CommunicatorSpec, backends: dict[str, str]) -> dict[str, Commu
 
 
 def _reals_of(tensor: Tensor) -> Tensor:
-    """The same memory as real numbers, of which every backend knows the sum."""
+    """View complex tensors as real, which every backend can sum."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The same memory as flat bytes, so that any dtype moves."""
+    """View a tensor as flat bytes, which every backend can move."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -404,9 +416,10 @@ def _divide_(tensor: Tensor, divisor: int) -> None:
 
 
 def _add_up_(mine: Sequence[Tensor], theirs: Sequence[Tensor], place: int) -> None:
-    """Make the own chunk the sum of all ranks', in rank order.
+    """Sum all ranks' chunks into this rank's own, in rank order; overwrites `theirs`.
 
-    `theirs` is used up. The first two may change places, so that the sum ends in its place.
+    The own chunk is added to the sum of the chunks before it: the operands of one addition are
+    swapped, which does not change the result.
     """
     own = mine[place]
     if place > 0:
@@ -426,7 +439,7 @@ def _await_end(freeing: Any, over: threading.Event) -> None:
 
 
 def _finishes(work: dist.Work, within: timedelta) -> bool:
-    """Whether `work` finishes `within` that time; raises what it failed with."""
+    """Return True if `work` finishes within a time limit. Raise its error if it failed."""
     try:
         work.wait(within)
     except RuntimeError as error:
@@ -434,12 +447,11 @@ def _finishes(work: dist.Work, within: timedelta) -> bool:
             raise
         if not work.is_completed():
             return False
-        work.wait()  # raises what it failed with; returns if it finished just after `within`
+        work.wait()  # raises its error, or returns if it finished just after the time limit
     return True
 
 
 def _origin() -> tuple[torch.cuda.Stream, torch.cuda.Event, float]:
-    """A side stream of the current device, and one moment on its clock and on the host's."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(stream)

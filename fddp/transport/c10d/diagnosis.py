@@ -1,4 +1,4 @@
-"""How an operation of a backend ended, worked out from its error and from what other ranks tell."""
+"""Diagnosis of failed operations from the backend's error and the other ranks' reports."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ if TYPE_CHECKING:
 def diagnose(
     membership: Membership, detector: FailureDetector, error: Exception, report: Report
 ) -> Failure:
-    """Tell the others, and hear from them, how the operation of `report` that raised `error` ended.
+    """Exchange reports about a failed operation and return its cause.
+
+    A missing report alone does not mean that a rank is lost: a rank that takes no part in the
+    operation may be busy elsewhere.
 
     Args:
-        membership: by which ranks tell each other.
-        detector: the other ranks.
-        error: what the backend raised, or what ended the wait.
-        report: what this rank tells; its verdict is filled in.
-
-    Silent alone means little: a rank that takes no part in what failed may be busy elsewhere.
+        membership: channel of the reports.
+        detector: processes and statuses of the other ranks.
+        error: raised by the backend, or by a check during the wait.
+        report: this rank's report; its verdict is filled in here.
     """
-    # Without gloo's own source line in front and its general advice behind.
+    # Strip gloo's source location and its general advice.
     text = re.sub(r"^\[[^\]]*\] |\. This is typically.*", "", str(error).split("\n", 1)[0])
     verdict: Verdict = "broken"
     if isinstance(error, PeerFailureError):
-        verdict = "told"
+        verdict = "notified"
     elif isinstance(error, (DeadlineExceededError, StoreTimeoutError)) or _is_late(text):
         verdict = "timeout"
     late = verdict == "timeout"
@@ -50,7 +51,7 @@ def diagnose(
         if from_user_code(problem):
             raise
         return Failure(text, late, (), store="gone")
-    awaited = {r for other in reports.values() if other.verdict != "told" for r in other.ranks}
+    awaited = {r for other in reports.values() if other.verdict != "notified" for r in other.ranks}
     dead = {r for other in reports.values() if other.verdict == "dead" for r in other.ranks}
     dead |= set(gone)
     timed_out = tuple(rank for rank, other in sorted(reports.items()) if other.verdict == "timeout")
@@ -68,20 +69,19 @@ def diagnose(
 
 
 def _is_late(text: str) -> bool:
-    """Whether a backend ended an operation because of the time."""
-    # gloo calls it a timeout, too, that it has tried to connect often enough.
+    # gloo also reports a timeout after several refused connections.
     words = text.lower()
     return ("timeout" in words or "timed out" in words) and "refused" not in words
 
 
 def _mismatch(reports: Mapping[int, Report], own: Report) -> str:
-    """What ranks are in that met in one place with different operations; empty if none did."""
-    met = {
+    """Return the different operations that ranks issued at one position; empty if none differ."""
+    issued = {
         rank: other.operation
         for rank, other in sorted(reports.items())
         if other.place >= 0 and (other.ranks, other.place) == (own.ranks, own.place)
     }
-    first = next(iter(met.values()), "")
-    if all(operation == first for operation in met.values()):
+    first = next(iter(issued.values()), "")
+    if all(operation == first for operation in issued.values()):
         return ""
-    return ", ".join(f"rank {rank} {operation}" for rank, operation in met.items())
+    return ", ".join(f"rank {rank} {operation}" for rank, operation in issued.items())

@@ -1,19 +1,16 @@
-"""Connecting a backend while looking at what happens to the other ranks.
+"""Connection of a backend with concurrent checks of the other ranks.
 
-[Note: connecting] A backend that connects its ranks to each other blocks in its constructor, and
-looks neither at what other ranks tell nor at their processes; gloo moreover keeps the connection to
-the group's store to itself while it waits for a key. So it runs on a thread of its own, with a
-store that waits for keys by asking again and again, which ends once the opening is given up. Where
-it has the keys and waits for another rank to answer, the thread lasts until the backend's own
-timeout.
+[Note: connecting] A backend that connects its ranks blocks in its constructor, and checks neither
+the other ranks' failure reports nor their processes. gloo also occupies the connection to the
+group's store while it waits for a key. The constructor therefore runs on a separate thread, with a
+store that polls for keys and can be aborted. If it already has the keys and waits for another rank
+to answer, the thread lasts until the backend's own timeout.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -24,30 +21,22 @@ from fddp.transport.liveness.interrupts import DeadlineExceededError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_CHECK_INTERVAL_S = 0.25  # how often the rank looks around meanwhile
-_LONGEST_PAUSE_S = 0.01  # from one question for a key to the next
+_CHECK_INTERVAL_S = 0.25  # between two checks of the other ranks
+_LONGEST_PAUSE_S = 0.01  # between two polls for a key
 
 
 class AbortableStore(dist.Store):
-    """Where ranks find each other's addresses: a part of a store, until it is given up.
-
-    Args:
-        store: the part.
-        timeout_s: the longest that a key is waited for.
-
-    Attributes:
-        keys_set: keys that this rank has set.
-    """
+    """A store whose waits can be aborted, and end `timeout_s` after its construction."""
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:
         super().__init__()
         self._aborted = False
-        self.keys_set: list[str] = []
+        self.keys_set: list[str] = []  # by this rank
         self._store = store
         self._deadline_s = time.perf_counter() + timeout_s
 
     def abort(self) -> None:
-        """Ends waits for keys, also those to come."""
+        """End current and future waits for keys."""
         self._aborted = True
 
     def set(self, key: str, value: str) -> None:
@@ -79,54 +68,28 @@ def connect_with_abort(
     timeout_s: float,
     check_peers: Callable[[], None],
 ) -> tuple[Any, AbortableStore]:
-    """The backend that `connect` makes, and the store, which must live as long as it.
+    """Return the result of `connect` and its store, which must live as long as the result.
 
     Args:
-        connect: makes it; runs on another thread.
-        store: a part of the group's store that belongs to this backend alone.
-        timeout_s: the longest to wait.
-        check_peers: called now and then meanwhile; what it raises ends the opening.
+        connect: creates the backend; called on another thread.
+        store: part of the group's store for this backend only.
+        timeout_s: time limit.
+        check_peers: called repeatedly during the wait; an exception aborts the connection.
 
     Raises:
-        LateError: the time is over.
-        RuntimeError: what `connect` or `check_peers` raised.
+        DeadlineExceededError: the time limit was exceeded.
+        RuntimeError: raised by `connect` or `check_peers`.
     """
     abortable = AbortableStore(store, timeout_s)
     deadline_s = time.perf_counter() + timeout_s
-    attempt = _Attempt(connect, abortable)
+    call = threads.Call(lambda: connect(abortable))
+    threads.start_thread(call.run, "fddp-connecting", abortable.abort)
     try:
-        while not attempt.ended.acquire(timeout=_CHECK_INTERVAL_S):
+        while not call.ended.acquire(timeout=_CHECK_INTERVAL_S):
             check_peers()
             if time.perf_counter() > deadline_s:
                 raise DeadlineExceededError(f"timed out after {timeout_s} s")
     except BaseException:
         abortable.abort()
         raise
-    return attempt.result(), abortable
-
-
-class _Attempt:
-    """The thread that connects."""
-
-    def __init__(self, connect: Callable[[AbortableStore], Any], store: AbortableStore) -> None:
-        self.ended = threading.Lock()
-        self.ended.acquire()
-        self._results: list[Any] = []
-        self._error: Exception | None = None
-        threads.start_thread(partial(self._run, connect, store), "fddp-connecting", store.abort)
-
-    def _run(self, connect: Callable[[AbortableStore], Any], store: AbortableStore) -> None:
-        try:
-            self._results.append(connect(store))
-        except Exception as error:
-            self._error = error
-        self.ended.release()
-
-    def result(self) -> Any:
-        error, self._error = self._error, None
-        if error is None:
-            return self._results.pop()
-        try:
-            raise error
-        finally:
-            del error  # a cycle of it, its traceback and this frame
+    return call.result(), abortable

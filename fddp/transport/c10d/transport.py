@@ -1,20 +1,19 @@
 """Transport over any backend of `torch.distributed`.
 
-Each transport has its own communicators: one over all ranks, and one for each group that it was
-divided into. A failure in one of them closes the transport, and is told to all ranks.
+Each transport has its own communicators: one over all ranks, and one for each of its subgroups. A
+failure in one of them closes the transport on all ranks.
 
-For gloo and nccl they are built directly on a part of the group's store: `new_group` would need
-every process of the job, or, with local synchronisation, names that come apart between overlapping
-groups. Other backends go through `new_group`, which all members then call.
+gloo and nccl communicators are built directly on a prefix of the group's store. `new_group` would
+need every process of the job or, with local synchronisation, group names that diverge between
+overlapping groups. Other backends go through `new_group`, which all members call.
 
-On NCCL the host does not wait for buckets, so failures there surface through torch's watchdog, as
-`TORCH_NCCL_ASYNC_ERROR_HANDLING` directs.
+On NCCL the host does not wait for buckets. Failures surface through torch's watchdog, as configured
+by `TORCH_NCCL_ASYNC_ERROR_HANDLING`.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,46 +25,40 @@ from torch.distributed import distributed_c10d
 from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError
 from fddp.transport.base import Transport, Work
 from fddp.transport.c10d.backends import Communicator, CommunicatorSpec, connect
-from fddp.transport.c10d.diagnosis import diagnose
+from fddp.transport.c10d.peer_monitor import PeerMonitor
 from fddp.transport.lifetime import threads
 from fddp.transport.lifetime.finalizer import on_finalize
-from fddp.transport.lifetime.fork import IN_A_FORK, check_not_inherited, register_fork_owner
+from fddp.transport.lifetime.fork import check_not_inherited, register_fork_owner
 from fddp.transport.liveness import status_store
 from fddp.transport.liveness.bounded_store import client_of
-from fddp.transport.liveness.failure import Failure, to_error
+from fddp.transport.liveness.failure import to_error
 from fddp.transport.liveness.failure_detector import FailureDetector
-from fddp.transport.liveness.interrupts import (
-    PeerAbortedError,
-    PeerFailureError,
-    ProcessExitedError,
-)
 from fddp.transport.liveness.membership import Membership, Report
-from fddp.transport.liveness.user_code import from_user_code, ignore_backend_errors
+from fddp.transport.liveness.user_code import from_user_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fddp.transport.c10d.backends import PendingCollective
-    from fddp.transport.liveness.membership import Verdict
+    from fddp.transport.liveness.failure import Failure
     from fddp.transport.operation import Operation
 
-_CHECK_PROCESSES_AFTER_S = (
-    1.0  # how long a rank has waited in an operation when it looks for processes
-)
-_MOST_WORKS = 256  # that are remembered before those that are over are dropped
-_FREEING_S = 1.0  # how long `close` waits for the backend to end, which goes on after that
+_MAX_WORKS = 256  # works remembered before finished ones are removed
+_FREEING_S = 1.0  # longest that `close` waits for the backend to end
 
 
 class C10dTransport(Transport):
-    """Communicators of its own over a `torch.distributed` group.
+    """Private communicators over a `torch.distributed` group.
 
     Attributes:
-        lock: held while a failure is dealt with.
-        on_failure: called with the operation that failed, before it is known why; `lock` is held.
+        lock: held while a failure is handled.
+        on_failure: called with the description of a failed operation before its cause is known,
+            with `lock` held.
+        peers: the other ranks.
     """
 
     name = "c10d"
-    reason = "it was asked for"
+    reason = "it was requested"
 
     def __init__(
         self, group: dist.ProcessGroup, timeout_s: float | None = None, title: str = "transport"
@@ -83,8 +76,7 @@ class C10dTransport(Transport):
         self.on_failure: Callable[[str], None] | None = None
         self._failure: Failure | None = None
         self._communicators: dict[tuple[int, ...], dict[str, Communicator]] = {}
-        self._works: list[weakref.ref[_C10dWork]] = []  # in order, with some that are over
-        self._began_s = 0.0  # the wait that is under way, or the last one
+        self._works: list[weakref.ref[_C10dWork]] = []  # in issue order, some finished
         store = group.get_group_store()
         self._membership = Membership(store, self.rank, self.world_size, client_of(group))
         self.status, board_ranks = status_store.register(group, self.timeout_s)
@@ -92,10 +84,13 @@ class C10dTransport(Transport):
         self._detector = FailureDetector(
             self._membership, self.status, board_ranks, self._global_ranks, self.timeout_s
         )
-        self._was_closed: Callable[[], None] = _nothing
+        self.peers = PeerMonitor(self._membership, self._detector, self.status, self.timeout_s)
+        self._cancel_finalizer: Callable[[], None] = lambda: None
         register_fork_owner(self)  # [Note: forks]
         try:
-            self._was_closed = on_finalize(self, partial(self.status.board.leave, self.status))
+            self._cancel_finalizer = on_finalize(
+                self, partial(self.status.board.leave, self.status)
+            )
             self._open(title)
         except FddpError:
             self.close()
@@ -107,11 +102,14 @@ class C10dTransport(Transport):
     def _open(self, title: str) -> None:
         what = f"the opening of a {title}"
         self.status.begin(what)
-        check_peers = partial(self.check_peers, what, self.begin_wait(), check_failures=False)
+        group_key = self.status.key
+
+        def set_key(count: int) -> None:
+            self.status.key = f"{group_key}/{count}"
+
+        check = partial(self.peers.check, what, self.peers.begin_wait(), check_failures=False)
         try:
-            absent = self._membership.open(
-                self.timeout_s, check_peers, partial(self._set_key, self.status.key)
-            )
+            absent = self._membership.open(self.timeout_s, check, set_key)
         except RuntimeError as error:
             raise self.fail(what, error, self._everyone) from error
         if absent:
@@ -122,23 +120,14 @@ class C10dTransport(Transport):
                 f"opening a {title} on rank {self.rank} of {self.world_size}: "
                 f"{self._detector.names(absent)} did not open theirs within "
                 f"timeout_s={self.timeout_s}; every rank of the group must, in the same order. "
-                f"What each does: {statuses}",
+                f"Status of the ranks: {statuses}",
                 absent,
             )
-        self._detector.refresh_processes()  # while the store answers
+        self._detector.refresh_processes()  # while the store is reachable
         self._connect([self._everyone])
 
-    def _set_key(self, group_key: str, count: int) -> None:
-        self.status.key = f"{group_key}/{count}"
-
-    def begin_wait(self, ago_s: float = 0.0) -> float:
-        """The time at which a wait begins, or has begun so long ago."""
-        self._began_s = time.perf_counter() - ago_s
-        return self._began_s
-
     def set_title(self, title: str) -> None:
-        """Give it a name for errors, on which all ranks have agreed by an exchange, with a number
-        behind it."""
+        """Set the label to `title` and a number. All ranks must have agreed on the title."""
         device = self.control_device.type
         self._membership.forget(self._communicators[self._everyone][device].addresses)
         try:
@@ -161,7 +150,7 @@ class C10dTransport(Transport):
                     f"the process group of rank {self.rank} is gone; open a new transport"
                 )
             what = f"opening a communicator of {len(ranks)} ranks"
-            check_peers = partial(self.check_peers, what, self.begin_wait())
+            check_peers = partial(self.peers.check, what, self.peers.begin_wait())
             spec = CommunicatorSpec(
                 group, self.rank, ranks, self._membership, self.timeout_s, check_peers
             )
@@ -185,14 +174,16 @@ class C10dTransport(Transport):
             work = _C10dWork(self, communicator, operation)
         except RuntimeError as error:
             raise self.fail(str(operation), error, operation.ranks) from error
-        if len(self._works) == _MOST_WORKS:
+        if len(self._works) == _MAX_WORKS:
             self._works = [ref for ref in self._works if _is_open(ref)]
         self._works.append(weakref.ref(work))
         return work
 
     def first_mismatch(self, pending: _PendingOperation) -> _PendingOperation:
-        """The first operation of the same ranks that did not go well. Where ranks part, it is the
-        one that tells; those behind it have just nobody to meet."""
+        """Return the first failed operation of the same ranks.
+
+        Where ranks diverge, later operations fail only because this one did.
+        """
         for ref in self._works:
             work = ref()
             other = None if work is None else work.pending
@@ -202,34 +193,29 @@ class C10dTransport(Transport):
                 return other
         return pending
 
-    def disown(self) -> None:
-        """See [Note: forks]."""
-        self.closed_by = self.closed_by or IN_A_FORK
-
     def publish_step_failure(self, step: int, text: str) -> None:
         self._membership.publish_step_failure(step, text)
 
     def abandon(self, reason: str) -> None:
         try:
             if not self.closed_by:
-                self.publish_departure()
+                self.report_departure()
         finally:
             self.close(reason)
 
-    def publish_departure(self) -> None:
-        """Tell ranks that wait for this one that it will not come."""
-        # gloo's connections last as long as its operations, which the error that ends a step holds.
-        with ignore_backend_errors():
-            self._membership.report(Report("dead", (self.rank,)))
+    def report_departure(self) -> None:
+        """Report to waiting ranks that this one will not take part in further operations."""
+        # gloo's connections live as long as its operations, which the step's error refers to.
+        self.peers.report(Report("dead", (self.rank,)))
 
     def _release(self) -> None:
-        self._was_closed()
+        self._cancel_finalizer()
         self.status.board.leave(self.status)
         failed = self._failure is not None
         made = {c for some in list(self._communicators.values()) for c in some.values()}
         over = threading.Event()
         freeing = [communicator.free(failed=failed, over=over) for communicator in made]
-        # On a thread of its own, for [Note: freeing waits]; in order it does not, or not for long.
+        # On a separate thread, see [Note: freeing waits]. Without a failure this is short.
         thread = threads.start_thread(partial(_finish, freeing), "fddp-c10d-close", over.set)
         if not failed:
             thread.join(_FREEING_S)
@@ -238,59 +224,25 @@ class C10dTransport(Transport):
         if self.closed_by and not pending.collective.arrived:
             raise RuntimeError(f"the transport was closed ({self.closed_by})")
         operation = pending.operation
-        # Who has sent its part of a broadcast is done with it, and may end.
+        # The source of a broadcast may exit once it has sent its data.
         among = () if operation.kind == "broadcast" else operation.ranks
-        check_peers = partial(self.check_peers, what, self.begin_wait(), among=among)
+        check_peers = partial(self.peers.check, what, self.peers.begin_wait(), among=among)
         pending.communicator.wait(pending.collective, check_peers)
         self.status.finish(what)
-
-    def check_peers(
-        self,
-        what: str,
-        begin_s: float,
-        *,
-        check_failures: bool = True,
-        among: tuple[int, ...] | None = None,
-    ) -> None:
-        """What a rank does now and then while it waits for `what`, since `begin_s`.
-
-        Args:
-            what: the operation in the caller's words.
-            begin_s: by `time.perf_counter`.
-            news: whether failures of this transport are to be asked for.
-            among: ranks without which `what` can't be done; None for all.
-
-        Raises:
-            ToldError: another rank has met a failure.
-            LeftError: another rank has failed the step that this one is in.
-            EndedError: the process of another rank has ended.
-        """
-        wait = self.status.begin(what)
-        if check_failures and self._membership.failed():
-            raise PeerFailureError("another rank reported a failure")
-        if (peer := self.status.board.step_failure(self.status)) is not None:
-            raise PeerAbortedError(peer)
-        now_s = time.perf_counter()
-        if not check_failures or now_s - begin_s > _CHECK_PROCESSES_AFTER_S:
-            self._detector.check_alive(
-                self._everyone if among is None else among, refresh=not check_failures
-            )
-        if now_s - begin_s > self.timeout_s / 4:
-            wait.query(self.status.board, now_s)
 
     def fail(
         self, what: str, error: Exception, ranks: tuple[int, ...], at: tuple[int, str] = (-1, "")
     ) -> FddpError:
-        """Close after a failure that the backend raised; the error that `what` ends with.
+        """Close after a failure of the backend and return the error of `what`.
 
         Args:
-            what: the operation in the caller's words.
-            error: what the backend raised.
-            ranks: who took part.
-            at: how many operations of these ranks came before it, and the operation itself.
+            what: description of the operation.
+            error: raised by the backend.
+            ranks: participants of the operation.
+            at: its position among the operations of these ranks, and its description.
 
         Raises:
-            RuntimeError: `error` itself, where that is none of the backend's.
+            RuntimeError: `error` itself, if it comes from user code.
         """
         if from_user_code(error):
             raise error
@@ -300,76 +252,30 @@ class C10dTransport(Transport):
                     return ClosedError(f"{what} on rank {self.rank} of {self.world_size}: {error}")
                 if self.on_failure is not None:
                     self.on_failure(what)
-                self._end(what, self._diagnosed(error, ranks, at))
+                self._end(what, self.peers.diagnose(error, ranks, at))
             return self.to_error(what)
 
-    def _diagnosed(self, error: Exception, ranks: tuple[int, ...], at: tuple[int, str]) -> Failure:
-        """What ended an operation of `ranks`, once the others were told and heard."""
-        peer = self.status.board.step_failure(self.status)
-        if peer is not None:
-            with ignore_backend_errors():
-                self._membership.report(Report("told", ranks, *at))
-            return Failure(str(error), late=False, silent=(), peer=peer)
-        if isinstance(error, ProcessExitedError):
-            with ignore_backend_errors():
-                self._membership.report(Report("dead", error.ranks))
-            return Failure(str(error), late=False, silent=error.ranks)
-        waited_s, report = time.perf_counter() - self._began_s, Report("told", ranks, *at)
-        failure = diagnose(self._membership, self._detector, error, report)
-        if failure.store:
-            return failure._replace(silent=self._detector.ended_or_stopped())
-        if failure.gave_up:
-            failure = failure._replace(waited_s=waited_s)
-        return self._with_statuses(failure)
-
-    def _with_statuses(self, failure: Failure) -> Failure:
-        """With what the ranks do, those first that have said nothing, where some came late."""
-        if not failure.late or failure.mismatch:
-            return failure
-        # Ranks that gave up before this one asked anything have said so then.
-        since = self.status.since or (1 if failure.gave_up else 0)
-        return failure._replace(statuses=self._detector.describe_status(failure.silent, since))
-
     def end(self, what: str, failure: Failure) -> None:
-        """Close after a failure that was seen elsewhere, and tell those who wait here."""
+        """Close after a failure outside the backend, and report it to ranks that wait here."""
         with self.lock:
             if self._failure is None:
-                verdict: Verdict = "timeout" if failure.late else "dead"
-                with ignore_backend_errors():
-                    self._membership.report(Report(verdict, failure.silent))
-                self._end(what, self._with_statuses(failure))
+                self._end(what, self.peers.adopt(failure))
 
     def to_error(self, what: str) -> FddpError:
-        """The error that `what` ends with, after a failure."""
         if self._failure is None:
-            raise InternalError(f"{what} failed, and nothing tells why")
+            raise InternalError(f"{what} failed for an unknown reason")
         where = f"{what} on rank {self.rank} of {self.world_size}"
         return to_error(self._failure, where, self._detector.names, self.timeout_s)
 
-    def publish_mismatch(self, text: str) -> None:
-        """Tell ranks for which it shows only later that they met in different operations."""
-        self._membership.publish_mismatch(text)
-
-    @property
-    def mismatch(self) -> str:
-        """What was told of that; empty if nothing was."""
-        return self._membership.mismatch()
-
     @property
     def failed(self) -> bool:
-        """Whether a failure has closed it."""
         return self._failure is not None
 
     @property
     def serves_others(self) -> bool:
-        """Whether it may be handed tensors that are not on the CPU."""
+        """True if callers may pass tensors on other devices than the CPU."""
         others = [device for device in self._backends if device != "cpu"]
         return bool(others) and torch.accelerator.is_available()
-
-    @property
-    def peer_failed(self) -> bool:
-        """Whether another rank has told of a failure; asks the group's store."""
-        return self._membership.failed()
 
     def _end(self, what: str, failure: Failure) -> None:
         self.status.fail(what)
@@ -413,10 +319,6 @@ class _C10dWork(Work):
             raise self._error
 
 
-def _nothing() -> None:
-    """Is there to close before it is opened."""
-
-
 def _finish(freeing: Sequence[Callable[[], None]]) -> None:
     for finish in freeing:
         finish()
@@ -428,22 +330,20 @@ def _is_open(ref: weakref.ref[_C10dWork]) -> bool:
 
 
 class _PendingOperation(NamedTuple):
-    """What must live for as long as an operation is in flight."""
-
     communicator: Communicator
     collective: PendingCollective
-    operation: Operation  # holds the tensor
-    place: int  # among the operations of its ranks
+    operation: Operation  # refers to the tensor
+    place: int  # position among the operations of its ranks
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Backend names by device type, for instance {"cpu": "gloo", "cuda": "nccl"}."""
+    """Backend names by device type, such as {"cpu": "gloo", "cuda": "nccl"}."""
     config = dist.get_backend_config(group)
     return dict(entry.split(":", 1) for entry in config.split(","))
 
 
 def _group_timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """The timeout that the group was made with; torch has no public name for it."""
+    """Timeout of the group, for which torch has no public accessor."""
     options = getattr(group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", distributed_c10d.default_pg_timeout)
     return float(timeout.total_seconds())

@@ -1,9 +1,9 @@
-"""Closes what was dropped without having been closed, on a thread of its own.
+"""Finalization of objects that were dropped without `close`, on a separate thread.
 
-[Note: collected] The garbage collector runs amid anything, on any thread and whatever locks are
-held there; a thread that has just been started, and for which another one waits, is such a place,
-too. To close takes locks, and starts threads. So what is found by the collector is only put into a
-queue, which takes no lock, and closed by a thread that has been waiting for it.
+[Note: collected] The garbage collector runs at any point of any thread, whatever locks that thread
+holds, also in a thread that is being started while another one waits for its start. Closing takes
+locks and starts threads. Finalizers therefore only put a callback into a queue, without a lock, and
+a thread that was started before runs it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class _Closer:
-    """The thread, which is there for as long as there is something that it may have to close."""
+    """The thread, which runs while there are objects to watch."""
 
     def __init__(self) -> None:
         self.disown()
 
     def disown(self) -> None:
-        """See [Note: forks]. What the parent has dropped is the parent's to close."""
+        """Reset in a forked process, see [Note: forks]. The parent closes its own objects."""
         self._lock = threading.RLock()
         self._dropped: _Dropped = queue.SimpleQueue()
         self._watched = 0
@@ -67,9 +67,9 @@ class _Closer:
                 return
             try:
                 close()
-            except Exception:  # there is nobody to raise it to
+            except Exception:  # there is no caller
                 sys.excepthook(*sys.exc_info())
-            del close  # and what it refers to
+            del close  # releases what it refers to
             with self._lock:
                 self._watched -= 1
                 self._has_thread = self._watched > 0
@@ -79,24 +79,20 @@ class _Closer:
 
 def _forget(finalizer: weakref.finalize[Any, Any], dropped: _Dropped) -> None:
     if finalizer.detach() is not None:
-        dropped.put(_nothing)
-
-
-def _nothing() -> None:
-    """Is left to close of what was closed."""
+        dropped.put(lambda: None)
 
 
 _closer = _Closer()
 
 
 def on_finalize(thing: object, close: Callable[[], None]) -> Callable[[], None]:
-    """Calls `close` some time after `thing` was dropped; not when the process ends before.
+    """Call `close` on another thread after `thing` was collected, unless the process ends first.
 
     Args:
-        thing: that can be referred to weakly.
-        close: what to call then; must not refer to `thing`.
+        thing: object that supports weak references.
+        close: callback; must not refer to `thing`.
 
     Returns:
-        What to call where `thing` was closed by its owner; a second call does nothing.
+        A function that cancels the callback; a second call does nothing.
     """
     return _closer.watch(thing, close)

@@ -1,11 +1,12 @@
-"""What a process that was forked off inherits of communicators, and leaves alone.
+"""Handling of inherited transports in forked processes.
 
 [Note: forks]
-A forked process, such as a worker that loads data, has its parent's objects and connections, but
-none of its threads. A backend that is freed there waits for threads that do not exist, or ends the
-process; one that is used there writes into what its parent sends. So in a forked process all
-transports are closed, without a word to other ranks, none is opened on a group from before, and
-backends are never freed: the system takes back what they hold when the process ends.
+A forked process, such as a data loader worker, inherits its parent's objects and connections but
+none of its threads. Freeing an inherited backend waits for threads that do not exist or ends the
+process; using it corrupts the parent's messages. In a forked process all inherited transports are
+therefore marked as closed without informing other ranks, inherited groups can't be used for new
+ones, and inherited backends are never freed: the operating system reclaims their resources when the
+process ends.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ _is_registered = False
 
 
 class ForkAware(Protocol):
-    """What belongs to one process alone."""
+    """An object that only the process which created it may use."""
 
     def disown(self) -> None:
-        """This process was forked off from the owner's. Takes no lock: a thread that is not here
-        may have it."""
+        """Invalidate the object in a forked process. Must not take locks: a thread that exists only
+        in the parent may hold them."""
 
 
 def register_fork_owner(owner: ForkAware) -> None:
-    """Lets `owned` know in each process that is forked off from this one. Holds no reference."""
+    """Call `owner.disown` in forked processes. Holds only a weak reference."""
     global _is_registered
     if not _is_registered:
         _is_registered = True
@@ -43,15 +44,11 @@ def register_fork_owner(owner: ForkAware) -> None:
 
 
 def check_not_inherited(group: Any) -> None:
-    """Raises where a group is another process's.
-
-    Raises:
-        ClosedError: it was made before this process was forked off.
-    """
+    """Raise ClosedError if `group` was created before this process was forked."""
     if group in _inherited:
         raise ClosedError(
-            "this process was forked off from a rank, whose process group it can't use; leave what "
-            "communicates to the rank, and start processes that are to communicate by spawn"
+            "this process was forked from a rank and can't use its process group; communicate only "
+            "in the rank itself, or start processes that communicate by spawn"
         )
 
 

@@ -1,10 +1,10 @@
-"""Threads of the library end before the interpreter does.
+"""Background threads that end before the interpreter does.
 
-[Note: exits] A thread that comes back from a function of torch to an interpreter that has ended is
-unwound through that function, which ends the process with SIGABRT in place of its own exit code.
-So threads that call such functions are started here: before the interpreter ends they are asked to
-end, and waited for as long as a function of torch usually takes. One that waits for a store which
-does not answer is left alone; it is out of the way for as long as the store is silent.
+[Note: exits] A thread that returns from a function of torch to a finalized interpreter is unwound
+through that function, which ends the process with SIGABRT instead of its own exit code. Threads
+that call such functions are started here. Before the interpreter ends they are stopped and joined,
+with a time limit longer than torch's functions usually take. A thread that is blocked on a silent
+store is not joined: it does not return to the interpreter while the store is silent.
 """
 
 from __future__ import annotations
@@ -12,28 +12,32 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_END_S = 1.0  # what all threads together get to end
+T = TypeVar("T")
+
+_END_S = 1.0  # time limit for joining all threads
 
 _running: dict[threading.Thread, Callable[[], None]] = {}
 
 
 def start_thread(run: Callable[[], None], name: str, stop: Callable[[], None]) -> threading.Thread:
-    """Starts a thread that is ended before the interpreter ends. To be called under no lock: the
-    garbage collector may run on a thread that starts, and close what takes the lock.
+    """Start a thread that is stopped before the interpreter ends.
+
+    Do not hold locks: the garbage collector may run on the new thread and finalize objects that
+    take them.
 
     Args:
-        run: what it does.
-        name: the thread's.
+        run: target of the thread.
+        name: name of the thread.
         stop: makes `run` return soon; called on another thread.
     """
     thread = threading.Thread(target=_run, args=(run,), name=name, daemon=True)
     _running[thread] = stop
-    atexit.unregister(_end_all)  # the last one to be registered is called first
+    atexit.unregister(_end_all)  # the last registered function is called first
     atexit.register(_end_all)
     try:
         thread.start()
@@ -52,9 +56,41 @@ def _run(run: Callable[[], None]) -> None:
 
 def _end_all() -> None:
     until_s = time.perf_counter() + _END_S
-    # In a process that was forked off these are its parent's, of which locks may be held.
+    # After a fork the parent's threads are not alive, and their locks may be held.
     threads = [(thread, stop) for thread, stop in list(_running.items()) if thread.is_alive()]
     for _, stop in threads:
         stop()
     for thread, _ in threads:
         thread.join(max(until_s - time.perf_counter(), 0.0))
+
+
+class Call(Generic[T]):
+    """A call of `fn` on another thread.
+
+    Attributes:
+        ended: held until the call has ended.
+    """
+
+    def __init__(self, fn: Callable[[], T]) -> None:
+        self.ended = threading.Lock()
+        self.ended.acquire()
+        self._fn = fn
+        self._results: list[T] = []
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._results.append(self._fn())
+        except Exception as error:
+            self._error = error
+        self.ended.release()
+
+    def result(self) -> T:
+        """Return the result or raise the error of a call that has ended, once."""
+        error, self._error = self._error, None
+        if error is None:
+            return self._results.pop()
+        try:
+            raise error
+        finally:
+            del error  # breaks the cycle with its traceback

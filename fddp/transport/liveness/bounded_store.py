@@ -1,9 +1,9 @@
-"""Questions to the store of a job that end in time, whoever hosts it.
+"""Store requests with a time limit.
 
-[Note: a silent store] A store is served by one process, often by rank 0. While that is stopped,
-each question waits for as long as it is: the store's own timeout holds only for keys that are not
-there yet. So a thread of its own puts the questions, and who asks waits for the thread, no longer
-than it may. A question that was put can't be taken back; while it is open no other one is put.
+[Note: a silent store] A store is served by one process, often by rank 0. While that process is
+stopped, each request blocks: the store's own timeout applies only to keys that do not exist yet.
+Requests are therefore issued on a separate thread, and the caller waits for that thread with a time
+limit. A request that was issued can't be cancelled; no other one is issued until it ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -24,10 +24,10 @@ from fddp.transport.lifetime import threads
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-ANSWER_S = 2.0  # what a store gets to answer, unless more is at stake
-GLANCE_S = 0.25  # the same where an operation goes on without the answer
-_LEAST_S = 0.02  # what a question gets behind one that is open for too long already
-_IDLE_S = 0.5  # without a question, until the thread ends
+REQUEST_S = 2.0  # default time limit
+GLANCE_S = 0.25  # time limit of requests whose answer is optional
+_LEAST_S = 0.02  # time limit behind a request that is already late
+_IDLE_S = 0.5  # idle time after which the thread ends
 
 T = TypeVar("T")
 
@@ -40,22 +40,23 @@ class StoreTimeoutError(RuntimeError):
 
 
 class StoreClientThread:
-    """A thread that puts questions to the stores of one job, in order; it ends when idle."""
+    """A thread that issues requests to the stores of one job, in order. It ends when idle."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._requests: queue.SimpleQueue[_Request[Any] | None] = queue.SimpleQueue()
-        self._serving_pid = 0  # the process that has the thread: one that is forked off has none
-        self._open_since_s: float | None = None
+        self._serving_pid = 0  # process of the thread; a forked process has none
+        self._pending_since_s: float | None = None
 
     def call(self, fn: Callable[[], T], within_s: float) -> T:
-        """What `fn` returns or raises.
+        """Call `fn` on the thread; return its result or raise its exception.
 
         Raises:
-            SilentError: it took longer than `within_s`; if it was not begun by then, it never is.
+            StoreTimeoutError: `fn` did not return within `within_s` seconds. It is not called if
+                it had not been started by then.
         """
         request = _Request(fn)
-        since_s = self._open_since_s
+        since_s = self._pending_since_s
         if since_s is not None:
             within_s = max(_LEAST_S, min(within_s, since_s + within_s - time.perf_counter()))
         with self._lock:
@@ -64,7 +65,7 @@ class StoreClientThread:
             self._serving_pid = os.getpid()
         if starts:
             self._start()
-        return request.result(within_s)
+        return request.wait(within_s)
 
     def _start(self) -> None:
         try:
@@ -85,75 +86,53 @@ class StoreClientThread:
                         self._serving_pid = 0
                         return
                 continue
-            self._open_since_s = time.perf_counter()
+            self._pending_since_s = time.perf_counter()
             request.run()
-            self._open_since_s = None
-            del request  # and what it refers to
+            self._pending_since_s = None
+            del request  # releases what `fn` refers to
 
 
-class _Request(Generic[T]):
-    """One question, from the thread that waits to the thread that asks."""
-
-    def __init__(self, fn: Callable[[], T]) -> None:
-        self._fn = fn
-        self._open = threading.Lock()
-        self._open.acquire()
-        self._abandoned = False
-        self._results: list[T] = []
-        self._error: Exception | None = None
+class _Request(threads.Call[T]):
+    _abandoned = False
 
     def run(self) -> None:
-        if self._abandoned:
-            return
-        try:
-            self._results.append(self._fn())
-        except Exception as error:
-            self._error = error
-        self._open.release()
+        if not self._abandoned:
+            super().run()
 
-    def result(self, within_s: float) -> T:
+    def wait(self, within_s: float) -> T:
         try:
-            done = self._open.acquire(timeout=max(within_s, 0.0))
+            done = self.ended.acquire(timeout=max(within_s, 0.0))
         finally:
             self._abandoned = True
         if not done:
             raise StoreTimeoutError
-        error, self._error = self._error, None
-        if error is None:
-            return self._results[0]
-        try:
-            raise error
-        finally:
-            del error  # a cycle of it, its traceback and this frame
+        return self.result()
 
 
 class BoundedStore:
-    """A store, or a part of it, whose questions end in time. What a store raises passes through.
+    """A store, or a part of it, whose requests have a time limit. Errors of the store propagate.
 
     Attributes:
-        raw: the store itself.
+        raw: the wrapped store.
     """
 
     def __init__(
-        self, store: dist.Store, client: StoreClientThread, within_s: float = ANSWER_S
+        self, store: dist.Store, client: StoreClientThread, within_s: float = REQUEST_S
     ) -> None:
         self.raw = store
         self._client = client
         self._within_s = within_s
 
     def within(self, within_s: float) -> BoundedStore:
-        """The same, whose questions may take so long."""
         return BoundedStore(self.raw, self._client, within_s)
 
     def prefixed(self, prefix: str) -> BoundedStore:
-        """The keys that begin so."""
         return BoundedStore(dist.PrefixStore(prefix, self.raw), self._client, self._within_s)
 
     def check(self, keys: list[str]) -> bool:
         return self._client.call(lambda: self.raw.check(keys), self._within_s)
 
     def get(self, key: str) -> bytes:
-        """A value that is there."""
         return self._client.call(lambda: self.raw.get(key), self._within_s)
 
     def set(self, key: str, value: str) -> None:
@@ -166,11 +145,11 @@ class BoundedStore:
         return self._client.call(lambda: self.raw.compare_set(key, expected, value), self._within_s)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Not every store can."""
+        """Delete keys; some stores raise NotImplementedError."""
         self._client.call(lambda: [self.raw.delete_key(key) for key in keys], self._within_s)
 
     def append(self, key: str, value: str) -> None:
-        """Not every store can."""
+        """Append to a value; some stores raise RuntimeError."""
         self._client.call(
             lambda: self.raw.append(key, value),  # type: ignore[attr-defined]
             self._within_s,
@@ -181,8 +160,10 @@ _clients: weakref.WeakKeyDictionary[Any, StoreClientThread] = weakref.WeakKeyDic
 
 
 def client_of(group: Any) -> StoreClientThread:
-    """The thread of the job that `group` is in: all its groups share the store of the default one,
-    so that one that is silent is waited for once."""
-    with contextlib.suppress(ValueError):  # there is no default group
+    """Return the request thread of the job of `group`.
+
+    All groups of a job share the default group's store, so one thread serves them all.
+    """
+    with contextlib.suppress(ValueError):  # no default group
         group = dist.group.WORLD or group
     return _clients.setdefault(group, StoreClientThread())

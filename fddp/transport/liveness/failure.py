@@ -1,4 +1,4 @@
-"""How a failure ended a transport, as a value, and the error that its operations then raise."""
+"""Failures of a transport as values, and the errors that its operations then raise."""
 
 from __future__ import annotations
 
@@ -9,30 +9,41 @@ from fddp.errors import DesyncError, FddpError, PeerError, RankLostError, SyncTi
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-
-#: what is seen of a rank that has closed its side of a transport in order
+#: text of a failure caused by a rank that closed its transport without an error
 CLOSED = "it closed its transport"
 
 
 class Failure(NamedTuple):
-    """What is known of the failure that closed a transport."""
+    """A failure that closed a transport.
 
-    text: str  # what was seen, one line
-    late: bool  # some rank waited for as long as it may
-    silent: tuple[int, ...]  # ranks waited for in vain
-    statuses: str = ""  # what the ranks do instead, in words
-    mismatch: str = ""  # the operations that ranks met in, where they are known to differ
-    peer: str = ""  # what another rank failed with, where that ends the step on this rank as well
-    store: Literal["", "silent", "gone"] = ""  # where the group's store could not be asked
-    waited_s: float | None = None  # how long this rank had waited, where that may be shorter
-    gave_up: tuple[int, ...] = ()  # other ranks whose time was over, as far as they are known
+    Attributes:
+        text: one-line description.
+        late: True if the time limit of some rank was exceeded.
+        silent: ranks that did not respond.
+        statuses: formatted statuses of the ranks.
+        mismatch: the different operations that ranks issued, if known.
+        peer: error of another rank that ends the step on this rank.
+        store: state of the group's store if it was unreachable.
+        waited_s: duration of this rank's wait if another rank's limit was exceeded first.
+        gave_up: other ranks whose limit was exceeded, as far as known.
+    """
+
+    text: str
+    late: bool
+    silent: tuple[int, ...]
+    statuses: str = ""
+    mismatch: str = ""
+    peer: str = ""
+    store: Literal["", "silent", "gone"] = ""
+    waited_s: float | None = None
+    gave_up: tuple[int, ...] = ()
 
 
 def check_titles(titles: Mapping[int, str]) -> None:
-    """Raises where ranks open transports for different ends.
+    """Check that all ranks open a transport with the same title.
 
     Raises:
-        DesyncError: the same on every rank.
+        DesyncError: titles differ; the same error on every rank.
 
     >>> check_titles({0: "GradSync", 1: "GradSync"})
     """
@@ -41,20 +52,27 @@ def check_titles(titles: Mapping[int, str]) -> None:
         if title != titles[first]:
             raise DesyncError(
                 f"rank {first} opens a {titles[first]} where rank {rank} opens a {title}: all "
-                f"ranks of a group must make what communicates over it in the same order"
+                f"ranks of a group must create the users of its transports in the same order"
             )
+
+
+def mismatch_error(where: str, mismatch: str) -> DesyncError:
+    return DesyncError(
+        f"{where}: ranks met in different operations: {mismatch}; all ranks must issue the same "
+        "operations in the same order"
+    )
 
 
 def to_error(
     failure: Failure, where: str, name: Callable[[tuple[int, ...]], str], timeout_s: float
 ) -> FddpError:
-    """The error for an operation that the failure ended.
+    """Return the error of an operation that the failure ended.
 
     Args:
-        failure: what is known.
-        where: the operation and the rank, in words.
-        name: says ranks as the user knows them.
-        timeout_s: the transport's.
+        failure: the failure.
+        where: description of the operation and this rank.
+        name: formats ranks.
+        timeout_s: time limit of one operation.
 
     >>> failure = Failure("connection reset", late=False, silent=(2,))
     >>> to_error(failure, "bucket 3 on rank 0 of 4", lambda ranks: f"rank {ranks[0]}", 9.0).ranks
@@ -64,48 +82,38 @@ def to_error(
     if failure.store:
         return _error_without_store(failure, where, names, timeout_s)
     if failure.peer:
-        return PeerError(
-            f"{where}: {failure.peer}, and does not come here; the step fails on all ranks"
-        )
+        return PeerError(f"{where}: {failure.peer}, and takes no part; the step fails on all ranks")
     if failure.mismatch:
-        return DesyncError(
-            f"{where}: ranks met in different operations: {failure.mismatch}; all ranks must issue "
-            "the same operations in the same order"
-        )
+        return mismatch_error(where, failure.mismatch)
     if failure.late:
-        statuses = f" What each does: {failure.statuses}." if failure.statuses else ""
+        statuses = f" Status of the ranks: {failure.statuses}." if failure.statuses else ""
         passed = f"not finished within timeout_s={timeout_s}"
-        if failure.waited_s is not None and failure.waited_s < timeout_s - _unsure_s(timeout_s):
+        # Limits of ranks that have waited equally long may expire at slightly different times.
+        tolerance_s = min(1.0, timeout_s / 4)
+        if failure.waited_s is not None and failure.waited_s < timeout_s - tolerance_s:
             others = name(failure.gave_up) or "another rank"
             passed = (
-                f"given up after {failure.waited_s:.1f} s of timeout_s={timeout_s}, because that "
-                f"of {others} was over"
+                f"given up after {failure.waited_s:.1f} s of timeout_s={timeout_s}, because the "
+                f"time limit of {others} expired"
             )
         return SyncTimeoutError(
             f"{where}: {passed}; "
-            f"{f'no word from {names}' if names else 'every rank is alive'}. All ranks must "
-            "issue the same operations in the same order; where one is only slow, raise "
+            f"{f'no response from {names}' if names else 'every rank is alive'}. All ranks must "
+            "issue the same operations in the same order; if one is only slow, raise "
             f"timeout_s.{statuses}",
             failure.silent,
         )
     return RankLostError(
         f"{where}: {f'lost {names}' if names else 'a connection broke'} ({failure.text}); "
-        "start the job again from a checkpoint, or go on with a group of the ranks that are "
-        "left",
+        "start the job again from a checkpoint, or continue with a group of the remaining ranks",
         failure.silent,
     )
-
-
-def _unsure_s(timeout_s: float) -> float:
-    """How much sooner than its own time a rank may hear that another one's was over, where all
-    have waited for as long."""
-    return min(1.0, timeout_s / 4)
 
 
 def _error_without_store(
     failure: Failure, where: str, names: str, timeout_s: float
 ) -> RankLostError | SyncTimeoutError:
-    """The error where the other ranks can't be heard; `names` are known from the system."""
+    """Return the error if the store is unreachable; `names` are ranks known to be unresponsive."""
     if failure.store == "gone":
         lost = f"lost {names} ({failure.text})" if names else failure.text
         return RankLostError(
@@ -113,10 +121,10 @@ def _error_without_store(
             "hosts it is gone: start the job again from a checkpoint",
             failure.silent,
         )
-    seen = f"not finished within timeout_s={timeout_s}" if failure.late else failure.text
-    who = f"; {names}: stopped, or ended" if names else ""
+    cause = f"not finished within timeout_s={timeout_s}" if failure.late else failure.text
+    ranks = f"; {names}: stopped, or ended" if names else ""
     text = (
-        f"{where}: {seen}{who}; the group's store does not answer, so the rank or agent that hosts "
-        "it is stopped or out of reach: let it go on, or start the job again from a checkpoint"
+        f"{where}: {cause}{ranks}; the group's store does not answer, so the rank or agent that "
+        "hosts it is stopped or unreachable: resume it or start the job again from a checkpoint"
     )
     return (SyncTimeoutError if failure.late else RankLostError)(text, failure.silent)

@@ -1,4 +1,4 @@
-"""The other ranks of a transport, as far as the system, the store and they themselves tell."""
+"""State of the other ranks, from the operating system, the store and their own statuses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fddp.transport.liveness.interrupts import PeerFailureError, ProcessExitedError
 from fddp.transport.liveness.processes import has_ended, is_stopped
-from fddp.transport.liveness.status import MOST_RANKS, format_statuses
+from fddp.transport.liveness.status import MAX_RANKS_SHOWN, format_statuses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from fddp.transport.liveness.processes import Process
     from fddp.transport.liveness.status import TransportStatus
 
-_GRACE_S = 2.0  # how long a failing rank waits for the others to say that they live
+_GRACE_S = 2.0
 
 
 class UnresponsiveRanks(NamedTuple):
-    """Ranks that will not come.
+    """Ranks that will not take part in an operation.
 
     Attributes:
-        lost: those that do not answer; those of which the system says that they live only where
-            there are no others. A rank may be unable to answer for a while, and one that has closed
-            all its transports answers no more.
-        closed: those that have closed their side in order, and go on elsewhere.
+        lost: unresponsive ranks. Ranks whose process is known to be alive are listed only if no
+            other is unresponsive: they may be unable to answer for a while, or have closed all
+            their transports.
+        closed: ranks that closed this transport without an error and continue elsewhere.
     """
 
     lost: tuple[int, ...] = ()
@@ -33,17 +33,14 @@ class UnresponsiveRanks(NamedTuple):
 
 
 class FailureDetector:
-    """Whether the other ranks are there, and what they do.
+    """Liveness and status of the other ranks of a transport.
 
     Args:
-        membership: by which the transport's ranks tell each other of failures.
-        status: of this rank on this transport.
+        membership: failure reports of the ranks.
+        status: status of this rank on the transport.
         board_ranks: numbers of the ranks on the status board.
-        global_ranks: their numbers in the job.
-        timeout_s: of the transport.
-
-    Attributes:
-        grace_s: how long a failing rank waits for the others to say that they live.
+        global_ranks: numbers of the ranks in the job.
+        timeout_s: time limit of one operation.
     """
 
     def __init__(
@@ -54,58 +51,49 @@ class FailureDetector:
         global_ranks: Sequence[int],
         timeout_s: float,
     ) -> None:
-        self.grace_s = min(_GRACE_S, timeout_s / 4)
+        self.grace_s = min(_GRACE_S, timeout_s / 4)  # longest wait for the others' reports
         self._membership = membership
         self._status = status
         self._board_ranks = board_ranks
         self._global_ranks = global_ranks
-        self._processes: dict[int, Process] | None = None  # of ranks that this one can look for
+        self._processes: dict[int, Process] | None = None  # by rank, in this PID namespace
 
     def names(self, ranks: tuple[int, ...]) -> str:
-        """Ranks as the user knows them: with the global number where that is another one."""
+        """Format ranks for error texts, with their global rank if it differs."""
         return ", ".join(
             f"rank {rank}"
             + (f" (global {self._global_ranks[rank]})" if self._global_ranks[rank] != rank else "")
             for rank in ranks
         )
 
-    # Processes
-
     def refresh_processes(self) -> None:
-        """Asks anew which processes the ranks are."""
         known = self._status.board.processes()
         ranks = enumerate(self._board_ranks)
         self._processes = {rank: known[number] for rank, number in ranks if number in known}
 
-    def check_alive(self, among: Sequence[int], *, refresh: bool) -> None:
-        """Raises where a rank has ended, of which its connections do not tell: there is none yet,
-        or a process that it forked holds them.
+    def check_alive(self, among: Sequence[int] | None, *, refresh: bool) -> None:
+        """Raise if the process of a rank `among` these (None: of any rank) has ended.
 
-        Args:
-            among: ranks to look for.
-            refresh: ask first which processes they are.
+        Connections do not reveal this before they are established, or while a forked process holds
+        them.
 
         Raises:
-            EndedError: ranks have ended, and reported nothing.
-            ToldError: they had reported a failure.
+            ProcessExitedError: processes have ended without a report.
+            PeerFailureError: they had reported a failure.
         """
         if refresh:
             self.refresh_processes()
-        ended = tuple(rank for rank in self.ended() if rank in among)
+        ended = tuple(rank for rank in self.ended() if among is None or rank in among)
         if ended:
-            lost = self._membership.unreported(ended)
-            raise (
-                ProcessExitedError(lost)
-                if lost
-                else PeerFailureError("another rank reported a failure")
-            )
+            if lost := self._membership.unreported(ended):
+                raise ProcessExitedError(lost)
+            raise PeerFailureError("another rank reported a failure")
 
     def ended(self) -> tuple[int, ...]:
-        """Ranks of this host whose process has ended."""
         return self._which(has_ended)
 
     def ended_or_stopped(self) -> tuple[int, ...]:
-        """Ranks that have ended or are stopped, as far as the system tells, where no store does."""
+        """Ranks of this PID namespace whose process has ended or is stopped."""
         return self._which(lambda process: has_ended(process) or is_stopped(process))
 
     def _which(self, holds: Callable[[Process], bool]) -> tuple[int, ...]:
@@ -114,11 +102,11 @@ class FailureDetector:
         known = self._processes or {}
         return tuple(rank for rank, process in known.items() if holds(process))
 
-    # What they say
-
     def unresponsive(self, silent: tuple[int, ...]) -> UnresponsiveRanks:
-        """Those of the ranks that were waited for in vain that will not come: where one has ended,
-        others may compute, and not know it yet."""
+        """Query `silent` ranks, and return those that will not take part in the operation.
+
+        A silent rank that answers is still computing, and does not know of the failure yet.
+        """
         if not silent:
             return UnresponsiveRanks()
         answers = self._status.board.answers(
@@ -133,19 +121,19 @@ class FailureDetector:
             for rank, status in statuses.items()
             if status is not None and self._status.key not in status.transports
         )
-        return UnresponsiveRanks(
-            lost, self._membership.unreported(closed)
-        )  # it reports before it closes for that
+        # A rank that closes because of a failure reports it first.
+        return UnresponsiveRanks(lost, self._membership.unreported(closed))
 
     def describe_status(self, first: tuple[int, ...], since: int) -> str:
-        """What ranks do, in words.
+        """Query the ranks and return their statuses as text.
 
         Args:
-            first: those who have said nothing, of whom is told if not of all.
-            since: number of a question; what ranks that gave up have said since then counts.
+            first: ranks to list first if there are too many.
+            since: number of a query; ranks that gave up count as answering if they have published
+                a status since then.
         """
-        asked = [*first, *(rank for rank in range(len(self._board_ranks)) if rank not in first)]
-        some = sorted(asked[:MOST_RANKS])
+        ordered = [*first, *(rank for rank in range(len(self._board_ranks)) if rank not in first)]
+        some = sorted(ordered[:MAX_RANKS_SHOWN])
         numbers = {rank: self._board_ranks[rank] for rank in some}
         answers = self._status.board.answers(list(numbers.values()), since, self.grace_s)
         return format_statuses({self.names((rank,)): answers.get(numbers[rank]) for rank in some})

@@ -1,4 +1,4 @@
-"""What ends a wait for other ranks, other than what was waited for."""
+"""Exceptions that interrupt a wait for other ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ProcessExitedError(RuntimeError):
     """The processes of some ranks have ended.
 
     Attributes:
-        ranks: these.
+        ranks: the ranks whose process has ended.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
@@ -24,4 +24,4 @@ class ProcessExitedError(RuntimeError):
 
 
 class PeerAbortedError(RuntimeError):
-    """Another rank has failed the step that this one is in, and will not come."""
+    """Another rank has failed the step that this one is in, and takes no part in the operation."""

@@ -1,9 +1,8 @@
-"""Which ranks of this host have ended, told by the system.
+"""Detection of ended processes of ranks on this host.
 
-Ranks that wait for one to open a transport have no connection to it yet, by whose end they could
-tell. So each leaves in the store of the job, once, where it runs: a name for what numbers its
-processes, its process's number and when that began. Those with which it shares that name look for
-the process where they would wait.
+While a transport is being opened there is no connection whose end would reveal that a rank has
+died. Each rank therefore publishes once, in the store of the job, its PID namespace, PID and start
+time. Ranks in the same PID namespace check this process while they wait.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-_MOST_CHARS = 200  # of one line; what is longer is nonsense
-_STATE, _BEGAN = 0, 19  # fields of /proc/PID/stat behind the name of the program
+_MAX_LINE_CHARS = 200  # longer lines are malformed
+_STATE, _BEGAN = 0, 19  # fields of /proc/PID/stat after the name of the program
 
 
 class Process(NamedTuple):
     """A process of this host.
 
     Attributes:
-        pid: its number.
-        began: when it began, in ticks of the system's clock.
+        pid: process ID.
+        began: start time in ticks of the system's clock; 0 if unknown.
     """
 
     pid: int
@@ -29,7 +28,7 @@ class Process(NamedTuple):
 
 
 def own_line(rank: int) -> str:
-    """What a rank tells of its own process.
+    """Return the line that a rank publishes about its own process.
 
     >>> ranks = parsed("3 17 900\\nnonsense\\n" + own_line(5))
     >>> ranks[3], ranks[5].pid == os.getpid()
@@ -40,18 +39,18 @@ def own_line(rank: int) -> str:
 
 
 def parsed(text: str) -> dict[int, Process]:
-    """Processes by rank, the newest of each, of what ranks have told; other lines are left out."""
+    """Parse published lines: the newest process of each rank. Malformed lines are skipped."""
     found: dict[int, Process] = {}
     for line in text.splitlines():
         words = line.split(" ")
-        if len(line) < _MOST_CHARS and len(words) == 3 and all(w.isdecimal() for w in words):
+        if len(line) < _MAX_LINE_CHARS and len(words) == 3 and all(w.isdecimal() for w in words):
             rank, pid, began = map(int, words)
             found[rank] = Process(pid, began)
     return found
 
 
 def has_ended(process: Process) -> bool:
-    """Whether a process is no more, also where its number is another's by now.
+    """Return True if a process has ended, also if its PID was reused.
 
     >>> pid = os.getpid()
     >>> [has_ended(parsed(own_line(0))[0]), has_ended(Process(pid, 1)), has_ended(Process(0, 1))]
@@ -63,17 +62,17 @@ def has_ended(process: Process) -> bool:
         os.kill(process.pid, 0)
     except ProcessLookupError:
         return True
-    except OSError:  # it is another user's
+    except OSError:  # another user's process
         return False
     found = _state_and_beginning(process.pid)
     if found is None or not process.began:
-        return False  # it can't be told
+        return False  # unknown
     state, began = found
     return state in "ZX" or began != process.began
 
 
 def is_stopped(process: Process) -> bool:
-    """Whether a process runs no more for now: a signal or a debugger has stopped it.
+    """Return True if a signal or a debugger has stopped a process.
 
     >>> is_stopped(parsed(own_line(0))[0])
     False
@@ -82,9 +81,8 @@ def is_stopped(process: Process) -> bool:
     return found is not None and found[0] in "Tt" and found[1] == process.began
 
 
-def numbering() -> str:
-    """A name for what numbers this process: the same for processes of one host that can look for
-    each other, and for no others; empty where that can't be told."""
+def pid_namespace() -> str:
+    """Return an identifier of this host and PID namespace; empty if it can't be determined."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"

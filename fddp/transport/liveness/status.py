@@ -1,13 +1,12 @@
-"""What each rank is waiting for or did last, for the errors of those who wait in vain.
+"""Status of each rank (current wait, last operation), reported in errors of other ranks.
 
-[Note: rank status] A rank that waits knows what it waits for, and not what the others do instead.
-So each rank keeps in mind what it is waiting for and what it finished last, on each of its
-transports: a reference to a text that exists anyway. Nothing is told in the good case. A rank that
-has waited for a quarter of its time limit, or whose operation has failed, asks; a thread of every
-rank looks for questions now and then, and answers, also while its rank computes. Threads that were
-asked look more often for a while, and ranks that go on waiting ask again, so that there are answers
-soon when the time is over. Where the ranks are is then part of the error, whichever transports of
-the job they are on.
+[Note: rank status] A waiting rank does not know what the other ranks do instead. Each rank records
+its current wait and its last finished operation on each transport, as references to existing
+strings. Nothing is published unless requested. A rank publishes a query once it has waited for a
+quarter of its time limit, or once its operation has failed. A thread of every rank polls for
+queries and answers them, also while the rank computes. After a query these threads poll more often
+for a while, and waiting ranks repeat their query, so that answers are available when the time limit
+expires. The error then includes the status of the ranks, on any transport of the job.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from typing import NamedTuple
 from fddp.telemetry.call_site import own_lines
 from fddp.transport.liveness.processes import Process
 
-MOST_RANKS = 16  # that one error tells of, so that ten thousand ranks may fail at a time
-_HEARS_WITHIN_S = 1.0  # in which ranks hear that their step has failed: they look every 0.25 s
-QUERY_INTERVAL_S = 5.0  # from one question of a rank that waits for long to its next
+MAX_RANKS_SHOWN = 16  # per error, so that ten thousand ranks may fail at the same time
+_STEP_FAILURE_S = 1.0  # within which all ranks notice a failed step; they check every 0.25 s
+QUERY_INTERVAL_S = 5.0  # between two queries of a waiting rank
 
 
 class RankStatus(NamedTuple):
-    """What one rank says of itself.
+    """Status of one rank.
 
     Attributes:
-        waits: what it waits for; none if it waits for nothing.
-        last: what it finished last, or gave up; empty if there was nothing yet.
-        at: the line of its main thread, and the lines that called it.
-        transports: keys of those that are open there.
+        waits: operations that it waits for.
+        last: operation that it finished or abandoned last; empty if there was none.
+        at: current line of its main thread, and its callers.
+        transports: keys of its open transports.
     """
 
     waits: tuple[str, ...] = ()
@@ -43,7 +42,7 @@ class RankStatus(NamedTuple):
     transports: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """What goes behind the rank's name.
+        """Format the status, to follow the rank's name.
 
         >>> str(RankStatus(("bucket 0 of step 9 of GradSync #2",), at="train.py:8 in main"))
         'waiting for bucket 0 of step 9 of GradSync #2'
@@ -57,7 +56,7 @@ class RankStatus(NamedTuple):
 
 
 def format_statuses(statuses: Mapping[str, RankStatus | None]) -> str:
-    """What ranks do, those together that do the same; None for a rank that does not answer.
+    """Format the statuses of ranks, grouped by status. None stands for a rank without an answer.
 
     >>> waits = RankStatus(("a sum",))
     >>> format_statuses({"rank 0": waits, "rank 1": None, "rank 2": waits})
@@ -67,19 +66,20 @@ def format_statuses(statuses: Mapping[str, RankStatus | None]) -> str:
     for name, status in statuses.items():
         text = "no answer" if status is None else str(status)
         names.setdefault(text, []).append(name)
-    return "; ".join(f"{', '.join(who)}: {text}" for text, who in names.items())
+    return "; ".join(f"{', '.join(ranks)}: {text}" for text, ranks in names.items())
 
 
 class TransportStatus:
-    """What one rank does on one transport.
+    """Status of one rank on one transport.
 
     Attributes:
-        label: the transport in the user's words ("GradSync #1"); empty for those without a name.
-        key: the same for this transport on all its ranks, and for no other of the job.
-        waits: what is being waited for, once that takes long.
-        done: what was finished last.
+        label: name of the transport in error texts ("GradSync #1"); may be empty.
+        key: identifier of the transport, the same on all its ranks and unique in the job.
+        waits: current wait, once it takes long.
+        done: operation that was finished last.
         in_step: number of the step in whose loss function this rank is, or None.
-        close: closes the transport, where ranks may do so that left it half way through a call.
+        read_step_failure: returns the reported failure of a step, or None.
+        close: closes the transport if a rank abandoned it within a call; None if not supported.
     """
 
     __slots__ = (
@@ -101,11 +101,11 @@ class TransportStatus:
         self.waits: _PendingWait | None = None
         self.done = ""
         self.in_step: int | None = None
-        self.read_step_failure: Callable[[int], str | None] = _no_step_failure
+        self.read_step_failure: Callable[[int], str | None] = lambda step: None
         self.close: Callable[[], None] | None = None
 
     def begin(self, what: str) -> _PendingWait:
-        """A wait takes long."""
+        """Record that this rank is blocked on `what`."""
         wait = self.waits
         if wait is None:
             wait = self.waits = _PendingWait(what, threading.get_ident())
@@ -113,19 +113,17 @@ class TransportStatus:
 
     @property
     def since(self) -> int:
-        """Number of the first question that was put in the present wait; 0 if there was none."""
+        """Number of the first query of the current wait; 0 if there was none."""
         wait = self.waits
         return 0 if wait is None else wait.since
 
     def finish(self, what: str) -> None:
-        """An operation is done."""
         self.done = what
         self.board.last = self
         if self.waits is not None:
             self.waits = None
 
     def fail(self, what: str) -> None:
-        """An operation has failed, and with it the transport."""
         self.board.gave_up = f"giving up {self.named(what)}"
         self.waits = None
         if self.close is not None:
@@ -137,10 +135,10 @@ class TransportStatus:
 
 
 class _PendingWait:
-    """One wait that takes long.
+    """A long wait.
 
     Attributes:
-        since: number of the first question that was put for it; 0 if there was none.
+        since: number of the first query for it; 0 if there was none.
     """
 
     __slots__ = ("_queried_s", "since", "thread", "what")
@@ -152,7 +150,7 @@ class _PendingWait:
         self._queried_s = 0.0
 
     def query(self, board: StatusBoard, now_s: float) -> None:
-        """Ask, unless that was done lately."""
+        """Publish a query, unless there was one recently."""
         if not self.since:
             self.since = board.query()
         elif now_s - max(self._queried_s, board.last_query_s) > QUERY_INTERVAL_S:
@@ -163,22 +161,22 @@ class _PendingWait:
 
 
 class StatusBoard:
-    """What one rank does on all its transports, as far as this rank knows itself.
+    """Statuses of one rank on all its transports.
+
+    The base class has no other ranks to communicate with.
 
     Attributes:
-        last: that on which an operation was finished last.
-        gave_up: the last operation that failed; empty once another transport was opened.
-        last_query_s: when a question was heard last, by `time.perf_counter`.
-        abandoned: transports by their keys that a failure has closed here, and that others may
-            still take for open.
-        doubtful_s: when a step was last left half done here, by `time.perf_counter`, until what
-            other ranks have abandoned in it is closed; None where there is nothing to look for.
+        last: status of the transport on which an operation was finished last.
+        gave_up: the last failed operation; cleared when a transport is opened.
+        last_query_s: time of the last received query, by `time.perf_counter`.
+        abandoned: statuses by key of transports that a failure has closed here, and that other
+            ranks may consider open.
+        doubtful_s: time of the last interrupted step, by `time.perf_counter`. None once the
+            transports that other ranks abandoned in it are closed.
     """
 
     def __init__(self) -> None:
-        self._statuses: weakref.WeakSet[TransportStatus] = (
-            weakref.WeakSet()
-        )  # of transports that are open
+        self._statuses: weakref.WeakSet[TransportStatus] = weakref.WeakSet()
         self.last: TransportStatus | None = None
         self.gave_up = ""
         self.last_query_s = float("-inf")
@@ -187,23 +185,22 @@ class StatusBoard:
 
     @property
     def open_statuses(self) -> list[TransportStatus]:
-        """Those of the transports that are open now; other threads may open and close some."""
+        """Statuses of open transports; other threads may open and close transports meanwhile."""
         while True:
             try:
                 return list(self._statuses)
-            except RuntimeError as error:  # another thread has just opened or closed one
+            except RuntimeError as error:
                 if "changed size" not in str(error):
                     raise
 
     def open(self, key: str) -> TransportStatus:
-        """The status of a transport that has been opened."""
         status = TransportStatus(self, key)
         self._statuses.add(status)
         self.gave_up = ""
         return status
 
     def leave(self, status: TransportStatus) -> None:
-        """Its transport is closed, or gone."""
+        """Remove the status of a transport that was closed or collected."""
         self._statuses.discard(status)
         if self.last is status and not self.gave_up:
             self.gave_up = status.named(status.done)
@@ -211,10 +208,10 @@ class StatusBoard:
             self.last = None
 
     def own_status(self, main_thread: int | None = None) -> RankStatus:
-        """What this rank does right now.
+        """Return the current status of this rank.
 
         Args:
-            main_thread: identifies the thread whose line is told; None for the process's own.
+            main_thread: thread whose current line is reported. None for the process's main thread.
         """
         waits = []
         statuses = self.open_statuses
@@ -229,8 +226,10 @@ class StatusBoard:
         return RankStatus(tuple(sorted(waits)), self.gave_up or done, line_of(ident), keys)
 
     def step_failure(self, own: TransportStatus) -> str | None:
-        """Why an operation on `own` will never be, in words: this rank is in the loss function of a
-        step in which another rank has failed, and which fails on all ranks for that."""
+        """Return the failure of another rank that prevents operations on `own`, or None.
+
+        This is the failure of a step in whose loss function this rank is.
+        """
         for status in self.open_statuses:
             if status is not own and status.in_step is not None:
                 failure = status.read_step_failure(status.in_step)
@@ -239,7 +238,7 @@ class StatusBoard:
         return None
 
     def close_abandoned(self, keys: Sequence[str]) -> None:
-        """Closes the transports that any rank has left half way through a call."""
+        """Close the transports with these keys, which some rank has abandoned within a call."""
         for status in [*self.open_statuses, *self.abandoned.values()]:
             if status.key in keys and status.close is not None:
                 status.close()
@@ -247,14 +246,14 @@ class StatusBoard:
             self.abandoned.pop(key, None)
 
     def close_abandoned_communicators(self) -> None:
-        """Closes the transports that any rank has left half way through a call, in a step that was
-        left half done on all of them: they could not exchange which these are.
+        """Close the transports that some rank has abandoned within a call of an interrupted step.
 
-        A rank that waits in such a call hears of the step's end somewhat later than the others.
+        Ranks could not exchange the keys of these transports in that step. A rank that waited in
+        such a call notices the end of the step later than the others.
         """
         if self.doubtful_s is None:
             return
-        until_s, self.doubtful_s = self.doubtful_s + _HEARS_WITHIN_S, None
+        until_s, self.doubtful_s = self.doubtful_s + _STEP_FAILURE_S, None
         statuses = [status for status in self.open_statuses if status.close is not None]
         keys = [*(status.key for status in statuses), *self.abandoned]
         found = self.find_abandoned(keys)
@@ -263,48 +262,49 @@ class StatusBoard:
             found = self.find_abandoned(keys)
         self.close_abandoned(found)
 
-    # What follows is told to the others; alone there is nobody to tell.
+    # Communication with other ranks, implemented in subclasses
 
     def processes(self) -> dict[int, Process]:
-        """Processes of ranks of the job that this one can look for."""
+        """Return the processes of the job's ranks in this PID namespace, by rank."""
         return {}
 
     def publish_abandoned(self, key: str) -> None:
-        """Says that this rank has left a transport half way through a call."""
+        """Report that this rank has abandoned a transport within a call."""
 
     def find_abandoned(self, keys: Sequence[str]) -> list[str]:
-        """Those of these transports of which any rank has said so."""
+        """Return those of `keys` that some rank has reported as abandoned."""
         return [key for key in keys if key in self.abandoned]
 
     def query(self) -> int:
-        """Makes the others say what they do; the number of the question."""
+        """Request the status of all ranks and return the number of this query."""
         return 0
 
     def publish(self) -> None:
-        """Says what this rank does, which is about to end a transport."""
+        """Publish the status of this rank before it closes a transport."""
 
     def answers(
         self, ranks: Sequence[int], since: int, grace_s: float
     ) -> dict[int, RankStatus | None]:
-        """What ranks of the job do, once they were asked, waiting at most `grace_s` for them.
+        """Query ranks of the job and return their statuses, None for those without an answer.
 
         Args:
             ranks: their numbers in the job.
-            since: number of a question; what ranks that gave up have said since then counts.
-            grace_s: seconds.
+            since: number of a query; ranks that gave up count as answering if they have published
+                a status since then.
+            grace_s: longest wait for all answers, in seconds.
         """
         return {}
 
 
 def line_of(thread: int | None) -> str:
-    """Where a thread of this process is in the user's code, and who called that; empty where that
-    can't be told."""
     return own_lines(sys._current_frames().get(thread or 0))
 
 
 def _called(what: str, lines: str) -> str:
-    """What goes behind an operation, of the lines from which it was called. Operators name the
-    first of them: behind these goes what called that, unless they run in a backward pass.
+    """Return the suffix that adds call sites to the description of an operation.
+
+    Descriptions of operators already name the innermost call site, so only its callers are added.
+    In a backward pass the call sites differ, and nothing is added.
 
     >>> _called("bucket 0 of step 9", "sums.py:3 in mean, from train.py:8 in main")
     ', called at sums.py:3 in mean, from train.py:8 in main'
@@ -318,7 +318,3 @@ def _called(what: str, lines: str) -> str:
     first, _, outer = lines.partition(", from ")
     is_first = what.endswith(f"called at {first.rpartition(' in ')[0]}")
     return f", from {outer}" if outer and is_first else ""
-
-
-def _no_step_failure(step: int) -> str | None:
-    return None

@@ -1,8 +1,8 @@
-"""Ranks as processes tell each other what they do, through the store of their job.
+"""Exchange of rank statuses between processes, through the store of their job.
 
-See [Note: rank status]. Questions and answers lie in the store of the default group, by global
-ranks, so that a rank hears of the others whichever of their transports they are on. Where there is
-no default group, a group's own store takes its place.
+See [Note: rank status]. Queries and answers are stored by global rank in the store of the default
+group, so that they cover all transports of a rank. Without a default group, the group's own store
+is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fddp.transport.liveness.bounded_store import (
     StoreClientThread,
     client_of,
 )
-from fddp.transport.liveness.processes import Process, numbering, own_line, parsed
+from fddp.transport.liveness.processes import Process, own_line, parsed, pid_namespace
 from fddp.transport.liveness.status import (
     QUERY_INTERVAL_S,
     RankStatus,
@@ -36,38 +36,25 @@ from fddp.transport.liveness.user_code import ignore_backend_errors
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_MIN_INTERVAL_S = 0.1  # from one look for questions to the next
-# Less than the two seconds for which one waits for answers; but a store serves so many at a time.
+_MIN_INTERVAL_S = 0.1  # between two polls
+# Shorter than the two seconds of a wait for answers, if the store can serve all ranks that often.
 _POLLS_PER_S, _LONG_INTERVAL_S, _MAX_INTERVAL_S = 1000, 1.0, 5.0
-_PER_TIMEOUT = 8  # looks in the time that an operation may take
-_ACTIVE_S = 2 * QUERY_INTERVAL_S  # how long a rank looks often, once it was asked
+_POLLS_PER_TIMEOUT = 8
+_ACTIVE_S = 2 * QUERY_INTERVAL_S  # duration of frequent polls after a query
 _ACTIVE_POLLS_PER_S = 10_000
-_END_S = 0.5  # what the thread gets to end in order
-_ANSWER: Schema = (
-    int,
-    bool,
-    [str],
-    str,
-    str,
-    [str],
-)  # question, whether at the end, and a `RankStatus`
-_MOST_WAITS, _MOST_CHARS = 8, 1000  # of one rank's answer that an error shows
+_END_S = 0.5  # longest wait for the end of the thread
+# number of the query, True if the rank is about to close a transport, and a `RankStatus`
+_ANSWER: Schema = (int, bool, [str], str, str, [str])
+_MAX_WAITS_SHOWN, _MAX_CHARS_SHOWN = 8, 1000  # of one rank's answer
 
-_lock = threading.RLock()  # a transport may be collected while one is opened
+_lock = threading.RLock()  # reentrant: a transport may be collected while another one is opened
 _boards: weakref.WeakKeyDictionary[Any, StoreStatusBoard] = weakref.WeakKeyDictionary()
-# Of groups in whose store this process is named: those of their ranks, when it answered last.
+# Last known processes of the ranks, for groups in whose store this process is registered.
 _known: weakref.WeakKeyDictionary[Any, dict[int, Process]] = weakref.WeakKeyDictionary()
 
 
 class StoreStatusBoard(StatusBoard):
-    """What this process does, told through a store.
-
-    Args:
-        store: that all ranks of the job share.
-        rank: this rank's number in it.
-        size: ranks of the job.
-        client: that puts this process's questions to the store.
-    """
+    """Statuses of rank `rank` of the `size` ranks of a job, exchanged through the job's store."""
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, client: StoreClientThread | None = None
@@ -81,18 +68,16 @@ class StoreStatusBoard(StatusBoard):
         self._size = size
         self._timeouts_s: dict[TransportStatus, float] = {}
         self._responder: _StatusResponder | None = None
-        host = numbering()
-        self._processes = f"processes/{host}" if host else ""  # where nobody can be looked for
-        self.known: dict[int, Process] = {}  # of them, when the store answered last
+        host = pid_namespace()
+        self._processes = f"processes/{host}" if host else ""
+        self.known: dict[int, Process] = {}  # as of the last answer of the store
 
     def publish_process(self) -> None:
-        """Says, once in the life of the group, which process this is."""
-        with ignore_backend_errors(ValueError):  # not every store can append
+        with ignore_backend_errors(ValueError):  # some stores can't append
             if self._processes:
                 self._bounded.append(self._processes, own_line(self._rank))
 
     def processes(self) -> dict[int, Process]:
-        """Those of the ranks that this one can look for, as far as they have told."""
         store = self._bounded.within(GLANCE_S)
         with ignore_backend_errors(ValueError):
             if self._processes and store.check([self._processes]):
@@ -102,8 +87,10 @@ class StoreStatusBoard(StatusBoard):
     def register(
         self, key: str, timeout_s: float
     ) -> tuple[TransportStatus, _StatusResponder | None]:
-        """The status of a transport that is being opened, and who answers for it, if anybody could
-        ask; the caller has the lock."""
+        """Register a transport; return its status and the thread that answers queries, if needed.
+
+        The caller holds the lock.
+        """
         status = self.open(key)
         self._timeouts_s[status] = timeout_s
         if self._size == 1:
@@ -123,7 +110,7 @@ class StoreStatusBoard(StatusBoard):
             if not self._timeouts_s:
                 responder, self._responder = self._responder, None
                 for host in [host for host, board in _boards.items() if board is self]:
-                    del _boards[host]  # the store is not to be held for longer than groups hold it
+                    del _boards[host]  # keep the store no longer than its groups do
         if responder is not None:
             responder.stop()
 
@@ -134,7 +121,7 @@ class StoreStatusBoard(StatusBoard):
 
     def publish(self) -> None:
         with ignore_backend_errors(ValueError):
-            self.answer(self._bounded, _question(self._bounded), ended=True)
+            self.answer(self._bounded, _last_query(self._bounded), ended=True)
 
     def publish_abandoned(self, key: str) -> None:
         with ignore_backend_errors(ValueError):
@@ -146,11 +133,8 @@ class StoreStatusBoard(StatusBoard):
             return [key for key in keys if store.check([f"abandoned/{key}"])]
         return super().find_abandoned(keys)
 
-    def answer(
-        self, store: BoundedStore | dist.Store, question: int, *, ended: bool = False
-    ) -> None:
-        """Puts what this rank does where the others look for it."""
-        text = json.dumps([question, ended, *self.own_status()])
+    def answer(self, store: BoundedStore | dist.Store, query: int, *, ended: bool = False) -> None:
+        text = json.dumps([query, ended, *self.own_status()])
         store.set(f"answer/{self._rank}", text)
 
     def answers(
@@ -158,59 +142,52 @@ class StoreStatusBoard(StatusBoard):
     ) -> dict[int, RankStatus | None]:
         found: dict[int, RankStatus | None] = dict.fromkeys(ranks)
         deadline_s = time.perf_counter() + grace_s
-        question = self.query()
+        query = self.query()
         waiting = [rank for rank in ranks if rank != self._rank]
         if self._rank in found:
             found[self._rank] = self.own_status()
         with ignore_backend_errors():
             while waiting:
-                waiting = [rank for rank in waiting if not self._read(rank, question, since, found)]
+                waiting = [rank for rank in waiting if not self._read(rank, query, since, found)]
                 if time.perf_counter() > deadline_s:
                     break
                 time.sleep(0.02)
         return found
 
-    def _read(
-        self, rank: int, question: int, since: int, found: dict[int, RankStatus | None]
-    ) -> bool:
-        """Whether a rank has answered, or has said where it ended."""
+    def _read(self, rank: int, query: int, since: int, found: dict[int, RankStatus | None]) -> bool:
+        """Return True if a rank has answered `query`, or has ended since query `since`."""
         if not self._bounded.check([f"answer/{rank}"]):
             return False
         try:
             fields = decode(self._bounded.get(f"answer/{rank}"), _ANSWER)
-        except ValueError:  # no answer that makes sense
+        except ValueError:  # malformed
             found[rank] = None
             return True
         asked, ended, waits, last, at, transports = fields
-        if asked < question and not (ended and since and asked >= since):
+        if asked < query and not (ended and since and asked >= since):
             return False
-        shown = [_shown(text) for text in waits[:_MOST_WAITS]]
+        shown = [_shown(text) for text in waits[:_MAX_WAITS_SHOWN]]
         found[rank] = RankStatus(tuple(shown), _shown(last), _shown(at), tuple(transports))
         return True
 
 
 class _StatusResponder:
-    """A thread that looks for questions and answers them; ends by itself where the store does.
+    """A thread that polls for queries and answers them. It ends when the store is gone.
 
-    It has a connection of its own, because the rank's may be taken by a call that waits.
-
-    Attributes:
-        poll_interval_s: from one look to the next.
-        active_poll_interval_s: the same once it was asked.
-        ended: whether the store is gone.
+    It uses its own connection, because a blocking call may occupy the rank's connection.
     """
 
     def __init__(self, board: StoreStatusBoard) -> None:
         self.poll_interval_s = self.active_poll_interval_s = _MAX_INTERVAL_S
-        self.ended = False
-        self._wake = threading.Event()  # to look anew how long to pause, or to end
+        self.ended = False  # True if the store is gone
+        self._wake = threading.Event()  # the interval has changed, or the thread is to end
         self._board = weakref.ref(board)
         self._store = board._store
         self._stopped = self._started = False
         self._thread: threading.Thread | None = None
 
     def start_or_wake(self) -> None:
-        """Starts it, or tells it of another pause. Not under the lock, see [Note: exits]."""
+        """Start the thread, or apply a new interval. Do not hold the lock, see [Note: exits]."""
         with _lock:
             starts, self._started = not self._started and not self._stopped, True
         if not starts:
@@ -248,12 +225,12 @@ class _StatusResponder:
             try:
                 if store is None:
                     store = self._store.clone()  # type: ignore[attr-defined]
-                question = _question(store)
-                if question not in (0, answered):
-                    board.answer(store, question)
-                    answered, board.last_query_s = question, time.perf_counter()
+                query = _last_query(store)
+                if query not in (0, answered):
+                    board.answer(store, query)
+                    answered, board.last_query_s = query, time.perf_counter()
                     active_until_s = board.last_query_s + _ACTIVE_S
-            except Exception:  # of this connection, or the store is gone with whoever could ask
+            except Exception:  # this connection failed, or the store is gone
                 store = None
                 self.ended = self._is_gone()
                 if self.ended:
@@ -261,8 +238,10 @@ class _StatusResponder:
             del board
 
     def _is_gone(self) -> bool:
-        """Whether the store is, by the rank's own connection. To connect anew where nobody listens
-        would take minutes."""
+        """Return True if the rank's own connection has failed as well.
+
+        A new connection to a store that is gone would block for minutes.
+        """
         try:
             self._store.check(["questions"])
         except Exception:
@@ -270,7 +249,7 @@ class _StatusResponder:
         return False
 
     def _is_due(self, within_s: float) -> bool:
-        """Waits so long, or until it is told something; whether it is time to look, or the end."""
+        """Wait for `within_s`; return True if a poll is due or the thread is to end."""
         if not self._wake.wait(max(within_s, 0.0)):
             return True
         self._wake.clear()
@@ -278,11 +257,7 @@ class _StatusResponder:
 
 
 def poll_interval_s(timeout_s: float, size: int) -> float:
-    """How long a rank pauses from one look for questions to the next.
-
-    Args:
-        timeout_s: the shortest time limit of its transports.
-        size: ranks of the job.
+    """Return the interval of polls in seconds, given the shortest time limit of the transports.
 
     >>> [poll_interval_s(timeout_s, 8) for timeout_s in (0.5, 4.0, 1800.0)]
     [0.1, 0.5, 1.0]
@@ -290,11 +265,11 @@ def poll_interval_s(timeout_s: float, size: int) -> float:
     [1.0, 3.0, 5.0]
     """
     most_s = min(max(size / _POLLS_PER_S, _LONG_INTERVAL_S), _MAX_INTERVAL_S)
-    return min(max(timeout_s / _PER_TIMEOUT, _MIN_INTERVAL_S), most_s)
+    return min(max(timeout_s / _POLLS_PER_TIMEOUT, _MIN_INTERVAL_S), most_s)
 
 
 def active_poll_interval_s(timeout_s: float, size: int) -> float:
-    """The same once it was asked.
+    """Return the interval of polls after a query, in seconds.
 
     >>> [active_poll_interval_s(1800.0, size) for size in (8, 5000)]
     [0.1, 0.5]
@@ -303,7 +278,7 @@ def active_poll_interval_s(timeout_s: float, size: int) -> float:
 
 
 def register(group: dist.ProcessGroup, timeout_s: float) -> tuple[TransportStatus, list[int]]:
-    """The status of a transport over `group`, and the numbers of its ranks on the board."""
+    """Register a transport over `group`; return its status and its ranks' numbers on the board."""
     world = dist.group.WORLD if dist.is_initialized() else None
     members = dist.get_process_group_ranks(group)
     host, ranks = (world, members) if world is not None else (group, list(range(len(members))))
@@ -315,7 +290,7 @@ def register(group: dist.ProcessGroup, timeout_s: float) -> tuple[TransportStatu
                 host.get_group_store(), rank, size, client_of(group)
             )
             board.known = _known.setdefault(host, {})
-        # Groups of the same ranks have names of their own, the same on all ranks.
+        # The group name distinguishes groups of the same ranks, and is the same on all ranks.
         name = hashlib.sha256(f"{members} of {group.group_name!r}".encode()).hexdigest()[:16]
         status, responder = board.register(name, timeout_s)
     try:
@@ -330,11 +305,10 @@ def register(group: dist.ProcessGroup, timeout_s: float) -> tuple[TransportStatu
 
 
 def _shown(text: str) -> str:
-    """What a rank says, as part of an error."""
-    short = text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}..."
+    short = text if len(text) <= _MAX_CHARS_SHOWN else f"{text[:_MAX_CHARS_SHOWN]}..."
     return short if short.isprintable() else repr(short)
 
 
-def _question(store: BoundedStore | dist.Store) -> int:
-    """Number of the last question; 0 if there was none. Writes nothing, which `add` would."""
+def _last_query(store: BoundedStore | dist.Store) -> int:
+    """Number of the last query; 0 if there was none. Unlike `add`, this writes nothing."""
     return int(store.get("questions")) if store.check(["questions"]) else 0

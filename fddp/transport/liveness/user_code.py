@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_OWN_MODULES = {"fddp", "torch", *sys.stdlib_module_names}  # from which errors of a backend come
-_HANDLERS = "torch.utils.data."  # of signals, which tell of workers that have ended
+_OWN_MODULES = {"fddp", "torch", *sys.stdlib_module_names}  # raise errors of backends
+_HANDLERS = "torch.utils.data."  # its signal handlers report the end of workers
 
 
 def from_user_code(error: Exception) -> bool:
@@ -28,7 +28,7 @@ def from_user_code(error: Exception) -> bool:
 def ignore_backend_errors(*others: type[Exception]) -> Iterator[None]:
     """Suppress `RuntimeError`, which stores and backends raise, and `others`.
 
-    Errors that a signal handler of the user raised meanwhile pass through.
+    Errors raised by a signal handler of the user propagate.
     """
     kinds: tuple[type[Exception], ...] = (RuntimeError, *others)
     try:

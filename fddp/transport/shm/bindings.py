@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Status(IntEnum):
-    """How an operation stands; all but the first are its end."""
+    """Status of an operation; all but `PENDING` are final."""
 
     PENDING = 0
     OK = 1
@@ -28,7 +28,7 @@ class Status(IntEnum):
 
 
 class Arena(Protocol):
-    """A process's memory that others map; anonymous, so that it ends with those who hold it."""
+    """Anonymous memory of a process that other processes map. Freed with its last mapping."""
 
     @property
     def fd(self) -> int: ...
@@ -43,8 +43,6 @@ class Arena(Protocol):
 
 
 class View(Protocol):
-    """Another process's arena, mapped."""
-
     def write(self, offset: int, data: bytes) -> None: ...
 
 
@@ -66,7 +64,7 @@ class ShmGroup(Protocol):
     def failure(self) -> tuple[int, tuple[int, ...], int]: ...
     @property
     def states(self) -> list[str]: ...
-    def start(
+    def start(  # mirrors the signature in C++
         self,
         kind: str,
         tensor: Tensor,
@@ -76,10 +74,10 @@ class ShmGroup(Protocol):
         wait_soon: bool = ...,
         record_time: bool = ...,
     ) -> ShmWork:
-        """Never blocks.
+        """Start an operation. Never blocks.
 
         Raises:
-            TypeError, ValueError: the tensor can't be summed or moved; nothing was told to others.
+            TypeError, ValueError: unsuitable tensor. The other members are not affected.
         """
 
     def fail(self, status: int, members: Sequence[int]) -> None: ...
@@ -87,16 +85,16 @@ class ShmGroup(Protocol):
 
 
 def make_arena(span_bytes: int) -> Arena:
-    """Reserves addresses, and pages only as they are needed; an OSError if that can't be."""
+    """Reserve addresses; pages are reserved on demand. Raises OSError on failure."""
     return cast("Arena", extension.load().ShmArena(span_bytes))
 
 
 def view_arena(fd: int, span_bytes: int) -> View:
-    """Maps another process's arena; the descriptor may be closed after that.
+    """Map another process's arena. The descriptor may be closed afterwards.
 
     Raises:
-        ValueError: it is no sealed anonymous file of this size and user.
-        OSError: it can't be mapped.
+        ValueError: `fd` is not a sealed anonymous file of this size and user.
+        OSError: the mapping failed.
     """
     return cast("View", extension.load().ShmView(fd, span_bytes))
 

@@ -1,10 +1,10 @@
-"""Open files handed from process to process of one host and one user.
+"""File descriptors passed between processes of one host and one user.
 
-The sockets for it are abstract: no file stands for them, so that nothing is left behind, and they
-are in reach only within their network namespace. Their names are random, but other users of the
-host can list them; so each side asks the kernel who is at the other end before anything is given.
+The sockets are abstract: no file remains, and they are reachable only within their network
+namespace. Their names are random, but other users of the host can list them. Each side therefore
+verifies the user of its peer through the kernel before it sends anything.
 
-Nothing here waits: whoever reads knows by other means that what it reads was sent.
+All sockets are non-blocking: a process reads only after it knows that the data was sent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MOST_DESCRIPTORS = 240  # in one message; the kernel passes 253
-_MOST_BYTES = 4096
+_MAX_NOTE_BYTES = 4096
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: process, user, group
 
 
@@ -32,7 +32,7 @@ class ForeignUserError(PermissionError):
 
 
 class FdMessage(NamedTuple):
-    """What was sent at once; the descriptors are the receiver's to close."""
+    """One message. The receiver closes the descriptors."""
 
     note: bytes
     descriptors: tuple[int, ...]
@@ -46,7 +46,7 @@ class FdConnection:
     """A connection to another process of this user."""
 
     def __init__(self, connected: socket.socket) -> None:
-        """Takes the socket over; raises `ForeignUserError` if another user is at its other end."""
+        """Take ownership of a socket. Raises ForeignUserError if its peer is another user's."""
         self._socket = connected
         raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         self.process, user, _ = _CREDENTIALS.unpack(raw)
@@ -57,15 +57,14 @@ class FdConnection:
             )
 
     def send(self, note: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send copies of `descriptors`, of which there are at most `MOST_DESCRIPTORS`."""
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
         self._socket.sendmsg([note], [rights] if descriptors else [], socket.MSG_DONTWAIT)
 
     def receive(self) -> FdMessage:
-        """What was given first of all that was not taken; raises an OSError if nothing was."""
+        """Return the next message. Raises OSError if there is none."""
         room = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
-        how = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-        note, ancillary, flags, _ = self._socket.recvmsg(_MOST_BYTES, room, how)
+        wanted = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+        note, ancillary, flags, _ = self._socket.recvmsg(_MAX_NOTE_BYTES, room, wanted)
         received = array.array("i")
         for level, kind, content in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -74,7 +73,7 @@ class FdConnection:
         if not note or flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
             message.close()
             raise OSError(
-                "not all that was sent arrived; the process may be out of descriptors (ulimit -n)"
+                "the message was truncated; this process may be out of descriptors (ulimit -n)"
                 if note
                 else "the other process closed its connection"
             )
@@ -94,7 +93,7 @@ class FdListener:
     """A socket to which other processes of this user can connect by its name.
 
     Attributes:
-        name: random; whoever is to connect must be told.
+        name: random name, to be passed to `connect`.
     """
 
     def __init__(self) -> None:
@@ -109,7 +108,7 @@ class FdListener:
             raise
 
     def accept(self) -> Iterator[FdConnection]:
-        """All that have connected, but for processes of other users."""
+        """Yield pending connections. Those of other users are closed."""
         while True:
             try:
                 connected, _ = self._socket.accept()
@@ -123,11 +122,11 @@ class FdListener:
 
 
 def connect(name: str) -> FdConnection | None:
-    """A connection to the process whose `FdListener` has this name; None if none is in reach.
+    """Return a connection to the `FdListener` of this name. None if it is not reachable.
 
     Raises:
-        ForeignUserError: it belongs to another user.
-        OSError: it does not take connections.
+        ForeignUserError: the listener belongs to another user.
+        OSError: it does not accept connections.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.setblocking(False)

@@ -1,8 +1,8 @@
 """Transport through shared memory, for tensors on the CPU and ranks of one host.
 
-It goes on top of a c10d transport over the same ranks, which carries what it can't: tensors on
-other devices, and operations whose ranks are on several hosts. So a hierarchical schedule runs
-through shared memory within each host and through the group's own backend across hosts.
+It is built on a c10d transport over the same ranks, which handles tensors on other devices and
+operations across hosts. A hierarchical schedule thus runs through shared memory within each host
+and through the group's own backend across hosts.
 
 A failure in either of the two closes both, on all ranks. It is reported in the control blocks of
 all shm groups of a rank, and through the store to ranks that wait for the backend.
@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fddp.errors import ClosedError, DesyncError, FddpError
+from fddp.core.protocol.messages import Schema
+from fddp.errors import ClosedError, FddpError
 from fddp.transport.base import Transport, Work
-from fddp.transport.lifetime.fork import IN_A_FORK, register_fork_owner
-from fddp.transport.liveness.failure import CLOSED, Failure
+from fddp.transport.lifetime.fork import register_fork_owner
+from fddp.transport.liveness.failure import CLOSED, Failure, mismatch_error
 from fddp.transport.liveness.interrupts import PeerFailureError
 from fddp.transport.shm.bindings import Status, make_shm_group
 from fddp.transport.shm.host_discovery import StagedExchange
@@ -35,13 +36,14 @@ if TYPE_CHECKING:
     from fddp.transport.shm.host_discovery import HostGroups
 
 _OK = int(Status.OK)
-_LOOK_AROUND_S = 0.25  # how often a waiting rank comes back to Python, and looks for news
+_CHECK_INTERVAL_S = 0.25  # between two checks of the other ranks during a wait
 
 
 class ShmTransport(Transport):
     """Groups of ranks that share memory, and a c10d transport for what they can't do.
 
-    Making one is a collective call of all ranks of `c10d`, which it takes over with `host_groups`.
+    The constructor is a collective call of all ranks of `c10d`. It takes ownership of both
+    arguments.
     """
 
     def __init__(self, c10d: C10dTransport, host_groups: HostGroups) -> None:
@@ -50,13 +52,13 @@ class ShmTransport(Transport):
         self._c10d = c10d
         self._host_groups = host_groups
         self._arena = host_groups.arena
-        self._looks_around = len(host_groups.hosts) > 1
+        self._checks_failures = len(host_groups.hosts) > 1
         self._shared = self.world_size == 1  # whether no CPU tensor needs the c10d transport
         self._divided_within = False  # whether some ranks, but not all, have an shm group
         self._problems = dict(host_groups.problems)
         self._shm_groups: dict[tuple[int, ...], _GroupEntry] = {}
         self.status = c10d.status
-        # No cycle keeps what is dropped without close().
+        # A weak reference: a transport dropped without close() must not be part of a cycle.
         c10d.on_failure = _weakly(weakref.WeakMethod(self._on_c10d_failure))
         register_fork_owner(self)  # [Note: forks]
         if self.world_size > 1 and host_groups.share_host(self._everyone):
@@ -84,8 +86,8 @@ class ShmTransport(Transport):
         return self._c10d.members
 
     def dismiss(self) -> None:
-        """Frees all but the c10d transport, which stays open."""
-        self.closed_by = "it was not taken"
+        """Free the shared memory. The c10d transport stays open."""
+        self.closed_by = "another transport was chosen"
         self._free()
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -106,14 +108,16 @@ class ShmTransport(Transport):
         wait_soon: bool = False,
     ) -> Work:
         # As the base class's, which takes as long as it takes to sum up some thousand numbers.
-        entry = self._shm_groups.get(self._groups.get(axes, ()) if axes else self._everyone)
+        entry = self._shm_groups.get(
+            self._subgroups.ranks.get(axes, ()) if axes else self._everyone
+        )
         if entry is not None:
             try:
                 work = entry.shm_group.start(
                     "all_reduce", tensor, 0, average, (), wait_soon, record_time
                 )
             except (TypeError, ValueError):
-                pass  # the base class says what is wrong with the tensor, or finds another way
+                pass  # the base class raises the precise error, or uses c10d
             else:
                 return _ShmWork(self, entry, work, record_time)
         return super().all_reduce(
@@ -139,17 +143,13 @@ class ShmTransport(Transport):
         devices = self._open_shm_groups(groups)
         self._c10d._connect([ranks for ranks in groups if ranks not in self._shm_groups or devices])
 
-    def disown(self) -> None:
-        """See [Note: forks]."""
-        self.closed_by = self.closed_by or IN_A_FORK
-
     def publish_step_failure(self, step: int, text: str) -> None:
         self._c10d.publish_step_failure(step, text)
 
     def abandon(self, reason: str) -> None:
         try:
             if not self.closed_by:
-                self._c10d.publish_departure()
+                self._c10d.report_departure()
         finally:
             self.close(reason)
 
@@ -160,7 +160,7 @@ class ShmTransport(Transport):
     def _open_shm_groups(self, groups: Sequence[tuple[int, ...]]) -> bool:
         """Open an shm group for each of these groups of this rank whose ranks share a host.
 
-        All ranks call this together, and open those in which no rank meets an obstacle.
+        A collective call. Teams in which a rank fails are not opened on any rank.
 
         Returns:
             Whether some rank may have tensors that do not go through shm groups.
@@ -186,7 +186,7 @@ class ShmTransport(Transport):
                     opened[ranks] = self._join(ranks, offsets[ranks])
             return self._c10d.serves_others
 
-        control_blocks = exchange.stage(make_control_blocks, _are_control_blocks)
+        control_blocks = exchange.stage(make_control_blocks, _CONTROL_BLOCKS)
         offsets = {tuple(ranks): offset for made in control_blocks for ranks, offset in made or ()}
         others = exchange.stage(join_shm_groups)
         for ranks, shm_group in opened.items():
@@ -224,14 +224,12 @@ class ShmTransport(Transport):
         for entry in shm_groups.values():
             entry.shm_group.leave()
         if self._arena is not None:
-            # Tensors that are still held keep their own pages, and no more.
+            # Tensors still in use keep their own pages.
             self._arena.trim()
             self._arena.close_fd()
         self._arena = None
         self._host_groups = self._host_groups.close()
-        self._c10d.on_failure = None  # which refers to this transport
-
-    # Failures
+        self._c10d.on_failure = None
 
     def _error_of(self, what: str, entry: _GroupEntry, waited_s: float) -> FddpError:
         """The error that `what` ends with, whose table ended with a failure."""
@@ -245,22 +243,18 @@ class ShmTransport(Transport):
                 )
             failure = _failure(entry, self.rank, waited_s)
             if failure is None:
-                return self._peer_failure(what)
+                error = PeerFailureError("another rank reported a failure")
+                return self._c10d.fail(what, error, ())
             if failure.text == CLOSED:
-                # Why, if it was for what this rank would have seen as well, had it come sooner.
-                failure = failure._replace(mismatch=self._c10d.mismatch)
+                # The other rank may have closed after a mismatch that this one sees only now.
+                failure = failure._replace(mismatch=self._c10d.peers.mismatch())
             self.closed_by = f"{what} failed"
             self._propagate_failure(failure)
             self._c10d.end(what, failure)
             self._free()
             return self._c10d.to_error(what)
 
-    def _peer_failure(self, what: str) -> FddpError:
-        """The error that `what` ends with, where a failure of other operations was told."""
-        return self._c10d.fail(what, PeerFailureError("another rank reported a failure"), ())
-
     def _on_c10d_failure(self, what: str) -> None:
-        """The c10d transport has met a failure, or heard of one."""
         self.closed_by = f"{what} failed"
         self._propagate_failure(None)
         self._free()
@@ -276,25 +270,20 @@ class ShmTransport(Transport):
                 shm_group.fail(Status.TIMEOUT if failure.late else Status.LOST, members)
 
 
+#: groups, and the offset of the board of each
+
+
+_CONTROL_BLOCKS: Schema = [([int], int)]
+
+
 def _weakly(method: weakref.WeakMethod[Callable[[str], None]]) -> Callable[[str], None]:
-    """Calls a method for as long as its object lives."""
+    """Return a function that calls `method` while its object is alive."""
 
     def call(what: str) -> None:
         if (found := method()) is not None:
             found(what)
 
     return call
-
-
-def _are_control_blocks(value: Any) -> bool:
-    """Whether these are pairs of the ranks of a group and an offset."""
-    return isinstance(value, list) and all(
-        isinstance(pair, list)
-        and len(pair) == 2
-        and isinstance(pair[0], list)
-        and all(type(number) is int for number in (*pair[0], pair[1]))
-        for pair in value
-    )
 
 
 class _GroupEntry(NamedTuple):
@@ -324,25 +313,24 @@ class _ShmWork(Work):
         return self._work.done_s if self._record_time else None
 
     def _wait(self, what: str) -> None:
-        status = self._work.wait(_LOOK_AROUND_S)
+        status = self._work.wait(_CHECK_INTERVAL_S)
         if status == _OK:
             self._transport.status.finish(what)
             return
         if self._error is None:
-            waited_s = _LOOK_AROUND_S if status == Status.PENDING else 0.0
+            waited_s = _CHECK_INTERVAL_S if status == Status.PENDING else 0.0
             self._error = self._outcome(what, waited_s)
         if self._error is not None:
             raise self._error
 
     def _outcome(self, what: str, waited_s: float) -> FddpError | None:
         transport = self._transport
-        begin_s = transport._c10d.begin_wait(waited_s)
-        while (status := self._work.wait(_LOOK_AROUND_S)) == Status.PENDING:
+        peers = transport._c10d.peers
+        begin_s = peers.begin_wait(waited_s)
+        while (status := self._work.wait(_CHECK_INTERVAL_S)) == Status.PENDING:
             try:
                 # The shm group itself detects processes that have ended.
-                transport._c10d.check_peers(
-                    what, begin_s, check_failures=transport._looks_around, among=()
-                )
+                peers.check(what, begin_s, check_failures=transport._checks_failures, among=())
             except RuntimeError as news:
                 return transport._c10d.fail(what, news, ())
         if status == Status.OK:
@@ -354,13 +342,10 @@ class _ShmWork(Work):
             f"rank {rank} {_describe(descriptor, self._entry.ranks)}"
             for rank, descriptor in zip(self._entry.ranks, self._work.descriptors(), strict=True)
         ]
-        parted = _first_two(operations)
-        transport._c10d.publish_mismatch(parted)
-        return DesyncError(
-            f"{what} on rank {transport.rank} of {transport.world_size}: ranks met in different "
-            f"operations: {parted}; all ranks must issue the same operations in the "
-            "same order"
-        )
+        mismatch = _first_mismatch(operations)
+        peers.publish_mismatch(mismatch)
+        where = f"{what} on rank {transport.rank} of {transport.world_size}"
+        return mismatch_error(where, mismatch)
 
 
 def _failure(entry: _GroupEntry, own_rank: int, waited_s: float) -> Failure | None:
@@ -385,7 +370,7 @@ def _failure(entry: _GroupEntry, own_rank: int, waited_s: float) -> Failure | No
 
 
 def _describe(descriptor: dict[str, Any], ranks: tuple[int, ...]) -> str:
-    """As `Operation` says it."""
+    """Format an operation as `Operation.__str__` does."""
     kind, place = descriptor["kind"], descriptor["src"]
     source = f" from rank {ranks[place] if place < len(ranks) else '?'}"
     source = source if kind == "broadcast" else ""
@@ -399,8 +384,7 @@ def _describe(descriptor: dict[str, Any], ranks: tuple[int, ...]) -> str:
     return f"{what} of {descriptor['dtype']} {tuple(descriptor['shape'])}"
 
 
-def _first_two(descriptions: list[str]) -> str:
-    """The first rank's words, and the first that differ from them."""
+def _first_mismatch(descriptions: list[str]) -> str:
     first, *others = descriptions
-    said = first.split(" ", 2)[2]
-    return f"{first}, {next((o for o in others if o.split(' ', 2)[2] != said), others[0])}"
+    operation = first.split(" ", 2)[2]
+    return f"{first}, {next((o for o in others if o.split(' ', 2)[2] != operation), others[0])}"
