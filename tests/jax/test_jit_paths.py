@@ -30,7 +30,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def test_the_extension_was_built_with_xla_s_header() -> None:
-    assert lowering.serves(), "install jaxlib before fddp is built, as the Makefile does"
+    assert lowering.uses_extension(), "install jaxlib before fddp is built, as the Makefile does"
 
 
 def test_custom_call_targets(path: str) -> None:
