@@ -40,17 +40,11 @@ class FddpLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        call: Call = ctx.call
-        inexact = call.program.inexact
-        results = FddpLinear.apply(call.transposed(), *[cotangents[k] for k in inexact])
-        return (None, *spread(results, inexact, len(call.program.units)))
+        return (None, *_derivative(ctx.call, ctx.call.transposed(), cotangents))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
-        inexact = call.program.inexact
-        results = FddpLinear.apply(call.tangent(), *[tangents[k] for k in inexact])
-        return tuple(spread(results, inexact, len(call.program.units)))
+        return tuple(_derivative(ctx.call, ctx.call.tangent(), tangents))
 
     @staticmethod
     def vmap(
@@ -126,10 +120,7 @@ class FddpMeanOnBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        call: Call = ctx.call
-        inexact = call.program.inexact
-        results = FddpLinear.apply(call.averaging("backward"), *[cotangents[k] for k in inexact])
-        return (None, *spread(results, inexact, len(call.program.units)))
+        return (None, *_derivative(ctx.call, ctx.call.averaging("backward"), cotangents))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -206,9 +197,11 @@ def has_rules(leaves: Sequence[Any]) -> bool:
     )
 
 
-def largest(call: Call, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """`pmax` of leaves that are not differentiated."""
-    return [rows.amax(0) for rows in run(call, leaves)]
+def _derivative(call: Call, derived: Call, values: Sequence[Tensor | None]) -> list[Any]:
+    """Apply `derived` to the values of `call`'s differentiable units. None for other units."""
+    inexact = call.program.inexact
+    results = FddpLinear.apply(derived, *[values[k] for k in inexact])
+    return spread(results, inexact, len(call.program.units))
 
 
 def _batched(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -262,25 +263,17 @@ def communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> Co
         begun = 0 if found is None else found.begun
         found = known[span.topology] = Communicator(group, mesh=mesh, _begun=begun)
         found.belongs_to = weakref.ref(key)
-        may_be_reopened(found)
+        # A step that fails on all ranks may close it on all of them, if any rank was interrupted in
+        # one of its calls. The next operator opens another.
+        found.transport.status.close = partial(_close_on_all_ranks, weakref.ref(found))
     return found
 
 
-def may_be_reopened(communicator: Communicator) -> None:
-    """Allow a step that fails on all ranks to close the communicator on all of them, if any rank
-    was interrupted in one of its calls. The next operator opens another."""
-    communicator.transport.status.close = _Closing(communicator)
-
-
-class _Closing:
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = weakref.ref(communicator)
-
-    def __call__(self) -> None:
-        communicator = self._communicator()
-        if communicator is not None:
-            communicator.close()
-            communicator.begun = 0  # closed on all ranks, which count from 0 again
+def _close_on_all_ranks(reference: weakref.ref[Communicator]) -> None:
+    communicator = reference()
+    if communicator is not None:
+        communicator.close()
+        communicator.begun = 0  # all ranks count from 0 again
 
 
 def communicator_by_id(number: int) -> Communicator:

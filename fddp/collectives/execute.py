@@ -202,17 +202,13 @@ def _spread(call: Call, fused: FusedBucket, buffer: Tensor, last: bool) -> Work:
 # Unpacking
 
 
-def _parts(buffer: Tensor, fused: FusedBucket, call: Call) -> list[Tensor]:
+def _take_own(call: Call, fused: FusedBucket, buffer: Tensor) -> list[Tensor]:
     """Units as views of a buffer that is not written again."""
     if fused.layout is not None:
         return slices(buffer, fused.layout)
     units = [call.program.units[k] for k in fused.members]
     flat = torch.split(buffer[: fused.numel], fused.numels)
     return [part.clone().view(unit.shape) for part, unit in zip(flat, units, strict=True)]
-
-
-def _take_own(call: Call, fused: FusedBucket, buffer: Tensor) -> list[Tensor]:
-    return _parts(buffer, fused, call)
 
 
 def _take_rows(call: Call, fused: FusedBucket, buffer: Tensor) -> list[Tensor]:
@@ -227,13 +223,13 @@ def _take_rows(call: Call, fused: FusedBucket, buffer: Tensor) -> list[Tensor]:
 
 def _take_chunk(call: Call, fused: FusedBucket, buffer: Tensor) -> list[Tensor]:
     own = call.program.place.own * fused.numel
-    return _parts(buffer[own : own + fused.numel].clone(), fused, call)
+    return _take_own(call, fused, buffer[own : own + fused.numel].clone())
 
 
 def _take_at_root(call: Call, fused: FusedBucket, buffer: Tensor) -> list[Tensor]:
     if call.program.place.own != call.program.root:
         buffer.zero_()
-    return _parts(buffer, fused, call)
+    return _take_own(call, fused, buffer)
 
 
 class _Lowering(NamedTuple):

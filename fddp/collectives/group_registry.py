@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -14,14 +14,7 @@ from torch.distributed import distributed_c10d
 from fddp.core.schedule.topology import Topology
 from fddp.transport.lifetime.finalizer import on_finalize
 
-
-class Closable(Protocol):
-    """An object that is closed when its group is gone."""
-
-    def close(self) -> None: ...
-
-
-T = TypeVar("T", bound=Closable)
+T = TypeVar("T")  # has a method `close`
 
 
 class GroupRegistry(Generic[T]):

@@ -206,11 +206,6 @@ def compare(
     return reports
 
 
-def gather(communicator: Communicator, what: str, payload: bytes) -> list[bytes]:
-    """Every rank's payload, by rank. All payloads must have the same length."""
-    return _gather(communicator, communicator.place(()), what, payload)
-
-
 def _check_failures(what: str, rank: int, reports: Mapping[int, dict[str, Any]]) -> None:
     failures = {rank: t["error"] for rank, t in reports.items() if t.get("error")}
     if failures:
@@ -291,20 +286,21 @@ def gather_texts(
     communicator: Communicator, place: GroupPosition, what: str, payload: bytes
 ) -> list[bytes]:
     """Payloads of the ranks that meet, in their order. Lengths may differ."""
-    lengths = _gather(communicator, place, what, len(payload).to_bytes(_LENGTH_BYTES, "big"))
+    lengths = gather(communicator, place, what, len(payload).to_bytes(_LENGTH_BYTES, "big"))
     sizes = [int.from_bytes(text, "big") for text in lengths]
     if max(sizes) > _MAX_BYTES:
         raise DesyncError(
             f"{what}: ranks announced reports of {sizes} bytes, more than {_MAX_BYTES}; run the "
             f"same version of fddp on every rank"
         )
-    texts = _gather(communicator, place, what, payload.ljust(max(sizes), b"\0"))
+    texts = gather(communicator, place, what, payload.ljust(max(sizes), b"\0"))
     return [text[:size] for text, size in zip(texts, sizes, strict=True)]
 
 
-def _gather(
+def gather(
     communicator: Communicator, place: GroupPosition, what: str, payload: bytes
 ) -> list[bytes]:
+    """Payloads of the ranks that meet, in their order. Lengths must be equal."""
     n, width = place.size, len(payload)
     rows = torch.zeros(n, width, dtype=torch.uint8, device="cpu")
     rows[place.own].copy_(torch.tensor(list(payload), dtype=torch.uint8, device="cpu"))

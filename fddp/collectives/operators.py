@@ -19,13 +19,7 @@ from typing import Any, TypeVar
 from torch.compiler import is_dynamo_compiling
 
 from fddp.collectives import dynamo, handshake
-from fddp.collectives.autograd import (
-    FddpLinear,
-    FddpMaximum,
-    FddpMeanOnBackward,
-    has_rules,
-    largest,
-)
+from fddp.collectives.autograd import FddpLinear, FddpMaximum, FddpMeanOnBackward, has_rules
 from fddp.collectives.call_cache import CallSpec, FlattenedCall, flatten_call
 from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.communicator import Communicator
@@ -236,7 +230,7 @@ def pmax(
     if has_rules(flattened.leaves):
         results = FddpMaximum.apply(call, *flattened.leaves)  # type: ignore[no-untyped-call]
     else:
-        results = largest(call, flattened.leaves)
+        results = [rows.amax(0) for rows in run(call, flattened.leaves)]
     rebuilt: Tree = flattened.rebuilt(results[: len(flattened.leaves)])
     return rebuilt
 

@@ -160,15 +160,17 @@ class FddpRecorded(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        inexact = ctx.call.program.inexact
-        results = _recorded(ctx.call.transposed(), [cotangents[k] for k in inexact])
-        return (None, *spread(results, inexact, len(ctx.call.program.units)))
+        return (None, *_derivative(ctx.call, ctx.call.transposed(), cotangents))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Any, ...]:
-        inexact = ctx.call.program.inexact
-        results = _recorded(ctx.call.tangent(), [tangents[k] for k in inexact])
-        return tuple(spread(results, inexact, len(ctx.call.program.units)))
+        return tuple(_derivative(ctx.call, ctx.call.tangent(), tangents))
+
+
+def _derivative(call: Call, derived: Call, values: Sequence[Tensor | None]) -> list[Any]:
+    inexact = call.program.inexact
+    results = _recorded(derived, [values[k] for k in inexact])
+    return spread(results, inexact, len(call.program.units))
 
 
 def _recorded(call: Call, leaves: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

@@ -110,20 +110,16 @@ def _turn(call: eager.Call) -> Iterator[None]:
         lock.acquire()
     try:
         if not alone:
-            handshake.abort_handshake(
-                call.communicator, call.program.place, call.text, _not_alone(call)
+            error = DesyncError(
+                f"{call.text}: something else communicates over the same group at the same time, "
+                f"so the order may differ between ranks; JAX only orders reductions that are "
+                f"started by the same thread: use a separate Communicator for each thread, and "
+                f"for operators on tensors"
             )
+            handshake.abort_handshake(call.communicator, call.program.place, call.text, error)
         yield
     finally:
         lock.release()
-
-
-def _not_alone(call: eager.Call) -> DesyncError:
-    return DesyncError(
-        f"{call.text}: something else communicates over the same group at the same time, so the "
-        f"order may differ between ranks; JAX only orders reductions that are started by the same "
-        f"thread: use a separate Communicator for each thread, and for operators on tensors"
-    )
 
 
 def _with_way_out(error: Exception, number: int) -> Exception:

@@ -49,11 +49,8 @@ def uses_extension() -> bool:
 
 def _by_extension(ctx: Any, token: Any, operands: Sequence[Any], number: int) -> list[Any]:
     """Emit a call of the extension. Returns its token and results."""
-    inner = replace(
-        ctx,
-        avals_in=[*ctx.avals_in, abstract_token],
-        avals_out=[*ctx.avals_out, abstract_token],
-    )
+    avals_in, avals_out = [*ctx.avals_in, abstract_token], [*ctx.avals_out, abstract_token]
+    inner = replace(ctx, avals_in=avals_in, avals_out=avals_out)
     lower = jax.ffi.ffi_lowering(TARGET, has_side_effect=True)
     *results, token = lower(inner, *operands, token, call=np.int64(number))
     return [token, *results]

@@ -23,7 +23,7 @@ TARGETS = {"extension": "fddp_reduce", "callback": "xla_ffi_python_cpu_callback"
 @pytest.fixture(params=TARGETS)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "callback":
-        monkeypatch.setattr(lowering, "serves", lambda: False)
+        monkeypatch.setattr(lowering, "uses_extension", lambda: False)
     jax.clear_caches()
     yield request.param
     jax.clear_caches()

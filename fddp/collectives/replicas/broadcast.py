@@ -33,7 +33,7 @@ _REPORT: Schema = (str, object, LEAF_DETAILS)  # error, source, leaves
 def broadcast(
     tree: Any, src: int = 0, *, group: Group | None = None, timeout_s: float | None = None
 ) -> Any:
-    """Copy of rank `src`'s tree on every rank. A collective call.
+    """Broadcast rank `src`'s tree to every rank. A collective call.
 
     Args:
         tree: dense tensors of any dtype and strides; None stays None. Ranks must have the same
@@ -55,7 +55,14 @@ def broadcast(
         >>> fddp.loopback(2, lambda g: fddp.broadcast({"w": torch.tensor(g.rank)}, 1, group=g))
         [{'w': tensor(1)}, {'w': tensor(1)}]
     """
-    transformed = _transform_error()
+    transformed: TransformError | None = None
+    try:
+        check_no_transform(
+            "broadcast(tree)",
+            "call it outside, or use fddp.broadcast_from, which is differentiable",
+        )
+    except TransformError as error:
+        transformed = error
     with outside_transforms(), open_transport(group, "auto", timeout_s, "broadcast") as transport:
         failure: Exception | None = None
         details: list[list[object]] = []
@@ -73,17 +80,6 @@ def broadcast(
         ]
         copies = iter(broadcast_tensors(transport, tensors, src))
         return treedef.unflatten([None if leaf is None else next(copies) for leaf in leaves])
-
-
-def _transform_error() -> TransformError | None:
-    try:
-        check_no_transform(
-            "broadcast(tree)",
-            "call it outside, or use fddp.broadcast_from, which is differentiable",
-        )
-    except TransformError as error:
-        return error
-    return None
 
 
 def _specs(paths: Sequence[str], leaves: Sequence[Any]) -> list[LeafSpec]:
@@ -121,7 +117,7 @@ def _check_alike(
 
 
 def broadcast_tensors(transport: Transport, tensors: Sequence[Tensor], src: int) -> list[Tensor]:
-    """Copies of rank `src`'s tensors. Tensors of one dtype and device are sent together."""
+    """New tensors with rank `src`'s values. Tensors of one dtype and device are sent together."""
     copies: dict[int, Tensor] = {}
     for members in _batches(tensors, AT_ONCE_BYTES):
         together = _broadcast(transport, [tensors[i] for i in members], src)

@@ -278,7 +278,7 @@ def _values(communicator: Communicator, what: str, own: str) -> list[str]:
 
 def _first_difference(communicator: Communicator, leaf: Tensor, what: str) -> _Place:
     """Find the first element of a leaf that differs between ranks. A collective call."""
-    flat, itemsize = bytes_of(leaf), leaf.element_size()
+    place, flat, itemsize = communicator.place(()), bytes_of(leaf), leaf.element_size()
     start, stop = 0, flat.numel() // itemsize
     while (stop - start) * itemsize > _SMALL_BYTES:
         size = -(-(stop - start) // _PIECES)
@@ -286,11 +286,12 @@ def _first_difference(communicator: Communicator, leaf: Tensor, what: str) -> _P
         digests = [
             digest_of(flat[cut * itemsize : min(cut + size, stop) * itemsize]) for cut in cuts
         ]
-        received = handshake.gather(communicator, what, np.array(digests, np.uint64).tobytes())
+        payload = np.array(digests, np.uint64).tobytes()
+        received = handshake.gather(communicator, place, what, payload)
         piece = _first_apart([np.frombuffer(text, np.uint64) for text in received])
         start, stop = cuts[piece], min(cuts[piece] + size, stop)
     own = flat[start * itemsize : stop * itemsize].cpu().numpy().tobytes()
-    received = handshake.gather(communicator, what, own)
+    received = handshake.gather(communicator, place, what, own)
     rows = [np.frombuffer(text, np.uint8).reshape(-1, itemsize) for text in received]
     element = _first_apart(rows)
     values = _values(communicator, what, repr(element_at(leaf, start + element)))
