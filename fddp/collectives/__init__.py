@@ -1,1 +1,1 @@
-"""Collectives on whole trees: operators that differentiate, and what carries them out."""
+"""Collectives on pytrees: differentiable operators and their execution."""

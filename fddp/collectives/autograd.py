@@ -1,13 +1,13 @@
-"""Operators as functions of autograd: every rule is an operator again, so that derivatives of all
-orders, in both modes and under `vmap`, exist.
+"""Operators as `torch.autograd.Function`s. Every derivative rule is built from operators again, so
+derivatives of all orders exist, in forward and reverse mode and under `vmap`.
 
 [Note: forward mode twice]
-What the `jvp` of a function of autograd does with plain operations has no tangents of an outer
-level: torch (2.13) loses them without a word. So each `jvp` here applies functions of autograd and
-nothing else.
+Plain operations inside the `jvp` of a `torch.autograd.Function` carry no tangents of an outer
+forward-mode level: torch (2.13) silently drops them. So each `jvp` here only applies
+`torch.autograd.Function`s.
 """
 
-# What torch calls with positional arguments of its own choosing has no other signature.
+# torch calls these methods with positional arguments, so their signatures differ from the base's.
 # mypy: disable-error-code="override,no-untyped-call"
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fddp.native.operands import first_without_memory, have_derivatives
 
 
 class FddpLinear(torch.autograd.Function):
-    """All operators but `pmax`: linear, so that tangents go through the same operator, and
-    cotangents through its transpose. None stands for zeros, and is sent as such: a rank whose
-    result nobody used meets the others all the same."""
+    """All operators except `pmax`. They are linear: tangents go through the same operator,
+    cotangents through its transpose. None stands for zeros, which are communicated: a rank whose
+    result was not used still takes part in the collective."""
 
     @staticmethod
     def forward(call: Call, *leaves: Tensor | None) -> tuple[Tensor, ...]:
@@ -40,17 +40,11 @@ class FddpLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        call: Call = ctx.call
-        inexact = call.program.inexact
-        results = FddpLinear.apply(call.transposed(), *[cotangents[k] for k in inexact])
-        return (None, *spread(results, inexact, len(call.program.units)))
+        return (None, *_derivative(ctx.call, ctx.call.transposed(), cotangents))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
-        inexact = call.program.inexact
-        results = FddpLinear.apply(call.tangent(), *[tangents[k] for k in inexact])
-        return tuple(spread(results, inexact, len(call.program.units)))
+        return tuple(_derivative(ctx.call, ctx.call.tangent(), tangents))
 
     @staticmethod
     def vmap(
@@ -64,8 +58,8 @@ class FddpLinear(torch.autograd.Function):
 
 
 class FddpMaximum(torch.autograd.Function):
-    """`pmax`; gives the largest values, and behind these, for each unit that can have derivatives,
-    the share of the derivative that this rank's elements have in it."""
+    """`pmax`. Returns the maxima, followed by one tensor for each differentiable unit: the share of
+    the derivative that belongs to this rank's elements."""
 
     @staticmethod
     def forward(call: Call, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -113,7 +107,7 @@ class FddpMaximum(torch.autograd.Function):
 
 
 class FddpMeanOnBackward(torch.autograd.Function):
-    """`sync_on_backward`: the identity, whose cotangents are averaged."""
+    """`sync_on_backward`: the identity in forward, the mean over ranks in backward."""
 
     @staticmethod
     def forward(call: Call, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -126,10 +120,7 @@ class FddpMeanOnBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        call: Call = ctx.call
-        inexact = call.program.inexact
-        results = FddpLinear.apply(call.averaging("backward"), *[cotangents[k] for k in inexact])
-        return (None, *spread(results, inexact, len(call.program.units)))
+        return (None, *_derivative(ctx.call, ctx.call.averaging("backward"), cotangents))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -145,7 +136,7 @@ class FddpMeanOnBackward(torch.autograd.Function):
 
 
 class FddpScaled(torch.autograd.Function):
-    """A product with a factor that has no derivatives; see [Note: forward mode twice]."""
+    """Product with a factor that is not differentiated; see [Note: forward mode twice]."""
 
     @staticmethod
     def forward(factor: Tensor, value: Tensor) -> Tensor:
@@ -174,7 +165,7 @@ class FddpScaled(torch.autograd.Function):
 
 
 class FddpPassed(torch.autograd.Function):
-    """A view of all of it; see [Note: forward mode twice]."""
+    """View of the whole tensor; see [Note: forward mode twice]."""
 
     @staticmethod
     def forward(value: Tensor) -> Tensor:
@@ -198,7 +189,7 @@ class FddpPassed(torch.autograd.Function):
 
 
 def has_rules(leaves: Sequence[Any]) -> bool:
-    """Whether anything would be lost if an operator ran on these leaves as on plain tensors."""
+    """Return True if the leaves need autograd or functorch rules and are not just plain tensors."""
     return (
         torch._C._are_functorch_transforms_active()
         or have_derivatives(leaves, graphs=torch.is_grad_enabled())
@@ -206,16 +197,18 @@ def has_rules(leaves: Sequence[Any]) -> bool:
     )
 
 
-def largest(call: Call, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """`pmax` of leaves without derivatives."""
-    return [rows.amax(0) for rows in run(call, leaves)]
+def _derivative(call: Call, derived: Call, values: Sequence[Tensor | None]) -> list[Any]:
+    """Apply `derived` to the values of `call`'s differentiable units. None for other units."""
+    inexact = call.program.inexact
+    results = FddpLinear.apply(derived, *[values[k] for k in inexact])
+    return spread(results, inexact, len(call.program.units))
 
 
 def _batched(
     leaves: Sequence[Tensor | None], dims: Sequence[int | None], size: int, at: int
 ) -> list[Tensor | None]:
-    """Leaves with the batch at one place. What is batched on one rank may not be on another, so
-    that all leaves are expanded to the same shapes."""
+    """Leaves with the batch dimension at `at`. Unbatched leaves are expanded, because a leaf may be
+    batched on one rank and not on another, and shapes must agree."""
     moved: list[Tensor | None] = []
     for leaf, dim in zip(leaves, dims, strict=True):
         if leaf is None:
@@ -229,8 +222,8 @@ def _batched(
 
 
 def _share(row: Tensor, largest: Tensor, own: Tensor) -> Tensor:
-    """What each element has of the derivative: shared equally among those that attain the maximum.
-    NaN is the largest, and attained by all that are NaN."""
+    """Share of the derivative for each element: split equally among the ranks that attain the
+    maximum. NaN counts as the largest value, and all NaNs attain it."""
     attained = (row == largest) | (row.isnan() & largest.isnan())
     mine = (own == largest) | (own.isnan() & largest.isnan())
     return mine.to(own.dtype) / attained.sum(0)

@@ -1,4 +1,4 @@
-"""What operators know of the trees that they are given: worked out once for each call site."""
+"""Cache of operator programs and flattened trees, by call site."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from fddp.tree.pytree import TreeDef, flatten
 
 
 class CallSpec(NamedTuple):
-    """What the caller asks for.
+    """Validated arguments of a call.
 
     Attributes:
-        operator: what to do.
-        place: with whom.
-        root: for `broadcast_from`, whose values; -1 elsewhere.
-        plan: the buckets, if the caller has a plan.
-        tiled: whether the ranks' axis is the leaves' first one.
+        operator: name of the operator.
+        place: ranks that take part.
+        root: source rank of `broadcast_from`; else -1.
+        plan: the caller's plan, if any.
+        tiled: True if ranks are concatenated along the first axis instead of a new one.
     """
 
     operator: Operator | Literal["sync_on_backward"]
@@ -41,26 +41,26 @@ class CallSpec(NamedTuple):
 
 
 class FlattenedCall(NamedTuple):
-    """A tree taken apart.
+    """A flattened tree and its program.
 
     Attributes:
-        leaves: those that are not None, in canonical order.
-        pattern: what is known of trees like it.
+        leaves: leaves that are not None, in canonical order.
+        entry: cache entry of such trees.
         treedef: the tree without its leaves.
     """
 
     leaves: list[Tensor]
-    pattern: CacheEntry
+    entry: CacheEntry
     treedef: TreeDef
 
     @property
     def program(self) -> OperatorProgram:
-        """What to do with the leaves."""
-        return self.pattern.program
+        """The program for the leaves."""
+        return self.entry.program
 
     def rebuilt(self, results: Sequence[Tensor]) -> Any:
-        """The tree around other leaves."""
-        present = self.pattern.present
+        """A tree of the same structure with other leaves."""
+        present = self.entry.present
         if present is None:
             return self.treedef.unflatten(results)
         whole: list[Tensor | None] = [None] * len(self.treedef.paths)
@@ -70,15 +70,15 @@ class FlattenedCall(NamedTuple):
 
 
 class CacheEntry(NamedTuple):
-    """What is known of trees that were seen at one place in the code.
+    """Cached results for one call site.
 
     Attributes:
-        call: what was asked for there.
-        paths: the trees' paths.
-        present: positions of the leaves that are not None; None if all are.
-        program: what to do.
-        operands: what the leaves are.
-        trees: takes such trees apart.
+        call: arguments of the last call there.
+        paths: paths of the tree.
+        present: positions of the leaves that are not None; None if all leaves are present.
+        program: the program for the leaves.
+        operands: metadata of the leaves.
+        trees: flattens trees of known structure.
     """
 
     call: CallSpec
@@ -92,10 +92,10 @@ class CacheEntry(NamedTuple):
 def flatten_call(
     communicator: Communicator, call: CallSpec, tree: Any, site: Site
 ) -> FlattenedCall:
-    """A tree's leaves, and the program for them.
+    """Flatten a tree, and look up or build the program for its leaves.
 
     Raises:
-        TypeError: a leaf is no tensor, or of a dtype that the operator does not take.
+        TypeError: a leaf is not a tensor, or the operator does not support its dtype.
         ValueError: a leaf's shape does not fit the operator.
         PlanMismatchError: the plan is for another tree.
     """
@@ -109,11 +109,11 @@ def flatten_call(
         leaves, treedef = adapted(*entry.trees.flatten(tree), "tree")
         leaves = tiles(call, leaves, treedef.paths)
         if treedef.paths is entry.paths and entry.operands.matches(leaves):
-            return FlattenedCall(_those(leaves, entry.present), entry, treedef)
+            return FlattenedCall(_select(leaves, entry.present), entry, treedef)
     if len(patterns) >= _MOST_PATTERNS:
         patterns.clear()
     found = patterns[key] = _cache_entry(communicator, call, leaves, treedef, entry)
-    return FlattenedCall(_those(leaves, found.present), found, treedef)
+    return FlattenedCall(_select(leaves, found.present), found, treedef)
 
 
 def _cache_entry(
@@ -134,16 +134,16 @@ def _cache_entry(
             programs.clear()
         programs[key] = program
     present = None if len(there) == len(leaves) else there
-    # A helper that many call sees many trees: what it knows of the last ones is not thrown away.
+    # A helper function with many callers sees many trees, so it keeps those it has seen.
     trees = KnownTrees() if before is None else before.trees
     return CacheEntry(call, treedef.paths, present, program, operands(leaves), trees)
 
 
 def tiles(call: CallSpec, leaves: list[Any], paths: Sequence[str]) -> list[Any]:
-    """Leaves for a `tiled` operator: `reduce_scatter` takes them cut into the ranks' parts.
+    """Leaves of a `tiled` call. For `reduce_scatter` the first axis is split by rank.
 
     Raises:
-        ValueError: a leaf is a scalar, or has no equal parts.
+        ValueError: a leaf is a scalar, or can't be split into equal parts.
     """
     if not call.tiled:
         return leaves
@@ -162,11 +162,11 @@ def tiles(call: CallSpec, leaves: list[Any], paths: Sequence[str]) -> list[Any]:
     return tiled
 
 
-def _those(leaves: list[Any], present: tuple[int, ...] | None) -> list[Tensor]:
+def _select(leaves: list[Any], present: tuple[int, ...] | None) -> list[Tensor]:
     return leaves if present is None else [leaves[k] for k in present]
 
 
-# Of which `torch.amax` knows on every device.
+# Dtypes that `torch.amax` supports on every device.
 _COMPARED = (SUMMABLE_DTYPES - {torch.complex64, torch.complex128}) | {torch.int16, torch.bool}
 
 _MOST_PATTERNS = 256
@@ -186,6 +186,7 @@ def program_of(
     present: Sequence[int],
     leaves: Sequence[Any],
 ) -> OperatorProgram:
+    """The program for `leaves`, which are at the positions `present` of the tree's `paths`."""
     own_paths = [paths[k] for k in present]
     for path, leaf in zip(own_paths, leaves, strict=True):
         _check(call, path, leaf)
@@ -210,8 +211,8 @@ def _check(call: CallSpec, path: str, leaf: Any) -> None:
     inexact = dtype.is_floating_point or dtype.is_complex
     if operator == "pmean" and not inexact:
         raise TypeError(
-            f"pmean: leaf {path!r} is of {dtype}, whose mean is no number of that dtype; use psum, "
-            f"or convert it to a floating dtype"
+            f"pmean: leaf {path!r} is of {dtype}, which can't represent a mean; use psum, or "
+            f"convert it to a floating dtype"
         )
     if operator == "sync_on_backward":
         return
@@ -224,8 +225,8 @@ def _check(call: CallSpec, path: str, leaf: Any) -> None:
         raise TypeError(f"pmax: leaf {path!r} is of {dtype}, which has no order; take its abs()")
     if operator == "pmax" and dtype not in _COMPARED:
         raise TypeError(
-            f"pmax: leaf {path!r} is of {dtype}, of which torch finds no maximum; convert it to "
-            f"one of {', '.join(sorted(map(str, _COMPARED)))}"
+            f"pmax: leaf {path!r} is of {dtype}, for which torch.amax is not implemented; convert "
+            f"it to one of {', '.join(sorted(map(str, _COMPARED)))}"
         )
 
 
@@ -247,7 +248,7 @@ def _planned(
     specs: Sequence[LeafSpec],
     otherwise: tuple[tuple[int, ...], ...],
 ) -> tuple[tuple[int, ...], ...]:
-    """The plan's buckets over the leaves that are there; what it does not reduce comes behind."""
+    """The plan's buckets over the leaves that are present, then buckets of unplanned leaves."""
     there = {leaf: k for k, leaf in enumerate(present)}
     for leaf, wanted in enumerate(plan.leaves):
         k = there.get(leaf)

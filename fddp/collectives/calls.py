@@ -1,4 +1,4 @@
-"""Calls of operators: what was called where, and what followed from it by differentiation."""
+"""Calls of operators, and the calls derived from them by differentiation."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class CallRecord:
     """One call of an operator in the caller's code.
 
     Attributes:
-        site: where it stands.
-        number: its number on the communicator: derivatives say by it which call is meant. None
-            before it has run, and for derivatives in graphs, which are calls by themselves.
-        position: in a graph, its number among the calls that were traced, for the same purpose.
+        site: the call site.
+        number: number of the call on the communicator. Ranks compare it when they differentiate.
+            None before the call has run, and in graphs.
+        position: number of the call among the traced calls of a graph; None outside of graphs.
     """
 
     __slots__ = ("number", "position", "site")
@@ -32,13 +32,13 @@ class CallRecord:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What is about to run.
+    """An operator to run, or a derivative of one.
 
     Attributes:
-        communicator: what it runs on.
-        program: what is done with which leaves.
-        record: the call in the caller's code that it belongs to.
-        roles: which derivatives led to it, the latest last: "backward", "jvp".
+        communicator: the communicator that runs it.
+        program: the operator and its leaves.
+        record: the call in the caller's code.
+        roles: derivatives that led to this call, the latest last: "backward", "jvp".
     """
 
     communicator: Communicator
@@ -47,23 +47,23 @@ class Call:
     roles: tuple[str, ...] = ()
 
     def transposed(self) -> Call:
-        """What carries cotangents."""
+        """The call that reduces cotangents."""
         return self._derived(self.program.transposed, "backward")
 
     def tangent(self) -> Call:
-        """What carries tangents."""
+        """The call that reduces tangents."""
         return self._derived(self.program.differentiable, "jvp")
 
     def summing(self, role: str) -> Call:
-        """The sum of what has derivatives."""
+        """The sum over ranks of the differentiable units."""
         return self._derived(self.program.summing, role)
 
     def averaging(self, role: str) -> Call:
-        """The mean of what has derivatives."""
+        """The mean over ranks of the differentiable units."""
         return self._derived(self.program.averaging, role)
 
     def batched(self, size: int) -> Call:
-        """The same under one more `vmap`."""
+        """The same call under one more `vmap` over `size` examples."""
         return Call(self.communicator, self.program.batched(size), self.record, self.roles)
 
     def _derived(self, program: OperatorProgram, role: str) -> Call:
@@ -71,7 +71,7 @@ class Call:
 
     @cached_property
     def text(self) -> str:
-        """What runs, and where it was called, for errors."""
+        """Roles, operator, leaves and call site, for errors."""
         roles = "".join(f"{role} of " for role in reversed(self.roles))
         site = f", called at {self.record.site}" if self.record.site else ""
         return f"{roles}{self.program.text}{site}"

@@ -1,11 +1,10 @@
-"""Communicators of the operators: an own transport over a group, opened once.
+"""Communicators of operators: a dedicated transport over a group, opened once.
 
 [Note: communicators of groups]
-Who passes a bare group gets the communicator that belongs to it and to the axes laid over it; it is
-opened by the first operator that is called on them, by all ranks. It goes with the group: nothing
-here, nor in a transport, holds a group alive, and a communicator is closed when its group is gone;
-at the latest when a communicator is opened after the group was destroyed, because torch keeps some
-destroyed groups.
+An operator that is called with a process group uses the communicator of that group and mesh. The
+first such operator opens it, on all ranks. Neither this module nor a transport keeps a group alive,
+and a communicator is closed when its group is gone. torch keeps some destroyed groups alive; their
+communicators are closed when another communicator is opened.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fddp.collectives.group_registry import GroupRegistry, is_destroyed
 from fddp.collectives.operator_program import GroupPosition
+from fddp.collectives.replicas.divergence import format_pair
 from fddp.core.plan.defaults import CAP_MB, MAX_TIMEOUT_S
 from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError, DesyncError, PlanMismatchError, error_text
@@ -40,41 +41,44 @@ if TYPE_CHECKING:
 
     from fddp.transport import Transport
 
-_MOST_BETWEEN = 2**16
-_POOLED_SIZES = 32  # of buffers, those that were released last
+_MOST_BETWEEN = 2**16  # calls between two handshakes that get numbers of their own
+_POOLED_SIZES = 32  # buffer sizes kept, the most recently released
 _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
 _of_groups: GroupRegistry[Communicator] = GroupRegistry()
 
 
 class Communicator:
-    """What operators run on: an own transport over a group of ranks, opened once.
+    """A dedicated transport for operators over a group of ranks.
 
-    Making one is a collective call. Operators take it where they take a group; operators on one
-    communicator meet in the order in which they are called, and never mix with those on another.
+    The constructor is a collective call. Operators accept a communicator in place of a group.
+    Operators on one communicator are matched across ranks in the order in which they are called;
+    operators on different communicators are independent.
 
     Args:
         group: as for `GradSync`.
         mesh: the axes of the ranks, as for `GradSync`; the groups along them are opened, too.
-        bucket_cap_mb: MiB at which a bucket is closed, of what operators plan themselves.
+        bucket_cap_mb: bucket size in MiB for operators without a plan.
         transport: as for `GradSync`.
-        timeout_s: seconds that any operation may take; None for the group's own limit.
+        timeout_s: limit of each operation in seconds; None for the group's own limit.
 
     Attributes:
         rank: this rank's number.
-        world_size: ranks in the group.
+        world_size: number of ranks in the group.
         topology: the axes of the ranks, or None.
-        number: by which operators in traced graphs find it in this process.
-        transport: carries the collectives.
-        begun: calls of all ranks that this rank has begun, also on those that came before it.
-        belongs_to: the group that it goes with; None where a caller made it.
+        number: identifies the communicator in traced graphs of this process.
+        transport: the transport that runs the collectives.
+        begun: calls of all ranks that this rank has begun, including calls on earlier communicators
+            of the group.
+        belongs_to: weak reference to the group whose communicator this is; None if a caller created
+            it.
         cap_bytes: `bucket_cap_mb` in bytes.
-        recorder: takes note of operators.
+        recorder: flight recorder of the operators.
 
     Raises:
         PlanMismatchError: ranks passed different axes or caps.
-        ValueError, TypeError: an argument makes no sense.
-        SyncTimeoutError: some ranks did not open theirs.
+        ValueError, TypeError: an argument is invalid.
+        SyncTimeoutError: some ranks did not open their communicator.
 
     Example:
         >>> import fddp, torch
@@ -103,15 +107,13 @@ class Communicator:
         self.cap_bytes = 0 if problem else int(bucket_cap_mb * MIB_BYTES)
         self.topology = span.topology
         self.number = next(_numbers)
-        self.label = str(self.number)  # which tracers take for a constant, as no number is
+        self.label = str(self.number)  # tracers treat text as a constant, but not integers
         self.lock = threading.RLock()
-        self.known: dict[Any, Any] = {}  # what operators have worked out; see `call_cache.py`
+        self.known: dict[Any, Any] = {}  # caches of operators; see `call_cache.py`
         self.begun = _begun
         self.belongs_to: weakref.ref[Any] | None = None
         self._handshakes: dict[GroupPosition, int] = {}
-        self._calls_since_handshake: dict[
-            GroupPosition, int
-        ] = {}  # calls since the last meeting that did not meet
+        self._calls_since_handshake: dict[GroupPosition, int] = {}
         self._places: dict[tuple[str, ...], GroupPosition] = {}
         with outside_tracing(), torch.inference_mode(False):
             self.transport: Transport = open_transport(span.group, name, usable_s, "Communicator")
@@ -128,8 +130,7 @@ class Communicator:
                 raise
         self.pool = BufferPool(self.transport.empty, _POOLED_SIZES)
         self.recorder = Recorder("Communicator", self, self.transport)
-        # One that is dropped frees its connections, too.
-        self._was_closed = on_finalize(self, self.transport.close)
+        self._was_closed = on_finalize(self, self.transport.close)  # also if it is just dropped
         _by_number[self.number] = self
 
     @property
@@ -139,21 +140,20 @@ class Communicator:
 
     @property
     def world_size(self) -> int:
-        """Ranks in the group."""
+        """Number of ranks in the group."""
         return self.transport.world_size
 
     @property
     def closed(self) -> str | None:
-        """Why it can't be used any more; None while it can."""
+        """Reason why the communicator is closed; None while it is open."""
         return self.transport.closed_by or None
 
     def at(self) -> tuple[int, str]:
-        """For flights: it has no steps, and is open or not."""
+        """Step and state for the flight recorder; a communicator has no steps."""
         return -1, "open" if self.closed is None else "closed"
 
     def place(self, axes: tuple[str, ...]) -> GroupPosition:
-        """This rank's place among the ranks that meet along these axes, of the topology and in its
-        order."""
+        """This rank's position among the ranks that meet along `axes`, in the topology's order."""
         known = self._places.get(axes)
         if known is None:
             ranks: Iterable[int] = range(self.world_size)
@@ -164,21 +164,22 @@ class Communicator:
         return known
 
     def advance_call_number(self, place: GroupPosition) -> int:
-        """The ranks of a place have met: a number for their call, the same on all of them."""
+        """A number for a call whose ranks did a handshake; the same on all of them."""
         meetings = self._handshakes[place] = self._handshakes.get(place, 0) + 1
         self._calls_since_handshake[place] = 0
         return meetings * _MOST_BETWEEN
 
     def next_call_number(self, place: GroupPosition) -> int:
-        """A number for a call in which they do not meet, as it will in its backward. It counts from
-        the last meeting, so that ranks which differ in such calls agree again after the next."""
+        """A number for a call that communicates in its backward only, and does no handshake now.
+        It counts from the last handshake, so ranks that differ in such calls agree again after the
+        next handshake."""
         between = self._calls_since_handshake[place] = (
             self._calls_since_handshake.get(place, 0) + 1
         ) % _MOST_BETWEEN
         return self._handshakes.get(place, 0) * _MOST_BETWEEN + between
 
     def close(self) -> None:
-        """Frees connections and memory; a second call does nothing."""
+        """Close connections and release memory. Idempotent."""
         self._was_closed()
         self.known.clear()
         self.pool.clear()
@@ -209,15 +210,17 @@ class Communicator:
                 raise PlanMismatchError(f"rank {rank} can't make a communicator: {theirs[2]}")
             if theirs[3] != received[0][3]:
                 raise DesyncError(
-                    f"the operators of a group are to go on after a failure that ranks met in "
-                    f"different calls: rank 0 has called {received[0][3]}, rank {rank} "
-                    f"{theirs[3]}; make a new group, or a fddp.Communicator, on every rank"
+                    f"ranks failed in different calls of operators on this group and can't "
+                    f"continue: the number of calls is "
+                    f"{format_pair(0, received[0][3], rank, theirs[3])}; make a new group, or a "
+                    f"fddp.Communicator, on every rank"
                 )
             if theirs != received[0]:
+                pair = received[0], theirs
+                one, two = (f"mesh {mesh} and buckets of {cap} bytes" for mesh, cap, *_ in pair)
                 raise PlanMismatchError(
-                    f"a communicator has mesh {received[0][0]} and buckets of {received[0][1]} "
-                    f"bytes on rank 0, and mesh {theirs[0]} and {theirs[1]} bytes on rank {rank}; "
-                    f"pass the same mesh and bucket_cap_mb on every rank"
+                    f"a communicator has {format_pair(0, one, rank, two)}; pass the same mesh and "
+                    f"bucket_cap_mb on every rank"
                 )
 
     def _divide(self) -> None:
@@ -231,14 +234,12 @@ class Communicator:
 
 
 def communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> Communicator:
-    """What an operator runs on that was given a group and axes.
-
-    See [Note: communicators of groups].
+    """The communicator of a group and mesh; see [Note: communicators of groups].
 
     Raises:
-        ClosedError: a `Communicator` that was closed.
-        TypeError: `group` is nothing to communicate on.
-        Exception: as from making a `Communicator`.
+        ClosedError: `group` is a closed `Communicator`.
+        TypeError: `group` is not a group.
+        Exception: any error of the constructor of `Communicator`.
     """
     if isinstance(group, Communicator):
         return _given(group, mesh)
@@ -253,7 +254,7 @@ def communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> Co
     if isinstance(key, DeviceMesh) and key.ndim == 1:
         key = key.get_group()
     if key is None:
-        return Communicator(group, mesh=mesh)  # which says what is missing
+        return Communicator(group, mesh=mesh)  # raises: there is no default group
     known = _of_groups.of(key)
     found = known.get(span.topology)
     if found is not None:
@@ -262,32 +263,24 @@ def communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> Co
         begun = 0 if found is None else found.begun
         found = known[span.topology] = Communicator(group, mesh=mesh, _begun=begun)
         found.belongs_to = weakref.ref(key)
-        may_be_reopened(found)
+        # A step that fails on all ranks may close it on all of them, if any rank was interrupted in
+        # one of its calls. The next operator opens another.
+        found.transport.status.close = partial(_close_on_all_ranks, weakref.ref(found))
     return found
 
 
-def may_be_reopened(communicator: Communicator) -> None:
-    """Lets a step that fails on all ranks close it on all of them, where any rank left it half way
-    through a call; who uses it opens another."""
-    communicator.transport.status.close = _Closing(communicator)
-
-
-class _Closing:
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = weakref.ref(communicator)
-
-    def __call__(self) -> None:
-        communicator = self._communicator()
-        if communicator is not None:
-            communicator.close()
-            communicator.begun = 0  # all ranks have heard of it, and begin anew
+def _close_on_all_ranks(reference: weakref.ref[Communicator]) -> None:
+    communicator = reference()
+    if communicator is not None:
+        communicator.close()
+        communicator.begun = 0  # all ranks count from 0 again
 
 
 def communicator_by_id(number: int) -> Communicator:
-    """The communicator of this number.
+    """The communicator with this number.
 
     Raises:
-        ClosedError: it is gone.
+        ClosedError: it no longer exists.
     """
     found = _by_number.get(number)
     if found is not None and found.belongs_to is not None and is_destroyed(found.belongs_to()):
@@ -309,7 +302,7 @@ def _given(communicator: Communicator, mesh: Mesh | None) -> Communicator:
     if axes is not None and axes != communicator.topology:
         raise ValueError(
             f"mesh={mesh} was passed with a communicator whose mesh is {communicator.topology}; "
-            f"leave mesh= out, or give it to Communicator"
+            f"omit mesh=, or pass it to Communicator"
         )
     return communicator
 

@@ -1,15 +1,14 @@
-"""Operators where dynamo traces: the tree is taken apart in the trace, the rest is one call in it.
+"""Operators under dynamo: the tree is flattened in the trace, the rest is one call in the graph.
 
-Dynamo refuses functions of autograd that have rules for forward mode, and follows no bookkeeping.
-So what it records is a call of `_in_graph`, with leaves and constants; ahead-of-time autograd, or
-the backend, then runs that function as Python would, and records the operators of
-`torch_library.py`.
+Dynamo rejects `torch.autograd.Function`s with a `jvp`, and can't trace the bookkeeping of a
+communicator. So it records a call of `_in_graph` with leaves and constants. AOTAutograd, or the
+backend, runs that function in Python and records the operators of `torch_library.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +18,7 @@ from fddp.collectives.autograd import FddpLinear, FddpMaximum, FddpMeanOnBackwar
 from fddp.collectives.call_cache import CallSpec, program_of, tiles
 from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.communicator import Communicator, communicator_by_id, communicator_of
-from fddp.collectives.group_position import checked_root, resolve_communicator
-from fddp.collectives.operator_program import GroupPosition
+from fddp.collectives.group_position import OperatorArgs, checked_root, resolve_communicator
 from fddp.core.plan.plan import BucketPlan
 from fddp.runtime.guards import outside_tracing
 from fddp.telemetry.call_site import is_inside
@@ -28,28 +26,20 @@ from fddp.transport import LoopbackGroup
 from fddp.tree.pytree import flatten
 
 
-def operate(
-    operator: str,
-    tree: Any,
-    group: Any,
-    mesh: Any,
-    axis: Any,
-    plan: Any,
-    root: Any = None,
-    tiled: bool = False,
-) -> Any:
-    """What the operator of this name does, written so that dynamo can trace it."""
-    label = group.label if isinstance(group, Communicator) else _open(group, mesh)
+def operate(args: OperatorArgs, tree: Any) -> Any:
+    """Run an operator in code that dynamo can trace."""
+    group = args.group
+    label = group.label if isinstance(group, Communicator) else _open(group, args.mesh)
     _prepare()
     leaves, treedef = flatten(tree)
     present = [k for k, leaf in enumerate(leaves) if leaf is not None]
     results = _in_graph(
-        operator,
+        args.operator,
         label,
-        axis,
-        root,
-        tiled,
-        None if plan is None else _plan_text(plan),
+        args.axis,
+        args.root,
+        args.tiled,
+        None if args.plan is None else _plan_text(args.plan),
         treedef.paths,
         tuple(present),
         _traced_site(),
@@ -61,7 +51,7 @@ def operate(
     return treedef.unflatten(whole)
 
 
-# What follows dynamo calls while it traces, with constants, and takes the results for constants.
+# Dynamo calls these functions while it traces, with constants, and treats results as constants.
 
 
 def _open(group: Any, mesh: Any) -> str:
@@ -93,12 +83,14 @@ def _traced_site() -> str:
     return ""
 
 
-# What `torch._dynamo.assume_constant_result` sets, without loading dynamo.
+# The attribute that `torch._dynamo.assume_constant_result` sets; that would load dynamo.
 _FUNCTIONS: tuple[Any, ...] = (_open, _prepare, _plan_text, _traced_site)
 for _function in _FUNCTIONS:
     _function._dynamo_marked_constant = True
 
 
+# Dynamo puts each argument into the graph, which holds constants and tensors only. So this function
+# takes them one by one and not as a value type.
 def _in_graph(
     operator: Any,
     label: str,
@@ -111,7 +103,7 @@ def _in_graph(
     site: str,
     *leaves: Tensor,
 ) -> tuple[Tensor, ...]:
-    """An operator on the leaves that are there, for a graph."""
+    """Run an operator on the leaves that are not None; called by a graph."""
     from fddp.collectives.torch_library import number
 
     communicator = communicator_by_id(int(label))
@@ -119,11 +111,12 @@ def _in_graph(
     try:
         own_root = checked_root(root, place) if operator == "broadcast_from" else -1
         plan = None if plan_text is None else BucketPlan.from_json(plan_text)
-        asked = CallSpec(operator, place, own_root, plan, tiled)
-        leaves = tuple(tiles(asked, list(leaves), [paths[k] for k in present]))
-        program = program_of(communicator, asked, paths, present, _examples(leaves))
+        spec = CallSpec(operator, place, own_root, plan, tiled)
+        leaves = tuple(tiles(spec, list(leaves), [paths[k] for k in present]))
+        program = program_of(communicator, spec, paths, present, _examples(leaves))
     except Exception as error:
-        _refuse(communicator, place, f"{operator}, called at {site}", error)
+        with outside_tracing():
+            handshake.abort_handshake(communicator, place, f"{operator}, called at {site}", error)
     record = CallRecord(site)  # type: ignore[arg-type]  # its text
     number(record)
     call = Call(communicator, program, record)
@@ -139,8 +132,8 @@ def _in_graph(
 
 
 def _examples(leaves: Sequence[Any]) -> list[Any]:
-    """Tensors that look like the leaves, with numbers for sizes: a program is for one shape of
-    each, so that sizes that dynamo has taken for variables become constants here."""
+    """Tensors with the metadata of the leaves and integer sizes. A program is for fixed shapes, so
+    symbolic sizes of dynamo are specialised to constants here."""
     dense = [isinstance(leaf, Tensor) and leaf.layout is torch.strided for leaf in leaves]
     shapes = [
         [int(size) for size in leaf.shape] if is_dense else None
@@ -153,10 +146,3 @@ def _examples(leaves: Sequence[Any]) -> list[Any]:
             else torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(shape)
             for leaf, shape in zip(leaves, shapes, strict=True)
         ]
-
-
-def _refuse(
-    communicator: Communicator, place: GroupPosition, what: str, error: Exception
-) -> NoReturn:
-    with outside_tracing():
-        handshake.abort_handshake(communicator, place, what, error)

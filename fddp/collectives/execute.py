@@ -1,7 +1,7 @@
-"""Operators on plain tensors: meet, pack into buckets, communicate, hand out.
+"""Eager execution of operators on plain tensors: handshake, pack into buckets, communicate, unpack.
 
-Nothing here is differentiated. Under tracing the same is written into the graph as operators of
-`torch.library` (`torch_library.py`), which come back here when the graph runs.
+Nothing here is differentiated. A tracer records operators of `torch.library` instead
+(`torch_library.py`), which call this module when the graph runs.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from fddp.transport import Work
 
 
 def run_eagerly(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
-    """Carries a call out; a collective call of the ranks of its place.
+    """Run an operator. A collective call of the ranks of `call.program.place`.
 
     Args:
-        call: what to do.
+        call: the operator, its leaves and its communicator.
         leaves: plain tensors, one for each unit; None for zeros. Not written.
 
     Returns:
-        New tensors, one for each unit: units, or for `all_gather` and `pmax` all ranks' units along
-        a new leading axis.
+        New tensors, one for each unit. For `all_gather` and `pmax` they hold the units of all ranks
+        along a new leading axis.
 
     Raises:
-        DesyncError, PeerError: ranks are in different operators, or one can't take part; on all.
+        DesyncError, PeerError: ranks called different operators, or a rank can't take part. Raised
+            on all ranks.
         RankLostError, SyncTimeoutError, ClosedError: the transport failed.
     """
     grad = torch.no_grad() if torch.is_grad_enabled() else nullcontext()
     inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     with inference, grad, call.communicator.lock:
         if first_without_memory(leaves) >= 0:
-            # Forward mode makes zeros without memory.
+            # Forward mode creates zero tensors without memory.
             leaves = [None if leaf is None or leaf._is_zerotensor() else leaf for leaf in leaves]
             position = first_without_memory(leaves)
             if position >= 0:
@@ -56,13 +57,13 @@ def run_eagerly(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
             raise
         except BaseException as error:
             call.communicator.recorder.fail()
-            # The others have been told that this rank takes part.
+            # Other ranks expect this rank in the collectives; closing ends their waits.
             call.communicator.transport.close()
             raise error
 
 
 def spread(results: Sequence[Any], positions: Sequence[int], count: int) -> list[Any]:
-    """Results at their positions, and None elsewhere."""
+    """Results at their positions, None elsewhere."""
     whole: list[Any] = [None] * count
     for k, result in zip(positions, results, strict=True):
         whole[k] = result
@@ -83,32 +84,27 @@ def _refuse(call: Call, leaf: Tensor | None, position: int) -> NoReturn:
     handshake.abort_handshake(call.communicator, call.program.place, call.text, TypeError(problem))
 
 
-class _PendingBucket(NamedTuple):
-    """A fused bucket in flight."""
-
-    bucket: FusedBucket
-    buffer: Tensor
-    work: Work
-
-
 def _run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
     program, pool = call.program, call.communicator.pool
     pack, start, take = _LOWERINGS[program.operator]
     entry = call.communicator.recorder.launched(call.text, -1, -1)
     exchange = handshake.begin(call)
-    packed = _packed_first(call, leaves) if exchange is not None else None
+    packed = None
+    if exchange is not None and program.fused_buckets:  # pack while the handshake travels
+        fused = program.fused_buckets[0]
+        packed = pack(call, fused, [leaves[k] for k in fused.members])
     entry.waited_s = perf_counter()
     if exchange is not None:
         exchange.complete()
     number = call.communicator.advance_call_number(program.place)
     if not call.roles:
         call.record.number = number
-    pending: list[_PendingBucket] = []
+    pending: list[tuple[FusedBucket, Tensor, Work]] = []
     for fused in program.fused_buckets:
         if packed is None:
             packed = pack(call, fused, [leaves[k] for k in fused.members])
         is_last = fused is program.fused_buckets[-1]
-        pending.append(_PendingBucket(fused, packed, start(call, fused, packed, is_last)))
+        pending.append((fused, packed, start(call, fused, packed, is_last)))
         packed = None
     results: list[Tensor | None] = [None] * len(program.units)
     for fused, buffer, work in pending:
@@ -120,14 +116,6 @@ def _run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
     return results  # type: ignore[return-value]  # each unit is in one bucket
 
 
-def _packed_first(call: Call, leaves: Sequence[Tensor | None]) -> Tensor | None:
-    """The first bucket, packed while the others are told what this rank is about to do."""
-    if not call.program.fused_buckets:
-        return None
-    fused = call.program.fused_buckets[0]
-    return _LOWERINGS[call.program.operator].pack(call, fused, [leaves[k] for k in fused.members])
-
-
 # Packing
 
 
@@ -137,7 +125,7 @@ def _acquire(call: Call, fused: FusedBucket, numel: int) -> Tensor:
 
 
 def _fill(buffer: Tensor, fused: FusedBucket, sources: Sequence[Tensor | None]) -> None:
-    """One rank's units, from the start of `buffer`."""
+    """Write one rank's units to the start of `buffer`."""
     if fused.layout is not None:
         pack_(buffer, fused.layout, sources)
         return
@@ -155,7 +143,7 @@ def _pack_own(call: Call, fused: FusedBucket, sources: Sequence[Tensor | None]) 
 
 
 def _pack_row(call: Call, fused: FusedBucket, sources: Sequence[Tensor | None]) -> Tensor:
-    """This rank's chunk of a buffer of all ranks'."""
+    """Pack this rank's chunk of a buffer that holds one chunk for each rank."""
     place = call.program.place
     buffer = _acquire(call, fused, place.size * fused.numel)
     own = place.own * fused.numel
@@ -164,7 +152,7 @@ def _pack_row(call: Call, fused: FusedBucket, sources: Sequence[Tensor | None]) 
 
 
 def _pack_rows(call: Call, fused: FusedBucket, sources: Sequence[Tensor | None]) -> Tensor:
-    """A chunk for each rank, from leaves with a leading axis of ranks."""
+    """Pack one chunk for each rank, from leaves with a leading axis of ranks."""
     n = call.program.place.size
     buffer = _acquire(call, fused, n * fused.numel)
     rows = [[None] * n if s is None else s.unbind(0) for s in sources]
@@ -175,7 +163,7 @@ def _pack_rows(call: Call, fused: FusedBucket, sources: Sequence[Tensor | None])
 
 
 def _pack_root(call: Call, fused: FusedBucket, sources: Sequence[Tensor | None]) -> Tensor:
-    """The root's units; zeros elsewhere where they are summed."""
+    """Pack the root's units. Other ranks add zeros if the broadcast is a sum, see `_spread`."""
     place = call.program.place
     if place.own == call.program.root:
         return _pack_own(call, fused, sources)
@@ -207,24 +195,20 @@ def _spread(call: Call, fused: FusedBucket, buffer: Tensor, last: bool) -> Work:
     transport, place = call.communicator.transport, call.program.place
     if not place.axes:
         return transport.broadcast(buffer, call.program.root)
-    # Bytes added to zeros: exact, whatever they stand for.
+    # The root's bytes plus zeros: exact for any dtype.
     return transport.all_reduce(buffer.view(torch.uint8), axes=place.axes, wait_soon=last)
 
 
-# Handing out
+# Unpacking
 
 
-def _parts(buffer: Tensor, fused: FusedBucket, call: Call) -> list[Tensor]:
-    """Units over the memory of a buffer that nobody else will write."""
+def _take_own(call: Call, fused: FusedBucket, buffer: Tensor) -> list[Tensor]:
+    """Units as views of a buffer that is not written again."""
     if fused.layout is not None:
         return slices(buffer, fused.layout)
     units = [call.program.units[k] for k in fused.members]
     flat = torch.split(buffer[: fused.numel], fused.numels)
     return [part.clone().view(unit.shape) for part, unit in zip(flat, units, strict=True)]
-
-
-def _take_own(call: Call, fused: FusedBucket, buffer: Tensor) -> list[Tensor]:
-    return _parts(buffer, fused, call)
 
 
 def _take_rows(call: Call, fused: FusedBucket, buffer: Tensor) -> list[Tensor]:
@@ -239,17 +223,17 @@ def _take_rows(call: Call, fused: FusedBucket, buffer: Tensor) -> list[Tensor]:
 
 def _take_chunk(call: Call, fused: FusedBucket, buffer: Tensor) -> list[Tensor]:
     own = call.program.place.own * fused.numel
-    return _parts(buffer[own : own + fused.numel].clone(), fused, call)
+    return _take_own(call, fused, buffer[own : own + fused.numel].clone())
 
 
 def _take_at_root(call: Call, fused: FusedBucket, buffer: Tensor) -> list[Tensor]:
     if call.program.place.own != call.program.root:
         buffer.zero_()
-    return _parts(buffer, fused, call)
+    return _take_own(call, fused, buffer)
 
 
 class _Lowering(NamedTuple):
-    """How one operator packs, communicates and unpacks a fused bucket."""
+    """Functions that pack, communicate and unpack one fused bucket of an operator."""
 
     pack: Callable[[Call, FusedBucket, Sequence[Tensor | None]], Tensor]
     start: Callable[[Call, FusedBucket, Tensor, bool], Work]

@@ -1,16 +1,17 @@
-"""Arguments of operators that name a place: group, mesh, axis and root."""
+"""Arguments of operators that select ranks: group, mesh, axis and root."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from fddp.collectives import handshake
 from fddp.collectives.communicator import Communicator, communicator_of
-from fddp.collectives.operator_program import GroupPosition
+from fddp.collectives.operator_program import GroupPosition, Operator
+from fddp.core.plan.plan import BucketPlan
 from fddp.errors import FddpError
 from fddp.runtime.guards import outside_tracing
 from fddp.telemetry.call_site import Site
@@ -20,6 +21,18 @@ from fddp.transport.mesh import Mesh
 Axis = str | Sequence[str] | None
 
 
+class OperatorArgs(NamedTuple):
+    """Arguments of an operator as the caller passed them, except its tree. Not validated."""
+
+    operator: Operator | Literal["sync_on_backward"]
+    group: Group | Communicator | None
+    mesh: Mesh | None
+    axis: Axis
+    plan: BucketPlan | None
+    root: Any = None
+    tiled: bool = False
+
+
 def resolve_communicator(
     operator: str,
     group: Group | Communicator | None,
@@ -27,11 +40,11 @@ def resolve_communicator(
     axis: Axis,
     site: Site | None = None,
 ) -> tuple[Communicator, GroupPosition]:
-    """What an operator runs on, and who meets there.
+    """The communicator of an operator, and this rank's position among the ranks that meet.
 
     Raises:
-        TypeError, ValueError: an argument makes no sense.
-        FddpError: the communicator, which the first operator on a group opens, can't be opened.
+        TypeError, ValueError: an argument is invalid.
+        FddpError: the communicator can't be opened. The first operator on a group opens it.
     """
     what = f"{operator}, called at {site}" if site else operator
     try:
@@ -47,7 +60,7 @@ def resolve_communicator(
     place = communicator.place(() if len(own) == len(known) else own)
     problem = _axis_problem(operator, axis, known)
     if problem is not None:
-        # Who waits for this rank depends on what it meant: those along the axes that there are.
+        # The ranks along the valid axes wait for this rank.
         with outside_tracing():
             handshake.abort_handshake(communicator, place, what, problem)
     return communicator, place
@@ -69,6 +82,11 @@ def _axis_problem(operator: str, axis: Any, known: tuple[str, ...]) -> Exception
 
 
 def checked_root(root: Any, place: GroupPosition) -> int:
+    """`root` of `broadcast_from` as an int.
+
+    Raises:
+        TypeError, ValueError: it is not the number of a rank of `place`.
+    """
     if isinstance(root, Tensor):
         raise TypeError(
             "broadcast_from: root must be an int that all ranks know, got a tensor; a root can't "
@@ -79,7 +97,7 @@ def checked_root(root: Any, place: GroupPosition) -> int:
     number = index(root)
     if not 0 <= number < place.size:
         raise ValueError(
-            f"broadcast_from: root={number} is no rank among the {place.size} that meet; they "
-            f"count from 0"
+            f"broadcast_from: root={number} is out of range; {place.size} ranks meet, numbered "
+            f"from 0"
         )
     return number

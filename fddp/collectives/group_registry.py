@@ -1,4 +1,4 @@
-"""What belongs to groups of ranks and goes with them."""
+"""Objects that belong to process groups and are closed with them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -14,22 +14,15 @@ from torch.distributed import distributed_c10d
 from fddp.core.schedule.topology import Topology
 from fddp.transport.lifetime.finalizer import on_finalize
 
-
-class Closable(Protocol):
-    """What is closed when its group goes."""
-
-    def close(self) -> None: ...
-
-
-T = TypeVar("T", bound=Closable)
+T = TypeVar("T")  # has a method `close`
 
 
 class GroupRegistry(Generic[T]):
-    """For each group, and the axes laid over it, what was made for them.
+    """Objects by group and topology.
 
-    Holds no group. What was made is closed soon after its group is gone; at the latest when a group
-    is looked up for the first time after the other was destroyed, because torch keeps some groups
-    that it has destroyed.
+    Holds only weak references to groups. Objects are closed soon after their group is garbage
+    collected. torch keeps some destroyed groups alive; objects of such a group are closed when a
+    new group is looked up.
     """
 
     def __init__(self) -> None:
@@ -42,12 +35,12 @@ class GroupRegistry(Generic[T]):
         return len(self._made)
 
     def of(self, group: Any) -> dict[Topology | None, T]:
-        """What was made for a group, by its axes; to be written by the caller."""
+        """Objects of a group, by topology. The caller may add some."""
         known = self._made.get(group)
         return self._newly_known(group) if known is None else known
 
     def get(self, group: Any, topology: Topology | None, make: Callable[[], T]) -> T:
-        """What was made for a group and axes, or is made now, which must not take long."""
+        """The object of a group and topology. Calls `make` if there is none; it must be quick."""
         with self._lock:
             known = self.of(group)
             if topology not in known:
@@ -64,7 +57,7 @@ class GroupRegistry(Generic[T]):
 
 
 def is_destroyed(group: Any) -> bool:
-    """Whether torch has destroyed a process group."""
+    """Return True if torch has destroyed the process group."""
     return isinstance(group, dist.ProcessGroup) and group not in distributed_c10d._world.pg_map
 
 

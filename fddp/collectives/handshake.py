@@ -1,14 +1,14 @@
-"""Ranks make sure that they are in the same operator before data moves.
+"""Handshake of ranks: check that all ranks call the same operator before data moves.
 
 [Note: who meets whom]
-Backends answer mismatched sizes by hanging or by wrong numbers. So each operator begins with one
-small all-gather of four numbers, the same on all ranks whatever they are about to do: a fingerprint
-of operator, leaves and buckets; for derivatives the number of the call that is meant, or in graphs
-its position among those that were traced; and whether this rank can't take part. All ranks read the
-same rows, and so decide alike. Where rows differ they exchange texts, and all of them raise: no
-data has moved, and the communicator stays usable. Numbers and positions count only between ranks
-that have one, because one rank may run a graph and another not. While the numbers travel, the first
-bucket is packed.
+Backends react to mismatched sizes by hanging or by returning wrong numbers. So each operator starts
+with one small all-gather of four integers, of the same size for every operator: a fingerprint of
+operator, leaves and buckets; for derivatives, the number of the call that is differentiated; in
+graphs, the position of that call among the traced calls; and a flag that is set if this rank can't
+take part. All ranks read the same rows, so they come to the same decision. If rows differ, ranks
+exchange descriptions of their calls, and all of them raise: no data has moved, and the communicator
+stays usable. Numbers and positions are compared only between ranks that have one, because one rank
+may run a graph and another may run eagerly. The first bucket is packed during the all-gather.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
+from fddp.collectives.replicas.divergence import format_pair
 from fddp.core.protocol.messages import AnyOf, Schema, decode, malformed_message_error
 from fddp.errors import DesyncError, FddpError, PeerError, error_text
 
@@ -31,15 +32,15 @@ if TYPE_CHECKING:
     from fddp.collectives.operator_program import GroupPosition
     from fddp.transport import Work
 
-_WORD = 4  # fingerprint, number, position, whether it failed
+_WORD = 4  # fingerprint, number, position, failure flag
 _LENGTH_BYTES = 8
-_MOST_BYTES = 2**31  # of what one rank says; more is taken for nonsense
+_MAX_BYTES = 2**31  # of one rank's description; more is treated as malformed
 
 _DETAILS: Schema = (
     str,  # operator
-    AnyOf(((), ([str], int))),  # who takes part; empty for `check_replicas`
-    int,
-    bool,
+    AnyOf(((), ([str], int))),  # axes and number of ranks; empty for `check_replicas`
+    int,  # root
+    bool,  # tiled
     [(str, [int], str, str)],  # leaves
     [[int]],  # buckets
 )
@@ -53,12 +54,12 @@ _REPORT = AnyOf(({"error": str, "text": str}, _CALL, {**_CALL, "digests": [int],
 
 
 class Handshake(NamedTuple):
-    """Rows on their way.
+    """Handshake in flight.
 
     Attributes:
-        call: what this rank is about to do.
-        rows: in which all ranks' words arrive, one behind the other.
-        work: carries them.
+        call: this rank's call.
+        rows: receives four integers of each rank, by rank.
+        work: the all-gather of the rows.
     """
 
     call: Call
@@ -66,12 +67,12 @@ class Handshake(NamedTuple):
     work: Work
 
     def complete(self) -> None:
-        """Waits until all ranks are known to be in the same operator.
+        """Wait until all ranks are known to call the same operator.
 
         Raises:
-            DesyncError: they are not; on every rank of the group.
-            PeerError: another rank can't take part; on every rank that can.
-            RankLostError, SyncTimeoutError: a rank did not come.
+            DesyncError: they call different ones. Raised on every rank of the group.
+            PeerError: another rank can't take part. Raised on every rank that can.
+            RankLostError, SyncTimeoutError: a rank did not arrive.
         """
         self.work.wait(self.call.text)
         rows = self.rows.tolist()
@@ -80,7 +81,7 @@ class Handshake(NamedTuple):
 
 
 def begin(call: Call) -> Handshake | None:
-    """Starts telling the others what this rank is about to do; None where there are no others."""
+    """Start the handshake of a call. None if this rank is alone."""
     place = call.program.place
     if place.size == 1:
         return None
@@ -93,21 +94,21 @@ def begin(call: Call) -> Handshake | None:
 def abort_handshake(
     communicator: Communicator, place: GroupPosition, what: str, error: Exception
 ) -> NoReturn:
-    """Tells the others that this rank can't take part, and why; raises it.
+    """Report to the other ranks that this rank can't take part, then raise `error`.
 
     Args:
-        communicator: on which the others wait, or will.
-        place: with whom.
+        communicator: the communicator on which the other ranks wait.
+        place: the ranks that meet.
         what: the operator and its call site.
-        error: what is wrong here.
+        error: the reason on this rank.
     """
     if place.size > 1 and communicator.closed is None:
         try:
             rows = _rows(communicator, place)
             _send_row(communicator, place, rows, (0, -1, -1, 1)).wait(what)
             _exchange(communicator, place, what, {"error": error_text(error), "text": what})
-        except FddpError as nobody:
-            raise error from nobody
+        except FddpError as failure:
+            raise error from failure
     raise error
 
 
@@ -132,7 +133,7 @@ def _send_row(
 
 
 def _numbers(call: Call) -> tuple[int, int]:
-    """Which call a derivative is of; -1 for what is not known."""
+    """Number and position of the call that is differentiated; -1 if unknown."""
     of = call.record
     if not call.roles:
         return -1, -1
@@ -140,7 +141,7 @@ def _numbers(call: Call) -> tuple[int, int]:
 
 
 def _fingerprint(call: Call) -> int:
-    """64 bits that are alike on ranks that may meet."""
+    """Signed 64-bit hash of program and roles, equal on ranks that may run together."""
     known: dict[tuple[str, ...], int] = call.program.__dict__.setdefault("_fingerprints", {})
     found = known.get(call.roles)
     if found is None:
@@ -151,7 +152,7 @@ def _fingerprint(call: Call) -> int:
 
 
 def _resolve_mismatch(call: Call, flat_rows: list[int]) -> None:
-    """Ranks wrote different words; what follows depends on what all of them read alone."""
+    """Decide about rows that differ, from data that is the same on all ranks; raise if needed."""
     place = call.program.place
     rows = [flat_rows[k : k + _WORD] for k in range(0, len(flat_rows), _WORD)]
     fingerprints, numbers, positions, failed = (set(column) for column in zip(*rows, strict=True))
@@ -172,23 +173,23 @@ def _resolve_mismatch(call: Call, flat_rows: list[int]) -> None:
 def compare(
     communicator: Communicator, what: str, fingerprint: int, value: int, mine: dict[str, Any]
 ) -> dict[int, dict[str, Any]] | None:
-    """Whether all ranks of a communicator have one value, by the words with which operators begin.
+    """Compare one value over all ranks of a communicator, in the all-gather of a handshake.
 
     Args:
-        communicator: on which all ranks call this; operators of others are told apart.
-        what: the call in words.
-        fingerprint: what must be alike on ranks that meet; 64 bits, signed.
-        value: what may differ; as the fingerprint.
-        mine: what the others are told where anything differs, with `text` and `details` as
-            operators tell them.
+        communicator: the communicator; all its ranks call this.
+        what: the call, for errors.
+        fingerprint: signed 64-bit integer that must be equal on all ranks.
+        value: signed 64-bit integer that may differ.
+        mine: this rank's report, exchanged only if something differs; has `text` and `details` as
+            the reports of operators.
 
     Returns:
-        None where all are alike, else what each rank said.
+        None if all ranks have the same value, else the report of each rank.
 
     Raises:
-        DesyncError: ranks are in different calls; on every rank.
-        PeerError: another rank can't take part; on every rank that can.
-        RankLostError, SyncTimeoutError: a rank did not come.
+        DesyncError: ranks are in different calls. Raised on every rank.
+        PeerError: another rank can't take part. Raised on every rank that can.
+        RankLostError, SyncTimeoutError: a rank did not arrive.
     """
     place = communicator.place(())
     if place.size == 1:
@@ -205,11 +206,6 @@ def compare(
     return reports
 
 
-def gather(communicator: Communicator, what: str, payload: bytes) -> list[bytes]:
-    """Every rank's payload, by rank; they must be of one length, on which ranks have agreed."""
-    return _gather(communicator, communicator.place(()), what, payload)
-
-
 def _check_failures(what: str, rank: int, reports: Mapping[int, dict[str, Any]]) -> None:
     failures = {rank: t["error"] for rank, t in reports.items() if t.get("error")}
     if failures:
@@ -217,14 +213,14 @@ def _check_failures(what: str, rank: int, reports: Mapping[int, dict[str, Any]])
             f"{reports[r]['text']}: rank {r} can't take part: {e}" for r, e in failures.items()
         ]
         raise PeerError(
-            f"{what}, on rank {rank}, met another rank in {'; '.join(lines)}; nothing was "
-            f"communicated, and the communicator can be used on",
+            f"{what}, on rank {rank}, failed because of another rank: {'; '.join(lines)}; nothing "
+            f"was communicated, and the communicator remains usable",
             failures,
         )
 
 
-def _key(reports: dict[str, Any]) -> tuple[Any, ...]:
-    return (reports["details"], reports["roles"], reports["call"])
+def _key(report: dict[str, Any]) -> tuple[Any, ...]:
+    return (report["details"], report["roles"], report["call"])
 
 
 def _difference(reports: Mapping[int, dict[str, Any]]) -> str:
@@ -236,8 +232,8 @@ def _difference(reports: Mapping[int, dict[str, Any]]) -> str:
     where = "; ".join(f"rank {rank}: {t['text']}" for rank, t in reports.items())
     return (
         f"ranks met in different operators: {where}; {reason}; all ranks must call the same "
-        f"operators on like trees in the same order (branches that depend on a rank's own data "
-        f"must not decide about it); nothing was communicated"
+        f"operators on trees of the same structure in the same order (do not branch on data of one "
+        f"rank); nothing was communicated"
     )
 
 
@@ -245,22 +241,22 @@ def _reason(one: int, first: dict[str, Any], two: int, second: dict[str, Any]) -
     names = ("operator", "ranks", "root", "choice of tiled")
     for name, mine, theirs in zip(names, first["details"], second["details"], strict=False):
         if mine != theirs:
-            return f"the {name} is {mine} on rank {one} and {theirs} on rank {two}"
+            return f"the {name} is {format_pair(one, mine, two, theirs)}"
     mine, theirs = first["details"][4], second["details"][4]
     for ours, others in zip(mine, theirs, strict=False):
         if ours != others:
             return f"rank {one} has {_leaf(ours)} where rank {two} has {_leaf(others)}"
     if len(mine) != len(theirs):
-        longer, who = (mine, one) if len(mine) > len(theirs) else (theirs, two)
+        longer, rank = (mine, one) if len(mine) > len(theirs) else (theirs, two)
         extra = _leaf(longer[min(len(mine), len(theirs))])
-        return f"only rank {who} has {extra}"
+        return f"only rank {rank} has {extra}"
     if first["details"][5] != second["details"][5]:
         return "the leaves are alike, but not the buckets: pass the same plan on every rank"
     if first["roles"] != second["roles"]:
-        return "they are differentiated otherwise"
+        return "ranks differentiate it in different ways"
     return (
-        f"rank {one} means another call of it than rank {two}, because one of them does not "
-        f"differentiate both"
+        f"rank {one} differentiates another call of it than rank {two}: one of them does not "
+        f"differentiate both calls"
     )
 
 
@@ -272,31 +268,39 @@ def _leaf(detail: list[Any]) -> str:
 def _exchange(
     communicator: Communicator, place: GroupPosition, what: str, mine: dict[str, Any]
 ) -> dict[int, dict[str, Any]]:
-    """What each rank that meets here says, by rank of the communicator."""
-    payload = json.dumps(mine, default=str).encode()
-    lengths = _gather(communicator, place, what, len(payload).to_bytes(_LENGTH_BYTES, "big"))
-    sizes = [int.from_bytes(text, "big") for text in lengths]
-    if max(sizes) > _MOST_BYTES:
-        raise DesyncError(
-            f"{what}: ranks are to tell what they call in {sizes} bytes, which makes no sense; run "
-            f"the same version of fddp on every rank"
-        )
-    texts = _gather(communicator, place, what, payload.ljust(max(sizes), b"\0"))
+    """Reports of the ranks that meet, by rank of the communicator."""
+    texts = gather_texts(communicator, place, what, json.dumps(mine, default=str).encode())
     ranks: Sequence[int] = range(place.size)
     if place.axes and communicator.topology is not None:
         ranks = communicator.topology.group(place.axes, communicator.rank)
     reports = {}
-    for rank, text, size in zip(ranks, texts, sizes, strict=True):
+    for rank, text in zip(ranks, texts, strict=True):
         try:
-            reports[rank] = decode(text[:size], _REPORT)
+            reports[rank] = decode(text, _REPORT)
         except ValueError as error:
             raise malformed_message_error(rank, what, error) from error
     return reports
 
 
-def _gather(
+def gather_texts(
     communicator: Communicator, place: GroupPosition, what: str, payload: bytes
 ) -> list[bytes]:
+    """Payloads of the ranks that meet, in their order. Lengths may differ."""
+    lengths = gather(communicator, place, what, len(payload).to_bytes(_LENGTH_BYTES, "big"))
+    sizes = [int.from_bytes(text, "big") for text in lengths]
+    if max(sizes) > _MAX_BYTES:
+        raise DesyncError(
+            f"{what}: ranks announced reports of {sizes} bytes, more than {_MAX_BYTES}; run the "
+            f"same version of fddp on every rank"
+        )
+    texts = gather(communicator, place, what, payload.ljust(max(sizes), b"\0"))
+    return [text[:size] for text, size in zip(texts, sizes, strict=True)]
+
+
+def gather(
+    communicator: Communicator, place: GroupPosition, what: str, payload: bytes
+) -> list[bytes]:
+    """Payloads of the ranks that meet, in their order. Lengths must be equal."""
     n, width = place.size, len(payload)
     rows = torch.zeros(n, width, dtype=torch.uint8, device="cpu")
     rows[place.own].copy_(torch.tensor(list(payload), dtype=torch.uint8, device="cpu"))

@@ -1,8 +1,9 @@
-"""Operators on the leaves of one tree, made ready to run: what travels together, and where it lies.
+"""Programs of operators: the leaves of one tree, their buckets, and the layout of each bucket.
 
-A program is about *units*: what one rank's place in the operator holds. `all_gather` takes units
-and gives them with a new leading axis of ranks; `reduce_scatter` takes these and gives units; all
-others take and give units. So an operator and its transpose have the same units and buckets.
+The leaves of a program are *units*, one rank's part of a collective. `all_gather` takes units and
+returns them with a new leading axis of ranks; `reduce_scatter` takes such leaves and returns units;
+all other operators take and return units. So an operator and its transpose have the same units and
+buckets.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from fddp.core.plan.leaf import ITEM_BYTES, LeafSpec
 from fddp.native.layout import Layout, contiguous_strides
 
-#: `sum_to` is the transpose of `broadcast_from`: the sum to the root, and zeros elsewhere
+#: `sum_to` is the transpose of `broadcast_from`: the sum at the root, zeros elsewhere
 Operator: TypeAlias = Literal[
     "psum", "pmean", "pmax", "all_gather", "reduce_scatter", "broadcast_from", "sum_to"
 ]
@@ -38,16 +39,16 @@ TRANSPOSES: Mapping[Operator, Operator] = MappingProxyType(
 )
 """The adjoint of each linear operator; see [Note: one function of all ranks]."""
 
-_MOST_SIZES = 16  # of batches that are remembered
+_MOST_SIZES = 16  # batch sizes with a cached program
 
 
 @dataclass(frozen=True)
 class GroupPosition:
-    """This rank's place among the ranks that meet.
+    """This rank's position among the ranks that take part in an operator.
 
     Attributes:
-        axes: the axes along which they meet; () for all ranks.
-        size: how many they are.
+        axes: axes of the mesh along which they meet; () for all ranks.
+        size: number of these ranks.
         own: this rank's number among them.
     """
 
@@ -58,15 +59,16 @@ class GroupPosition:
 
 @dataclass(frozen=True)
 class FusedBucket:
-    """Units that travel in one buffer.
+    """Units that share one buffer.
 
     Attributes:
-        members: their positions among the program's units.
-        dtype: theirs.
-        device: theirs.
-        numels: elements of each.
-        numel: elements of all of them.
-        layout: where each lies; None for dtypes that are only moved about, one behind the other.
+        members: positions among the program's units.
+        dtype: dtype of the units.
+        device: device of the units.
+        numels: number of elements of each unit.
+        numel: number of elements of all units.
+        layout: location of each unit; None for dtypes that are moved but not summed, whose units
+            are packed back to back.
     """
 
     members: tuple[int, ...]
@@ -79,17 +81,17 @@ class FusedBucket:
 
 @dataclass(frozen=True, eq=False)
 class OperatorProgram:
-    """An operator over certain leaves.
+    """An operator over fixed leaves.
 
     Attributes:
-        operator: what is done.
-        place: who takes part.
-        root: whose values `broadcast_from` takes, by place; -1 elsewhere.
-        units: the leaves, None left out, contiguous.
-        devices: where each lives.
-        buckets: which units travel together, in the order in which they leave.
+        operator: name of the operator.
+        place: ranks that take part.
+        root: source of `broadcast_from`, as a number among the ranks that take part; else -1.
+        units: specs of the leaves that are not None, contiguous.
+        devices: device of each unit.
+        buckets: units of each bucket, in launch order.
         batch: sizes of the axes that `vmap` added to each unit, outermost first.
-        tiled: whether the caller's leaves have no axis of ranks of their own.
+        tiled: True if ranks are concatenated along the first axis instead of a new one.
     """
 
     operator: Operator
@@ -103,22 +105,22 @@ class OperatorProgram:
 
     @cached_property
     def fused_buckets(self) -> tuple[FusedBucket, ...]:
-        """What travels, in order."""
+        """Buckets in launch order."""
         return tuple(self._fused(members) for members in self.buckets)
 
     @cached_property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of each unit."""
+        """Dtype of each unit."""
         return tuple(getattr(torch, unit.dtype) for unit in self.units)
 
     @cached_property
     def inexact(self) -> tuple[int, ...]:
-        """Positions of the units that can have derivatives."""
+        """Positions of the differentiable units: floating and complex dtypes."""
         return tuple(k for k, d in enumerate(self.dtypes) if d.is_floating_point or d.is_complex)
 
     @cached_property
     def text(self) -> str:
-        """The operator and its leaves in words."""
+        """Operator and leaves, for errors."""
         along = f" along {', '.join(self.place.axes)}" if self.place.axes else ""
         root = f" root {self.root}" if self.root >= 0 else ""
         name = f"{self.operator}{root}{along}"
@@ -131,7 +133,7 @@ class OperatorProgram:
 
     @cached_property
     def details(self) -> list[object]:
-        """What must be alike on all ranks that meet, as JSON holds it."""
+        """Values that must be equal on all ranks that meet, as JSON."""
         leaves = [[u.path, list(u.shape), u.dtype, u.device] for u in self.units]
         place = [list(self.place.axes), self.place.size]
         buckets = [list(bucket) for bucket in self.buckets]
@@ -139,12 +141,12 @@ class OperatorProgram:
 
     @cached_property
     def digest(self) -> bytes:
-        """Of the details: equal on ranks that may meet."""
+        """SHA-256 of the details; equal on ranks that may run together."""
         return hashlib.sha256(json.dumps(self.details).encode()).digest()
 
     @cached_property
     def transposed(self) -> OperatorProgram:
-        """The adjoint, which takes what this gives, over the units that can have derivatives."""
+        """The adjoint over the differentiable units. Its inputs are this program's outputs."""
         adjoint = self.differentiable._as(TRANSPOSES[self.operator])
         if self.operator not in ("psum", "pmean"):
             adjoint.__dict__["transposed"] = self.differentiable
@@ -152,7 +154,7 @@ class OperatorProgram:
 
     @cached_property
     def differentiable(self) -> OperatorProgram:
-        """The same over the units that can have derivatives."""
+        """The same operator over the differentiable units."""
         if len(self.inexact) == len(self.units):
             return self
         number = {unit: k for k, unit in enumerate(self.inexact)}
@@ -166,16 +168,16 @@ class OperatorProgram:
 
     @cached_property
     def summing(self) -> OperatorProgram:
-        """The sum of the units that can have derivatives."""
+        """The sum of the differentiable units."""
         return self.differentiable._as("psum")
 
     @cached_property
     def averaging(self) -> OperatorProgram:
-        """Their mean."""
+        """The mean of the differentiable units."""
         return self.differentiable._as("pmean")
 
     def batched(self, size: int) -> OperatorProgram:
-        """The same over units with a leading axis of this size."""
+        """The same operator over units with a leading axis of this size."""
         known = self._batched.get(size)
         if known is None:
             units = tuple(u._replace(shape=(size, *u.shape)) for u in self.units)
@@ -208,7 +210,8 @@ class OperatorProgram:
 def bucketed(
     units: Sequence[LeafSpec], devices: Sequence[torch.device], cap_bytes: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Units that travel together: of one dtype and device, in order, closed once at the cap.
+    """Units by bucket: of one dtype and device, in order. A bucket is closed when it reaches the
+    cap.
 
     >>> units = [LeafSpec("a", (3,), "float32"), LeafSpec("n", (), "int64")]
     >>> bucketed([*units, LeafSpec("z", (2,), "float32")], [torch.device("cpu")] * 3, 1024)

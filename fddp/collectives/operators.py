@@ -1,16 +1,15 @@
-"""The operators: collectives that differentiate, on trees of tensors.
+"""Operators: differentiable collectives on pytrees of tensors.
 
 [Note: one function of all ranks]
-The ranks together are one function on the product of their inputs: each rank gives its own, and
-each gets its own result. Each operator's backward is the exact adjoint of that function. So `psum`
-and `pmean` are their own transposes, `all_gather` and `reduce_scatter` each other's, and that of
-`broadcast_from` is the sum to the root and zeros elsewhere. For all tangents t and cotangents c,
-the sum over ranks of <c, J t> is that of <J^T c, t>; forward and reverse mode agree where all ranks
-move together. What a rank gets from `grad` is the gradient of the sum of all ranks' results, so
-that of `psum(loss)` has a factor of the number of ranks, and that of `pmean(loss)` has none. `pmax`
-has the derivative of a maximum, shared equally among the ranks that attain it. The one exception is
-`sync_on_backward`: its cotangents are averaged, which turns local losses into the gradient of their
-mean.
+An operator is one function from the inputs of all ranks to the results of all ranks. Its backward
+is the exact adjoint of that function. So `psum` and `pmean` are their own transposes, `all_gather`
+and `reduce_scatter` are transposes of each other, and the transpose of `broadcast_from` is the sum
+at the root and zeros elsewhere. For all tangents t and cotangents c, the sum over ranks of <c, J t>
+equals the sum over ranks of <J^T c, t>. `grad` on a rank returns the gradient of the sum of all
+ranks' results. So the gradient of `psum(loss)` has a factor of the number of ranks, and the
+gradient of `pmean(loss)` has none. The derivative of `pmax` is that of a maximum, split equally
+among the ranks that attain it. The one exception is `sync_on_backward`: it averages cotangents,
+which turns local losses into the gradient of their mean.
 """
 
 from __future__ import annotations
@@ -20,22 +19,20 @@ from typing import Any, TypeVar
 from torch.compiler import is_dynamo_compiling
 
 from fddp.collectives import dynamo, handshake
-from fddp.collectives.autograd import (
-    FddpLinear,
-    FddpMaximum,
-    FddpMeanOnBackward,
-    has_rules,
-    largest,
-)
+from fddp.collectives.autograd import FddpLinear, FddpMaximum, FddpMeanOnBackward, has_rules
 from fddp.collectives.call_cache import CallSpec, FlattenedCall, flatten_call
 from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.communicator import Communicator
 from fddp.collectives.dispatch import run
-from fddp.collectives.group_position import Axis, checked_root, resolve_communicator
-from fddp.collectives.operator_program import GroupPosition, Operator
+from fddp.collectives.group_position import (
+    Axis,
+    OperatorArgs,
+    checked_root,
+    resolve_communicator,
+)
 from fddp.core.plan.plan import BucketPlan
 from fddp.runtime.guards import outside_tracing
-from fddp.telemetry.call_site import Site, call_site
+from fddp.telemetry.call_site import call_site
 from fddp.transport import Group
 from fddp.transport.mesh import Mesh
 
@@ -50,9 +47,9 @@ def pmean(
     axis: Axis = None,
     plan: BucketPlan | None = None,
 ) -> Tree:
-    """The mean over ranks of each leaf; a collective call, which differentiates.
+    """Mean over ranks of each leaf. A differentiable collective call.
 
-    It works in and around `torch.func` transforms and with `create_graph=True`; it is its own
+    It works in and around `torch.func` transforms and with `create_graph=True`. It is its own
     transpose, see [Note: one function of all ranks].
 
     Args:
@@ -60,18 +57,19 @@ def pmean(
             and dtypes. Not written.
         group: as for `GradSync`, or a `Communicator`; None for the default group.
         mesh: the axes of the ranks, as for `GradSync`.
-        axis: a name or several, of the mesh's axes: the ranks that differ in these alone meet. None
-            for all ranks.
-        plan: which leaves travel together, a plan for this very tree; None has them planned.
+        axis: one or more names of axes of the mesh. The mean is over ranks that differ only in
+            these axes; None for all ranks.
+        plan: bucket plan for exactly this tree; None to plan it automatically.
 
     Returns:
-        A new tree of the same structure, the same on all ranks that meet.
+        A new tree of the same structure, the same on all ranks that take part.
 
     Raises:
-        DesyncError: ranks met in different operators or with different trees; on all of them.
-        PeerError: another rank can't take part; the text says why.
-        TypeError, ValueError, PlanMismatchError: what is wrong with the arguments, on this rank.
-        SyncTimeoutError: a rank did not come; the text has the operator and where it was called.
+        DesyncError: ranks called different operators or passed different trees. Raised on all
+            ranks.
+        PeerError: another rank can't take part; the text has its error.
+        TypeError, ValueError, PlanMismatchError: an argument of this rank is invalid.
+        SyncTimeoutError: a rank did not arrive; the text has the operator and its call site.
 
     Example:
         >>> import fddp, torch
@@ -82,7 +80,7 @@ def pmean(
         >>> fddp.loopback(2, f)
         [(2.25, 3.0), (2.25, 3.0)]
     """
-    return _linear("pmean", tree, group, mesh, axis, plan)
+    return _linear(OperatorArgs("pmean", group, mesh, axis, plan), tree)
 
 
 def psum(
@@ -93,16 +91,16 @@ def psum(
     axis: Axis = None,
     plan: BucketPlan | None = None,
 ) -> Tree:
-    """The sum over ranks of each leaf; a collective call, which differentiates.
+    """Sum over ranks of each leaf. A differentiable collective call.
 
-    Arguments, result and errors are those of `pmean`; integers can be summed, too.
+    Arguments, result and errors are those of `pmean`; integers are supported, too.
 
     Example:
         >>> import fddp, torch
         >>> fddp.loopback(2, lambda group: fddp.psum(torch.tensor(3 + group.rank), group).item())
         [7, 7]
     """
-    return _linear("psum", tree, group, mesh, axis, plan)
+    return _linear(OperatorArgs("psum", group, mesh, axis, plan), tree)
 
 
 def all_gather(
@@ -114,26 +112,26 @@ def all_gather(
     plan: BucketPlan | None = None,
     tiled: bool = False,
 ) -> Tree:
-    """Every rank's leaves on every rank; a collective call, which differentiates.
+    """Leaves of all ranks on every rank. A differentiable collective call.
 
     Args:
         tree: tensors of any dtype; None stays None.
         group, mesh, axis, plan: as for `pmean`.
-        tiled: whether leaves are concatenated along their first axis, in place of a new one.
+        tiled: True to concatenate leaves along their first axis instead of adding an axis.
 
     Returns:
-        A tree of the same structure: a leaf of shape `s` becomes one of shape `(n, *s)`, with n
-        ranks; `tiled`, one of shape `(n * s[0], *s[1:])`. The transpose is `reduce_scatter`.
+        A tree of the same structure. With n ranks, a leaf of shape `s` becomes one of shape
+        `(n, *s)`, or `(n * s[0], *s[1:])` if `tiled`. The transpose is `reduce_scatter`.
 
     Raises:
-        As `pmean`; ValueError: `tiled`, and a leaf is a scalar.
+        As `pmean`; ValueError: `tiled` is set and a leaf is a scalar.
 
     Example:
         >>> import fddp, torch
         >>> fddp.loopback(2, lambda g: fddp.all_gather(torch.tensor(g.rank), g).tolist())
         [[0, 1], [0, 1]]
     """
-    return _linear("all_gather", tree, group, mesh, axis, plan, tiled=tiled)
+    return _linear(OperatorArgs("all_gather", group, mesh, axis, plan, tiled=tiled), tree)
 
 
 def reduce_scatter(
@@ -145,17 +143,17 @@ def reduce_scatter(
     plan: BucketPlan | None = None,
     tiled: bool = False,
 ) -> Tree:
-    """This rank's slice of the sum over ranks; a collective call, which differentiates.
+    """This rank's slice of the sum over ranks. A differentiable collective call.
 
     Args:
-        tree: tensors with a leading axis of n, the number of ranks that meet; None stays None.
+        tree: tensors with a leading axis of size n, the number of ranks that take part; None stays
+            None.
         group, mesh, axis, plan: as for `pmean`.
-        tiled: whether the first axis is one of n times as many elements, of which each rank gets a
-            run.
+        tiled: True to split the first axis into n equal parts instead of removing an axis of n.
 
     Returns:
-        A tree of the same structure: a leaf of shape `(n, *s)` becomes one of shape `s`; `tiled`,
-        one of shape `(n * k, *s)` becomes one of `(k, *s)`. The transpose is `all_gather`.
+        A tree of the same structure. A leaf of shape `(n, *s)` becomes one of shape `s`; if
+        `tiled`, `(n * k, *s)` becomes `(k, *s)`. The transpose is `all_gather`.
 
     Raises:
         As `pmean`; ValueError: a leaf's first axis does not fit the number of ranks.
@@ -167,7 +165,7 @@ def reduce_scatter(
         >>> fddp.loopback(2, f)
         [2.0, 20.0]
     """
-    return _linear("reduce_scatter", tree, group, mesh, axis, plan, tiled=tiled)
+    return _linear(OperatorArgs("reduce_scatter", group, mesh, axis, plan, tiled=tiled), tree)
 
 
 def broadcast_from(
@@ -179,25 +177,25 @@ def broadcast_from(
     axis: Axis = None,
     plan: BucketPlan | None = None,
 ) -> Tree:
-    """The root's leaves on every rank; a collective call, which differentiates.
+    """Leaves of the root on every rank. A differentiable collective call.
 
     Its transpose is the sum of all cotangents at the root, and zeros elsewhere.
 
     Args:
-        tree: tensors of any dtype; None stays None. Shapes and dtypes are those of the root on
-            every rank; values count on the root alone.
-        root: number of the rank among those that meet, the same on all of them.
+        tree: tensors of any dtype; None stays None. Shapes and dtypes must be the same on all
+            ranks; only the root's values are used.
+        root: number of the source rank among the ranks that take part, the same on all of them.
         group, mesh, axis, plan: as for `pmean`.
 
     Raises:
-        As `pmean`; ValueError: there is no such rank.
+        As `pmean`; ValueError: `root` is out of range.
 
     Example:
         >>> import fddp, torch
         >>> fddp.loopback(2, lambda group: fddp.broadcast_from(torch.tensor(group.rank), 1, group))
         [tensor(1), tensor(1)]
     """
-    return _linear("broadcast_from", tree, group, mesh, axis, plan, root=root)
+    return _linear(OperatorArgs("broadcast_from", group, mesh, axis, plan, root=root), tree)
 
 
 def pmax(
@@ -208,10 +206,10 @@ def pmax(
     axis: Axis = None,
     plan: BucketPlan | None = None,
 ) -> Tree:
-    """The largest over ranks of each element; a collective call, which differentiates.
+    """Maximum over ranks of each element. A differentiable collective call.
 
-    The derivative is that of `torch.amax` over ranks: shared equally among the ranks that attain
-    the maximum. NaN counts as the largest.
+    The derivative is that of `torch.amax` over ranks: split equally among the ranks that attain the
+    maximum. NaN counts as the largest value.
 
     Args:
         tree: real tensors; None stays None.
@@ -225,17 +223,15 @@ def pmax(
         >>> fddp.loopback(2, lambda group: fddp.pmax(torch.tensor(group.rank), group).item())
         [1, 1]
     """
+    args = OperatorArgs("pmax", group, mesh, axis, plan)
     if is_dynamo_compiling():
-        return dynamo.operate("pmax", tree, group, mesh, axis, plan)  # type: ignore[no-any-return]
-    site = call_site()
-    communicator, place = resolve_communicator("pmax", group, mesh, axis, site)
-    taken = _flattened(communicator, place, "pmax", tree, plan, None, site)
-    call = Call(communicator, taken.program, CallRecord(site))
-    if has_rules(taken.leaves):
-        results = FddpMaximum.apply(call, *taken.leaves)  # type: ignore[no-untyped-call]
+        return dynamo.operate(args, tree)  # type: ignore[no-any-return]
+    call, flattened = _prepare(args, tree)
+    if has_rules(flattened.leaves):
+        results = FddpMaximum.apply(call, *flattened.leaves)  # type: ignore[no-untyped-call]
     else:
-        results = largest(call, taken.leaves)
-    rebuilt: Tree = taken.rebuilt(results[: len(taken.leaves)])
+        results = [rows.amax(0) for rows in run(call, flattened.leaves)]
+    rebuilt: Tree = flattened.rebuilt(results[: len(flattened.leaves)])
     return rebuilt
 
 
@@ -247,22 +243,23 @@ def sync_on_backward(
     axis: Axis = None,
     plan: BucketPlan | None = None,
 ) -> Tree:
-    """The tree itself, whose cotangents are averaged over ranks; nothing is communicated before.
+    """Identity whose cotangents are averaged over ranks. Only its backward communicates.
 
-    It turns the gradient of each rank's own loss into the gradient of their mean. It is no function
-    of all ranks in the sense of [Note: one function of all ranks]: tangents pass as they are. Where
-    gradients are wanted, ranks must call it equally often, and differentiate through all of it.
+    It turns the gradient of each rank's local loss into the gradient of the mean loss. It is not
+    the adjoint described in [Note: one function of all ranks]: tangents are not changed. All ranks
+    must call it equally often, and differentiate through all of its results.
 
     Args:
-        tree: tensors, usually parameters, the same on all ranks; None stays None, and what is not
-            floating or complex passes as it is.
+        tree: tensors, usually parameters, the same on all ranks; None stays None. Leaves that are
+            neither floating nor complex are returned unchanged.
         group, mesh, axis, plan: as for `pmean`.
 
     Returns:
-        A tree of the same structure, whose leaves are views of those of `tree`.
+        A tree of the same structure, whose leaves are views of the leaves of `tree`.
 
     Raises:
-        TypeError, ValueError, PlanMismatchError: as `pmean`. Backward raises the rest.
+        TypeError, ValueError, PlanMismatchError: as `pmean`. Backward raises the other errors of
+            `pmean`.
 
     Example:
         >>> import fddp, torch
@@ -272,65 +269,47 @@ def sync_on_backward(
         >>> fddp.loopback(2, f)
         [0.5, 0.5]
     """
+    args = OperatorArgs("sync_on_backward", group, mesh, axis, plan)
     if is_dynamo_compiling():
-        return dynamo.operate("sync_on_backward", tree, group, mesh, axis, plan)  # type: ignore[no-any-return]
+        return dynamo.operate(args, tree)  # type: ignore[no-any-return]
     site = call_site()
-    communicator, place = resolve_communicator("sync_on_backward", group, mesh, axis, site)
-    taken = flatten_call(communicator, CallSpec("sync_on_backward", place, -1, plan), tree, site)
-    if not has_rules(taken.leaves):
+    communicator, place = resolve_communicator(args.operator, group, mesh, axis, site)
+    flattened = flatten_call(communicator, CallSpec(args.operator, place, -1, plan), tree, site)
+    if not has_rules(flattened.leaves):
         return tree
-    call = Call(communicator, taken.program, CallRecord(site))
+    call = Call(communicator, flattened.program, CallRecord(site))
     call.record.number = communicator.next_call_number(place)
-    results = FddpMeanOnBackward.apply(call, *taken.leaves)  # type: ignore[no-untyped-call]
-    rebuilt: Tree = taken.rebuilt(results)
+    results = FddpMeanOnBackward.apply(call, *flattened.leaves)  # type: ignore[no-untyped-call]
+    rebuilt: Tree = flattened.rebuilt(results)
     return rebuilt
 
 
-def _linear(
-    operator: Operator,
-    tree: Tree,
-    group: Group | Communicator | None,
-    mesh: Mesh | None,
-    axis: Axis,
-    plan: BucketPlan | None,
-    *,
-    root: Any = None,
-    tiled: bool = False,
-) -> Tree:
+def _linear(args: OperatorArgs, tree: Tree) -> Tree:
     if is_dynamo_compiling():
-        traced: Tree = dynamo.operate(operator, tree, group, mesh, axis, plan, root, tiled)
+        traced: Tree = dynamo.operate(args, tree)
         return traced
-    site = call_site()
-    communicator, place = resolve_communicator(operator, group, mesh, axis, site)
-    taken = _flattened(communicator, place, operator, tree, plan, root, site, tiled)
-    call = Call(communicator, taken.program, CallRecord(site))
-    if has_rules(taken.leaves):
-        results = FddpLinear.apply(call, *taken.leaves)  # type: ignore[no-untyped-call]
+    call, flattened = _prepare(args, tree)
+    if has_rules(flattened.leaves):
+        results = FddpLinear.apply(call, *flattened.leaves)  # type: ignore[no-untyped-call]
     else:
-        results = run(call, taken.leaves)
-    if tiled and operator == "all_gather":
+        results = run(call, flattened.leaves)
+    if args.tiled and args.operator == "all_gather":
         results = [result.flatten(0, 1) for result in results]
-    rebuilt: Tree = taken.rebuilt(results)
+    rebuilt: Tree = flattened.rebuilt(results)
     return rebuilt
 
 
-def _flattened(
-    communicator: Communicator,
-    place: GroupPosition,
-    operator: Operator,
-    tree: Any,
-    plan: BucketPlan | None,
-    root: Any,
-    site: Site,
-    tiled: bool = False,
-) -> FlattenedCall:
+def _prepare(args: OperatorArgs, tree: Any) -> tuple[Call, FlattenedCall]:
+    """Validate arguments and flatten the tree. An error is reported to all ranks that take part."""
+    operator, plan, site = args.operator, args.plan, call_site()
+    communicator, place = resolve_communicator(operator, args.group, args.mesh, args.axis, site)
     try:
-        number = checked_root(root, place) if operator == "broadcast_from" else -1
+        root = checked_root(args.root, place) if operator == "broadcast_from" else -1
         if plan is not None and not isinstance(plan, BucketPlan):
             raise TypeError(f"{operator}: plan must be a BucketPlan, got {type(plan).__name__}")
-        return flatten_call(
-            communicator, CallSpec(operator, place, number, plan, tiled), tree, site
-        )
+        spec = CallSpec(operator, place, root, plan, args.tiled)
+        flattened = flatten_call(communicator, spec, tree, site)
     except Exception as error:
         with outside_tracing():
             handshake.abort_handshake(communicator, place, f"{operator}, called at {site}", error)
+    return Call(communicator, flattened.program, CallRecord(site)), flattened

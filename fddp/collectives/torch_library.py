@@ -1,19 +1,19 @@
-"""Operators in graphs: `torch.ops.fddp.psum` and the others, which tracers record.
+"""Operators in graphs: `torch.ops.fddp.psum` and others, which tracers record.
 
 [Note: order of collectives in graphs]
-Ranks meet by the order in which operators run, and compilers order by data alone. So each operator
-in a graph takes what the one before gave as its last result, an empty tensor: a chain of data that
-no pass may break, and that makes no two calls alike, so that none are merged. It runs over all
-communicators, and through the backward part of a graph. The operators are registered as having
-ordered effects, too, so that those whose results nobody uses are kept; that alone does not keep
-the order in inductor (torch 2.13 files the dependency under a name that its scheduler never
-asks for).
+Collectives are matched by the order in which operators run, but compilers only respect data
+dependencies. So the last result of each operator is a token, an empty tensor, which the next
+operator in the graph takes as an argument. This chain fixes the order, and makes all calls
+different, so none are merged. One chain runs over all communicators and through the backward part
+of a graph. The operators are also registered with ordered effects, so that unused ones are kept.
+Effects alone do not keep the order in inductor: torch 2.13 records the dependency under a name that
+its scheduler never looks up.
 
 [Note: calls as text]
-What an operator does stands in the graph as text: ranks, leaves, buckets, roles, call site, and the
-position of the call among those of the trace, which says what a derivative belongs to. Only the
-communicator is a number, of this process. So a graph can be read, and run any number of times; each
-run is a call of its own, made from the text.
+The graph holds each call as JSON: ranks, leaves, buckets, roles, call site, and the position of the
+call in the trace, which identifies the call that a derivative belongs to. Only the communicator is
+a number, valid in this process. So graphs are readable and can run any number of times. Each run
+creates a new `Call` from the JSON.
 """
 
 from __future__ import annotations
@@ -39,45 +39,48 @@ from fddp.core.plan.leaf import LeafSpec
 from fddp.native.operands import have_derivatives
 
 Parsed: TypeAlias = tuple[OperatorProgram, tuple[str, ...], str, int | None]
-"""What a text says: the program, the roles, the call site, the number within the graph."""
+"""Program, roles, call site and position within the graph."""
 
 _KNOWN_CALLS = 1024
-_WITH_ROWS = ("all_gather", "pmax")  # give a leading axis of ranks
+_WITH_ROWS = ("all_gather", "pmax")  # return a leading axis of ranks
 
 LIBRARY: Any = torch.library.Library("fddp", "FRAGMENT")  # type: ignore[no-untyped-call]
-"""Keeps what is registered here; it ends with the process."""
+"""Registrations of the operators; kept until the process ends."""
 
 
 def emit(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
-    """What `execute.run_eagerly` does, as an operator in the graph that is being recorded.
+    """Record a call in the graph that is being traced.
 
     Args:
-        call: what to do when the graph runs.
-        leaves: as a tracer has them; None for zeros.
+        call: the call to run when the graph runs.
+        leaves: tensors of the tracer; None for zeros.
+
+    Returns:
+        Results as of `execute.run_eagerly`.
     """
     operator = getattr(torch.ops.fddp, call.program.operator).default
     number(call.record)
     tracer = getattr(get_proxy_mode(), "tracer", None)
     before = getattr(tracer, "fddp_token", None)
     results: list[Tensor]
-    # The operator of torch that carries effects knows no lazy conjugation.
+    # torch's higher-order operator for effects does not support lazy conjugation.
     plain = [None if leaf is None else leaf.resolve_conj().resolve_neg() for leaf in leaves]
-    *results, token = operator(plain, before, call.communicator.number, error_text(call))
+    *results, token = operator(plain, before, call.communicator.number, call_to_json(call))
     if tracer is not None:
         tracer.fddp_token = token
     return results
 
 
 def number(record: CallRecord) -> None:
-    """Numbers a call within the graph that is being recorded, if it has no number yet."""
+    """Number a call within the graph that is being recorded, if it has no number yet."""
     tracer: Any = getattr(get_proxy_mode(), "tracer", None)
     if record.position is None and tracer is not None:
         record.position = getattr(tracer, "fddp_calls", 0)
         tracer.fddp_calls = record.position + 1
 
 
-def error_text(call: Call) -> str:
-    """A call as text; see [Note: calls as text]."""
+def call_to_json(call: Call) -> str:
+    """A call as JSON; see [Note: calls as text]."""
     program = call.program
     return json.dumps(
         {
@@ -99,7 +102,7 @@ def error_text(call: Call) -> str:
 
 
 def call_of(operator: Operator, communicator: Communicator, text: str) -> Call:
-    """The call that a text stands for, to be run once."""
+    """A new call, from the JSON that `call_to_json` returned."""
     program, roles, site, position = _parsed(operator, communicator, text)
     record = CallRecord(site or None)  # type: ignore[arg-type]  # its text
     record.position = position
@@ -136,7 +139,7 @@ def _parse(operator: Operator, communicator: Communicator, fields: dict[str, Any
     return program, tuple(fields["roles"]), fields["site"], fields["position"]
 
 
-# Registration: one operator of torch for each of ours.
+# Registration: one `torch.library` operator for each operator of fddp.
 
 
 def _token() -> Tensor:
@@ -144,38 +147,40 @@ def _token() -> Tensor:
 
 
 class FddpRecorded(_SingleLevelFunction):
-    """An operator in a graph that was recorded without derivatives, and is differentiated now; at
-    one level of transforms, for torch calls it at each of them."""
+    """An operator in a graph that was recorded without derivatives and is differentiated now. It
+    handles one level of transforms; torch calls it once for each level."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *leaves: Tensor | None) -> tuple[Tensor, ...]:
         ctx.call = _as_linear(call)
         ctx.set_materialize_grads(False)
-        # Here torch has switched off both modes, which the levels outside of this one need.
+        # torch has disabled both modes here, but outer levels of transforms need them.
         with enable_grad(), _set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
             return _recorded(call, leaves)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        inexact = ctx.call.program.inexact
-        results = _recorded(ctx.call.transposed(), [cotangents[k] for k in inexact])
-        return (None, *spread(results, inexact, len(ctx.call.program.units)))
+        return (None, *_derivative(ctx.call, ctx.call.transposed(), cotangents))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Any, ...]:
-        inexact = ctx.call.program.inexact
-        results = _recorded(ctx.call.tangent(), [tangents[k] for k in inexact])
-        return tuple(spread(results, inexact, len(ctx.call.program.units)))
+        return tuple(_derivative(ctx.call, ctx.call.tangent(), tangents))
+
+
+def _derivative(call: Call, derived: Call, values: Sequence[Tensor | None]) -> list[Any]:
+    inexact = call.program.inexact
+    results = _recorded(derived, [values[k] for k in inexact])
+    return spread(results, inexact, len(call.program.units))
 
 
 def _recorded(call: Call, leaves: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     operator = getattr(torch.ops.fddp, call.program.operator).default
-    *results, _ = operator(list(leaves), None, call.communicator.number, error_text(call))
+    *results, _ = operator(list(leaves), None, call.communicator.number, call_to_json(call))
     return tuple(results)
 
 
 def _as_linear(call: Call) -> Call:
-    """`pmax` in a graph gives all ranks' leaves; what follows it there takes the largest."""
+    """The linear call to differentiate. `pmax` in a graph gathers; `amax` follows it there."""
     if call.program.operator != "pmax":
         return call
     return replace(call, program=replace(call.program, operator="all_gather"))
@@ -187,7 +192,7 @@ def _register(operator: Operator) -> None:
         f"{operator}(Tensor?[] leaves, Tensor? after, int communicator, str call) -> Tensor[]"
     )
 
-    def carry_out(
+    def execute(
         leaves: Sequence[Tensor | None], after: Tensor | None, communicator: int, call: str
     ) -> list[Tensor]:
         found = call_of(operator, communicator_by_id(communicator), call)
@@ -224,7 +229,7 @@ def _register(operator: Operator) -> None:
             )
         return below
 
-    LIBRARY.impl(operator, carry_out, "CompositeExplicitAutograd")
+    LIBRARY.impl(operator, execute, "CompositeExplicitAutograd")
     LIBRARY.impl(operator, differentiable, "Autograd")
     torch.library.register_fake(name, shapes, lib=LIBRARY)
     torch.library._register_effectful_op(name, EffectType.ORDERED, lib=LIBRARY)

@@ -1,4 +1,4 @@
-"""Communication hooks: how buckets are reduced, as values."""
+"""Communication hooks: pluggable reductions of buckets."""
 
 from fddp.hooks.casting import bf16_compress as bf16_compress
 from fddp.hooks.casting import cast as cast

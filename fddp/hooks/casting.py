@@ -1,4 +1,4 @@
-"""Sums in 16-bit formats."""
+"""Hooks that sum in another dtype."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fddp.hooks.hook import AllReduce, Bucket, BucketSpec
 
 @dataclass(frozen=True)
 class Cast(Stateless):
-    """Sums buckets in another dtype; complex numbers as pairs.
+    """Hook that sums buckets in another dtype; complex numbers as pairs.
 
     Attributes:
         dtype: a floating dtype.
@@ -54,20 +54,20 @@ class Cast(Stateless):
 _NAMES = {torch.float16: "fp16_compress", torch.bfloat16: "bf16_compress"}
 
 fp16_compress = Cast(torch.float16)
-"""Sums buckets in float16: half the bytes of float32. Values whose mean is above 65504 overflow."""
+"""Sum in float16: half the bytes of float32. Values whose mean is above 65504 overflow."""
 
 bf16_compress = Cast(torch.bfloat16)
-"""The same in bfloat16, which has the range of float32 and 8 bits of precision."""
+"""Sum in bfloat16, which has the range of float32 and 8 bits of precision."""
 
 
 def cast(dtype: torch.dtype) -> Compressor[tuple[()]]:
-    """Sums buckets in another dtype, whatever their own; complex numbers as pairs.
+    """Hook that sums buckets in another dtype; complex numbers as pairs.
 
     Args:
-        dtype: a floating dtype; `fp16_compress` and `bf16_compress` are two cases.
+        dtype: a floating dtype. `fp16_compress` and `bf16_compress` are such hooks.
 
     Raises:
-        ValueError: something else.
+        ValueError: `dtype` is not a floating dtype.
 
     Example:
         >>> import fddp, torch

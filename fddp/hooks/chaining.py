@@ -1,4 +1,4 @@
-"""Hooks one behind the other."""
+"""Composition of hooks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from fddp.hooks.hook import AllReduce, Bucket, BucketSpec, Hook, allreduce
 
 @dataclass(frozen=True)
 class Chain(Hook[tuple[Any, tuple[Any, ...]]]):
-    """The inner hook carries out the sums of the outer one.
+    """Hook whose sums are computed by another hook.
 
-    State: the outer hook's, and the inner hook's for each of the outer one's sums.
+    The state is that of the outer hook, and one state of the inner hook for each sum of the outer
+    hook.
     """
 
     outer: Hook[Any]
@@ -35,8 +36,8 @@ class Chain(Hook[tuple[Any, tuple[Any, ...]]]):
         parts = self.outer.parts(spec)
         if not parts:
             raise ValueError(
-                f"{self.outer.name} leaves no sum to {self.inner.name} behind it: it gathers what "
-                f"ranks send; put it last in the chain"
+                f"{self.outer.name} leaves no sum to {self.inner.name} behind it: it uses "
+                f"all_gather only; put it last in the chain"
             )
         return self.outer.init(spec), tuple(self.inner.init(part) for part in parts)
 
@@ -44,16 +45,16 @@ class Chain(Hook[tuple[Any, tuple[Any, ...]]]):
         self, state: tuple[Any, tuple[Any, ...]], bucket: Bucket, all_reduce: AllReduce
     ) -> Future[tuple[Tensor, tuple[Any, tuple[Any, ...]]]]:
         own, inner = state
-        through = _Through(self, inner, bucket, all_reduce)
-        ended = self.outer.apply(own, bucket, through)
-        return ended.map(lambda end: (end[0], (end[1], through.states())))
+        inner_reduce = _InnerReduce(self, inner, bucket, all_reduce)
+        result = self.outer.apply(own, bucket, inner_reduce)
+        return result.map(lambda end: (end[0], (end[1], inner_reduce.states())))
 
     def parts(self, spec: BucketSpec) -> tuple[BucketSpec, ...]:
         return tuple(inner for part in self.outer.parts(spec) for inner in self.inner.parts(part))
 
 
-class _Through(AllReduce):
-    """An all-reduce by a hook: the n-th call takes the n-th of its states."""
+class _InnerReduce(AllReduce):
+    """All-reduce by the inner hook. The n-th call uses its n-th state."""
 
     def __init__(
         self, chain: Chain, states: Sequence[Any], bucket: Bucket, all_reduce: AllReduce
@@ -64,40 +65,41 @@ class _Through(AllReduce):
         self._reference = bucket.reference
         self._parts = chain.outer.parts(bucket.spec)
         self._all_reduce = all_reduce
-        self._ended: list[Future[tuple[Tensor, Any]]] = []
+        self._results: list[Future[tuple[Tensor, Any]]] = []
 
     def __call__(self, tensor: Tensor) -> Future[Tensor]:
-        call = len(self._ended)
+        call = len(self._results)
         part = self._parts[call] if call < len(self._parts) else None
         if part is None or (part.numel, part.dtype) != (tensor.numel(), tensor.dtype):
             raise ValueError(
                 f"sum {call} of {self._chain.outer.name} is of {tensor.numel()} elements of "
-                f"{tensor.dtype} where its parts say {part and (part.numel, part.dtype)}; let "
-                f"parts name every tensor that apply gives to all_reduce, in order"
+                f"{tensor.dtype} where its parts say {part and (part.numel, part.dtype)}; return "
+                f"from parts() every tensor that apply() passes to all_reduce, in order"
             )
         bucket = Bucket(part, tensor.view(-1), self._reference)
-        ended = self._chain.inner.apply(self._states[call], bucket, self._all_reduce)
-        self._ended.append(ended)
-        return ended.map(lambda end: end[0].view(tensor.shape).to(tensor.dtype))
+        result = self._chain.inner.apply(self._states[call], bucket, self._all_reduce)
+        self._results.append(result)
+        return result.map(lambda end: end[0].view(tensor.shape).to(tensor.dtype))
 
     def all_gather(self, tensor: Tensor) -> Future[Tensor]:
         return self._all_reduce.all_gather(tensor)
 
     def states(self) -> tuple[Any, ...]:
-        """For the next step; all sums are done."""
-        return tuple(ended.wait()[1] for ended in self._ended)
+        """States of the inner hook for the next step. Called when all sums are done."""
+        return tuple(result.wait()[1] for result in self._results)
 
 
 def chain(*hooks: Hook[Any]) -> Hook[Any]:
-    """Hooks one behind the other: each sums by the one behind it, the last over ranks.
+    """Composition of hooks: each hook's sums are computed by the next one, the last one sums over
+    ranks.
 
-    Grouping does not matter but for how states are nested, and `allreduce` changes nothing. What a
-    hook gathers instead of summing (`top_k`, `int8`) does not go through the hooks behind it: such
-    a hook comes last.
+    Composition is associative, up to the nesting of states, and `allreduce` is its identity. Data
+    that a hook gathers instead of summing (`top_k`, `int8`) does not pass through the hooks behind
+    it, so such a hook must be the last one.
 
     Raises:
-        ValueError: one of several hooks is for DistributedDataParallel; when states are made, if a
-            hook behind another would have nothing to sum.
+        ValueError: one of several hooks is a `TorchHook`; or, when states are initialised, a hook
+            behind another has nothing to sum.
 
     Example:
         >>> from fddp.hooks import allreduce, chain, fp16_compress, power_sgd

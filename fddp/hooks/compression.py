@@ -1,4 +1,4 @@
-"""Hooks that lose something, and how nothing is lost over steps."""
+"""Lossy hooks, and error feedback for them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Compressed(Generic[S]):
-    """What a compressor's reduction ends with.
+    """Result of a compressor.
 
     Attributes:
-        total: the sum over ranks of what each sent, as `Hook.apply` returns it.
-        sent: gives what this rank sent, shape and dtype of the buffer.
-        state: for the next step.
+        total: sum over ranks of the values that each rank sent, as `Hook.apply` returns it.
+        sent: returns the values that this rank sent, with shape and dtype of the buffer.
+        state: state for the next step.
     """
 
     total: Tensor
@@ -33,12 +33,11 @@ class Compressed(Generic[S]):
 
 
 class Compressor(Hook[S]):
-    """A hook that knows what part of its input it sent, so that `error_feedback` can keep the
-    rest."""
+    """A hook that returns the values it sent, so that `error_feedback` can keep the rest."""
 
     @abstractmethod
     def compress(self, state: S, bucket: Bucket, all_reduce: AllReduce) -> Future[Compressed[S]]:
-        """As `apply`, but leaves the buffer as it is."""
+        """Start the reduction of a bucket, as `Hook.apply`. The buffer must not be changed."""
 
     def apply(self, state: S, bucket: Bucket, all_reduce: AllReduce) -> Future[tuple[Tensor, S]]:
         compressed = self.compress(state, bucket, all_reduce)
@@ -46,7 +45,7 @@ class Compressor(Hook[S]):
 
 
 class Stateless(Compressor[tuple[()]]):
-    """A compressor that keeps nothing from step to step."""
+    """A compressor without state."""
 
     def init(self, spec: BucketSpec) -> tuple[()]:
         return ()
@@ -56,9 +55,9 @@ class ErrorFeedbackState(TypedDict, Generic[S]):
     """State of error feedback.
 
     Attributes:
-        residual: what has not been sent, shape `(numel,)`, 32 bits at least, in weight times
+        residual: part that was not sent, shape `(numel,)`, at least 32 bits, as weight times
             gradient.
-        inner: the compressor's.
+        inner: state of the compressor.
     """
 
     residual: Tensor
@@ -67,7 +66,7 @@ class ErrorFeedbackState(TypedDict, Generic[S]):
 
 @dataclass(frozen=True)
 class ErrorFeedback(Hook[ErrorFeedbackState[S]]):
-    """Adds to each step's gradients what the compressor has left out before."""
+    """Hook that adds the residual of earlier steps to the gradients of each step."""
 
     compressor: Compressor[S]
 
@@ -86,30 +85,30 @@ class ErrorFeedback(Hook[ErrorFeedbackState[S]]):
     def apply(
         self, state: ErrorFeedbackState[S], bucket: Bucket, all_reduce: AllReduce
     ) -> Future[tuple[Tensor, ErrorFeedbackState[S]]]:
-        owed = state["residual"] / bucket.reference
-        owed += bucket.buffer
+        corrected = state["residual"] / bucket.reference
+        corrected += bucket.buffer
 
-        def remember(end: Compressed[S]) -> tuple[Tensor, ErrorFeedbackState[S]]:
-            residual = (owed - end.sent()) * bucket.reference
+        def keep_residual(end: Compressed[S]) -> tuple[Tensor, ErrorFeedbackState[S]]:
+            residual = (corrected - end.sent()) * bucket.reference
             return end.total, {"residual": residual, "inner": end.state}
 
-        given = replace(bucket, buffer=owed.to(bucket.buffer.dtype))
-        return self.compressor.compress(state["inner"], given, all_reduce).map(remember)
+        input_ = replace(bucket, buffer=corrected.to(bucket.buffer.dtype))
+        return self.compressor.compress(state["inner"], input_, all_reduce).map(keep_residual)
 
     def parts(self, spec: BucketSpec) -> tuple[BucketSpec, ...]:
         return self.compressor.parts(spec)
 
 
 def error_feedback(compressor: Compressor[S]) -> Hook[ErrorFeedbackState[S]]:
-    """Lets a compressor lose nothing over steps: what it leaves out of one step is added to the
-    next (Karimireddy et al. 2019, "Error Feedback Fixes SignSGD").
+    """Error feedback for a compressor: the error of one step is added to the gradients of the next
+    (Karimireddy et al. 2019, "Error Feedback Fixes SignSGD").
 
-    Over any number of steps, the sum of total weight times result is the sum of weight times
-    gradient over steps and ranks, less the residuals of the last step's ranks.
+    Over any number of steps, the sum of total weight times result equals the sum of weight times
+    gradient over steps and ranks, minus the residuals of all ranks after the last step.
 
     Args:
-        compressor: `fp16_compress`, `bf16_compress`, what `int8` returns, or one of your own.
-            `power_sgd` and `top_k` have error feedback already.
+        compressor: `fp16_compress`, `bf16_compress`, the result of `int8`, or a custom compressor.
+            `power_sgd` and `top_k` already have error feedback.
 
     Example:
         >>> import fddp, torch

@@ -1,4 +1,4 @@
-"""Helpers on flat tensors that several hooks share."""
+"""Functions on flat tensors, shared by several hooks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def real(flat: Tensor) -> Tensor:
-    """A flat tensor's numbers, complex ones as pairs; shape `(n,)` or `(2 * n,)`, a view.
+    """Real view of a flat tensor, complex numbers as pairs; shape `(n,)` or `(2 * n,)`.
 
     Example:
         >>> real(torch.tensor([1 + 2j]))
@@ -20,7 +20,7 @@ def real(flat: Tensor) -> Tensor:
 
 
 def restored(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `real` took apart, in `dtype`.
+    """Inverse of `real`, converted to `dtype`.
 
     Example:
         >>> restored(torch.tensor([1.0, 2.0], dtype=torch.float16), torch.complex64)
@@ -32,7 +32,7 @@ def restored(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in: 32 bits at least.
+    """Dtype for computations: at least 32 bits.
 
     Example:
         >>> wide(torch.float16), wide(torch.complex128)
@@ -42,7 +42,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def joined_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """Contiguous tensors as one run of bytes, shape `(n,)`, uint8.
+    """Concatenated bytes of contiguous tensors, shape `(n,)`, uint8.
 
     Example:
         >>> joined_bytes([torch.tensor([1], dtype=torch.int16), torch.tensor([[7]]).to(torch.int8)])
@@ -54,7 +54,7 @@ def joined_bytes(tensors: Sequence[Tensor]) -> Tensor:
 def split_bytes(
     joined: Tensor, forms: Sequence[tuple[torch.dtype, tuple[int, ...]]]
 ) -> list[Tensor]:
-    """The tensors that `joined_bytes` was given, by dtype and shape.
+    """Inverse of `joined_bytes`, for tensors of these dtypes and shapes.
 
     Example:
         >>> split_bytes(torch.tensor([1, 0, 7], dtype=torch.uint8), [(torch.int16, (1,))])
@@ -63,7 +63,6 @@ def split_bytes(
     parts, start = [], 0
     for dtype, shape in forms:
         stop = start + prod(shape) * dtype.itemsize
-        # Copied, so that it is aligned.
-        parts.append(joined[start:stop].clone().view(dtype).view(shape))
+        parts.append(joined[start:stop].clone().view(dtype).view(shape))  # the copy is aligned
         start = stop
     return parts

@@ -1,4 +1,4 @@
-"""Results that are not there yet, and what is to be done with them."""
+"""Lazy futures, for the stages of a hook."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ U = TypeVar("U")
 
 
 class Future(ABC, Generic[T]):
-    """A value that ranks are working on.
+    """Result of an asynchronous operation.
 
-    Futures are lazy: what `map` and `then` were given runs when the value is asked for, on the
-    thread that asks, and once. No thread of a backend calls back.
+    Futures are lazy: functions that are passed to `map` and `then` run once, when the value is
+    requested, on the thread that requests it. They never run on a thread of a backend.
 
     Example:
         >>> Future.of(3).map(lambda n: n + 1).then(lambda n: Future.of(10 * n)).wait()
@@ -23,58 +23,58 @@ class Future(ABC, Generic[T]):
 
     @staticmethod
     def of(value: U) -> Future[U]:
-        """A value that is there."""
+        """A future with a value."""
         return _Ready(value)
 
     @staticmethod
     def started(is_ready: Callable[[], bool], take: Callable[[], U]) -> Future[U]:
-        """A value that something which was started brings.
+        """A future of an operation that was started.
 
         Args:
-            is_ready: whether `take` would return at once; does not block.
-            take: waits for it; called once.
+            is_ready: returns True if `take` would return at once; must not block.
+            take: waits for the value and returns it; called once.
         """
         return _Started(is_ready, take)
 
     def map(self, fn: Callable[[T], U]) -> Future[U]:
-        """What `fn` makes of the value, without communication.
+        """A future of `fn(value)`. `fn` must not communicate.
 
         Raises:
-            TypeError: when the value is asked for, if `fn` gave a `Future`.
+            TypeError: `fn` returned a `Future`; raised when the value is requested.
         """
         return _Mapped(self, fn)
 
     def then(self, fn: Callable[[T], Future[U]]) -> Future[U]:
-        """What the next stage brings, which `fn` starts once the value is there.
+        """A future of the next stage, which `fn(value)` starts.
 
         Raises:
-            TypeError: when the stage is started, if `fn` gave no `Future`.
+            TypeError: `fn` did not return a `Future`; raised when the stage is started.
         """
         return _Chained(self, fn)
 
     @property
     @abstractmethod
     def done(self) -> bool:
-        """Whether `wait` would return without waiting for other ranks; does not block."""
+        """True if `wait` would return without waiting for other ranks. Does not block."""
 
     @abstractmethod
     def wait(self) -> T:
-        """The value. Starts the stages that were not started, each when the one before is done."""
+        """Wait for the value and return it. Starts the remaining stages in order."""
 
     @property
     @abstractmethod
     def pending(self) -> bool:
-        """Whether a stage has not been started."""
+        """True if a stage has not been started."""
 
     @abstractmethod
     def advance(self, *, block: bool) -> bool:
-        """Starts the next stage, and no other.
+        """Start the next stage only.
 
         Args:
-            block: whether to wait for what the stage builds on.
+            block: True to wait for the input of the stage.
 
         Returns:
-            False if that is not there and was not waited for.
+            False if the input is not ready and `block` is False.
         """
 
 
@@ -133,7 +133,7 @@ class _Mapped(Future[U]):
         if self._source is not None:
             value = self._fn(self._source.wait())
             if isinstance(value, Future):
-                raise TypeError("map was given a function that returns a Future; use then for it")
+                raise TypeError("the function passed to map returned a Future; use then instead")
             self._value = value
             self._source = None
             del self._fn
@@ -172,8 +172,8 @@ class _Chained(Future[U]):
         started = self._fn(self._source.wait())
         if not isinstance(started, Future):
             raise TypeError(
-                f"then was given a function that returns a {type(started).__name__}, not a "
-                f"Future; use map for it"
+                f"the function passed to then returned a {type(started).__name__}, not a Future; "
+                f"use map instead"
             )
         self._next, self._source = started, None
         del self._fn

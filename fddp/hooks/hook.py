@@ -1,4 +1,4 @@
-"""The contract of communication hooks: how one bucket is reduced, as a value."""
+"""Interface of communication hooks, which reduce one bucket at a time."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """What does not change about a bucket: what a hook's state is made for.
+    """Static metadata of a bucket.
 
-    A schedule that cuts buckets into shards hands hooks this rank's shard: leaves are then those
-    that it holds any part of, and one that is cut has the shape `(n,)` of its part.
+    A schedule that divides buckets into shards passes this rank's shard to hooks. The leaves are
+    then those with a part in the shard, and a leaf that is divided has the shape `(n,)` of its
+    part.
 
     Attributes:
-        index: the bucket's number in the plan.
+        index: number of the bucket in the plan.
         count: number of buckets in the plan.
-        is_last: whether it is the last one to leave in a step.
-        numel: elements of the buffer.
-        dtype: of the buffer; that of the leaves, or the `reduce_dtype`.
-        device: where the buffer is.
-        paths: the leaves, in the order in which they lie in the buffer.
-        shapes: of the leaves.
-        strides: of the leaves in the buffer, in elements.
-        offsets: where each leaf begins in the buffer, in elements.
+        is_last: True if the bucket is the last one in launch order.
+        numel: number of elements of the buffer.
+        dtype: dtype of the buffer: that of the leaves, or the `reduce_dtype`.
+        device: device of the buffer.
+        paths: paths of the leaves, in the order of the buffer.
+        shapes: shapes of the leaves.
+        strides: strides of the leaves in the buffer, in elements.
+        offsets: offset of each leaf in the buffer, in elements.
     """
 
     index: int
@@ -47,7 +48,7 @@ class BucketSpec:
     offsets: tuple[int, ...]
 
     def flat(self, numel: int, dtype: torch.dtype) -> BucketSpec:
-        """A tensor of shape `(numel,)` in the bucket's place, as one leaf."""
+        """Metadata of a bucket with one leaf of shape `(numel,)` in place of this one."""
         return replace(
             self,
             numel=numel,
@@ -64,12 +65,12 @@ class Bucket:
     """A bucket's gradients on one rank.
 
     Attributes:
-        spec: what does not change about it.
-        buffer: shape `(spec.numel,)`: this rank's gradients, each times its weight and divided by
-            `reference`; zeros for what it does not have. A hook does not write it, but may give
-            it to `all_reduce`.
-        reference: what weighted gradients were divided by, a weight. It may be another one in
-            another step: what a hook keeps from step to step is multiplied by it.
+        spec: static metadata.
+        buffer: this rank's gradients, multiplied by their weights and divided by `reference`;
+            shape `(spec.numel,)`; zeros for missing gradients. A hook must not write it, but may
+            pass it to `all_reduce`.
+        reference: weight by which the weighted gradients were divided. It may change from step to
+            step, so a hook must multiply values that it keeps by it.
     """
 
     spec: BucketSpec
@@ -77,7 +78,7 @@ class Bucket:
     reference: float
 
     def gradients(self) -> list[Tensor]:
-        """The leaves' gradients as views of the buffer."""
+        """Gradients of the leaves as views of the buffer."""
         start = self.buffer.storage_offset()
         spec = self.spec
         return [
@@ -87,9 +88,9 @@ class Bucket:
 
 
 class AllReduce(ABC):
-    """Starts collectives for a hook, in the group of ranks among which its bucket is reduced.
+    """Collectives of a hook, in the group of ranks that reduce its bucket.
 
-    All ranks must start the same ones, of the same sizes and dtypes, in the same order.
+    All ranks must start the same collectives, of the same sizes and dtypes, in the same order.
 
     Attributes:
         rank: this rank's number in the group.
@@ -101,30 +102,31 @@ class AllReduce(ABC):
 
     @abstractmethod
     def __call__(self, tensor: Tensor) -> Future[Tensor]:
-        """Starts a sum over ranks.
+        """Start a sum over ranks.
 
         Args:
-            tensor: contiguous, of any summable dtype; given away: its memory takes the sum.
+            tensor: contiguous, of any summable dtype. Donated: the sum may be written to its
+                memory.
         """
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Future[Tensor]:
-        """Starts collecting every rank's tensor.
+        """Start an all-gather.
 
         Args:
             tensor: contiguous, of any dtype; not written.
 
         Returns:
-            Shape `(world_size, *tensor.shape)`, by rank.
+            Tensors of all ranks by rank, shape `(world_size, *tensor.shape)`.
         """
 
 
 class Hook(ABC, Generic[S]):
-    """How buckets are reduced: a pure pair of `init` and `apply`, with state of type `S`.
+    """Reduction of buckets: a pure pair of functions, `init` and `apply`, with state of type `S`.
 
-    State is a tree (of tuples, lists and dicts) of tensors and numbers, one for each bucket. It may
-    differ from rank to rank. Subclasses are frozen dataclasses, so that hooks are values: equal
-    where their parameters are, and printed with them.
+    Each bucket has its own state, a tree (of tuples, lists and dicts) of tensors and numbers. It
+    may differ between ranks. Subclasses are frozen dataclasses, so hooks are values: they are equal
+    if their parameters are equal, and their repr has the parameters.
 
     Example:
         >>> import fddp, torch
@@ -147,46 +149,46 @@ class Hook(ABC, Generic[S]):
 
     @property
     def name(self) -> str:
-        """The hook and its parameters in words; ranks compare it."""
+        """Name with parameters, which must be the same on all ranks."""
         return repr(self)
 
-    #: whether buffers are this rank's own gradients, which the hook itself divides by the number of
-    #: ranks; see `TorchHook`
+    #: True if the hook gets unweighted gradients and divides by the number of ranks itself; see
+    #: `TorchHook`
     raw: bool = False
 
     @property
     def narrow(self) -> bool:
-        """Whether it sums in float16, which bears weights only near the agreed unit. A bucket whose
-        weights turn out otherwise is reduced again without the hook."""
+        """True if the hook sums in float16, whose range only allows weights near the reference. A
+        bucket with other weights is reduced again without the hook."""
         return False
 
     @abstractmethod
     def init(self, spec: BucketSpec) -> S:
-        """The state before the first step; the same call gives the same state."""
+        """The state before the first step. Must be deterministic."""
 
     @abstractmethod
     def apply(self, state: S, bucket: Bucket, all_reduce: AllReduce) -> Future[tuple[Tensor, S]]:
-        """Starts the reduction of a bucket.
+        """Start the reduction of a bucket.
 
         Args:
-            state: not written.
-            bucket: what this rank brings.
+            state: state of the previous step; must not be written.
+            bucket: this rank's gradients.
             all_reduce: starts collectives.
 
         Returns:
-            The sum over ranks of what they brought, with as many elements as the buffer and of any
-            dtype, and the state for the next step.
+            Sum of the buffers over ranks, of any dtype and with as many elements as the buffer, and
+            the state for the next step.
         """
 
     def parts(self, spec: BucketSpec) -> tuple[BucketSpec, ...]:
-        """What `apply` gives to `all_reduce`, in this order; what a hook behind it in a `chain`
-        works on."""
+        """Tensors that `apply` passes to `all_reduce`, in this order. The next hook in a `chain`
+        reduces them."""
         return (spec,)
 
 
 @dataclass(frozen=True)
 class Plain(Hook[tuple[()]]):
-    """The sum as it is."""
+    """Plain sum over ranks."""
 
     @property
     def name(self) -> str:
@@ -202,4 +204,4 @@ class Plain(Hook[tuple[()]]):
 
 
 allreduce = Plain()
-"""What happens without a hook; the identity of `chain`."""
+"""The default reduction; the identity of `chain`."""

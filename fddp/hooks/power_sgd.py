@@ -1,4 +1,4 @@
-"""Gradients of matrices as products of thin ones."""
+"""PowerSGD: low-rank compression of gradients."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class _Matrix(NamedTuple):
     """A leaf that is compressed.
 
     Attributes:
-        leaf: its position in the bucket.
-        rows: its first dimension.
-        columns: all others.
-        rank: columns of its thin factors.
+        leaf: position in the bucket.
+        rows: size of the first dimension.
+        columns: product of the other dimensions.
+        rank: number of columns of the factors.
     """
 
     leaf: int
@@ -34,13 +34,13 @@ class _Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class PowerSgd(Compressor[list[Tensor]]):
-    """Sends each matrix M as P and Q, of `rank` columns, with M near P Q^T.
+    """Hook that approximates each matrix M by P Q^T, where P and Q have `rank` columns.
 
-    State: for each matrix that is compressed, the last Q, shape `(columns, rank)`, the same on all
+    The state is the last Q of each compressed matrix, shape `(columns, rank)`, the same on all
     ranks.
 
     Attributes:
-        rank: columns of P and Q, at most.
+        rank: maximal number of columns of P and Q.
     """
 
     rank: int
@@ -72,8 +72,8 @@ class PowerSgd(Compressor[list[Tensor]]):
         grads = bucket.gradients()
         whole = [grads[i].to(dtype) for i in _others(bucket.spec, matrices)]
         own = [grads[m.leaf].reshape(m.rows, m.columns).to(dtype) for m in matrices]
-        # Orthonormal also at first use: that keeps P in range whatever the gradients' size, and
-        # gets out of a step in which they were all zero.
+        # Orthonormalising the initial Q, too, keeps P in range for gradients of any magnitude, and
+        # recovers from a step in which all gradients were zero.
         ps = [matrix @ _orthonormal(q) for matrix, q in zip(own, state, strict=True)]
 
         def project(total: Tensor) -> Future[Compressed[list[Tensor]]]:
@@ -96,7 +96,7 @@ class PowerSgd(Compressor[list[Tensor]]):
         return all_reduce(_joined([*whole, *ps])).then(project)
 
     def _matrices(self, spec: BucketSpec) -> list[_Matrix]:
-        """The leaves that get smaller."""
+        """Leaves that become smaller by compression."""
         found = []
         for leaf, shape in enumerate(spec.shapes):
             if len(shape) > 1 and 0 not in shape:
@@ -108,7 +108,7 @@ class PowerSgd(Compressor[list[Tensor]]):
 
 
 def _others(spec: BucketSpec, matrices: Sequence[_Matrix]) -> list[int]:
-    """Positions of the leaves that are sent whole."""
+    """Positions of the leaves that are not compressed."""
     compressed = {m.leaf for m in matrices}
     return [leaf for leaf in range(len(spec.shapes)) if leaf not in compressed]
 
@@ -120,7 +120,7 @@ def _assembled(
     ps: Sequence[Tensor],
     qs: Sequence[Tensor],
 ) -> Tensor:
-    """A buffer with the leaves that were sent whole, and the products P Q^T."""
+    """A buffer with the uncompressed leaves and the products P Q^T."""
     spec = bucket.spec
     buffer = bucket.buffer.new_zeros(spec.numel, dtype=wide(spec.dtype))
     views = replace(bucket, buffer=buffer).gradients()
@@ -145,21 +145,21 @@ def _split(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def power_sgd(rank: int) -> Hook[ErrorFeedbackState[list[Tensor]]]:
-    """Sends gradients of matrices as products of two thin ones, with error feedback and warm start
-    (Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression").
+    """Low-rank compression of gradients, with error feedback and warm start (Vogels et al. 2019,
+    "PowerSGD: Practical Low-Rank Gradient Compression").
 
-    A leaf of shape `(n, a, b, ...)` counts as a matrix of n rows and m = a * b * ... columns. In
-    place of `n * m` numbers, `(n + m) * rank` are summed, in two stages. Leaves that would not get
-    smaller, vectors among them, are summed as they are. Sums are in 32 bits at least.
+    A leaf of shape `(n, a, b, ...)` is treated as a matrix of n rows and m = a * b * ... columns.
+    Instead of `n * m` numbers, `(n + m) * rank` are summed, in two stages. Leaves that would not
+    become smaller, such as vectors, are summed uncompressed. Sums use at least 32 bits.
 
-    Ranks work out the products each by itself: they have the same bits where ranks compute alike,
-    with the same number of threads on the same kind of device.
+    Each rank computes the products itself. They have the same bits on all ranks if all use the same
+    number of threads on the same kind of device.
 
     Args:
-        rank: columns of the thin factors.
+        rank: number of columns of the factors.
 
     Raises:
-        ValueError: a rank below 1.
+        ValueError: `rank` is below 1.
 
     Example:
         >>> import fddp, torch

@@ -1,4 +1,4 @@
-"""Gradients in eight bits."""
+"""Quantization of gradients to 8 bits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from fddp.hooks.hook import AllReduce, Bucket, BucketSpec
 
 @dataclass(frozen=True)
 class Int8(Stateless):
-    """Sends each value as one of 255 multiples of its block's scale.
+    """Hook that sends each value as one of 255 multiples of its block's scale.
 
     Attributes:
-        block: values that share a scale; the real and the imaginary part of a complex number count
-            as one each.
+        block: number of values that share a scale. A complex number counts as two values.
     """
 
     block: int
@@ -44,9 +43,9 @@ class Int8(Stateless):
         def values(scales: Tensor, steps: Tensor) -> Tensor:
             return (scales * steps).view(-1)[:count]
 
-        def summed(everyones: Tensor) -> Compressed[tuple[()]]:
+        def summed(rows: Tensor) -> Compressed[tuple[()]]:
             total = numbers.new_zeros(count, dtype=scales.dtype)
-            for row in everyones:  # in rank order, so that the bits are the same on every rank
+            for row in rows:  # in rank order, so that the bits are the same on every rank
                 total += values(*split_bytes(row, forms))
             return Compressed(restored(total, buffer.dtype), sent, state)
 
@@ -60,18 +59,19 @@ class Int8(Stateless):
 
 
 def int8(block: int = 256) -> Compressor[tuple[()]]:
-    """Sends gradients in 8 bits, with a scale of 32 bits (64 for float64) for each block
-    (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", with even steps).
+    """Quantization to 8 bits, with a scale of 32 bits (64 for float64) for each block (Dettmers et
+    al. 2022, "8-bit Optimizers via Block-wise Quantization", with uniform steps).
 
-    Sums do not fit 8 bits, so that each rank's values go to all ranks, which sum them: over N ranks
-    each receives `N * (1 + 4 / block)` bytes for each float32 element, against 8 of an all-reduce.
-    It pays for few ranks: put it between hosts, with the algorithm "hierarchical".
+    Sums do not fit in 8 bits, so each rank's values are gathered on all ranks, which sum them. With
+    N ranks, each rank receives `N * (1 + 4 / block)` bytes for each float32 element, compared to 8
+    for an all-reduce. Use it for few ranks, for example between hosts with the algorithm
+    "hierarchical".
 
     Args:
-        block: values that share a scale, which is that of the largest of them.
+        block: number of values that share a scale, which is set by the largest of them.
 
     Raises:
-        ValueError: a block below 1.
+        ValueError: `block` is below 1.
 
     Example:
         >>> import fddp, torch

@@ -1,4 +1,4 @@
-"""The largest gradients alone."""
+"""Top-k sparsification of gradients."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fddp.hooks.hook import AllReduce, Bucket, BucketSpec, Hook
 
 @dataclass(frozen=True)
 class TopK(Stateless):
-    """Sends the values of largest magnitude in each bucket, and where they are.
+    """Hook that sends the values of largest magnitude in each bucket, with their indices.
 
     Attributes:
-        fraction: how many of them, above 0 and at most 1; rounded up.
+        fraction: fraction of the values that is sent, above 0 and at most 1; rounded up.
     """
 
     fraction: float
@@ -38,9 +38,9 @@ class TopK(Stateless):
         forms = [(buffer.dtype, (count,)), (index_dtype, (count,))]
         own = joined_bytes([buffer[largest], largest.to(index_dtype)])
 
-        def summed(everyones: Tensor) -> Compressed[tuple[()]]:
+        def summed(rows: Tensor) -> Compressed[tuple[()]]:
             total = buffer.new_zeros(len(buffer), dtype=wide(buffer.dtype))
-            for row in everyones:  # in rank order, so that the bits are the same on every rank
+            for row in rows:  # in rank order, so that the bits are the same on every rank
                 values, indices = split_bytes(row, forms)
                 total.index_add_(0, indices, values.to(total.dtype))
             return Compressed(total, sent, state)
@@ -55,18 +55,18 @@ class TopK(Stateless):
 
 
 def top_k(fraction: float) -> Hook[ErrorFeedbackState[tuple[()]]]:
-    """Sends the gradients of largest magnitude in each bucket, with error feedback (Stich et al.
-    2018, "Sparsified SGD with Memory").
+    """Top-k sparsification with error feedback (Stich et al. 2018, "Sparsified SGD with Memory").
 
-    Each rank sends `fraction` of its values with their indices of 4 bytes, to all ranks: over N
-    ranks each receives `N * fraction * (itemsize + 4)` bytes for each element, against
-    `2 * itemsize` of an all-reduce.
+    Each rank sends the values of largest magnitude in each bucket to all ranks, with indices of 4
+    bytes. With N ranks, each rank receives `N * fraction * (itemsize + 4)` bytes for each element,
+    compared to `2 * itemsize` for an all-reduce.
 
     Args:
-        fraction: how many values of a bucket are sent, above 0 and at most 1; rounded up.
+        fraction: fraction of the values of a bucket that is sent, above 0 and at most 1; rounded
+            up.
 
     Raises:
-        ValueError: a fraction outside that range.
+        ValueError: `fraction` is out of range.
 
     Example:
         >>> import fddp, torch

@@ -1,4 +1,4 @@
-"""Hooks that were written for torch's DistributedDataParallel."""
+"""Adapter for communication hooks of torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fddp.telemetry.waits import note_wait
 
 
 class GradBucket:
-    """What a hook gets of a bucket; stands in for `torch.distributed.GradBucket`.
+    """A bucket with the interface of `torch.distributed.GradBucket`.
 
-    The buffer holds each gradient in the order of its shape, one after the other; complex numbers
-    as pairs of real ones, as torch's does.
+    The buffer holds the contiguous gradients back to back; complex numbers as pairs of real ones,
+    as in torch.
     """
 
     def __init__(self, spec: BucketSpec, buffer: Tensor, parameters: Mapping[str, Tensor]) -> None:
@@ -32,30 +32,30 @@ class GradBucket:
         self._parameters = parameters
 
     def index(self) -> int:
-        """The bucket's number: 0 leaves first."""
+        """Number of the bucket in launch order."""
         return self._spec.index
 
     def buffer(self) -> Tensor:
-        """The gradients of all its parameters, shape `(n,)`, of a real dtype."""
+        """Gradients of all parameters, shape `(n,)`, of a real dtype."""
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """Each parameter's gradient, as a view of the buffer."""
+        """Gradient of each parameter, as a view of the buffer."""
         flat = self._buffer
         if self._spec.dtype.is_complex:
             flat = torch.view_as_complex(flat.view(-1, 2))
         return _parts(flat, self._spec)
 
     def parameters(self) -> list[Tensor]:
-        """The parameters, in the order of `gradients`."""
+        """Parameters in the order of `gradients`."""
         return [self._parameters[path] for path in self._spec.paths]
 
     def is_last(self) -> bool:
-        """Whether no other bucket leaves after it in a step."""
+        """Return True if this is the last bucket in launch order."""
         return self._spec.is_last
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Puts another tensor in the buffer's place."""
+        """Replace the buffer."""
         self._buffer = buffer
 
 
@@ -63,16 +63,15 @@ class GradBucket:
 class TorchHook(Hook[tuple[()]]):
     """A communication hook of torch's DistributedDataParallel, as a hook of fddp.
 
-    Such a hook communicates through groups of its own, and divides by the number of ranks itself.
-    So it gets each rank's gradients as they are, its result is used as it is, and weights that
-    differ from rank to rank are a `WeightError`. What it keeps is in its own state, which fddp
-    neither saves nor takes back when a step fails.
+    Such a hook communicates on its own process group, and divides by the number of ranks itself.
+    So it gets unweighted gradients, its result is not scaled, and weights that differ between ranks
+    raise `WeightError`. fddp neither saves the hook's own state nor restores it if a step fails.
 
     Attributes:
-        state: what the hook gets as its first argument.
+        state: first argument of the hook.
         hook: `hook(state, bucket) -> torch.futures.Future` of a tensor with as many elements as the
             bucket's buffer; see `torch.nn.parallel.DistributedDataParallel.register_comm_hook`.
-        params: what `bucket.parameters()` takes parameters from, by path.
+        params: parameters by path, for `bucket.parameters()`.
 
     Example:
         >>> import torch, fddp
@@ -103,12 +102,13 @@ class TorchHook(Hook[tuple[()]]):
         self, state: tuple[()], bucket: Bucket, all_reduce: AllReduce
     ) -> Future[tuple[Tensor, tuple[()]]]:
         spec, grads = bucket.spec, bucket.gradients()
-        as_it_is = all(grad.is_contiguous() for grad in grads)
-        flat = bucket.buffer if as_it_is else torch.cat([grad.reshape(-1) for grad in grads])
-        given = GradBucket(spec, real(flat), self.params)
-        numel = len(given.buffer())
-        future = self.hook(self.state, given)
-        if not isinstance(future, torch._C.Future):  # the base; futures of process groups are bare
+        is_contiguous = all(grad.is_contiguous() for grad in grads)
+        flat = bucket.buffer if is_contiguous else torch.cat([grad.reshape(-1) for grad in grads])
+        grad_bucket = GradBucket(spec, real(flat), self.params)
+        numel = len(grad_bucket.buffer())
+        future = self.hook(self.state, grad_bucket)
+        # The base class, because process groups return it and not torch.futures.Future.
+        if not isinstance(future, torch._C.Future):
             raise HookError(
                 f"{self.name}: callback must return a torch.futures.Future object, but got "
                 f"{type(future).__name__}"
@@ -119,7 +119,7 @@ class TorchHook(Hook[tuple[()]]):
             value = future.wait()
             note_wait(start_s, perf_counter())
             result = restored(self._single(value, spec, numel), spec.dtype)
-            if as_it_is:
+            if is_contiguous:
                 return result, state
             for grad, value in zip(grads, _parts(result, spec), strict=True):
                 grad.copy_(value)
@@ -128,8 +128,8 @@ class TorchHook(Hook[tuple[()]]):
         return Future.started(future.done, take)
 
     def _single(self, value: object, spec: BucketSpec, numel: int) -> Tensor:
-        """The one tensor that a future holds, shape `(numel,)`."""
-        # The futures of torch's process groups hold lists.
+        """The tensor in the result of a future, shape `(numel,)`."""
+        # Futures of torch's process groups hold lists.
         if isinstance(value, (list, tuple)) and len(value) == 1:
             (value,) = value
         if not isinstance(value, Tensor):
@@ -146,19 +146,19 @@ class TorchHook(Hook[tuple[()]]):
 
 
 def _parts(flat: Tensor, spec: BucketSpec) -> list[Tensor]:
-    """The leaves, one after the other, as views."""
+    """Views of the leaves, which lie back to back."""
     parts = torch.split_with_sizes(flat, [math.prod(shape) for shape in spec.shapes])
     return [part.view(shape) for part, shape in zip(parts, spec.shapes, strict=True)]
 
 
 def builtin(kind: dist.BuiltinCommHookType) -> Hook[tuple[()]]:
-    """The hook that does what a built-in one of torch's does.
+    """The fddp hook for a built-in hook of torch.
 
     Args:
         kind: `ALLREDUCE` or `FP16_COMPRESS`.
 
     Raises:
-        ValueError: something else.
+        ValueError: another kind.
 
     Example:
         >>> import torch.distributed as dist
@@ -169,4 +169,4 @@ def builtin(kind: dist.BuiltinCommHookType) -> Hook[tuple[()]]:
         return allreduce
     if kind == dist.BuiltinCommHookType.FP16_COMPRESS:
         return fp16_compress
-    raise ValueError(f"{kind!r} is no built-in hook; pass ALLREDUCE or FP16_COMPRESS")
+    raise ValueError(f"{kind!r} is not a built-in hook; pass ALLREDUCE or FP16_COMPRESS")

@@ -1,4 +1,4 @@
-"""fddp for JAX: arrays and trees of JAX, and reductions over ranks inside `jax.jit`."""
+"""fddp for JAX: conversion of arrays, and reductions over ranks inside `jax.jit`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions of compiled programs: known by number, carried out as fddp's operators are."""
+"""Reductions of compiled programs, identified by number and executed like eager operators."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from fddp.jax.errors import keep
 from fddp.jax.primitives import Call
 from fddp.transport import Work
 
-_IN_FLIGHT = 2  # one is packed while another is summed
-_STAGING = "memory of compiled programs"
+_IN_FLIGHT = 2  # one bucket is packed while another is reduced
+_STAGING = "memory of compiled programs"  # key in `Communicator.known`
 
 Types = tuple[tuple[tuple[int, ...], str], ...]
 
@@ -33,19 +33,19 @@ class BorrowedBuffers(Protocol):
     """Memory of a compiled program: operands to read and results to write, by position."""
 
     def pack(self, buffer: Tensor, members: Sequence[int]) -> None:
-        """Copies operands into a buffer of their size, one behind the other."""
+        """Copy operands back to back into a buffer of their total size."""
 
     def unpack(self, buffer: Tensor, members: Sequence[int]) -> None:
-        """Copies such a buffer into results."""
+        """Copy a packed buffer into results."""
 
 
 class _Known(NamedTuple):
-    """A call that a compiled program makes.
+    """A registered call of a compiled program.
 
     Attributes:
-        call: what to do.
+        call: the reduction.
         types: shape and dtype of each operand.
-        programs: what to do over which ranks, by the number of the communicator.
+        programs: operator programs by number of the communicator.
     """
 
     call: Call
@@ -59,10 +59,10 @@ _known: list[_Known] = []
 
 
 def number_of(call: Call, types: Types) -> int:
-    """The number by which compiled programs of this process know a call.
+    """Register a call, and return the number that identifies it in compiled programs.
 
     Args:
-        call: what to do.
+        call: the reduction.
         types: shape and dtype of each operand.
     """
     with _lock:
@@ -73,14 +73,14 @@ def number_of(call: Call, types: Types) -> int:
 
 
 def execute(number: int, borrowed: BorrowedBuffers) -> str | None:
-    """Reduce over ranks; XLA calls this, on a thread of its own.
+    """Reduce over ranks. XLA calls this on one of its threads.
 
     Args:
-        number: of the call.
-        borrowed: its operands and results.
+        number: number of the call.
+        borrowed: operands and results of the call.
 
     Returns:
-        None, or what went wrong: the text of the error that the program raises.
+        None, or the text of the error that the program raises.
     """
     try:
         known = _known[number]
@@ -102,78 +102,73 @@ def execute(number: int, borrowed: BorrowedBuffers) -> str | None:
 
 @contextmanager
 def _turn(call: eager.Call) -> Iterator[None]:
-    """The communicator, which nothing else can want now: tokens keep programs of a thread apart."""
+    """Hold the communicator's lock. Raise if it is in use: tokens serialise the programs of one
+    thread, so another thread must be using it."""
     lock = call.communicator.lock
     alone = lock.acquire(blocking=False)
     if not alone:
         lock.acquire()
     try:
         if not alone:
-            handshake.abort_handshake(
-                call.communicator, call.program.place, call.text, _not_alone(call)
+            error = DesyncError(
+                f"{call.text}: something else communicates over the same group at the same time, "
+                f"so the order may differ between ranks; JAX only orders reductions that are "
+                f"started by the same thread: use a separate Communicator for each thread, and "
+                f"for operators on tensors"
             )
+            handshake.abort_handshake(call.communicator, call.program.place, call.text, error)
         yield
     finally:
         lock.release()
 
 
-def _not_alone(call: eager.Call) -> DesyncError:
-    return DesyncError(
-        f"{call.text}: something else communicates over the same group at the same time, in an "
-        f"order that other ranks don't know; JAX keeps reductions in order that one thread "
-        f"starts: give each further thread, and operators on tensors, a Communicator of their own"
-    )
-
-
 def _with_way_out(error: Exception, number: int) -> Exception:
-    """The error, which says more where ranks are threads: XLA may lack a thread for each."""
+    """Add a hint to a timeout if ranks are threads: XLA may not have a thread for each of them."""
     if (
         isinstance(error, SyncTimeoutError)
         and communicators.communicator_by_id(_known[number].call.channel).threads
     ):
         hint = (
-            "; ranks that are threads share XLA's, one for each core: call "
+            "; ranks that are threads share XLA's thread pool, one thread for each core: call "
             'jax.config.update("jax_cpu_enable_async_dispatch", False) before JAX is used, so that '
-            "each runs its own programs, or run ranks as processes"
+            "each rank's thread runs its own programs, or run ranks as processes"
         )
         error.args = (f"{error.args[0]}{hint}", *error.args[1:])
     return error
 
 
 def _reduce(call: eager.Call, borrowed: BorrowedBuffers) -> None:
-    """Meet, pack, sum and hand out: as `execute.run`, a few buckets at a time.
+    """Handshake, pack, reduce and unpack, as `execute.run_eagerly`, two buckets at a time.
 
-    Buckets take turns in the same memory, which is still in the caches when sums are handed out.
+    Buckets alternate between two staging buffers, which are still in the CPU's caches when results
+    are unpacked.
     """
     exchange = handshake.begin(call)
     fused_buckets = call.program.fused_buckets
-    # Not kept where an operation fails: others might still write it.
+    # Dropped if an operation fails: other ranks might still write it.
     staging: list[Tensor] = call.communicator.known.pop(_STAGING, [])
     pending: deque[tuple[FusedBucket, Tensor, Work]] = deque()
     for position, fused in enumerate(fused_buckets):
         if len(pending) == _IN_FLIGHT:
-            _land(call, borrowed, *pending.popleft())
+            _unpack(call, borrowed, *pending.popleft())
         buffer = _staging_buffer(call.communicator, staging, position % _IN_FLIGHT, fused)
         borrowed.pack(buffer, fused.members)
         if exchange is not None:
             exchange.complete()
             exchange = None
-        pending.append((fused, buffer, _start(call, buffer, position == len(fused_buckets) - 1)))
+        work = call.communicator.transport.all_reduce(
+            buffer,
+            axes=call.program.place.axes,
+            average=call.program.operator == "pmean",
+            wait_soon=fused is fused_buckets[-1],
+        )
+        pending.append((fused, buffer, work))
     while pending:
-        _land(call, borrowed, *pending.popleft())
+        _unpack(call, borrowed, *pending.popleft())
     call.communicator.known[_STAGING] = staging
 
 
-def _start(call: eager.Call, buffer: Tensor, last: bool) -> Work:
-    return call.communicator.transport.all_reduce(
-        buffer,
-        axes=call.program.place.axes,
-        average=call.program.operator == "pmean",
-        wait_soon=last,
-    )
-
-
-def _land(
+def _unpack(
     call: eager.Call, borrowed: BorrowedBuffers, fused: FusedBucket, buffer: Tensor, work: Work
 ) -> None:
     work.wait(call.text)
@@ -183,7 +178,7 @@ def _land(
 def _staging_buffer(
     communicator: Communicator, staging: list[Tensor], number: int, fused: FusedBucket
 ) -> Tensor:
-    """Memory for a fused bucket, which grows with what it has to hold."""
+    """A staging buffer for a bucket, reallocated if it is too small."""
     nbytes = fused.numel * fused.dtype.itemsize
     if number == len(staging) or staging[number].nbytes < nbytes:
         staging[number : number + 1] = [

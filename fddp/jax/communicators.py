@@ -1,12 +1,12 @@
-"""Over whom compiled programs reduce: communicators of their own.
+"""Communicators of compiled programs.
 
 [Note: channels]
-A compiled program runs on threads of XLA, while the thread that started it goes on. So a group has
-another communicator for compiled programs than for operators that are called on tensors: the two
-never wait for each other, and neither can take the other's turn. Tracing opens nothing. Compiling
-does, at the first program with a reduction over the group, on all ranks: openings over one group
-are matched by their order, which only the caller's thread has. A channel goes with its group, as
-in [Note: communicators of groups].
+A compiled program runs on threads of XLA while the thread that started it continues. So compiled
+programs over a group use another communicator, a channel, than eager operators: the two never wait
+for each other, and their collectives are never mismatched. Tracing does not open a channel;
+compiling the first program with a reduction over the group does, on all ranks, because
+communicators of one group are matched by the order in which the caller's threads open them. A
+channel is closed with its group, see [Note: communicators of groups].
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fddp.errors import ClosedError
 from fddp.transport import Group, LoopbackGroup, resolve
 from fddp.transport.mesh import Mesh, resolve_mesh
 
-# Of shared memory: what the cores' caches hold from packing until sums are handed out.
+# Bucket cap over shared memory, so that a bucket stays in the CPU's caches until it is unpacked.
 _CACHED_BYTES = 1 << 20
 
 _numbers = itertools.count()
@@ -35,10 +35,10 @@ _of_groups: GroupRegistry[JitCommunicator] = GroupRegistry()
 
 
 class JitCommunicator:
-    """Where the reductions of compiled programs meet that were given one group and its axes.
+    """Channel of the compiled programs of one group and mesh.
 
     Attributes:
-        number: by which traced programs find it.
+        number: identifies the channel in traced programs.
         topology: the axes of the ranks, or None.
     """
 
@@ -51,10 +51,10 @@ class JitCommunicator:
         _by_number[self.number] = self
 
     def open(self) -> None:
-        """Make it ready for programs that are compiled now; the first call, on all ranks, opens it.
+        """Open the communicator if it is not open. A collective call.
 
         Raises:
-            Exception: as from making a `Communicator`.
+            Exception: any error of the constructor of `Communicator`.
         """
         group = self._living()
         if isinstance(group, Communicator):
@@ -65,10 +65,10 @@ class JitCommunicator:
 
     @property
     def communicator(self) -> Communicator:
-        """What programs run on.
+        """The communicator that runs the programs.
 
         Raises:
-            ClosedError: it was closed, or its group is gone.
+            ClosedError: the communicator is closed, or its group is gone.
         """
         group = self._living()
         found = group if isinstance(group, Communicator) else self._communicator
@@ -84,7 +84,7 @@ class JitCommunicator:
 
     @property
     def cap_bytes(self) -> int:
-        """When a bucket is closed. What the caller made has the caller's cap."""
+        """Bucket cap. A communicator that the caller created keeps its own cap."""
         communicator = self.communicator
         if communicator is self._communicator and communicator.transport.name == "shm":
             return min(_CACHED_BYTES, communicator.cap_bytes)
@@ -92,34 +92,34 @@ class JitCommunicator:
 
     @property
     def threads(self) -> bool:
-        """Whether its ranks are threads of one process."""
+        """True if ranks are threads of one process."""
         group = self._group()
         if isinstance(group, Communicator):
             return group.transport.name == "loopback"
         return isinstance(group, LoopbackGroup)
 
     def close(self) -> None:
-        """Frees what it has opened."""
+        """Close the communicator that this channel opened, if any."""
         if self._communicator is not None:
             self._communicator.close()
 
 
 def jit_communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> JitCommunicator:
-    """That of a group and axes over it; communicates nothing.
+    """The channel of a group and mesh. Does not communicate.
 
     Raises:
-        TypeError: `group` is nothing to communicate on.
+        TypeError: `group` is not a group.
         FddpError: there is no default group.
-        ClosedError: a `Communicator` that was closed.
-        ValueError: `mesh` does not fit.
+        ClosedError: `group` is a closed `Communicator`.
+        ValueError: `mesh` does not fit the group.
     """
     if isinstance(group, Communicator):
         return _jit_communicator(communicator_of(group, mesh), group.topology)
     if group is not None and not isinstance(group, dist.ProcessGroup | DeviceMesh | LoopbackGroup):
         raise TypeError(
             f"group must be a process group, a DeviceMesh of one dimension, a Communicator or the "
-            f"group of fddp.loopback, got a {type(group).__name__}; a group is no argument of a "
-            f"traced function, and can't be batched: let the function close over it"
+            f"group of fddp.loopback, got a {type(group).__name__}; a group can't be an argument "
+            f"of a traced or batched function: let the function close over it"
         )
     span = resolve_mesh(group, mesh)
     if span.problem is not None:
@@ -128,10 +128,10 @@ def jit_communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -
 
 
 def communicator_by_id(number: int) -> JitCommunicator:
-    """The channel of this number.
+    """The channel with this number.
 
     Raises:
-        ClosedError: it is gone.
+        ClosedError: it no longer exists.
     """
     found = _by_number.get(number)
     if found is None:
@@ -148,9 +148,9 @@ def _closed(communicator: Communicator | None, given: bool) -> ClosedError:
     way_out = (
         "make a new one on every rank, and trace anew with it"
         if given
-        else "call jax.clear_caches() on every rank, which makes programs open it anew"
+        else "call jax.clear_caches() on every rank, so that recompiled programs reopen it"
     )
-    return ClosedError(f"what a compiled program reduces on is closed ({why}); {way_out}")
+    return ClosedError(f"the communicator of a compiled program is closed ({why}); {way_out}")
 
 
 def _gone(number: int) -> ClosedError:

@@ -1,8 +1,8 @@
-"""What fails inside a compiled program, raised where its values are waited for.
+"""Errors of compiled programs, raised where the caller waits for their results.
 
-XLA hands on the text of an error, and its kind is lost: what a program raises is
-`jax.errors.JaxRuntimeError`, whose text holds the text of fddp's error. `named_errors` raises
-fddp's own error in its place.
+XLA passes on the text of an error, but not its type: a program raises
+`jax.errors.JaxRuntimeError`, whose text contains the text of fddp's error. `named_errors` raises
+fddp's own error instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _raised: OrderedDict[int, Exception] = OrderedDict()
 
 
 def keep(error: Exception) -> str:
-    """Remember an error; the text that stands for it in XLA."""
+    """Store an error, and return the text that identifies it in XLA."""
     _without_frames(error)
     with _lock:
         number = next(_numbers)
@@ -37,7 +37,7 @@ def keep(error: Exception) -> str:
 
 
 def _without_frames(error: BaseException | None) -> None:
-    # Frames hold tensors over memory that is XLA's again once the program has ended.
+    # Frames refer to tensors over memory that XLA reuses once the program has ended.
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
@@ -45,15 +45,15 @@ def _without_frames(error: BaseException | None) -> None:
 
 @contextmanager
 def named_errors() -> Iterator[None]:
-    """Raise fddp's own errors where programs that were started in the block fail.
+    """Raise fddp's own errors if programs that are started in the block fail.
 
-    The block's end waits for the reductions that were started in it, as `jax.effects_barrier()`
-    does. After an error the thread's reductions start anew: JAX would otherwise fail all later
-    programs with the same error.
+    The end of the block waits for the reductions that were started in it, as
+    `jax.effects_barrier()` does. After an error, the tokens of this thread's reductions are reset:
+    JAX would otherwise fail all later programs with the same error.
 
     Raises:
-        FddpError: of the kind that `fddp`'s eager operators raise, on every rank; from the error
-            that XLA raised.
+        FddpError: the error that the eager operator would raise, on every rank; its cause is the
+            error of XLA.
 
     Example:
         >>> import fddp, jax, jax.numpy as jnp

@@ -1,7 +1,7 @@
-"""What JAX does not offer by a public name: its sets of effects, its tokens, running one operation.
+"""Private API of JAX: effects, tokens, and running a single primitive.
 
-Everything of `jax._src` that fddp uses is taken here, so that a release of JAX that moves it shows
-in one place.
+All imports from `jax._src` are in this module, so that a release of JAX that moves them breaks one
+place only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from jax._src.dispatch import runtime_tokens as runtime_tokens
 
 
 def allow(effect: type[effects.Effect], *, ordered: bool) -> None:
-    """Let programs with this effect be compiled, wherever it comes up, in order or not."""
+    """Register an effect as allowed everywhere: in compiled programs, control flow, custom
+    derivatives and rematerialisation."""
     if ordered:
         effects.ordered_effects.add_type(effect)
     for allowed in (
@@ -26,5 +27,5 @@ def allow(effect: type[effects.Effect], *, ordered: bool) -> None:
 
 
 def forget_tokens() -> None:
-    """Start this thread's order anew, after a program failed: its tokens failed with it."""
+    """Reset this thread's tokens, which have failed with a program."""
     runtime_tokens.clear()

@@ -1,14 +1,14 @@
-"""How a reduction is written into a compiled program: a call of the extension, in order.
+"""Lowering of reductions to ordered calls of the extension in a compiled program.
 
 [Note: tokens]
-JAX gives a program with an ordered effect one more argument and one more result, a token, and each
-operation takes the token of the one before it. XLA neither drops nor moves such a call, and loops
-and branches carry the token through. Between programs JAX hands on the token that the last one of
-this thread returned.
+JAX adds an argument and a result, a token, to a program with an ordered effect. Each operation
+takes the token of the one before it. XLA neither drops nor reorders such a call, and loops and
+branches pass the token through. JAX passes the token that a program returned to the next program of
+the same thread.
 
-JAX has tokens first in what a loop carries, and so the call has its token last: where a call takes
-and gives just the tuple that a loop carries, XLA takes it for a loop that changes nothing, and its
-condition for a constant.
+JAX puts tokens first in the tuple that a loop carries, so the call has its token last. If a call
+took and returned exactly the tuple of the loop, XLA would treat the loop as one that changes
+nothing, and its condition as a constant.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ TARGET = "fddp_reduce"
 
 
 @cache
-def serves() -> bool:
-    """Whether XLA calls the extension; else it calls Python through jaxlib's own handler.
+def uses_extension() -> bool:
+    """Return True if XLA calls the extension, False if it calls Python through jaxlib's handler.
 
     The first call registers the handler.
     """
@@ -48,28 +48,26 @@ def serves() -> bool:
 
 
 def _by_extension(ctx: Any, token: Any, operands: Sequence[Any], number: int) -> list[Any]:
-    """Token and results of a call of the extension."""
-    inner = replace(
-        ctx,
-        avals_in=[*ctx.avals_in, abstract_token],
-        avals_out=[*ctx.avals_out, abstract_token],
-    )
+    """Emit a call of the extension. Returns its token and results."""
+    avals_in, avals_out = [*ctx.avals_in, abstract_token], [*ctx.avals_out, abstract_token]
+    inner = replace(ctx, avals_in=avals_in, avals_out=avals_out)
     lower = jax.ffi.ffi_lowering(TARGET, has_side_effect=True)
     *results, token = lower(inner, *operands, token, call=np.int64(number))
     return [token, *results]
 
 
 def _by_callback(ctx: Any, token: Any, operands: Sequence[Any], number: int) -> list[Any]:
-    """The same through jaxlib's handler, which hands over NumPy arrays, and copies the results."""
+    """Emit a call of Python through jaxlib's handler, which passes NumPy arrays and copies results.
+    Returns its token and results."""
 
     def call_back(*operands: np.ndarray) -> list[np.ndarray]:
-        loan = _Arrays(operands)
-        problem = calls.execute(number, loan)
+        arrays = _NumpyBuffers(operands)
+        problem = calls.execute(number, arrays)
         if problem is not None:
             raise RuntimeError(problem)
-        return [*loan.results, np.empty(0, np.uint8)]
+        return [*arrays.results, np.empty(0, np.uint8)]
 
-    # jaxlib's handler has the token first: another result keeps the two tuples apart.
+    # jaxlib's handler has the token first: an extra result makes the two tuples different.
     inner = replace(ctx, avals_out=[*ctx.avals_out, ShapedArray((0,), np.dtype(np.uint8))])
     (*results, _), token, _ = mlir.emit_python_callback(
         inner,
@@ -84,8 +82,8 @@ def _by_callback(ctx: Any, token: Any, operands: Sequence[Any], number: int) -> 
     return [token, *results]
 
 
-class _Arrays:
-    """What the extension lends, over NumPy arrays."""
+class _NumpyBuffers:
+    """`BorrowedBuffers` over NumPy arrays."""
 
     def __init__(self, operands: Sequence[np.ndarray]) -> None:
         self._operands = operands
@@ -109,7 +107,7 @@ def _bytes(buffer: Tensor) -> np.ndarray:
 
 
 def _lower_reduce(ctx: Any, *operands: Any, call: Call) -> list[Any]:
-    emit: Callable[..., list[Any]] = _by_extension if serves() else _by_callback
+    emit: Callable[..., list[Any]] = _by_extension if uses_extension() else _by_callback
     communicators.communicator_by_id(call.channel).open()
     types = tuple((aval.shape, aval.dtype.name) for aval in ctx.avals_in)
     token = ctx.tokens_in.get(EFFECT)
@@ -125,9 +123,9 @@ def _lower_identity(ctx: Any, *operands: Any, call: Call) -> list[Any]:
 def _lower_elsewhere(ctx: Any, *operands: Any, call: Call) -> list[Any]:
     platforms = ", ".join(ctx.module_context.platforms)
     raise TransformError(
-        f"{call}: compiled for {platforms}, and reductions in compiled programs run on the CPU; "
-        f"compile the program for it (jax.default_device, or arrays in CPU memory), or call "
-        f"GradSync on the program's results"
+        f"{call}: compiled for {platforms}, and reductions in compiled programs run on the CPU "
+        f"only; compile the program for the CPU (jax.default_device, or arrays in CPU memory), or "
+        f"call GradSync on the program's results"
     )
 
 

@@ -1,4 +1,4 @@
-"""Reductions over ranks for traced programs: trees of JAX arrays in, trees of JAX arrays out."""
+"""Reductions over ranks for traced programs, on pytrees of JAX arrays."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ def pmean(
     mesh: Mesh | None = None,
     axis: Axis = None,
 ) -> Tree:
-    """The mean over ranks of each leaf, inside of `jax.jit` as outside.
+    """Mean over ranks of each leaf, inside or outside of `jax.jit`.
 
-    It is one operation of the traced program, with an ordered effect: it runs exactly where it was
-    traced, whether or not its result is used, in every round of a loop. It differentiates in
-    forward and reverse mode, to any order, as `fddp.pmean`: it is its own transpose. Under
-    `jax.vmap` all examples travel at once. All ranks must run the same program.
+    It is one operation with an ordered effect: it runs in the order in which it was traced, in
+    every iteration of a loop, and also if its result is not used. It is differentiable in forward
+    and reverse mode, to any order, and is its own transpose, as `fddp.pmean`. Under `jax.vmap` all
+    examples are reduced in one operation. All ranks must run the same program.
 
     Args:
-        tree: arrays of floating or complex dtypes, traced or not, or what `jnp.asarray` takes; None
-            stays None. Ranks must have the same paths, shapes and dtypes.
-        group: as for `fddp.pmean`; the function closes over it. A `Communicator` is then used by
-            nothing else until the program has run.
+        tree: arrays of floating or complex dtypes, traced or not, or values that `jnp.asarray`
+            accepts; None stays None. Ranks must have the same paths, shapes and dtypes.
+        group: as for `fddp.pmean`; the function closes over it. A `Communicator` must not be used
+            otherwise until the program has run.
         mesh: the axes of the ranks, as for `GradSync`.
-        axis: a name or several, of the mesh's axes: the ranks that differ in these alone meet. None
-            for all ranks.
+        axis: one or more names of axes of the mesh. The mean is over ranks that differ only in
+            these axes; None for all ranks.
 
     Returns:
-        A tree of the same structure, the same on all ranks that meet.
+        A tree of the same structure, the same on all ranks that take part.
 
     Raises:
-        TypeError: a leaf is no array, or its dtype has no mean.
-        ValueError: `axis` names no axes of the mesh.
+        TypeError: a leaf is not an array, or its dtype has no mean.
+        ValueError: `axis` does not name axes of the mesh.
         TransformError: the program is compiled for another platform than the CPU.
-        jax.errors.JaxRuntimeError: where results are waited for; its text has that of the error
-            that `fddp.pmean` raises. `named_errors` raises that one.
+        jax.errors.JaxRuntimeError: the reduction failed; raised where results are waited for. Its
+            text contains the error of `fddp.pmean`, which `named_errors` raises instead.
 
     Example:
         >>> import fddp, jax, jax.numpy as jnp
@@ -82,9 +82,9 @@ def psum(
     mesh: Mesh | None = None,
     axis: Axis = None,
 ) -> Tree:
-    """The sum over ranks of each leaf, inside of `jax.jit` as outside.
+    """Sum over ranks of each leaf, inside or outside of `jax.jit`.
 
-    Arguments, result and errors are those of `pmean`; integers can be summed, too.
+    Arguments, result and errors are those of `pmean`; integers are supported, too.
 
     Example:
         >>> import fddp, jax, jax.numpy as jnp
@@ -103,15 +103,15 @@ def grad_sync(
     mesh: Mesh | None = None,
     axis: Axis = None,
 ) -> Tree:
-    """The tree itself, whose cotangents are averaged over ranks: `fddp.sync_on_backward`.
+    """Identity whose cotangents are averaged over ranks, as `fddp.sync_on_backward`.
 
-    Around the parameters in a loss function, it turns the gradient of each rank's own loss into the
-    gradient of their mean. Nothing is communicated before; tangents pass as they are. To average
-    gradients that exist, use `pmean`.
+    Applied to the parameters in a loss function, it turns the gradient of each rank's local loss
+    into the gradient of the mean loss. Only its transpose communicates; tangents are not changed.
+    To average existing gradients, use `pmean`.
 
     Args:
-        tree: arrays, usually parameters, the same on all ranks; None stays None, and what is not
-            floating or complex passes as it is.
+        tree: arrays, usually parameters, the same on all ranks; None stays None. Leaves that are
+            neither floating nor complex are returned unchanged.
         group, mesh, axis: as for `pmean`.
 
     Raises:
@@ -145,16 +145,16 @@ def _bound(
         None if leaf is None else _array(leaf, path, name)
         for path, leaf in zip(treedef.paths, leaves, strict=True)
     ]
-    there = [
+    present = [
         k
         for k, array in enumerate(arrays)
         if array is not None and _takes(name, array, treedef.paths[k])
     ]
-    if there:
-        paths = tuple(treedef.paths[k] for k in there)
+    if present:
+        paths = tuple(treedef.paths[k] for k in present)
         call = Call(operator, channel.number, _axes(name, channel, axis), paths, call_site(_JAX))
-        results = primitive.bind(*(arrays[k] for k in there), call=call)
-        for k, result in zip(there, results, strict=True):
+        results = primitive.bind(*(arrays[k] for k in present), call=call)
+        for k, result in zip(present, results, strict=True):
             arrays[k] = result
     return treedef.unflatten(arrays)
 
@@ -162,28 +162,28 @@ def _bound(
 def _array(leaf: Any, path: str, name: str) -> jax.Array:
     if isinstance(leaf, torch.Tensor):
         raise TypeError(
-            f"{name}: leaf {path!r} is a tensor of torch, and this is the operator for programs of "
-            f"JAX; use fddp.{'sync_on_backward' if name == 'grad_sync' else name}"
+            f"{name}: leaf {path!r} is a tensor of torch, but this operator is for JAX programs; "
+            f"use fddp.{'sync_on_backward' if name == 'grad_sync' else name}"
         )
     try:
         return jnp.asarray(leaf)
     except TypeError as error:
         raise TypeError(
             f"{name}: leaf {path!r} is a {type(leaf).__name__}; it takes arrays, numbers and None "
-            f"(equinox.partition and the like set arrays apart)"
+            f"(separate the arrays first, for example with equinox.partition)"
         ) from error
 
 
 def _takes(name: str, array: jax.Array, path: str) -> bool:
-    """Whether the leaf takes part; raises where it should but can't."""
+    """Return True if the leaf is reduced. Raise if it should be, but can't be."""
     dtype = array.dtype.name
     inexact = jnp.issubdtype(array.dtype, np.inexact)
     if name == "grad_sync" and not inexact:
         return False
     if name == "pmean" and not inexact:
         raise TypeError(
-            f"pmean: leaf {path!r} is of {dtype}, whose mean is no number of that dtype; use psum, "
-            f"or convert it to a floating dtype"
+            f"pmean: leaf {path!r} is of {dtype}, which can't represent a mean; use psum, or "
+            f"convert it to a floating dtype"
         )
     if dtype not in _SUMMABLE:
         raise TypeError(
@@ -194,7 +194,7 @@ def _takes(name: str, array: jax.Array, path: str) -> bool:
 
 
 def _axes(name: str, channel: JitCommunicator, axis: Axis) -> tuple[str, ...]:
-    """The axes that are meant, in the topology's order; () for all ranks."""
+    """The named axes in the topology's order; () for all ranks."""
     if axis is None:
         return ()
     names = (axis,) if isinstance(axis, str) else tuple(axis)

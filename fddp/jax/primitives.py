@@ -1,11 +1,11 @@
-"""Reductions over ranks as primitives of JAX: what its transformations do with them.
+"""JAX primitives for reductions over ranks, and their transformation rules.
 
 [Note: reductions in jitted programs]
-`reduce_p` adds up leaves over ranks. It has an ordered effect, the same one for all groups: JAX
-keeps such operations in the order in which they were traced, within a program, in loops and
-branches, and from one program to the next, and drops none, whether or not its result is used. So
-ranks that run the same program meet in the same operations. It is linear, and its own transpose;
-so derivatives of all orders are reductions again. `identity_p` has no effect and costs nothing; its
+`reduce_p` reduces leaves over ranks. It has an ordered effect, the same for all groups: JAX keeps
+such operations in the order in which they were traced, within a program, in loops and branches, and
+between programs. It drops none, even if a result is not used. So ranks that run the same program
+run the same collectives in the same order. `reduce_p` is linear and its own transpose, so
+derivatives of all orders are reductions again. `identity_p` has no effect and no cost; its
 transpose is `reduce_p` of the mean.
 """
 
@@ -30,7 +30,7 @@ Operator = Literal["psum", "pmean"]
 
 
 class ReductionEffect(internals.effects.Effect):
-    """One reduction over ranks happened."""
+    """Ordered effect of a reduction over ranks."""
 
     def __repr__(self) -> str:
         return "a reduction over fddp's ranks (give each process one device)"
@@ -45,10 +45,9 @@ class ReductionEffect(internals.effects.Effect):
 
 
 class StartedProgram(internals.effects.Effect):
-    """A program with reductions was started.
+    """Unordered effect of a program with reductions.
 
-    JAX forgets the tokens of programs that were compiled ahead of time, if they have ordered
-    effects and no other.
+    JAX drops the tokens of programs that were compiled ahead of time and have only ordered effects.
     """
 
 
@@ -60,15 +59,15 @@ internals.allow(StartedProgram, ordered=False)
 
 @dataclass(frozen=True)
 class Call:
-    """What one operation of a traced program does.
+    """Parameters of one reduction in a traced program.
 
     Attributes:
         operator: sum or mean.
-        channel: the number of its channel, see `communicators.py`.
-        axes: of the ranks' mesh along which they meet; () for all ranks.
-        paths: of the leaves, in the order of the operands.
-        site: where the caller's code called the operator.
-        roles: which derivatives led here, the latest last: "backward", "jvp".
+        channel: number of the channel, see [Note: channels].
+        axes: axes of the mesh along which ranks meet; () for all ranks.
+        paths: paths of the leaves, in the order of the operands.
+        site: call site of the operator in the caller's code.
+        roles: derivatives that led to this call, the latest last: "backward", "jvp".
     """
 
     operator: Operator
@@ -79,8 +78,8 @@ class Call:
     roles: tuple[str, ...] = ()
 
     def derived(self, role: str, operator: Operator, paths: tuple[str, ...]) -> Call:
-        """That of a derivative of this one."""
-        # JAX's reverse mode transposes tangents; elsewhere the two together are one step.
+        """The call of a derivative of this call."""
+        # JAX's reverse mode transposes a jvp; fddp counts the two as one "backward".
         transposes = role == "backward" and self.roles[-1:] == ("jvp",)
         before = self.roles[:-1] if transposes else self.roles
         return replace(self, operator=operator, paths=paths, roles=(*before, role))
@@ -109,12 +108,12 @@ def _jvp(
 ) -> tuple[list[Any], list[Any]]:
     results = primitive.bind(*primals, call=call)
     moving = [i for i, x in enumerate(primals) if _is_inexact(x)]
-    # A tangent that is zero on this rank may be another number on others.
-    sent = [ad.instantiate_zeros(tangents[i]) for i in moving]
+    # A tangent that is zero on this rank may be nonzero on others.
+    instantiated = [ad.instantiate_zeros(tangents[i]) for i in moving]
     paths = tuple(call.paths[i] for i in moving)
-    brought = primitive.bind(*sent, call=call.derived("jvp", call.operator, paths))
-    tangents_out: list[Any] = [_no_tangent(x) for x in results]
-    for i, tangent in zip(moving, brought, strict=True):
+    reduced = primitive.bind(*instantiated, call=call.derived("jvp", call.operator, paths))
+    tangents_out: list[Any] = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
+    for i, tangent in zip(moving, reduced, strict=True):
         tangents_out[i] = tangent
     return results, tangents_out
 
@@ -122,17 +121,17 @@ def _jvp(
 def _transpose(
     operator: Operator, cotangents: Sequence[Any], *operands: Any, call: Call
 ) -> list[Any]:
-    sent = [ad.instantiate_zeros(ct) for ct in cotangents]
-    brought = reduce_p.bind(*sent, call=call.derived("backward", operator, call.paths))
+    instantiated = [ad.instantiate_zeros(ct) for ct in cotangents]
+    reduced = reduce_p.bind(*instantiated, call=call.derived("backward", operator, call.paths))
     return [
-        ct if ad.is_undefined_primal(x) else None for x, ct in zip(operands, brought, strict=True)
+        ct if ad.is_undefined_primal(x) else None for x, ct in zip(operands, reduced, strict=True)
     ]
 
 
 def _batch(
     primitive: Primitive, operands: Sequence[Array], dims: Sequence[int | None], *, call: Call
 ) -> tuple[list[Array], list[int | None]]:
-    # All examples travel in one reduction, their axis first on every rank.
+    # One reduction for all examples, with the batch axis first on every rank.
     fronted = [
         x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True)
     ]
@@ -141,10 +140,6 @@ def _batch(
 
 def _is_inexact(x: Any) -> bool:
     return dtypes.issubdtype(jnp.result_type(x), np.inexact)
-
-
-def _no_tangent(x: Any) -> Any:
-    return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
 def _define(primitive: Primitive, transposed: Operator | None) -> None:

@@ -178,12 +178,12 @@ DRIFTS = {
     "large": (
         "large",
         "shape (100, 2000), float32",
-        "at index (77, 1234): 155234.0 on rank 0, -1.0 on rank 2",
+        "at index (77, 1234): 155234.0 on rank 0 and -1.0 on rank 2",
         "one more leaf differs",
     ),
-    "a scalar": ("a list.2", "shape (), float32", "its value: 3.0 on rank 0, 4.0 on rank 2"),
-    "a number": ("fields.rate", "float", "its value: 0.1 on rank 0, 0.2 on rank 2"),
-    "a longer number": ("fields.count", "int", "its value: 7 on rank 0, 1234 on rank 2"),
+    "a scalar": ("a list.2", "shape (), float32", "its value: 3.0 on rank 0 and 4.0 on rank 2"),
+    "a number": ("fields.rate", "float", "its value: 0.1 on rank 0 and 0.2 on rank 2"),
+    "a longer number": ("fields.count", "int", "its value: 7 on rank 0 and 1234 on rank 2"),
     "bool": ("bool", "bool", "at index (0, 0)", "True", "False"),
     "complex128": ("complex128", "at index (2, 3)", "j)"),
 }
@@ -218,7 +218,7 @@ def test_on_real_processes(launch: Launch) -> None:
     for key, (path, *_) in DRIFTS.items():
         assert f"leaf {path!r}" in runs[0][key]
         assert "rank 0 has digest" in runs[0][key]
-    bits = "-0.0 (0x80000000) on rank 0, 0.0 (0x00000000) on rank 1"
+    bits = "-0.0 (0x80000000) on rank 0 and 0.0 (0x00000000) on rank 1"
     assert f"at index 1: {bits}" in runs[0]["a sign"] or "0.0 on" in runs[0]["a sign"]
 
 
@@ -238,8 +238,8 @@ def drift_apart(group: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("mine", "theirs", "told"),
     [
-        (-0.0, 0.0, "0.0 on rank 0, -0.0 on rank 1"),
-        (0x7FC00001, 0x7FC00000, "nan (0x7fc00000) on rank 0, nan (0x7fc00001) on rank 1"),
+        (-0.0, 0.0, "0.0 on rank 0 and -0.0 on rank 1"),
+        (0x7FC00001, 0x7FC00000, "nan (0x7fc00000) on rank 0 and nan (0x7fc00001) on rank 1"),
     ],
 )
 def test_bits_count(mine: float, theirs: float, told: str) -> None:
@@ -433,21 +433,21 @@ def test_a_compiled_function_breaks_its_graph() -> None:
     for equal, differing, whole in fddp.loopback(2, run):
         assert equal == [4.0, 4.0]
         assert differing.kinds[0] == "DesyncError"
-        assert "at index 0: 0.0 on rank 0, 1.0 on rank 1" in differing.text
+        assert "at index 0: 0.0 on rank 0 and 1.0 on rank 1" in differing.text
         assert "call check_replicas outside of the compiled function" in whole
 
 
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        (lambda rank: "a" * 60 + str(rank), "...aaaaaaaa0' on rank 0, ...aaaaaaaa1' on rank 1"),
-        (lambda rank: 10**70 + rank, "...000000000 on rank 0, ...000000001 on rank 1"),
-        (lambda rank: "é" * 60 + str(rank), "...éééééééé0' on rank 0, ...éééééééé1' on rank 1"),
+        (lambda rank: "a" * 60 + str(rank), "...aaaaaaaa0' on rank 0 and ...aaaaaaaa1' on rank 1"),
+        (lambda rank: 10**70 + rank, "...000000000 on rank 0 and ...000000001 on rank 1"),
+        (lambda rank: "é" * 60 + str(rank), "...éééééééé0' on rank 0 and ...éééééééé1' on rank 1"),
         (
             lambda rank: f"{rank}" + "b" * 100,
-            f"'0{'b' * 54}... on rank 0, '1{'b' * 54}... on rank 1",
+            f"'0{'b' * 54}... on rank 0 and '1{'b' * 54}... on rank 1",
         ),
-        (lambda rank: 10 ** (60 + rank), "...00000000 on rank 0, ...000000000 on rank 1"),
+        (lambda rank: 10 ** (60 + rank), "...00000000 on rank 0 and ...000000000 on rank 1"),
     ],
 )
 def test_long_values_are_shown_where_they_differ(value: Any, told: str) -> None:
@@ -466,7 +466,7 @@ def test_three_sides() -> None:
         return ending(lambda: fddp.check_replicas(own, group)).text
 
     for text in fddp.loopback(3, run):
-        assert "at index 0: 1.0 on rank 0, 9.0 on rank 2" in text
+        assert "at index 0: 1.0 on rank 0 and 9.0 on rank 2" in text
 
 
 def test_equal_replicas_take_one_collective() -> None:

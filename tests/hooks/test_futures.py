@@ -108,9 +108,9 @@ def test_a_future_may_serve_twice() -> None:
 
 
 def test_nested_futures_are_refused() -> None:
-    with pytest.raises(TypeError, match="returns a Future; use then for it"):
+    with pytest.raises(TypeError, match="returned a Future; use then instead"):
         Future.of(1).map(Future.of).wait()
-    with pytest.raises(TypeError, match="returns a int, not a Future; use map for it"):
+    with pytest.raises(TypeError, match="returned a int, not a Future; use map instead"):
         Future.of(1).then(lambda n: n).wait()  # type: ignore[arg-type, return-value]
 
 

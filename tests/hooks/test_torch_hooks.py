@@ -189,7 +189,7 @@ def run_optimizer_overlap(rank: int, world_size: int, only: list[str] | None) ->
 def test_builtin_hooks() -> None:
     assert builtin(dist.BuiltinCommHookType.ALLREDUCE) == allreduce
     assert builtin(dist.BuiltinCommHookType.FP16_COMPRESS) == fp16_compress
-    with pytest.raises(ValueError, match="'fp16' is no built-in hook; pass ALLREDUCE or FP16"):
+    with pytest.raises(ValueError, match="'fp16' is not a built-in hook; pass ALLREDUCE or FP16"):
         builtin("fp16")  # type: ignore[arg-type]
 
 

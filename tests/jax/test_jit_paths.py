@@ -23,14 +23,14 @@ TARGETS = {"extension": "fddp_reduce", "callback": "xla_ffi_python_cpu_callback"
 @pytest.fixture(params=TARGETS)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "callback":
-        monkeypatch.setattr(lowering, "serves", lambda: False)
+        monkeypatch.setattr(lowering, "uses_extension", lambda: False)
     jax.clear_caches()
     yield request.param
     jax.clear_caches()
 
 
 def test_the_extension_was_built_with_xla_s_header() -> None:
-    assert lowering.serves(), "install jaxlib before fddp is built, as the Makefile does"
+    assert lowering.uses_extension(), "install jaxlib before fddp is built, as the Makefile does"
 
 
 def test_custom_call_targets(path: str) -> None:

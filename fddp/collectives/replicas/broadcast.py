@@ -1,4 +1,4 @@
-"""Collectives on whole trees, for the start of a run."""
+"""Broadcast of pytrees, for the start of a run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fddp.collectives.replicas.divergence import format_pair
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.protocol.messages import Schema
 from fddp.errors import PlanMismatchError, TransformError, error_text
@@ -21,39 +22,47 @@ from fddp.tree.foreign import adapted
 from fddp.tree.pytree import flatten
 
 AT_ONCE_BYTES = 250 * 1024 * 1024
-"""How much a broadcast sends at once; as much memory is needed meanwhile."""
+"""Size of the temporary buffer of a broadcast that returns new tensors."""
 
-# The same where values are written over those that are there.
+# Size of the temporary buffer of a broadcast that writes into existing tensors.
 _WRITTEN_AT_ONCE_BYTES = 32 * 1024 * 1024
 
-_REPORT: Schema = (str, object, LEAF_DETAILS)  # what is wrong, source, leaves
+_REPORT: Schema = (str, object, LEAF_DETAILS)  # error, source, leaves
 
 
 def broadcast(
     tree: Any, src: int = 0, *, group: Group | None = None, timeout_s: float | None = None
 ) -> Any:
-    """A copy of rank `src`'s tree on every rank; a collective call.
+    """Broadcast rank `src`'s tree to every rank. A collective call.
 
     Args:
-        tree: tensors of any dtype and layout; None stays None. Ranks must have the same paths,
-            shapes and dtypes. Not written.
-        src: rank in the group whose values are taken.
+        tree: dense tensors of any dtype and strides; None stays None. Ranks must have the same
+            paths, shapes and dtypes. Not written.
+        src: source rank in the group.
         group: as in `GradSync`.
         timeout_s: as in `GradSync`.
 
     Returns:
-        A new tree of the same structure. Leaves of one dtype and device travel together.
+        A new tree of the same structure. Leaves of one dtype and device are sent in one buffer.
 
     Raises:
-        PlanMismatchError: ranks differ in their trees, a leaf is no tensor, or a `torch.func`
-            transform or a tracer is active; on every rank. `broadcast_from` works in transforms.
+        PlanMismatchError: ranks have different trees, a leaf is not a tensor, or a `torch.func`
+            transform or a tracer is active. Raised on every rank. Use `broadcast_from` inside of
+            transforms.
 
     Example:
         >>> import fddp, torch
         >>> fddp.loopback(2, lambda g: fddp.broadcast({"w": torch.tensor(g.rank)}, 1, group=g))
         [{'w': tensor(1)}, {'w': tensor(1)}]
     """
-    transformed = _transform_error()
+    transformed: TransformError | None = None
+    try:
+        check_no_transform(
+            "broadcast(tree)",
+            "call it outside, or use fddp.broadcast_from, which is differentiable",
+        )
+    except TransformError as error:
+        transformed = error
     with outside_transforms(), open_transport(group, "auto", timeout_s, "broadcast") as transport:
         failure: Exception | None = None
         details: list[list[object]] = []
@@ -73,17 +82,6 @@ def broadcast(
         return treedef.unflatten([None if leaf is None else next(copies) for leaf in leaves])
 
 
-def _transform_error() -> TransformError | None:
-    try:
-        check_no_transform(
-            "broadcast(tree)",
-            "call it outside; fddp.broadcast_from works there, and differentiates",
-        )
-    except TransformError as error:
-        return error
-    return None
-
-
 def _specs(paths: Sequence[str], leaves: Sequence[Any]) -> list[LeafSpec]:
     for path, leaf in zip(paths, leaves, strict=True):
         is_dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided
@@ -92,7 +90,7 @@ def _specs(paths: Sequence[str], leaves: Sequence[Any]) -> list[LeafSpec]:
                 f"leaf {path!r} is a {getattr(leaf, 'layout', type(leaf).__name__)}; broadcast "
                 f"takes dense tensors"
             )
-    # Memory may be laid out otherwise on each rank.
+    # Strides may differ between ranks.
     return [spec._replace(strides=None) for spec in leaf_specs(paths, leaves)]
 
 
@@ -106,18 +104,20 @@ def _check_alike(
             raise PlanMismatchError(f"rank {rank} can't take part: {theirs_problem}") from failure
         if theirs_src != received[0][1]:
             raise PlanMismatchError(
-                f"src is {received[0][1]} on rank 0 and {theirs_src} on rank {rank}; pass one src"
+                f"src is {format_pair(0, received[0][1], rank, theirs_src)}; pass the same src on "
+                f"every rank"
             )
         if theirs != received[0][2]:
             raise PlanMismatchError(leaf_difference(rank, received[0][2], theirs))
     if src not in range(transport.world_size):
         raise PlanMismatchError(
-            f"src={src!r} is no rank of a group of {transport.world_size}; ranks count from 0"
+            f"src={src!r} is out of range; the group has {transport.world_size} ranks, numbered "
+            f"from 0"
         )
 
 
 def broadcast_tensors(transport: Transport, tensors: Sequence[Tensor], src: int) -> list[Tensor]:
-    """Copies of rank `src`'s tensors. Those of one dtype and device travel together."""
+    """New tensors with rank `src`'s values. Tensors of one dtype and device are sent together."""
     copies: dict[int, Tensor] = {}
     for members in _batches(tensors, AT_ONCE_BYTES):
         together = _broadcast(transport, [tensors[i] for i in members], src)
@@ -126,7 +126,7 @@ def broadcast_tensors(transport: Transport, tensors: Sequence[Tensor], src: int)
 
 
 def broadcast_(transport: Transport, tensors: Sequence[Tensor], src: int) -> None:
-    """Writes rank `src`'s tensors into those of all ranks, some at a time."""
+    """Write rank `src`'s tensors into the tensors of all ranks, a batch at a time."""
     for members in _batches(tensors, _WRITTEN_AT_ONCE_BYTES):
         flat = torch.cat([tensors[i].reshape(-1) for i in members])
         transport.broadcast(flat, src).wait("the broadcast of a module")
@@ -138,7 +138,7 @@ def broadcast_(transport: Transport, tensors: Sequence[Tensor], src: int) -> Non
 
 
 def _batches(tensors: Sequence[Tensor], most_bytes: int) -> list[list[int]]:
-    """Positions of tensors that travel together: one dtype and device, and not too many bytes."""
+    """Positions of tensors by batch: of one dtype and device, about `most_bytes` large."""
     batches: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for i, tensor in enumerate(tensors):
@@ -152,7 +152,6 @@ def _batches(tensors: Sequence[Tensor], most_bytes: int) -> list[list[int]]:
 
 
 def _broadcast(transport: Transport, tensors: list[Tensor], src: int) -> list[Tensor]:
-    """Copies of rank `src`'s tensors, through one flat buffer."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     transport.broadcast(flat, src).wait("the broadcast of a tree")
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])

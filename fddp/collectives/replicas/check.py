@@ -1,7 +1,7 @@
-"""Whether replicas still hold the same: digests of trees, compared over ranks.
+"""Divergence check of replicas by digests of their trees.
 
-Ranks compare one number for the whole tree. Only where it differs do they look for the leaf, and in
-it for the element.
+Ranks compare one number for the whole tree. Only if it differs they search for the leaf, and in it
+for the element.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from fddp.tree.describe import leaf_specs
 from fddp.tree.foreign import adapted
 from fddp.tree.pytree import flatten
 
-_PIECES = 512  # of which digests are compared at a time, in the search for an element
-_SMALL_BYTES = 4096  # that ranks show each other as they are
+_PIECES = 512  # pieces whose digests are compared in each round of the search for an element
+_SMALL_BYTES = 4096  # size of a piece that is exchanged in full
 _WAY_OUT = (
-    "take one rank's values on all, with fddp.broadcast or fddp.reconcile, or go back to a "
-    "checkpoint; what makes replicas part are steps that some ranks leave out, random numbers that "
-    "differ, and updates of parameters from what is not synchronised"
+    "copy one rank's values to all ranks with fddp.broadcast or fddp.reconcile, or restart from a "
+    "checkpoint; replicas diverge if some ranks skip steps, if random numbers differ, or if "
+    "parameters are updated from values that are not synchronised"
 )
 
 _OUTSIDE = (
@@ -53,30 +53,30 @@ _OUTSIDE = (
 def check_replicas(
     tree: Any, group: Group | Communicator | None = None, *, every: int = 1, step: int = 0
 ) -> None:
-    """Raises on every rank if ranks hold different trees; a collective call.
+    """Raise on every rank if ranks hold different trees. A collective call.
 
-    Bits are compared: -0.0 differs from 0.0, and NaN equals a NaN of the same bits. A tree is read
-    once, and ranks exchange 32 bytes each. The first call on a group opens a communicator, which
-    operators on that group use, too.
+    Bits are compared: -0.0 differs from 0.0, and NaN equals a NaN of the same bits. The tree is
+    read once, and ranks exchange 32 bytes each. The first call on a group opens a communicator,
+    which operators on that group also use.
 
     Args:
-        tree: tensors of any dtype, device and strides, arrays of JAX, and numbers of Python; None
-            stays None. Parameters, buffers, the state of an optimizer. Not written.
-        group: whose ranks are compared, as in `fddp.pmean`; the default group for None.
-        every: the check is due at every so many steps.
-        step: number of this step; where `step % every` is not 0, this returns at once, without
-            communication. The same on all ranks.
+        tree: tensors of any dtype, device and strides, JAX arrays and Python numbers; None is
+            ignored. For example parameters, buffers or optimizer state. Not written.
+        group: ranks to compare, as in `fddp.pmean`; None for the default group.
+        every: number of steps between two checks.
+        step: number of this step, the same on all ranks. If `step % every` is not 0, this returns
+            at once, without communication.
 
     Raises:
-        DesyncError: ranks differ. The text names the first leaf in canonical order that does, who
-            differs from whom, both digests, and the first element with both values; `path` and
-            `ranks` are attributes. Or ranks have trees of different structure, passed another
-            `step` or `every`, or are in different calls. The group stays usable.
-        PeerError: another rank's tree can't be read, or its `step` or `every` makes no sense.
-        TypeError, ValueError: this rank's can't, or don't.
+        DesyncError: ranks differ. The text has the first differing leaf in canonical order, the
+            ranks of each digest, and the first differing element with both values. `path` and
+            `ranks` are attributes. Also raised if ranks have trees of different structure, passed
+            different `step` or `every`, or are in different calls. The group remains usable.
+        PeerError: another rank's tree can't be read, or its `step` or `every` is invalid.
+        TypeError, ValueError: this rank's tree can't be read, or `step` or `every` is invalid.
         TransformError: within a `torch.func` transform, or under a tracer. `torch.compile` breaks
             its graph at the call.
-        RankLostError, SyncTimeoutError: a rank did not come.
+        RankLostError, SyncTimeoutError: a rank did not arrive.
 
     Example:
         >>> import fddp, torch
@@ -100,7 +100,7 @@ def check_replicas(
         check_no_transform(what, "call it outside of the transform")
     except Exception as error:
         problem = problem or error
-    # A problem is told to the others below, where no transform is active.
+    # A problem is reported to other ranks below, where no transform is active.
     with communicator.lock, outside_tracing(), torch.inference_mode(False):
         try:
             if problem is not None:
@@ -116,15 +116,15 @@ def check_replicas(
 
 
 class _LocalDigest(NamedTuple):
-    """This rank's tree, digested.
+    """Digests of this rank's tree.
 
     Attributes:
-        text: the call in words.
-        when: at which step, and how often.
+        text: the call, for errors.
+        when: step and period, for errors; empty for the defaults.
         leaves: tensors, one for each leaf that is not None.
-        numbers: what leaves were that are numbers of Python; None for the others.
-        details: path, shape, dtype and device of each, as operators tell them.
-        digests: of each.
+        numbers: the Python number of each leaf that is one, else None.
+        details: path, shape, dtype and device of each leaf, as in reports of operators.
+        digests: digest of each leaf.
     """
 
     text: str
@@ -136,23 +136,22 @@ class _LocalDigest(NamedTuple):
 
     @property
     def fingerprint(self) -> int:
-        """64 bits, signed, alike on ranks that compare trees of one structure at one step."""
+        """Signed 64-bit hash, equal on ranks that compare trees of one structure at one step."""
         return _signed(hashlib.sha256(json.dumps([self.details, self.when]).encode()).digest())
 
     @property
     def value(self) -> int:
-        """64 bits, signed, alike on ranks whose trees are."""
+        """Signed 64-bit hash, equal on ranks whose trees are equal."""
         return _signed(hash_words(self.digests).to_bytes(8, "big"))
 
     def report(self) -> dict[str, Any]:
-        """What the others are told where ranks differ."""
+        """The report that ranks exchange if they differ."""
         details = ["check_replicas", [], -1, False, self.details, []]
-        said = {"text": self.text, "details": details, "digests": self.digests}
-        return {**said, "when": self.when}
+        report = {"text": self.text, "details": details}
+        return {**report, "digests": self.digests, "when": self.when}
 
 
 def _validate_period(every: Any, step: Any) -> Exception | None:
-    """What is wrong with the numbers that say when a check is due."""
     for name, value in (("every", every), ("step", step)):
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             return TypeError(f"check_replicas: {name}={value!r} must be an int, a number of steps")
@@ -162,7 +161,7 @@ def _validate_period(every: Any, step: Any) -> Exception | None:
 
 
 def _when(every: int, step: int) -> str:
-    """Empty for the defaults.
+    """Step and period for errors; empty for the defaults.
 
     >>> _when(1, 0), _when(10, 20)
     ('', ' at step 20, every=10')
@@ -171,7 +170,7 @@ def _when(every: int, step: int) -> str:
 
 
 def _check_when(whens: list[str], text: str) -> None:
-    """Whether all ranks are at one step; replicas of different steps may well differ."""
+    """Raise if ranks are at different steps, where their replicas may differ."""
     if len(set(whens)) == 1:
         return
     groups = ranks_by_value([whens.index(when) for when in whens])
@@ -206,7 +205,7 @@ def _own(tree: Any, when: str) -> _LocalDigest:
 
 
 def _tensor(path: str, leaf: Any) -> Tensor:
-    """A leaf as a tensor: a number of Python as its text."""
+    """A leaf as a tensor. A Python number becomes the bytes of its text."""
     if isinstance(leaf, bool | int | float | complex | str):
         return torch.tensor(list(_text(leaf).encode()), dtype=torch.uint8)
     if not isinstance(leaf, Tensor):
@@ -222,8 +221,8 @@ def _tensor(path: str, leaf: Any) -> Tensor:
         )
     if leaf.is_quantized:
         raise TypeError(
-            f"check_replicas: leaf {path!r} is quantized ({leaf.dtype}), and its scale is not in "
-            f"its bytes; pass its int_repr(), scales and zero points"
+            f"check_replicas: leaf {path!r} is quantized ({leaf.dtype}), and its bytes do not "
+            f"contain its scale; pass its int_repr(), scales and zero points"
         )
     if leaf.device.type == "meta":
         raise TypeError(f"check_replicas: leaf {path!r} is on the meta device, and has no values")
@@ -231,15 +230,13 @@ def _tensor(path: str, leaf: Any) -> Tensor:
 
 
 def _text(number: object) -> str:
-    if isinstance(number, float):
-        return number.hex()
-    return repr(number)
+    return number.hex() if isinstance(number, float) else repr(number)
 
 
 def _error(
     communicator: Communicator, own: _LocalDigest, digests: dict[int, list[int]]
 ) -> DesyncError:
-    """The same on every rank; the search for the element is a collective."""
+    """The error of trees that differ, the same on every rank. Collective: searches the element."""
     columns = zip(*(digests[rank] for rank in sorted(digests)), strict=True)
     leaf, column = next((i, c) for i, c in enumerate(columns) if len(set(c)) > 1)
     path, shape, dtype, _ = own.details[leaf]
@@ -262,11 +259,11 @@ def _error(
 
 
 class _Place(NamedTuple):
-    """The first element in which ranks differ.
+    """The first element that differs between ranks.
 
     Attributes:
-        position: in order.
-        values: in words, whole, by rank; alike only where ranks do not differ here.
+        position: flat index of the element.
+        values: full text of each rank's value, by rank.
     """
 
     position: int
@@ -274,17 +271,14 @@ class _Place(NamedTuple):
 
 
 def _values(communicator: Communicator, what: str, own: str) -> list[str]:
-    """What ranks have, in words, by rank."""
-    run = own.encode()
-    lengths = handshake.gather(communicator, what, len(run).to_bytes(8, "big"))
-    sizes = [int.from_bytes(length, "big") for length in lengths]
-    received = handshake.gather(communicator, what, run.ljust(max(sizes)))
-    return [text[:size].decode() for text, size in zip(received, sizes, strict=True)]
+    place = communicator.place(())
+    texts = handshake.gather_texts(communicator, place, what, own.encode())
+    return [text.decode() for text in texts]
 
 
 def _first_difference(communicator: Communicator, leaf: Tensor, what: str) -> _Place:
-    """Where in a leaf ranks differ; a collective."""
-    flat, itemsize = bytes_of(leaf), leaf.element_size()
+    """Find the first element of a leaf that differs between ranks. A collective call."""
+    place, flat, itemsize = communicator.place(()), bytes_of(leaf), leaf.element_size()
     start, stop = 0, flat.numel() // itemsize
     while (stop - start) * itemsize > _SMALL_BYTES:
         size = -(-(stop - start) // _PIECES)
@@ -292,15 +286,16 @@ def _first_difference(communicator: Communicator, leaf: Tensor, what: str) -> _P
         digests = [
             digest_of(flat[cut * itemsize : min(cut + size, stop) * itemsize]) for cut in cuts
         ]
-        received = handshake.gather(communicator, what, np.array(digests, np.uint64).tobytes())
+        payload = np.array(digests, np.uint64).tobytes()
+        received = handshake.gather(communicator, place, what, payload)
         piece = _first_apart([np.frombuffer(text, np.uint64) for text in received])
         start, stop = cuts[piece], min(cuts[piece] + size, stop)
     own = flat[start * itemsize : stop * itemsize].cpu().numpy().tobytes()
-    received = handshake.gather(communicator, what, own)
+    received = handshake.gather(communicator, place, what, own)
     rows = [np.frombuffer(text, np.uint8).reshape(-1, itemsize) for text in received]
     element = _first_apart(rows)
     values = _values(communicator, what, repr(element_at(leaf, start + element)))
-    bits = [row[element].tobytes()[::-1].hex() for row in rows]  # of little-endian memory
+    bits = [row[element].tobytes()[::-1].hex() for row in rows]  # memory is little-endian
     if len(set(values)) < len(set(bits)):
         values = [f"{text} (0x{bit})" for text, bit in zip(values, bits, strict=True)]
     return _Place(start + element, values)

@@ -1,4 +1,4 @@
-"""One rank's bytes on all ranks, in pieces of bounded size."""
+"""Broadcast of bytes in chunks of bounded size."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fddp.core.protocol.messages import malformed_message_error
 from fddp.transport.base import Transport
 
 PIECE_BYTES = 32 * 1024 * 1024
-"""How much travels at once; as much memory is needed meanwhile."""
+"""Size of a chunk, and of the temporary buffer of a broadcast."""
 
 MOST_TEXT_BYTES = 2**31
-"""Longer texts are taken for nonsense, before there is memory for them."""
+"""Longer texts are rejected as malformed before memory is allocated for them."""
 
 
 class ByteRange(NamedTuple):
-    """Some bytes of one of several runs.
+    """A range of bytes of one of several runs.
 
     Attributes:
-        run: which one.
+        run: index of the run.
         start: first byte.
         stop: byte after the last.
     """
@@ -33,7 +33,7 @@ class ByteRange(NamedTuple):
 
 
 def chunks(sizes: Sequence[int], most: int) -> Iterator[list[ByteRange]]:
-    """Cuts runs of these sizes, one behind the other, into pieces of at most `most` bytes.
+    """Split the concatenation of runs of these sizes into chunks of at most `most` bytes.
 
     Example:
         >>> [[tuple(stretch) for stretch in piece] for piece in chunks([3, 0, 6], 4)]
@@ -58,14 +58,15 @@ def chunks(sizes: Sequence[int], most: int) -> Iterator[list[ByteRange]]:
 def broadcast_bytes_(
     transport: Transport, runs: Sequence[Tensor], src: int, what: str, *, keeps: bool = True
 ) -> None:
-    """Writes rank `src`'s bytes into those of all ranks; a collective call.
+    """Write rank `src`'s bytes into the tensors of all ranks. A collective call.
 
     Args:
-        transport: carries them.
-        runs: tensors of bytes, shape `(n,)`, of the same sizes on all ranks; rank `src` reads its.
-        src: whose bytes are passed on.
-        what: in words, for errors.
-        keeps: whether this rank writes them; False where its runs have them already.
+        transport: the transport.
+        runs: tensors of bytes, shape `(n,)`, of the same sizes on all ranks.
+        src: source rank; its tensors are only read.
+        what: description of the data, for errors.
+        keeps: False if this rank takes part but does not need the bytes; its tensors are not
+            written.
     """
     sizes = [run.numel() for run in runs]
     longest = min(PIECE_BYTES, sum(sizes))
@@ -86,10 +87,10 @@ def broadcast_bytes_(
 
 
 def broadcast_text(transport: Transport, text: str, length: int, src: int, what: str) -> str:
-    """Rank `src`'s text on all ranks, which know its length in ASCII; a collective call.
+    """Rank `src`'s ASCII text on all ranks, which know its length. A collective call.
 
     Raises:
-        DesyncError: it is no such text, or `length` can't be one's; on every rank.
+        DesyncError: the text is not ASCII, or `length` is invalid. Raised on every rank.
     """
     if not 0 <= length <= MOST_TEXT_BYTES:
         raise malformed_message_error(src, what, ValueError(f"its text has {length} bytes"))

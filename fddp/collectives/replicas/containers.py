@@ -1,5 +1,4 @@
-"""The plain containers of a tree as JSON, so that a rank without one can make it: nothing is
-unpickled."""
+"""Containers of a tree as JSON, so that a rank without the tree can build it without unpickling."""
 
 from __future__ import annotations
 
@@ -8,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
+from fddp.core.protocol.messages import decode
+
 _MAX_DEPTH = 200
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict}
 _SEQUENCES: dict[str, type[list[Any]] | type[tuple[Any, ...]]] = {"list": list, "tuple": tuple}
@@ -15,7 +16,7 @@ _NAMES = {container: name for name, container in {**_DICTS, **_SEQUENCES}.items(
 
 
 def containers_to_json(tree: Any) -> str:
-    """The containers of a tree as text; what is no dict, OrderedDict, list or tuple is a leaf.
+    """Containers of a tree as JSON. Anything but a dict, OrderedDict, list or tuple is a leaf.
 
     Raises:
         ValueError: a key is neither text nor an integer, or the tree is more than 200 levels deep.
@@ -28,19 +29,16 @@ def containers_to_json(tree: Any) -> str:
 
 
 def containers_from_json(text: str) -> Any:
-    """A tree of the containers that `containers_to_json` described, with None for leaves.
+    """A tree of these containers, with None for leaves. Inverse of `containers_to_json`.
 
     Raises:
-        ValueError: the text is no such description.
+        ValueError: the text is malformed.
 
     Example:
         >>> containers_from_json('["dict",["w",null],["moments",["tuple",null,["list",null]]]]')
         {'w': None, 'moments': (None, [None])}
     """
-    try:
-        return _made(json.loads(text), 0)
-    except RecursionError as error:
-        raise ValueError("the description of a tree is too deep") from error
+    return _made(decode(text, object), 0)
 
 
 def _described(node: Any, depth: int) -> Any:
@@ -61,7 +59,7 @@ def _made(node: Any, depth: int) -> Any:
     if node is None:
         return None
     if depth == _MAX_DEPTH or not isinstance(node, list) or not node:
-        raise ValueError("the description of a tree is not one, or is too deep")
+        raise ValueError("the description of a tree is malformed or too deep")
     name, *children = node
     if isinstance(name, str) and name in _SEQUENCES:
         return _SEQUENCES[name](_made(child, depth + 1) for child in children)

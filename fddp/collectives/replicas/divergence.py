@@ -1,20 +1,20 @@
-"""Ranks that have different values, in words: who has what, and where the values part."""
+"""Formatting of differences between ranks: groups of ranks and their values."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 
-_LONGEST = 56  # characters of a value that are shown
-_BEFORE = 8  # of them before the first that differs
-_MOST_RANKS = 8  # that are named of one side, and sides that are told
+_LONGEST = 56  # characters shown of a value
+_BEFORE = 8  # of these, characters before the first difference
+_MOST_RANKS = 8  # ranks named in one group, and groups named
 
 
 def ranks_by_value(column: Sequence[int]) -> list[list[int]]:
-    """Ranks by what they have, most first; the lower ranks of two equally large sides first.
+    """Group ranks by value: the largest group first, and the lower ranks first of equal groups.
 
     Args:
-        column: a number for each rank, for what it has.
+        column: a number for each rank that identifies its value.
 
     Example:
         >>> ranks_by_value([7, 5, 7, 7, 5, 9])
@@ -26,7 +26,7 @@ def ranks_by_value(column: Sequence[int]) -> list[list[int]]:
 
 
 def minority_ranks(groups: list[list[int]]) -> tuple[int, ...]:
-    """The ranks that differ from the largest side; all of them where no side is the largest.
+    """Ranks outside of the largest group. All ranks if all groups have the same size.
 
     Example:
         >>> minority_ranks([[0, 2, 3], [1], [4]]), minority_ranks([[0], [1]])
@@ -38,36 +38,52 @@ def minority_ranks(groups: list[list[int]]) -> tuple[int, ...]:
 
 
 def format_digests(groups: list[list[int]], column: Sequence[int]) -> str:
-    """Which digest the ranks of each side have.
+    """Text with the digest of each group.
 
     Example:
         >>> format_digests([[0, 2], [1]], [7, 255, 7])
         'ranks 0 and 2 have digest 0000000000000007, rank 1 has digest 00000000000000ff'
     """
     parts = [
-        f"{format_ranks(group)} {_have(group)} digest {column[group[0]]:016x}" for group in groups
+        f"{format_ranks(group)} {'has' if len(group) == 1 else 'have'} digest "
+        f"{column[group[0]]:016x}"
+        for group in groups
     ]
     rest = len(parts) - _MOST_RANKS
     return ", ".join(parts[:_MOST_RANKS]) + (f" and {rest} more digests" if rest > 0 else "")
 
 
 def format_values(groups: list[list[int]], values: Sequence[str]) -> str:
-    """What two ranks of different sides have, in short; `values` are whole, by rank.
+    """Text with the values of two ranks of different groups, abbreviated.
+
+    Args:
+        groups: ranks by value.
+        values: full text of each rank's value, by rank.
 
     Example:
         >>> format_values([[0, 2], [1]], ["3.0", "4.0", "3.0"])
-        '3.0 on rank 0, 4.0 on rank 1'
+        '3.0 on rank 0 and 4.0 on rank 1'
     """
     one, *rest = (group[0] for group in groups)
-    # Of three sides, the second may differ from the first in a later element only.
+    # With three groups, the second may differ from the first only in a later element.
     apart = (rank for rank in rest if values[rank] != values[one])
     two = next(apart, rest[0])
     mine, theirs = _cut(values[one], values[two])
-    return f"{mine} on rank {one}, {theirs} on rank {two}"
+    return format_pair(one, mine, two, theirs)
+
+
+def format_pair(one: int, mine: object, two: int, theirs: object) -> str:
+    """Text with the values of two ranks, in full.
+
+    Example:
+        >>> format_pair(0, "float32", 3, "float64")
+        'float32 on rank 0 and float64 on rank 3'
+    """
+    return f"{mine} on rank {one} and {theirs} on rank {two}"
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """Some ranks in words.
+    """Text that lists ranks, at most eight.
 
     Example:
         >>> format_ranks([3]), format_ranks([0, 1, 4]), format_ranks(list(range(100)))
@@ -81,12 +97,8 @@ def format_ranks(ranks: list[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _have(group: list[int]) -> str:
-    return "has" if len(group) == 1 else "have"
-
-
 def _cut(one: str, two: str) -> tuple[str, str]:
-    """Two texts that differ, so short that they can be shown; both have the first difference.
+    """Abbreviate two different texts. Both keep the first difference.
 
     >>> _cut("12", "13")
     ('12', '13')

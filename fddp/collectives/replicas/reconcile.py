@@ -1,4 +1,4 @@
-"""The newest state of a run on all ranks: after a failure, and for ranks that come late."""
+"""Reconciliation of states: the newest state on all ranks, after a failure or for late ranks."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ T = TypeVar("T")
 def reconcile(
     tree: Any, group: Group | None = None, *, step: int | None, timeout_s: float | None = None
 ) -> tuple[Any, int]:
-    """The newest state of all ranks, on every rank; a collective call.
+    """The newest state of all ranks, on every rank. A collective call.
 
-    The state of the highest step is taken, of the lowest rank that has it. Each rank hashes what it
-    holds afterwards. Where all have the same bits already, nothing but digests travels.
+    The source is the lowest rank with the highest step. Each rank verifies its result by a hash. If
+    all ranks already have the same bits, only digests are exchanged.
 
     Args:
-        tree: this rank's state: parameters, optimizer state, hook state, the position in the data;
-            a tree of plain, dense tensors, numbers, text and None. Ranks may have different trees.
+        tree: this rank's state: parameters, optimizer state, hook state, position in the data; a
+            tree of plain, dense tensors, numbers, text and None. Ranks may have different trees.
             None for a rank that has no state. Not written.
         group: as in `GradSync`.
-        step: how many steps this state has seen, 0 or more; anything where `tree` is None.
+        step: number of steps that the state has completed, 0 or more; ignored if `tree` is None.
         timeout_s: as in `GradSync`.
 
     Returns:
-        `(tree, step)` of the newest state. On a rank whose tree is of that step and has the same
-        paths and bits it is the tree that was passed. Elsewhere the tensors are new, on the device
-        of the rank's own leaf of the same path, or else of the same type as at the source. They are
-        plain: no `nn.Parameter`, `requires_grad` is False, and leaves that were one tensor are
-        several. The containers are dicts, OrderedDicts, lists and tuples as at the source. Where
-        either tree has others, such as named tuples, a rank whose tree has the same paths keeps its
-        own. A rank that passed arrays of JAX in the containers that it gets back gets some.
+        `(tree, step)` of the newest state. A rank whose tree is of that step and has the same paths
+        and bits gets the tree that it passed. Other ranks get new tensors, on the device of their
+        own leaf with the same path, or else on the source's type of device. These are plain
+        tensors: no `nn.Parameter`, `requires_grad` is False, and tied leaves become separate
+        tensors. Containers are dicts, OrderedDicts, lists and tuples as at the source. If either
+        tree has others, such as named tuples, a rank whose tree has the same paths keeps its own.
+        A rank whose containers are kept and hold JAX arrays gets JAX arrays.
 
     Raises:
-        PlanMismatchError: no rank has a state; a rank's tree or step makes no sense; or a rank
-            can't make the containers of the newest. On every rank, which it names.
-        DesyncError: a rank holds other bits afterwards; on every rank, with the first leaf.
-        RankLostError, SyncTimeoutError: a rank did not come.
+        PlanMismatchError: no rank has a state, a rank's tree or step is invalid, or a rank can't
+            build the containers of the newest tree. Raised on every rank; names the rank.
+        DesyncError: a rank holds other bits afterwards. Raised on every rank; names the first leaf.
+        RankLostError, SyncTimeoutError: a rank did not arrive.
 
     Example:
         >>> import fddp, torch
@@ -77,11 +77,11 @@ def reconcile(
 def reconciled(
     transport: Transport, tree: Any, step: int | None, problem: Exception | None = None
 ) -> tuple[Any, int]:
-    """`reconcile` over a transport; `problem` is why this rank can't take part."""
+    """`reconcile` over a transport. `problem` is the error of this rank if it can't take part."""
     own = None
     try:
         if problem is None and tree is not None:
-            own = _taken_apart(tree, step)
+            own = _snapshot(tree, step)
     except Exception as error:
         problem = error
     newest = _newest(transport, own, step, problem)
@@ -95,16 +95,16 @@ class _Newest(NamedTuple):
     steps: Sequence[int | None]  # of all ranks
 
 
-def _taken_apart(tree: Any, step: int | None) -> Snapshot:
+def _snapshot(tree: Any, step: int | None) -> Snapshot:
     if type(step) is not int or not 0 <= step < _MAX_STEP:
-        raise ValueError(f"step must be an int of at least 0 where there is a tree, got {step!r}")
+        raise ValueError(f"step must be an int of at least 0 if tree is not None, got {step!r}")
     return Snapshot.of(tree)
 
 
 def _newest(
     transport: Transport, own: Snapshot | None, step: int | None, failure: Exception | None
 ) -> _Newest:
-    """Whose state is taken; raises on all ranks where one can't take part."""
+    """The source rank and its step. Raises on all ranks if one can't take part."""
     received = _agree(transport, failure, None if own is None else step, optional(int))
     steps = [theirs for _, theirs in received]
     for rank, theirs in enumerate(steps):
@@ -113,8 +113,8 @@ def _newest(
     held = [theirs for theirs in steps if theirs is not None]
     if not held:
         raise PlanMismatchError(
-            f"none of {len(steps)} ranks has a state, so there is none to take; pass one rank's "
-            f"tree at least, from a checkpoint or a fresh start at step 0"
+            f"none of {len(steps)} ranks has a state; pass a tree on at least one rank, from a "
+            f"checkpoint or a fresh start at step 0"
         )
     return _Newest(steps.index(max(held)), max(held), steps)
 
@@ -122,7 +122,7 @@ def _newest(
 def _broadcast_state(
     transport: Transport, own: Snapshot | None, newest: _Newest
 ) -> tuple[Snapshot, bool]:
-    """The newest state, and whether this rank has held it before."""
+    """The newest state, and True if this rank held it before."""
     text, whole = "", ""
     if own is not None and newest.steps[transport.rank] == newest.step:
         whole = _whole(own, own.digests())
@@ -153,7 +153,7 @@ def _broadcast_state(
 def _agree(
     transport: Transport, failure: Exception | None, value: T, schema: Schema
 ) -> list[tuple[str, T]]:
-    """Every rank's value, if none has failed."""
+    """Exchange values by rank. Raises on all ranks if one has failed."""
     mine = [error_text(failure) if failure else "", value]
     received = exchange(transport, mine, (str, schema), "own state")
     for rank, (problem, _) in enumerate(received):
@@ -163,7 +163,7 @@ def _agree(
 
 
 def _check(transport: Transport, found: Snapshot, newest: _Newest) -> None:
-    """Raises on every rank where one holds other bits than the source."""
+    """Raise on every rank if a rank holds other bits than the source."""
     digests = found.digests()
     received = exchange(transport, _whole(found, digests), str, "digest")
     differing = [rank for rank, theirs in enumerate(received) if theirs != received[newest.rank]]
@@ -174,10 +174,9 @@ def _check(transport: Transport, found: Snapshot, newest: _Newest) -> None:
     leaf = next(i for i, (wanted, theirs) in enumerate(pairs) if wanted != theirs)
     raise DesyncError(
         f"leaf {found.treedef.paths[leaf]!r} has the digest {leaves[newest.rank][leaf]} on rank "
-        f"{newest.rank}, whose state of step {newest.step} was taken, and "
-        f"{leaves[differing[0]][leaf]} on rank {differing[0]} after it was sent there; memory or "
-        f"network of a host do not hold what they are given: leave it out, and start from a "
-        f"checkpoint"
+        f"{newest.rank}, the source of the state of step {newest.step}, and "
+        f"{leaves[differing[0]][leaf]} on rank {differing[0]} after the broadcast; memory or "
+        f"network of a host corrupted data: exclude that host, and restart from a checkpoint"
     )
 
 

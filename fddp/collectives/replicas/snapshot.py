@@ -1,4 +1,4 @@
-"""A rank's state taken apart: what its leaves are, what they hold, and room for another rank's."""
+"""Snapshots of a rank's state: leaves, structure, digests, and memory for another rank's state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fddp.core.protocol.messages import AnyOf, Schema, decode
 from fddp.tree.foreign import ForeignTreeDef, adapted
 from fddp.tree.pytree import TreeDef, flatten
 
-#: what a leaf may be
+#: supported leaves
 Leaf: TypeAlias = Tensor | bool | int | float | str | None
 
 _DESCRIPTION: Schema = {
@@ -27,18 +27,18 @@ _DESCRIPTION: Schema = {
     "obstacle": str,
 }
 _DIGEST_CHARS = 16
-_HASHED_BYTES = 16 * 1024 * 1024  # of another device's memory, brought over at once
+_HASHED_BYTES = 16 * 1024 * 1024  # copied to the CPU at a time
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A tree that was taken apart.
+    """A flattened state.
 
     Attributes:
-        leaves: in canonical order; tensors where the tree has arrays of another library.
-        treedef: puts it together again.
-        containers: its containers as text; empty where a rank without the tree can't make them.
-        obstacle: why it can't.
+        leaves: leaves in canonical order; arrays of other libraries as tensors.
+        treedef: structure of the tree.
+        containers: containers as JSON; empty if a rank without the tree can't build them.
+        obstacle: the reason why it can't; else empty.
     """
 
     leaves: list[Leaf]
@@ -48,7 +48,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, tree: Any) -> Snapshot:
-        """Takes a tree apart.
+        """Snapshot of a tree.
 
         Raises:
             TypeError: a leaf is neither a plain, dense tensor nor a number, text or None.
@@ -57,18 +57,18 @@ class Snapshot:
         arrays = [None if _is_plain(leaf) else leaf for leaf in leaves]
         tensors, treedef = adapted(arrays, treedef, "tree")
         pairs = zip(leaves, tensors, strict=True)
-        held = [leaf if _is_plain(leaf) else tensor for leaf, tensor in pairs]
-        for path, leaf in zip(treedef.paths, held, strict=True):
+        converted = [leaf if _is_plain(leaf) else tensor for leaf, tensor in pairs]
+        for path, leaf in zip(treedef.paths, converted, strict=True):
             kind = "" if _is_plain(leaf) else _not_dense(leaf)
             if kind:
                 raise TypeError(
                     f"leaf {path!r} is a {kind}; leaves are plain, dense tensors with memory (of a "
                     f"DTensor, its to_local()), numbers, text or None"
                 )
-        return cls(held, treedef, *_containers(tree, treedef.paths))
+        return cls(converted, treedef, *_containers(tree, treedef.paths))
 
     def tree(self) -> Any:
-        """The tree around the leaves."""
+        """Rebuild the tree."""
         if not isinstance(self.treedef, ForeignTreeDef):
             return self.treedef.unflatten(self.leaves)
         tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in self.leaves]
@@ -77,7 +77,7 @@ class Snapshot:
         return TreeDef(self.treedef._treespec, self.treedef._structure).unflatten(whole)
 
     def description(self) -> str:
-        """All but the contents of tensors, as JSON."""
+        """Everything except the contents of tensors, as JSON."""
         document = {
             "paths": self.treedef.paths,
             "leaves": [*map(_described, self.leaves)],
@@ -87,15 +87,15 @@ class Snapshot:
         return json.dumps(document, separators=(",", ":"))
 
     def runs(self) -> list[Tensor]:
-        """The tensors' bytes, each of shape `(n,)`; over their memory where they are contiguous."""
+        """Bytes of each tensor, shape `(n,)`; views of the tensors that are contiguous."""
         return [_bytes_of(leaf) for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def digests(self) -> list[str]:
-        """For each leaf the beginning of SHA-256 over what it is and holds."""
+        """Prefix of the SHA-256 of each leaf's type and contents."""
         return [_digest(leaf) for leaf in self.leaves]
 
     def laid_out_as(self, own: Snapshot | None) -> Snapshot:
-        """The same values with each tensor's elements in the order in which `own` has them."""
+        """The same values, with the strides of `own`'s tensors if it has the same paths."""
         if own is None or own.treedef.paths != self.treedef.paths:
             return self
         pairs = zip(self.leaves, own.leaves, strict=True)
@@ -103,12 +103,13 @@ class Snapshot:
 
 
 def allocate_like(description: str, own: Snapshot | None) -> Snapshot:
-    """Memory for the state that another rank described, in the containers of this rank's own tree
-    if that has the same leaves; contents are undefined.
+    """Allocate the state that another rank described. Contents of tensors are undefined.
+
+    The containers are those of this rank's own tree if that has the same paths.
 
     Raises:
-        ValueError: its containers can't be made here, or the text is no description.
-        RuntimeError: there is no memory for it.
+        ValueError: the containers can't be built here, or the description is malformed.
+        RuntimeError: out of memory.
     """
     document = decode(description, _DESCRIPTION)
     paths, kinds = tuple(document["paths"]), document["leaves"]
@@ -125,11 +126,11 @@ def allocate_like(description: str, own: Snapshot | None) -> Snapshot:
         return replace(own, leaves=leaves)
     if not containers:
         raise ValueError(
-            f"{obstacle}; pass a tree with the same leaves on this rank, whose values do not matter"
+            f"{obstacle}; pass a tree with the same leaves on this rank, with any values"
         )
     treedef = flatten(containers_from_json(containers))[1]
     if treedef.paths != paths:
-        raise ValueError("the description's containers have other leaves than it lists")
+        raise ValueError("the description's containers do not have the leaves that it lists")
     return Snapshot(leaves, treedef, containers, "")
 
 
@@ -138,7 +139,7 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def _not_dense(leaf: Any) -> str:
-    """What a leaf is whose bytes are not all of it; empty for a dense tensor."""
+    """Kind of an unsupported leaf; empty for a dense tensor."""
     if type(leaf) not in (Tensor, torch.nn.Parameter):
         return type(leaf).__name__
     if leaf.layout is not torch.strided:
@@ -149,7 +150,7 @@ def _not_dense(leaf: Any) -> str:
 
 
 def _containers(tree: Any, paths: Sequence[str]) -> tuple[str, str]:
-    """The tree's containers as text, and why there is none."""
+    """The containers as JSON and an empty text, or an empty text and the obstacle."""
     try:
         text = containers_to_json(tree)
         made = flatten(containers_from_json(text))[1].paths
@@ -165,7 +166,7 @@ def _described(leaf: Leaf) -> Any:
         return [str(leaf.dtype).removeprefix("torch."), [*leaf.shape], leaf.device.type]
     if leaf is None or isinstance(leaf, (bool, str)):
         return leaf
-    # As text, which has every bit of a float, and no bound on integers.
+    # As text, which is exact for floats and unbounded for integers.
     return {"float": float(leaf).hex()} if isinstance(leaf, float) else {"int": hex(leaf)}
 
 
@@ -174,7 +175,7 @@ def _room(kind: Any, like: Leaf) -> Leaf:
         name, shape, device = kind
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype) or str(dtype) != f"torch.{name}":
-            raise ValueError(f"a leaf is of {name!r:.40}, which this torch does not have")
+            raise ValueError(f"a leaf is of {name!r:.40}, which is not a dtype of this torch")
         if not all(0 <= size <= MAX_COUNT for size in shape):
             raise ValueError(f"a leaf is of shape {shape}")
         home = like.device if isinstance(like, Tensor) else _device(device)
@@ -188,21 +189,21 @@ def _device(name: str) -> torch.device:
     try:
         found = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"a leaf is on {name!r:.40}, which is no device: {error}") from error
+        raise ValueError(f"a leaf is on {name!r:.40}, which is not a device: {error}") from error
     if name != found.type or name == "meta":
-        raise ValueError(f"a leaf is on {name!r:.40}, which is no type of device with memory")
+        raise ValueError(f"a leaf is on {name!r:.40}, which is not a type of device with memory")
     return found
 
 
 def _number(kind: dict[str, str]) -> int | float:
-    """The number that `_described` wrote: of the many ways to write it, this one."""
+    """The number that `_described` wrote. Only its canonical text is accepted."""
     ((of, text),) = kind.items()
     try:
         number = float.fromhex(text) if of == "float" else int(text, 16)
     except (ValueError, OverflowError) as error:
         raise ValueError(f"a leaf is the {of} {text!r:.40}: {error}") from error
     if _described(number) != kind:
-        raise ValueError(f"a leaf is the {of} {text!r:.40}, which nobody writes so")
+        raise ValueError(f"a leaf is the {of} {text!r:.40}, which is not its canonical text")
     return number
 
 
