@@ -1,14 +1,14 @@
-"""Ranks compare what they are about to do before they do it.
+"""Comparison of plans and options over ranks, when a `GradSync` is built.
 
-Backends answer mismatched sizes by hanging or by ending the process, so whatever must be alike is
-compared when a `GradSync` is built, as bytes of any length, and every rank raises the same error.
+Backends hang or abort when ranks pass different sizes. Everything that must be equal is therefore
+compared first, and every rank raises the same error.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from fddp.runtime.nonfinite import Policy
 from fddp.transport.base import Transport
 
 LEAF_DETAILS: Schema = [(str, [int], str, optional([int]), str, bool)]
-"""What `leaf_details` gives, as ranks tell it."""
+"""Schema of `leaf_details`."""
 
 _SUMMARY: Schema = AnyOf(
     (
@@ -73,10 +73,10 @@ _WAY_OUT = {
 
 @dataclass(frozen=True)
 class Rebuild:
-    """How a plan is rebuilt, once, in the order in which gradients arrived.
+    """Options of the one rebuild of a plan, in the order in which gradients arrived.
 
     Attributes:
-        caps_bytes: caps of the rebuilt buckets.
+        caps_bytes: caps of the rebuilt buckets, in bytes.
         from_back: as for `plan_leaves`.
     """
 
@@ -86,22 +86,22 @@ class Rebuild:
 
 @dataclass(frozen=True)
 class SyncConfig:
-    """What ranks must have in common.
+    """Plan and options, which must be equal on all ranks.
 
     Attributes:
         plan: the bucket plan.
-        given: whether the caller passed the plan (it is then never rebuilt).
-        transport: the transport that the caller asked for.
+        given: True if the caller passed the plan, which is then never rebuilt.
+        transport: the requested transport.
         reduce_dtype: dtype of reduction for 16-bit gradients.
-        algorithm: how buckets are reduced.
-        topology: the axes of the ranks.
-        schedule: the schedule that the caller passed, if any.
-        rebuild: how the plan is rebuilt; None where it stays as it is.
+        algorithm: algorithm of the reductions.
+        topology: axes of the ranks.
+        schedule: schedule passed by the caller, if any.
+        rebuild: options of the plan's rebuild; None if it is not rebuilt.
         hook: the communication hook, if any.
-        skips_unused: whether buckets that no rank used in one step are left out of the next, until
+        skips_unused: True to leave buckets that no rank used in a step out of the next one, until
             a rank uses them.
-        deterministic: whether sums have the one association that follows from the topology.
-        nonfinite: what becomes of a step with a number that is not finite.
+        deterministic: True if the topology alone determines the association of sums.
+        nonfinite: policy for steps with non-finite numbers.
     """
 
     plan: BucketPlan
@@ -118,18 +118,15 @@ class SyncConfig:
     nonfinite: Policy = "propagate"
 
     def rebuilt(self, plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
-        """The plan for a measured order of gradients."""
+        """Return the plan for a measured order of gradients."""
         if self.rebuild is None:
-            raise InternalError("a plan was to be rebuilt that stays as it is")
+            raise InternalError("rebuild of a plan that is never rebuilt")
         return rebucket(
-            plan,
-            ready_order,
-            caps_bytes=self.rebuild.caps_bytes,
-            from_back=self.rebuild.from_back,
+            plan, ready_order, caps_bytes=self.rebuild.caps_bytes, from_back=self.rebuild.from_back
         )
 
     def schedule_of(self, plan: BucketPlan) -> Schedule:
-        """The schedule to carry out: the caller's, or one that is made for this plan."""
+        """Return the caller's schedule, or else one made for this plan."""
         if self.schedule is not None:
             return self.schedule
         return make_schedule(
@@ -141,7 +138,7 @@ class SyncConfig:
         )
 
     def summary(self) -> dict[str, object]:
-        """Short values that decide whether ranks agree."""
+        """Short values that ranks compare; leaves and plan as digests."""
         leaves = json.dumps(self.leaves())
         return {
             "given": self.given,
@@ -161,12 +158,12 @@ class SyncConfig:
         }
 
     def leaves(self) -> list[list[object]]:
-        """The reduced leaves in full."""
+        """Details of the reduced leaves."""
         return leaf_details([self.plan.leaves[i] for i in self.plan.reduced])
 
 
 def leaf_details(specs: Sequence[LeafSpec]) -> list[list[object]]:
-    """All that ranks must have in common of their leaves, as JSON holds it."""
+    """Properties of leaves that must be equal on all ranks, as JSON values."""
     return [
         [leaf.path, leaf.shape, leaf.dtype, leaf.strides, leaf.device, leaf.sparse]
         for leaf in specs
@@ -176,25 +173,25 @@ def leaf_details(specs: Sequence[LeafSpec]) -> list[list[object]]:
 def validate_across_ranks(
     transport: Transport, terms: SyncConfig | None, failure: Exception | None
 ) -> SyncConfig:
-    """Compares terms over ranks.
+    """Compare plans and options over ranks; a collective call.
 
-    Leaves are registered in another order on another rank when its dicts were filled in another
-    order; of plans that differ in nothing else, all ranks take rank 0's.
+    Dicts that were filled in different orders give plans that differ only in the order of their
+    leaves. All ranks then use the order of rank 0.
 
     Args:
         transport: a fresh transport of the group.
-        terms: this rank's, or None where it could not make any.
-        failure: why it could not.
+        terms: this rank's configuration; None if it failed to make one.
+        failure: its error in this case.
 
     Returns:
-        The terms that hold on all ranks.
+        The configuration to use.
 
     Raises:
         PlanMismatchError: on every rank, if any two differ or a rank has none.
         Exception: `failure`, on the rank that has it.
     """
     if terms is None:
-        summary: dict[str, object] = {"failure": error_text(failure) if failure else "it has none"}
+        summary: dict[str, object] = {"failure": error_text(failure) if failure else "unknown"}
     else:
         summary = terms.summary()
     received = exchange(transport, summary, _SUMMARY)
@@ -205,7 +202,7 @@ def validate_across_ranks(
         if "failure" in other:
             raise PlanMismatchError(f"rank {rank} could not build its plan: {other['failure']}")
     if terms is None:
-        raise InternalError("a rank has neither terms nor a failure")
+        raise InternalError("a rank has neither a configuration nor a failure")
     differing = [rank for rank, other in enumerate(received) if other != received[0]]
     if not differing:
         return terms
@@ -219,7 +216,7 @@ def validate_across_ranks(
 
 
 def agree_on_hook(transport: Transport, hook: Hook[Any] | None) -> None:
-    """Compares hooks over ranks.
+    """Compare hooks over ranks; a collective call.
 
     Raises:
         PlanMismatchError: on every rank, if any two differ.
@@ -237,30 +234,41 @@ def _hook_name(hook: Hook[Any] | None) -> str | None:
 
 
 def exchange(
-    transport: Transport, value: object, schema: Schema, topic: str = "terms"
+    transport: Transport,
+    value: object,
+    schema: Schema,
+    topic: str = "terms",
+    on_malformed: Callable[[bytes], object] | None = None,
 ) -> list[Any]:
-    """Every rank's value, by rank; a collective call.
+    """Return the values of all ranks, by rank; a collective call.
 
     Args:
-        transport: carries them.
-        value: what JSON holds.
-        schema: of every rank's.
+        transport: transport of the group.
+        value: this rank's value, of JSON types.
+        schema: schema of every rank's value.
         topic: as for `Transport.exchange`.
+        on_malformed: returns the value to use for a malformed message, instead of an error.
 
     Raises:
-        DesyncError: what a rank says is of another form, on every rank; or as `Transport.exchange`.
+        DesyncError: a rank sent a value that does not fit the schema, on every rank; or as
+            `Transport.exchange`.
     """
-    return decode_all(
-        transport.exchange(json.dumps(value).encode(), topic),
-        lambda text: decode(text, schema),
-        topic,
-    )
+
+    def decoder(text: bytes) -> object:
+        try:
+            return decode(text, schema)
+        except ValueError:
+            if on_malformed is None:
+                raise
+            return on_malformed(text)
+
+    return decode_all(transport.exchange(json.dumps(value).encode(), topic), decoder, topic)
 
 
 def _reordered(plan: BucketPlan, slots: list[int]) -> BucketPlan:
     reduced = plan.reduced
     if sorted(slots) != [*range(len(reduced))]:
-        problem = ValueError(f"its order does not have each of {len(reduced)} leaves once")
+        problem = ValueError(f"the order is no permutation of {len(reduced)} leaves")
         raise malformed_message_error(0, "terms", problem)
     return plan_leaves(plan.leaves, order=[reduced[s] for s in slots], caps_bytes=plan.caps_bytes)
 
@@ -274,17 +282,17 @@ def _difference(rank: int, received: list[Any], details: list[Any]) -> str:
 
 
 def leaf_difference(rank: int, mine: list[Any], theirs: list[Any]) -> str:
-    """Where rank 0's `leaf_details` and those of `rank` first differ, in words."""
+    """Describe the first difference between the `leaf_details` of rank 0 and of `rank`."""
     advice = "build every rank's parameters alike, or decline the leaf with select="
     for ours, others in zip(mine, theirs, strict=False):
         if ours != others:
             return f"rank 0 has {_leaf(ours)} where rank {rank} has {_leaf(others)}; {advice}"
     if len(mine) != len(theirs):
-        longer, who = (mine, 0) if len(mine) > len(theirs) else (theirs, rank)
+        longer, owner = (mine, 0) if len(mine) > len(theirs) else (theirs, rank)
         extra = longer[min(len(mine), len(theirs))]
         return (
             f"rank 0 has {len(mine)} leaves and rank {rank} has {len(theirs)}; "
-            f"only rank {who} has {_leaf(extra)}; {advice}"
+            f"only rank {owner} has {_leaf(extra)}; {advice}"
         )
     return (
         f"ranks 0 and {rank} have the same leaves but other buckets or order; pass the same plan "

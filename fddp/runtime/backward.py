@@ -1,11 +1,12 @@
-"""Backward passes that touch nothing but the leaves of the call.
+"""Backward passes that accumulate gradients only into the leaves of the call.
 
 [Note: gradients of others]
-`Tensor.backward()` adds to `.grad` of every leaf in the graph. Where others have leaves there, the
-engine is told which to serve. It can't be told where a node runs a backward pass of its own and
-refuses it (re-entrant checkpointing), or hides our leaves. There the leaves of others that the
-graph shows are relieved of their `.grad` before gradients can be added to it, and get it back
-afterwards. So are those that a node's own pass hides, when what it runs first touches them.
+`Tensor.backward()` adds to `.grad` of every leaf in the graph. If the graph has foreign leaves,
+which are not arguments of the call, the pass is restricted by `inputs=`. Two kinds of nodes rule
+this out: those that run a nested backward pass and reject `inputs=` (re-entrant checkpointing), and
+those that hide our leaves. In these cases the `.grad` of the visible foreign leaves is set aside
+before the pass and restored after it. Foreign leaves hidden in a nested pass are treated likewise
+when its recomputation first uses them.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from fddp.native.autograd_leaves import GraphView
 
 _Root: TypeAlias = Tensor | GradientEdge
 
-# Ranks that are threads of one process may share leaves of others; nothing in a backward pass waits
-# for another rank.
+# Ranks that are threads of one process may share foreign leaves. A lock is safe: nothing in a
+# backward pass waits for another rank.
 _ONE_AT_A_TIME = threading.RLock()
 
 
 def backward(loss: Tensor, view: GraphView, leaves: Sequence[Tensor]) -> None:
-    """Accumulates gradients of `loss` into `leaves`, and into nothing else.
+    """Accumulate gradients of `loss` into `leaves` only.
 
     Args:
         loss: scalar tensor that requires grad.
-        view: what the graph behind it shows.
+        view: inspection of its graph.
         leaves: the call's leaves, in the order of `view.used`.
     """
     options: dict[str, Any] = {}
@@ -62,8 +63,8 @@ def _backward_from_edges(
     inputs: Sequence[_Root] | None = None,
     **options: Any,
 ) -> None:
-    """`torch.autograd.backward`, not overridable: a mode is off while a call to it is overridden,
-    and must be on in what the pass recomputes."""
+    """Run `torch.autograd.backward` without a torch-function override. An override disables the
+    mode, which must be active in recomputations."""
     roots = (tensors,) if isinstance(tensors, (Tensor, GradientEdge)) else tuple(tensors)
     grads = (grad_tensors,) if isinstance(grad_tensors, Tensor) else grad_tensors
     seeds = [
@@ -88,7 +89,7 @@ def _implicit_seed(root: _Root) -> Tensor | None:
 
 
 class _Recomputation(TorchFunctionMode):
-    """Takes `.grad` off leaves of others when a recomputation first touches them."""
+    """Sets the `.grad` of foreign leaves aside when a recomputation first uses them."""
 
     def __init__(self, taken: _StashedGradients) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class _Recomputation(TorchFunctionMode):
 
 
 class _StashedGradients:
-    """Gradients of others, put aside."""
+    """Gradients of foreign leaves, set aside."""
 
     def __init__(self, foreign: Iterable[Tensor], own: Iterable[Tensor]) -> None:
         self._known = {id(leaf) for leaf in own}
@@ -123,7 +124,7 @@ class _StashedGradients:
             self.take(tensor)
 
     def take(self, tensor: Tensor) -> None:
-        """Puts the gradient of a leaf of others aside, once."""
+        """Set the gradient of a foreign leaf aside; later calls do nothing."""
         if id(tensor) in self._known or not (tensor.requires_grad and tensor.is_leaf):
             return
         self._known.add(id(tensor))
@@ -131,7 +132,7 @@ class _StashedGradients:
         tensor.grad = None
 
     def restore(self) -> None:
-        """Restores every gradient that was put aside."""
+        """Restore all gradients."""
         for reference, grad in self._taken:
             tensor = reference()
             if tensor is not None:

@@ -29,7 +29,7 @@ from fddp.transport.base import Transport, Work
 
 
 class RunningStep(Protocol):
-    """Attributes of a step that its buckets use; see `Step`."""
+    """Attributes of a step that its buckets use; see `StepState`."""
 
     program: Program
     transport: Transport
@@ -50,29 +50,23 @@ class RunningStep(Protocol):
     backward_ended: bool
 
     @property
-    def results(self) -> Results:
-        """Results of buckets that are more than views of their buffers."""
+    def results(self) -> Results: ...
 
-    def pack_scale(self, bucket: BucketProgram, op: Op) -> WeightScale:
-        """Scale of gradients that are packed after the control word was read."""
+    def pack_scale(self, bucket: BucketProgram, op: Op) -> WeightScale: ...
 
-    def result_factor(self, bucket: BucketProgram) -> float:
-        """Factor on a bucket that may have been reduced twice."""
+    def result_factor(self, bucket: BucketProgram) -> float: ...
 
-    def note_magnitude(self, bucket: BucketProgram, buffer: Tensor, peak: float, op: Op) -> None:
-        """Note a bucket that holds large or non-finite numbers, or unknown ones."""
+    def note_magnitude(
+        self, bucket: BucketProgram, buffer: Tensor, peak: float, op: Op
+    ) -> None: ...
 
-    def recover_memory(self, error: BaseException) -> None:
-        """Fail the step on this rank for lack of memory, and free what can be freed."""
+    def recover_memory(self, error: BaseException) -> None: ...
 
-    def fail(self, error: BaseException) -> None:
-        """Fail the step on this rank."""
+    def fail(self, error: BaseException) -> None: ...
 
-    def note_sparse(self, leaf: int, sources: list[Tensor | None]) -> None:
-        """Note this rank's gradients of a sparse leaf, whose sum is there."""
+    def note_sparse(self, leaf: int, sources: list[Tensor | None]) -> None: ...
 
-    def log_packed(self, op: Op) -> None:
-        """Add a packed bucket to the step's trace."""
+    def log_packed(self, op: Op) -> None: ...
 
 
 class BucketState:
@@ -82,9 +76,9 @@ class BucketState:
         program: constants of the bucket.
         buffer: memory of the bucket; None until it is needed, and in a step without the bucket.
         repair: memory of the late gradients; None if there are none.
-        ready_s: when all expected gradients were there, on the clock of `time.perf_counter`;
-            infinite before.
-        launch_s: when the first collective was started; NaN before.
+        ready_s: time at which all expected gradients had arrived, on the clock of
+            `time.perf_counter`; infinite before.
+        launch_s: time at which the first collective was started; NaN before.
         work: the collective that was started last.
         works: collectives in flight, by position in the schedule.
     """
@@ -115,13 +109,13 @@ class BucketState:
         try:
             self.buffer = step.pool.acquire(*spec)
         except (RuntimeError, MemoryError) as error:
-            # This rank ends the step with zeros, for which it makes room.
+            # This rank finishes the step with zeros, in memory freed by the call.
             step.recover_memory(error)
             self.buffer = step.pool.acquire(*spec)
         return self.buffer
 
     def release(self, pool: BufferPool) -> None:
-        """Return the buffers to the pool, which reuses them once no result lies in them."""
+        """Return the buffers to the pool, which reuses them once no result uses them."""
         if self.repair is not None:
             pool.release(self.program.index, self.repair)
         if self.buffer is not None:
@@ -130,7 +124,7 @@ class BucketState:
     # Operations
 
     def pack(self, step: RunningStep, position: int, op: Op) -> None:
-        """Write this rank's contribution into the buffer, zeros where there is none."""
+        """Write this rank's contribution into the buffer, with zeros for missing gradients."""
         bucket = self.program
         if op.region.buffer == "repair":
             buffer = self.repair = step.pool.acquire(
@@ -165,7 +159,7 @@ class BucketState:
         return source.pack_(bucket.index, buffer, bucket.layout, scale)
 
     def launch(self, step: RunningStep, position: int, op: Op) -> None:
-        """Start a collective on the buffer, with the control word behind it where that rides."""
+        """Start a collective on the buffer, including a piggybacked control word."""
         entry = step.recorder.launched(step.program.schedule, step.number, position)
         if op.when == "always" and self.launch_s != self.launch_s:
             self.launch_s = entry.launched_s
@@ -196,7 +190,7 @@ class BucketState:
         self.works[position] = work, entry
 
     def operand(self, step: RunningStep, position: int, op: Op) -> Tensor:
-        """Tensor that a collective works on, with the control word where it rides."""
+        """Tensor to reduce, including a piggybacked control word."""
         if position != step.program.schedule.piggyback_op:
             start, stop = step.program.extents[position]
             memory = self.repair if op.region.buffer == "repair" else self.buffer
@@ -210,7 +204,7 @@ class BucketState:
         return step.word  # the bucket is left out, and the word travels alone
 
     def is_done(self, position: int) -> bool:
-        """Return True if the collective at a position, if there was one, needs no wait."""
+        """Return True if the collective at a position, if there is one, has finished."""
         pending = self.works.get(position)
         return pending is None or pending[0].done
 
@@ -259,7 +253,7 @@ class BucketState:
         step.note_sparse(leaf, [source for source, _ in parts])
 
     def unpack(self, step: RunningStep, position: int, op: Op) -> None:
-        """Turn the reduced buffer into results: views of it where no further pass is due."""
+        """Turn the reduced buffer into results; views of it if no cast or factor is needed."""
         bucket = self.program
         if bucket.sparse:
             return  # gathered in its final form

@@ -24,10 +24,10 @@ class Outcome(NamedTuple):
 
     Attributes:
         leaves: the synchronised gradients, by leaf; local ones for leaves that are not reduced.
-        report: what the control word said.
-        stats: squared norm and finiteness of the synchronised gradients; None unless asked for.
-        skipped: whether all ranks left the step out, because a number was not finite; the leaves
-            are then all None.
+        report: the control word summed over ranks.
+        stats: squared norm and finiteness of the synchronised gradients; None unless requested.
+        skipped: True if all ranks skipped the step because of a non-finite number; all leaves are
+            then None.
     """
 
     leaves: list[Tensor | None]
@@ -41,19 +41,19 @@ class StepContext:
     """Constants of one step.
 
     Attributes:
-        program: what to execute.
-        transport: carries the collectives.
+        program: program to execute.
+        transport: transport of the collectives.
         pool: memory for buckets.
         scale: the agreed unit of weight.
-        step: number of this synchronisation.
-        method: the call that it belongs to.
-        with_stats: whether times, norm and finiteness are wanted.
-        recorder: takes note of operations.
+        step: number of the step.
+        method: the call that opened it.
+        with_stats: True to record times, norm and finiteness.
+        recorder: flight recorder of the operations.
         bound_hook: the communication hook, if there is one.
-        idle: buckets that are left out, because no rank used them in the step before; a gradient
+        idle: buckets that are left out because no rank used them in the previous step; a gradient
             for one makes it late. The same on all ranks.
-        nonfinite: what becomes of the step if a number is not finite.
-        when: what callers say of when this is, in words that are the same on all ranks.
+        nonfinite: policy for non-finite numbers.
+        when: suffix of `moment` that callers may set; the same on all ranks.
     """
 
     program: Program
@@ -71,5 +71,5 @@ class StepContext:
 
     @property
     def moment(self) -> str:
-        """The step in words that must be the same on all ranks."""
+        """Text that identifies the step; the same on all ranks in step."""
         return f"{self.step}{self.when}"

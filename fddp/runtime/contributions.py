@@ -1,4 +1,4 @@
-"""What one rank brings to a step: its gradients, bucket by bucket, and the weights on them."""
+"""Contributions of one rank to a step: gradients by bucket, and their weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Leaves = Sequence[Tensor | None]
 
 
 class WeightedGradients(NamedTuple):
-    """Gradients of one bucket's leaves, in bucket order, and the weight that they count with."""
+    """Gradients of one bucket's leaves, in bucket order, and their weight."""
 
     sources: Leaves
     weight: float
@@ -36,7 +36,7 @@ class Accumulated(NamedTuple):
 
 
 class Contributions:
-    """The base contributes nothing: a rank without input, or one that has failed.
+    """Contributions of a rank without input, or of one that has failed: none.
 
     Attributes:
         weight: weight of this rank in the mean.
@@ -48,66 +48,65 @@ class Contributions:
     aliases_buffer: Callable[[Sequence[int], Tensor, Any], bool] | None = None
 
     def parts(self, bucket: int) -> list[WeightedGradients]:
-        """All that there is for a bucket; the parts are summed."""
+        """Summands of a bucket."""
         return []
 
     def pack_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
-        """Writes the whole bucket, zeros where there is nothing; bounds its magnitudes as
+        """Write the bucket, with zeros for missing gradients. Return the bound on magnitudes of
         `fddp.native.pack.pack_`."""
         return _pack_parts_(buffer, layout, self.parts(bucket), scale)
 
     def pack_late_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
-        """Writes what came for the bucket since it was packed, and zeros elsewhere."""
+        """Write the gradients that arrived after the bucket was packed, and zeros elsewhere."""
         return _pack_parts_(buffer, layout, [], scale)
 
     def retain_sources(self) -> None:
-        """Has `sources` tell what was packed wherever packing may make infinity of a number."""
+        """Retain the sources of a bucket if packing may turn a finite number into infinity."""
 
     def sources(self, bucket: int) -> list[WeightedGradients] | None:
-        """What the bucket was packed from, asked for right after it was; None where it is let go
-        of, which after `hold` it is only where what was finite stayed so."""
+        """Gradients packed into the bucket that was packed last. None if already released."""
         return self.parts(bucket)
 
     def pack_chunk_(self, chunk: Chunk, buffer: Tensor) -> float:
-        """Writes this rank's own shards where they belong; as `pack_`."""
+        """Write this rank's shards into its chunk; as `pack_`."""
         return pack_(buffer, chunk.layout, [None] * len(chunk.parts), 0.0)
 
     def aliased_memory(self, bucket: int, pool: BufferPool) -> Tensor | None:
-        """The bucket's memory, where gradients lie in it already; None where it is to be new."""
+        """Memory of the bucket if its gradients are views of it already, else None."""
         return None
 
     def used(self, program: Program) -> list[bool]:
-        """For each reduced leaf, whether there is a gradient."""
+        """For each reduced leaf, True if there is a gradient."""
         return [False] * len(program.reduced)
 
     def late(self, program: Program) -> list[bool]:
-        """For each bucket, whether a gradient came after `parts` was called for it."""
+        """For each bucket, True if a gradient arrived after it was packed."""
         return [False] * len(program.plan.buckets)
 
     def order(self, program: Program) -> Sequence[int]:
-        """Reduced leaves, as numbered in the control word, in the order of their gradients."""
+        """Slots of the control word of the reduced leaves, in the order of their gradients."""
         return ()
 
     def arrived(self) -> int:
-        """How many gradients have arrived during backward."""
+        """Number of gradients that have arrived during backward."""
         return 0
 
     def ready_times_s(self) -> list[float]:
-        """For each differentiated leaf, when its last gradient came, on the clock of
-        `time.perf_counter`; NaN where none did. Empty where all were there from the beginning."""
+        """For each differentiated leaf, the time of its last gradient on the clock of
+        `time.perf_counter`; NaN if there was none. Empty if there was no backward pass."""
         return []
 
     def unreduced(self, program: Program) -> Sequence[int]:
-        """The leaves in no bucket that come back as `local` gives them."""
+        """Leaves in no bucket, whose results are those of `local`."""
         return program.plan.local
 
     def local(self, leaf: int) -> Tensor | None:
-        """The result for a leaf that is not reduced: this rank's own gradient, if it counts."""
+        """Result of a leaf that is not reduced: this rank's own gradient, if it has a weight."""
         return None
 
 
 class TreeContributions(Contributions):
-    """Gradients that are all there, by leaf."""
+    """Complete gradients, by leaf."""
 
     def __init__(self, program: Program, leaves: Leaves, weight: float) -> None:
         self.weight = weight
@@ -133,8 +132,8 @@ class TreeContributions(Contributions):
 
 
 class ShardContributions(Contributions):
-    """Shards of leaves, by leaf; see [Note: shards]. They need not be gradients, so that leaves of
-    integers come back, too."""
+    """Shards by leaf; see [Note: shards]. Integer leaves are included: shards of parameters are
+    gathered, too."""
 
     weight = 1.0
 
@@ -157,18 +156,17 @@ class ShardContributions(Contributions):
 
 
 class BackwardContributions(Contributions):
-    """Gradients that arrive while backward runs, added to what earlier micro-batches left.
+    """Gradients that arrive while backward runs, added to those of earlier micro-batches.
 
     Args:
         program: the program of the step.
-        weight: what the gradients of this backward count; without one (`arm` is not called then)
-            there is only what is accumulated.
-        accumulated: gradients of earlier micro-batches.
+        weight: weight of this backward pass; 0 if there is none, and `arm` is not called.
+        accumulated: weighted sums of earlier micro-batches.
         idle: buckets that are left out; any gradient for one is late.
         aliases_buffer: as in `Contributions`.
 
     Attributes:
-        in_place: the buckets whose gradients are reduced where they lie.
+        in_place: buckets whose gradients are reduced in place.
     """
 
     def __init__(
@@ -194,9 +192,7 @@ class BackwardContributions(Contributions):
         self.aliases_buffer = aliases_buffer
         self.in_place: list[int] = []
         self._retains = False
-        self._retained: dict[
-            int, list[WeightedGradients]
-        ] = {}  # of the bucket that was packed last
+        self._retained: dict[int, list[WeightedGradients]] = {}  # of the bucket packed last
 
     def arm(
         self,
@@ -207,15 +203,15 @@ class BackwardContributions(Contributions):
         scale: WeightScale,
         on_bucket: Callable[[int], None],
     ) -> None:
-        """Gets ready for backward.
+        """Prepare for backward.
 
         Args:
-            leaf_set: the call's leaves, one for each of `program.differentiated`.
-            view: what is known of the backward pass.
-            previous: what the step before showed.
-            buffer_of: the memory of a bucket; asked for those that are packed as leaves arrive.
+            leaf_set: leaves of the call, one for each of `program.differentiated`.
+            view: inspection of the graph.
+            previous: arrivals of the previous step.
+            buffer_of: returns the memory of a bucket whose leaves are packed as they arrive.
             scale: factor on all gradients.
-            on_bucket: called for each bucket as it fills.
+            on_bucket: called for each bucket when its gradients are complete.
         """
         self._leaf_set = leaf_set
         self._visible = view.used
@@ -247,7 +243,7 @@ class BackwardContributions(Contributions):
                     on_bucket(bucket)
 
     def arrivals(self) -> Arrivals:
-        """What this backward showed, for the next step's expectations."""
+        """Return the arrivals of this backward pass, for the next step's expected counts."""
         assert self._leaf_set is not None
         counts = self._leaf_set.counts()
         expected = counts == self.expected

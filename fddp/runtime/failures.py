@@ -1,6 +1,6 @@
-"""What ranks tell each other when a step cannot be completed, and the errors that follow from it.
+"""Exchange of error texts after a failed step, and the errors that ranks raise.
 
-Texts are exchanged only then: the control word says that something failed, not what.
+The control word only reports that a rank has failed. The texts are exchanged afterwards.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.control_word import ControlReport
+from fddp.core.protocol.messages import Schema
 from fddp.errors import (
     DesyncError,
     FddpError,
@@ -22,6 +23,7 @@ from fddp.errors import (
     TreeMismatchError,
     WeightError,
 )
+from fddp.runtime.agreement import exchange
 from fddp.transport.base import Transport
 
 if TYPE_CHECKING:
@@ -33,60 +35,57 @@ if TYPE_CHECKING:
 
 
 class StepReport(NamedTuple):
-    """What one rank says of its step.
+    """Report of one rank on its step.
 
     Attributes:
-        step: its number, and what callers say of when that is.
+        step: `StepContext.moment`.
         digest: `shared_digest` of its schedule.
-        method: the call that it is in; empty where it brings nothing.
-        abandoned: keys of transports that it left half way through a call, each with a tab.
-        failure: what went wrong there; empty if nothing did.
+        method: the call that opened the step; empty if the rank contributes nothing.
+        abandoned: keys of operators' transports that it abandoned during a call.
+        failure: its error text; empty if it has not failed.
     """
 
     step: str
     digest: str
     method: str
-    abandoned: str
+    abandoned: list[str]
     failure: str
 
 
-def exchange(
+_REPORT: Schema = (str, str, str, [str], str)
+
+
+def exchange_reports(
     transport: Transport, step: str, digest: str, method: str, failure: str
 ) -> list[StepReport]:
-    """Every rank's account, by rank; a collective call.
+    """Return the reports of all ranks, by rank; a collective call.
 
-    What any rank has left half way through a call of an operator is closed on all of them, so that
-    the next call opens it anew.
+    Operators' transports that any rank has abandoned are closed on all ranks. The next call of an
+    operator opens a new one.
     """
     board = transport.status.board
-    abandoned = "\t".join(board.abandoned)
-    own = StepReport(step, digest, method, abandoned, failure)
-    payload = "\n".join(own).encode(errors="backslashreplace")
-    reports = [_decode_report(text) for text in transport.exchange(payload, "failures")]
-    board.close_abandoned(
-        [key for account in reports for key in account.abandoned.split("\t") if key]
-    )
+    failure = failure.encode(errors="backslashreplace").decode()  # without lone surrogates
+    own = StepReport(step, digest, method, [*board.abandoned], failure)
+    received = exchange(transport, own, _REPORT, "failures", on_malformed=_malformed_report)
+    reports = [StepReport(*report) for report in received]
+    board.close_abandoned([key for report in reports for key in report.abandoned])
     return reports
 
 
-def _decode_report(text: bytes) -> StepReport:
-    """An account; of one that makes no sense, that it makes none."""
-    parts = text.decode(errors="replace").split("\n", len(StepReport._fields) - 1)
-    if len(parts) == len(StepReport._fields):
-        return StepReport(*parts)
-    return StepReport(
-        "unknown", "unknown", "", "", f"it says {reprlib.repr(text)}, which makes no sense"
-    )
+def _malformed_report(text: bytes) -> StepReport:
+    """Stand-in for a malformed report, which must not hide the reports of other ranks."""
+    failure = f"it sent a malformed report: {reprlib.repr(text)}"
+    return StepReport("unknown", "unknown", "", [], failure)
 
 
 def locate(error: BaseException, program: Program, op: Op | None, step: int) -> None:
-    """Says of an error of the transport what that does not know: bucket, leaves and step.
+    """Add bucket, leaves and step to an error of the transport.
 
     Args:
-        error: what a session ended with; others than those of the transport stay as they are.
-        program: what the session carries out.
-        op: the operation under way; None where it was in no schedule.
-        step: number of the synchronisation.
+        error: error of a step; only errors of the transport are changed.
+        program: program of the step.
+        op: the operation under way; None if it is part of no schedule.
+        step: number of the step.
     """
     if not isinstance(error, (RankLostError, SyncTimeoutError)) or error.step >= 0:
         return
@@ -97,23 +96,23 @@ def locate(error: BaseException, program: Program, op: Op | None, step: int) -> 
         words = program.describe(error.bucket)
         error.paths = tuple(program.paths[i] for i in program.plan.buckets[error.bucket].leaves)
     else:
-        words = "what went wrong" if op is None else "the control word"
+        words = "the exchange of failures" if op is None else "the control word"
     where = f"{words} of step {step}"
     if where not in str(error):
         error.args = (f"{where}: {error}", *error.args[1:])
 
 
 def peer_error(step: int, failures: Mapping[int, str]) -> PeerError:
-    """The error of the ranks that did not fail, from what went wrong on the others."""
+    """Return the error of ranks that did not fail, with the texts of those that did."""
     lines = [f"rank {rank} failed at step {step}: {text}" for rank, text in failures.items()]
     advice = "no gradients were produced on any rank; the group is in step and can go on"
     return PeerError("; ".join([*lines, advice]), failures)
 
 
 def desync_error(rank: int, reports: Sequence[StepReport]) -> DesyncError:
-    """The error of ranks that met in one control word while not in step."""
+    """Return the error of ranks whose control words belong to different steps or plans."""
     mine = reports[rank]
-    other = next((r for r, account in enumerate(reports) if account[:2] != mine[:2]), None)
+    other = next((r for r, report in enumerate(reports) if report[:2] != mine[:2]), None)
     if other is None:
         return _mismatched_calls_error(reports)
     theirs = reports[other]
@@ -125,24 +124,23 @@ def desync_error(rank: int, reports: Sequence[StepReport]) -> DesyncError:
 
 
 def _mismatched_calls_error(reports: Sequence[StepReport]) -> DesyncError:
-    """The error of ranks that are in the same step by different calls."""
     first: dict[str, int] = {}
-    for rank, account in enumerate(reports):
-        if account.method:
-            first.setdefault(account.method, rank)
-    sides = " and ".join(f"{method} on rank {rank}" for method, rank in first.items())
+    for rank, report in enumerate(reports):
+        if report.method:
+            first.setdefault(report.method, rank)
+    calls = " and ".join(f"{method} on rank {rank}" for method, rank in first.items())
     return DesyncError(
-        f"step {reports[0].step} is {sides}; every rank must make the same calls of one GradSync "
-        f"in the same order (a rank without a part in a call may pass weight=0)"
+        f"step {reports[0].step} is {calls}; every rank must make the same calls of one GradSync "
+        f"in the same order (a rank that contributes nothing to a call may pass weight=0)"
     )
 
 
 def pack_error(
     program: Program, bucket: int, buffer: Tensor, contributions: Contributions, error: Exception
 ) -> Exception:
-    """The error of gradients that can't be packed into a bucket's buffer, by path; what a signal
-    handler raised meanwhile stays as it is."""
-    if _is_of_a_handler(error):
+    """Return the error for gradients that can't be packed, with the leaf's path. Errors raised by
+    a signal handler meanwhile are returned unchanged."""
+    if _raised_by_signal_handler(error):
         return error
     problem = TreeMismatchError(f"{program.describe(bucket)} can't be packed: {error}")
     problem.__cause__ = error
@@ -156,7 +154,7 @@ def pack_error(
     return problem
 
 
-def _is_of_a_handler(error: Exception) -> bool:
+def _raised_by_signal_handler(error: Exception) -> bool:
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     codes = [getattr(handler, "__code__", None) for handler in handlers if callable(handler)]
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -165,7 +163,7 @@ def _is_of_a_handler(error: Exception) -> bool:
 def incompatible_contributions_error(
     report: ControlReport, program: Program, scale: WeightScale, step: int, hook_error: str | None
 ) -> FddpError | None:
-    """The error of contributions that make no result together, or None."""
+    """Return the error of contributions that have no mean together, or None."""
     if problem := weight_problem(report, scale) or hook_error:
         return WeightError(f"step {step}: {problem}")
     if program.schedule.result != "replicated":
@@ -181,7 +179,7 @@ def incompatible_contributions_error(
 
 
 def weight_problem(report: ControlReport, scale: WeightScale) -> str | None:
-    """Why the weights of all ranks have no mean, or None."""
+    """Describe why the weights of all ranks have no mean; None if they have one."""
     total = report.total_weight
     if total <= 0.0:
         return (

@@ -1,4 +1,4 @@
-"""Where communication itself runs: outside of whatever traces or transforms the caller."""
+"""Context manager for communication under a tracer or a `torch.func` transform."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from fddp.runtime.inputs import outside_transforms
 
 @contextmanager
 def outside_tracing() -> Iterator[None]:
-    """In here, tensors are themselves, whatever traces or transforms the caller, and new ones are
-    on the CPU, whatever the caller's default."""
+    """Disable dispatch modes, transforms and gradients, and create new tensors on the CPU."""
     cpu = torch.device("cpu")
     with _disable_current_modes(), outside_transforms(), torch.no_grad(), cpu:
         yield

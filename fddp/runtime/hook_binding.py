@@ -1,4 +1,4 @@
-"""A hook and the buckets that it is to reduce."""
+"""Binding of a communication hook to the buckets of a program."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fddp.tree.pytree import TreeDef, flatten
 
 @dataclass(frozen=True)
 class BoundHook:
-    """A hook that takes the place of a program's all-reduces.
+    """A hook that replaces the all-reduces of a program.
 
     Attributes:
         hook: the hook.
-        positions: for each dense bucket, its all-reduce in the schedule.
-        specs: the same buckets.
-        whole: whether nothing comes before and after these all-reduces.
-        stateful: whether there is a tensor or number in any state.
+        positions: for each dense bucket, the position of its all-reduce in the schedule.
+        specs: specification of each dense bucket.
+        whole: True if these all-reduces are over all ranks.
+        stateful: True if any state has a tensor or number.
     """
 
     hook: Hook[Any]
@@ -38,12 +38,12 @@ class BoundHook:
 
     @classmethod
     def of(cls, hook: Hook[Any], program: Program) -> BoundHook:
-        """Finds a hook's place in a program.
+        """Bind a hook to a program.
 
         Raises:
-            ValueError: the schedule has no all-reduce of a bucket, or several; the hook is for
-                flat all-reduces only, or has something against a bucket.
-            TypeError: state that is not of tensors and numbers.
+            ValueError: the schedule has not exactly one all-reduce of each bucket; the hook
+                requires flat all-reduces; or the hook rejects a bucket.
+            TypeError: the state is no tree of tensors and numbers.
         """
         positions = _positions(hook, program)
         groups = {program.schedule.ops[position].axes for position in positions.values()}
@@ -60,16 +60,16 @@ class BoundHook:
         return cls(hook, positions, specs, whole, stateful, schemas)
 
     def init_states(self, program: Program) -> tuple[Any, ...]:
-        """The state of each bucket before the first step; () where there is none to keep."""
+        """State of each bucket before the first step; () if the hook is stateless."""
         return _init(self.hook, program, self.specs) if self.stateful else ()
 
     def checked(self, states: Any) -> tuple[Any, ...]:
-        """States that a caller handed in.
+        """Return the caller's states.
 
         Raises:
-            TreeMismatchError: they are not like those of `init_states`.
+            TreeMismatchError: they differ in form from those of `init_states`.
         """
-        advice = "pass what init_state or the last update gave, under the same plan"
+        advice = "pass the state that init_state or the last update returned, under the same plan"
         if not isinstance(states, tuple) or len(states) != len(self._schemas):
             found = len(states) if isinstance(states, tuple) else f"a {type(states).__name__}"
             raise TreeMismatchError(
@@ -77,7 +77,7 @@ class BoundHook:
                 f"bucket, got {found}; {advice}"
             )
         for bucket, (state, form) in enumerate(zip(states, self._schemas, strict=True)):
-            problem = form.misfit(state)
+            problem = form.difference(state)
             if problem is not None:
                 raise TreeMismatchError(
                     f"the state of {self.hook.name} for bucket {bucket} {problem}; {advice}"
@@ -87,8 +87,6 @@ class BoundHook:
 
 @dataclass(frozen=True)
 class _StateSchema:
-    """What a state must look like."""
-
     treedef: TreeDef
     kinds: tuple[str, ...]
 
@@ -103,14 +101,15 @@ class _StateSchema:
                 )
         return cls(treedef, tuple(map(_kind, leaves)))
 
-    def misfit(self, state: Any) -> str | None:
-        """What is wrong with a state, or None."""
+    def difference(self, state: Any) -> str | None:
+        """Describe the first difference of a state from the schema, or return None."""
         leaves, treedef = flatten(state)
         if treedef != self.treedef:
-            return f"has the leaves {list(treedef.paths)} where {list(self.treedef.paths)} are due"
+            found, expected = list(treedef.paths), list(self.treedef.paths)
+            return f"has the leaves {found}, expected {expected}"
         for leaf, kind, path in zip(leaves, self.kinds, treedef.paths, strict=True):
             if _kind(leaf) != kind:
-                return f"has as leaf {path!r} a {_kind(leaf)} where a {kind} is due"
+                return f"has a {_kind(leaf)} as leaf {path!r}, expected a {kind}"
         return None
 
 
@@ -122,7 +121,6 @@ def _kind(leaf: object) -> str:
 
 
 def _init(hook: Hook[Any], program: Program, specs: Mapping[int, BucketSpec]) -> tuple[Any, ...]:
-    """By bucket of the plan; nothing for sparse ones."""
     return tuple(
         hook.init(specs[b]) if b in specs else () for b in range(len(program.plan.buckets))
     )
@@ -136,9 +134,9 @@ def _positions(hook: Hook[Any], program: Program) -> dict[int, int]:
     for bucket, positions in found.items():
         if len(positions) != 1:
             raise ValueError(
-                f"{hook.name} takes the place of each bucket's one all_reduce, and the schedule "
-                f"has {len(positions)} for {program.describe(bucket)}; use algorithm='all_reduce' "
-                f"or 'hierarchical', and no split_mb"
+                f"{hook.name} replaces the single all_reduce of each bucket, and the schedule has "
+                f"{len(positions)} for {program.describe(bucket)}; use algorithm='all_reduce' or "
+                f"'hierarchical', and no split_mb"
             )
     return {bucket: positions[0] for bucket, positions in found.items()}
 
@@ -148,7 +146,7 @@ def _is_everyone(program: Program, axes: tuple[str, ...]) -> bool:
 
 
 def _spec(program: Program, bucket: int, position: int) -> BucketSpec:
-    """The part of a bucket that its all-reduce works on, on this rank."""
+    """Specification of the part of a bucket that its all-reduce works on, on this rank."""
     start, stop = program.extent(program.schedule.ops[position])
     planned, layout = program.plan.buckets[bucket], program.layouts[bucket]
     paths, shapes, strides, offsets = [], [], [], []

@@ -1,16 +1,15 @@
-"""Hooks at work: between a step's operations and its transport.
+"""Reductions by communication hooks, as a pipeline of stages.
 
 [Note: stages in one order]
-Collectives are matched by the order in which they are issued, and a hook's second collective can
-start only when its first is done, which ranks see at different times. So the order is fixed
-beforehand: after the first stage of a bucket comes one further stage of each bucket before it,
-latest first, where it has one; and before an operation that needs a bucket's result, rounds of one
-stage for each bucket that has any left. During backward nothing waits: where a stage builds on what
-is not there, the line stops, and goes on from there at the next full bucket. From the end of
-backward on it waits.
+Ranks must issue collectives in the same order. The second collective of a hook can only start when
+its first has finished, and ranks observe this at different times. The order is therefore fixed:
+after the first stage of a bucket comes one further stage of each earlier bucket that has one,
+latest first. Before an operation that needs a bucket's result come rounds of one stage of each
+unfinished bucket. During backward nothing blocks: if a stage needs a result that is not available,
+the pipeline stops and resumes there when the next bucket is full. After backward it blocks.
 
-What a hook of torch's kind issues can't be seen, and stages of it may be issued by a thread of the
-backend. So the next bucket leaves only when the one before is done.
+The collectives of raw hooks are not visible here, and a thread of the backend may issue them. The
+next bucket is therefore started only when the previous one has finished.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from fddp.core.timeline import Interval
 from fddp.errors import DesyncError, RankLostError, SyncTimeoutError
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce
+from fddp.runtime.agreement import exchange
 from fddp.runtime.program import Program
 from fddp.transport.base import Transport, Work
 
@@ -38,15 +38,15 @@ class Collectives(AllReduce):
     """Issues a hook's collectives of one bucket.
 
     Args:
-        transport: carries them.
-        program: knows this rank's place.
-        axes: along which ranks meet.
-        bucket: the bucket's number.
-        what: the bucket in words, for errors.
-        record_time: whether to record when they are done.
+        transport: transport of the collectives.
+        program: has this rank's place on each axis.
+        axes: axes of the collectives.
+        bucket: number of the bucket.
+        what: description of the bucket, for errors.
+        record_time: True to record when collectives finish.
 
     Attributes:
-        nbytes: bytes that this rank has given to them.
+        nbytes: bytes that this rank has passed to collectives.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Collectives(AllReduce):
         self._works: list[Work] = []
 
     def __call__(self, tensor: Tensor) -> Future[Tensor]:
-        self._check_alike("all_reduce", tensor)
+        self._check_equal("all_reduce", tensor)
         work = self._transport.all_reduce(tensor, axes=self._axes, record_time=self._record_time)
         return self._started(work, tensor, tensor)
 
     def all_gather(self, tensor: Tensor) -> Future[Tensor]:
-        self._check_alike("all_gather", tensor)
+        self._check_equal("all_gather", tensor)
         everyones = tensor.new_empty((self.world_size, *tensor.shape))
         everyones[self.rank].copy_(tensor)
         work = self._transport.all_gather_in_place(
@@ -85,34 +85,33 @@ class Collectives(AllReduce):
         )
         return self._started(work, tensor, everyones)
 
-    def _check_alike(self, kind: str, tensor: Tensor) -> None:
-        """Compares what hooks are about to issue over ranks, where it is not what they issued in
-        the same place of a step before: backends end the process where sizes differ.
+    def _check_equal(self, kind: str, tensor: Tensor) -> None:
+        """Compare the operation over ranks, unless it is the same as at this position of an earlier
+        step: backends abort the process if sizes differ.
 
         Raises:
             DesyncError: ranks issue different operations; on every rank.
         """
         transport = self._transport
         if transport.name in ("shm", "loopback") and tensor.is_cpu:
-            return  # which tell them apart themselves
+            return  # these transports detect differences themselves
         place = (self._bucket, len(self._works))
         own = f"{kind} of {tensor.dtype} {tuple(tensor.shape)}"
         if transport.size_cache.get(place) == own:
             return
-        texts = transport.exchange(own.encode(), "hook operations")
-        told = [text.decode(errors="replace") for text in texts]
-        for rank, theirs in enumerate(told):
-            if theirs != told[0]:
+        received = exchange(transport, own, str, "hook operations")
+        for rank, theirs in enumerate(received):
+            if theirs != received[0]:
                 raise DesyncError(
                     f"{self._what} on rank {transport.rank} of {transport.world_size}: hooks are "
-                    f"about to issue different operations: rank 0 {told[0]}, rank {rank} {theirs}; "
-                    f"a hook must hand over tensors of one size and dtype on every rank"
+                    f"about to issue different operations: rank 0 {received[0]}, rank {rank} "
+                    f"{theirs}; a hook must pass tensors of the same size and dtype on every rank"
                 )
         transport.size_cache[place] = own
 
     @property
     def done_s(self) -> float | None:
-        """When the last of them was done, as `Work.done_s`."""
+        """Time at which the last collective finished, as `Work.done_s`."""
         return self._works[-1].done_s if self._works else None
 
     def _started(self, work: Work, given: Tensor, result: Tensor) -> Future[Tensor]:
@@ -127,26 +126,24 @@ class Collectives(AllReduce):
 
 
 class StagePipeline:
-    """Hooks' reductions of one step, in the order of their launch; see [Note: stages in one
-    order]."""
+    """Reductions by the hook in one step; see [Note: stages in one order]."""
 
     def __init__(self) -> None:
         self._launched: list[HookWork] = []
         self._due: deque[HookWork] = deque()
 
     def join(self, work: HookWork) -> None:
-        """Takes in a reduction whose first stage has just been started; the others are due a
-        further one."""
+        """Add a reduction whose first stage was started, and queue a stage of each earlier one."""
         self._due.extend(reversed(self._launched))
         self._launched.append(work)
 
     @property
     def last(self) -> HookWork | None:
-        """What was launched last."""
+        """Reduction that was launched last."""
         return self._launched[-1] if self._launched else None
 
-    def go_on(self, *, block: bool) -> bool:
-        """Starts the stages that are due; False if one builds on what is not there."""
+    def advance(self, *, block: bool) -> bool:
+        """Start the queued stages. Return False if one has to wait for a result."""
         while self._due:
             if not self._due[0].advance(block=block):
                 return False
@@ -154,8 +151,8 @@ class StagePipeline:
         return True
 
     def run_out(self, work: HookWork, *, block: bool) -> bool:
-        """Starts all stages that a reduction has left; False as for `go_on`."""
-        while self.go_on(block=block):
+        """Start all remaining stages of a reduction. Return False as `advance`."""
+        while self.advance(block=block):
             if not work.pending:
                 return True
             self._due.extend(self._launched)
@@ -166,15 +163,15 @@ class HookWork:
     """A hook's reduction of one bucket in flight.
 
     Args:
-        future: what the hook returned.
-        collectives: what the hook was given.
-        op: the operation that it takes the place of.
+        future: future that the hook returned.
+        collectives: collectives that the hook was given.
+        op: the operation that it replaces.
         own: the operation's memory, shape `(n,)`.
-        what: the bucket in words, for errors.
-        spans: takes when the hook's stages ran; None for where that is not wanted.
+        what: description of the bucket, for errors.
+        spans: receives the times of the hook's stages; None if they are not recorded.
 
     Attributes:
-        settled: whether the result was taken.
+        settled: True once the result was taken.
     """
 
     def __init__(
@@ -196,37 +193,37 @@ class HookWork:
 
     @property
     def pending(self) -> bool:
-        """Whether a stage has not been started."""
+        """True if a stage has not been started."""
         return self._future.pending
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to start, and nothing to wait for."""
+        """True if all stages were started and the result is available."""
         return not self.pending and self._future.done
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank has given to collectives."""
+        """Bytes that this rank has passed to collectives."""
         return self._collectives.nbytes
 
     @property
     def done_s(self) -> float | None:
-        """When the last collective was done, as `Work.done_s`."""
+        """Time at which the last collective finished, as `Work.done_s`."""
         return self._collectives.done_s
 
     def advance(self, *, block: bool) -> bool:
-        """Starts the next stage, if there is one; see `Future.advance`."""
+        """Start the next stage, if there is one; see `Future.advance`."""
         if not self.pending:
             return True
         try:
             with torch.no_grad():
                 return self._timed(lambda: self._future.advance(block=block))
         except (RankLostError, SyncTimeoutError) as error:
-            error.bucket = self.op.bucket  # which need not be the one that the session is at
+            error.bucket = self.op.bucket  # may differ from the step's current bucket
             raise
 
     def take(self) -> Any:
-        """The result, once, which is not kept."""
+        """Return the result, and release it; to be called once."""
         self.settled = True
         future, self._future = self._future, Future.of(None)
         try:
@@ -236,7 +233,6 @@ class HookWork:
             raise
 
     def _timed(self, stage: Callable[[], T]) -> T:
-        """What a stage gives, after taking note of when it ran."""
         if self._spans is None:
             return stage()
         start_s = perf_counter()

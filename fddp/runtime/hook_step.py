@@ -63,21 +63,21 @@ class HookExecutor:
         self._pipeline = StagePipeline()
         self._new_states: dict[int, Any] = {}  # by bucket, of reductions that have ended
         self._failure: Exception | None = None
-        self._is_late = False  # to tell of a failure
-        self._overflows = False  # weights did not fit what the hook sums in
+        self._is_late = False  # True once a failure can no longer be reported
+        self._overflows = False  # True if weights exceed the range of the hook's sums
 
     def replaces(self, position: int, bucket: int) -> bool:
         """Return True if the hook replaces the operation at a position."""
         return self._bound.positions.get(bucket) == position
 
     def start(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> HookWork:
-        """Starts the reduction of what an operation works on.
+        """Start the reduction that replaces an operation.
 
         Args:
             op: the operation.
-            own: its memory, shape `(n,)`, which takes the result.
-            states: by bucket; empty for those of the first step.
-            what: the bucket in words, for errors.
+            own: its memory, shape `(n,)`; receives the result.
+            states: states by bucket; empty before the first step.
+            what: description of the bucket, for errors.
         """
         bound = self._bound
         hook, spec = bound.hook, bound.specs[op.bucket]
@@ -92,7 +92,7 @@ class HookExecutor:
             with torch.no_grad():
                 future = hook.apply(state, Bucket(spec, own, reference), collectives)
         except Exception as error:
-            future = self._instead(error, own)
+            future = self._failed(error, own)
         spans = self.spans if self._record_time else None
         if spans is not None:
             spans.append((start_s, perf_counter()))
@@ -100,13 +100,10 @@ class HookExecutor:
         self._pipeline.join(work)
         return work
 
-    def go_on(self, *, block: bool) -> bool:
-        """Does what must come before the next operation; False if it would have to wait.
-
-        Args:
-            block: whether to wait.
-        """
-        if not self._pipeline.go_on(block=block):
+    def advance(self, *, block: bool) -> bool:
+        """Run the stages that come before the next operation. Return False if one has to wait for
+        a result, which only happens without `block`."""
+        if not self._pipeline.advance(block=block):
             return False
         last = self._pipeline.last
         if not self.is_raw or last is None:
@@ -116,59 +113,59 @@ class HookExecutor:
         return last.settled
 
     def is_done(self, work: HookWork) -> bool:
-        """Whether there is nothing to wait for, after starting what stages can start."""
+        """Start the stages that can start. Return True if the reduction has finished."""
         self._pipeline.run_out(work, block=False)
         return work.done
 
     def finish(self, work: HookWork) -> None:
-        """Waits for a reduction, and puts its result in place; once."""
+        """Wait for a reduction and store its result; later calls do nothing."""
         self._pipeline.run_out(work, block=True)
         if not work.settled:
             with torch.no_grad():
                 self._settle(work)
 
     def failure(self) -> Exception | None:
-        """What went wrong so far, to be told to all ranks; asked for once, when that is due."""
+        """Return the hook's failure, for the control word. Later failures are raised at once."""
         self._is_late = True
         return self._failure
 
     def on_report(self, report: ControlReport) -> None:
-        """Takes note of the control word of a step that goes well."""
-        self._overflows = self._is_narrow and not self._keeps_range(report)
+        """Act on the control word of a step that no rank has failed."""
+        self._overflows = self._bound.hook.narrow and not self._keeps_range(report)
 
     def discard(self, bucket: int) -> None:
-        """What came out for a bucket is not used: its state stays as it was."""
+        """Discard the new state of a bucket whose result is not used."""
         self._new_states.pop(bucket, None)
 
     def new_states(self, states: Sequence[Any], report: ControlReport) -> tuple[Any, ...]:
-        """The states after the step; what is not finite would stay in them."""
+        """Return the states after the step; the old ones if a contribution was not finite."""
         if report.nonfinite:
             return tuple(states)
         return tuple(self._new_states.get(bucket, state) for bucket, state in enumerate(states))
 
     def scale_before(self, weight: float, *, repairs: bool = False) -> WeightScale:
-        """What gradients are packed with under a hook that divides by the number of ranks itself.
+        """Return the scale of gradients for a raw hook, which divides by the number of ranks.
 
         Args:
-            weight: this rank's.
-            repairs: whether they are added to what the hook has divided.
+            weight: weight of this rank.
+            repairs: True for late gradients, which are added to the divided result.
         """
         ranks = self._transport.world_size if repairs else 1
         return WeightScale(ranks, unit=weight or 1.0)
 
     def problem(self, report: ControlReport, *, allow_idle_ranks: bool) -> str | None:
-        """Why the hook and the weights of all ranks do not fit together, or None."""
+        """Describe why the hook can't reduce with the weights of all ranks, or return None."""
         bound = self._bound
         total, ranks = report.total_weight, self._transport.world_size
         are_equal = report.total_squared * report.active == total * total
         if bound.hook.raw and not (are_equal and (allow_idle_ranks or report.active == ranks)):
             return (
-                f"{bound.hook.name} divides by the number of ranks itself, so that all must "
-                f"weigh the same, and {report.active} of {ranks} ranks have a weight above 0, "
+                f"{bound.hook.name} divides by the number of ranks itself and needs equal weights "
+                f"on all ranks; {report.active} of {ranks} ranks have a weight above 0, "
                 f"{'the same' if are_equal else 'not the same'}; use a hook of fddp.hooks, or "
                 f"equal weights"
             )
-        if self._is_narrow and not bound.whole and not self._keeps_range(report):
+        if bound.hook.narrow and not bound.whole and not self._keeps_range(report):
             return (
                 f"the mean weight is {total / report.active} where {bound.hook.name} was scaled "
                 f"for {self._scale.unit}; the next step is scaled for the new weights: call it "
@@ -176,30 +173,17 @@ class HookExecutor:
             )
         return None
 
-    @property
-    def _is_narrow(self) -> bool:
-        return self._bound.hook.narrow
-
-    @property
-    def _is_stateful(self) -> bool:
-        return self._bound.stateful
-
-    @property
-    def _averages(self) -> bool:
-        return self._scale.scaling == "average"
-
     def _keeps_range(self, report: ControlReport) -> bool:
         return self._scale.keeps_range(report.total_weight, report.active)
 
     def _settle(self, work: HookWork) -> None:
-        """Puts a result in place, and keeps its state."""
-        op, own = work.op, work.own
+        op, own, averages = work.op, work.own, self._scale.scaling == "average"
         try:
             result, state = work.take()
         except Exception as error:
-            result, state = self._instead(error, own).wait()
+            result, state = self._failed(error, own).wait()
         if self._overflows:
-            again = self._transport.all_reduce(own, axes=op.axes, average=self._averages)
+            again = self._transport.all_reduce(own, axes=op.axes, average=averages)
             again.wait(work.what)
             return
         if not isinstance(result, Tensor) or result.numel() != len(own):
@@ -209,17 +193,19 @@ class HookExecutor:
                 f"got {found}"
             )
         own.copy_(result.view(own.shape))
-        if self._averages and not self.is_raw:
+        if averages and not self.is_raw:
             own /= self._program.schedule.topology.size(op.axes)
-        # What overflowed on the way would stay in the state; the result shows it on every rank.
-        if not (self._is_stateful and not torch.isfinite(own).all()):
+        # An overflow would stay in the state; the result shows it on every rank.
+        if not self._bound.stateful or torch.isfinite(own).all():
             self._new_states[op.bucket] = state
 
-    def _instead(self, error: Exception, own: Tensor) -> Future[tuple[Tensor, Any]]:
-        """What stands for the result of a hook that raised: zeros, if all ranks will be told.
+    def _failed(self, error: Exception, own: Tensor) -> Future[tuple[Tensor, Any]]:
+        """Return zeros as the result of a raw hook that raised, if the control word can still
+        report the failure.
 
-        A hook that communicates by itself leaves the collectives of the step as they are. Of
-        another it can't be known what the other ranks wait for: the error ends the session.
+        A raw hook communicates by itself, and the collectives of the step are unaffected. The
+        collectives that other ranks expect from any other hook are unknown: its error ends the
+        step.
         """
         if not self.is_raw or self._is_late:
             raise error
@@ -309,7 +295,7 @@ class HookedStep(Step):
         return super().pack_scale(bucket, op)
 
     def _may_run(self, instruction: Instruction) -> bool:
-        if instruction.op.kind != "control" and not self._hooks.go_on(block=self.backward_ended):
+        if instruction.op.kind != "control" and not self._hooks.advance(block=self.backward_ended):
             return False
         return self.backward_ended or super()._may_run(instruction)
 
@@ -319,7 +305,7 @@ class HookedStep(Step):
         super()._send_control(position, op)
 
     def _is_regular(self, report: ControlReport) -> bool:
-        return False  # the hook has rules of its own
+        return False  # `HookExecutor.problem` has to be checked
 
     def _unfit_error(self, report: ControlReport) -> FddpError | None:
         problem = self._hooks.problem(report, allow_idle_ranks=self.allow_idle_ranks)

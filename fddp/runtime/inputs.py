@@ -1,4 +1,4 @@
-"""What callers hand in, checked; every problem names the leaf and the way out."""
+"""Checks of callers' arguments; every error names the leaf and the way out."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _LARGEST_WEIGHT = 2.0**512
 def matched_leaves(
     tree: Any, program: Program, what: str, *, differentiable: bool = False
 ) -> tuple[list[Tensor | None], TreeDef]:
-    """The tree's leaves in canonical order, if they are those of the plan.
+    """Return the leaves of a tree in canonical order, if they match the plan.
 
     Args:
-        tree: what the caller passed.
-        program: knows the paths, shapes and dtypes.
-        what: the tree in words, for errors: "gradients".
-        differentiable: whether the leaves are to be differentiated, so that none may be missing.
+        tree: the caller's tree.
+        program: has paths, shapes and dtypes.
+        what: name of the tree for errors, such as "gradients".
+        differentiable: True if the leaves will be differentiated; none may then be missing.
 
     Raises:
         TreeMismatchError: other paths, shapes or dtypes, or a leaf that is no tensor.
@@ -56,7 +56,7 @@ def _adapted(
 
 
 def matched_shards(tree: Any, program: Program) -> tuple[list[Tensor | None], TreeDef]:
-    """The tree's leaves in canonical order, if they are shards that this rank owns.
+    """Return the leaves of a tree in canonical order, if they are the shards of this rank.
 
     Raises:
         TreeMismatchError: other paths, sizes or dtypes, or a leaf that is no tensor.
@@ -77,7 +77,8 @@ def matched_shards(tree: Any, program: Program) -> tuple[list[Tensor | None], Tr
         if shard is not None and found != f"{spec.dtype} of shape {(numel,)}":
             raise TreeMismatchError(
                 f"leaf {spec.path!r} of the shards is {found} where this rank owns {numel} "
-                f"elements of {spec.dtype}; pass what shard or reduce_scatter of this GradSync gave"
+                f"elements of {spec.dtype}; pass shards from shard or reduce_scatter of this "
+                f"GradSync"
             )
     return leaves, treedef
 
@@ -106,14 +107,14 @@ def _misfit(leaf: object, spec: LeafSpec, what: str) -> str:
 
 
 def check_writable(leaves: Sequence[Tensor | None], treedef: TreeDef, program: Program) -> None:
-    """Whether results can be written into each tensor, and into no two at one place.
+    """Check that results can be written into all tensors, and that no two share memory.
 
     Raises:
-        TreeMismatchError: the first leaf that can't be written.
+        TreeMismatchError: a leaf can't be written; names the first.
     """
     if isinstance(treedef, ForeignTreeDef):
         raise TreeMismatchError(
-            f"reduce_ writes into what it is given, and arrays of {treedef.library} can't be "
+            f"reduce_ writes into its argument, and arrays of {treedef.library} can't be "
             f"written; call sync(grads), which returns new ones"
         )
     written: list[tuple[Tensor, str]] = []
@@ -147,7 +148,8 @@ def _check_apart(tensors: Sequence[tuple[Tensor, str]]) -> None:
 
 
 def _share_elements(first: Tensor, second: Tensor) -> bool:
-    """Exactly, by marking the elements of the one: columns of one matrix only interleave."""
+    """Return True if two tensors share elements. Elements are marked one by one, because columns of
+    a matrix interleave without sharing any."""
     distance, rest = divmod(second.data_ptr() - first.data_ptr(), first.element_size())
     if rest or first.element_size() != second.element_size():
         return True
@@ -171,7 +173,6 @@ def _unwritable(leaf: Tensor, spec: LeafSpec) -> str | None:
 
 
 def _extent(leaf: Tensor) -> int:
-    """Elements from the first to the last in memory."""
     return 1 + sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True))
 
 
@@ -200,11 +201,11 @@ _INSTEAD = (
 
 
 def check_no_transform(what: str, instead: str = _INSTEAD) -> None:
-    """Gradients made inside a transform are not values yet.
+    """Check that no transform or tracer is active; gradients inside a transform are no values.
 
     Args:
-        what: the call in words, for errors.
-        instead: what to do.
+        what: name of the call, for errors.
+        instead: advice, for errors.
 
     Raises:
         TransformError: a `torch.func` transform is active, or a tracer.
@@ -218,12 +219,12 @@ def check_no_transform(what: str, instead: str = _INSTEAD) -> None:
     if _is_traced():
         raise TransformError(
             f"{what} was called while a tracer records it (make_fx, torch.func.linearize, "
-            f"torch.export), which would take what it returns for constants; {instead}"
+            f"torch.export), which would treat its results as constants; {instead}"
         )
 
 
 class _Differentiated(threading.local):
-    """How many loss functions this thread is within."""
+    """Nesting depth of loss functions on this thread."""
 
     depth = 0
 
@@ -233,7 +234,7 @@ _differentiated = _Differentiated()
 
 @contextmanager
 def differentiated() -> Iterator[None]:
-    """Within it, what is computed is to be differentiated by fddp."""
+    """Mark the execution of a loss function that fddp differentiates."""
     _differentiated.depth += 1
     try:
         yield
@@ -244,20 +245,19 @@ def differentiated() -> Iterator[None]:
 def check_no_derivatives(
     leaves: list[Tensor | None], program: Program, what: str, *, graphs: bool
 ) -> None:
-    """Results have no derivatives, so that those of what they are made of would end here.
+    """Check that nothing differentiates through the leaves; results have no derivatives.
 
-    Outside of a loss function a graph says nothing: gradients of what requires grad have one, even
-    where nobody is going to use it.
+    Graphs outside of a loss function are allowed: gradients often have one that is never used.
 
     Args:
-        leaves: what the caller passed, in canonical order.
-        program: knows the paths.
-        what: the tree in words, for errors: "gradients".
-        graphs: whether graphs of reverse mode count within a loss function.
+        leaves: the caller's leaves in canonical order.
+        program: has the paths.
+        what: name of the tree for errors, such as "gradients".
+        graphs: True to reject leaves with a graph within a loss function.
 
     Raises:
-        TransformError: a leaf has a tangent of forward mode or, within a loss function of fddp, a
-            graph behind it.
+        TransformError: a leaf has a forward-mode tangent or, within a loss function of fddp, a
+            graph.
     """
     recorded = graphs and _differentiated.depth > 0 and torch.is_grad_enabled()
     position = program.leaf_types.first_differentiated(leaves, recorded)
@@ -267,20 +267,19 @@ def check_no_derivatives(
     node = getattr(leaves[position], "grad_fn", None) if recorded else None
     if node is not None:
         raise TransformError(
-            f"{where} was computed from what the loss function is differentiated by "
-            f"({type(node).__name__}), and derivatives would end at the result, which is a value; "
-            f"use fddp.pmean(grads) to differentiate through the mean, or pass grad.detach() to "
-            f"have its value"
+            f"{where} was computed from the parameters of the loss function "
+            f"({type(node).__name__}), and the result has no derivatives; use fddp.pmean(grads) to "
+            f"differentiate through the mean, or pass grad.detach() for its value"
         )
     raise TransformError(
-        f"{where} has a tangent of forward mode (torch.autograd.forward_ad), and derivatives would "
-        f"end at the result, which is a value; use fddp.pmean and fddp.sync_on_backward, which "
-        f"have derivatives of both modes"
+        f"{where} has a forward-mode tangent (torch.autograd.forward_ad), and the result has no "
+        f"derivatives; use fddp.pmean and fddp.sync_on_backward, which have derivatives in both "
+        f"modes"
     )
 
 
 def outside_transforms() -> AbstractContextManager[object]:
-    """Lets collectives run although a transform is active, to report that one was."""
+    """Suspend transforms and tracers, so that collectives can report them as errors."""
     stack = ExitStack()
     if torch._C._functorch.peek_interpreter_stack() is not None:
         from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -294,7 +293,7 @@ def outside_transforms() -> AbstractContextManager[object]:
 
 
 def _is_traced() -> bool:
-    """Whether a mode that records operations, or only their shapes, is active."""
+    """Return True if a mode that records operations, or only their shapes, is active."""
     if not torch._C._len_torch_dispatch_stack():
         return False
     keys = torch._C._TorchDispatchModeKey
@@ -303,7 +302,7 @@ def _is_traced() -> bool:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether two indices lead to one element, by the strides in ascending order."""
+    """Return True if two indices of a tensor address the same element."""
     end = 0
     dims = [(s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
     for stride, size in sorted(dims):

@@ -1,13 +1,12 @@
-"""What becomes of a step whose gradients are not finite, and what ranks tell each other of it.
+"""Policies for steps with non-finite gradients, and the error with the counts of all ranks.
 
-Whether a rank's gradients are finite is seen as they are packed, and rides in the control word.
-Whether sums are, each rank sees in the results. Leaves are looked at, and texts exchanged, only
-under "raise", and only once something was found.
+Packing detects non-finite gradients, and the control word reports them. Non-finite sums are
+detected in the results. Only under the policy "raise", and only after a detection, are non-finite
+numbers counted by leaf and the counts exchanged.
 """
 
 from __future__ import annotations
 
-import json
 import operator
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -16,29 +15,30 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fddp.core.protocol.messages import MappingOf, Schema, decode
+from fddp.core.protocol.messages import MappingOf, Schema
 from fddp.errors import NonFiniteError
 from fddp.native.layout import Layout, views
 
 Policy = Literal["propagate", "skip", "raise"]
 
-Holding = Literal["alike", "parts", "own"]
-"""What ranks hold of the results: all the same, each other elements, or each results of its own."""
+ResultKind = Literal["replicated", "sharded", "own"]
+"""Results of ranks: the same on all, disjoint shards, or different results on each."""
 
 MOST_NAMED = 100
-"""Leaves that one rank tells the others of."""
+"""Maximum number of leaves that a rank reports, for gradients and for sums."""
 
-_ACCOUNT: Schema = (MappingOf((int, int)), MappingOf((int, int)), int)
+COUNTS: Schema = (MappingOf((int, int)), MappingOf((int, int)), int)
+"""Schema of `NonFiniteCounts.to_json`."""
 
-_MOST_WRITTEN = 3  # of them in the message, for each rank
+_MOST_WRITTEN = 3  # leaves in the error text, for each rank
 
 
 class StopStepError(Exception):
-    """Ends a step in which a number is not finite, on all ranks alike; callers never see it."""
+    """Ends a step because of a non-finite number, on all ranks. Callers never see it."""
 
 
 class Count(NamedTuple):
-    """How many elements of a leaf are not finite."""
+    """Numbers of NaN and infinite elements of a leaf."""
 
     nan: int
     inf: int
@@ -48,76 +48,71 @@ class Count(NamedTuple):
         return " and ".join(f"{n} {one if n == 1 else many}" for n, one, many in kinds if n)
 
 
-class Account(NamedTuple):
-    """What one rank found.
+class NonFiniteCounts(NamedTuple):
+    """Non-finite numbers that one rank has found.
 
     Attributes:
-        own: its gradients that are not finite, by path.
-        sums: results that are not finite, by path; a rank sees those that it holds.
-        left_out: how many leaves are not listed, of both.
+        own: its non-finite gradients, by path.
+        sums: its non-finite results, by path.
+        left_out: number of leaves that are not listed, of both.
     """
 
     own: Mapping[str, Count]
     sums: Mapping[str, Count]
     left_out: int = 0
 
-    def encode(self) -> bytes:
-        """As bytes for the other ranks, with `MOST_NAMED` leaves of each kind at most.
+    def to_json(self) -> list[Any]:
+        """Return the message to other ranks, with at most `MOST_NAMED` leaves of each kind.
 
         Example:
-            >>> account = Account({"w": Count(nan=1, inf=2)}, {})
-            >>> Account.decode(account.encode()) == account
+            >>> counts = NonFiniteCounts({"w": Count(nan=1, inf=2)}, {})
+            >>> NonFiniteCounts.from_json(counts.to_json()) == counts
             True
         """
         own, sums = (dict(list(found.items())[:MOST_NAMED]) for found in self[:2])
-        left_out = len(self.own) + len(self.sums) - len(own) - len(sums)
-        return json.dumps([own, sums, left_out]).encode()
+        return [own, sums, len(self.own) + len(self.sums) - len(own) - len(sums)]
 
     @classmethod
-    def decode(cls, text: bytes) -> Account:
-        """What `encode` gave.
-
-        Raises:
-            ValueError: it is something else.
-        """
-        own, sums, left_out = decode(text, _ACCOUNT)
+    def from_json(cls, message: Sequence[Any]) -> NonFiniteCounts:
+        """Return the counts in a message of the schema `COUNTS`."""
+        own, sums, left_out = message
         return cls(_counts(own), _counts(sums), left_out)
 
 
 class Finder:
-    """Finds the leaves of one step that are not finite, where errors are to name them.
+    """Counts the non-finite numbers of one step by leaf.
 
     Args:
-        policy: what becomes of such steps; nothing is looked for but under "raise".
-        paths: of the leaves, by number.
+        policy: policy of the step; numbers are only counted under "raise".
+        paths: paths of the leaves, by number.
     """
 
     def __init__(self, policy: Policy, paths: Sequence[str]) -> None:
-        self._wanted = policy == "raise"
+        self._enabled = policy == "raise"
         self._paths = paths
         self._found: dict[str, Count] = {}
-        self._pending: list[tuple[str, Tensor]] = []  # counts that the device has not told yet
+        self._pending: list[tuple[str, Tensor]] = []  # counts still on their device
 
     def wants(self, buffer: Tensor, *, finite: bool) -> bool:
-        """Whether to look into a bucket; `finite` says whether packing found what it read finite,
-        which it does on the CPU alone."""
-        return self._wanted and not (finite and buffer.is_cpu)
+        """Return True if a packed bucket is to be counted. `finite` is the finding of packing,
+        which checks on the CPU only."""
+        return self._enabled and not (finite and buffer.is_cpu)
 
-    def look_into(
+    def count_packed(
         self,
         leaves: Sequence[int],
         layout: Layout,
         buffer: Tensor,
         parts: Sequence[Sequence[Tensor | None]] | None,
     ) -> None:
-        """Takes note of gradients that were packed.
+        """Count non-finite numbers of gradients that were packed.
 
         Args:
-            leaves: those of the bucket.
-            layout: where they lie.
-            buffer: what they were packed into; it is reduced in place later.
-            parts: what was packed, by leaf, of each summand; None where it is let go of, and what
-                is finite was finite in the buffer, too.
+            leaves: leaves of the bucket.
+            layout: slices of the leaves in the buffer.
+            buffer: buffer of the bucket, before it is reduced in place.
+            parts: gradients of each summand, by leaf; None if they were released, and packing
+                turned no finite number into infinity.
         """
         if parts is None:
             parts = [views(buffer, layout)]
@@ -126,15 +121,15 @@ class Finder:
             if summands:
                 self._pending.append((self._paths[leaf], _tally(*summands)))
 
-    def look_at(self, leaves: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        """Takes note of gradients of these leaves; does not wait for an accelerator."""
-        if self._wanted:
+    def count(self, leaves: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        """Count non-finite numbers of gradients; does not wait for an accelerator."""
+        if self._enabled:
             for leaf, grad in zip(leaves, grads, strict=True):
                 if grad is not None:
                     self._pending.append((self._paths[leaf], _tally(grad)))
 
-    def account(self, results: Sequence[Tensor | None]) -> Account:
-        """What was found, with these results by leaf."""
+    def counts(self, results: Sequence[Tensor | None]) -> NonFiniteCounts:
+        """Return the counts of all gradients so far, and of these results by leaf."""
         for path, tally in self._pending:
             _add(self._found, path, tally)
         self._pending.clear()
@@ -143,12 +138,12 @@ class Finder:
             if result is not None:
                 _add(sums, path, _tally(result))
         own = {path: self._found[path] for path in self._paths if path in self._found}
-        return Account(own, sums)
+        return NonFiniteCounts(own, sums)
 
 
 def _tally(tensor: Tensor, *others: Tensor) -> Tensor:
-    """How many elements are NaN, and how many infinite, in any of the summands of one leaf; shape
-    `(2,)`, where they are."""
+    """Count the elements that are NaN, and those that are infinite, in any summand of one leaf;
+    shape `(2,)`, on the device of the summands."""
     with torch.no_grad():
         if not others and tensor.is_sparse:
             tensor = tensor._values()
@@ -171,44 +166,42 @@ def _counts(found: Mapping[str, Any]) -> dict[str, Count]:
 
 def nonfinite_error(
     step: int,
-    accounts: Sequence[Account],
+    found_by_rank: Sequence[NonFiniteCounts],
     wires: Mapping[str, str],
     hook: str | None = None,
     *,
-    holding: Holding = "alike",
+    result_kind: ResultKind = "replicated",
     outgrown: bool = False,
 ) -> NonFiniteError:
-    """The error of a step under "raise"; the same on every rank.
+    """Return the error of a step under the policy "raise"; the same on every rank.
 
     Args:
-        step: its number.
-        accounts: what each rank found, by rank.
-        wires: in which dtype each leaf was summed, by path.
+        step: number of the step.
+        found_by_rank: counts of all ranks.
+        wires: dtype in which each leaf was summed, by path.
         hook: name of the communication hook, if there is one.
-        holding: what ranks hold of the results.
-        outgrown: whether gradients were scaled for weights below those of the step.
+        result_kind: kind of the results.
+        outgrown: True if gradients were scaled for smaller weights than those of the step.
 
     Example:
-        >>> accounts = [Account({}, {}), Account({"w": Count(nan=2, inf=1)}, {})]
-        >>> print(nonfinite_error(7, accounts, {"w": "float32"}))
+        >>> found = [NonFiniteCounts({}, {}), NonFiniteCounts({"w": Count(nan=2, inf=1)}, {})]
+        >>> print(nonfinite_error(7, found, {"w": "float32"}))
         step 7: gradients are not finite: rank 1 has 2 NaN and 1 infinity in leaf 'w'; no rank \
 got any gradients, and the group can go on: leave this batch out, or ask for nonfinite='skip'
     """
-    counts = {rank: dict(account.own) for rank, account in enumerate(accounts) if account.own}
-    overflowed = {} if counts else _joined(accounts, holding)
+    counts = {rank: dict(found.own) for rank, found in enumerate(found_by_rank) if found.own}
+    overflowed = {} if counts else _joined(found_by_rank, result_kind)
     way_on = "no rank got any gradients, and the group can go on"
     if counts:
-        found = "; ".join(f"rank {rank} has {_listed(own)}" for rank, own in counts.items())
         text = (
-            f"step {step}: gradients are not finite: {found}; {way_on}: leave this batch out, or "
-            f"ask for nonfinite='skip'"
+            f"step {step}: gradients are not finite: {_by_rank(counts)}; {way_on}: leave this "
+            f"batch out, or ask for nonfinite='skip'"
         )
-    elif holding == "own":
-        sums = {rank: account.sums for rank, account in enumerate(accounts) if account.sums}
-        found = "; ".join(f"rank {rank} has {_listed(own)}" for rank, own in sums.items())
+    elif result_kind == "own":
+        sums = {rank: found.sums for rank, found in enumerate(found_by_rank) if found.sums}
         text = (
-            f"step {step}: every rank's gradients are finite, and what {hook} made of them is not: "
-            f"{found}; {way_on}: lower the loss scale, or leave out the hook"
+            f"step {step}: every rank's gradients are finite, and the results of {hook} are not: "
+            f"{_by_rank(sums)}; {way_on}: lower the loss scale, or leave out the hook"
         )
     else:
         formats = sorted({wires.get(path, "its own dtype") for path in overflowed})
@@ -217,21 +210,25 @@ got any gradients, and the group can go on: leave this batch out, or ask for non
             f"{' and '.join(formats)} overflowed: it has {_listed(overflowed)}; {way_on}: "
             f"{_overflow_advice(formats, hook, outgrown=outgrown)}"
         )
-    left_out = sum(account.left_out for account in accounts)
+    left_out = sum(found.left_out for found in found_by_rank)
     if left_out:
         text += f" (and {left_out} leaves that are not listed)"
     return NonFiniteError(text, step=step, counts=counts, overflowed=overflowed)
 
 
-def _joined(accounts: Sequence[Account], holding: Holding) -> dict[str, Count]:
-    """What is not finite of the results; of those that are each rank's own, the most of any."""
+def _joined(found_by_rank: Sequence[NonFiniteCounts], result_kind: ResultKind) -> dict[str, Count]:
+    """Counts of the results: of any rank, the sum over shards, or the largest of own results."""
     joined: dict[str, Count] = {}
-    for account in accounts[:1] if holding == "alike" else accounts:
-        for path, count in account.sums.items():
+    for found in found_by_rank[:1] if result_kind == "replicated" else found_by_rank:
+        for path, count in found.sums.items():
             before = joined.get(path, Count(0, 0))
-            join = max if holding == "own" else operator.add
+            join = max if result_kind == "own" else operator.add
             joined[path] = Count(*map(join, before, count))
     return joined
+
+
+def _by_rank(counts: Mapping[int, Mapping[str, Count]]) -> str:
+    return "; ".join(f"rank {rank} has {_listed(found)}" for rank, found in counts.items())
 
 
 def _listed(found: Mapping[str, Count]) -> str:
@@ -241,13 +238,13 @@ def _listed(found: Mapping[str, Count]) -> str:
 
 
 def _overflow_advice(formats: Sequence[str], hook: str | None, *, outgrown: bool) -> str:
-    if outgrown and "float16" not in formats:  # in which sums are made again by other factors
+    if outgrown and "float16" not in formats:  # float16 buckets are reduced again with other scales
         return (
             "gradients were scaled for smaller weights than this step has, and the next step is "
             "scaled for them: call it again, or lower the loss scale"
         )
     if hook is not None:
-        return f"lower the loss scale, or leave out the hook {hook}, if it narrows what is summed"
+        return f"lower the loss scale, or leave out the hook {hook}, if it sums in a narrower dtype"
     if "float16" in formats:
         return "sum in float32 by reduce_dtype=torch.float32, or lower the loss scale"
     return "lower the loss scale, or the weights that gradients were accumulated with"

@@ -1,4 +1,4 @@
-"""A plan and its schedule, made ready to run: everything about a step that does not change."""
+"""Programs: schedules prepared for execution on one rank, with all constants of a step."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from fddp.native.layout import Layout
 from fddp.runtime.shards import ShardMap
 from fddp.tree.cached import KnownTrees
 
-# From this size on, a gradient is packed when it arrives: it would leave the cache, and its memory
-# be asked of the system anew, if it waited for its bucket. Smaller ones are packed together.
+# Gradients of at least this size are packed as they arrive, while they are in the cache and so that
+# the allocator can reuse their memory. Smaller ones are packed together.
 _EAGER_BYTES = 1 << 17
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a bucket's leaves get into its buffer during backward.
+    """Division of a bucket's leaves into those packed early and those packed together.
 
     Attributes:
         together: positions in the bucket of the leaves that are packed when it is full.
-        layout: where these lie.
-        early: positions of the leaves that are packed as they arrive, and where each lies.
+        layout: slices of these leaves.
+        early: positions of the leaves that are packed as they arrive, and the slice of each.
     """
 
     together: tuple[int, ...]
@@ -49,12 +49,12 @@ class Packing:
 
     @cached_property
     def native(self) -> NativePacking:
-        """The same, compiled."""
+        """Packing in the extension."""
         return packing(self.together, self.layout, self.early)
 
     @classmethod
     def of(cls, plan: BucketPlan, bucket: int, layout: Layout, *, eager_bytes: float) -> Packing:
-        """Decides by size: leaves of so many bytes are packed as they arrive."""
+        """Make the packing of a bucket; leaves of at least `eager_bytes` are packed early."""
         leaves = [plan.leaves[i] for i in plan.buckets[bucket].leaves]
         large = [leaf.nbytes >= eager_bytes for leaf in leaves]
         together = tuple(p for p, is_large in enumerate(large) if not is_large)
@@ -68,17 +68,17 @@ class BucketProgram:
 
     Attributes:
         index: number of the bucket in the plan.
-        text: the bucket in error texts: its number and the paths at its ends.
+        text: description for error texts: the number and the first and last path.
         leaves: indices of its leaves.
         layout: slices of the leaves in the buffer.
         numel: elements of the leaves.
         padded_numel: elements that collectives work on.
-        buffer_numel: elements of the buffer, with the control word where it rides there.
+        buffer_numel: elements of the buffer, including a piggybacked control word.
         wire_dtype: dtype of the buffer.
         device: device in the plan.
         sparse: True for a single leaf with sparse gradients.
         is_plain: True if results are views of the buffer.
-        rescaled: True if the bucket is reduced again where the agreed scale does not fit.
+        rescaled: True if the bucket is reduced again when the agreed scale does not fit.
         max_safe_magnitude: largest magnitude of contributions whose sum cannot overflow.
     """
 
@@ -101,10 +101,10 @@ class Instruction(NamedTuple):
     """An operation of the schedule, prepared.
 
     Attributes:
-        position: its position in the schedule.
+        position: position in the schedule.
         op: the operation.
-        awaited: positions and buckets of the collectives that must have finished before; also
-            those that a dependency would wait for, because it may be skipped.
+        awaited: positions and buckets of the collectives that must have finished before, including
+            those awaited by dependencies that may be skipped.
         needs_report: True if the control word must have been read before.
     """
 
@@ -116,20 +116,18 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What a step executes.
+    """Schedule of a step, and constants derived from it.
 
     Attributes:
-        plan: the bucket plan.
-        schedule: the operations, for this plan.
-        layouts: for each bucket, where its leaves lie in its flat buffer.
-        reduced: the leaves that are reduced, in canonical order; the control word's slots.
-        differentiated: the leaves that have gradients, in canonical order; the reduced ones and
-            those that stay local.
+        schedule: the operations.
+        layouts: for each bucket, the slices of its leaves.
+        reduced: the leaves that are reduced, in canonical order; the slots of the control word.
+        differentiated: the leaves that have gradients, reduced or local, in canonical order.
         control: layout of the control word.
-        packing: for each bucket, how its leaves are packed during backward.
-        places: for each axis of the topology, the number of places and this rank's.
-        shards: which elements this rank owns, where the schedule divides them.
-        foreign: whether this rank's trees hold arrays of another library.
+        packing: for each bucket, the packing of its leaves during backward.
+        places: for each axis of the topology, its size and this rank's place.
+        shards: elements that this rank owns, if the schedule divides buckets.
+        foreign: True if this rank's trees have arrays of another library.
     """
 
     schedule: Schedule
@@ -223,8 +221,8 @@ class Program:
 
     @cached_property
     def early(self) -> tuple[tuple[int, tuple[tuple[int, Layout], ...]], ...]:
-        """Buckets with leaves that are packed as soon as their gradients arrive: these leaves, as
-        numbered among the differentiated ones, and the slice of each."""
+        """Buckets with leaves that are packed as they arrive: the positions of these leaves among
+        the differentiated ones, and the slice of each."""
         return tuple(
             (bucket, tuple((members[position], slot) for position, slot in packing.early))
             for bucket, (members, packing) in enumerate(
@@ -244,13 +242,8 @@ class Program:
         return {leaf: k for k, leaf in enumerate(self.reduced)}
 
     @cached_property
-    def word_position(self) -> int:
-        """Position of the operation that brings the control word's sum."""
-        return max(self.schedule.control, self.schedule.piggyback_op)
-
-    @cached_property
     def buffer_numels(self) -> tuple[int, ...]:
-        """Elements of each bucket's buffer, with the tail in which the control word rides."""
+        """Elements of each bucket's buffer, including a piggybacked control word."""
         numels = list(self.schedule.buffer_numels)
         if self.schedule.piggyback_op >= 0:
             numels[self.schedule.ops[self.schedule.piggyback_op].bucket] += self.control.size
@@ -258,34 +251,34 @@ class Program:
 
     @cached_property
     def member_numbers(self) -> tuple[tuple[int, ...], ...]:
-        """For each bucket, its leaves as numbered among the differentiated ones."""
+        """For each bucket, the positions of its leaves among the differentiated ones."""
         return tuple(tuple(self.number[i] for i in b.leaves) for b in self.plan.buckets)
 
     @cached_property
     def members(self) -> Members:
-        """The same, compiled."""
+        """`member_numbers` in the extension."""
         return members(self.member_numbers)
 
     @cached_property
     def trees(self) -> KnownTrees:
-        """Takes apart what callers hand in, step by step."""
+        """Cache of the structures of callers' trees."""
         return KnownTrees()
 
     @cached_property
     def leaf_types(self) -> LeafTypes:
-        """What each leaf must be, compiled."""
+        """Shapes and dtypes of the leaves, in the extension."""
         return leaf_types(self.plan.leaves)
 
     def extent(self, op: Op) -> tuple[int, int]:
-        """The elements of the buffer that an operation works on, on this rank: of an all-gather,
-        what it fills, of which the rank's own part is there before."""
+        """Return the elements of the buffer that an operation works on, on this rank. An all-gather
+        works on its result."""
         shard = op.region.shard
         if op.kind == "all_gather":
             shard = shard[: len(shard) - len(op.axes)]
         return _own(op.region, shard, self.places)
 
     def describe(self, bucket: int) -> str:
-        """A bucket in words, for errors: its number and the leaves at its ends."""
+        """Return the number and the first and last path of a bucket, for errors."""
         leaves = self.plan.buckets[bucket].leaves
         first, last = self.paths[leaves[0]], self.paths[leaves[-1]]
         return f"bucket {bucket} ({first if first == last else f'{first} .. {last}'})"
@@ -294,13 +287,13 @@ class Program:
 def make_program(
     schedule: Schedule, rank: int, *, with_order: bool, foreign: bool = False
 ) -> Program:
-    """Prepares a schedule for one rank.
+    """Prepare a schedule for one rank.
 
     Args:
         schedule: the operations.
         rank: this rank's number.
-        with_order: whether rank 0's ready order rides in the control word.
-        foreign: whether this rank's trees hold arrays of another library.
+        with_order: True to send rank 0's ready order in the control word.
+        foreign: True if this rank's trees have arrays of another library.
     """
     plan = schedule.plan
     reduced = plan.reduced
@@ -318,10 +311,7 @@ def make_program(
         control=control_layout(schedule, with_order=with_order),
         packing=tuple(
             Packing.of(
-                plan,
-                b,
-                layout,
-                eager_bytes=_eager_bytes(plan, schedule, b, all_early=with_order),
+                plan, b, layout, eager_bytes=_eager_bytes(plan, schedule, b, all_early=with_order)
             )
             for b, layout in enumerate(layouts)
         ),
@@ -334,7 +324,6 @@ def make_program(
 def _divided(
     schedule: Schedule, places: Mapping[str, tuple[int, int]]
 ) -> list[tuple[int, Op, tuple[int, int]]]:
-    """The operations at which shards come in or go out, each with this rank's chunk."""
     kind = {"sharded_mean": "unpack", "replicated": "pack"}.get(schedule.result)
     return [
         (position, op, _own(op.region, op.region.shard, places))
@@ -350,13 +339,14 @@ def _own(
 
 
 def _eager_bytes(plan: BucketPlan, schedule: Schedule, bucket: int, *, all_early: bool) -> float:
-    """From which size on a bucket's leaves are packed as they arrive."""
+    """Return the smallest size of leaves that are packed as they arrive."""
     spec = plan.buckets[bucket]
     may_be = spec.device in ("cpu", "meta") and not spec.sparse and bucket not in schedule.retained
     if not may_be:
-        # On accelerators many copies in one launch are faster; kept contributions can't be let go.
+        # Accelerators are faster with many copies in one launch. Retained contributions can't be
+        # released early.
         return math.inf
-    # Small gradients that wait pin the memory of large ones that came and went between them. A plan
-    # that is about to be rebuilt may be a single bucket, in which all would wait.
+    # Small gradients that wait fragment the memory of large ones freed between them. A plan that is
+    # about to be rebuilt may be a single bucket, in which all would wait.
     nbytes = [plan.leaves[leaf].nbytes for leaf in spec.leaves]
     return 0 if all_early or sum(nbytes) >= _EAGER_BYTES * len(nbytes) else _EAGER_BYTES

@@ -1,4 +1,4 @@
-"""What a synchronisation gives back: leaves over bucket memory, or this rank's shards of them."""
+"""Results of a step: leaves as views of bucket memory, or this rank's shards of them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fddp.runtime.shards import Chunk
 
 
 class Devices(dict[str, torch.device]):
-    """From a device in the plan to the one where leaves live, as far as this rank has seen it."""
+    """Device of the leaves for each device label of the plan, from the gradients seen so far."""
 
     def __missing__(self, label: str) -> torch.device:
-        # A rank that has no gradient at all learns from the plan; "meta" plans run on the CPU.
+        # Without gradients the label decides; "meta" plans run on the CPU.
         return torch.device("cpu" if label == "meta" else label.partition("#")[0])
 
 
@@ -27,14 +27,14 @@ class Results:
     """Results by leaf, filled in bucket by bucket.
 
     Args:
-        program: knows where each leaf lies.
+        program: program of the step.
         leaves: results by leaf, None at first.
-        devices: where leaves live.
-        pool: memory for results that are not left in their bucket's.
-        measure: whether norm and finiteness are wanted.
+        devices: devices of the leaves.
+        pool: memory for results that are no views of their bucket.
+        measure: True to record norm and finiteness.
 
     Attributes:
-        looks: whether finiteness is wanted of what is put in from now on.
+        checks: True to check the finiteness of further results.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Results:
     ) -> None:
         self.leaves = leaves
         self._program = program
-        self._measure = self.looks = measure
+        self._measure = self.checks = measure
         self._devices = devices
         self._pool = pool
         self._parts: dict[int, list[Tensor]] = {}  # by operation: this rank's shards
@@ -56,16 +56,16 @@ class Results:
 
     @property
     def stats(self) -> Stats | None:
-        """Squared norm and finiteness of what was unpacked here; None unless asked for."""
+        """Squared norm and finiteness of the results; None unless requested."""
         return self._stats if self._measure else None
 
     @property
     def finite(self) -> bool:
-        """Whether all that was looked at is finite."""
+        """True if all checked results are finite."""
         return self._stats.finite
 
     def unpack(self, position: int, bucket: int, buffer: Tensor, after: float) -> None:
-        """Takes the results of one operation out of a dense bucket, times `after`."""
+        """Unpack the results of one operation from a dense bucket, times `after`."""
         chunk = self._program.shards.chunks.get(position)
         if chunk is None:
             stats = self._take_whole(bucket, buffer, after)
@@ -74,20 +74,20 @@ class Results:
         self._note(stats)
 
     def put_sparse(self, leaf: int, gathered: Tensor) -> None:
-        """Sets the result of a sparse bucket."""
+        """Set the result of a sparse bucket."""
         self.leaves[leaf] = gathered
-        if self.looks:
+        if self.checks:
             values = gathered._values()
             wide = torch.complex128 if values.is_complex() else torch.float64
             norm = float(torch.linalg.vector_norm(values.to(wide)))
             self._note(Stats(norm * norm, bool(torch.isfinite(values).all())))
 
     def finish(self, used: Sequence[bool], contributions: Contributions) -> None:
-        """Joins shards, drops what no rank used, and adds the leaves that stay local.
+        """Join shards, drop unused leaves, and add local leaves.
 
         Args:
-            used: for each reduced leaf, whether any rank used it.
-            contributions: has the leaves that stay local.
+            used: for each reduced leaf, True if any rank used it.
+            contributions: contributions with the local leaves.
         """
         program = self._program
         if self._parts:
@@ -99,18 +99,17 @@ class Results:
             self.leaves[leaf] = contributions.local(leaf)
 
     def _take_whole(self, bucket: int, buffer: Tensor, after: float) -> Stats:
-        """Over the bucket's own memory, or in new memory where a cast is due."""
         layout = self._program.layouts[bucket]
         dtype = getattr(torch, self._program.plan.buckets[bucket].dtype)
         stats = Stats(0.0, True)
         if buffer.dtype == dtype:
-            if after != 1.0 or self.looks:
-                stats = scale_(buffer[: layout.numel], after, stats=self.looks)
+            if after != 1.0 or self.checks:
+                stats = scale_(buffer[: layout.numel], after, stats=self.checks)
             results = slices(buffer, layout)
         else:
             memory = self._memory(("cast", bucket), layout.numel, dtype, buffer.device)
             results = slices(memory, layout)
-            stats = unpack_(results, layout, buffer, after, stats=self.looks)
+            stats = unpack_(results, layout, buffer, after, stats=self.checks)
         leaves = self._program.plan.buckets[bucket].leaves
         for leaf, result in zip(leaves, results, strict=True):
             self.leaves[leaf] = result
@@ -119,17 +118,17 @@ class Results:
     def _own_parts(
         self, position: int, chunk: Chunk, buffer: Tensor, after: float
     ) -> tuple[list[Tensor], Stats]:
-        """In memory of their own, so that the bucket is let go of."""
+        """Copy shards into memory of their own, so that the bucket can be reused."""
         dtype = getattr(torch, self._program.plan.buckets[chunk.bucket].dtype)
         numel, key = chunk.own_layout.numel, ("shard", position)
         memory = self._memory(key, numel, dtype, buffer.device)
         parts = slices(memory, chunk.own_layout)
-        return parts, unpack_(parts, chunk.layout, buffer, after, stats=self.looks)
+        return parts, unpack_(parts, chunk.layout, buffer, after, stats=self.checks)
 
     def _memory(
         self, key: Hashable, numel: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Memory of this rank alone, reused once no result lies in it."""
+        """Private memory of this rank, reused once no result uses it."""
         memory = self._pool.acquire(key, numel, dtype, device, allocate=new_memory)
         self._pool.release(key, memory)
         return memory
@@ -140,7 +139,7 @@ class Results:
 
 
 def shards_of(program: Program, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """This rank's shards of leaves that are all there, as copies."""
+    """Return copies of this rank's shards of whole leaves."""
     devices = Devices()
     results = Results(
         program, [None] * len(program.plan.leaves), devices, BufferPool(new_memory), measure=False

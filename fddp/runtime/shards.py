@@ -1,11 +1,11 @@
-"""Shards: the part of every leaf that a rank owns under a schedule that divides buckets.
+"""Shards: the parts of leaves that a rank owns under a schedule that divides buckets.
 
 [Note: shards]
-A bucket's flat buffer is cut into equal chunks, wherever leaves begin or end, and a rank's chunk
-holds the ends of some leaves and the beginnings of others. What callers get is a tree like that of
-the parameters, in which each leaf is the flat run of its elements that lie in the rank's chunks, in
-the order of the bucket's memory; most are empty. So `tree_map` over shards of parameters, gradients
-and optimizer state does what it does on whole trees.
+A bucket's flat buffer is cut into equal chunks, one for each rank, independent of the boundaries of
+leaves. Callers get a tree with the structure of the parameters. Each of its leaves is the flat run
+of the leaf's elements that lie in the rank's chunks, in the order of the bucket's memory; most are
+empty. `tree_map` therefore works on shards of parameters, gradients and optimizer state as on whole
+trees.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Part(NamedTuple):
 
     Attributes:
         leaf: index of the leaf.
-        start: where it starts within the leaf's shard, in elements.
-        offset: where it starts in the bucket's buffer.
-        numel: its length.
+        start: first element within the leaf's shard.
+        offset: first element in the bucket's buffer.
+        numel: number of elements.
     """
 
     leaf: int
@@ -46,9 +46,9 @@ class Chunk:
 
     Attributes:
         bucket: the bucket's index.
-        start: its first element in the bucket's buffer.
-        stop: the element after its last.
-        parts: what it holds of which leaves.
+        start: first element in the bucket's buffer.
+        stop: the element after the last.
+        parts: runs of leaves in the chunk.
     """
 
     bucket: int
@@ -58,7 +58,7 @@ class Chunk:
 
     @cached_property
     def layout(self) -> Layout:
-        """Where the parts lie in the bucket's buffer, each as a flat leaf."""
+        """Layout of the parts in the bucket's buffer, each as a flat leaf."""
         return Layout(
             offsets=tuple(part.offset for part in self.parts),
             shapes=tuple((part.numel,) for part in self.parts),
@@ -68,12 +68,12 @@ class Chunk:
 
     @cached_property
     def own_layout(self) -> Layout:
-        """The same parts one after the other in memory of their own."""
+        """Layout of the parts one after the other, in memory of their own."""
         *offsets, numel = accumulate((part.numel for part in self.parts), initial=0)
         return Layout(tuple(offsets), self.layout.shapes, self.layout.strides, numel)
 
     def sources(self, shards: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Each part as a view of its leaf's shard; None where that is None."""
+        """Parts as views of their leaves' shards; None for shards that are None."""
         sources: list[Tensor | None] = []
         for part in self.parts:
             shard = shards[part.leaf]
@@ -83,11 +83,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ShardMap:
-    """Which elements a rank owns.
+    """Elements that a rank owns.
 
     Attributes:
-        chunks: by position of the operation, what it packs or unpacks.
-        numels: for each leaf the length of its shard; 0 for leaves in no bucket.
+        chunks: chunk that an operation packs or unpacks, by its position.
+        numels: for each leaf, the length of its shard; 0 for leaves in no bucket.
     """
 
     chunks: dict[int, Chunk]
@@ -95,8 +95,7 @@ class ShardMap:
 
     @classmethod
     def of(cls, plan: BucketPlan, ops: Sequence[tuple[int, Op, tuple[int, int]]]) -> ShardMap:
-        """The map of these operations, each with its position and the rank's chunk of its
-        region."""
+        """Make the map from operations, each with its position and this rank's chunk."""
         numels = [0] * len(plan.leaves)
         chunks = {}
         for position, op, (start, stop) in sorted(ops, key=lambda item: (item[1].bucket, item[2])):
@@ -117,12 +116,12 @@ class ShardMap:
         parts: Mapping[int, Sequence[Tensor]],
         devices: Mapping[str, torch.device],
     ) -> list[Tensor | None]:
-        """Each leaf's shard from its parts in order; None for leaves in no bucket.
+        """Join the parts of each leaf's shard; None for leaves in no bucket.
 
         Args:
             plan: the plan.
-            parts: by position of the operation, the tensors of its chunk's parts.
-            devices: from a leaf's device in the plan to the one where it lives.
+            parts: tensors of the parts of each chunk, by position of the operation.
+            devices: device of the leaves for each device label of the plan.
         """
         own: dict[int, list[tuple[int, Tensor]]] = {leaf: [] for leaf in plan.order}
         for position, tensors in parts.items():

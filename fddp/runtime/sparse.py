@@ -1,7 +1,7 @@
-"""Sparse gradients: gathered as indices and values, and summed alike on every rank.
+"""Reduction of sparse gradients: indices and values are gathered, and summed on every rank.
 
-A sparse bucket holds one leaf. Ranks differ in how many rows they have, so counts travel first and
-the shorter ones are padded. A gradient that turns out dense joins as its non-zero rows.
+A sparse bucket has one leaf. Ranks may have different numbers of rows: counts are exchanged first,
+and rows are padded to the largest. Of a dense gradient the non-zero rows are used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fddp.transport.base import Transport
 
 
 def _sparse_dims(shape: Sequence[int]) -> int:
-    """An embedding's gradient is sparse in its rows; a scalar has none."""
+    """Number of sparse dimensions: an embedding's gradient is sparse in its rows."""
     return min(1, len(shape))
 
 
@@ -28,15 +28,15 @@ def gather_sparse(
     transport: Transport,
     what: str,
 ) -> Tensor:
-    """The sum over ranks of `factor * gradient` over this rank's `sources`, as a coalesced tensor.
+    """Sum `factor * gradient` over the sources of all ranks, as a coalesced tensor.
 
     Args:
-        spec: the leaf; its shape and dtype are the result's.
-        wire_dtype: dtype of values on the way and in the sum.
-        device: where the result lives.
+        spec: the leaf, with the shape and dtype of the result.
+        wire_dtype: dtype of the gathered values and of the sum.
+        device: device of the result.
         sources: gradients of the leaf's shape, sparse or dense, each with its factor; may be empty.
-        transport: carries three all-gathers.
-        what: the operation in words, for errors.
+        transport: transport of the three all-gathers.
+        what: description of the operation, for errors.
 
     Returns:
         A sparse COO tensor of the leaf's shape with one sparse dimension, the same bits on all

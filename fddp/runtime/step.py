@@ -39,7 +39,7 @@ from fddp.runtime.context import Outcome, StepContext
 from fddp.runtime.contributions import NOTHING, Contributions
 from fddp.runtime.failures import (
     desync_error,
-    exchange,
+    exchange_reports,
     incompatible_contributions_error,
     locate,
     peer_error,
@@ -63,23 +63,23 @@ class StepState:
     Attributes:
         number: number of the synchronisation.
         method: the call, which must be the same on all ranks that contribute.
-        contributions: gradients and weight of this rank; nothing until `begin`.
-        source: the contributions that are packed: nothing on a rank that has failed.
+        contributions: gradients and weight of this rank; none until `begin`.
+        source: contributions to pack; none on a rank that has failed.
         has_next: True if this rank has input for another step.
-        hook_states: state of the communication hook by bucket, before the step and, once it has
-            succeeded, after it; () if the hook has none.
-        allow_idle_ranks: True if a hook that divides by the number of ranks may meet ranks of
-            weight 0, which then count as zeros; the same on all ranks that have input.
+        hook_states: state of the communication hook by bucket, replaced by the new state once the
+            step has succeeded; () if the hook is stateless.
+        allow_idle_ranks: True to let ranks of weight 0 contribute zeros under a hook that divides
+            by the number of ranks; the same on all ranks that have input.
         failure: error of this rank.
         is_orderly: True once the step has ended, in success or failure, with all collectives done.
-        report: the control word summed over ranks, once it is known.
+        report: the control word summed over ranks, once it was read.
         failures: error text of each rank, once they were exchanged; "" for ranks without one.
         buckets: state of each bucket.
         leaves: results by leaf.
-        measures: True if results are looked at as they are unpacked.
-        record_time: True if times, norm and finiteness are wanted.
-        opened_s: when the step was opened, on the clock of `time.perf_counter`.
-        hook_spans: when the hook ran or waited, on the same clock; with `record_time` only.
+        measures: True to check results as they are unpacked.
+        record_time: True to record times, norm and finiteness.
+        opened_s: time at which the step was opened, on the clock of `time.perf_counter`.
+        hook_spans: times at which the hook ran or waited, with `record_time` only.
         log: actions, each with the number of gradients that had arrived; with `record_time` only.
     """
 
@@ -110,7 +110,7 @@ class StepState:
         self._is_finite, self._may_overflow = True, False
         self._failure_text = ""
         moment = f"{program.schedule.shared_digest}:{context.step}{context.when}"
-        self._fingerprint = zlib.crc32(moment.encode())  # alike on ranks in the same step
+        self._fingerprint = zlib.crc32(moment.encode())  # equal on ranks in the same step
         self._check: FiniteCheck | None = None  # None if non-finite numbers are propagated
         if context.nonfinite != "propagate":
             hook = None if context.bound_hook is None else context.bound_hook.hook
@@ -120,12 +120,12 @@ class StepState:
 
     @cached_property
     def results(self) -> Results:
-        """Results of buckets that are more than views of their buffers."""
+        """Results that are not plain views of their buffers."""
         return Results(self.program, self.leaves, self.devices, self.pool, measure=self.record_time)
 
     @property
     def phase(self) -> str:
-        """What this rank is doing, for error texts of other ranks."""
+        """Phase of the step, for error texts of other ranks."""
         if self.is_orderly:
             return "between steps"
         return "after backward" if self.backward_ended else "in forward"
@@ -145,8 +145,8 @@ class StepState:
                     self.devices[bucket.device] = leaf.device
 
     def ready_times_s(self) -> dict[int, float]:
-        """Time of the last gradient of each leaf with a gradient type, on the clock of
-        `time.perf_counter`; NaN for leaves without one."""
+        """Time of the last gradient of each differentiable leaf, on the clock of
+        `time.perf_counter`; NaN for leaves without gradient."""
         leaves = self.program.differentiated
         times_s = self.contributions.ready_times_s() or [self._begun_s] * len(leaves)
         return dict(zip(leaves, times_s, strict=True))
@@ -164,7 +164,7 @@ class StepState:
     # For buckets
 
     def bucket_ready(self, bucket: int) -> None:
-        """Note that all expected gradients of a bucket are there."""
+        """Note that all expected gradients of a bucket have arrived."""
         raise NotImplementedError
 
     def buffer_of(self, bucket: int) -> Tensor:
@@ -173,7 +173,7 @@ class StepState:
         return state.memory(self) if state.buffer is None else state.buffer
 
     def recover_memory(self, error: BaseException) -> None:
-        """Fail the step on this rank for lack of memory, and free what can be freed.
+        """Fail the step on this rank for lack of memory, and free the pool.
 
         Raises:
             BaseException: `error`, if it is too late to report it in the control word.
@@ -184,23 +184,23 @@ class StepState:
         self.pool.clear()
 
     def note_magnitude(self, bucket: BucketProgram, buffer: Tensor, peak: float, op: Op) -> None:
-        """Note a packed bucket with large or non-finite numbers, or unknown ones.
+        """Note a packed bucket with large, non-finite or unknown numbers.
 
         Args:
             bucket: the bucket.
             buffer: its buffer.
-            peak: bound on the magnitudes; NaN if it is not known.
+            peak: bound on the magnitudes; NaN if unknown.
             op: the operation that packed it.
         """
         if op.when == "again":
-            return  # the same numbers were noted when they were packed first
+            return  # noted when it was packed first
         self._is_finite = self._is_finite and not math.isinf(peak)
         self._may_overflow = True
         if self._check is not None:
             self._check.packed(bucket, buffer, self.source, finite=not math.isinf(peak))
 
     def note_sparse(self, leaf: int, sources: list[Tensor | None]) -> None:
-        """Note this rank's gradients of a sparse leaf, whose sum is there."""
+        """Check this rank's gradients of a sparse leaf, after their sum."""
         if self._check is not None:
             self._check.gathered(leaf, sources)
 
@@ -230,9 +230,9 @@ class StepState:
 
 
 class Step(StepState):
-    """Executes one synchronisation; see the module's text."""
+    """Executes one synchronisation; see the module docstring."""
 
-    _waits_for_buckets_only = True  # once backward has ended, no operation has to ask
+    _waits_for_buckets_only = True  # after backward, all operations may run
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)
@@ -242,18 +242,18 @@ class Step(StepState):
         self._repaired: dict[str, frozenset[int]] = {}  # buckets by `Op.when`, once known
         self._runs_freely = False  # no operation has to wait for gradients
         self._lock = threading.RLock()
-        self._word_work: tuple[Work, Entry] | None = None  # where the word does not ride
-        self._current: Op | None = None  # the operation under way; None for one of no schedule
+        self._word_work: tuple[Work, Entry] | None = None  # of a control word sent by itself
+        self._current: Op | None = None  # the operation under way
         self._broken: BaseException | None = None
 
     # Events
 
     def bucket_ready(self, bucket: int) -> None:
-        """Note that all expected gradients of a bucket are there. Never raises: backward must run
-        to its end."""
+        """Note that all expected gradients of a bucket have arrived. Never raises: backward must
+        run to its end."""
         self.buckets[bucket].ready_s = perf_counter()
         if self._broken is not None:
-            return  # the other ranks would take the next operation for the one that failed here
+            return  # other ranks would match the next collective with the failed one
         try:
             self._advance()
         except BaseException as error:
@@ -261,7 +261,7 @@ class Step(StepState):
             self._broken = self._broken or error
 
     def finish(self) -> Outcome:
-        """Run the rest of the schedule, once backward has ended.
+        """Run the rest of the schedule after backward.
 
         Raises:
             BaseException: this rank's own failure, once the step's collectives are done.
@@ -278,12 +278,12 @@ class Step(StepState):
         if self._broken is not None:
             self._raise(self._broken)
         try:
-            return self._run_out()
+            return self._run_to_end()
         except BaseException as error:
             locate(error, self.program, self._current, self.number)
             raise
 
-    def _run_out(self) -> Outcome:
+    def _run_to_end(self) -> Outcome:
         try:
             self._advance()
             if self.report is None and self._read_report(len(self.program.schedule.ops)):
@@ -320,7 +320,7 @@ class Step(StepState):
                 position, op, awaited, needs_report = instruction
                 if needs_report and self.report is None and self._read_report(position):
                     continue  # with all operations, repairs included
-                # Moved on first: a gradient that arrives meanwhile must not run this again.
+                # Advanced first: a gradient that arrives meanwhile must not run this again.
                 self._cursor += 1
                 if self._is_irregular and not self._applies(position, op):
                     continue
@@ -335,22 +335,21 @@ class Step(StepState):
                     getattr(self.buckets[op.bucket], HANDLERS[op.kind])(self, position, op)
 
     def _may_run(self, instruction: Instruction) -> bool:
-        """Return True if an operation may run while backward goes on."""
         op = instruction.op
-        if instruction.needs_report or op.kind not in _IN_BACKWARD:
+        if (
+            instruction.needs_report
+            or op.kind not in _IN_BACKWARD
+            or op.bucket == self.program.schedule.sequence[-1]
+            or self.buckets[op.bucket].ready_s == math.inf
+        ):
             return False
-        if op.bucket == self.program.schedule.sequence[-1]:
-            return False
-        if self.buckets[op.bucket].ready_s == math.inf:
-            return False
-        # Backward goes on rather than wait for a collective on which this operation builds.
+        # Backward never blocks on a collective.
         for dep, bucket in instruction.awaited:
             if bucket >= 0 and not self.buckets[bucket].is_done(dep):
                 return False
         return True
 
     def _applies(self, position: int, op: Op) -> bool:
-        """Return True if an operation is part of this step."""
         if op.when != "always":
             return op.bucket in self._repaired[op.when]
         if op.bucket not in self.context.idle or op.kind == "control":
@@ -362,7 +361,7 @@ class Step(StepState):
     # Control word
 
     def _send_control(self, position: int, op: Op) -> None:
-        """Write this rank's control word behind its bucket, or send it by itself."""
+        """Write this rank's control word into its bucket's buffer, or send it by itself."""
         layout, source = self.program.control, self.source
         word = ControlWord(
             fingerprint=self._fingerprint,
@@ -392,14 +391,14 @@ class Step(StepState):
             self.log.append((self.contributions.arrived(), Action("control")))
 
     def _arrival_order(self) -> tuple[int, ...]:
-        """Order of rank 0's gradients, by which the plan is rebuilt."""
+        """Order of rank 0's gradients, for the rebuild of the plan."""
         if self.transport.rank != 0 or self.failure:
             return ()
         return tuple(self.contributions.order(self.program))
 
     def _read_report(self, position: int) -> bool:
-        """Wait for the control word, and decide what is left to do. Return True if repairs are due,
-        so that all operations from the first conditional one, or this one, are to be run."""
+        """Wait for the control word, and act on it. Return True if there are repairs: the cursor
+        is then moved back to the first conditional operation, or to this one if it is earlier."""
         self._wait_for_word()
         if self.word is None:
             raise InternalError("the control word was read before it was written")
@@ -452,7 +451,6 @@ class Step(StepState):
         )
 
     def _unfit_error(self, report: ControlReport) -> FddpError | None:
-        """Error of contributions that have no mean together."""
         return incompatible_contributions_error(
             report, self.program, self.context.scale, self.number, None
         )
@@ -471,7 +469,7 @@ class Step(StepState):
     # Failures
 
     def _give_up(self, report: ControlReport, unfit: FddpError | None) -> NoReturn:
-        """Raise on every rank, after the collectives in flight."""
+        """Raise on every rank, after all collectives in flight have finished."""
         self._wait_for_all()
         if unfit is not None and report.agreed and not report.failed:
             self.is_orderly = True
@@ -479,7 +477,7 @@ class Step(StepState):
         self._current = None
         method = self.method if self.contributions.weight > 0.0 else Method.NOTHING
         digest = self.program.schedule.shared_digest
-        reports = exchange(
+        reports = exchange_reports(
             self.transport, self.context.moment, digest, method.text, self._failure_text
         )
         self.failures = [report.failure for report in reports]
@@ -493,7 +491,6 @@ class Step(StepState):
         )
 
     def _wait_for_all(self) -> None:
-        """Block until no collective of the step is in flight."""
         places = [(position, state) for state in self.buckets for position in state.works]
         for position, state in sorted(places, key=lambda place: place[0]):
             self._current = self.program.schedule.ops[position]
@@ -501,8 +498,8 @@ class Step(StepState):
         self._wait_for_word()
 
     def _raise(self, error: BaseException) -> NoReturn:
-        """Raise an error without keeping it: its traceback leads back here, and would keep the
-        step's tensors until the garbage collector runs."""
+        """Raise an error without keeping a reference: its traceback refers to this frame, and the
+        cycle would keep the step's tensors until the garbage collector runs."""
         self.failure = self._broken = None
         try:
             raise error
@@ -510,15 +507,12 @@ class Step(StepState):
             del error
 
     def _stopped(self) -> Outcome:
-        """Outcome of a step that all ranks end because a number is not finite.
-
-        Raises:
-            NonFiniteError: under the policy "raise".
-        """
+        """Return the outcome of a step that all ranks stopped because of a non-finite number, or
+        raise its error under the policy "raise"."""
         self._wait_for_all()
         report = self.report
         if report is None or self._check is None:
-            raise InternalError("a step was left out before the control word was read")
+            raise InternalError("a step was stopped before the control word was read")
         self._current = None
         error = self._check.error(self.transport, self.number)
         for state in self.buckets:

@@ -1,4 +1,4 @@
-"""What a finished step shows: the `SyncInfo` of its step."""
+"""`SyncInfo` of a finished step."""
 
 from __future__ import annotations
 
@@ -18,19 +18,15 @@ from fddp.telemetry.waits import waits_since
 
 
 def make_info(
-    step: Step,
-    outcome: Outcome,
-    backward_s: tuple[float, float],
-    *,
-    begun_s: float = math.inf,
+    step: Step, outcome: Outcome, backward_s: tuple[float, float], *, begun_s: float = math.inf
 ) -> SyncInfo:
-    """What a step showed, on the thread that has ended it.
+    """Return the `SyncInfo` of a finished step; to be called on the thread that finished it.
 
     Args:
-        step: a finished one, with stamps.
-        outcome: what it ended with.
-        backward_s: when backward began and ended.
-        begun_s: when the forward pass began, if that was before the step was opened.
+        step: a step with `record_time`.
+        outcome: outcome of the step.
+        backward_s: times at which backward began and ended.
+        begun_s: time at which the forward pass began, if that was before the step was opened.
     """
     program, report, transport = step.program, outcome.report, step.transport
     end_s = time.perf_counter()
@@ -68,10 +64,10 @@ def _trace(step: Step) -> Trace:
     if not isinstance(contributions, BackwardContributions) or not contributions.expected:
         return Trace((), (), (), ())
     events: list[int | Action] = []
-    arrivals, told = contributions.arrival_log(), 0
+    arrivals, logged = contributions.arrival_log(), 0
     for count, action in step.log:
-        events += [*arrivals[told:count], action]
-        told = count
+        events += [*arrivals[logged:count], action]
+        logged = count
     bucket_of = dict.fromkeys(range(len(program.differentiated)), -1)
     for bucket, members in enumerate(program.member_numbers):
         bucket_of.update(dict.fromkeys(members, bucket))
@@ -96,14 +92,14 @@ def _bucket_times(step: Step, end_s: float) -> tuple[BucketTimes, ...]:
 
 
 def _times(bucket: int, state: BucketState, numel: int, end_s: float) -> BucketTimes:
-    """Sparse buckets travel after the end of backward and have no stamps of their own."""
+    """Times of a bucket. Sparse buckets are gathered after backward and have no times."""
     hooked = state.hooked if isinstance(state, HookedBucket) else None
     last = state.work or hooked
     done_s = None if last is None else last.done_s
-    held = 0 if state.buffer is None else numel * state.buffer.element_size()
+    nbytes = 0 if state.buffer is None else numel * state.buffer.element_size()
     return BucketTimes(
         bucket=bucket,
-        nbytes=held if hooked is None else hooked.nbytes,
+        nbytes=nbytes if hooked is None else hooked.nbytes,
         ready_s=state.ready_s,
         launch_s=state.ready_s if math.isnan(state.launch_s) else state.launch_s,
         done_s=end_s if done_s is None else done_s,

@@ -1,9 +1,8 @@
-"""Functions that torch.compile leaves alone, without loading its tracer.
+"""A decorator like `torch.compiler.disable` that does not import dynamo.
 
 `torch.compiler.disable` imports `torch._dynamo`, which takes about as long as the rest of torch.
-Dynamo itself asks a function for the attributes that are set here when it traces a call of it, and
-the interpreter's hook asks the code object when the function runs between two graphs. Neither asks
-anything of a process that compiles nothing.
+The decorator here sets the attributes that dynamo reads when it traces a call of the function, and
+the strategy of the code object that its frame hook reads when the function runs between two graphs.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def untraced(instead: str) -> Callable[[Function], Function]:
-    """Decorates a function so that dynamo traces neither it nor what it calls.
+    """Exclude a function, and the functions that it calls, from tracing by dynamo.
 
-    In a compiled function a call of it is a graph break; with `fullgraph=True` it is torch's error,
-    with `instead` in its text. What is compiled by itself, and called by the function, stays
-    compiled.
+    In a compiled function a call of it is a graph break; with `fullgraph=True`, an error of torch
+    with `instead` in its text. Compiled functions that it calls stay compiled.
 
     Args:
-        instead: what to write where a graph must not break.
+        instead: advice for callers that need a full graph.
 
     Example:
         >>> @untraced("call g")
@@ -33,7 +31,7 @@ def untraced(instead: str) -> Callable[[Function], Function]:
         >>> f(1)
         2
     """
-    # As `torch._dynamo.skip` does, which keeps to the function's own frame.
+    # As `torch._dynamo.skip`, which only skips the frame of the function itself.
     hook = torch._C._dynamo.eval_frame
     skip = hook._FrameAction.SKIP
 

@@ -1,12 +1,10 @@
-"""Finds a faster bucket plan for a real step: measures, plans, compares, and keeps what is better.
+"""Search for a faster bucket plan by measurements of real steps.
 
-Every rank takes the same steps and ends with the same plan: times are exchanged and the slowest
-rank's count, and rank 0 plans for all.
+All ranks end with the same plan: the times of the slowest rank decide, and rank 0 makes the plan.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from fddp.core.plan.plan import Bucket, BucketPlan, plan_leaves
-from fddp.core.protocol.messages import Schema, decode, malformed_message_error
+from fddp.core.protocol.messages import Schema, malformed_message_error, optional
 from fddp.core.sim.cost import CostModel
 from fddp.core.sim.optimal import Target, optimal_plan
 from fddp.core.sim.simulator import simulate
@@ -25,8 +23,8 @@ from fddp.runtime.results import Devices
 from fddp.sync.engine import Engine, any_rank_has_input
 from fddp.sync.measure import DEFAULT_SIZES_BYTES, largest, measure_axes
 
-_WARM_STEPS = 2  # until a plan has been rebuilt and memory is warm
-_TIMED_STEPS = 2  # of each plan in a round
+_WARM_STEPS = 2  # the plan is rebuilt, and memory is allocated
+_TIMED_STEPS = 2  # steps of each plan in a round
 _EVERYTHING_BYTES = 2**62
 _PLAN: Schema = {
     "buckets": [
@@ -47,15 +45,15 @@ _PLAN: Schema = {
 
 @dataclass(frozen=True)
 class TuneReport:
-    """What tuning expected and what it then measured; the same on all ranks.
+    """Expected and measured times of tuning; the same on all ranks.
 
     Attributes:
-        before: the plan that was in force.
+        before: the previous plan.
         after: the best plan in simulation.
-        adopted: whether `after` is in force now, because it was measured to be faster.
-        costs: the model of the links, for each axis.
+        adopted: True if `after` is now in force, because its steps were faster.
+        costs: cost model of the links, by axis.
         ready_times_s: for each leaf of the plan, seconds from the start of a step until its
-            gradient was there, on the slowest rank; NaN where none came.
+            gradient arrived, on the slowest rank; NaN for leaves without gradient.
         simulated_before_s, simulated_after_s: seconds of a step in simulation.
         measured_before_s, measured_after_s: seconds of a step, median of the slowest rank's.
     """
@@ -77,11 +75,11 @@ class TuneReport:
 
     @property
     def measured_gain(self) -> float:
-        """Share of the step that it saved when it was tried."""
+        """Share of the step that the new plan saved in measurements."""
         return 1.0 - self.measured_after_s / self.measured_before_s
 
     def __str__(self) -> str:
-        """A few lines for a person."""
+        """Return a summary of a few lines."""
         verdict = "the new plan is kept" if self.adopted else "the old plan is kept"
         if self.after == self.before:
             verdict = "the plan is the best already"
@@ -97,7 +95,7 @@ class TuneReport:
 
 
 def tune(engine: Engine, call: Callable[[], object], rounds: int) -> TuneReport:
-    """`GradSync.tune` on its engine; `call` takes one step."""
+    """Implement `GradSync.tune`; `call` takes one step."""
     _check(engine, rounds)
     for _ in range(_WARM_STEPS):
         _timed(engine, call)
@@ -124,7 +122,7 @@ def _check(engine: Engine, rounds: int) -> None:
     received = exchange(engine.transport, repr(rounds), str, "tuning")
     if len({*received}) > 1:
         raise PlanMismatchError(
-            f"rounds are {', '.join(received)} by rank; tune with the same on every rank"
+            f"rounds are {', '.join(received)} by rank; pass the same rounds on every rank"
         )
     if type(rounds) is not int or rounds < 1:
         raise ValueError(f"rounds must be an int of at least 1, got {rounds!r}")
@@ -132,13 +130,13 @@ def _check(engine: Engine, rounds: int) -> None:
         raise UnevenError("tune synchronises many times; call it outside the loop of fddp.uneven")
     if engine.terms.schedule is not None or engine.program.schedule.result != "replicated_mean":
         raise ValueError(
-            "a schedule that was passed in, and one whose shards are in use, can't change; tune a "
-            "GradSync with algorithm='all_reduce' or 'hierarchical', and pass on its plan"
+            "the schedule can't change, because it was passed by the caller or gives shards; tune "
+            "a GradSync with algorithm='all_reduce' or 'hierarchical', and use its plan"
         )
 
 
 def _timed(engine: Engine, call: Callable[[], object]) -> tuple[float, float]:
-    """When a step began, and how long it took; what goes wrong in it is told to all ranks."""
+    """Take a step, and return its start time and duration. Failures are reported to all ranks."""
     steps, error = engine.step, None
     start_s = time.perf_counter()
     try:
@@ -146,24 +144,22 @@ def _timed(engine: Engine, call: Callable[[], object]) -> tuple[float, float]:
     except BaseException as raised:
         error = raised
     took_s = time.perf_counter() - start_s
-    if engine.step == steps:  # the others wait in the synchronisation that this rank left out
-        engine.fail_step(error or _no_step(engine))
+    if engine.step == steps:  # the other ranks wait in a synchronisation
+        engine.fail_step(
+            error
+            or ValueError(
+                f"rank {engine.transport.rank}: the step did not synchronise; pass a step made by "
+                f"value_and_grad of this GradSync"
+            )
+        )
     if error is not None and (engine.is_closed or engine.last_failed):
-        raise error  # from the synchronisation itself: all ranks raise
+        raise error  # an error of the synchronisation: all ranks raise
     if any_rank_has_input(engine, error is not None):
         raise error or PeerError("another rank failed after its step was synchronised")
     return start_s, took_s
 
 
-def _no_step(engine: Engine) -> ValueError:
-    return ValueError(
-        f"rank {engine.transport.rank}: the step did not synchronise; pass one that was made by "
-        f"value_and_grad of the GradSync that is tuned"
-    )
-
-
 def _costs(engine: Engine, plan: BucketPlan) -> dict[str, CostModel]:
-    """By axis, from collectives of the sizes that buckets of this plan can have."""
     total_bytes = sum(bucket.nbytes for bucket in plan.buckets)
     sizes = [size for size in DEFAULT_SIZES_BYTES if size <= total_bytes]
     measured = measure_axes(
@@ -176,7 +172,7 @@ def _costs(engine: Engine, plan: BucketPlan) -> dict[str, CostModel]:
 
 
 def _ready_times_s(engine: Engine, call: Callable[[], object], steps: int) -> list[float]:
-    """By leaf of the plan; measured with buckets so large that nothing disturbs backward."""
+    """Measure the ready time of each leaf, with one large bucket that does not disturb backward."""
     plan = engine.program.plan
     engine.set_plan(plan_leaves(plan.leaves, order=plan.order, caps_bytes=[_EVERYTHING_BYTES]))
     _timed(engine, call)
@@ -203,17 +199,17 @@ def _median_of_present(values: Sequence[float]) -> float:
 def _planned(
     engine: Engine, before: BucketPlan, ready_s: Sequence[float], costs: dict[str, CostModel]
 ) -> BucketPlan:
-    """Rank 0's best plan, on this rank's leaves."""
     transport, terms = engine.transport, engine.terms
-    own = b""
+    own = None
     if transport.rank == 0:
         target = Target(costs, terms.topology, terms.algorithm, terms.deterministic)
-        own = _encoded(optimal_plan(before.leaves, before.order, ready_s, target))
+        own = _plan_to_json(optimal_plan(before.leaves, before.order, ready_s, target))
+    received = exchange(transport, own, optional(_PLAN), "tuned plan")[0]
     try:
-        plan = _decoded(transport.exchange(own)[0], before)
+        plan = _plan_from_json(received, before)
     except ValueError as error:
-        raise malformed_message_error(0, "tuning", error) from error
-    digests = exchange(transport, plan.shared_digest, str)
+        raise malformed_message_error(0, "tuned plan", error) from error
+    digests = exchange(transport, plan.shared_digest, str, "tuned plan")
     if len({*digests}) > 1:
         raise PlanMismatchError(
             f"the tuned plan has the digests {[digest[:12] for digest in digests]} by rank; build "
@@ -223,28 +219,25 @@ def _planned(
     return before if boundaries == [bucket.leaves for bucket in before.buckets] else plan
 
 
-def _encoded(plan: BucketPlan) -> bytes:
-    """The plan in terms of the control word's slots, which mean the same leaves on all ranks."""
+def _plan_to_json(plan: BucketPlan) -> dict[str, Any]:
+    """Return a plan of the control word's slots, which denote the same leaves on all ranks."""
     slots = {leaf: slot for slot, leaf in enumerate(plan.reduced)}
     buckets = [
         {**asdict(bucket), "leaves": [slots[leaf] for leaf in bucket.leaves]}
         for bucket in plan.buckets
     ]
     order = [slots[leaf] for leaf in plan.order]
-    return json.dumps({"buckets": buckets, "caps": plan.caps_bytes, "order": order}).encode()
+    return {"buckets": buckets, "caps": plan.caps_bytes, "order": order}
 
 
-def _decoded(text: bytes, before: BucketPlan) -> BucketPlan:
-    """What `_encoded` gave, on this rank's leaves.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    document: dict[str, Any] = decode(text, _PLAN)
+def _plan_from_json(document: dict[str, Any] | None, before: BucketPlan) -> BucketPlan:
+    """Return the plan in a message, for this rank's leaves; `ValueError` if it does not fit."""
+    if document is None:
+        raise ValueError("there is no plan")
     reduced = before.reduced
     slots = [*document["order"], *(slot for b in document["buckets"] for slot in b["leaves"])]
     if not all(0 <= slot < len(reduced) for slot in slots):
-        raise ValueError(f"a plan of {len(reduced)} leaves has another")
+        raise ValueError(f"the plan has a slot outside of 0 to {len(reduced) - 1}")
     buckets = []
     for fields in document["buckets"]:
         leaves = tuple(reduced[slot] for slot in fields.pop("leaves"))
@@ -256,7 +249,7 @@ def _decoded(text: bytes, before: BucketPlan) -> BucketPlan:
 def _compared(
     engine: Engine, call: Callable[[], object], plans: tuple[BucketPlan, BucketPlan], rounds: int
 ) -> tuple[float, float]:
-    """Median step of each plan, taken in turn, in seconds of the slowest rank."""
+    """Return the median step time of each plan, on the slowest rank. The plans take turns."""
     times_s: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
         for plan, own_s in zip(plans, times_s, strict=True):

@@ -1,17 +1,14 @@
-"""Averages of parameters over ranks, and when they are due: local SGD.
+"""Averages of parameters over ranks, at periodic steps: local SGD.
 
-In local SGD (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019) ranks take steps
-of their own, and average parameters, not gradients, now and then. Post-local SGD (Lin et al.,
-"Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020) begins so only after steps with averaged
-gradients; its hierarchical form averages often within a host, where links are fast, and rarely
-across hosts.
+In local SGD (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019) ranks take local
+steps and periodically average parameters instead of gradients. Post-local SGD (Lin et al., "Don't
+Use Large Mini-Batches, Use Local SGD", ICLR 2020) starts with steps of averaged gradients; its
+hierarchical form averages often within a host, where links are fast, and rarely across hosts.
 
-When to average is decided by a value, `Periodic`. The averages are those of a `GradSync` over the
-tree of parameters.
+`Periodic` defines the steps of the averages. A `GradSync` over the tree of parameters averages.
 
-An average has no policy for bad numbers: NaN or infinity in one rank's parameters reaches all
-ranks. A rank that finds some in its own can pass `weight=0`, which adds nothing to the mean, NaN
-neither, and gets the mean of the others.
+Non-finite numbers in one rank's parameters reach all ranks. A rank that detects its own can pass
+`weight=0`: it then contributes nothing, and receives the mean of the others.
 """
 
 from __future__ import annotations
@@ -34,26 +31,26 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 WORLD = "world"
-"""The axis of a group without named ones."""
+"""Name of the single axis of a group without named axes."""
 
 
 @dataclass(frozen=True, init=False)
 class Periodic:
-    """Averages are due at regular steps, after a warm-up: at step `warmup_steps` (steps count from
-    0), and then once in every period.
+    """Averages at step `warmup_steps` (steps count from 0), and then once in every period.
 
     Attributes:
-        periods: pairs of an axis and the steps from one average along it to the next, outermost
-            axis first.
-        warmup_steps: steps before the first average.
+        periods: pairs of an axis and the number of steps between averages along it, outermost axis
+            first.
+        warmup_steps: number of steps before the first average.
 
     Args:
-        period: for all ranks together, or one for each axis of a mesh. Whenever an outer axis is
-            averaged along, so are the inner ones, so its period must be a multiple of theirs.
+        period: period of all ranks, or one for each axis of a mesh. An average along an outer axis
+            includes the inner axes: its period must be a multiple of theirs.
         warmup_steps: as above.
 
     Raises:
-        ValueError: a period below 1, a warm-up below 0, or periods that are no multiples.
+        ValueError: a period is below 1, the warm-up is below 0, or a period is no multiple of an
+            inner one.
 
     Example:
         >>> when = Periodic(4, warmup_steps=2)
@@ -74,44 +71,44 @@ class Periodic:
         object.__setattr__(self, "warmup_steps", warmup_steps)
 
     def due(self, step: int) -> tuple[str, ...]:
-        """The axes to average along after a step, outermost first; none if nothing is due.
+        """Return the axes to average along after a step, outermost first; () for no average.
 
         Args:
-            step: number of the step that was just taken, from 0.
+            step: number of the last step, from 0.
         """
         since = step - self.warmup_steps
         return tuple(name for name, n in self.periods if since >= 0 and since % n == 0)
 
 
 class _Average(GradSync):
-    """Averages parameters once. Ranks that average gradients do not meet in it."""
+    """A `GradSync` for one average of parameters, with a title of its own."""
 
     _title = "parameter average"
 
 
 class _PeriodicAverage(GradSync):
-    """Averages parameters when that is due."""
+    """A `GradSync` for periodic averages of parameters, with a title of its own."""
 
     _title = "periodic average"
 
 
 class Averager:
-    """Averages trees over ranks when it is due. Making it is a collective call.
+    """Averages trees over ranks at periodic steps. Construction is a collective call.
 
-    It has no state of its own: what a training run has to save is the number of its step.
+    It is stateless: checkpoints only need the number of the step.
 
     Args:
-        tree: parameters, as a tree of tensors, of which paths, shapes and dtypes are used. Leaves
-            of floating and complex dtypes are averaged, others stay each rank's own.
-        when: when averages are due.
-        group: whom to average with, for a single period; as in `GradSync`.
-        mesh: whose axes have periods of their own; instead of a group. Ranks that are averaged over
-            along inner axes differ in these only.
+        tree: tree of parameters, of which paths, shapes and dtypes are used. Floating-point and
+            complex leaves are averaged; other leaves stay local.
+        when: steps of the averages.
+        group: group for a single period; as in `GradSync`.
+        mesh: mesh whose axes have periods, instead of a group. An average along inner axes is over
+            the ranks that differ in these axes only.
         timeout_s: as in `GradSync`.
 
     Raises:
-        PlanMismatchError: ranks differ in their trees, or in when averages are due; on every rank.
-        ValueError: the mesh has other axes than `when` has periods for.
+        PlanMismatchError: trees or `when` differ between ranks; on every rank.
+        ValueError: the axes of the mesh and those of `when` differ.
 
     Example:
         >>> import fddp, torch
@@ -145,34 +142,34 @@ class Averager:
                 self._syncs[axes] = _PeriodicAverage(
                     tree, group=group, mesh=span, timeout_s=timeout_s
                 )
-            _check_alike(next(iter(self._syncs.values())), when)
+            _check_periods_equal(next(iter(self._syncs.values())), when)
         except BaseException:
             self.close()
             raise
 
     def average(self, tree: Any, step: int, *, weight: float = 1.0) -> Any:
-        """The weighted mean over ranks if it is due after this step, else the tree itself; a
-        collective call if it is due.
+        """Return the weighted mean over ranks if an average is due after this step, else the tree
+        itself; a collective call if it is due.
 
         Args:
             tree: parameters. Not written.
-            step: number of the step that was just taken, from 0; the same on all ranks.
-            weight: what this rank counts, for instance the number of samples that it has seen
-                since the last average; 0 leaves it out of the mean, which it still gets.
+            step: number of the last step, from 0; the same on all ranks.
+            weight: weight of this rank, such as its number of samples since the last average; with
+                0 it contributes nothing, and still receives the mean.
 
         Returns:
-            A new tree, alike on the ranks that were averaged over up to leaves of integers.
+            A new tree, equal on all averaged ranks except for integer leaves.
 
         Raises:
             TreeMismatchError: the tree has other leaves than at construction.
-            DesyncError: an average is due on other ranks after another step.
+            DesyncError: ranks passed different steps.
             WeightError, PeerError: as calling a `GradSync`.
         """
         sync = self._due(step)
         return tree if sync is None else _mean(sync, tree, weight)
 
     def average_(self, tree: Any, step: int, *, weight: float = 1.0) -> None:
-        """Like `average`, but writes the means into the tensors of `tree`, for instance
+        """Average in place: as `average`, but write into the tensors of `tree`, such as
         `dict(module.named_parameters())`."""
         sync = self._due(step)
         if sync is not None:
@@ -180,7 +177,6 @@ class Averager:
             sync.reduce_(tree, weight=weight)
 
     def _due(self, step: int) -> GradSync | None:
-        """What averages after this step."""
         axes = self.when.due(step)
         if not axes:
             return None
@@ -188,7 +184,7 @@ class Averager:
         return self._syncs[axes]
 
     def close(self) -> None:
-        """Frees the communicators; a second call does nothing."""
+        """Free the communicators; a second call does nothing."""
         for sync in self._syncs.values():
             sync.close()
 
@@ -202,22 +198,21 @@ class Averager:
 def average(
     tree: Any, *, group: Group | None = None, weight: float = 1.0, timeout_s: float | None = None
 ) -> Any:
-    """The weighted mean over ranks of a tree; a collective call, for one time. An `Averager` is
-    cheaper where there are more.
+    """Return the weighted mean over ranks of a tree; a collective call. For repeated averages an
+    `Averager` is cheaper.
 
     Args:
-        tree: tensors; None stays None. Leaves of floating and complex dtypes are averaged, others
-            stay each rank's own. Not written.
-        group: as in `GradSync`.
-        weight: what this rank counts; 0 leaves it out of the mean.
-        timeout_s: as in `GradSync`.
+        tree: tensors; None stays None. Floating-point and complex leaves are averaged; other
+            leaves stay local. Not written.
+        group, timeout_s: as in `GradSync`.
+        weight: weight of this rank; with 0 it contributes nothing.
 
     Returns:
         A new tree of the same structure.
 
     Raises:
-        PlanMismatchError: ranks differ in their trees; on every rank.
-        DesyncError: another rank makes a `GradSync` or an `Averager` instead; on every rank.
+        PlanMismatchError: trees differ between ranks; on every rank.
+        DesyncError: another rank builds a `GradSync` or an `Averager`; on every rank.
         WeightError, PeerError: as calling a `GradSync`.
 
     Example:
@@ -233,8 +228,8 @@ def average(
 
 def _mean(sync: GradSync, tree: Any, weight: float) -> Any:
     _check_whole(sync, tree)
-    # Parameters live on, and a process that is forked off may read them: what processes share is no
-    # memory for them. Leaves of integers have no mean, and stay.
+    # Parameters outlive the step, and forked processes may read them: copy them out of memory that
+    # ranks share. Integer leaves are not averaged.
     shared = sync.transport.startswith("shm")
     return tree_map(
         lambda own, mean: _copied(mean) if shared and mean is not own else mean,
@@ -248,33 +243,33 @@ def _copied(mean: Any) -> Any:
 
 
 def _check_whole(sync: GradSync, tree: Any) -> None:
-    """A gradient may be missing and counts as zeros; a parameter may not."""
+    """Report missing parameters to all ranks; missing gradients would count as zeros."""
     leaves, treedef = flatten(tree)
     if treedef.paths != sync.plan.paths:
-        return  # of which the synchronisation tells all ranks
+        return  # reported by the step
     for leaf, spec in zip(leaves, sync.plan.leaves, strict=True):
         if leaf is None and spec.dtype != "none":
             sync._engine.fail_step(
                 TreeMismatchError(
-                    f"leaf {spec.path!r} to average is None where the averager was made for "
+                    f"leaf {spec.path!r} to average is None where the averager expects "
                     f"{spec.dtype} of shape {spec.shape}; pass all parameters"
                 )
             )
 
 
-def _check_alike(sync: GradSync, when: Periodic) -> None:
-    """Raises where ranks would average at different steps; `sync` is over all of them."""
+def _check_periods_equal(sync: GradSync, when: Periodic) -> None:
+    """Raise if `when` differs between ranks; `sync` is over all ranks."""
     received = exchange(sync._engine.transport, str(when), str, "averages")
     for rank, theirs in enumerate(received):
         if theirs != received[0]:
             raise PlanMismatchError(
                 f"averages are due by {received[0]} on rank 0 and by {theirs} on rank {rank}; pass "
-                f"the same on every rank"
+                f"equal periods on every rank"
             )
 
 
 def _spans(when: Periodic, mesh: DeviceMesh | None) -> dict[tuple[str, ...], DeviceMesh | None]:
-    """For each set of axes that can be due together, the part of the mesh that they make."""
+    """Return the submesh of each set of axes that can be due together."""
     names = tuple(name for name, _ in when.periods)
     if mesh is None:
         if names != (WORLD,):

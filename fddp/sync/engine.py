@@ -1,4 +1,4 @@
-"""From step to step: what a `GradSync` carries on between its synchronisations."""
+"""Engine of a `GradSync`: opens and finishes steps, and keeps the state between them."""
 
 from __future__ import annotations
 
@@ -11,92 +11,51 @@ from typing import Any
 
 import torch
 
-from fddp.core.check import check_schedule
 from fddp.core.numerics.weighting import WeightScale
-from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.expected_counts import Arrivals
-from fddp.core.schedule.builder import make_all_gather_schedule
-from fddp.core.schedule.piggyback import with_separate_word
-from fddp.core.schedule.schedule import Schedule
-from fddp.errors import (
-    ClosedError,
-    DesyncError,
-    InternalError,
-    PeerError,
-    RankLostError,
-    ReentryError,
-    SyncTimeoutError,
-    UnevenError,
-    error_text,
-)
-from fddp.hooks.hook import Hook
-from fddp.native.buffer_pool import BufferPool
-from fddp.runtime.agreement import SyncConfig, agree_on_hook, validate_across_ranks
+from fddp.errors import ClosedError, InternalError, PeerError, ReentryError, UnevenError, error_text
 from fddp.runtime.context import Outcome, StepContext
 from fddp.runtime.donation import donate
-from fddp.runtime.hook_binding import BoundHook
 from fddp.runtime.hook_step import HookedStep
 from fddp.runtime.inputs import outside_transforms
-from fddp.runtime.program import Program, make_program
+from fddp.runtime.program import Program
 from fddp.runtime.step import Step
+from fddp.sync.configuration import EngineConfiguration
 from fddp.sync.lifecycle import Lifecycle
-from fddp.sync.request import EngineSpec, deterministic_hook_error, usable_transport
+from fddp.sync.request import EngineSpec
 from fddp.sync.rounds import Round
 from fddp.telemetry.flight.dump import dump_on_failure
 from fddp.telemetry.flight.recorder import Recorder
-from fddp.transport import Group, Transport, open_transport, resolve
+from fddp.transport import Group, resolve
 
-_LONGEST_ALARM = 500  # characters
+_MAX_FAILURE_CHARS = 500
 
 
-class Engine:
-    """Opens a session for each step, and takes note of how it ended. Making one is a collective
-    call.
+class Engine(EngineConfiguration):
+    """Opens and finishes steps, and keeps the state between them. Making one is a collective call.
 
     Args:
-        request: what the caller asked for.
+        request: the caller's request.
 
     Attributes:
-        transport: carries the collectives.
-        terms: what ranks have agreed on.
-        program: what a step carries out.
-        gathering: what turns shards into whole leaves, where steps leave shards.
-        arrivals: what the last backward pass showed.
-        in_backward: whether one is running.
-        step: number of the next synchronisation.
-        hook: the communication hook in force, if there is one.
-        bound_hook: the same with what it reduces.
-        schedule: what was agreed on; the program's differs from it where a hook takes the place of
-            the all-reduce in which the control word would ride.
-        hook_states: its state by bucket, carried on from step to step since `set_hook`; None where
-            callers hand it in.
-        last_failed: whether the last synchronisation ended with an error, on all ranks.
-        finished: the number after that of the last synchronisation that went through; 0 before.
-        timeout_s: what the caller gave for it.
-        recorder: takes note of operations.
-        when: what callers say of when the next synchronisation is; ranks that say otherwise are
-            not in step.
+        arrivals: numbers of gradients by leaf in the last backward pass.
+        in_backward: True while backward of a step runs.
+        step: number of the next step.
+        finished: one more than the number of the last successful step; 0 before.
+        last_failed: True if the last step ended with an error, on all ranks.
+        scale: the agreed unit of weight.
+        round: round of the loop over uneven inputs, if one runs.
+        running: steps that were opened and have not ended, by number.
+        timeout_s: timeout requested by the caller.
+        recorder: flight recorder of the operations.
+        when: suffix of the next step's `moment`; ranks with different suffixes are out of step.
     """
 
     def __init__(self, request: EngineSpec) -> None:
-        self._foreign = request.is_foreign
+        super().__init__(request)
         self.timeout_s = request.usable_timeout_s
-        self._groups: list[tuple[str, ...]] = []  # those that the transport has opened
-        self.transport = open_transport(
-            request.span.group, usable_transport(request), request.usable_timeout_s, request.title
-        )
-        self.bound_hook: BoundHook | None = None
-        self.hook_states: tuple[Any, ...] | None = None
-        try:
-            self.terms = _agreed_terms(self.transport, request)
-            self.hook = self.terms.hook
-            schedule = self.terms.schedule_of(self.terms.plan)
-            self._install(schedule, with_order=self.terms.rebuild is not None)
-        except BaseException:
-            self.transport.close()
-            raise
         self.arrivals: Arrivals | None = None
         self.in_backward = False
         self.step = 0
@@ -104,23 +63,22 @@ class Engine:
         self.last_failed = False
         self.when = ""
         self._idle: frozenset[int] = frozenset()
-        self._pool = BufferPool(self.transport.empty)
-        self.scale = WeightScale(self.transport.world_size, scaling=schedule.scaling)
+        self.scale = WeightScale(self.transport.world_size, scaling=self.schedule.scaling)
         self.round: Round | None = None
         self.lifecycle = Lifecycle()
         self._watch: list[Step] | None = None
         self._current: weakref.ref[Step] | None = None  # the newest
-        # A loss function may take steps itself.
+        # Several: a loss function may take steps itself.
         self.running: weakref.WeakValueDictionary[int, Step] = weakref.WeakValueDictionary()
         self.recorder = Recorder("GradSync", self, self.transport)
         self._group = weakref.ref(resolve(request.span.group))
 
     @property
     def group(self) -> Group:
-        """What it was made on.
+        """Group of the engine.
 
         Raises:
-            ClosedError: it is gone.
+            ClosedError: the group no longer exists.
         """
         group = self._group()
         if group is None:
@@ -128,7 +86,7 @@ class Engine:
         return group
 
     def at(self) -> tuple[int, str]:
-        """The number of the step that runs, or else of the next, and what it is at."""
+        """Number of the running or else the next step, and its phase."""
         step = None if self._current is None else self._current()
         if self.is_closed:
             return self.step, "closed"
@@ -142,7 +100,7 @@ class Engine:
         return bool(self.lifecycle.closed_by)
 
     def check_usable(self) -> None:
-        """Raise where no further step may start, also because the transport failed meanwhile.
+        """Raise if no further step may start, or if the transport has failed.
 
         Raises:
             ClosedError: the engine is closed.
@@ -187,12 +145,12 @@ class Engine:
             ClosedError, ReentryError: as `open`.
         """
         if self.gathering is None:
-            raise InternalError("shards are gathered only where steps leave some")
+            raise InternalError("the schedule gives no shards to gather")
         return self._new_step(self.gathering, Method.ALL_GATHER, with_stats=False)
 
     def _new_step(self, program: Program, method: Method, *, with_stats: bool) -> Step:
         self._check_open()
-        averages = program is self.program  # otherwise shards of anything are gathered
+        averages = program is self.program  # False if shards are gathered
         context = StepContext(
             program,
             self.transport,
@@ -221,12 +179,12 @@ class Engine:
         if self.in_backward:
             raise ReentryError(
                 f"a step was called on rank {self.transport.rank} while backward of another step "
-                f"of the same GradSync runs, where ranks reach it at different points; call it in "
-                f"the loss function itself, or use a GradSync of its own for it"
+                f"of the same GradSync runs, which ranks reach at different points; call it in "
+                f"the loss function itself, or use another GradSync for it"
             )
 
     def finish(self, step: Step) -> Outcome:
-        """Run a step to its end, and note what later steps need of it.
+        """Finish a step, and update the state for the next one.
 
         Raises:
             Exception: as `Step.finish`.
@@ -247,7 +205,7 @@ class Engine:
             self.hook_states = tuple(step.hook_states)
         if self._watch is not None:
             self._watch.append(step)
-        report = self._take_note(step)
+        report = self._apply_report(step)
         if report.order and self.program.control.with_order:
             reduced = self.program.reduced
             order = [reduced[slot] for slot in report.order]
@@ -259,7 +217,7 @@ class Engine:
     def _on_failure(self, step: Step, error: BaseException) -> None:
         if step.is_orderly:
             dump_on_failure(error)
-            self._take_note(step)
+            self._apply_report(step)
             return
         self.recorder.fail()
         dump_on_failure(error, breaks=True)
@@ -271,7 +229,6 @@ class Engine:
         self.close(reason)
 
     def _unused_buckets(self, report: ControlReport) -> frozenset[int]:
-        """Those that may be left out of the next step."""
         program = self.program
         users = dict(zip(program.reduced, report.users, strict=True))
         return frozenset(
@@ -284,39 +241,13 @@ class Engine:
 
     @contextmanager
     def watched(self) -> Iterator[list[Step]]:
-        """Collects the sessions that are closed meanwhile."""
+        """Collect the steps that succeed in the block."""
         steps: list[Step] = []
         self._watch = steps
         try:
             yield steps
         finally:
             self._watch = None
-
-    def set_plan(self, plan: BucketPlan) -> None:
-        """Goes on with another plan for the same leaves; all ranks must at the same step."""
-        if self.bound_hook is not None and self.bound_hook.stateful:
-            raise ValueError(
-                f"the plan can't change under {self.bound_hook.hook.name}, whose state is by "
-                f"bucket; tune without the hook, and pass on the plan"
-            )
-        self._install(self.terms.schedule_of(plan), with_order=False)
-        self._pool.clear()
-
-    def set_hook(self, hook: Hook[Any] | None) -> None:
-        """Reduces buckets by another hook from the next step on, and carries its state on from step
-        to step; a collective call.
-
-        Raises:
-            ValueError: the schedule has no place for it, or is deterministic.
-            PlanMismatchError: ranks passed different hooks.
-        """
-        agree_on_hook(self.transport, hook)
-        if hook is not None and self.schedule.deterministic:
-            raise ValueError(deterministic_hook_error(hook))
-        bound_hook = None if hook is None else BoundHook.of(hook, self.program)
-        self.hook = hook
-        self._install(self.schedule, with_order=self.program.control.with_order)
-        self.hook_states = None if bound_hook is None else bound_hook.init_states(self.program)
 
     def close(self, reason: str) -> None:
         """Free the communicator and all memory; a second call does nothing."""
@@ -338,67 +269,41 @@ class Engine:
         arrivals: Arrivals | None,
         hook_states: tuple[Any, ...] | None,
     ) -> None:
-        """Takes up what another engine had come to; the first three are the same on all ranks."""
+        """Restore the state of another engine; the first three are the same on all ranks."""
         self.step, self.finished, self.arrivals = step, finished, arrivals
         self.scale = replace(self.scale, unit=unit)
         self.hook_states = hook_states
 
     def donate(self, grads: Any) -> None:
-        """Takes a tree of results back; see `GradSync.donate`."""
+        """See `GradSync.donate`."""
         donate(self.program, self._pool, grads)
 
     def fail_step(self, error: BaseException) -> None:
-        """Takes part in the next synchronisation only to say what went wrong; raises it."""
+        """Take part in the next step only to report an error, and raise it."""
         step = self.open(Method.NOTHING, with_stats=False)
         step.fail(error)
         self.publish_step_failure(step.number, error)
         self.finish(step)
 
     def publish_step_failure(self, step: int, error: BaseException) -> None:
-        """Tells ranks that wait for this one in operators which their loss function calls. Nobody
-        else looks for it, and those in another step do not take it for theirs.
+        """Publish an error to ranks that wait for this one in an operator of their loss function.
+        Ranks in other steps ignore it.
 
         Args:
-            step: its number.
-            error: what went wrong here; of a `PeerError` the rank that failed has told.
+            step: number of the step.
+            error: this rank's error. A `PeerError` is not published: the rank that failed has
+                published its own.
         """
         if not isinstance(error, PeerError):
-            self.transport.publish_step_failure(step, error_text(error)[:_LONGEST_ALARM])
+            self.transport.publish_step_failure(step, error_text(error)[:_MAX_FAILURE_CHARS])
 
-    # Parts
-
-    def _install(self, schedule: Schedule, *, with_order: bool) -> None:
-        """Proves what is about to be carried out, and opens the groups that it needs."""
-        self.schedule = schedule
-        if self.hook is not None:
-            schedule = with_separate_word(schedule)
-        check_schedule(schedule)
-        gather = make_all_gather_schedule(schedule) if schedule.result == "sharded_mean" else None
-        if gather is not None:
-            check_schedule(gather)
-        groups = sorted({*schedule.groups, *(gather.groups if gather else ())})
-        if groups != self._groups:
-            self.transport.open_subgroups(schedule.topology, groups)
-            self._groups = groups
-        rank = self.transport.rank
-        foreign = self._foreign
-        self.program = make_program(schedule, rank, with_order=with_order, foreign=foreign)
-        self.bound_hook = None if self.hook is None else BoundHook.of(self.hook, self.program)
-        if with_order and self.bound_hook is not None and self.bound_hook.stateful:
-            # State is by bucket, so that plans stay as they are.
-            self.program = make_program(schedule, rank, with_order=False, foreign=foreign)
-        self.gathering: Program | None = None
-        if gather is not None:
-            self.gathering = make_program(gather, rank, with_order=False, foreign=foreign)
-
-    def _take_note(self, step: Step) -> ControlReport:
-        """Note the consequences of the control word for later steps; alike on all ranks, also
-        after a failure."""
+    def _apply_report(self, step: Step) -> ControlReport:
+        """Update the state with the control word; the same on all ranks, also after a failure."""
         report = step.report
         if report is None:
             raise InternalError("a step ended in order without a control word")
         if step.program.schedule.result == "replicated":
-            return report  # weights and rounds have no part in gathering shards
+            return report  # gathering shards has no weights and no round
         if self.round is not None:
             self.round.any_next = report.has_next > 0
             self.round.over = report.has_next == 0
@@ -409,17 +314,6 @@ class Engine:
                 scale = scale.next(total, report.total_squared, report.active)
             self.scale = scale
         return report
-
-
-def _agreed_terms(transport: Transport, request: EngineSpec) -> SyncConfig:
-    """What is wrong on this rank alone is told to the others before it is raised."""
-    try:
-        terms = request.terms(transport)
-    except (ClosedError, DesyncError, RankLostError, SyncTimeoutError):
-        raise  # from which nobody can be told
-    except Exception as error:
-        return validate_across_ranks(transport, None, error)
-    return validate_across_ranks(transport, terms, None)
 
 
 def any_rank_has_input(engine: Engine, mine: bool) -> bool:

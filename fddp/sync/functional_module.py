@@ -1,10 +1,10 @@
-"""From a module to a function of its parameters and buffers.
+"""Modules as pure functions of their parameters and buffers.
 
 [Note: vacant slots]
-`apply` runs a private copy of the module whose dictionaries hold the caller's tensors for as long
-as the call lasts. At all other times they hold stand-ins that raise when they are used. What runs
-parts of the module again later, as checkpointing within it does, therefore meets an error and never
-the tensors of another call, which would give wrong gradients without a word.
+`apply` runs a private copy of the module, whose dictionaries have the caller's tensors during the
+call only. At other times they have placeholders that raise when used. Code that runs parts of the
+module again later, such as checkpointing within it, therefore raises an error instead of using the
+tensors of another call, which would silently give wrong gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from fddp.errors import FddpError, ReentryError, TreeMismatchError
 
 _Tensors: TypeAlias = Mapping[str, Tensor]
-#: a place for a tensor: a module's own dictionary, and the key there
+#: place of a tensor: a dictionary of a module, and a key
 _Slot: TypeAlias = tuple[dict[str, Any], str]
 
 _MAX_NAMES_SHOWN = 5
@@ -46,22 +46,22 @@ class Functional(NamedTuple):
 
 
 def functionalize(module: Module) -> Functional:
-    """Makes a function of a module's parameters and buffers.
+    """Return a module as a pure function of its parameters and buffers.
 
-    It stands for the module as it is now: with its structure, its hooks, and in its mode of
-    training or evaluation. Later changes to the module do not reach it.
+    The function has the module's current structure, hooks, and training or evaluation mode. Later
+    changes to the module have no effect on it.
 
     Args:
-        module: any that can be deep-copied. Neither it nor its tensors are ever written.
+        module: a module that can be deep-copied. Neither the module nor its tensors are written.
 
     Returns:
-        `(apply, params, buffers)`. The two dicts hold the module's own tensors, under the names of
-        `named_parameters` and `named_buffers`: a tensor that is used in several places has one
-        name, and what is passed for it is used in all of them.
+        `(apply, params, buffers)`. The two dicts have the module's own tensors, under the names of
+        `named_parameters` and `named_buffers`. A tied tensor has one name; the tensor passed for it
+        is used in all its places.
 
     Raises:
-        TypeError: the module can't be copied, is compiled to TorchScript, or has lazy parameters
-            whose shapes are not known yet.
+        TypeError: the module can't be copied, is compiled to TorchScript, or has uninitialized
+            lazy parameters.
 
     Example:
         >>> import fddp, torch
@@ -85,23 +85,22 @@ class Apply:
     """A module as a pure function of its parameters and buffers; made by `functionalize`.
 
     Args of a call:
-        params: a tensor for each name, in place of the module's parameter; any tensors that the
-            module can compute with.
-        buffers: the same for its buffers. They are not written: the module works on copies.
-        *args, **kwargs: the module's own.
+        params: tensors to use for the module's parameters, by name.
+        buffers: tensors to use for its buffers, by name. Not written: the module uses copies.
+        *args, **kwargs: arguments of the module.
 
     Returns of a call:
-        `(output, buffers)`: what the module returned, and its buffers afterwards, new tensors.
+        `(output, buffers)`: the module's output, and new tensors with its buffers after the call.
 
     Raises of a call:
-        TreeMismatchError: a name is missing, unexpected, or has no tensor.
+        TreeMismatchError: a name is missing or unexpected, or its value is None.
         ReentryError: another thread is within a call of the same function.
         FddpError: a part of the module ran again after the call had ended.
-        Exception: what the module raised.
+        Exception: an error of the module.
 
-    Calls may be nested, and made within `torch.func` transforms. `torch.compile` compiles what the
-    module does, not the call itself. To recompute parts of a module in backward, functionalize
-    these parts by themselves, and checkpoint the calls:
+    Calls may be nested, and made within `torch.func` transforms. `torch.compile` compiles the
+    module's code, not the call itself. To recompute parts of a module in backward, functionalize
+    each part, and checkpoint the calls:
     `checkpoint(apply, params, buffers, x, use_reentrant=False)`.
     """
 
@@ -131,7 +130,7 @@ class Apply:
     def __call__(
         self, params: _Tensors, buffers: _Tensors, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
-        """See the class."""
+        """Call the module; see the class."""
         given = _in_order(params, self._param_names, "params")
         passed = _in_order(buffers, self._buffer_names, "buffers")
         if not self._lock.acquire(blocking=False):
@@ -140,10 +139,10 @@ class Apply:
                 f"the module in each thread"
             )
         try:
-            # What a call that this one is nested in has put there.
+            # Of an enclosing call, if this one is nested.
             outer = self._params.get(), self._buffers.get()
             try:
-                # All of them: batch normalisation writes its own without raising their versions.
+                # All are copied: batch normalisation writes buffers without raising their versions.
                 copies = [buffer.clone() for buffer in passed]
                 self._params.set(given)
                 self._buffers.set(copies)
@@ -152,7 +151,7 @@ class Apply:
             finally:
                 self._params.set(outer[0])
                 self._buffers.set(outer[1])
-                self._list_anew()
+                self._refresh_flat_weights()
         finally:
             self._lock.release()
         return output, dict(zip(self._buffer_names, left, strict=True))
@@ -160,24 +159,23 @@ class Apply:
     def _vacate(self) -> None:
         """See [Note: vacant slots]."""
         text = (
-            "{} of a functionalized module was used outside of apply, as in a checkpoint within "
-            "the module, which backward computes again; functionalize the part that is "
-            "checkpointed by itself, and checkpoint the call: "
+            "{} of a functionalized module was used outside of apply, for instance by a checkpoint "
+            "within the module, which backward computes again; functionalize the checkpointed part "
+            "separately, and checkpoint the call: "
             "checkpoint(apply_part, params, buffers, x, use_reentrant=False)"
         )
         self._params.set([UnboundSlot(text.format(f"parameter {n!r}")) for n in self._param_names])
         self._buffers.set([UnboundSlot(text.format(f"buffer {n!r}")) for n in self._buffer_names])
-        self._list_anew()
+        self._refresh_flat_weights()
 
-    def _list_anew(self) -> None:
-        """Recurrent modules keep their parameters in a list, too, which would hold on to those of
-        this call."""
+    def _refresh_flat_weights(self) -> None:
+        """Update the lists in which recurrent modules keep their parameters as well."""
         for module in self._listing:
             module._init_flat_weights()
 
 
 class UnboundSlot:
-    """Stands where a tensor belongs, and raises when it is used for one."""
+    """Placeholder for a tensor that raises when used."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -201,8 +199,8 @@ class UnboundSlot:
 
 
 class _Places:
-    """The slots of some tensors, each of which may have several. Loops are those of built-in
-    functions: they run for every parameter in every call."""
+    """Slots of tensors, each of which may have several. The loops use built-in functions, because
+    they run for every parameter in every call."""
 
     def __init__(self, slots: Mapping[str, list[_Slot]]) -> None:
         firsts = [places[0] for places in slots.values()]
@@ -211,22 +209,18 @@ class _Places:
         self._more = [(i, slot) for i, places in enumerate(slots.values()) for slot in places[1:]]
 
     def get(self) -> list[Any]:
-        """What is in the slots; the first of each."""
+        """Return the value of the first slot of each tensor."""
         return list(map(dict.get, self._dicts, self._keys))
 
     def set(self, values: list[Any]) -> None:
-        """Puts a value into all slots of each."""
+        """Set all slots of each tensor."""
         deque(map(setitem, self._dicts, self._keys, values), maxlen=0)
         for i, (slots, key) in self._more:
             slots[key] = values[i]
 
 
 def _in_order(given: _Tensors, names: list[str], what: str) -> list[Tensor]:
-    """The tensors in the order of the names.
-
-    Raises:
-        TreeMismatchError: see `Apply`.
-    """
+    """Return the tensors in the order of the names; errors as for `Apply`."""
     if list(given) == names:
         values = list(given.values())
     elif given.keys() == set(names):
@@ -265,22 +259,21 @@ def _check_copyable(module: Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
             f"{type(module).__name__} is compiled to TorchScript, whose parameters can't be "
-            f"replaced; functionalize the module that it was made from"
+            f"replaced; functionalize the original module"
         )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise TypeError(
-                f"{name!r} has no shape yet; call the module once on an input, and functionalize "
-                f"it then"
+                f"{name!r} has no shape yet; call the module once on an input before it is "
+                f"functionalized"
             )
 
 
 def _skeleton(module: Module, tensors: tuple[Tensor, ...]) -> Module:
-    """A copy of a module with the very same tensors in it."""
     memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
     for submodule in module.modules():
         for value in vars(submodule).values():
-            # What older parametrizations compute in each forward has a graph, and can't be copied.
+            # Older parametrizations store tensors with a graph, which can't be copied.
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
     try:
@@ -293,7 +286,6 @@ def _skeleton(module: Module, tensors: tuple[Tensor, ...]) -> Module:
 
 
 def _slots(skeleton: Module, table: str, tensors: Mapping[str, Tensor]) -> dict[str, list[_Slot]]:
-    """For each tensor, all places in a module's dictionaries that hold it."""
     name_of = {id(tensor): name for name, tensor in tensors.items()}
     places: dict[str, list[_Slot]] = {name: [] for name in tensors}
     for submodule in skeleton.modules():

@@ -16,12 +16,12 @@ def init_states(engine: Engine) -> tuple[Any, ...]:
 
 
 def checked_states(engine: Engine, states: Any, source: str) -> Sequence[Any]:
-    """Return the states that a caller passed, if they are this hook's.
+    """Return the caller's states, if they have the form of this hook's.
 
     Args:
         engine: has the hook.
         states: the states; None if none were passed.
-        source: how callers pass them, for errors.
+        source: expression by which callers pass them, for errors.
 
     Raises:
         ValueError: no states were passed, and the hook needs some.
@@ -37,7 +37,7 @@ def checked_states(engine: Engine, states: Any, source: str) -> Sequence[Any]:
         return bound.checked(states)
     if states is not None and states != ():
         raise TreeMismatchError(
-            f"there is no hook that keeps state, and the state is a {type(states).__name__}; "
-            f"pass what init_state gave, which is ()"
+            f"no hook keeps state, got a state of type {type(states).__name__}; pass the result of "
+            f"init_state, which is ()"
         )
     return ()

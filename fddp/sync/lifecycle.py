@@ -1,4 +1,4 @@
-"""Usability of a `GradSync`: whether it is closed, why, and what callers can do."""
+"""Open or closed state of a `GradSync`, with the reason and the advice to callers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ class Lifecycle:
     """State of an engine from its construction until it is closed.
 
     Attributes:
-        closed_by: reason why no further step may start; "" while one may.
+        closed_by: reason of the close; "" while the engine is open.
         superseded: True if another engine replaces this one.
     """
 
     def __init__(self) -> None:
         self.closed_by = ""
         self.superseded = False
-        self._label = "this GradSync, or what it belongs to,"
+        self._label = "this GradSync, or its owner,"
         self._advice = (
-            "build a new one on a working group, or go on with this one's plan and state there: "
-            "sync = sync.rebuild(group)"
+            "build a new one on a working group, or rebuild this one there with its plan and "
+            "state: sync = sync.rebuild(group)"
         )
 
     @property
@@ -40,10 +40,6 @@ class Lifecycle:
         self.closed_by, self._advice, self.superseded = reason, advice, True
 
     def check(self) -> None:
-        """Raise where no further step may start.
-
-        Raises:
-            ClosedError: the engine is closed; the text has reason and advice.
-        """
+        """Raise `ClosedError` if the engine is closed."""
         if self.closed_by:
             raise ClosedError(self.closed_text)

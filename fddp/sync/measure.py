@@ -1,8 +1,8 @@
-"""Measures what collectives cost on the links at hand, as samples for `CostModel.fit`.
+"""Measurement of the cost of collectives, as samples for `CostModel.fit`.
 
-A measurement issues several collectives at once, as a step issues those of its buckets, and divides
-the time until the last has finished by their number. In *busy* ones, the issuing thread computes
-meanwhile, as backward does; on gloo, which computes on the same cores, both take longer then.
+A measurement issues several collectives at once, as a step does, and divides the time until the
+last has finished by their number. In *busy* measurements the issuing thread computes meanwhile, as
+during backward; on gloo, which runs on the same cores, both are slower then.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ DEFAULT_SIZES_BYTES = tuple(2**power for power in range(10, 26, 3))  # 1 KiB to 
 
 _REPEATS = 9
 _BURST_BYTES = 2**20  # small collectives are issued together, up to this much
-_BURST = 16  # and up to this many: by then a backend works on them at its own pace
+_BURST = 16  # and up to this many, which is enough to measure the throughput of a backend
 _ITEM_BYTES = 4  # of float32
-_SIDE = 256  # of the matrices that a busy rank multiplies; about a millisecond on one core
+_SIDE = 256  # of the matrices that busy ranks multiply, in about a millisecond on one core
 
 
 @overload
@@ -67,29 +67,30 @@ def measure_cost(
     transport: TransportName = "auto",
     timeout_s: float | None = None,
 ) -> tuple[Sample, ...] | dict[str, tuple[Sample, ...]]:
-    """Time collectives over a group; every rank calls this, and gets the same samples.
+    """Time collectives over a group; a collective call, with the same result on all ranks.
 
-    A time is that of the slowest rank. By default this takes some three seconds for each axis, and
-    more on slow links.
+    Times are those of the slowest rank. By default a call takes about three seconds for each axis,
+    and more on slow links.
 
     Args:
         group: as for `GradSync`; the default group if None.
-        mesh: as for `GradSync`; with it, each axis of more than one place is measured by itself.
-        sizes_bytes: sizes of the buffers, at least two for a fit, each rounded to what the ranks
-            can share evenly.
-        repeats: samples of each kind and size.
-        device: where the buffers live; None for "cpu" where the group serves it.
+        mesh: as for `GradSync`; with it, each axis of more than one place is measured separately.
+        sizes_bytes: sizes of the buffers, at least two for a fit, each rounded to a multiple that
+            divides evenly over the ranks.
+        repeats: number of samples of each kind and size.
+        device: device of the buffers; None for the group's device for control words, "cpu" if the
+            group supports it.
         transport, timeout_s: as for `GradSync`.
 
     Returns:
-        Samples of all-reduces, idle and busy. With `mesh`, such a tuple by name of axis; on more
-        than one axis also samples of reduce-scatters and all-gathers, idle, which hierarchical
-        schedules run along them.
+        Samples of all-reduces, idle and busy. With `mesh`, a dict of such tuples by axis; for more
+        than one axis with idle samples of the reduce-scatters and all-gathers of hierarchical
+        schedules.
 
     Raises:
         ValueError: fewer than 2 ranks, or sizes or repeats that are no positive ints.
         PlanMismatchError: ranks passed different arguments.
-        FddpError: as a transport that fails.
+        FddpError: an error of the transport.
 
     Example:
         >>> import fddp
@@ -122,10 +123,8 @@ def measure_axes(
     repeats: int = _REPEATS,
     device: torch.device | str | None = None,
 ) -> dict[str, tuple[Sample, ...]]:
-    """`measure_cost` on an open transport: samples of each axis of more than one place.
-
-    Groups that the transport was divided into along the same topology stay open.
-    """
+    """Return the samples of `measure_cost` by axis, on an open transport. The transport's subgroups
+    of the same topology stay open."""
     device = torch.device(device) if device is not None else transport.control_device
     _check(transport, sizes_bytes, repeats, device)
     axes = [name for name, size in topology.axes if size > 1]
@@ -143,7 +142,7 @@ def measure_axes(
 
 
 def largest(transport: Transport, values: Sequence[float]) -> list[float]:
-    """The largest of each value over ranks, NaN where it is NaN everywhere; a collective call."""
+    """Return the maximum of each value over ranks, NaN if all are NaN; a collective call."""
     own = torch.tensor(values, dtype=torch.float64, device=transport.control_device)
     work = transport.all_gather(own)
     work.wait("the exchange of times")
@@ -171,8 +170,6 @@ def _check(
 
 
 class _Link(NamedTuple):
-    """The group that is measured."""
-
     transport: Transport
     axis: str
     ranks: int
@@ -180,22 +177,19 @@ class _Link(NamedTuple):
 
 
 class _Probe(NamedTuple):
-    """What is measured."""
-
     kind: CollectiveKind
     size_bytes: int
     busy: bool
 
     def numel(self, ranks: int) -> int:
-        """Elements of the buffer, which `ranks` can share evenly."""
+        """Return the number of elements of the buffer, a multiple of `ranks`."""
         return max(1, self.size_bytes // _ITEM_BYTES // ranks) * ranks
 
 
 def _measure(link: _Link, probes: Sequence[_Probe], repeats: int) -> tuple[Sample, ...]:
-    """Samples of all probes, one of each in every round, of the slowest rank."""
     own_s: list[float] = []
     for probe in probes:
-        if not probe.busy:  # connections are made and memory is touched
+        if not probe.busy:  # a warm-up, which connects and touches memory
             _time_s(link, probe)
     for _ in range(repeats):
         own_s.extend(_time_s(link, probe) for probe in probes)
@@ -207,14 +201,14 @@ def _measure(link: _Link, probes: Sequence[_Probe], repeats: int) -> tuple[Sampl
 
 
 def _time_s(link: _Link, probe: _Probe) -> float:
-    """Seconds that one of several collectives in flight takes."""
+    """Return the seconds per collective of a burst."""
     numel = probe.numel(link.ranks)
     burst = max(1, min(_BURST, _BURST_BYTES // (numel * _ITEM_BYTES)))
     memory = link.transport.empty(burst * numel, torch.float32, link.device).zero_()
     buffers = memory.view(burst, numel).unbind(0)
     matrix = torch.ones(_SIDE, _SIDE, device=link.device)
     what = f"measuring {probe.kind} of {numel * _ITEM_BYTES} bytes along {link.axis}"
-    # So that all ranks begin together.
+    # A barrier.
     link.transport.all_reduce(torch.zeros(1, device=link.device)).wait(what)
     start_s = time.perf_counter()
     works = [_start(link, probe.kind, buffer) for buffer in buffers]
@@ -224,7 +218,7 @@ def _time_s(link: _Link, probe: _Probe) -> float:
         work.wait(what)
     waited_s = time.perf_counter()
     done_s = max(work.done_s or start_s for work in works)
-    # Once idle ranks have waited they also have added up; on a GPU the host does not wait.
+    # The wait of an idle rank includes the reduction. On a GPU the host does not wait.
     end_s = done_s if probe.busy else max(done_s, waited_s)
     return (end_s - start_s) / burst
 

@@ -1,4 +1,4 @@
-"""Watches steps on all ranks: where their time goes, and who holds the others up."""
+"""Monitoring of steps on all ranks: times of phases, and stragglers."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from fddp.transport import Group
 
 _OWN_NAMES = (INPUT, *OF_STEPS, MONITOR, "step", "behind")
-_UNFIT = -1  # in place of `every`, on a rank whose arguments make no sense
+_INVALID = -1  # in place of `every`, on a rank with invalid arguments
 _MOST_NAMED = 1000  # phases that are kept between two steps
 
 
 class Exporter(Protocol):
-    """What a monitor hands its figures to; `fddp.telemetry.exporters` has some."""
+    """Receiver of a monitor's records; `fddp.telemetry.exporters` has implementations."""
 
     def step(self, info: SyncInfo, record: StepRecord) -> None:
-        """Takes one step of this rank."""
+        """Export one step of this rank."""
 
     def report(self, report: MonitorReport) -> None:
-        """Takes a report on all ranks."""
+        """Export a report on all ranks."""
 
 
 @runtime_checkable
@@ -52,26 +52,26 @@ class WrappedModule(Protocol):
 
 
 class Monitor:
-    """Watches steps on all ranks: where their time goes, and who holds the others up.
+    """Records steps on all ranks, and reports the times of phases and the straggler.
 
-    Durations are compared, never clocks of different ranks. They are the host's: where an
-    accelerator works behind the host's back, its time shows in the phase in which the host waits.
+    Only durations are compared, never clocks of different ranks. Times are the host's: the time of
+    an asynchronous accelerator appears in the phase in which the host waits for it.
 
-    Making one is a collective call, on the communicator of operators such as `fddp.pmean`. All
-    ranks pass the same `every`, and call `observe` after each step, in rounds without input of
-    `fddp.uneven`, too: a report waits for all of them.
+    Construction is a collective call, on the communicator of operators such as `fddp.pmean`. All
+    ranks must pass the same `every`, and call `observe` after each step, also in rounds of
+    `fddp.uneven` without input: a report waits for all ranks.
 
     Args:
-        sync_or_group: whose ranks to compare: a `GradSync`, a `Communicator`, or what a `GradSync`
-            takes as its group; None for the default group. A wrapped module
-            (`fddp.DistributedDataParallel`) takes the times of its steps from then on.
-        every: how often `observe` makes a report, in steps; None for only when `report` is called.
-        window: the newest steps of a rank that a report is about, and a trace shows.
-        exporters: are handed each step and each report.
+        sync_or_group: ranks to compare: a `GradSync`, a `Communicator`, or a group as for
+            `GradSync`; None for the default group. A wrapped module
+            (`fddp.DistributedDataParallel`) records its steps' times from then on.
+        every: number of steps between reports of `observe`; None to report only in `report`.
+        window: number of a rank's newest steps in a report and in a trace.
+        exporters: receivers of all steps and reports.
 
     Raises:
         ValueError: `every` or `window` is below 1.
-        TypeError: there is nothing to communicate on, or an argument is of another type.
+        TypeError: there is no communicator, or an argument has another type.
         ClosedError: the `GradSync` is closed.
         PlanMismatchError: ranks passed different `every`.
         PeerError: another rank raised a ValueError or TypeError.
@@ -116,10 +116,10 @@ class Monitor:
         self._exporters = tuple(exporters)
         self._steps: deque[StepRecord] = deque(maxlen=window)
         self._newest: SyncInfo | None = None
-        self._named: deque[_Named] = deque(maxlen=_MOST_NAMED)
-        # Apart from these, so that many of them don't push it out.
-        self._spent: deque[_Named] = deque(maxlen=_MOST_NAMED)
-        self._open: list[_Inner] = []  # of phases that are open: what lies within them
+        self._named: deque[_Phase] = deque(maxlen=_MOST_NAMED)
+        # Separate, so that many named phases don't displace the monitor's own.
+        self._own_phases: deque[_Phase] = deque(maxlen=_MOST_NAMED)
+        self._open: list[_NestedTimes] = []  # for each open phase, the times of phases within it
 
     @property
     def rank(self) -> int:
@@ -132,20 +132,20 @@ class Monitor:
         return tuple(self._steps)
 
     def observe(self, info: SyncInfo) -> MonitorReport | None:
-        """Takes note of a step, right after it; no communication but where a report is due.
+        """Record a step; to be called right after it. Communicates only for a report.
 
         Args:
-            info: what the step gave with `with_info=True`, or the wrapped module's `sync_info`. Of
-                `sync(grads)` the forward and the backward pass lie before the call, in "input",
-                unless `phase` measures them. One that was observed already is passed over.
+            info: `SyncInfo` of the step, or the wrapped module's `sync_info`. For `sync(grads)`,
+                forward and backward are part of "input", unless `phase` measures them. An info
+                that was observed before is ignored.
 
         Returns:
             A report after each `every` steps, as counted by `info.step`, on all ranks; else None.
 
         Raises:
-            TypeError: it is something else, a tree for instance.
-            As `report`, where one is due. What an exporter raises comes after the report was made,
-            so that other ranks have theirs.
+            TypeError: `info` is no `SyncInfo`.
+            Exception: as `report`, if one is due. Errors of exporters are raised after the report
+                was made, so that other ranks receive theirs.
         """
         if not isinstance(info, SyncInfo):
             raise TypeError(
@@ -155,7 +155,7 @@ class Monitor:
         if info is self._newest:
             return None
         self._newest = info
-        with self._measured(MONITOR, self._spent):
+        with self._measured(MONITOR, self._own_phases):
             record = self._record(info)
             self._steps.append(record)
             is_due = self._every is not None and (info.step + 1) % self._every == 0
@@ -168,13 +168,13 @@ class Monitor:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures what is done between two steps by itself, which is else part of "input".
+        """Measure a part of the time between two steps, which is otherwise part of "input".
 
-        What a phase within takes counts as that one's alone, and waiting for other ranks (in
-        `fddp.pmean`, for instance) as "wait". The newest 1000 of a step are kept.
+        The time of a nested phase counts for the nested phase only, and waiting for other ranks
+        (in `fddp.pmean`, for instance) as "wait". The newest 1000 phases of a step are kept.
 
         Args:
-            name: "update", for instance.
+            name: name of the phase, such as "update".
 
         Raises:
             TypeError: the name is no text.
@@ -188,8 +188,8 @@ class Monitor:
             yield
 
     @contextmanager
-    def _measured(self, name: str, into: deque[_Named]) -> Iterator[None]:
-        self._open.append(_Inner())
+    def _measured(self, name: str, into: deque[_Phase]) -> Iterator[None]:
+        self._open.append(_NestedTimes())
         start_s = time.perf_counter()
         try:
             yield
@@ -198,24 +198,24 @@ class Monitor:
             within = self._open.pop()
             waited_s = IntervalIndex(waits_since(start_s)).within(start_s, end_s)
             own_s = end_s - start_s - within.lasted_s - (waited_s - within.waited_s)
-            into.append(_Named(name, start_s, end_s, own_s))
+            into.append(_Phase(name, start_s, end_s, own_s))
             if self._open:
                 self._open[-1].lasted_s += end_s - start_s
                 self._open[-1].waited_s += waited_s
 
     def report(self) -> MonitorReport:
-        """Where the time of the newest steps went on each rank; a collective call.
+        """Return the times of the newest steps' phases on each rank; a collective call.
 
         Returns:
-            A value that is the same on all ranks; print it.
+            A report that is the same on all ranks; print it.
 
         Raises:
             ValueError: some rank has observed no step; on all ranks.
             DesyncError: a rank is in another collective call on the group.
-            RankLostError, SyncTimeoutError: a rank did not come.
-            What an exporter raises, after that.
+            RankLostError, SyncTimeoutError: a rank did not make the call.
+            Exception: an error of an exporter, after the report was made.
         """
-        with self._measured(MONITOR, self._spent):
+        with self._measured(MONITOR, self._own_phases):
             report = self._make_report()
             self._export(report)
         return report
@@ -231,20 +231,20 @@ class Monitor:
             exporter.report(report)
 
     def trace(self, steps: int = 10) -> str:
-        """The newest steps of all ranks, as a trace for Perfetto; a collective call.
+        """Return the newest steps of all ranks as a trace for Perfetto; a collective call.
 
         Args:
-            steps: how many, at most.
+            steps: maximum number of steps.
 
         Returns:
             JSON in the Trace Event Format, the same on all ranks; see `chrome_trace`.
 
         Raises:
-            As `report`; before anything is communicated:
-            TypeError, ValueError: `steps` is no number from 1 on.
+            TypeError, ValueError: `steps` is no int of at least 1; raised before communication.
+            Exception: as `report`.
         """
         _check_count("steps", steps)
-        with self._measured(MONITOR, self._spent):
+        with self._measured(MONITOR, self._own_phases):
             newest = list(self._steps)[-steps:]
             received = self._all_gather_text(steps_to_json(newest) if newest else "")
             return chrome_trace({r: steps_from_json(text, r) for r, text in enumerate(received)})
@@ -257,14 +257,14 @@ class Monitor:
         if before is not None and before.step + 1 == info.step:
             end_s = before.times.end_s
             if times.begun_s < end_s:
-                # The forward pass of one step may lie before the end of another. What is left of it
-                # comes after the monitor, which came at that end.
-                came = (of.end_s for of in self._spent if of.end_s <= times.backward_start_s)
-                begun_s = max((end_s, *came))
+                # The forward pass may begin before the end of the previous step. Count it from
+                # there on, without the monitor's own time.
+                ends = (of.end_s for of in self._own_phases if of.end_s <= times.backward_start_s)
+                begun_s = max((end_s, *ends))
                 of_step = tuple(wait for wait in times.waits if wait[0] >= begun_s)
                 times = replace(times, begun_s=begun_s, waits=of_step)
             phases_s[MONITOR] = 0.0
-            for name, start_s, stop_s, own_s in (*self._named, *self._spent):
+            for name, start_s, stop_s, own_s in (*self._named, *self._own_phases):
                 if end_s <= start_s <= stop_s <= times.begun_s:
                     phases_s[name] = phases_s.get(name, 0.0) + own_s
             waits = tuple(wait for wait in waits_since(end_s) if wait[1] <= times.begun_s)
@@ -273,17 +273,13 @@ class Monitor:
             phases_s[INPUT] = max(0.0, between_s - sum(phases_s.values()))
             times = replace(times, waits=waits + times.waits)
         _forget_(self._named, times.end_s)
-        _forget_(self._spent, times.end_s)
+        _forget_(self._own_phases, times.end_s)
         phases_s |= step_phases(times)
         phases_s[WAIT] += waited_s
         return StepRecord(info.step, phases_s, times)
 
     def _all_gather_text(self, text: str) -> list[str]:
-        """What each rank has to say.
-
-        Raises:
-            ValueError: some rank has nothing.
-        """
+        """Return the texts of all ranks, by rank; `ValueError` if one is empty."""
         payload = text.encode()
         lengths = _gathered(torch.tensor([len(payload)]), self._communicator)
         silent = [rank for rank, (length,) in enumerate(lengths) if length == 0]
@@ -300,31 +296,30 @@ class Monitor:
 
 
 @dataclass
-class _Inner:
-    """What the phases within a phase took together, and what of that was waiting."""
+class _NestedTimes:
+    """Total time of the phases within a phase, and the time spent waiting in them."""
 
     lasted_s: float = 0.0
     waited_s: float = 0.0
 
 
-class _Named(NamedTuple):
-    """Something that was measured by itself, on the clock of `time.perf_counter`."""
+class _Phase(NamedTuple):
+    """A measured phase, on the clock of `time.perf_counter`."""
 
     name: str
     start_s: float
     end_s: float
-    own_s: float  # without what was measured within, and without waiting
+    own_s: float  # without nested phases and waiting
 
 
-def _forget_(measured: deque[_Named], before_s: float) -> None:
-    """Takes out what began before a moment. In place: what is being measured is yet to come."""
+def _forget_(measured: deque[_Phase], before_s: float) -> None:
+    """Remove phases that began before a time. In place: open phases will append to the deque."""
     later = [of for of in measured if of.start_s >= before_s]
     measured.clear()
     measured.extend(later)
 
 
 def _gathered(tensor: torch.Tensor, communicator: Communicator) -> list[list[int]]:
-    """Every rank's tensor of integers, by rank."""
     device = communicator.transport.control_device
     rows: list[list[int]] = all_gather(tensor.to(device), communicator).tolist()
     return rows
@@ -333,7 +328,6 @@ def _gathered(tensor: torch.Tensor, communicator: Communicator) -> list[list[int
 def _problem(
     every: object, window: object, exporters: Sequence[Exporter]
 ) -> TypeError | ValueError | None:
-    """What is wrong with a monitor's arguments on this rank."""
     try:
         if every is not None:
             _check_count("every", every)
@@ -352,20 +346,15 @@ def _problem(
 def _agree_on(
     every: int | None, problem: TypeError | ValueError | None, communicator: Communicator
 ) -> None:
-    """Ranks that report after different steps would wait for each other, each in another call.
-
-    Raises:
-        PlanMismatchError: `every` is not the same on all ranks; on all of them.
-        PeerError: another rank has a problem.
-    """
-    own = _UNFIT if problem is not None else 0 if every is None else every
+    """Compare `every` over ranks, which would otherwise wait for each other in different calls."""
+    own = _INVALID if problem is not None else 0 if every is None else every
     received = [number for (number,) in _gathered(torch.tensor([own]), communicator)]
     if problem is not None:
         raise problem
     where = f"Monitor on rank {communicator.rank} of {len(received)}"
     for rank, number in enumerate(received):
-        if number == _UNFIT:
-            raise PeerError(f"{where}: rank {rank} passed an argument that it can't take")
+        if number == _INVALID:
+            raise PeerError(f"{where}: rank {rank} passed an invalid argument")
     for rank, number in enumerate(received):
         if number != received[0]:
             raise PlanMismatchError(

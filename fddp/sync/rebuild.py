@@ -1,10 +1,9 @@
-"""Going on with a plan and its state on another group: after a failure, and with ranks that come
-late.
+"""Rebuild of an engine on another group, after a failure or with new ranks.
 
-Ranks that failed in one step may differ by it: some have its result, others do not. So all take the
-plan, the unit of weight and the number of the next step from the rank that has finished the most
-steps, the lowest of these. Plans that differ in anything but the order of arrival, which rank 0
-measured in a step that only some have finished, are an error.
+After a failed step some ranks may have its result and others not. All ranks therefore use the plan,
+the unit of weight and the step number of the rank that has finished the most steps, the lowest of
+these. Plans may differ only by the order that rank 0 measured in a step that only some ranks have
+finished; any other difference is an error.
 """
 
 from __future__ import annotations
@@ -33,16 +32,15 @@ from fddp.tree.pytree import flatten
 
 
 class Progress(NamedTuple):
-    """How far a rank is; plain values.
+    """Progress of a rank.
 
     Attributes:
-        finished: the number after that of the last step that went through; -1 for a rank that has
-            just come.
+        finished: one more than the number of the last successful step; -1 for a new rank.
         step: number of the next step.
         unit: the agreed unit of weight.
-        keeps_state: whether the engine itself carries hook state.
-        digest: of the terms, in short.
-        length: of the terms as text.
+        keeps_state: True if the engine keeps the state of the hook.
+        digest: digest of the configuration.
+        length: length of the configuration's JSON text.
     """
 
     finished: int
@@ -54,24 +52,20 @@ class Progress(NamedTuple):
 
 
 _PROGRESS: Schema = (str, int, int, float, bool, str, int)
-"""What is wrong on a rank, and its `Standing`, as ranks tell them."""
+"""Schema of a rank's error text and `Progress`."""
 
 
 @dataclass
 class RebuildSpec:
-    """What an engine is made from that goes on where others, or one of this rank's, stopped.
+    """Request for an engine that continues from other engines; see `EngineSpec`.
 
     Attributes:
-        span: the ranks to go on with.
-        transport: name of the transport.
-        usable_timeout_s: seconds that any operation may take.
-        is_foreign: whether this rank's trees hold arrays of another library.
-        old: this rank's own engine; None for a rank that has just come.
-        hook: the communication hook of a rank that has just come.
-        leaves: its leaves, where it has passed a tree.
-        problem: what is wrong with its arguments.
-        newest: how far the group is, once it is known.
-        parted: whether ranks differ in that.
+        old: this rank's engine; None on a new rank.
+        hook: the communication hook of a new rank.
+        leaves: leaves of a new rank, if it has passed a tree.
+        problem: error of a new rank's arguments.
+        newest: progress of the newest rank, once it is known.
+        diverged: True if ranks have finished different numbers of steps, once this is known.
     """
 
     span: GroupAndTopology
@@ -83,16 +77,16 @@ class RebuildSpec:
     leaves: tuple[LeafSpec, ...] | None = None
     problem: Exception | None = None
     newest: Progress | None = field(default=None, init=False)
-    parted: bool = field(default=False, init=False)
+    diverged: bool = field(default=False, init=False)
 
     title = "GradSync"
 
     def terms(self, transport: Transport) -> SyncConfig:
-        """What ranks must have in common, mostly from the newest of them; a collective call.
+        """Return the configuration, with the plan of the newest rank; a collective call.
 
         Raises:
-            PlanMismatchError: no rank has anything to go on with, or another rank can't.
-            ValueError, TypeError: what is wrong on this rank.
+            PlanMismatchError: no rank has an engine, or another rank has an error.
+            ValueError, TypeError: the error of this rank.
         """
         own, problem = None, self.problem or self.span.problem
         if problem is None and self.old is not None:
@@ -101,17 +95,16 @@ class RebuildSpec:
             except Exception as error:
                 problem = error
         text = "" if own is None else terms_to_json(own)
-        mine = _standing(self.old, own, text)
-        own_account = [error_text(problem) if problem else "", *mine]
-        received = exchange(transport, own_account, _PROGRESS, "standing")
+        message = [error_text(problem) if problem else "", *_progress(self.old, own, text)]
+        received = exchange(transport, message, _PROGRESS, "progress")
         if problem is not None:
             raise problem
         for rank, theirs in enumerate(received):
             if theirs[0]:
                 raise PlanMismatchError(f"rank {rank} can't go on: {theirs[0]}")
-        return self._settled(transport, own, text, [Progress(*theirs[1:]) for theirs in received])
+        return self._agreed(transport, own, text, [Progress(*theirs[1:]) for theirs in received])
 
-    def _settled(
+    def _agreed(
         self, transport: Transport, own: SyncConfig | None, text: str, received: list[Progress]
     ) -> SyncConfig:
         finished = [progress.finished for progress in received]
@@ -122,10 +115,10 @@ class RebuildSpec:
                 f"none of the {len(received)} ranks has a GradSync to go on with; build one on "
                 f"each: fddp.GradSync(params)"
             )
-        self.parted = len(set(finished)) > 1
+        self.diverged = len(set(finished)) > 1
         if all(progress.digest == newest.digest for progress in received):
             if own is None:
-                raise InternalError("ranks without terms have those of a rank that has some")
+                raise InternalError("a rank without a configuration has the newest digest")
             return own
         text = broadcast_text(transport, text, newest.length, source, "the plan of the newest rank")
         if own is None:
@@ -134,29 +127,29 @@ class RebuildSpec:
 
 
 def rebuild_engine(old: Engine, span: GroupAndTopology) -> Engine:
-    """An engine that goes on where this one stopped, on other ranks; a collective call.
+    """Return an engine on another group that continues from `old`; a collective call.
 
-    The old one is closed once the new one works.
+    The old engine is closed on success.
 
     Raises:
-        ClosedError: another goes on in its place already.
-        ReentryError: one of its steps runs, whose transport would be closed.
-        Exception: as from making an engine.
+        ClosedError: the old engine was rebuilt before.
+        ReentryError: a step of the old engine runs.
+        Exception: as for `Engine`.
     """
     if old.running:
         part = "backward" if old.in_backward else "the loss function"
         raise ReentryError(
-            f"rebuild was called while {part} of a step runs; call it between steps, when the step "
-            f"has returned or raised"
+            f"rebuild was called while {part} of a step runs; call it between steps, after the "
+            f"step has returned or raised"
         )
     if old.lifecycle.superseded:
         raise ClosedError(f"rebuild was called a second time: {old.lifecycle.closed_text}")
     name: Any = old.terms.transport
     engine = _opened(RebuildSpec(span, name, old.timeout_s, old.program.foreign, old))
     old.supersede(
-        "rebuild() goes on with another in its place",
-        "take steps with the one that it returned: sync = sync.rebuild(group), and "
-        "step = sync.value_and_grad(loss_fn) anew",
+        "rebuild() has replaced it",
+        "use the new one: sync = sync.rebuild(group), and make a new "
+        "step = sync.value_and_grad(loss_fn)",
     )
     return engine
 
@@ -168,7 +161,7 @@ def join_engine(
     transport: TransportName,
     timeout_s: float | None,
 ) -> Engine:
-    """An engine on a rank that has none, from those of the others; a collective call."""
+    """Return an engine on a new rank that continues from the others' engines; a collective call."""
     problem: Exception | None = None
     leaves, is_foreign = None, False
     try:
@@ -188,13 +181,13 @@ def join_engine(
     )
 
 
-def _opened(continuation: RebuildSpec) -> Engine:
-    engine = Engine(continuation)
-    newest, old = continuation.newest, continuation.old
+def _opened(spec: RebuildSpec) -> Engine:
+    engine = Engine(spec)
+    newest, old = spec.newest, spec.old
     if newest is None:
-        raise InternalError("ranks went on without telling how far they are")
+        raise InternalError("an engine was rebuilt without the progress of the ranks")
     try:
-        states = _states(engine, old, newest, continuation.parted)
+        states = _states(engine, old, newest, spec.diverged)
         engine.restore(
             step=newest.step,
             finished=newest.finished,
@@ -203,21 +196,21 @@ def _opened(continuation: RebuildSpec) -> Engine:
             hook_states=states,
         )
     except BaseException:
-        engine.close("it could not take up the state of the hook")
+        engine.close("the state of the hook could not be restored")
         raise
     return engine
 
 
 def _states(
-    engine: Engine, old: Engine | None, newest: Progress, parted: bool
+    engine: Engine, old: Engine | None, newest: Progress, diverged: bool
 ) -> tuple[Any, ...] | None:
-    """The hook's state that engines carry; a collective call where there is some. Ranks that are
-    behind take that of one that is not: parts of it must be alike on all ranks."""
+    """Return the hook's state kept by engines, if they keep any; then a collective call. Ranks that
+    are behind receive the state of a newest rank: parts of it must be equal on all ranks."""
     if not newest.keeps_state:
         return None
     own = old.hook_states if old is not None and old.finished == newest.finished else None
     states: Any = own
-    if parted:
+    if diverged:
         behind = own is None
         others, _ = reconciled(
             engine.transport, init_states(engine) if behind else own, 0 if behind else 1
@@ -237,7 +230,7 @@ def _states(
     return tuple(states)
 
 
-def _standing(old: Engine | None, own: SyncConfig | None, text: str) -> Progress:
+def _progress(old: Engine | None, own: SyncConfig | None, text: str) -> Progress:
     if old is None or own is None:
         return Progress(-1, -1, 1.0, False, "", 0)
     digest = hashlib.sha256(terms_to_json(own, plan=own.plan.shared_digest).encode()).hexdigest()
@@ -246,11 +239,7 @@ def _standing(old: Engine | None, own: SyncConfig | None, text: str) -> Progress
 
 
 def _terms_over(old: Engine, axes: Topology | None, transport: Transport) -> SyncConfig:
-    """This rank's own terms over another group.
-
-    Raises:
-        ValueError: they can't hold there.
-    """
+    """Return this rank's configuration for another group; `ValueError` if it does not fit."""
     if old.terms.transport not in ("auto", transport.name):
         raise ValueError(
             f"transport={old.terms.transport!r} does not fit this group, which has "
@@ -265,15 +254,15 @@ def _terms_over(old: Engine, axes: Topology | None, transport: Transport) -> Syn
     is_moved = topology != before or transport.rank != old.transport.rank
     if old.terms.schedule is not None and topology != before:
         raise ValueError(
-            f"the GradSync carries out a schedule that was passed in, for {before}, and the group "
-            f"has {topology}; make a schedule for that of the same plan, and build a GradSync of it"
+            f"the schedule was passed in for {before}, and the group has {topology}; make a "
+            f"schedule of the same plan for {topology}, and build a GradSync with it"
         )
     if old.schedule.result != "replicated_mean" and is_moved:
         raise ValueError(
             f"rank {old.transport.rank} of {before} would be rank {transport.rank} of {topology}, "
             f"which owns other shards; build a new one, "
-            f"GradSync(sync.plan, algorithm={old.terms.algorithm!r}, group=group), and cut what "
-            f"is kept in shards anew from whole leaves: sync.shard(tree)"
+            f"GradSync(sync.plan, algorithm={old.terms.algorithm!r}, group=group), and make new "
+            f"shards from whole leaves: sync.shard(tree)"
         )
     return replace(
         old.terms,

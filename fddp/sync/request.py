@@ -1,4 +1,4 @@
-"""What a caller asks of a `GradSync`, and the terms that follow from it on this rank."""
+"""Arguments of a `GradSync`, and the configuration that they give on this rank."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ Reduction = Literal["all_reduce", "hierarchical", "reduce_scatter"]
 
 
 class EngineSpec(Protocol):
-    """What an engine is made from."""
+    """Request that an engine is made from."""
 
     @property
     def span(self) -> GroupAndTopology:
-        """The axes of the ranks."""
+        """Group and axes of the ranks."""
 
     @property
     def title(self) -> str:
-        """What it is for, in a word; ranks meet in the same only."""
+        """Purpose of the engine, which must be the same on all ranks."""
 
     @property
     def transport(self) -> TransportName:
@@ -46,34 +46,26 @@ class EngineSpec(Protocol):
 
     @property
     def is_foreign(self) -> bool:
-        """Whether this rank's trees hold arrays of another library than torch."""
+        """True if this rank's trees have arrays of another library than torch."""
 
     def terms(self, transport: Transport) -> SyncConfig:
-        """What ranks must have in common; raises what is wrong with it on this rank."""
+        """Return the configuration, which ranks compare; raises this rank's errors."""
 
 
 def usable_transport(spec: EngineSpec) -> TransportName:
-    """The transport that is asked for; "auto" if none of its group can have this name."""
+    """Return the requested transport; "auto" if its group has no transport of this name."""
     loopback = isinstance(spec.span.group, LoopbackGroup)
     return spec.transport if spec.transport in ("shm", "c10d") and not loopback else "auto"
 
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of `GradSync`, as they were given.
+    """Unchecked arguments of a `GradSync`, with its names except for these.
 
     Attributes:
         source: a tree, a plan or a schedule.
-        bucket_cap_mb, first_bucket_mb, sparse, select: as for `plan_buckets`.
-        reduce_dtype: as for `GradSync`.
-        algorithm: how buckets are reduced.
-        span: the axes of the ranks.
-        transport: name of the transport.
-        timeout_s: seconds that any operation may take.
-        hook: how buckets are reduced.
-        deterministic: as for `GradSync`.
-        nonfinite: what becomes of a step with a number that is not finite.
-        title: what it is for, in a word.
+        span: group and axes of the ranks.
+        title: purpose of the engine.
     """
 
     source: Any
@@ -100,20 +92,20 @@ class Request:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether this rank's trees hold arrays of another library; unknown of a plan."""
+        """True if this rank's trees have arrays of another library; False for plans."""
         if isinstance(self.source, (BucketPlan, Schedule)):
             return False
         try:
             return holds_foreign(flatten(self.source)[0])
-        except Exception:  # of which `terms` tells all ranks
+        except Exception:  # `terms` raises it for all ranks
             return False
 
     def terms(self, transport: Transport) -> SyncConfig:
-        """What ranks must have in common.
+        """Return the configuration, which ranks compare.
 
         Raises:
             NoGradientError: there is nothing to reduce.
-            ValueError, TypeError: an argument that makes no sense.
+            ValueError, TypeError: an invalid argument.
         """
         if self.timeout_s is not None and self.usable_timeout_s is None:
             raise ValueError(
@@ -132,7 +124,7 @@ class Request:
         if self.hook is not None and not isinstance(self.hook, Hook):
             raise TypeError(
                 f"hook must be a fddp.hooks.Hook, got a {type(self.hook).__name__}; "
-                f"fddp.hooks.TorchHook(state, hook) makes one of a hook for torch's "
+                f"fddp.hooks.TorchHook(state, hook) adapts a hook of torch's "
                 f"DistributedDataParallel"
             )
         if not isinstance(self.deterministic, bool):
@@ -151,7 +143,7 @@ class Request:
         plan = self._plan()
         topology = self._topology(transport.world_size)
         given = isinstance(self.source, (BucketPlan, Schedule))
-        # Shards must stay what they are, so that plans of theirs are not rebuilt.
+        # A rebuild would change shards.
         rebuilds = not given and self.algorithm != "reduce_scatter"
         return SyncConfig(
             plan=plan,
@@ -186,7 +178,7 @@ class Request:
         options = (self.bucket_cap_mb, self.first_bucket_mb, len(self.sparse), self.select)
         if options != (CAP_MB, FIRST_MB, 0, None):
             raise ValueError(
-                "a plan that is passed in is used as it is; give bucket_cap_mb, first_bucket_mb, "
+                "a plan that is passed in can't be changed; pass bucket_cap_mb, first_bucket_mb, "
                 "sparse and select to plan_buckets instead"
             )
         return plan
@@ -198,7 +190,7 @@ class Request:
         if topology.world_size != world_size:
             raise ValueError(
                 f"the mesh {topology} has {topology.world_size} ranks, and the group {world_size}; "
-                f"lay a mesh over the group that has as many"
+                f"pass a mesh with as many ranks as the group"
             )
         if self.algorithm == "hierarchical" and len(topology.axes) < 2:
             raise ValueError(
@@ -210,13 +202,13 @@ class Request:
     def _schedule_topology(self, schedule: Schedule, world_size: int) -> Topology:
         if self.deterministic and not schedule.deterministic:
             raise ValueError(
-                "a schedule that is passed in is carried out as it is, and this one is not "
-                "deterministic; give deterministic=True to make_schedule instead"
+                "a schedule that is passed in can't be changed, and this one is not "
+                "deterministic; pass deterministic=True to make_schedule instead"
             )
         if (self.algorithm, self.reduce_dtype) != ("all_reduce", None):
             raise ValueError(
-                "a schedule that is passed in is carried out as it is; give algorithm and "
-                "reduce_dtype to make_schedule instead"
+                "a schedule that is passed in can't be changed; pass algorithm and reduce_dtype "
+                "to make_schedule instead"
             )
         if schedule.result == "replicated":
             raise ValueError(
@@ -234,10 +226,10 @@ class Request:
 
 
 def deterministic_hook_error(hook: Hook[Any]) -> str:
-    """Why a hook can't be had where sums are deterministic."""
+    """Text of the error for a hook with deterministic sums."""
     return (
-        f"{hook.name} decides itself how it sums, so that deterministic=True can't hold; leave one "
-        f"of the two out"
+        f"{hook.name} sums in its own order, which deterministic=True does not allow; leave out "
+        f"one of the two"
     )
 
 

@@ -18,18 +18,18 @@ class Exhausted:
 
 
 EXHAUSTED: Final = Exhausted()
-"""What a rank without a batch gets in a round; a step accepts it in the batch's place."""
+"""Stand-in for a batch on a rank whose input is exhausted. Steps accept it as an argument."""
 
 
 class Round:
-    """One turn of a loop: what a `GradSync` needs to know of it.
+    """One round of a loop over uneven inputs.
 
     Attributes:
-        number: from 0.
-        has_next: whether this rank has input for another round.
-        synced: how often the loop's body has synchronised.
-        any_next: whether any rank has input for another round, once the body has synchronised.
-        over: whether the body has synchronised and no rank has input for another round.
+        number: number of the round, from 0.
+        has_next: True if this rank has input for another round.
+        synced: number of steps in the loop's body so far.
+        any_next: True if any rank has input for another round; known after the step.
+        over: True if no rank has input for another round; known after the step.
     """
 
     def __init__(self, number: int, has_next: bool) -> None:
@@ -40,7 +40,7 @@ class Round:
         self.over = False
 
     def problem(self) -> UnevenError:
-        """The error of a body that has not synchronised once."""
+        """Return the error of a body with no step, or more than one."""
         return UnevenError(
             f"round {self.number} of fddp.uneven synchronised {self.synced} times instead of once; "
             f"call the step exactly once in the loop's body, with fddp.EXHAUSTED too, and group "

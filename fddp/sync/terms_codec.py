@@ -1,4 +1,4 @@
-"""What ranks have agreed on as text, and what becomes of it on another group and other ranks."""
+"""JSON of a `SyncConfig`, and its adaption to other groups and ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TERMS: Schema = {
 
 
 def remap_topology(before: Topology, axes: Topology | None, world_size: int) -> Topology:
-    """The axes of the ranks of a group, for those of another group."""
+    """Return the axes of a new group: `axes`, or those of the previous group if they fit."""
     if axes is not None:
         found = axes
     elif len(before.axes) == 1:
@@ -45,17 +45,17 @@ def remap_topology(before: Topology, axes: Topology | None, world_size: int) -> 
     if found.world_size != world_size:
         raise ValueError(
             f"the mesh {found} has {found.world_size} ranks, and the group {world_size}; pass "
-            f"mesh= with the axes of the ranks that are left"
+            f"mesh= with the axes of the new group"
         )
     return found
 
 
 def merge_plan(own: SyncConfig, text: str) -> SyncConfig:
-    """This rank's terms with the newest plan, if that may be another one; ranks compare them next,
-    and say where they differ.
+    """Return this rank's configuration with the plan of the newest rank, if plans may differ.
+    Ranks compare the results afterwards.
 
     Raises:
-        ValueError: the text is none that `terms_to_json` writes.
+        ValueError: the text is no result of `terms_to_json`.
     """
     document = decode(text, _TERMS)
     theirs = BucketPlan.from_json(document["plan"])
@@ -73,7 +73,7 @@ def _leaf(plan: BucketPlan) -> Any:
 
 
 def _on_leaves(plan: BucketPlan, leaves: tuple[LeafSpec, ...]) -> BucketPlan:
-    """The plan with other leaves than those that it reduces, where ranks differ in these."""
+    """Return the plan for the leaves of this rank, which may differ in leaves not reduced."""
     if plan.leaves == leaves:
         return plan
     known = {leaf.path: position for position, leaf in enumerate(leaves)}
@@ -82,8 +82,9 @@ def _on_leaves(plan: BucketPlan, leaves: tuple[LeafSpec, ...]) -> BucketPlan:
         if own != wanted:
             found = "no such leaf" if own is None else f"one of {own.shape}, {own.dtype}"
             raise PlanMismatchError(
-                f"the plan of the others has the leaf {wanted.path!r} of shape {wanted.shape}, "
-                f"{wanted.dtype}, and params has {found}; pass parameters like theirs, or none"
+                f"the plan of the other ranks has the leaf {wanted.path!r} of shape "
+                f"{wanted.shape}, {wanted.dtype}, and params has {found}; pass equal parameters, "
+                f"or none"
             )
     moved = {i: known[plan.leaves[i].path] for i in plan.order}
     return BucketPlan(
@@ -98,7 +99,7 @@ def _on_leaves(plan: BucketPlan, leaves: tuple[LeafSpec, ...]) -> BucketPlan:
 
 
 def terms_to_json(terms: SyncConfig, *, plan: str | None = None) -> str:
-    """The terms as ASCII, all but the hook; with this text in place of the plan."""
+    """Return the configuration without the hook as ASCII text; `plan` replaces the plan's JSON."""
     plain = {f.name: getattr(terms, f.name) for f in fields(SyncConfig) if f.name not in _NOT_PLAIN}
     document = {
         **plain,
@@ -119,10 +120,10 @@ def terms_from_json(
     hook: Hook[Any] | None,
     leaves: tuple[LeafSpec, ...] | None,
 ) -> SyncConfig:
-    """The terms that another rank wrote, on a rank that has none.
+    """Return the configuration of another rank, for a new rank.
 
     Raises:
-        ValueError: the text is none that `terms_to_json` writes, or does not fit the group.
+        ValueError: the text is no result of `terms_to_json`, or does not fit the group.
         PlanMismatchError: the plan does not fit `leaves`.
     """
     document = decode(text, _TERMS)

@@ -1,4 +1,4 @@
-"""The sync as one link in a chain of gradient transformations."""
+"""`GradSync` as a gradient transformation of optax and torchopt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fddp.tree.pytree import check_paths, flatten, map_leaves
 
 
 class Transform(NamedTuple):
-    """A gradient transformation as optax and torchopt call them; made by `as_transform`.
+    """A gradient transformation in the sense of optax and torchopt; made by `as_transform`.
 
     Attributes:
         init: `init(params) -> state`.
@@ -28,30 +28,29 @@ class Transform(NamedTuple):
 
 
 def as_transform(sync: GradSync | Callable[[Any], Any]) -> Transform:
-    """Makes a sync one more gradient transformation, for `torchopt.chain` and `optax.chain`.
+    """Return a gradient transformation for `torchopt.chain` and `optax.chain`.
 
-    The state of the communication hook is then part of the optimizer's state, and is saved and
-    loaded with it. What comes before the sync in a chain sees this rank's own gradients, what comes
-    after it sees their mean.
+    The state of the communication hook becomes part of the optimizer's state, and is saved with it.
+    Transformations before this one in a chain receive this rank's own gradients; those after it,
+    the mean over ranks.
 
     Args:
-        sync: a `GradSync` made for the tree of parameters; or a function from a tree to its mean
-            over ranks, which has no state: `fddp.pmean` where an optimizer is differentiated
+        sync: a `GradSync` for the tree of parameters; or a stateless function from a tree to its
+            mean over ranks, such as `fddp.pmean`, to differentiate through an optimizer
             (`torchopt.MetaOptimizer`, `torchopt.FuncOptimizer`).
 
     Returns:
-        A pair of functions, `(init, update)`. `init(params)` gives what `GradSync.init_state`
-        gives, `()` where there is no state; it does not communicate. Where parameters are JAX
-        arrays, so are the tensors of the state. `update(updates, state)` gives the mean over ranks
-        and the new state, and writes neither of those that it was given; it takes `params`, and
-        `inplace` of torchopt, without looking at them. `update(..., weight=...)` weighs this rank:
-        a chain of optax hands it on to what is told to be for further arguments, by
+        A pair of functions, `(init, update)`. `init(params)` returns `GradSync.init_state()`, with
+        JAX arrays if the parameters are some; it does not communicate. `update(updates, state)`
+        returns the mean over ranks and the new state, and writes neither argument; `params`, and
+        `inplace` of torchopt, are ignored. `update(..., weight=...)` sets the weight of this rank;
+        chains of optax pass it on to
         `optax.GradientTransformationExtraArgs(*as_transform(sync))`.
 
     Raises:
-        TypeError: `sync` can't be called.
-        TreeMismatchError: of `init`: the parameters are not those of the sync's plan.
-        Exception: of `update`: as `GradSync.update`; on every rank.
+        TypeError: `sync` is not callable.
+        TreeMismatchError: the parameters of `init` are not those of the plan.
+        Exception: an error of `GradSync.update`; on every rank.
 
     Example:
         >>> import fddp, torch
@@ -69,7 +68,7 @@ def as_transform(sync: GradSync | Callable[[Any], Any]) -> Transform:
         return _of_sync(sync)
     if not callable(sync):
         raise TypeError(
-            f"as_transform takes a GradSync, or a function that gives the mean of a tree over "
+            f"as_transform takes a GradSync, or a function that returns the mean of a tree over "
             f"ranks, got a {type(sync).__name__}"
         )
     return _of_function(sync)
@@ -90,8 +89,8 @@ def _of_sync(sync: GradSync) -> Transform:
 
 
 def _like(tree: Any, state: Any) -> Any:
-    """A state, whose tensors are arrays of JAX where the leaves of a tree are some: what saves
-    states there knows no others."""
+    """Return a state with JAX arrays for tensors if the leaves of a tree are JAX arrays, because
+    JAX's checkpointing supports no tensors."""
     if "jax" not in sys.modules or not flatten(state)[0] or not holds_foreign(flatten(tree)[0]):
         return state
     from fddp.tree.jax_arrays import to_array
@@ -100,7 +99,7 @@ def _like(tree: Any, state: Any) -> Any:
 
 
 def _as_tensor(leaf: Any) -> Any:
-    """A state's leaf for the hook, also where it was loaded as an array of NumPy."""
+    """Return a leaf of a state as a tensor; loaded states may have NumPy arrays."""
     if isinstance(leaf, np.ndarray):
         return torch.from_numpy(leaf.copy())
     if not is_foreign(leaf):

@@ -19,18 +19,19 @@ class _Failed:
 
 
 def uneven(batches: Iterable[Any], sync: GradSync, *, every: int = 1) -> Iterator[Any]:
-    """Goes over this rank's batches, and on until every rank has run out.
+    """Iterate over this rank's batches until the inputs of all ranks are exhausted.
 
-    All ranks see the same number of rounds. A rank that has run out gets `EXHAUSTED`, which a step
-    made by `sync.value_and_grad` accepts in the batch's place: its loss is None, it contributes
-    nothing, and its gradients are the others' mean. Each round must synchronise exactly once.
+    All ranks have the same number of rounds. After its last batch a rank receives `EXHAUSTED`,
+    which a step made by `sync.value_and_grad` accepts as the batch: the loss is None, the rank
+    contributes nothing, and the gradients are the mean of the others. Each round must synchronise
+    exactly once.
 
-    One batch is fetched ahead, so that the control word of each step can tell the others whether
-    there is more; the only further collective is one small all-gather before the first round.
+    One batch is fetched ahead: the control word of each step reports if there is another. The only
+    additional collective is a small all-gather before the first round.
 
     Args:
         batches: this rank's batches; may be empty.
-        sync: the `GradSync` that the body synchronises with.
+        sync: `GradSync` of the steps in the loop's body.
         every: number of micro-batches in a round. With more than one, a round is a tuple of up to
             `every` of them.
 
@@ -40,8 +41,8 @@ def uneven(batches: Iterable[Any], sync: GradSync, *, every: int = 1) -> Iterato
     Raises:
         ValueError: `every` is below 1.
         UnevenError: a round synchronised more or less often than once.
-        Exception: what `batches` raised, in the round in which the batch was due; the other ranks
-            raise `PeerError`.
+        Exception: an error of `batches`, in the round of the missing batch; the other ranks raise
+            `PeerError`.
 
     Example:
         >>> import fddp, torch
@@ -75,7 +76,7 @@ def uneven(batches: Iterable[Any], sync: GradSync, *, every: int = 1) -> Iterato
 
 
 def _grouped(batches: Iterable[Any], every: int) -> Iterator[Any]:
-    """Rounds' items, then `EXHAUSTED` for ever; an error as a value, to be told to all ranks."""
+    """Yield the items of rounds, then `EXHAUSTED` forever. An error of `batches` is yielded."""
     try:
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}")

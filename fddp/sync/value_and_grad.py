@@ -1,4 +1,4 @@
-"""Differentiates a loss function and synchronises its gradients while backward runs."""
+"""Loss functions with synchronised gradients."""
 
 from __future__ import annotations
 
@@ -31,15 +31,13 @@ from fddp.sync.rounds import EXHAUSTED
 from fddp.tree.pytree import TreeDef, map_leaves
 
 INSTEAD_IN_A_GRAPH = (
-    "a GradSync is no part of a graph: call it outside of the compiled function, or average with "
-    "fddp.pmean(grads, group) inside"
+    "a GradSync can't be part of a graph: call it outside of the compiled function, or average "
+    "with fddp.pmean(grads, group) inside"
 )
-"""What torch.compile says of it with `fullgraph=True`."""
+"""Advice in the error of torch.compile with `fullgraph=True`."""
 
 
 class _Computed(NamedTuple):
-    """What a rank's own pass gave; detached."""
-
     treedef: TreeDef
     loss: Tensor | None
     aux: Any
@@ -49,22 +47,22 @@ class _Computed(NamedTuple):
 class ValueAndGrad:
     """A loss function that returns its value and synchronised gradients; a collective call.
 
-    Made by `GradSync.value_and_grad`. Calling it with `EXHAUSTED` among the arguments takes part
-    without contributing: the loss and aux are None.
+    Made by `GradSync.value_and_grad`. If `EXHAUSTED` is among the arguments, the rank contributes
+    nothing, and its loss and aux are None.
 
     Args of a call:
-        *args, **kwargs: the loss function's; the parameters are at `argnums`. None of them is
+        *args, **kwargs: arguments of the loss function, with the parameters at `argnums`. Not
             written.
-        accumulated: `(weighted_sum, weight)`: gradients that were summed over earlier
-            micro-batches, each times its weight, and the total of these weights. The result is
-            the weighted mean over all micro-batches of all ranks.
-        hook_state: state of the communication hook, where it has any; see `GradSync.init_state`.
+        accumulated: `(weighted_sum, weight)`: the sum of earlier micro-batches' gradients, each
+            times its weight, and the total of these weights. The result is the weighted mean over
+            all micro-batches of all ranks.
+        hook_state: state of a communication hook that keeps state; see `GradSync.init_state`.
 
     Returns of a call:
-        `(loss, grads)`, `((loss, aux), grads)` with `has_aux`, after them the new state where
-        `hook_state` was given, and a `SyncInfo` with `with_info`. The loss is this rank's own. A
-        gradient is None only where no rank used the leaf, for leaves of integer type, and in a step
-        that is left out under `nonfinite="skip"`. All are detached.
+        `(loss, grads)`, or `((loss, aux), grads)` with `has_aux`; followed by the new state if
+        `hook_state` was passed, and by a `SyncInfo` with `with_info`. The loss is this rank's own.
+        A gradient is None only if no rank used the leaf, for integer leaves, and in a step skipped
+        under `nonfinite="skip"`. All are detached.
 
     Raises of a call:
         LossError: the loss is not a real scalar tensor.
@@ -73,7 +71,7 @@ class ValueAndGrad:
         NonFiniteError: a gradient or a sum is not finite, under `nonfinite="raise"`.
         TransformError: a `torch.func` transform or a tracer is active around the call, or a
             parameter has a tangent of forward mode.
-        Exception: whatever `fn` or `weight_fn` raised, on the rank where they did.
+        Exception: an error of `fn` or `weight_fn`, on its rank.
         PeerError: another rank raised one of these.
 
     Example:
@@ -113,7 +111,7 @@ class ValueAndGrad:
         hook_state: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """See the class."""
+        """Take a step; see the class."""
         engine = self._engine
         step = engine.open(Method.VALUE_AND_GRAD, with_stats=self._with_info)
         computed = None
@@ -130,7 +128,7 @@ class ValueAndGrad:
                 engine.publish_step_failure(step.number, error)
         outcome = engine.finish(step)
         if computed is None:
-            raise InternalError("a step succeeded without its own part")
+            raise InternalError("a step succeeded without forward and backward")
         grads = computed.treedef.unflatten(outcome.leaves)
         value = (computed.loss, computed.aux) if self._has_aux else computed.loss
         states = () if hook_state is None else (step.hook_states,)
@@ -144,7 +142,6 @@ class ValueAndGrad:
         kwargs: dict[str, Any],
         accumulated: tuple[Any, float] | None,
     ) -> _Computed:
-        """Run forward and backward on this rank."""
         program = step.program
         params, treedef = matched_leaves(
             self._params(args), program, "parameters", differentiable=True
@@ -178,7 +175,7 @@ class ValueAndGrad:
     ) -> None:
         engine = self._engine
         if step.context.bound_hook is not None:
-            # Hooks may call operators, too, and run on ranks that have failed.
+            # Hooks may call operators, also on ranks that have failed.
             step.transport.leave_step()
         view = leaves.inspect(loss)
         contributions.arm(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,9 +19,9 @@ from fddp.collectives.replicas.chunked_broadcast import broadcast_text
 from fddp.collectives.replicas.snapshot import Snapshot, allocate_like
 from fddp.core.protocol.messages import AnyOf, MappingOf, decode, optional
 from fddp.runtime.agreement import Rebuild, SyncConfig
-from fddp.runtime.failures import _decode_report
-from fddp.runtime.nonfinite import Account, Count
-from fddp.sync.autotune import _decoded, _encoded
+from fddp.runtime.failures import exchange_reports
+from fddp.runtime.nonfinite import COUNTS, Count, NonFiniteCounts
+from fddp.sync.autotune import _PLAN, _plan_from_json, _plan_to_json
 from fddp.sync.terms_codec import terms_from_json, terms_to_json
 from fddp.transport import byte_exchange
 from fddp.transport.base import Transport
@@ -115,12 +116,12 @@ def as_described(text: str) -> Snapshot:
     return allocate_like(text, None)
 
 
-def account(text: str) -> Account:
-    return Account.decode(text.encode())
+def counts(text: str) -> NonFiniteCounts:
+    return NonFiniteCounts.from_json(decode(text, COUNTS))
 
 
 def tuned(text: str) -> fddp.BucketPlan:
-    return _decoded(text.encode(), plan())
+    return _plan_from_json(decode(text, _PLAN), plan())
 
 
 class Written(NamedTuple):
@@ -131,12 +132,16 @@ class Written(NamedTuple):
     write: Callable[[Any], str]
 
 
-ACCOUNT = Account({"w": Count(1, 2)}, {"b": Count(0, 3)}, 4)
+FOUND = NonFiniteCounts({"w": Count(1, 2)}, {"b": Count(0, 3)}, 4)
 WRITTEN = {
     "terms": Written(from_text, terms_to_json(terms()), terms_to_json),
     "state": Written(as_described, state().description(), Snapshot.description),
-    "account": Written(account, ACCOUNT.encode().decode(), lambda found: found.encode().decode()),
-    "tuned plan": Written(tuned, _encoded(plan()).decode(), lambda found: _encoded(found).decode()),
+    "counts": Written(
+        counts, json.dumps(FOUND.to_json()), lambda found: json.dumps(found.to_json())
+    ),
+    "tuned plan": Written(
+        tuned, json.dumps(_plan_to_json(plan())), lambda found: json.dumps(_plan_to_json(found))
+    ),
 }
 
 
@@ -180,9 +185,14 @@ def test_arbitrary_text_is_refused(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"7", b"a\nb", b"\xff\xfe"])
-def test_malformed_failure_reports_are_named(text: bytes) -> None:
-    assert _decode_report(b"3\nabc\nstep\n\nno: 1\n2") == ("3", "abc", "step", "", "no: 1\n2")
-    assert _decode_report(text).failure == f"it says {text!r}, which makes no sense"
+def test_malformed_reports_of_failures_do_not_hide_the_others(text: bytes) -> None:
+    board = SimpleNamespace(abandoned={}, close_abandoned=lambda keys: None)
+    transport: Any = SimpleNamespace(
+        status=SimpleNamespace(board=board), exchange=lambda payload, topic: [payload, text]
+    )
+    own, other = exchange_reports(transport, "3", "abc", "step", "no: 1\n2")
+    assert own == ("3", "abc", "step", [], "no: 1\n2")
+    assert other.failure == f"it sent a malformed report: {text!r}"
 
 
 class Sends:
@@ -250,9 +260,9 @@ CALLS = {
     "own state": (reconcile, "own state", 0),
     "newest state": (reconcile, "newest state", 0),
     "digest": (reconcile, "digest", 0),
-    "standing": (rebuild, "standing", 0),
+    "progress": (rebuild, "progress", 0),
     "rebuilt terms": (rebuild, "terms", 1),
-    "counts": (find_nan, "terms", 1),
+    "counts": (find_nan, "counts", 0),
     "broadcast": (broadcast, "terms", 0),
     "communicator": (open_communicator, "terms", 0),
 }

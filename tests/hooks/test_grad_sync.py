@@ -372,11 +372,11 @@ def _wrong_states(state: Any) -> dict[str, tuple[Any, str]]:
         "is a tuple of 3, one for each bucket, got 2": (state[:2], ""),
         "one for each bucket, got a list": (list(state), ""),
         r"for bucket 0 has the leaves \['residual'\]": (({"residual": 1}, *others), ""),
-        r"has as leaf 'residual' a float64 tensor of shape \(1,\) on cpu where a float64": (
+        r"has a float64 tensor of shape \(1,\) on cpu as leaf 'residual', expected a float64": (
             ({**inner, "residual": torch.zeros(1, dtype=torch.float64)}, *others),
             "",
         ),
-        "leaf 'residual' a int where": (({**inner, "residual": 1}, *others), ""),
+        "has a int as leaf 'residual', expected a": (({**inner, "residual": 1}, *others), ""),
     }
 
 
@@ -405,7 +405,7 @@ def test_state_where_there_is_no_hook() -> None:
         own = {"w": torch.ones(4)}
         for hook in (None, bf16_compress):
             with fddp.GradSync(own, group=group, hook=hook) as sync:
-                with pytest.raises(fddp.TreeMismatchError, match="no hook that keeps state"):
+                with pytest.raises(fddp.TreeMismatchError, match="no hook keeps state"):
                     sync.update(own, ({"residual": torch.zeros(4)},))
                 sync.update(own, ())
 
@@ -457,7 +457,7 @@ def test_schedules_that_have_no_place_for_a_hook() -> None:
 
     with pytest.raises(ValueError, match=r"has 4 for bucket 0 \(w\); use algorithm='all_reduce'"):
         fddp.loopback(2, run, split, "all_reduce")
-    with pytest.raises(ValueError, match=r"bf16_compress takes the place .* the schedule has 0"):
+    with pytest.raises(ValueError, match=r"bf16_compress replaces .* the schedule has 0"):
         fddp.loopback(2, run, plan, "reduce_scatter")
 
 

@@ -214,12 +214,12 @@ def test_arguments_that_do_not_go_with_it() -> None:
 
     def run(group: Any) -> None:
         grads = {"w": torch.ones(4)}
-        told = r"decides itself how it sums, so that deterministic=True can't hold"
+        told = r"sums in its own order, which deterministic=True does not allow"
         with pytest.raises(ValueError, match=told):
             fddp.GradSync(grads, group=group, deterministic=True, hook=fddp.hooks.bf16_compress)
         with pytest.raises(TypeError, match=r"deterministic must be True or False, got 1"):
             fddp.GradSync(grads, group=group, deterministic=1)
-        with pytest.raises(ValueError, match="give deterministic=True to make_schedule instead"):
+        with pytest.raises(ValueError, match="pass deterministic=True to make_schedule instead"):
             fddp.GradSync(
                 make_schedule(fddp.plan_buckets(grads), fddp.Topology(world=2)),
                 group=group,

@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812 - as everywhere
 from torch.utils.checkpoint import checkpoint
 
 import fddp
-from fddp.runtime.nonfinite import MOST_NAMED, Account, Count, nonfinite_error
+from fddp.runtime.nonfinite import MOST_NAMED, Count, NonFiniteCounts, nonfinite_error
 from tests.support.called import collectives_called
 from tests.support.models import same_bits
 from tests.support.ranks import launch_over
@@ -250,9 +250,9 @@ def test_gradients_that_backward_brings_are_named(size: int) -> None:
 
 def test_long_lists_are_cut() -> None:
     many = {f"leaf{i}": Count(1, 0) for i in range(MOST_NAMED + 5)}
-    account = Account.decode(Account(many, {}).encode())
-    assert (len(account.own), account.left_out) == (MOST_NAMED, 5)
-    error = nonfinite_error(3, [Account({}, {}), account], {})
+    counts = NonFiniteCounts.from_json(NonFiniteCounts(many, {}).to_json())
+    assert (len(counts.own), counts.left_out) == (MOST_NAMED, 5)
+    error = nonfinite_error(3, [NonFiniteCounts({}, {}), counts], {})
     assert len(error.paths[1]) == MOST_NAMED
     assert "1 NaN in leaf 'leaf2' and more in 97 others; no rank" in str(error)
     assert str(error).endswith("(and 5 leaves that are not listed)")

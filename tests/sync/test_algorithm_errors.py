@@ -90,17 +90,17 @@ ALIKE: dict[str, tuple[Build, str, tuple[str, ...]]] = {
     "a schedule and an algorithm": (
         sync(schedule, algorithm="reduce_scatter"),
         "ValueError",
-        ("give algorithm and reduce_dtype to make_schedule instead",),
+        ("pass algorithm and reduce_dtype to make_schedule instead",),
     ),
     "a schedule and a reduce_dtype": (
         sync(schedule, reduce_dtype=torch.float32),
         "ValueError",
-        ("give algorithm and reduce_dtype to make_schedule instead",),
+        ("pass algorithm and reduce_dtype to make_schedule instead",),
     ),
     "a schedule and a cap": (
         sync(schedule, bucket_cap_mb=1.0),
         "ValueError",
-        ("give bucket_cap_mb",),
+        ("pass bucket_cap_mb",),
     ),
     "a schedule and select": (
         sync(schedule, select=lambda path: True),

@@ -369,7 +369,7 @@ def test_a_parameter_must_not_be_missing(launch: Launch, call: str) -> None:
     first, second = launch(2, missing, call)
     assert (first.kinds[0], second.kinds[0]) == ("PeerError", "TreeMismatchError")
     for end in (first, second):
-        assert "leaf 'b' to average is None where the averager was made for float32" in end.text
+        assert "leaf 'b' to average is None where the averager expects float32" in end.text
         assert "of shape (2,); pass all parameters" in end.text
 
 

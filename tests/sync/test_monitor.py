@@ -166,7 +166,7 @@ def test_ranks_make_their_monitors_alike() -> None:
         "Monitor on rank 0 of 2: every is 3 on rank 0 and 2 on rank 1; pass the same on every rank",
         "Monitor on rank 0 of 2: every is 3 on rank 0 and None on rank 1; pass the same on every "
         "rank",
-        "Monitor on rank 0 of 2: rank 1 passed an argument that it can't take",
+        "Monitor on rank 0 of 2: rank 1 passed an invalid argument",
     ]
     assert [text.replace("on rank 1 of", "on rank 0 of") for text in two[:2]] == one[:2]
     assert two[2] == "window must be 1 or more, got 0"

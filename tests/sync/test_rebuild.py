@@ -133,13 +133,12 @@ def test_objects_of_the_old_sync_name_the_new_one() -> None:
     for by_step, by_call, by_close in fddp.loopback(2, use):
         assert by_step == by_call
         assert by_call == (
-            "this GradSync, or what it belongs to, is closed (rebuild() goes on with another in "
-            "its place); take steps with the one that it returned: sync = sync.rebuild(group), and "
-            "step = sync.value_and_grad(loss_fn) anew"
+            "this GradSync, or its owner, is closed (rebuild() has replaced it); use the new one: "
+            "sync = sync.rebuild(group), and make a new step = sync.value_and_grad(loss_fn)"
         )
         assert by_close == (
-            "this GradSync, or what it belongs to, is closed (close() was called); build a new one "
-            "on a working group, or go on with this one's plan and state there: "
+            "this GradSync, or its owner, is closed (close() was called); build a new one on a "
+            "working group, or rebuild this one there with its plan and state: "
             "sync = sync.rebuild(group)"
         )
 
@@ -258,7 +257,7 @@ def test_meshes() -> None:
     assert {str(axes) for axes, _ in same} == {str(mesh)}
     assert largest_difference(same[3][1], mlp()) < 1e-15
     for told in refused(fddp.loopback(4, begin)[:2]):
-        assert "pass mesh= with the axes of the ranks that are left" in told.text
+        assert "pass mesh= with the axes of the new group" in told.text
     for told in refused(fddp.loopback(4, begin)[:2], mesh=fddp.Topology(world=2)):
         assert "'hierarchical' needs a mesh of at least two axes" in told.text
 

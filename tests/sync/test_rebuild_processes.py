@@ -102,7 +102,7 @@ def test_a_rank_is_lost_and_another_joins(transport: str) -> None:
     assert [outcome.error for outcome in left] == [None] * 3
     for outcome in left[:2]:
         seen = outcome.result[0]
-        assert "sync = sync.rebuild(group), and step = sync.value_and_grad" in seen["stale"]
+        assert "sync.rebuild(group), and make a new step = sync.value_and_grad" in seen["stale"]
         assert seen["plan"]
         assert seen["step"] == 3
     assert {outcome.result[0]["late plan"] for outcome in left} == {

@@ -270,7 +270,7 @@ TRANSFORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "functionalize": (lambda f: torch.func.functionalize(f)(point()), "torch.func.functionalize"),
     "make_fx": (lambda f: make_fx(f)(point()), "tracer"),
     "fake make_fx": (lambda f: make_fx(f, tracing_mode="fake")(point()), "tracer"),
-    "forward_ad": (dual, "a tangent of forward mode"),
+    "forward_ad": (dual, "a forward-mode tangent"),
 }
 CALLS = {
     "the loss of a step": (loss_of, "value_and_grad", "parameters"),
@@ -281,7 +281,7 @@ CALLS = {
 AROUND = {
     f"{call} under {name}": Around(
         lambda sync, t=transform, m=make: t(m(sync)),
-        (text, f"'w' of the {tree}" if text.startswith("a tangent") else told, "fddp.pmean"),
+        (text, f"'w' of the {tree}" if text.endswith("tangent") else told, "fddp.pmean"),
     )
     for call, (make, told, tree) in CALLS.items()
     for name, (transform, text) in TRANSFORMS.items()

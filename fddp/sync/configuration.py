@@ -1,0 +1,116 @@
+"""Configuration of an engine: agreed options, plan, schedule, program and hook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fddp.core.check import check_schedule
+from fddp.core.plan.plan import BucketPlan
+from fddp.core.schedule.builder import make_all_gather_schedule
+from fddp.core.schedule.piggyback import with_separate_word
+from fddp.core.schedule.schedule import Schedule
+from fddp.errors import ClosedError, DesyncError, RankLostError, SyncTimeoutError
+from fddp.hooks.hook import Hook
+from fddp.native.buffer_pool import BufferPool
+from fddp.runtime.agreement import SyncConfig, agree_on_hook, validate_across_ranks
+from fddp.runtime.hook_binding import BoundHook
+from fddp.runtime.program import Program, make_program
+from fddp.sync.request import EngineSpec, deterministic_hook_error, usable_transport
+from fddp.transport import Transport, open_transport
+
+
+class EngineConfiguration:
+    """Transport, plan, schedule, program and hook of an engine.
+
+    Args:
+        request: the caller's request.
+
+    Attributes:
+        transport: transport of the collectives.
+        terms: configuration that ranks have agreed on.
+        schedule: the agreed schedule. The program's differs from it if a hook replaces the
+            all-reduce that would carry the control word.
+        program: program of a step.
+        gathering: program that turns shards into whole leaves, if steps give shards.
+        hook: the communication hook in force, if there is one.
+        bound_hook: the hook, bound to the program.
+        hook_states: state of the hook by bucket, kept from step to step after `set_hook`; None if
+            callers pass it.
+    """
+
+    def __init__(self, request: EngineSpec) -> None:
+        self._foreign = request.is_foreign
+        self._groups: list[tuple[str, ...]] = []  # opened by the transport
+        self.transport = open_transport(
+            request.span.group, usable_transport(request), request.usable_timeout_s, request.title
+        )
+        self._pool = BufferPool(self.transport.empty)
+        self.bound_hook: BoundHook | None = None
+        self.hook_states: tuple[Any, ...] | None = None
+        try:
+            self.terms = _agreed_terms(self.transport, request)
+            self.hook = self.terms.hook
+            schedule = self.terms.schedule_of(self.terms.plan)
+            self._install(schedule, with_order=self.terms.rebuild is not None)
+        except BaseException:
+            self.transport.close()
+            raise
+
+    def set_plan(self, plan: BucketPlan) -> None:
+        """Use another plan for the same leaves from the next step on; the same on all ranks."""
+        if self.bound_hook is not None and self.bound_hook.stateful:
+            raise ValueError(
+                f"the plan can't change under {self.bound_hook.hook.name}, whose state is by "
+                f"bucket; tune without the hook, and pass on the plan"
+            )
+        self._install(self.terms.schedule_of(plan), with_order=False)
+        self._pool.clear()
+
+    def set_hook(self, hook: Hook[Any] | None) -> None:
+        """Use another hook from the next step on, and keep its state in the engine; a collective
+        call.
+
+        Raises:
+            ValueError: the schedule has no place for it, or is deterministic.
+            PlanMismatchError: ranks passed different hooks.
+        """
+        agree_on_hook(self.transport, hook)
+        if hook is not None and self.schedule.deterministic:
+            raise ValueError(deterministic_hook_error(hook))
+        bound_hook = None if hook is None else BoundHook.of(hook, self.program)
+        self.hook = hook
+        self._install(self.schedule, with_order=self.program.control.with_order)
+        self.hook_states = None if bound_hook is None else bound_hook.init_states(self.program)
+
+    def _install(self, schedule: Schedule, *, with_order: bool) -> None:
+        self.schedule = schedule
+        if self.hook is not None:
+            schedule = with_separate_word(schedule)
+        check_schedule(schedule)
+        gather = make_all_gather_schedule(schedule) if schedule.result == "sharded_mean" else None
+        if gather is not None:
+            check_schedule(gather)
+        groups = sorted({*schedule.groups, *(gather.groups if gather else ())})
+        if groups != self._groups:
+            self.transport.open_subgroups(schedule.topology, groups)
+            self._groups = groups
+        rank, foreign = self.transport.rank, self._foreign
+        self.program = make_program(schedule, rank, with_order=with_order, foreign=foreign)
+        self.bound_hook = None if self.hook is None else BoundHook.of(self.hook, self.program)
+        if with_order and self.bound_hook is not None and self.bound_hook.stateful:
+            # State is by bucket: the plan must not be rebuilt.
+            self.program = make_program(schedule, rank, with_order=False, foreign=foreign)
+        self.gathering: Program | None = None
+        if gather is not None:
+            self.gathering = make_program(gather, rank, with_order=False, foreign=foreign)
+
+
+def _agreed_terms(transport: Transport, request: EngineSpec) -> SyncConfig:
+    """Return the agreed configuration. An error of this rank is reported to the others first."""
+    try:
+        terms = request.terms(transport)
+    except (ClosedError, DesyncError, RankLostError, SyncTimeoutError):
+        raise  # no communication is possible
+    except Exception as error:
+        return validate_across_ranks(transport, None, error)
+    return validate_across_ranks(transport, terms, None)

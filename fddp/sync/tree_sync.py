@@ -1,0 +1,287 @@
+"""Synchronisation of existing trees: whole gradients, and shards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fddp.core.plan.plan import BucketPlan
+from fddp.core.protocol.calls import Method
+from fddp.core.schedule.schedule import Result, Schedule
+from fddp.errors import InternalError
+from fddp.runtime.contributions import ShardContributions, TreeContributions
+from fddp.runtime.inputs import (
+    check_no_derivatives,
+    check_no_transform,
+    check_writable,
+    checked_weight,
+    matched_leaves,
+    matched_shards,
+)
+from fddp.runtime.results import shards_of
+from fddp.runtime.step_info import make_info
+from fddp.runtime.untraced import untraced
+from fddp.sync.engine import Engine
+from fddp.sync.hook_states import checked_states, init_states
+from fddp.sync.value_and_grad import INSTEAD_IN_A_GRAPH
+from fddp.tree.foreign import ForeignTreeDef
+from fddp.tree.pytree import TreeDef
+
+
+class TreeSync:
+    """Methods of `GradSync` that synchronise existing trees."""
+
+    _engine: Engine
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The bucket plan in force."""
+        return self._engine.program.plan
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule in force, which every step executes."""
+        return self._engine.program.schedule
+
+    @untraced(INSTEAD_IN_A_GRAPH)
+    def __call__(self, grads: Any, *, weight: float = 1.0, with_info: bool = False) -> Any:
+        """Return the weighted mean over ranks of a tree of gradients; a collective call.
+
+        Args:
+            grads: tree with the plan's leaves, None for missing gradients. Not written.
+            weight: this rank's weight, such as its number of samples; 0 contributes nothing.
+            with_info: True to also return a `SyncInfo`.
+
+        Returns:
+            A new tree of the same structure, or `(tree, info)`. A leaf is None only if no rank has
+            a gradient for it; all are in a step skipped under `nonfinite="skip"`.
+
+        Raises:
+            TreeMismatchError: the tree has other leaves than the plan.
+            WeightError: a weight is negative or not finite, or all weights are 0.
+            NonFiniteError: a gradient or a sum is not finite, under `nonfinite="raise"`.
+            TransformError: a `torch.func` transform or a tracer is active; a gradient has a
+                forward-mode tangent, or was computed from the parameters of a loss function that
+                fddp differentiates. The result has no derivatives; use `fddp.pmean` for them.
+            PeerError: another rank raised one of these.
+            ValueError: the algorithm gives shards, see `reduce_scatter`; or the hook keeps state,
+                see `update`.
+        """
+        call = _CallSignature("replicated_mean", Method.CALL, Method.REDUCE_SCATTER)
+        mean, *rest = self._sync_tree(call, grads, weight, with_info)
+        return (mean, *rest) if with_info else mean
+
+    @untraced(INSTEAD_IN_A_GRAPH)
+    def update(
+        self, grads: Any, state: Any, *, weight: float = 1.0, with_info: bool = False
+    ) -> tuple[Any, ...]:
+        """Return the mean as a call does, and the hook's new state; a collective call.
+
+        Args:
+            grads, weight, with_info: as for a call.
+            state: state returned by `init_state` or the previous step. Not written; it remains
+                valid if the step fails.
+
+        Returns:
+            `(tree, state)` or `(tree, state, info)`, with the state for the next step. The state
+            does not change in a step with a non-finite gradient.
+
+        Raises:
+            TreeMismatchError: as for a call; or the state does not fit the hook and the plan.
+
+        Example:
+            >>> import fddp, torch
+            >>> def two_steps(group):
+            ...     grads = {"w": torch.tensor([4.0, 3.0])}
+            ...     with fddp.GradSync(grads, group=group, hook=fddp.hooks.top_k(0.5)) as sync:
+            ...         first, state = sync.update(grads, sync.init_state())
+            ...         second, state = sync.update(grads, state)
+            ...         return first["w"].tolist(), second["w"].tolist()
+            >>> fddp.loopback(2, two_steps)[0]
+            ([4.0, 0.0], [0.0, 6.0])
+        """
+        call = _CallSignature("replicated_mean", Method.UPDATE, Method.REDUCE_SCATTER)
+        mean, new_state, *infos = self._sync_tree(call, grads, weight, with_info, state)
+        return mean, new_state, *infos
+
+    def init_state(self) -> tuple[Any, ...]:
+        """Return the communication hook's state before the first step.
+
+        Returns:
+            For each bucket of the plan a tree of tensors and numbers, which may differ from rank to
+            rank; () without a hook that keeps state. `torch.save` saves it.
+        """
+        return init_states(self._engine)
+
+    @untraced(INSTEAD_IN_A_GRAPH)
+    def reduce_(self, grads: Any, *, weight: float = 1.0, with_info: bool = False) -> Any:
+        """Write the weighted mean over ranks into the tensors of `grads`; a collective call.
+
+        Returns:
+            A tree of the same structure with the same tensors, and new ones for leaves that are
+            None on this rank and have a gradient on another; `(tree, info)` with `with_info`. In a
+            step skipped under `nonfinite="skip"` all leaves are None, and `grads` is unchanged.
+
+        Raises:
+            TreeMismatchError: as for a call; or a tensor can't be written because its elements
+                share memory (an expanded one).
+        """
+        call = _CallSignature(
+            "replicated_mean", Method.REDUCE, Method.REDUCE_SCATTER, in_place=True
+        )
+        mean, *rest = self._sync_tree(call, grads, weight, with_info)
+        return (mean, *rest) if with_info else mean
+
+    @untraced(INSTEAD_IN_A_GRAPH)
+    def reduce_scatter(self, grads: Any, *, weight: float = 1.0, with_info: bool = False) -> Any:
+        """Return this rank's shard of the weighted mean over ranks; a collective call.
+
+        Args:
+            grads, weight: as for a call.
+            with_info: True to also return a `SyncInfo`, with the `grad_norm` of this rank's shard.
+
+        Returns:
+            A tree of the same structure, or `(tree, info)`. Each leaf is the flat run of its
+            elements that this rank owns, shape `(n,)` with n from 0 to the leaf's size, in the
+            order of memory; None if no rank has a gradient. Leaves that are not reduced are whole.
+            See [Note: shards].
+
+        Raises:
+            Exception: as for a call; `ValueError` if the algorithm is not "reduce_scatter".
+
+        Example:
+            >>> import fddp, torch
+            >>> def halves(group):
+            ...     grads = {"w": torch.tensor([1.0, 2.0, 3.0]) * (1 + group.rank)}
+            ...     with fddp.GradSync(grads, group=group, algorithm="reduce_scatter") as sync:
+            ...         shards = sync.reduce_scatter(grads)
+            ...         return shards["w"].tolist(), sync.all_gather(shards)["w"].tolist()
+            >>> fddp.loopback(2, halves)
+            [([1.5, 3.0], [1.5, 3.0, 4.5]), ([4.5], [1.5, 3.0, 4.5])]
+        """
+        call = _CallSignature("sharded_mean", Method.REDUCE_SCATTER, Method.CALL)
+        mean, *rest = self._sync_tree(call, grads, weight, with_info)
+        return (mean, *rest) if with_info else mean
+
+    @untraced(INSTEAD_IN_A_GRAPH)
+    def all_gather(self, shards: Any) -> Any:
+        """Return whole leaves from the shards of all ranks; a collective call.
+
+        Args:
+            shards: tree of shards as returned by `reduce_scatter` and `shard`. Not written.
+
+        Returns:
+            A tree of the same structure with whole leaves, in the plan's shapes and dtypes.
+
+        Raises:
+            TreeMismatchError: a shard has another size or dtype than this rank owns.
+            PeerError: another rank raised one.
+            ValueError: the algorithm is not "reduce_scatter".
+        """
+        call = _CallSignature("sharded_mean", Method.ALL_GATHER, Method.CALL)
+        fits = call.result == self.schedule.result
+        engine = self._engine
+        step = engine.open_gather() if fits else engine.open(call.method, with_stats=False)
+        treedef: TreeDef | None = None
+        try:
+            call.check(self.schedule)
+            own, treedef = matched_shards(shards, step.program)
+            check_no_derivatives(own, step.program, "shards", graphs=False)
+            step.begin(ShardContributions(own), own)
+        except BaseException as error:
+            step.fail(error)
+        outcome = self._engine.finish(step)
+        if treedef is None:
+            raise InternalError("a step succeeded without a tree")
+        return treedef.unflatten(outcome.leaves)
+
+    def shard(self, tree: Any) -> Any:
+        """Return this rank's shards of a tree that is equal on all ranks; no communication.
+
+        Args:
+            tree: tree with the plan's leaves, such as the parameters. Not written.
+
+        Returns:
+            A tree of copies, as returned by `reduce_scatter`.
+
+        Raises:
+            TreeMismatchError: the tree has other leaves than the plan.
+            ValueError: the algorithm is not "reduce_scatter".
+        """
+        _check_fit("shard(tree)", "sharded_mean", "the tree itself", self.schedule)
+        leaves, treedef = matched_leaves(tree, self._engine.program, "tree")
+        return treedef.unflatten(shards_of(self._engine.program, leaves))
+
+    def _sync_tree(
+        self, call: _CallSignature, grads: Any, weight: float, with_info: bool, state: Any = None
+    ) -> tuple[Any, ...]:
+        """Return the tree of results, the new state if one was passed, and the info if wanted."""
+        start_s = time.perf_counter()
+        step = self._engine.open(call.method, with_stats=with_info)
+        program = step.program
+        treedef: TreeDef | None = None
+        own: Sequence[Tensor | None] = ()
+        try:
+            call.check(self.schedule)
+            step.hook_states = checked_states(self._engine, state, "update(grads, state)")
+            own, treedef = matched_leaves(grads, program, "gradients")
+            if isinstance(treedef, ForeignTreeDef):
+                # Other ranks may be in `value_and_grad`; JAX differentiates before the step.
+                step.method = Method.NOTHING
+            check_no_derivatives(own, program, "gradients", graphs=True)
+            if call.in_place:
+                check_writable(own, treedef, program)
+            step.begin(TreeContributions(program, own, checked_weight(weight)), own)
+        except BaseException as error:
+            step.fail(error)
+        outcome = self._engine.finish(step)
+        if treedef is None:
+            raise InternalError("a step succeeded without a tree")
+        leaves = _written(own, outcome.leaves) if call.in_place else outcome.leaves
+        states = () if state is None else (step.hook_states,)
+        infos = (make_info(step, outcome, (start_s, start_s)),) if with_info else ()
+        return treedef.unflatten(leaves), *states, *infos
+
+
+class _CallSignature(NamedTuple):
+    """A method of `TreeSync`, and the schedule that it needs.
+
+    Attributes:
+        result: result that the schedule must give.
+        method: the method.
+        instead: method to use with other schedules.
+        in_place: True if results are written into the caller's tensors.
+    """
+
+    result: Result
+    method: Method
+    instead: Method
+    in_place: bool = False
+
+    def check(self, schedule: Schedule) -> None:
+        """Check that the call fits the schedule; see `_check_fit`."""
+        _check_fit(self.method.text, self.result, self.instead.text, schedule)
+
+
+def _check_fit(call: str, result: Result, instead: str, schedule: Schedule) -> None:
+    """Check that a call fits the schedule, and that no `torch.func` transform is active."""
+    check_no_transform(call)
+    if schedule.result != result:
+        raise ValueError(
+            f"{call} needs a GradSync whose schedule gives a {result}; this one's gives a "
+            f"{schedule.result}: use {instead}, or build it with another algorithm"
+        )
+
+
+def _written(own: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Write results into the caller's tensors. Return these, and results for missing ones."""
+    pairs = list(zip(own, results, strict=True))
+    with torch.no_grad():
+        for target, result in pairs:
+            if target is not None and result is not None:
+                target.copy_(result)
+    return [result if target is None or result is None else target for target, result in pairs]
