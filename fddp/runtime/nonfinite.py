@@ -70,7 +70,8 @@ class NonFiniteCounts(NamedTuple):
             True
         """
         own, sums = (dict(list(found.items())[:MOST_NAMED]) for found in self[:2])
-        return [own, sums, len(self.own) + len(self.sums) - len(own) - len(sums)]
+        cut = len(self.own) + len(self.sums) - len(own) - len(sums)
+        return [own, sums, self.left_out + cut]
 
     @classmethod
     def from_json(cls, message: Sequence[Any]) -> NonFiniteCounts:
