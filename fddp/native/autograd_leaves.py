@@ -166,7 +166,7 @@ def param_set(params: Sequence[Tensor], on_begin: Callable[[], None]) -> ParamSe
 
 
 def has_explicit_inputs() -> bool:
-    """Whether the backward pass that runs was told which leaves to serve (`autograd.grad`)."""
+    """Return True if the running backward pass has explicit inputs (`autograd.grad`)."""
     return cast(bool, extension.load().has_explicit_inputs())
 
 
