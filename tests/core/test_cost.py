@@ -181,9 +181,12 @@ def test_models_survive_json(alpha_s: float, beta: float, algorithm: Any, overla
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cost JSON: .*not JSON"),
+        ("{", "cost JSON: invalid JSON"),
         ("[]", "an object with the fields alpha_s, beta_s_per_byte, algorithm, overlap"),
-        (json.dumps({"alpha_s": 1}), r"the whole is \{'alpha_s': 1\}"),
+        (
+            json.dumps({"alpha_s": 1}),
+            r"the value lacks \['beta_s_per_byte', 'algorithm', 'overlap'\]",
+        ),
         (CostModel(1.0, 1.0).to_json().replace('"ring"', '"star"'), "algorithm must be one of"),
     ],
 )

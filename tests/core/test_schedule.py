@@ -258,14 +258,17 @@ def test_json_both_ways(schedule: Schedule) -> None:
     [
         (
             lambda d: [],
-            r"^schedule JSON: the whole is \[\], .* the fields format, plan, axes, ops",
+            r"^schedule JSON: the value is \[\], .* the fields format, plan, axes, ops",
         ),
-        (lambda d: {**d, "more": 1}, r"^schedule JSON: the whole is .* with the fields"),
+        (
+            lambda d: {**d, "more": 1},
+            r"^schedule JSON: the value has the unexpected fields \['more'\], .* with the fields",
+        ),
         (
             lambda d: {**d, "format": 2},
             r"^schedule JSON: \.format is 2, .* 'fddp\.Schedule/2'$",
         ),
-        (lambda d: {**d, "plan": {}}, r"^schedule JSON: \.plan is \{\}, .* text$"),
+        (lambda d: {**d, "plan": {}}, r"^schedule JSON: \.plan is \{\}, expected a string$"),
         (lambda d: {**d, "axes": {}}, r"^schedule JSON: \.axes is \{\}, .* a list$"),
         (lambda d: {**d, "axes": [["a"]]}, r"^schedule JSON: \.axes\[0\] is .* a list of 2$"),
         (

@@ -41,7 +41,7 @@ from tests.support.hook_models import SMALL
         ("1.0", int, "the value is 1.0, expected an int"),
         ("18446744073709551616", int, "the value is 18446744073709551616, expected an int"),
         ("[1, 2]", (int,), "the value is [1, 2], expected a list of 1"),
-        ("{}", {"a": int}, "the value is {}, expected an object with the fields a"),
+        ("{}", {"a": int}, "the value lacks ['a'], expected an object with the fields a"),
         ('{"a": 1, "b": 2}', {"a": int}, "expected an object with the fields a"),
         ('{"a": [null]}', {"a": [str]}, r".a[0] is None, expected a string"),
         ('"b"', AnyOf(("a", None)), "the value is 'b', expected 'a' or None"),

@@ -134,9 +134,25 @@ def _schema_error(value: object, schema: Schema, where: str) -> str | None:
     else:
         fits = type(value) is type(schema) and value == schema
     if not fits:
-        return f"{where or 'the value'} is {_short(value)}, expected {_described(schema)}"
+        found = f"is {_short(value)}"
+        if isinstance(schema, dict) and isinstance(value, dict):
+            found = _wrong_fields(value, schema)
+        return f"{where or 'the value'} {found}, expected {_described(schema)}"
     errors = (_schema_error(entry, one, where + place) for entry, one, place in entries)
     return next((error for error in errors if error is not None), None)
+
+
+def _wrong_fields(value: dict[str, Any], schema: dict[str, Schema]) -> str:
+    """Name missing and unexpected fields of an object.
+
+    >>> _wrong_fields({"a": 1, "c": 2}, {"a": int, "b": int})
+    "lacks ['b'] and has the unexpected fields ['c']"
+    """
+    missing = [name for name in schema if name not in value]
+    unexpected = [name for name in value if name not in schema]
+    parts = [f"lacks {_short(missing)}"] if missing else []
+    parts += [f"has the unexpected fields {_short(unexpected)}"] if unexpected else []
+    return " and ".join(parts)
 
 
 def _is_of(value: object, kind: type) -> bool:

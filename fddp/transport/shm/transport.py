@@ -287,7 +287,7 @@ def _weakly(method: weakref.WeakMethod[Callable[[str], None]]) -> Callable[[str]
 
 
 class _GroupEntry(NamedTuple):
-    """Where ranks meet."""
+    """An open shm group and its members."""
 
     shm_group: ShmGroup
     ranks: tuple[int, ...]  # its members
