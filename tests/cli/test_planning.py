@@ -341,7 +341,7 @@ def test_costs_that_do_not_fit_the_topology(
 
 def test_hierarchical_needs_two_axes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused([*SIMULATE, *LINK, "--algorithm", "hierarchical"], capsys)
-    assert "'hierarchical' needs a topology of at least two axes" in line
+    assert "'hierarchical' needs a topology with at least two axes" in line
 
 
 def test_jitter_is_seeded_and_slows_the_step(run: Read) -> None:

@@ -67,7 +67,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["simulate", "m:f", "--topology", "a=2,a=2"], "sizes of named axes, outermost first"),
         (["simulate", "m:f", "--topology", "a=0"], "needs an int of at least 1 as size, got 0"),
         (["simulate", "m:f", "--topology", "a=-1"], "sizes of named axes, outermost first"),
-        (["simulate", "m:f", "--topology", "a=9999999999"], "ranks; at most"),
+        (["simulate", "m:f", "--topology", "a=9999999999"], "ranks; the limit is"),
         (["simulate", "m:f", "--cost", "carrier-pigeon"], "must be one of ethernet-10g, "),
         (["simulate", "m:f", "--cost", "1e-5"], "or ALPHA,BETA, or FILE.json"),
         (["simulate", "m:f", "--cost", "nan,1"], "alpha_s must be a number from 0 to 1e+09"),

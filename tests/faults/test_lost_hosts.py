@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 import fddp
-from fddp.transport.c10d import backends
-from fddp.transport.c10d import transport as c10d
+from fddp.transport.c10d import backends, peer_monitor
 from fddp.transport.liveness.membership import Membership
 from fddp.transport.liveness.status_store import StoreStatusBoard
 from fddp.transport.shm import transport as shm
@@ -241,9 +240,9 @@ def fail_at_calls(rank: int, world_size: int, transport: str, numbers: range) ->
             try:
                 if rank == 0:
                     with (
-                        mock.patch.object(backends, "_LOOK_AROUND", timedelta(milliseconds=1)),
-                        mock.patch.object(shm, "_LOOK_AROUND_S", 0.001),
-                        mock.patch.object(c10d, "_LOOK_FOR_ENDS_S", 0.0),
+                        mock.patch.object(backends, "_CHECK_INTERVAL", timedelta(milliseconds=1)),
+                        mock.patch.object(shm, "_CHECK_INTERVAL_S", 0.001),
+                        mock.patch.object(peer_monitor, "_CHECK_PROCESSES_AFTER_S", 0.0),
                         failing_at(number),
                     ):
                         sync(TREE)

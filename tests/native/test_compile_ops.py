@@ -91,7 +91,7 @@ def check_collectives(rank: int, world_size: int) -> int:
     with fddp.Communicator() as ranks:
         for operator in get_args(Operator):
             leaves = [torch.randn(2, 3) + rank, torch.randn(2, 1, dtype=torch.float64)]
-            text = torch_library.error_text(make_call(ranks, operator, leaves))
+            text = torch_library.call_to_json(make_call(ranks, operator, leaves))
             op = getattr(OPS, operator).default
             opcheck(op, (leaves, None, ranks.number, text))
             opcheck(op, ([None, leaves[1]], torch.empty(0), ranks.number, text))
@@ -115,10 +115,10 @@ def test_a_call_is_its_text(operator: Any, shapes: list[list[int]], roles: tuple
             leaves = [torch.zeros([*leading, *shape]) for shape in shapes]
             call = make_call(ranks, operator, leaves)
             call = Call(ranks, call.program, CallRecord("train.py:3"), roles)  # type: ignore[arg-type]
-            text = torch_library.error_text(call)
+            text = torch_library.call_to_json(call)
             again = torch_library.call_of(operator, ranks, text)
             assert again.program.details == call.program.details
             assert (again.roles, again.text) == (call.roles, call.text)
-            assert torch_library.error_text(again) == text
+            assert torch_library.call_to_json(again) == text
 
     fddp.loopback(1, there_and_back)

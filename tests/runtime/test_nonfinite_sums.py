@@ -121,8 +121,8 @@ def decided_alike(policy: str, name: str) -> list[Any]:
     if policy == "skip":
         return [(True, True, False), (True, True, False), (False, False, True)]
     texts = [
-        f"step {step}: every rank's gradients are finite, and what TorchHook({name}) made of them "
-        f"is not: rank 1 has 4 infinities in leaf 'w'; no rank got any gradients, and the group "
+        f"step {step}: every rank's gradients are finite, and the results of TorchHook({name}) "
+        f"are not: rank 1 has 4 infinities in leaf 'w'; no rank got any gradients, and the group "
         f"can go on: lower the loss scale, or leave out the hook"
         for step in range(2)
     ]

@@ -223,6 +223,7 @@ def in_a_subgroup(rank: int, world_size: int) -> str:
 
 
 def stall(rank: int, world_size: int, transport: str, directory: str) -> Any:
+    gc.collect()  # flights include what earlier tests left to the garbage collector
     sync = fddp.GradSync(PARAMS, **SMALL, transport=transport, timeout_s=0.8)
     step = sync.value_and_grad(lambda p: sum(leaf.sum() for leaf in p.values()))
     step(PARAMS)
