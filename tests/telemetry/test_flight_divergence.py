@@ -263,7 +263,7 @@ def test_command_names_unreadable_files(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit, match="2"):
         main(["flight", str(tmp_path)])
     assert (
-        "flight-x.json': not a flight: the value is {}, expected an object with"
+        "flight-x.json': not a flight: the value lacks ['format', 'host', "
         in capsys.readouterr().err
     )
     with pytest.raises(SystemExit, match="2"):
