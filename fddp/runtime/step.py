@@ -163,10 +163,6 @@ class StepState:
 
     # For buckets
 
-    def bucket_ready(self, bucket: int) -> None:
-        """Note that all expected gradients of a bucket have arrived."""
-        raise NotImplementedError
-
     def buffer_of(self, bucket: int) -> Tensor:
         """Buffer of a dense bucket."""
         state = self.buckets[bucket]
