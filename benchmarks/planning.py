@@ -15,7 +15,8 @@ from benchmarks.measure import Series, ratio
 from benchmarks.packing import ROUNDS, Calls, in_turn
 from fddp.cli.progress import Stages
 from fddp.core.check import check_schedule
-from fddp.core.plan.plan import BucketPlan, LeafSpec, assign_buckets, plan_leaves
+from fddp.core.plan.bucket import assign_buckets
+from fddp.core.plan.plan import BucketPlan, LeafSpec, plan_leaves
 from fddp.core.schedule.builder import make_schedule
 from fddp.core.schedule.topology import Topology
 from fddp.core.sim.cost import CostModel

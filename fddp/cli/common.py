@@ -14,8 +14,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from fddp.cli.launch import launch
+from fddp.core.plan.defaults import MIB
 from fddp.core.plan.leaf import MAX_COUNT
-from fddp.core.plan.text import MIB
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from fddp.cli.common import CallError, Commands, Printer, add_outputs, cap, require
 from fddp.cli.sources import SOURCE_HELP, is_plan_file, load_plan
-from fddp.core.plan.plan import BucketPlan
-from fddp.core.plan.text import MIB, summary
+from fddp.core.plan.defaults import MIB
+from fddp.core.plan.plan import BucketPlan, summary
 
 if TYPE_CHECKING:
     from rich.table import Table

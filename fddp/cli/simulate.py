@@ -24,8 +24,8 @@ from fddp.cli.common import (
 )
 from fddp.cli.link_arguments import COST_HELP, axis_cost, cost_of, topology
 from fddp.cli.sources import SOURCE_HELP, is_plan_file, load_plan, read
+from fddp.core.plan.defaults import MIB
 from fddp.core.plan.plan import BucketPlan, plan_leaves
-from fddp.core.plan.text import MIB
 from fddp.core.schedule.builder import make_schedule
 from fddp.core.sim.cost import CostModel
 from fddp.core.sim.optimal import Target, optimal_plan

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fddp.collectives.group_registry import GroupRegistry, is_destroyed
 from fddp.collectives.operator_program import GroupPosition
 from fddp.collectives.replicas.divergence import format_pair
-from fddp.core.plan.defaults import CAP_MB, MAX_TIMEOUT_S
+from fddp.core.plan.defaults import CAP_MB, MAX_TIMEOUT_S, MIB
 from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError, DesyncError, PlanMismatchError, error_text
 from fddp.native.buffer_pool import BufferPool
@@ -32,7 +32,6 @@ from fddp.telemetry.flight.recorder import Recorder
 from fddp.transport import Group, LoopbackGroup, TransportName, open_transport
 from fddp.transport.lifetime.finalizer import on_finalize
 from fddp.transport.mesh import Mesh, resolve_mesh
-from fddp.tree.planner import MIB_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -104,7 +103,7 @@ class Communicator:
         loopback = isinstance(span.group, LoopbackGroup)
         name = transport if transport in ("shm", "c10d") and not loopback else "auto"
         usable_s = None if problem else timeout_s
-        self.cap_bytes = 0 if problem else int(bucket_cap_mb * MIB_BYTES)
+        self.cap_bytes = 0 if problem else int(bucket_cap_mb * MIB)
         self.topology = span.topology
         self.number = next(_numbers)
         self.label = str(self.number)  # tracers treat text as a constant, but not integers
@@ -308,7 +307,7 @@ def _given(communicator: Communicator, mesh: Mesh | None) -> Communicator:
 
 
 def _problem(cap_mb: object, timeout_s: object) -> Exception | None:
-    if not (isinstance(cap_mb, (int, float)) and 1 <= cap_mb * MIB_BYTES < 2**63):
+    if not (isinstance(cap_mb, (int, float)) and 1 <= cap_mb * MIB < 2**63):
         return ValueError(f"bucket_cap_mb must be a number of MiB above 0, got {cap_mb!r}")
     if timeout_s is None or (
         isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MAX_TIMEOUT_S

@@ -19,11 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.nn.parameter import UninitializedParameter
 
-from fddp.core.plan.defaults import CAP_MB
+from fddp.core.plan.defaults import CAP_MB, MIB
 from fddp.core.plan.leaf import MAX_COUNT
 from fddp.errors import NoGradientError
 from fddp.transport import LoopbackGroup
-from fddp.tree.planner import MIB_BYTES
 
 _TO_CALLER = 4  # frames from a warning to the call of the constructor
 
@@ -340,17 +339,17 @@ def _caps(arguments: Arguments) -> tuple[int, int, tuple[int, ...]]:
         listed = tuple(_bytes("bucket_cap_mb_list", cap) for cap in arguments.bucket_cap_mb_list)
         return max(listed), max(listed), listed
     if arguments.bucket_cap_mb is None:
-        return int(CAP_MB * MIB_BYTES), dist._DEFAULT_FIRST_BUCKET_BYTES, ()
+        return int(CAP_MB * MIB), dist._DEFAULT_FIRST_BUCKET_BYTES, ()
     cap_bytes = _bytes("bucket_cap_mb", arguments.bucket_cap_mb)
     return cap_bytes, cap_bytes, ()
 
 
 def _bytes(name: str, cap_mb: object) -> int:
-    if not isinstance(cap_mb, Real) or not 0 <= float(cap_mb) * MIB_BYTES <= MAX_COUNT:
+    if not isinstance(cap_mb, Real) or not 0 <= float(cap_mb) * MIB <= MAX_COUNT:
         raise ValueError(
-            f"{name} must hold MB (of {MIB_BYTES} bytes), at least 0 and finite, got {cap_mb!r}"
+            f"{name} must hold MB (of {MIB} bytes), at least 0 and finite, got {cap_mb!r}"
         )
-    return max(1, int(float(cap_mb) * MIB_BYTES))  # with 0, every leaf has a bucket of its own
+    return max(1, int(float(cap_mb) * MIB))  # with 0, every leaf has a bucket of its own
 
 
 def _is_sparse(module: nn.Module, name: str) -> bool:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fddp.core.plan.plan import Bucket, BucketPlan
-from fddp.core.plan.text import MIB, summary
+from fddp.core.plan.defaults import MIB
+from fddp.core.plan.plan import Bucket, BucketPlan, summary
 from fddp.viz import canvas
 
 if TYPE_CHECKING:

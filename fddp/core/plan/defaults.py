@@ -1,6 +1,9 @@
-"""Default values and limits of arguments that several packages share."""
+"""Units, default values and limits of arguments that several packages share."""
 
 from __future__ import annotations
+
+MIB = 1024 * 1024
+"""Bytes per MB, as DDP counts them."""
 
 CAP_MB = 25.0
 """Cap of a bucket in MiB."""

@@ -197,11 +197,7 @@ class CostModel:
         Raises:
             ValueError: the text is malformed; the message names the field.
         """
-        try:
-            document = decode(text, dict.fromkeys(cls.__dataclass_fields__, object))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"cost JSON: {error}") from error
-        return cls(**document)
+        return cls(**decode(text, dict.fromkeys(cls.__dataclass_fields__, object), "cost JSON"))
 
 
 def factors(kind: CollectiveKind, ranks: int, algorithm: LinkAlgorithm) -> Factors:
