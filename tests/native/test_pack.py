@@ -7,7 +7,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,14 +19,29 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fddp.core.plan.plan import LeafSpec, plan_leaves
-from fddp.native import pack, pack_foreach
+from fddp.native import pack
 from fddp.native.layout import Layout, Stats, contiguous_strides, views
 from tests.reference import pack as pack_reference
 
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
 SCALES = (0.0, 1.0, 0.5, 1 / 3, -2.0, 1e-3, 3e38, math.inf, math.nan)
-IMPLEMENTATIONS = {"compiled": pack, "multi-tensor": pack_foreach}
+
+
+def multi_tensor(name: str) -> Any:
+    """A function of `pack` as it runs on devices without compiled kernels."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with patch.object(pack, "_COMPILED", frozenset()):
+            return getattr(pack, name)(*args, **kwargs)
+
+    return run
+
+
+pack_foreach = SimpleNamespace(
+    **{name: multi_tensor(name) for name in ("pack_", "pack_add_", "scale_", "unpack_")}
+)
+IMPLEMENTATIONS: dict[str, Any] = {"compiled": pack, "multi-tensor": pack_foreach}
 FORMS = ("dense", "other order", "sliced", "expanded", "negated", "conjugate", "sparse", "missing")
 
 
