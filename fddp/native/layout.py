@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -102,11 +103,8 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
         >>> contiguous_strides((2, 3, 4))
         (12, 4, 1)
     """
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    steps = [max(size, 1) for size in shape]
+    return tuple(prod(steps[dim:]) for dim in range(1, len(steps) + 1))
 
 
 def views(buffer: Tensor, layout: Layout) -> list[Tensor]:
