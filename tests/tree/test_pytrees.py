@@ -16,9 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fddp.core.plan.leaf import dense_strides
+from fddp.core.plan.leaf import LeafSpec, dense_strides
 from fddp.errors import TreeMismatchError
-from fddp.tree.describe import leaf_spec, leaf_specs
+from fddp.tree.describe import leaf_specs
 from fddp.tree.pytree import check_paths, flatten, insertion_order, map_leaves, tree_map
 
 
@@ -272,6 +272,11 @@ def test_dense_strides_are_those_of_torch(order: list[int], shape: list[int]) ->
         wide = [dim for dim in range(4) if tensor.shape[dim] > 1]
         assert [laid_out.stride(dim) for dim in wide] == [tensor.stride(dim) for dim in wide]
         assert dense_strides(tuple(tensor.shape), strides) == strides
+
+
+def leaf_spec(path: str, leaf: Any, *, sparse: bool = False) -> LeafSpec:
+    (spec,) = leaf_specs([path], [leaf], [path] if sparse else [])
+    return spec
 
 
 def test_strides_are_recorded_where_a_bucket_can_keep_them() -> None:
