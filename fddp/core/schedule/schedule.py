@@ -93,10 +93,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for name, kind in (("plan", BucketPlan), ("topology", Topology), ("ops", tuple)):
-            if not isinstance(getattr(self, name), kind):
-                raise ValueError(
-                    f"{name} must be a {kind.__name__}, got {type(getattr(self, name)).__name__}"
-                )
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
         for position, op in enumerate(self.ops):
             problem = op_problem(op)
             if problem is not None:
@@ -108,11 +107,9 @@ class Schedule:
                 f"got {self.wire_dtypes!r}"
             )
         for name, choice in (("scaling", Scaling), ("result", Result)):
-            if getattr(self, name) not in get_args(choice):
-                raise ValueError(
-                    f"{name} must be one of {', '.join(get_args(choice))}, "
-                    f"got {getattr(self, name)!r}"
-                )
+            value, choices = getattr(self, name), get_args(choice)
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"deterministic must be True or False, got {self.deterministic!r}")
 
@@ -121,8 +118,7 @@ class Schedule:
 
     def __reduce__(self) -> tuple[type[Schedule], tuple[object, ...]]:
         # Drops cached properties, and validates the fields again on loading.
-        fields = (self.plan, self.topology, self.ops, self.wire_dtypes, self.scaling, self.result)
-        return type(self), (*fields, self.deterministic)
+        return type(self), tuple(getattr(self, name) for name in self.__dataclass_fields__)
 
     @cached_property
     def sequence(self) -> tuple[int, ...]:
@@ -179,8 +175,7 @@ class Schedule:
         return hashlib.sha256(self._json(self.plan.shared_digest).encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Return the schedule and its plan as one line of JSON. `from_json` restores an equal
-        schedule."""
+        """Return schedule and plan as one line of JSON. `from_json` restores an equal schedule."""
         return self._json(self.plan.to_json())
 
     def _json(self, plan: str) -> str:
