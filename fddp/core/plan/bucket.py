@@ -49,7 +49,7 @@ class Bucket:
 def assign_buckets(
     leaves: Sequence[LeafSpec], order: Iterable[int], caps_bytes: Sequence[int]
 ) -> list[Bucket]:
-    """Assign leaves to buckets in order, as DDP does.
+    """Assign the leaves of `order`, which are reducible, to buckets in this order, as DDP does.
 
     Each dtype and device has its own open bucket, which closes when it reaches its cap. The next
     bucket of that dtype and device has the next cap; the last cap repeats. A sparse leaf has its
@@ -57,11 +57,6 @@ def assign_buckets(
     follow in the order of their last leaf, which is the order in which they become ready.
     `torch.distributed._compute_bucket_assignment_by_size` returns the same buckets, but the order
     of the last ones depends on a hash table.
-
-    Args:
-        leaves: all leaves; those in `order` are reducible.
-        order: indices of the leaves to assign.
-        caps_bytes: one or more caps.
 
     >>> leaves = [LeafSpec(name, (4,), "float32") for name in "abc"]
     >>> buckets = assign_buckets(leaves, order=(2, 1, 0), caps_bytes=(16, 64))

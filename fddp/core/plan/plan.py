@@ -136,8 +136,7 @@ class BucketPlan:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Return the plan as JSON text, identical in all processes. `from_json` restores an equal
-        plan."""
+        """Return the plan as JSON, equal in all processes. `from_json` restores an equal plan."""
         return self._json(
             order=self.order,
             leaves=[leaf._asdict() for leaf in self.leaves],
@@ -241,10 +240,8 @@ def plan_leaves(
     leaves, order, caps_bytes = tuple(leaves), tuple(map(index, order)), tuple(caps_bytes)
     _check_caps(caps_bytes)
     _check_indices(order, leaves, "order")
-    if from_back:
-        buckets = tuple(reversed(assign_buckets(leaves, order[::-1], caps_bytes)))
-    else:
-        buckets = tuple(assign_buckets(leaves, order, caps_bytes))
+    step = -1 if from_back else 1
+    buckets = tuple(assign_buckets(leaves, order[::step], caps_bytes)[::step])
     return BucketPlan(leaves, buckets, caps_bytes, order)
 
 
@@ -284,8 +281,7 @@ def rebucket(
                 f"ready_order holds {_name(leaf, plan.leaves)}, which is in no bucket of the plan; "
                 f"plan.reduced lists the {len(bucketed)} bucketed leaves"
             )
-    seen = set(ready)
-    order = ready + tuple(leaf for leaf in plan.order if leaf not in seen)
+    order = tuple(dict.fromkeys((*ready, *plan.order)))
     caps_bytes = plan.caps_bytes if caps_bytes is None else caps_bytes
     return plan_leaves(plan.leaves, order=order, caps_bytes=caps_bytes, from_back=from_back)
 

@@ -52,7 +52,6 @@ def decode(text: bytes | str, schema: Schema, what: str = "") -> Any:
     """Parse JSON and validate it.
 
     Args:
-        text: JSON.
         schema: form that the value must have exactly.
         what: name of the document, for errors.
 
@@ -78,15 +77,10 @@ def decode(text: bytes | str, schema: Schema, what: str = "") -> Any:
 
 
 def decode_all(texts: Sequence[bytes], decoder: Callable[[bytes], T], what: str) -> list[T]:
-    """Decode the messages of all ranks, in rank order.
-
-    Args:
-        texts: one message per rank, the same on all ranks.
-        decoder: decodes one message; raises a `ValueError` if it is malformed.
-        what: name of the message, for the error.
+    """Decode the messages `what` of all ranks, in rank order; `texts` is the same on all ranks.
 
     Raises:
-        DesyncError: a message is malformed; names the rank.
+        DesyncError: `decoder` raises a `ValueError`; names the rank.
 
     Example:
         >>> decode_all([b'"ready"', b'{"ready": 1}'], lambda text: decode(text, str), "states")

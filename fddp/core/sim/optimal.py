@@ -56,15 +56,9 @@ Ends = tuple[int, ...]  # of the buckets of a class, as numbers of leaves of the
 
 
 class Target(NamedTuple):
-    """Cost model, topology and algorithm of an optimised plan.
+    """Cost model of an optimised plan, and arguments of `make_schedule`."""
 
-    Attributes:
-        cost: model of the links, or one model per axis.
-        topology: ranks and axes.
-        algorithm, deterministic: as in `make_schedule`.
-    """
-
-    cost: Cost
+    cost: Cost  # model of the links, or one model per axis
     topology: Topology
     algorithm: Algorithm = "all_reduce"
     deterministic: bool = False
