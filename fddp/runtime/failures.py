@@ -63,12 +63,11 @@ def exchange_reports(
     Operators' transports that any rank has abandoned are closed on all ranks. The next call of an
     operator opens a new one.
     """
-    board = transport.status.board
     failure = failure.encode(errors="backslashreplace").decode()  # without lone surrogates
-    own = StepReport(step, digest, method, [*board.abandoned], failure)
+    own = StepReport(step, digest, method, transport.abandoned, failure)
     received = exchange(transport, own, _REPORT, "failures", on_malformed=_malformed_report)
     reports = [StepReport(*report) for report in received]
-    board.close_abandoned([key for report in reports for key in report.abandoned])
+    transport.close_abandoned([key for report in reports for key in report.abandoned])
     return reports
 
 

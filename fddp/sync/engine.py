@@ -225,7 +225,7 @@ class Engine(EngineConfiguration):
         reason = error_text(error)
         self.transport.publish_step_failure(step.number, type(error).__name__)
         self.transport.abandon(reason)
-        self.transport.status.board.doubtful_s = time.perf_counter()
+        self.transport.note_interrupted_step()
         self.close(reason)
 
     def _unused_buckets(self, report: ControlReport) -> frozenset[int]:

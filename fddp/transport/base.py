@@ -31,7 +31,7 @@ from fddp.transport.subgroups import Subgroups, own_groups
 from fddp.transport.work import Work as Work
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
     from typing_extensions import Self
@@ -108,6 +108,31 @@ class Endpoint(ABC):
 
         Ranks that wait on another transport within this step then raise.
         """
+
+    def note_interrupted_step(self) -> None:
+        """Record that a step ended on this rank before all of its collectives had finished. Ranks
+        could not exchange `abandoned` in it; see `close_abandoned_in_interrupted_step`."""
+        self.status.board.interrupted_s = perf_counter()
+
+    @property
+    def abandoned(self) -> list[str]:
+        """Keys of the transports of this rank that a failure has closed during a call, and that
+        other ranks may consider open; on any group."""
+        return [*self.status.board.abandoned]
+
+    def close_abandoned(self, keys: Collection[str]) -> None:
+        """Close this rank's transports with these keys, which some rank has `abandoned`. Only
+        transports with a callback are closed, see `on_abandoned`."""
+        self.status.board.close_abandoned(keys)
+
+    def close_abandoned_in_interrupted_step(self) -> None:
+        """Close the transports that some rank has abandoned in an interrupted step. Waits up to a
+        second for the reports of other ranks; does nothing if no step was interrupted."""
+        self.status.board.close_abandoned_in_interrupted_step()
+
+    def on_abandoned(self, close: Callable[[], None]) -> None:
+        """Set the function that closes this transport once some rank has abandoned it."""
+        self.status.close = close
 
     def close(self, reason: str = "close() was called") -> None:
         """Free threads, sockets and buffers; a second call does nothing.

@@ -186,9 +186,10 @@ def test_arbitrary_text_is_refused(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("text", [b"", b"7", b"a\nb", b"\xff\xfe"])
 def test_malformed_reports_of_failures_do_not_hide_the_others(text: bytes) -> None:
-    board = SimpleNamespace(abandoned={}, close_abandoned=lambda keys: None)
     transport: Any = SimpleNamespace(
-        status=SimpleNamespace(board=board), exchange=lambda payload, topic: [payload, text]
+        abandoned=[],
+        close_abandoned=lambda keys: None,
+        exchange=lambda payload, topic: [payload, text],
     )
     own, other = exchange_reports(transport, "3", "abc", "step", "no: 1\n2")
     assert own == ("3", "abc", "step", [], "no: 1\n2")
