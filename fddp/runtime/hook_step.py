@@ -17,13 +17,12 @@ from fddp.core.timeline import Interval
 from fddp.errors import FddpError
 from fddp.hooks.future import Future
 from fddp.hooks.hook import Bucket, HookError
-from fddp.runtime.bucket import BucketState, RunningStep
-from fddp.runtime.context import StepContext
 from fddp.runtime.contributions import Contributions
 from fddp.runtime.failures import incompatible_contributions_error
 from fddp.runtime.hook_binding import BoundHook
 from fddp.runtime.hook_pipeline import Collectives, HookWork, StagePipeline
 from fddp.runtime.program import BucketProgram, Instruction, Program
+from fddp.runtime.state import BucketState, StepContext, StepState
 from fddp.runtime.step import Step
 from fddp.transport.base import Transport
 
@@ -228,7 +227,7 @@ class HookedBucket(BucketState):
         self.hooks = hooks
         self.hooked: HookWork | None = None
 
-    def launch(self, step: RunningStep, position: int, op: Op) -> None:
+    def launch(self, step: StepState, position: int, op: Op) -> None:
         """Start the hook's reduction where it replaces the operation, else the operation."""
         if not self.hooks.replaces(position, op.bucket):
             if op.when == "again":
@@ -250,7 +249,7 @@ class HookedBucket(BucketState):
             return self.hooks.is_done(work)
         return super().is_done(position)
 
-    def wait(self, step: RunningStep, position: int) -> None:
+    def wait(self, step: StepState, position: int) -> None:
         """Block until the collective or reduction at a position has finished."""
         work = self.works.get(position, (None,))[0]
         if not isinstance(work, HookWork):
@@ -287,12 +286,12 @@ class HookedStep(Step):
         if self._hooks.is_raw:
             self.scale = self._hooks.scale_before(contributions.weight)
 
-    def pack_scale(self, bucket: BucketProgram, op: Op) -> WeightScale:
+    def pack_scale(self, bucket: BucketProgram, *, repairs: bool) -> WeightScale:
         """As `Step.pack_scale`; repairs are added to results that the hook has divided."""
         if self._hooks.is_raw:
             weight = self.contributions.weight
-            return self._hooks.scale_before(weight, repairs=op.when != "always")
-        return super().pack_scale(bucket, op)
+            return self._hooks.scale_before(weight, repairs=repairs)
+        return super().pack_scale(bucket, repairs=repairs)
 
     def _may_run(self, instruction: Instruction) -> bool:
         if instruction.op.kind != "control" and not self._hooks.advance(block=self.backward_ended):

@@ -8,10 +8,9 @@ import time
 from fddp.core.protocol.readiness import Action
 from fddp.core.timeline import BucketTimes, StepTimes
 from fddp.native.pack import Stats
-from fddp.runtime.bucket import BucketState
-from fddp.runtime.context import Outcome
 from fddp.runtime.contributions import BackwardContributions
 from fddp.runtime.hook_step import HookedBucket
+from fddp.runtime.state import BucketState, Outcome
 from fddp.runtime.step import Step
 from fddp.telemetry.step_info import SyncInfo, Trace
 from fddp.telemetry.waits import waits_since
