@@ -20,16 +20,18 @@ from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.control_word import ControlReport
 from fddp.errors import NonFiniteError, RankLostError, SyncTimeoutError
 from fddp.hooks.hook import Hook
+from fddp.native.layout import views
 from fddp.runtime.agreement import exchange
 from fddp.runtime.contributions import Contributions
 from fddp.runtime.nonfinite import (
     COUNTS,
-    Finder,
     NonFiniteCounts,
     Policy,
     ResultKind,
     StopStepError,
+    counted,
     nonfinite_error,
+    tally,
 )
 from fddp.runtime.program import BucketProgram, Program
 from fddp.runtime.results import Results
@@ -61,7 +63,7 @@ class FiniteCheck:
         self._results = results
         self._hook = hook
         self._recorder = recorder
-        self._finder = Finder(policy, program.paths)
+        self._tallies: list[tuple[int, Tensor]] = []  # by leaf, still on their devices
         # The same on all ranks:
         self._may_have_overflowed = False
         self._outgrown = False  # True if weights exceed those that gradients were scaled for
@@ -77,15 +79,21 @@ class FiniteCheck:
             source: contributions that were packed.
             finite: False if packing found a non-finite number.
         """
-        if self._finder.wants(buffer, finite=finite):
-            parts = source.sources(bucket.index)
-            grads = None if parts is None else [part.sources for part in parts]
-            self._finder.count_packed(bucket.leaves, bucket.layout, buffer, grads)
+        # Packing checks on the CPU only.
+        if self._policy != "raise" or (finite and buffer.is_cpu):
+            return
+        parts = source.sources(bucket.index)
+        # None: they were released, and packing turned no finite number into infinity.
+        grads = [views(buffer, bucket.layout)] if parts is None else [p.sources for p in parts]
+        for leaf, *summands in zip(bucket.leaves, *grads, strict=True):
+            present = [summand for summand in summands if summand is not None]
+            if present:
+                self._tallies.append((leaf, tally(*present)))
 
     def gathered(self, leaf: int, sources: list[Tensor | None]) -> None:
         """Count non-finite numbers of this rank's gradients of a sparse leaf, after the sum."""
-        if not self._results.finite:
-            self._finder.count([leaf] * len(sources), sources)
+        if self._policy == "raise" and not self._results.finite:
+            self._tallies += [(leaf, tally(source)) for source in sources if source is not None]
 
     def on_report(self, report: ControlReport, scale: WeightScale) -> None:
         """Act on the control word.
@@ -138,9 +146,14 @@ class FiniteCheck:
         else None."""
         if self._policy != "raise":
             return None
-        program, reduced = self._program, set(self._program.reduced)
-        leaves = enumerate(self._results.leaves)
-        own = self._finder.counts([leaf if i in reduced else None for i, leaf in leaves]).to_json()
+        program, leaves = self._program, self._results.leaves
+        tallies = sorted(self._tallies, key=lambda pair: pair[0])
+        sums = [(i, tally(leaf)) for i in program.reduced if (leaf := leaves[i]) is not None]
+        counts, overflowed = (
+            counted((program.paths[i], numbers) for i, numbers in found)
+            for found in (tallies, sums)
+        )
+        own = NonFiniteCounts(counts, overflowed).to_json()
         entry = self._recorder.launched("exchange of counts", step, len(json.dumps(own)))
         entry.waited_s = entry.launched_s
         received = exchange(transport, own, COUNTS, "counts")

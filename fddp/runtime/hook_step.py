@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
@@ -20,7 +21,7 @@ from fddp.hooks.hook import Bucket, HookError
 from fddp.runtime.contributions import Contributions
 from fddp.runtime.failures import incompatible_contributions_error
 from fddp.runtime.hook_binding import BoundHook
-from fddp.runtime.hook_pipeline import Collectives, HookWork, StagePipeline
+from fddp.runtime.hook_pipeline import Collectives, HookWork
 from fddp.runtime.program import BucketProgram, Instruction, Program
 from fddp.runtime.state import BucketState, StepContext, StepState
 from fddp.runtime.step import Step
@@ -59,7 +60,8 @@ class HookExecutor:
         self._scale = scale
         self._record_time = record_time
         self.spans: list[Interval] = []
-        self._pipeline = StagePipeline()
+        self._launched: list[HookWork] = []
+        self._due: deque[HookWork] = deque()  # reductions whose next stage is to be started
         self._new_states: dict[int, Any] = {}  # by bucket, of reductions that have ended
         self._failure: Exception | None = None
         self._is_late = False  # True once a failure can no longer be reported
@@ -96,29 +98,42 @@ class HookExecutor:
         if spans is not None:
             spans.append((start_s, perf_counter()))
         work = HookWork(future, collectives, op, own, what, spans)
-        self._pipeline.join(work)
+        self._due.extend(reversed(self._launched))  # [Note: stages in one order]
+        self._launched.append(work)
         return work
 
     def advance(self, *, block: bool) -> bool:
         """Run the stages that come before the next operation. Return False if one has to wait for
         a result, which only happens without `block`."""
-        if not self._pipeline.advance(block=block):
+        if not self._start_due(block=block):
             return False
-        last = self._pipeline.last
-        if not self.is_raw or last is None:
+        if not self.is_raw or not self._launched:
             return True
+        last = self._launched[-1]
         if block or last.done:
             self.finish(last)
         return last.settled
 
+    def _start_due(self, *, block: bool) -> bool:
+        while self._due:
+            if not self._due[0].advance(block=block):
+                return False
+            self._due.popleft()
+        return True
+
+    def _run_out(self, work: HookWork, *, block: bool) -> None:
+        """Start the remaining stages of a reduction, and of others in between."""
+        while self._start_due(block=block) and work.pending:
+            self._due.extend(self._launched)
+
     def is_done(self, work: HookWork) -> bool:
         """Start the stages that can start. Return True if the reduction has finished."""
-        self._pipeline.run_out(work, block=False)
+        self._run_out(work, block=False)
         return work.done
 
     def finish(self, work: HookWork) -> None:
         """Wait for a reduction and store its result; later calls do nothing."""
-        self._pipeline.run_out(work, block=True)
+        self._run_out(work, block=True)
         if not work.settled:
             with torch.no_grad():
                 self._settle(work)
