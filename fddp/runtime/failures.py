@@ -92,7 +92,7 @@ def locate(error: BaseException, program: Program, op: Op | None, step: int) -> 
         error.bucket = op.bucket
     error.step = step
     if error.bucket >= 0:
-        words = program.describe(error.bucket)
+        words = program.buckets[error.bucket].text
         error.paths = tuple(program.paths[i] for i in program.plan.buckets[error.bucket].leaves)
     else:
         words = "the exchange of failures" if op is None else "the control word"
@@ -141,7 +141,7 @@ def pack_error(
     a signal handler meanwhile are returned unchanged."""
     if _raised_by_signal_handler(error):
         return error
-    problem = TreeMismatchError(f"{program.describe(bucket)} can't be packed: {error}")
+    problem = TreeMismatchError(f"{program.buckets[bucket].text} can't be packed: {error}")
     problem.__cause__ = error
     for part in contributions.parts(bucket):
         for leaf, source in zip(program.plan.buckets[bucket].leaves, part.sources, strict=True):

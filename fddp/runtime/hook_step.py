@@ -22,21 +22,13 @@ from fddp.runtime.contributions import Contributions
 from fddp.runtime.failures import incompatible_contributions_error
 from fddp.runtime.hook_binding import BoundHook
 from fddp.runtime.hook_pipeline import Collectives, HookWork
-from fddp.runtime.program import BucketProgram, Instruction, Program
+from fddp.runtime.program import BucketProgram, Instruction
 from fddp.runtime.state import BucketState, StepContext, StepState
 from fddp.runtime.step import Step
-from fddp.transport.base import Transport
 
 
 class HookExecutor:
     """Runs a communication hook in one step: starts its reductions, stores results and states.
-
-    Args:
-        bound: the hook and its buckets.
-        program: program of the step.
-        transport: transport of the hook's collectives.
-        scale: the agreed unit of weight.
-        record_time: True to record when collectives are done.
 
     Attributes:
         spans: when the hook ran or waited, on the clock of `time.perf_counter`; with
@@ -44,21 +36,11 @@ class HookExecutor:
         is_raw: True if the hook receives this rank's own gradients; see `Hook.raw`.
     """
 
-    def __init__(
-        self,
-        bound: BoundHook,
-        program: Program,
-        transport: Transport,
-        scale: WeightScale,
-        *,
-        record_time: bool,
-    ) -> None:
+    def __init__(self, bound: BoundHook, context: StepContext) -> None:
         self.is_raw = bound.hook.raw
         self._bound = bound
-        self._program = program
-        self._transport = transport
-        self._scale = scale
-        self._record_time = record_time
+        self._program, self._transport = context.program, context.transport
+        self._scale, self._record_time = context.scale, context.with_stats
         self.spans: list[Interval] = []
         self._launched: list[HookWork] = []
         self._due: deque[HookWork] = deque()  # reductions whose next stage is to be started
@@ -287,9 +269,7 @@ class HookedStep(Step):
 
     def __init__(self, context: StepContext, bound: BoundHook) -> None:
         super().__init__(context)
-        hooks = self._hooks = HookExecutor(
-            bound, self.program, self.transport, context.scale, record_time=self.record_time
-        )
+        hooks = self._hooks = HookExecutor(bound, context)
         self.buckets = [HookedBucket(bucket, hooks) for bucket in self.program.buckets]
         self.hook_spans = hooks.spans
         if hooks.is_raw:

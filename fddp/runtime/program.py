@@ -157,9 +157,10 @@ class Program:
     def _bucket(self, index: int) -> BucketProgram:
         schedule, planned = self.schedule, self.plan.buckets[index]
         wire = schedule.wire_dtypes[index]
+        first, last = self.paths[planned.leaves[0]], self.paths[planned.leaves[-1]]
         return BucketProgram(
             index=index,
-            text=self.describe(index),
+            text=f"bucket {index} ({first if first == last else f'{first} .. {last}'})",
             leaves=planned.leaves,
             layout=self.layouts[index],
             numel=self.layouts[index].numel,
@@ -215,8 +216,13 @@ class Program:
 
     @cached_property
     def extents(self) -> tuple[tuple[int, int], ...]:
-        """Elements of its buffer that each operation works on, on this rank."""
-        return tuple(map(self.extent, self.schedule.ops))
+        """Elements of its buffer that each operation works on, on this rank. An all-gather works on
+        its result."""
+        extents = []
+        for op in self.schedule.ops:
+            cut = len(op.region.shard) - (len(op.axes) if op.kind == "all_gather" else 0)
+            extents.append(_own(op.region, op.region.shard[:cut], self.places))
+        return tuple(extents)
 
     @cached_property
     def early(self) -> dict[int, tuple[tuple[int, Layout], ...]]:
@@ -293,20 +299,6 @@ class Program:
     def leaf_types(self) -> LeafTypes:
         """Shapes and dtypes of the leaves, in the extension."""
         return leaf_types(self.plan.leaves)
-
-    def extent(self, op: Op) -> tuple[int, int]:
-        """Return the elements of the buffer that an operation works on, on this rank. An all-gather
-        works on its result."""
-        shard = op.region.shard
-        if op.kind == "all_gather":
-            shard = shard[: len(shard) - len(op.axes)]
-        return _own(op.region, shard, self.places)
-
-    def describe(self, bucket: int) -> str:
-        """Return the number and the first and last path of a bucket, for errors."""
-        leaves = self.plan.buckets[bucket].leaves
-        first, last = self.paths[leaves[0]], self.paths[leaves[-1]]
-        return f"bucket {bucket} ({first if first == last else f'{first} .. {last}'})"
 
 
 def _own(

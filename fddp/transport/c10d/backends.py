@@ -20,8 +20,11 @@ from torch.distributed import distributed_c10d as c10d
 from fddp.native import extension
 from fddp.transport.c10d.rendezvous import connect_with_abort
 from fddp.transport.lifetime.fork import register_fork_owner
-from fddp.transport.liveness.interrupts import DeadlineExceededError
-from fddp.transport.liveness.user_code import from_user_code, ignore_backend_errors
+from fddp.transport.liveness.interrupts import (
+    DeadlineExceededError,
+    from_user_code,
+    ignore_backend_errors,
+)
 from fddp.transport.ordered_sum import sum_in_order_
 
 if TYPE_CHECKING:
@@ -75,7 +78,7 @@ class PendingCollective(NamedTuple):
     """An operation in flight."""
 
     works: tuple[dist.Work, ...]
-    finish: Callable[[], None] | None = None  # called once all works have finished
+    finish: Callable[[], object] | None = None  # called once all works have finished
 
     @property
     def arrived(self) -> bool:
@@ -136,7 +139,7 @@ class Communicator:
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
         work = self._backend.allreduce([_reals_of(tensor)], options)
         if operation.average and not self._averages:
-            return PendingCollective((work,), partial(_divide_, tensor, len(operation.ranks)))
+            return PendingCollective((work,), partial(tensor.div_, len(operation.ranks)))
         return PendingCollective((work,))
 
     def _reduce_scatter(self, operation: Operation) -> PendingCollective:
@@ -409,10 +412,6 @@ def _reals_of(tensor: Tensor) -> Tensor:
 def _bytes_of(tensor: Tensor) -> Tensor:
     """View a tensor as flat bytes, which every backend can move."""
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def _divide_(tensor: Tensor, divisor: int) -> None:
-    tensor.div_(divisor)
 
 
 def _add_up_(mine: Sequence[Tensor], theirs: Sequence[Tensor], place: int) -> None:

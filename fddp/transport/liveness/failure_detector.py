@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fddp.transport.liveness.interrupts import PeerFailureError, ProcessExitedError
 from fddp.transport.liveness.processes import has_ended, is_stopped
@@ -16,20 +16,6 @@ if TYPE_CHECKING:
     from fddp.transport.liveness.status import TransportStatus
 
 _GRACE_S = 2.0
-
-
-class UnresponsiveRanks(NamedTuple):
-    """Ranks that will not take part in an operation.
-
-    Attributes:
-        lost: unresponsive ranks. Ranks whose process is known to be alive are listed only if no
-            other is unresponsive: they may be unable to answer for a while, or have closed all
-            their transports.
-        closed: ranks that closed this transport without an error and continue elsewhere.
-    """
-
-    lost: tuple[int, ...] = ()
-    closed: tuple[int, ...] = ()
 
 
 class FailureDetector:
@@ -102,13 +88,16 @@ class FailureDetector:
         known = self._processes or {}
         return tuple(rank for rank, process in known.items() if holds(process))
 
-    def unresponsive(self, silent: tuple[int, ...]) -> UnresponsiveRanks:
-        """Query `silent` ranks, and return those that will not take part in the operation.
+    def unresponsive(self, silent: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Query `silent` ranks, and return those that will not take part in the operation: lost
+        ones, and those that closed this transport without an error and continue elsewhere.
 
-        A silent rank that answers is still computing, and does not know of the failure yet.
+        A silent rank that answers is still computing, and does not know of the failure yet. Ranks
+        whose process is known to be alive are lost only if no other is: they may be unable to
+        answer for a while, or have closed all their transports.
         """
         if not silent:
-            return UnresponsiveRanks()
+            return (), ()
         answers = self._status.board.answers(
             [self._board_ranks[r] for r in silent], 0, self.grace_s
         )
@@ -122,7 +111,7 @@ class FailureDetector:
             if status is not None and self._status.key not in status.transports
         )
         # A rank that closes because of a failure reports it first.
-        return UnresponsiveRanks(lost, self._membership.unreported(closed))
+        return lost, self._membership.unreported(closed)
 
     def describe_status(self, first: tuple[int, ...], since: int) -> str:
         """Query the ranks and return their statuses as text.

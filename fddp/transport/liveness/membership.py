@@ -18,8 +18,7 @@ from fddp.transport.liveness.bounded_store import (
     BoundedStore,
     StoreClientThread,
 )
-from fddp.transport.liveness.interrupts import PeerFailureError
-from fddp.transport.liveness.user_code import ignore_backend_errors
+from fddp.transport.liveness.interrupts import PeerFailureError, ignore_backend_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

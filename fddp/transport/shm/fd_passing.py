@@ -62,6 +62,7 @@ class FdConnection:
 
     def receive(self) -> FdMessage:
         """Return the next message. Raises OSError if there is none."""
+        # Not `socket.recv_fds`, which ignores its flags.
         room = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
         wanted = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         note, ancillary, flags, _ = self._socket.recvmsg(_MAX_NOTE_BYTES, room, wanted)
