@@ -271,7 +271,7 @@ class BackwardContributions(Contributions):
             or not buffer.is_cpu
             or (self._retains and self._may_overflow(bucket, scale))
         ):
-            return self._pack_parts_(bucket, buffer, layout, self.parts(bucket), scale)
+            return _pack_parts_(buffer, layout, self._noted(bucket, self.parts(bucket)), scale)
         keep = bucket in self._program.schedule.retained
         factor = self._factor if scale is self._scale else scale.before(self._own_weight)
         packing = self._program.packing[bucket]
@@ -292,7 +292,7 @@ class BackwardContributions(Contributions):
         return memory
 
     def pack_late_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
-        return self._pack_parts_(bucket, buffer, layout, self._taken(bucket), scale)
+        return _pack_parts_(buffer, layout, self._noted(bucket, self._taken(bucket)), scale)
 
     def retain_sources(self) -> None:
         self._retains = True
@@ -306,17 +306,11 @@ class BackwardContributions(Contributions):
         planned, wire = self._program.plan.buckets[bucket], self._program.schedule.wire_dtypes
         return not stays_finite(planned.dtype, wire[bucket], factor)
 
-    def _pack_parts_(
-        self,
-        bucket: int,
-        buffer: Tensor,
-        layout: Layout,
-        parts: list[WeightedGradients],
-        scale: WeightScale,
-    ) -> float:
+    def _noted(self, bucket: int, parts: list[WeightedGradients]) -> list[WeightedGradients]:
+        """Return the parts, and keep them for `sources`."""
         if self._retains:
             self._retained = {bucket: parts}
-        return _pack_parts_(buffer, layout, parts, scale)
+        return parts
 
     def _taken(self, bucket: int) -> list[WeightedGradients]:
         if self._leaf_set is None:

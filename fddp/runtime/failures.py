@@ -78,14 +78,8 @@ def _malformed_report(text: bytes) -> StepReport:
 
 
 def locate(error: BaseException, program: Program, op: Op | None, step: int) -> None:
-    """Add bucket, leaves and step to an error of the transport.
-
-    Args:
-        error: error of a step; only errors of the transport are changed.
-        program: program of the step.
-        op: the operation under way; None if it is part of no schedule.
-        step: number of the step.
-    """
+    """Add bucket, leaves and step to an error, if it is one of the transport. `op` is the operation
+    under way; None if it is part of no schedule."""
     if not isinstance(error, (RankLostError, SyncTimeoutError)) or error.step >= 0:
         return
     if error.bucket < 0 and op is not None and op.kind != "control":

@@ -40,15 +40,7 @@ from fddp.transport.base import Transport
 
 
 class FiniteCheck:
-    """Checks the numbers of one step.
-
-    Args:
-        policy: policy for non-finite numbers.
-        program: program of the step.
-        results: results of the step.
-        hook: the communication hook, if there is one.
-        recorder: flight recorder of the votes and exchanges.
-    """
+    """Checks the numbers of one step. `recorder` records the votes and exchanges."""
 
     def __init__(
         self,
@@ -71,14 +63,8 @@ class FiniteCheck:
     def packed(
         self, bucket: BucketProgram, buffer: Tensor, source: Contributions, *, finite: bool
     ) -> None:
-        """Count non-finite numbers of a packed bucket, if errors are to name its leaves.
-
-        Args:
-            bucket: the bucket.
-            buffer: its buffer, before it is reduced in place.
-            source: contributions that were packed.
-            finite: False if packing found a non-finite number.
-        """
+        """Count non-finite numbers of a packed bucket, if errors are to name its leaves. Its
+        `buffer` is not reduced yet; `finite` is the finding of packing."""
         # Packing checks on the CPU only.
         if self._policy != "raise" or (finite and buffer.is_cpu):
             return
@@ -96,11 +82,8 @@ class FiniteCheck:
             self._tallies += [(leaf, tally(source)) for source in sources if source is not None]
 
     def on_report(self, report: ControlReport, scale: WeightScale) -> None:
-        """Act on the control word.
-
-        Raises:
-            StopStepError: a contribution is not finite, on all ranks.
-        """
+        """Act on the control word. Raises StopStepError if a contribution is not finite, on all
+        ranks."""
         if report.nonfinite:
             raise StopStepError
         self._may_have_overflowed = (
@@ -117,11 +100,8 @@ class FiniteCheck:
         self._results.checks = self._results.checks or self._may_have_overflowed or has_sparse
 
     def check_results(self, transport: Transport, step: int) -> None:
-        """Check the results; a collective call if ranks have different results.
-
-        Raises:
-            StopStepError: a result is not finite, on all ranks.
-        """
+        """Check the results; a collective call if ranks have different results. Raises
+        StopStepError if one is not finite, on all ranks."""
         finite = self._results.finite
         if self._may_have_overflowed and self._result_kind != "replicated":
             finite = self._vote(finite, transport, step)

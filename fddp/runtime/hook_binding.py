@@ -135,8 +135,8 @@ def _positions(hook: Hook[Any], program: Program) -> dict[int, int]:
         if len(positions) != 1:
             raise ValueError(
                 f"{hook.name} replaces the single all_reduce of each bucket, and the schedule has "
-                f"{len(positions)} for {program.buckets[bucket].text}; use algorithm='all_reduce' or "
-                f"'hierarchical', and no split_mb"
+                f"{len(positions)} for {program.buckets[bucket].text}; use "
+                f"algorithm='all_reduce' or 'hierarchical', and no split_mb"
             )
     return {bucket: positions[0] for bucket, positions in found.items()}
 

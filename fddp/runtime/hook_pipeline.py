@@ -78,11 +78,8 @@ class Collectives(AllReduce):
 
     def _check_equal(self, kind: str, tensor: Tensor) -> None:
         """Compare the operation over ranks, unless it is the same as at this position of an earlier
-        step: backends abort the process if sizes differ.
-
-        Raises:
-            DesyncError: ranks issue different operations; on every rank.
-        """
+        step: backends abort the process if sizes differ. If so, DesyncError is raised on every
+        rank."""
         transport = self._transport
         if transport.name in ("shm", "loopback") and tensor.is_cpu:
             return  # these transports detect differences themselves

@@ -54,14 +54,8 @@ class HookExecutor:
         return self._bound.positions.get(bucket) == position
 
     def start(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> HookWork:
-        """Start the reduction that replaces an operation.
-
-        Args:
-            op: the operation.
-            own: its memory, shape `(n,)`; receives the result.
-            states: states by bucket; empty before the first step.
-            what: description of the bucket, for errors.
-        """
+        """Start the reduction that replaces an operation. Its memory `own`, shape `(n,)`, receives
+        the result. `states` are those by bucket; empty before the first step."""
         bound = self._bound
         hook, spec = bound.hook, bound.specs[op.bucket]
         before = self._scale.scaling == "before"
@@ -140,12 +134,8 @@ class HookExecutor:
         return tuple(self._new_states.get(bucket, state) for bucket, state in enumerate(states))
 
     def scale_before(self, weight: float, *, repairs: bool = False) -> WeightScale:
-        """Return the scale of gradients for a raw hook, which divides by the number of ranks.
-
-        Args:
-            weight: weight of this rank.
-            repairs: True for late gradients, which are added to the divided result.
-        """
+        """Return the scale of this rank's gradients for a raw hook, which divides by the number of
+        ranks. `repairs` is True for late gradients, which are added to the divided result."""
         ranks = self._transport.world_size if repairs else 1
         return WeightScale(ranks, unit=weight or 1.0)
 
@@ -210,12 +200,7 @@ class HookExecutor:
 
 
 class HookedBucket(BucketState):
-    """A bucket that a hook reduces.
-
-    Attributes:
-        hooks: the hook's executor.
-        hooked: the hook's reduction, once it was started.
-    """
+    """A bucket that a hook reduces; `hooked` is the reduction, once it was started."""
 
     __slots__ = ("hooked", "hooks")
 

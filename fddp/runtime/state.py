@@ -98,9 +98,6 @@ class StepContext:
 class StepState:
     """State of one synchronisation, which its buckets share.
 
-    Args:
-        context: constants of the step.
-
     Attributes:
         number: number of the synchronisation.
         method: the call, which must be the same on all ranks that contribute.
@@ -210,25 +207,16 @@ class StepState:
         return state.memory(self) if state.buffer is None else state.buffer
 
     def recover_memory(self, error: BaseException) -> None:
-        """Fail the step on this rank for lack of memory, and free the pool.
-
-        Raises:
-            BaseException: `error`, if it is too late to report it in the control word.
-        """
+        """Fail the step on this rank for lack of memory, and free the pool. Raises `error` if it is
+        too late to report it in the control word."""
         if self.report is not None:
             raise error
         self.fail(error)
         self.pool.clear()
 
     def note_magnitude(self, bucket: BucketProgram, buffer: Tensor, peak: float, op: Op) -> None:
-        """Note a packed bucket with large, non-finite or unknown numbers.
-
-        Args:
-            bucket: the bucket.
-            buffer: its buffer.
-            peak: bound on the magnitudes; NaN if unknown.
-            op: the operation that packed it.
-        """
+        """Note a packed bucket with large, non-finite or unknown numbers. `peak` is a bound on the
+        magnitudes; NaN if unknown."""
         if op.when == "again":
             return  # noted when it was packed first
         self._is_finite = self._is_finite and not math.isinf(peak)

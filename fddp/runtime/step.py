@@ -114,12 +114,16 @@ class Step(StepState):
         except StopStepError:
             return self._stopped()
         self._keep_hook_states(report)
+        self._close()
+        return Outcome(self.leaves, report, self.results.stats if self.record_time else None)
+
+    def _close(self) -> None:
+        """Release the buckets of a step whose collectives are done."""
         for state in self.buckets:
             state.release(self.pool)
         self.is_orderly = True
         if self.record_time:
             self.log.append((self.contributions.arrived(), Action("finish")))
-        return Outcome(self.leaves, report, self.results.stats if self.record_time else None)
 
     def _keep_hook_states(self, report: ControlReport) -> None:
         """Update `hook_states` after a step that succeeded."""
@@ -331,12 +335,8 @@ class Step(StepState):
             raise InternalError("a step was stopped before the control word was read")
         self._current = None
         error = self._check.error(self.transport, self.number)
-        for state in self.buckets:
-            state.release(self.pool)
-        self.is_orderly = True
+        self._close()
         if error is not None:
             self._raise(error)
-        if self.record_time:
-            self.log.append((self.contributions.arrived(), Action("finish")))
         nothing: list[Tensor | None] = [None] * len(self.leaves)
         return Outcome(nothing, report, Stats(math.nan, False), skipped=True)

@@ -82,13 +82,8 @@ class PeerMonitor:
             wait.query(self._status.board, now_s)
 
     def diagnose(self, error: Exception, ranks: tuple[int, ...], at: tuple[int, str]) -> Failure:
-        """Exchange reports with the other ranks and return the cause of a failure.
-
-        Args:
-            error: raised by the backend or by `check`.
-            ranks: participants of the failed operation.
-            at: its position among the operations of these ranks, and its description.
-        """
+        """Exchange reports with the other ranks and return the cause of a failure; arguments as for
+        `C10dTransport.fail`."""
         report = Report("notified", ranks, *at)
         peer = self._status.board.step_failure(self._status)
         if peer is not None:

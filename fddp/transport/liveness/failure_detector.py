@@ -19,15 +19,8 @@ _GRACE_S = 2.0
 
 
 class FailureDetector:
-    """Liveness and status of the other ranks of a transport.
-
-    Args:
-        membership: failure reports of the ranks.
-        status: status of this rank on the transport.
-        board_ranks: numbers of the ranks on the status board.
-        global_ranks: numbers of the ranks in the job.
-        timeout_s: time limit of one operation.
-    """
+    """Liveness and status of the other ranks of a transport, whose numbers on the status board are
+    `board_ranks`, and in the job `global_ranks`."""
 
     def __init__(
         self,
@@ -58,14 +51,11 @@ class FailureDetector:
         self._processes = {rank: known[number] for rank, number in ranks if number in known}
 
     def check_alive(self, among: Sequence[int] | None, *, refresh: bool) -> None:
-        """Raise if the process of a rank `among` these (None: of any rank) has ended.
+        """Raise ProcessExitedError if the process of a rank `among` these (None: of any rank) has
+        ended, or PeerFailureError if it has reported a failure before.
 
         Connections do not reveal this before they are established, or while a forked process holds
         them.
-
-        Raises:
-            ProcessExitedError: processes have ended without a report.
-            PeerFailureError: they had reported a failure.
         """
         if refresh:
             self.refresh_processes()
@@ -114,13 +104,8 @@ class FailureDetector:
         return lost, self._membership.unreported(closed)
 
     def describe_status(self, first: tuple[int, ...], since: int) -> str:
-        """Query the ranks and return their statuses as text.
-
-        Args:
-            first: ranks to list first if there are too many.
-            since: number of a query; ranks that gave up count as answering if they have published
-                a status since then.
-        """
+        """Query the ranks and return their statuses as text; `first` are listed first if there are
+        too many. `since` is as for `StatusBoard.answers`."""
         ordered = [*first, *(rank for rank in range(len(self._board_ranks)) if rank not in first)]
         some = sorted(ordered[:MAX_RANKS_SHOWN])
         numbers = {rank: self._board_ranks[rank] for rank in some}

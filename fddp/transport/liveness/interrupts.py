@@ -22,11 +22,7 @@ class PeerFailureError(RuntimeError):
 
 
 class ProcessExitedError(RuntimeError):
-    """The processes of some ranks have ended.
-
-    Attributes:
-        ranks: the ranks whose process has ended.
-    """
+    """The processes of `ranks` have ended."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         super().__init__("its process has ended")

@@ -135,11 +135,7 @@ class TransportStatus:
 
 
 class _PendingWait:
-    """A long wait.
-
-    Attributes:
-        since: number of the first query for it; 0 if there was none.
-    """
+    """A long wait. `since` is the number of the first query for it; 0 if there was none."""
 
     __slots__ = ("_queried_s", "since", "thread", "what")
 
@@ -208,11 +204,8 @@ class StatusBoard:
             self.last = None
 
     def own_status(self, main_thread: int | None = None) -> RankStatus:
-        """Return the current status of this rank.
-
-        Args:
-            main_thread: thread whose current line is reported. None for the process's main thread.
-        """
+        """Return the current status of this rank, with the current line of `main_thread`; None for
+        the process's main thread."""
         waits = []
         statuses = self.open_statuses
         for status in statuses:
@@ -226,10 +219,8 @@ class StatusBoard:
         return RankStatus(tuple(sorted(waits)), self.gave_up or done, line_of(ident), keys)
 
     def step_failure(self, own: TransportStatus) -> str | None:
-        """Return the failure of another rank that prevents operations on `own`, or None.
-
-        This is the failure of a step in whose loss function this rank is.
-        """
+        """Return the failure of another rank, in a step in whose loss function this rank is, that
+        prevents operations on `own`; or None."""
         for status in self.open_statuses:
             if status is not own and status.in_step is not None:
                 failure = status.read_step_failure(status.in_step)

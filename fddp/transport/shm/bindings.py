@@ -74,11 +74,8 @@ class ShmGroup(Protocol):
         wait_soon: bool = ...,
         record_time: bool = ...,
     ) -> ShmWork:
-        """Start an operation. Never blocks.
-
-        Raises:
-            TypeError, ValueError: unsuitable tensor. The other members are not affected.
-        """
+        """Start an operation. Never blocks. Raises TypeError or ValueError if the tensor is
+        unsuitable, which does not affect the other members."""
 
     def fail(self, status: int, members: Sequence[int]) -> None: ...
     def leave(self) -> None: ...

@@ -159,13 +159,9 @@ class ShmTransport(Transport):
         self._c10d.close()
 
     def _open_shm_groups(self, groups: Sequence[tuple[int, ...]]) -> bool:
-        """Open an shm group for each of these groups of this rank whose ranks share a host.
-
-        A collective call. Teams in which a rank fails are not opened on any rank.
-
-        Returns:
-            Whether some rank may have tensors that do not go through shm groups.
-        """
+        """Open an shm group for each of these groups of this rank whose ranks share a host; a
+        collective call. Teams in which a rank fails are not opened on any rank. Returns True if
+        some rank may have tensors that do not go through shm groups."""
         wanted = [
             ranks
             for ranks in groups
