@@ -27,7 +27,7 @@ from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError, DesyncError, PlanMismatchError, error_text
 from fddp.native.buffer_pool import BufferPool
 from fddp.runtime.agreement import exchange
-from fddp.runtime.guards import outside_tracing
+from fddp.runtime.inputs import outside_tracing
 from fddp.telemetry.flight.recorder import Recorder
 from fddp.transport import Group, LoopbackGroup, TransportName, open_transport
 from fddp.transport.lifetime.finalizer import on_finalize
@@ -257,14 +257,14 @@ def communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> Co
     known = _of_groups.of(key)
     found = known.get(span.topology)
     if found is not None:
-        found.transport.status.board.close_abandoned_communicators()
+        found.transport.close_abandoned_in_interrupted_step()
     if found is None or found.closed is not None:
         begun = 0 if found is None else found.begun
         found = known[span.topology] = Communicator(group, mesh=mesh, _begun=begun)
         found.belongs_to = weakref.ref(key)
         # A step that fails on all ranks may close it on all of them, if any rank was interrupted in
         # one of its calls. The next operator opens another.
-        found.transport.status.close = partial(_close_on_all_ranks, weakref.ref(found))
+        found.transport.on_abandoned(partial(_close_on_all_ranks, weakref.ref(found)))
     return found
 
 

@@ -20,7 +20,7 @@ from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.communicator import Communicator, communicator_by_id, communicator_of
 from fddp.collectives.group_position import OperatorArgs, checked_root, resolve_communicator
 from fddp.core.plan.plan import BucketPlan
-from fddp.runtime.guards import outside_tracing
+from fddp.runtime.inputs import outside_tracing
 from fddp.telemetry.call_site import is_inside
 from fddp.transport import LoopbackGroup
 from fddp.tree.pytree import flatten

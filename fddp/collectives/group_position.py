@@ -13,7 +13,7 @@ from fddp.collectives.communicator import Communicator, communicator_of
 from fddp.collectives.operator_program import GroupPosition, Operator
 from fddp.core.plan.plan import BucketPlan
 from fddp.errors import FddpError
-from fddp.runtime.guards import outside_tracing
+from fddp.runtime.inputs import outside_tracing
 from fddp.telemetry.call_site import Site
 from fddp.transport import Group
 from fddp.transport.mesh import Mesh

@@ -31,7 +31,7 @@ from fddp.collectives.group_position import (
     resolve_communicator,
 )
 from fddp.core.plan.plan import BucketPlan
-from fddp.runtime.guards import outside_tracing
+from fddp.runtime.inputs import outside_tracing
 from fddp.telemetry.call_site import call_site
 from fddp.transport import Group
 from fddp.transport.mesh import Mesh

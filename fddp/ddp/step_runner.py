@@ -25,9 +25,9 @@ from fddp.ddp.request import ModuleRequest
 from fddp.ddp.unused_parameters import ParameterUse, Usage
 from fddp.errors import FddpError, InternalError, PlanMismatchError
 from fddp.native.autograd_leaves import param_set
-from fddp.runtime.context import Outcome
 from fddp.runtime.contributions import BackwardContributions, Contributions, TreeContributions
 from fddp.runtime.failures import peer_error
+from fddp.runtime.state import Outcome
 from fddp.runtime.step import Step
 from fddp.runtime.step_info import make_info
 from fddp.sync.engine import Engine

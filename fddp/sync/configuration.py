@@ -14,7 +14,7 @@ from fddp.hooks.hook import Hook
 from fddp.native.buffer_pool import BufferPool
 from fddp.runtime.agreement import SyncConfig, agree_on_hook, validate_across_ranks
 from fddp.runtime.hook_binding import BoundHook
-from fddp.runtime.program import Program, make_program
+from fddp.runtime.program import Program
 from fddp.sync.request import EngineSpec, deterministic_hook_error, usable_transport
 from fddp.transport import Transport, open_transport
 
@@ -95,14 +95,14 @@ class EngineConfiguration:
             self.transport.open_subgroups(schedule.topology, groups)
             self._groups = groups
         rank, foreign = self.transport.rank, self._foreign
-        self.program = make_program(schedule, rank, with_order=with_order, foreign=foreign)
+        self.program = Program(schedule, rank, with_order, foreign)
         self.bound_hook = None if self.hook is None else BoundHook.of(self.hook, self.program)
         if with_order and self.bound_hook is not None and self.bound_hook.stateful:
             # State is by bucket: the plan must not be rebuilt.
-            self.program = make_program(schedule, rank, with_order=False, foreign=foreign)
+            self.program = Program(schedule, rank, False, foreign)
         self.gathering: Program | None = None
         if gather is not None:
-            self.gathering = make_program(gather, rank, with_order=False, foreign=foreign)
+            self.gathering = Program(gather, rank, False, foreign)
 
 
 def _agreed_terms(transport: Transport, request: EngineSpec) -> SyncConfig:

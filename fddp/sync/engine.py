@@ -16,11 +16,11 @@ from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.expected_counts import Arrivals
 from fddp.errors import ClosedError, InternalError, PeerError, ReentryError, UnevenError, error_text
-from fddp.runtime.context import Outcome, StepContext
 from fddp.runtime.donation import donate
 from fddp.runtime.hook_step import HookedStep
 from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.program import Program
+from fddp.runtime.state import Outcome, StepContext
 from fddp.runtime.step import Step
 from fddp.sync.configuration import EngineConfiguration
 from fddp.sync.lifecycle import Lifecycle
@@ -225,7 +225,7 @@ class Engine(EngineConfiguration):
         reason = error_text(error)
         self.transport.publish_step_failure(step.number, type(error).__name__)
         self.transport.abandon(reason)
-        self.transport.status.board.doubtful_s = time.perf_counter()
+        self.transport.note_interrupted_step()
         self.close(reason)
 
     def _unused_buckets(self, report: ControlReport) -> frozenset[int]:

@@ -14,17 +14,11 @@ Mesh: TypeAlias = Topology | DeviceMesh
 
 
 class GroupAndTopology(NamedTuple):
-    """A group and its axes.
+    """A group and its axes."""
 
-    Attributes:
-        group: the group; None for the default one.
-        topology: the axes, or None for a single one.
-        problem: error of the mesh argument, to be raised once all ranks know of it.
-    """
-
-    group: Group | None
-    topology: Topology | None
-    problem: Exception | None = None
+    group: Group | None  # None for the default one
+    topology: Topology | None  # None for a single axis
+    problem: Exception | None = None  # of the mesh argument, raised once all ranks know of it
 
 
 def resolve_mesh(group: Group | None, mesh: Mesh | None) -> GroupAndTopology:

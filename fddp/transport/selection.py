@@ -18,15 +18,11 @@ _log = logging.getLogger("fddp")
 
 
 def choose(c10d: C10dTransport, wanted: str, title: str = "transport") -> Transport:
-    """Return the `wanted` transport for the group of an open c10d transport.
+    """Return the `wanted` transport ("auto", "shm" or "c10d") for the group of an open c10d
+    transport, labelled with its `title`.
 
     A collective call. All ranks get the same kind. The result takes ownership of `c10d`, which is
     closed if this function raises.
-
-    Args:
-        c10d: transport over the group.
-        wanted: "auto", "shm" or "c10d", the same on all ranks.
-        title: purpose of the transport, for its label.
 
     Raises:
         DesyncError: ranks passed different titles; on every rank.

@@ -17,14 +17,10 @@ Axes = tuple[str, ...]
 
 
 class Subgroups(NamedTuple):
-    """Groups of this rank that `Transport.open_subgroups` has opened.
+    """Groups of this rank that `Transport.open_subgroups` has opened."""
 
-    Attributes:
-        topology: the topology. None before the first call.
-        ranks: members of this rank's group along each tuple of axes, in ascending order.
-    """
-
-    topology: Topology | None = None
+    topology: Topology | None = None  # None before the first call
+    #: members of this rank's group along each tuple of axes, in ascending order
     ranks: Mapping[Axes, tuple[int, ...]] = MappingProxyType({})
 
     def members(self, kind: str, axes: Axes, rank: int) -> tuple[int, ...]:
@@ -54,11 +50,8 @@ class Subgroups(NamedTuple):
 def own_groups(
     rank: int, topology: Topology, groups: Sequence[Axes], requests: Sequence[bytes]
 ) -> dict[Axes, tuple[int, ...]]:
-    """Check the arguments of `Transport.open_subgroups`, described by each rank in `requests`.
-
-    Returns:
-        Members of `rank`'s groups by axes, including the group along all axes.
-    """
+    """Check the arguments of `Transport.open_subgroups`, described by each rank in `requests`, and
+    return the members of `rank`'s groups by axes, including the group along all axes."""
     first, *others = [request.decode() for request in requests]
     for other_rank, other in enumerate(others, start=1):
         if other != first:

@@ -23,7 +23,7 @@ from fddp.runtime.failures import exchange_reports
 from fddp.runtime.nonfinite import COUNTS, Count, NonFiniteCounts
 from fddp.sync.autotune import _PLAN, _plan_from_json, _plan_to_json
 from fddp.sync.terms_codec import terms_from_json, terms_to_json
-from fddp.transport import byte_exchange
+from fddp.transport import base
 from fddp.transport.base import Transport
 from fddp.transport.liveness.status import RankStatus, format_statuses
 from fddp.transport.liveness.status_store import StoreStatusBoard
@@ -186,9 +186,10 @@ def test_arbitrary_text_is_refused(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("text", [b"", b"7", b"a\nb", b"\xff\xfe"])
 def test_malformed_reports_of_failures_do_not_hide_the_others(text: bytes) -> None:
-    board = SimpleNamespace(abandoned={}, close_abandoned=lambda keys: None)
     transport: Any = SimpleNamespace(
-        status=SimpleNamespace(board=board), exchange=lambda payload, topic: [payload, text]
+        abandoned=[],
+        close_abandoned=lambda keys: None,
+        exchange=lambda payload, topic: [payload, text],
     )
     own, other = exchange_reports(transport, "3", "abc", "step", "no: 1\n2")
     assert own == ("3", "abc", "step", [], "no: 1\n2")
@@ -298,14 +299,14 @@ def test_nonsense_is_named_on_every_rank(
 
 def test_a_length_that_makes_no_sense_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anybody makes room for it."""
-    own = byte_exchange.gather_bytes
+    own = base.gather_bytes
 
     def gather(transport: Any, payload: bytes, width: int, what: str) -> list[bytes]:
         if transport.rank == 1 and payload.startswith(b"terms"):
             payload = payload[:16] + (2**62).to_bytes(8, "big") + payload[24:]
         return own(transport, payload, width, what)
 
-    monkeypatch.setattr(byte_exchange, "gather_bytes", gather)
+    monkeypatch.setattr(base, "gather_bytes", gather)
 
     def ended(group: Any) -> str:
         with pytest.raises(fddp.DesyncError) as caught:

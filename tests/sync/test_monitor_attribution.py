@@ -16,7 +16,7 @@ from torch import Tensor
 import fddp
 from fddp.core.schedule.op import Op
 from fddp.hooks import AllReduce, Bucket, BucketSpec, Future, Hook
-from fddp.runtime.bucket import BucketState
+from fddp.runtime.state import BucketState
 from tests.support.models import batch, mlp, mlp_loss
 from tests.support.monitored import DELAY_S, STEPS, check_events
 from tests.support.ranks import RankPool

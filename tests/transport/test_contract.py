@@ -299,6 +299,24 @@ def test_closing_gives_up_what_is_in_flight(launch: Launch) -> None:
     launch(2, close_in_flight_on_rank)
 
 
+def close_abandoned_on_rank(group: Group) -> None:
+    with open_transport(group, timeout_s=20) as transport:
+        closed: list[int] = []
+        transport.on_abandoned(lambda: closed.append(transport.rank))
+        assert transport.abandoned == []
+        transport.close_abandoned_in_interrupted_step()  # there was none
+        transport.close_abandoned(["another"])
+        assert closed == []
+        transport.close_abandoned([transport.status.key])
+        assert closed == [transport.rank]
+        transport.all_reduce(torch.ones(1)).wait("a sum after it")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_abandoned_transports_are_closed_by_key(launch: Launch, world_size: int) -> None:
+    launch(world_size, close_abandoned_on_rank)
+
+
 # Ranks that do not come
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -75,7 +75,7 @@ def test_notes_and_files_arrive(listener: FdListener) -> None:
 
 def test_as_many_files_as_a_parcel_holds(listener: FdListener) -> None:
     mine, theirs = ends_of(listener)
-    with mine, theirs:
+    with closing(mine), closing(theirs):
         mine.send(b"many", [0] * MOST_DESCRIPTORS)
         message = theirs.receive()
         assert len(message.descriptors) == MOST_DESCRIPTORS
@@ -85,7 +85,7 @@ def test_as_many_files_as_a_parcel_holds(listener: FdListener) -> None:
 def test_files_that_do_not_fit_are_an_error_and_left_to_nobody(listener: FdListener) -> None:
     """As where a process may open no more files."""
     mine, theirs = ends_of(listener)
-    with mine, theirs:
+    with closing(mine), closing(theirs):
         before = open_files()
         raw = mine._socket.dup()
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, bytes(4 * (MOST_DESCRIPTORS + 5)))]

@@ -27,8 +27,7 @@ from fddp.collectives.replicas.divergence import (
 )
 from fddp.errors import DesyncError
 from fddp.native.digest import bytes_of, digest_of, element_at, hash_words
-from fddp.runtime.guards import outside_tracing
-from fddp.runtime.inputs import check_no_transform
+from fddp.runtime.inputs import check_no_transform, outside_tracing
 from fddp.runtime.untraced import untraced
 from fddp.telemetry.call_site import call_chain
 from fddp.transport import Group

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from fddp.native.buffer_pool import BufferPool
-from fddp.runtime.bucket import HANDLERS, BucketState
+from fddp.runtime.state import HANDLERS, BucketState
 from fddp.runtime.step import Step
 from fddp.transport.base import Transport
 
