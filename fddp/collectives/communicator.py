@@ -21,12 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fddp.collectives.group_registry import GroupRegistry, is_destroyed
 from fddp.collectives.operator_program import GroupPosition
-from fddp.collectives.replicas.divergence import format_pair
 from fddp.core.plan.defaults import CAP_MB, MAX_TIMEOUT_S
+from fddp.core.protocol.differences import check_equal
 from fddp.core.schedule.topology import Topology
-from fddp.errors import ClosedError, DesyncError, PlanMismatchError, error_text
+from fddp.errors import ClosedError, DesyncError, error_text
 from fddp.native.buffer_pool import BufferPool
-from fddp.runtime.agreement import exchange
+from fddp.runtime.agreement import check_no_failure, exchange
 from fddp.runtime.guards import outside_tracing
 from fddp.telemetry.flight.recorder import Recorder
 from fddp.transport import Group, LoopbackGroup, TransportName, open_transport
@@ -196,32 +196,24 @@ class Communicator:
         return f"Communicator(rank {self.rank} of {self.world_size}, {self.transport.name}{axes})"
 
     def _agree(self, problem: Exception | None) -> None:
-        mine = [
-            str(self.topology),
-            self.cap_bytes,
-            error_text(problem) if problem else "",
-            self.begun,
-        ]
+        text = error_text(problem) if problem else ""
+        mine = [text, self.begun, str(self.topology), self.cap_bytes]
         received = exchange(self.transport, mine, (str, int, str, int))
-        if problem is not None:
-            raise problem
-        for rank, theirs in enumerate(received):
-            if theirs[2]:
-                raise PlanMismatchError(f"rank {rank} can't make a communicator: {theirs[2]}")
-            if theirs[3] != received[0][3]:
-                raise DesyncError(
-                    f"ranks failed in different calls of operators on this group and can't "
-                    f"continue: the number of calls is "
-                    f"{format_pair(0, received[0][3], rank, theirs[3])}; make a new group, or a "
-                    f"fddp.Communicator, on every rank"
-                )
-            if theirs != received[0]:
-                pair = received[0], theirs
-                one, two = (f"mesh {mesh} and buckets of {cap} bytes" for mesh, cap, *_ in pair)
-                raise PlanMismatchError(
-                    f"a communicator has {format_pair(0, one, rank, two)}; pass the same mesh and "
-                    f"bucket_cap_mb on every rank"
-                )
+        problems, begun, topologies, caps_bytes = zip(*received, strict=True)
+        check_no_failure(problems, "can't make a communicator", problem)
+        check_equal(
+            "ranks failed in different calls of operators on this group and can't continue: the "
+            "number of calls",
+            begun,
+            "make a new group, or a fddp.Communicator, on every rank",
+            DesyncError,
+        )
+        check_equal("the mesh of a communicator", topologies, "pass the same mesh on every rank")
+        check_equal(
+            "the bucket size of a communicator in bytes",
+            caps_bytes,
+            "pass the same bucket_cap_mb on every rank",
+        )
 
     def _divide(self) -> None:
         if self.topology is None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
-from fddp.collectives.replicas.divergence import format_pair
+from fddp.core.protocol.differences import LEAVES, format_pair, leaf_difference
 from fddp.core.protocol.messages import AnyOf, Schema, decode, malformed_message_error
 from fddp.errors import DesyncError, FddpError, PeerError, error_text
 
@@ -41,7 +41,7 @@ _DETAILS: Schema = (
     AnyOf(((), ([str], int))),  # axes and number of ranks; empty for `check_replicas`
     int,  # root
     bool,  # tiled
-    [(str, [int], str, str)],  # leaves
+    LEAVES,
     [[int]],  # buckets
 )
 _CALL: dict[str, Schema] = {
@@ -242,14 +242,9 @@ def _reason(one: int, first: dict[str, Any], two: int, second: dict[str, Any]) -
     for name, mine, theirs in zip(names, first["details"], second["details"], strict=False):
         if mine != theirs:
             return f"the {name} is {format_pair(one, mine, two, theirs)}"
-    mine, theirs = first["details"][4], second["details"][4]
-    for ours, others in zip(mine, theirs, strict=False):
-        if ours != others:
-            return f"rank {one} has {_leaf(ours)} where rank {two} has {_leaf(others)}"
-    if len(mine) != len(theirs):
-        longer, rank = (mine, one) if len(mine) > len(theirs) else (theirs, two)
-        extra = _leaf(longer[min(len(mine), len(theirs))])
-        return f"only rank {rank} has {extra}"
+    difference = leaf_difference(one, first["details"][4], two, second["details"][4])
+    if difference is not None:
+        return difference
     if first["details"][5] != second["details"][5]:
         return "the leaves are alike, but not the buckets: pass the same plan on every rank"
     if first["roles"] != second["roles"]:
@@ -258,11 +253,6 @@ def _reason(one: int, first: dict[str, Any], two: int, second: dict[str, Any]) -
         f"rank {one} differentiates another call of it than rank {two}: one of them does not "
         f"differentiate both calls"
     )
-
-
-def _leaf(detail: list[Any]) -> str:
-    path, shape, dtype, device = detail
-    return f"leaf {path!r} of shape {tuple(shape)}, {dtype} on {device}"
 
 
 def _exchange(

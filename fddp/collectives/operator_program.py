@@ -134,10 +134,8 @@ class OperatorProgram:
     @cached_property
     def details(self) -> list[object]:
         """Values that must be equal on all ranks that meet, as JSON."""
-        leaves = [[u.path, list(u.shape), u.dtype, u.device] for u in self.units]
-        place = [list(self.place.axes), self.place.size]
-        buckets = [list(bucket) for bucket in self.buckets]
-        return [self.operator, place, self.root, self.tiled, leaves, buckets]
+        place = [self.place.axes, self.place.size]
+        return [self.operator, place, self.root, self.tiled, self.units, self.buckets]
 
     @cached_property
     def digest(self) -> bytes:

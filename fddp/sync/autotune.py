@@ -13,11 +13,12 @@ from statistics import median
 from typing import Any
 
 from fddp.core.plan.plan import Bucket, BucketPlan, plan_leaves
+from fddp.core.protocol.differences import check_equal
 from fddp.core.protocol.messages import Schema, malformed_message_error, optional
 from fddp.core.sim.cost import CostModel
 from fddp.core.sim.optimal import Target, optimal_plan
 from fddp.core.sim.simulator import simulate
-from fddp.errors import PeerError, PlanMismatchError, UnevenError
+from fddp.errors import PeerError, UnevenError
 from fddp.runtime.agreement import exchange
 from fddp.runtime.results import Devices
 from fddp.sync.engine import Engine, any_rank_has_input
@@ -120,10 +121,7 @@ def tune(engine: Engine, call: Callable[[], object], rounds: int) -> TuneReport:
 
 def _check(engine: Engine, rounds: int) -> None:
     received = exchange(engine.transport, repr(rounds), str, "tuning")
-    if len({*received}) > 1:
-        raise PlanMismatchError(
-            f"rounds are {', '.join(received)} by rank; pass the same rounds on every rank"
-        )
+    check_equal("rounds", received, "pass the same rounds on every rank")
     if type(rounds) is not int or rounds < 1:
         raise ValueError(f"rounds must be an int of at least 1, got {rounds!r}")
     if engine.round is not None:
@@ -210,11 +208,8 @@ def _planned(
     except ValueError as error:
         raise malformed_message_error(0, "tuned plan", error) from error
     digests = exchange(transport, plan.shared_digest, str, "tuned plan")
-    if len({*digests}) > 1:
-        raise PlanMismatchError(
-            f"the tuned plan has the digests {[digest[:12] for digest in digests]} by rank; build "
-            f"every rank's parameters alike"
-        )
+    way_out = "build every rank's parameters alike"
+    check_equal("the digest of the tuned plan", [digest[:12] for digest in digests], way_out)
     boundaries = [bucket.leaves for bucket in plan.buckets]
     return before if boundaries == [bucket.leaves for bucket in before.buckets] else plan
 

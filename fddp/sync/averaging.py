@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fddp.errors import PlanMismatchError, TreeMismatchError
+from fddp.core.protocol.differences import check_equal
+from fddp.errors import TreeMismatchError
 from fddp.runtime.agreement import exchange
 from fddp.sync.grad_sync import GradSync
 from fddp.transport import Group
@@ -260,12 +261,7 @@ def _check_whole(sync: GradSync, tree: Any) -> None:
 def _check_periods_equal(sync: GradSync, when: Periodic) -> None:
     """Raise if `when` differs between ranks; `sync` is over all ranks."""
     received = exchange(sync._engine.transport, str(when), str, "averages")
-    for rank, theirs in enumerate(received):
-        if theirs != received[0]:
-            raise PlanMismatchError(
-                f"averages are due by {received[0]} on rank 0 and by {theirs} on rank {rank}; pass "
-                f"equal periods on every rank"
-            )
+    check_equal("the period of averages", received, "pass equal periods on every rank")
 
 
 def _spans(when: Periodic, mesh: DeviceMesh | None) -> dict[tuple[str, ...], DeviceMesh | None]:

@@ -20,7 +20,7 @@ from fddp.core.protocol.messages import Schema
 from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError, InternalError, PlanMismatchError, ReentryError, error_text
 from fddp.hooks.hook import Hook
-from fddp.runtime.agreement import SyncConfig, exchange
+from fddp.runtime.agreement import SyncConfig, check_no_failure, exchange
 from fddp.sync.engine import Engine
 from fddp.sync.hook_states import checked_states, init_states
 from fddp.sync.terms_codec import merge_plan, remap_topology, terms_from_json, terms_to_json
@@ -97,11 +97,7 @@ class RebuildSpec:
         text = "" if own is None else terms_to_json(own)
         message = [error_text(problem) if problem else "", *_progress(self.old, own, text)]
         received = exchange(transport, message, _PROGRESS, "progress")
-        if problem is not None:
-            raise problem
-        for rank, theirs in enumerate(received):
-            if theirs[0]:
-                raise PlanMismatchError(f"rank {rank} can't go on: {theirs[0]}")
+        check_no_failure([text for text, *_ in received], "can't go on", problem)
         return self._agreed(transport, own, text, [Progress(*theirs[1:]) for theirs in received])
 
     def _agreed(
@@ -222,11 +218,7 @@ def _states(
     except Exception as error:
         problem = error
     received = exchange(engine.transport, error_text(problem) if problem else "", str, "hook state")
-    if problem is not None:
-        raise problem
-    for rank, theirs in enumerate(received):
-        if theirs:
-            raise PlanMismatchError(f"rank {rank} can't go on: {theirs}")
+    check_no_failure(received, "can't go on", problem)
     return tuple(states)
 
 

@@ -14,7 +14,7 @@ from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
 from fddp.errors import PlanMismatchError
 from fddp.hooks.hook import Hook
-from fddp.runtime.agreement import Rebuild, SyncConfig, leaf_details
+from fddp.runtime.agreement import Rebuild, SyncConfig
 from fddp.runtime.nonfinite import Policy
 from fddp.transport import Transport, TransportName
 
@@ -59,17 +59,12 @@ def merge_plan(own: SyncConfig, text: str) -> SyncConfig:
     """
     document = decode(text, _TERMS)
     theirs = BucketPlan.from_json(document["plan"])
-    mine = [own.plan.leaves[i] for i in own.plan.reduced]
     may_differ = not own.given and own.schedule is None and own.algorithm != "reduce_scatter"
-    if not may_differ or leaf_details(mine) != leaf_details([*map(_leaf(theirs), theirs.reduced)]):
+    if not may_differ or own.leaves != [theirs.leaves[i] for i in theirs.reduced]:
         return own
     return replace(
         own, plan=_on_leaves(theirs, own.plan.leaves), rebuild=_rebuild(document["rebuild"])
     )
-
-
-def _leaf(plan: BucketPlan) -> Any:
-    return plan.leaves.__getitem__
 
 
 def _on_leaves(plan: BucketPlan, leaves: tuple[LeafSpec, ...]) -> BucketPlan:

@@ -162,7 +162,7 @@ def refused(group: Any, case: str) -> str:
     ("case", "text"),
     [
         ("rounds", "ValueError: rounds must be an int of at least 1, got 0"),
-        ("mismatch", "PlanMismatchError: rounds are 1, 2 by rank"),
+        ("mismatch", "PlanMismatchError: rounds is 1 on rank 0 and 2 on rank 1; pass"),
         ("shards", "ValueError: the schedule can't change, because it was passed"),
         ("schedule", "ValueError: the schedule can't change, because it was passed"),
         ("no step", "the step did not synchronise; pass a step made by value_and_grad"),

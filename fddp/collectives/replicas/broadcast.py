@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fddp.collectives.replicas.divergence import format_pair
 from fddp.core.plan.leaf import LeafSpec
+from fddp.core.protocol.differences import LEAVES, check_equal
 from fddp.core.protocol.messages import Schema
 from fddp.errors import PlanMismatchError, TransformError, error_text
-from fddp.runtime.agreement import LEAF_DETAILS, exchange, leaf_details, leaf_difference
+from fddp.runtime.agreement import check_equal_leaves, exchange
 from fddp.runtime.inputs import check_no_transform, outside_transforms
 from fddp.transport import Group, open_transport
 from fddp.transport.base import Transport
@@ -27,7 +27,7 @@ AT_ONCE_BYTES = 250 * 1024 * 1024
 # Size of the temporary buffer of a broadcast that writes into existing tensors.
 _WRITTEN_AT_ONCE_BYTES = 32 * 1024 * 1024
 
-_REPORT: Schema = (str, object, LEAF_DETAILS)  # error, source, leaves
+_REPORT: Schema = (str, object, LEAVES)  # error, source, leaves
 
 
 def broadcast(
@@ -65,16 +65,16 @@ def broadcast(
         transformed = error
     with outside_transforms(), open_transport(group, "auto", timeout_s, "broadcast") as transport:
         failure: Exception | None = None
-        details: list[list[object]] = []
+        specs: list[LeafSpec] = []
         try:
             if transformed is not None:
                 raise transformed
             src = index(src)
             leaves, treedef = adapted(*flatten(tree), "tree")
-            details = leaf_details(_specs(treedef.paths, leaves))
+            specs = _specs(treedef.paths, leaves)
         except Exception as error:
             failure = error
-        _check_alike(transport, details, src, failure)
+        _check_alike(transport, specs, src, failure)
         tensors = [
             leaf.detach().resolve_conj().resolve_neg() for leaf in leaves if leaf is not None
         ]
@@ -95,20 +95,15 @@ def _specs(paths: Sequence[str], leaves: Sequence[Any]) -> list[LeafSpec]:
 
 
 def _check_alike(
-    transport: Transport, details: list[list[object]], src: int, failure: Exception | None
+    transport: Transport, specs: list[LeafSpec], src: int, failure: Exception | None
 ) -> None:
     problem = error_text(failure) if failure else ""
-    received = exchange(transport, [problem, None if failure else src, details], _REPORT)
-    for rank, (theirs_problem, theirs_src, theirs) in enumerate(received):
-        if theirs_problem:
-            raise PlanMismatchError(f"rank {rank} can't take part: {theirs_problem}") from failure
-        if theirs_src != received[0][1]:
-            raise PlanMismatchError(
-                f"src is {format_pair(0, received[0][1], rank, theirs_src)}; pass the same src on "
-                f"every rank"
-            )
-        if theirs != received[0][2]:
-            raise PlanMismatchError(leaf_difference(rank, received[0][2], theirs))
+    received = exchange(transport, [problem, None if failure else src, specs], _REPORT)
+    for rank, (theirs, *_) in enumerate(received):
+        if theirs:
+            raise PlanMismatchError(f"rank {rank} can't take part: {theirs}") from failure
+    check_equal("src", [theirs for _, theirs, _ in received], "pass the same src on every rank")
+    check_equal_leaves([theirs for *_, theirs in received])
     if src not in range(transport.world_size):
         raise PlanMismatchError(
             f"src={src!r} is out of range; the group has {transport.world_size} ranks, numbered "

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from operator import index
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fddp.collectives import handshake
 from fddp.collectives.communicator import Communicator, communicator_of
-from fddp.collectives.replicas.divergence import (
+from fddp.core.plan.leaf import LeafSpec
+from fddp.core.protocol.differences import (
     format_digests,
     format_ranks,
     format_values,
@@ -123,7 +124,7 @@ class _LocalDigest(NamedTuple):
         when: step and period, for errors; empty for the defaults.
         leaves: tensors, one for each leaf that is not None.
         numbers: the Python number of each leaf that is one, else None.
-        details: path, shape, dtype and device of each leaf, as in reports of operators.
+        specs: the leaves without strides; for a Python number, its type is the dtype.
         digests: digest of each leaf.
     """
 
@@ -131,13 +132,13 @@ class _LocalDigest(NamedTuple):
     when: str
     leaves: list[Tensor]
     numbers: list[Any]
-    details: list[list[object]]
+    specs: list[LeafSpec]
     digests: list[int]
 
     @property
     def fingerprint(self) -> int:
         """Signed 64-bit hash, equal on ranks that compare trees of one structure at one step."""
-        return _signed(hashlib.sha256(json.dumps([self.details, self.when]).encode()).digest())
+        return _signed(hashlib.sha256(json.dumps([self.specs, self.when]).encode()).digest())
 
     @property
     def value(self) -> int:
@@ -146,7 +147,7 @@ class _LocalDigest(NamedTuple):
 
     def report(self) -> dict[str, Any]:
         """The report that ranks exchange if they differ."""
-        details = ["check_replicas", [], -1, False, self.details, []]
+        details = ["check_replicas", [], -1, False, self.specs, []]
         report = {"text": self.text, "details": details}
         return {**report, "digests": self.digests, "when": self.when}
 
@@ -192,16 +193,15 @@ def _own(tree: Any, when: str) -> _LocalDigest:
             paths.append(path)
             leaves.append(_tensor(path, leaf))
             numbers.append(None if isinstance(leaf, Tensor) else leaf)
-    specs = leaf_specs(paths, leaves)
-    details: list[list[object]] = [
-        [spec.path, list(spec.shape), spec.dtype, spec.device]
+    specs = [
+        spec._replace(strides=None)
         if number is None
-        else [spec.path, [], type(number).__name__, "cpu"]
-        for spec, number in zip(specs, numbers, strict=True)
+        else LeafSpec(spec.path, (), type(number).__name__)
+        for spec, number in zip(leaf_specs(paths, leaves), numbers, strict=True)
     ]
     count = "1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves"
     text = f"check_replicas of {count}{when}, called at {call_chain()}"
-    return _LocalDigest(text, when, leaves, numbers, details, [digest_of(leaf) for leaf in leaves])
+    return _LocalDigest(text, when, leaves, numbers, specs, [digest_of(leaf) for leaf in leaves])
 
 
 def _tensor(path: str, leaf: Any) -> Tensor:
@@ -238,9 +238,9 @@ def _error(
 ) -> DesyncError:
     """The error of trees that differ, the same on every rank. Collective: searches the element."""
     columns = zip(*(digests[rank] for rank in sorted(digests)), strict=True)
-    leaf, column = next((i, c) for i, c in enumerate(columns) if len(set(c)) > 1)
-    path, shape, dtype, _ = own.details[leaf]
-    differing = [i for i in range(len(own.details)) if len({d[i] for d in digests.values()}) > 1]
+    differing = {leaf: column for leaf, column in enumerate(columns) if len(set(column)) > 1}
+    leaf, column = next(iter(differing.items()))
+    spec = own.specs[leaf]
     groups = ranks_by_value(column)
     tensor, number = own.leaves[leaf], own.numbers[leaf]
     if number is None:
@@ -250,10 +250,10 @@ def _error(
     others = len(differing) - 1
     more = f"; {others} more leaves differ" if others > 1 else "; one more leaf differs" * others
     return DesyncError(
-        f"{own.text}: replicas differ, first in leaf {path!r} of shape "
-        f"{tuple(cast(list[int], shape))}, {dtype}: {format_digests(groups, column)}"
-        f"{_at(place, groups, tuple(cast(list[int], shape)))}{more}; {_WAY_OUT}",
-        path=str(path),
+        f"{own.text}: replicas differ, first in leaf {spec.path!r} of shape {spec.shape}, "
+        f"{spec.dtype}: {format_digests(groups, column)}{_at(place, groups, spec.shape)}{more}; "
+        f"{_WAY_OUT}",
+        path=spec.path,
         ranks=minority_ranks(groups),
     )
 
