@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fddp.collectives.communicator import Communicator
+from fddp.collectives.group_position import OperatorArgs, checked_root
 from fddp.collectives.operator_program import GroupPosition, Operator, OperatorProgram, bucketed
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.plan.plan import BucketPlan
@@ -60,7 +61,7 @@ class FlattenedCall(NamedTuple):
 
     def rebuilt(self, results: Sequence[Tensor]) -> Any:
         """A tree of the same structure with other leaves."""
-        present = self.entry.present
+        present, results = self.entry.present, untiled(self.entry.call, results)
         if present is None:
             return self.treedef.unflatten(results)
         whole: list[Tensor | None] = [None] * len(self.treedef.paths)
@@ -89,6 +90,19 @@ class CacheEntry(NamedTuple):
     trees: KnownTrees
 
 
+def checked_spec(args: OperatorArgs, place: GroupPosition) -> CallSpec:
+    """Validate the caller's arguments.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid.
+    """
+    operator, plan = args.operator, args.plan
+    if plan is not None and not isinstance(plan, BucketPlan):
+        raise TypeError(f"{operator}: plan must be a BucketPlan, got {type(plan).__name__}")
+    root = checked_root(args.root, place) if operator == "broadcast_from" else -1
+    return CallSpec(operator, place, root, plan, args.tiled)
+
+
 def flatten_call(
     communicator: Communicator, call: CallSpec, tree: Any, site: Site
 ) -> FlattenedCall:
@@ -101,18 +115,16 @@ def flatten_call(
     """
     patterns: dict[Any, CacheEntry] = communicator.known.setdefault("patterns", {})
     key = (site.code, site.instruction)
-    entry = patterns.get(key)
-    if entry is None or entry.call != call:
-        leaves, treedef = adapted(*flatten(tree), "tree")
-        leaves = tiles(call, leaves, treedef.paths)
-    else:
-        leaves, treedef = adapted(*entry.trees.flatten(tree), "tree")
-        leaves = tiles(call, leaves, treedef.paths)
-        if treedef.paths is entry.paths and entry.operands.matches(leaves):
-            return FlattenedCall(_select(leaves, entry.present), entry, treedef)
+    before = patterns.get(key)
+    entry = before if before is not None and before.call == call else None
+    flat = flatten(tree) if entry is None else entry.trees.flatten(tree)
+    leaves, treedef = adapted(*flat, "tree")
+    leaves = tiles(call, leaves, treedef.paths)
+    if entry is not None and treedef.paths is entry.paths and entry.operands.matches(leaves):
+        return FlattenedCall(_select(leaves, entry.present), entry, treedef)
     if len(patterns) >= _MOST_PATTERNS:
         patterns.clear()
-    found = patterns[key] = _cache_entry(communicator, call, leaves, treedef, entry)
+    found = patterns[key] = _cache_entry(communicator, call, leaves, treedef, before)
     return FlattenedCall(_select(leaves, found.present), found, treedef)
 
 
@@ -160,6 +172,13 @@ def tiles(call: CallSpec, leaves: list[Any], paths: Sequence[str]) -> list[Any]:
                 leaf = leaf.reshape(n, leaf.shape[0] // n, *leaf.shape[1:])
         tiled.append(leaf)
     return tiled
+
+
+def untiled(call: CallSpec, results: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Results of a call, where `tiled` concatenates those of `all_gather` along the first axis."""
+    if call.tiled and call.operator == "all_gather":
+        return [result.flatten(0, 1) for result in results]
+    return results
 
 
 def _select(leaves: list[Any], present: tuple[int, ...] | None) -> list[Tensor]:

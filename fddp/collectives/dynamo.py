@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from fddp.collectives import handshake
-from fddp.collectives.autograd import FddpLinear, FddpMaximum, FddpMeanOnBackward
-from fddp.collectives.call_cache import CallSpec, program_of, tiles
+from fddp.collectives.autograd import apply_rules
+from fddp.collectives.call_cache import checked_spec, program_of, tiles, untiled
 from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.communicator import Communicator, communicator_by_id, communicator_of
-from fddp.collectives.group_position import OperatorArgs, checked_root, resolve_communicator
+from fddp.collectives.group_position import OperatorArgs, resolve_communicator
 from fddp.core.plan.plan import BucketPlan
 from fddp.runtime.guards import outside_tracing
 from fddp.telemetry.call_site import is_inside
@@ -109,26 +109,18 @@ def _in_graph(
     communicator = communicator_by_id(int(label))
     communicator, place = resolve_communicator(operator, communicator, None, axis)
     try:
-        own_root = checked_root(root, place) if operator == "broadcast_from" else -1
         plan = None if plan_text is None else BucketPlan.from_json(plan_text)
-        spec = CallSpec(operator, place, own_root, plan, tiled)
+        args = OperatorArgs(operator, communicator, None, axis, plan, root, tiled)
+        spec = checked_spec(args, place)
         leaves = tuple(tiles(spec, list(leaves), [paths[k] for k in present]))
         program = program_of(communicator, spec, paths, present, _examples(leaves))
     except Exception as error:
         with outside_tracing():
             handshake.abort_handshake(communicator, place, f"{operator}, called at {site}", error)
-    record = CallRecord(site)  # type: ignore[arg-type]  # its text
+    record = CallRecord(site)
     number(record)
-    call = Call(communicator, program, record)
-    if operator == "sync_on_backward":
-        return FddpMeanOnBackward.apply(call, *leaves)  # type: ignore[no-any-return, no-untyped-call]
-    if operator == "pmax":
-        results = FddpMaximum.apply(call, *leaves)  # type: ignore[no-untyped-call]
-        return tuple(results[: len(leaves)])
-    results = FddpLinear.apply(call, *leaves)  # type: ignore[no-untyped-call]
-    if tiled and operator == "all_gather":
-        return tuple(result.flatten(0, 1) for result in results)
-    return tuple(results)
+    results = apply_rules(operator, Call(communicator, program, record), leaves)
+    return tuple(untiled(spec, results))
 
 
 def _examples(leaves: Sequence[Any]) -> list[Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fddp.collectives import handshake
 from fddp.collectives.calls import Call
-from fddp.collectives.operator_program import FusedBucket
+from fddp.collectives.operator_program import FusedBucket, OperatorProgram
 from fddp.errors import FddpError
 from fddp.native.operands import first_without_memory
 from fddp.native.pack import pack_, slices
@@ -62,10 +62,13 @@ def run_eagerly(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
             raise error
 
 
-def spread(results: Sequence[Any], positions: Sequence[int], count: int) -> list[Any]:
-    """Results at their positions, None elsewhere."""
-    whole: list[Any] = [None] * count
-    for k, result in zip(positions, results, strict=True):
+def on_inexact(
+    program: OperatorProgram, fn: Callable[..., Sequence[Any]], values: Sequence[Any]
+) -> list[Any]:
+    """Results of a function of the differentiable units' values; None for other units."""
+    whole: list[Any] = [None] * len(program.units)
+    results = fn(*[values[k] for k in program.inexact])
+    for k, result in zip(program.inexact, results, strict=True):
         whole[k] = result
     return whole
 

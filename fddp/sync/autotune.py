@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
-from fddp.core.plan.plan import Bucket, BucketPlan, plan_leaves
+from fddp.core.plan.plan import BucketPlan, plan_leaves
 from fddp.core.protocol.differences import check_equal
-from fddp.core.protocol.messages import Schema, malformed_message_error, optional
+from fddp.core.protocol.messages import malformed_message_error, optional
 from fddp.core.sim.cost import CostModel
 from fddp.core.sim.optimal import Target, optimal_plan
 from fddp.core.sim.simulator import simulate
@@ -23,25 +22,11 @@ from fddp.runtime.agreement import exchange
 from fddp.runtime.results import Devices
 from fddp.sync.engine import Engine, any_rank_has_input
 from fddp.sync.measure import DEFAULT_SIZES_BYTES, largest, measure_axes
+from fddp.sync.terms_codec import plan_on_leaves
 
 _WARM_STEPS = 2  # the plan is rebuilt, and memory is allocated
 _TIMED_STEPS = 2  # steps of each plan in a round
 _EVERYTHING_BYTES = 2**62
-_PLAN: Schema = {
-    "buckets": [
-        {
-            "leaves": [int],
-            "offsets": [int],
-            "numel": int,
-            "dtype": str,
-            "device": str,
-            "cap_bytes": int,
-            "sparse": bool,
-        }
-    ],
-    "caps": [int],
-    "order": [int],
-}
 
 
 @dataclass(frozen=True)
@@ -201,10 +186,10 @@ def _planned(
     own = None
     if transport.rank == 0:
         target = Target(costs, terms.topology, terms.algorithm, terms.deterministic)
-        own = _plan_to_json(optimal_plan(before.leaves, before.order, ready_s, target))
-    received = exchange(transport, own, optional(_PLAN), "tuned plan")[0]
+        own = optimal_plan(before.leaves, before.order, ready_s, target).to_json()
+    received = exchange(transport, own, optional(str), "tuned plan")[0]
     try:
-        plan = _plan_from_json(received, before)
+        plan = plan_on_leaves(BucketPlan.from_json(received or ""), before.leaves)
     except ValueError as error:
         raise malformed_message_error(0, "tuned plan", error) from error
     digests = exchange(transport, plan.shared_digest, str, "tuned plan")
@@ -212,33 +197,6 @@ def _planned(
     check_equal("the digest of the tuned plan", [digest[:12] for digest in digests], way_out)
     boundaries = [bucket.leaves for bucket in plan.buckets]
     return before if boundaries == [bucket.leaves for bucket in before.buckets] else plan
-
-
-def _plan_to_json(plan: BucketPlan) -> dict[str, Any]:
-    """Return a plan of the control word's slots, which denote the same leaves on all ranks."""
-    slots = {leaf: slot for slot, leaf in enumerate(plan.reduced)}
-    buckets = [
-        {**asdict(bucket), "leaves": [slots[leaf] for leaf in bucket.leaves]}
-        for bucket in plan.buckets
-    ]
-    order = [slots[leaf] for leaf in plan.order]
-    return {"buckets": buckets, "caps": plan.caps_bytes, "order": order}
-
-
-def _plan_from_json(document: dict[str, Any] | None, before: BucketPlan) -> BucketPlan:
-    """Return the plan in a message, for this rank's leaves; `ValueError` if it does not fit."""
-    if document is None:
-        raise ValueError("there is no plan")
-    reduced = before.reduced
-    slots = [*document["order"], *(slot for b in document["buckets"] for slot in b["leaves"])]
-    if not all(0 <= slot < len(reduced) for slot in slots):
-        raise ValueError(f"the plan has a slot outside of 0 to {len(reduced) - 1}")
-    buckets = []
-    for fields in document["buckets"]:
-        leaves = tuple(reduced[slot] for slot in fields.pop("leaves"))
-        buckets.append(Bucket(leaves, tuple(fields.pop("offsets")), **fields))
-    order = tuple(reduced[slot] for slot in document["order"])
-    return BucketPlan(before.leaves, tuple(buckets), tuple(document["caps"]), order)
 
 
 def _compared(

@@ -63,12 +63,17 @@ def merge_plan(own: SyncConfig, text: str) -> SyncConfig:
     if not may_differ or own.leaves != [theirs.leaves[i] for i in theirs.reduced]:
         return own
     return replace(
-        own, plan=_on_leaves(theirs, own.plan.leaves), rebuild=_rebuild(document["rebuild"])
+        own, plan=plan_on_leaves(theirs, own.plan.leaves), rebuild=_rebuild(document["rebuild"])
     )
 
 
-def _on_leaves(plan: BucketPlan, leaves: tuple[LeafSpec, ...]) -> BucketPlan:
-    """Return the plan for the leaves of this rank, which may differ in leaves not reduced."""
+def plan_on_leaves(plan: BucketPlan, leaves: tuple[LeafSpec, ...]) -> BucketPlan:
+    """Return another rank's plan for the leaves of this rank, which may differ in leaves not
+    reduced.
+
+    Raises:
+        PlanMismatchError: a reduced leaf differs.
+    """
     if plan.leaves == leaves:
         return plan
     known = {leaf.path: position for position, leaf in enumerate(leaves)}
@@ -125,7 +130,7 @@ def terms_from_json(
     plan, schedule = BucketPlan.from_json(document.pop("plan")), document.pop("schedule")
     theirs = _topology(document.pop("topology"))
     return SyncConfig(
-        plan=plan if leaves is None else _on_leaves(plan, leaves),
+        plan=plan if leaves is None else plan_on_leaves(plan, leaves),
         topology=remap_topology(theirs, axes, transport.world_size),
         schedule=None if schedule is None else Schedule.from_json(schedule),
         rebuild=_rebuild(document.pop("rebuild")),
