@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fddp.collectives.group_registry import GroupRegistry, is_destroyed
 from fddp.collectives.operator_program import GroupPosition
-from fddp.core.plan.defaults import CAP_MB, MAX_TIMEOUT_S
+from fddp.core.plan.defaults import CAP_MB, timeout_error
 from fddp.core.protocol.differences import check_equal
 from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError, DesyncError, error_text
@@ -31,7 +31,7 @@ from fddp.runtime.guards import outside_tracing
 from fddp.telemetry.flight.recorder import Recorder
 from fddp.transport import Group, LoopbackGroup, TransportName, open_transport
 from fddp.transport.lifetime.finalizer import on_finalize
-from fddp.transport.mesh import Mesh, resolve_mesh
+from fddp.transport.mesh import Mesh, resolve_mesh, transport_error, usable_transport
 from fddp.tree.planner import MIB_BYTES
 
 if TYPE_CHECKING:
@@ -100,10 +100,8 @@ class Communicator:
         _begun: int = 0,
     ) -> None:
         span = resolve_mesh(group, mesh)
-        problem = span.problem or _problem(bucket_cap_mb, timeout_s)
-        loopback = isinstance(span.group, LoopbackGroup)
-        name = transport if transport in ("shm", "c10d") and not loopback else "auto"
-        usable_s = None if problem else timeout_s
+        problem = span.problem or _cap_error(bucket_cap_mb) or timeout_error(timeout_s)
+        name, usable_s = usable_transport(transport, span.group), None if problem else timeout_s
         self.cap_bytes = 0 if problem else int(bucket_cap_mb * MIB_BYTES)
         self.topology = span.topology
         self.number = next(_numbers)
@@ -117,13 +115,8 @@ class Communicator:
         self._places: dict[tuple[str, ...], GroupPosition] = {}
         with outside_tracing(), torch.inference_mode(False):
             self.transport: Transport = open_transport(span.group, name, usable_s, "Communicator")
-            if problem is None and transport not in ("auto", self.transport.name):
-                problem = ValueError(
-                    f"transport={transport!r} does not fit this group; pass 'auto' or "
-                    f"{self.transport.name!r}"
-                )
             try:
-                self._agree(problem)
+                self._agree(problem or transport_error(transport, self.transport))
                 self._divide()
             except BaseException:
                 self.transport.close()
@@ -299,13 +292,7 @@ def _given(communicator: Communicator, mesh: Mesh | None) -> Communicator:
     return communicator
 
 
-def _problem(cap_mb: object, timeout_s: object) -> Exception | None:
-    if not (isinstance(cap_mb, (int, float)) and 1 <= cap_mb * MIB_BYTES < 2**63):
-        return ValueError(f"bucket_cap_mb must be a number of MiB above 0, got {cap_mb!r}")
-    if timeout_s is None or (
-        isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MAX_TIMEOUT_S
-    ):
+def _cap_error(cap_mb: object) -> ValueError | None:
+    if isinstance(cap_mb, (int, float)) and 1 <= cap_mb * MIB_BYTES < 2**63:
         return None
-    return ValueError(
-        f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S} seconds, got {timeout_s!r}"
-    )
+    return ValueError(f"bucket_cap_mb must be a number of MiB above 0, got {cap_mb!r}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import repeat
 from operator import is_, setitem
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, RNNBase
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from fddp.errors import FddpError, ReentryError, TreeMismatchError
 
@@ -189,7 +190,7 @@ class UnboundSlot:
         kwargs: dict[str, Any] | None = None,
     ) -> NoReturn:
         raise FddpError(
-            next(v._text for v in _flat((args, kwargs or {})) if isinstance(v, UnboundSlot))
+            next(v._text for v in tree_leaves((args, kwargs)) if isinstance(v, UnboundSlot))
         )
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -243,16 +244,6 @@ def _some(names: list[str]) -> str:
     shown = ", ".join(map(repr, names[:_MAX_NAMES_SHOWN])) or "none"
     more = len(names) - _MAX_NAMES_SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _flat(item)
-    elif isinstance(value, dict):
-        yield from _flat(list(value.values()))
-    else:
-        yield value
 
 
 def _check_copyable(module: Module) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fddp.collectives.replicas.chunked_broadcast import broadcast_text
 from fddp.collectives.replicas.reconcile import reconciled
-from fddp.core.plan.defaults import MAX_TIMEOUT_S
+from fddp.core.plan.defaults import timeout_error
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.protocol.messages import Schema
 from fddp.core.schedule.topology import Topology
@@ -22,7 +22,6 @@ from fddp.errors import ClosedError, InternalError, PlanMismatchError, ReentryEr
 from fddp.hooks.hook import Hook
 from fddp.runtime.agreement import SyncConfig, check_no_failure, exchange
 from fddp.sync.engine import Engine
-from fddp.sync.hook_states import checked_states, init_states
 from fddp.sync.terms_codec import merge_plan, remap_topology, terms_from_json, terms_to_json
 from fddp.transport import Transport, TransportName
 from fddp.transport.mesh import GroupAndTopology
@@ -138,8 +137,8 @@ def rebuild_engine(old: Engine, span: GroupAndTopology) -> Engine:
             f"rebuild was called while {part} of a step runs; call it between steps, after the "
             f"step has returned or raised"
         )
-    if old.lifecycle.superseded:
-        raise ClosedError(f"rebuild was called a second time: {old.lifecycle.closed_text}")
+    if old.superseded:
+        raise ClosedError(f"rebuild was called a second time: {old.closed_text}")
     name: Any = old.terms.transport
     engine = _opened(RebuildSpec(span, name, old.timeout_s, old.program.foreign, old))
     old.supersede(
@@ -158,21 +157,18 @@ def join_engine(
     timeout_s: float | None,
 ) -> Engine:
     """Return an engine on a new rank that continues from the others' engines; a collective call."""
-    problem: Exception | None = None
+    problem: Exception | None = timeout_error(timeout_s)
+    usable_s = None if problem else timeout_s
     leaves, is_foreign = None, False
     try:
-        if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
-            raise ValueError(
-                f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S} seconds, got {timeout_s!r}"
-            )
         if params is not None:
             own, treedef = flatten(params)
             leaves, is_foreign = tuple(leaf_specs(treedef.paths, own)), holds_foreign(own)
     except Exception as error:
-        problem, timeout_s = error, None
+        problem = problem or error
     return _opened(
         RebuildSpec(
-            span, transport, timeout_s, is_foreign, hook=hook, leaves=leaves, problem=problem
+            span, transport, usable_s, is_foreign, hook=hook, leaves=leaves, problem=problem
         )
     )
 
@@ -209,12 +205,12 @@ def _states(
     if diverged:
         behind = own is None
         others, _ = reconciled(
-            engine.transport, init_states(engine) if behind else own, 0 if behind else 1
+            engine.transport, engine.init_states() if behind else own, 0 if behind else 1
         )
         states = others if behind else own
     problem: Exception | None = None
     try:
-        checked_states(engine, states, "the GradSync before")
+        engine.checked_states(states, "the GradSync before")
     except Exception as error:
         problem = error
     received = exchange(engine.transport, error_text(problem) if problem else "", str, "hook state")

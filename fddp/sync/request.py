@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
-from fddp.core.plan.defaults import CAP_MB, FIRST_MB, MAX_TIMEOUT_S
+from fddp.core.plan.defaults import CAP_MB, FIRST_MB, timeout_error
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
@@ -16,8 +16,8 @@ from fddp.errors import NoGradientError
 from fddp.hooks.hook import Hook
 from fddp.runtime.agreement import Rebuild, SyncConfig
 from fddp.runtime.nonfinite import Policy
-from fddp.transport import LoopbackGroup, Transport, TransportName
-from fddp.transport.mesh import GroupAndTopology
+from fddp.transport import Transport, TransportName
+from fddp.transport.mesh import GroupAndTopology, transport_error
 from fddp.tree.foreign import aligned, holds_foreign
 from fddp.tree.planner import plan_buckets
 from fddp.tree.pytree import flatten
@@ -52,12 +52,6 @@ class EngineSpec(Protocol):
         """Return the configuration, which ranks compare; raises this rank's errors."""
 
 
-def usable_transport(spec: EngineSpec) -> TransportName:
-    """Return the requested transport; "auto" if its group has no transport of this name."""
-    loopback = isinstance(spec.span.group, LoopbackGroup)
-    return spec.transport if spec.transport in ("shm", "c10d") and not loopback else "auto"
-
-
 @dataclass(frozen=True)
 class Request:
     """Unchecked arguments of a `GradSync`, with its names except for these.
@@ -86,9 +80,7 @@ class Request:
     @property
     def usable_timeout_s(self) -> float | None:
         """The timeout, if a transport can be opened with it."""
-        given = self.timeout_s
-        usable = isinstance(given, (int, float)) and 0 < given <= MAX_TIMEOUT_S
-        return given if usable else None
+        return None if timeout_error(self.timeout_s) else self.timeout_s
 
     @property
     def is_foreign(self) -> bool:
@@ -107,16 +99,9 @@ class Request:
             NoGradientError: there is nothing to reduce.
             ValueError, TypeError: an invalid argument.
         """
-        if self.timeout_s is not None and self.usable_timeout_s is None:
-            raise ValueError(
-                f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S} seconds, "
-                f"got {self.timeout_s!r}"
-            )
-        if self.transport not in ("auto", transport.name):
-            raise ValueError(
-                f"transport={self.transport!r} does not fit this group; "
-                f"pass 'auto' or {transport.name!r}"
-            )
+        problem = timeout_error(self.timeout_s) or transport_error(self.transport, transport)
+        if problem is not None:
+            raise problem
         if self.algorithm not in get_args(Reduction):
             raise ValueError(
                 f"algorithm must be one of {', '.join(get_args(Reduction))}, got {self.algorithm!r}"
