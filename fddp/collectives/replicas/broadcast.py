@@ -115,21 +115,33 @@ def broadcast_tensors(transport: Transport, tensors: Sequence[Tensor], src: int)
     """New tensors with rank `src`'s values. Tensors of one dtype and device are sent together."""
     copies: dict[int, Tensor] = {}
     for members in _batches(tensors, AT_ONCE_BYTES):
-        together = _broadcast(transport, [tensors[i] for i in members], src)
-        copies.update(zip(members, together, strict=True))
+        like = [tensors[i] for i in members]
+        parts = _received(transport, like, src, "the broadcast of a tree")
+        made = [torch.empty_like(own).copy_(part) for own, part in zip(like, parts, strict=True)]
+        copies.update(zip(members, made, strict=True))
+        del parts  # before the buffer of the next batch is allocated
     return [copies[i] for i in range(len(tensors))]
 
 
 def broadcast_(transport: Transport, tensors: Sequence[Tensor], src: int) -> None:
     """Write rank `src`'s tensors into the tensors of all ranks, a batch at a time."""
     for members in _batches(tensors, _WRITTEN_AT_ONCE_BYTES):
-        flat = torch.cat([tensors[i].reshape(-1) for i in members])
-        transport.broadcast(flat, src).wait("the broadcast of a module")
+        own = [tensors[i] for i in members]
+        parts = _received(transport, own, src, "the broadcast of a module")
         if transport.rank == src:
             continue
-        parts = torch.split(flat, [tensors[i].numel() for i in members])
-        for i, part in zip(members, parts, strict=True):
-            tensors[i].copy_(part.view(tensors[i].shape))
+        for tensor, part in zip(own, parts, strict=True):
+            tensor.copy_(part)
+
+
+def _received(
+    transport: Transport, tensors: list[Tensor], src: int, what: str
+) -> tuple[Tensor, ...]:
+    """Values of rank `src`'s tensors, which have one dtype and device, in one buffer."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    transport.broadcast(flat, src).wait(what)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return tuple(part.view(own.shape) for own, part in zip(tensors, parts, strict=True))
 
 
 def _batches(tensors: Sequence[Tensor], most_bytes: int) -> list[list[int]]:
@@ -144,13 +156,3 @@ def _batches(tensors: Sequence[Tensor], most_bytes: int) -> list[list[int]]:
         batches[kind][-1].append(i)
         sizes[kind] += tensor.nbytes
     return [batch for group in batches.values() for batch in group]
-
-
-def _broadcast(transport: Transport, tensors: list[Tensor], src: int) -> list[Tensor]:
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    transport.broadcast(flat, src).wait("the broadcast of a tree")
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return [
-        torch.empty_like(tensor).copy_(part.view(tensor.shape))
-        for tensor, part in zip(tensors, parts, strict=True)
-    ]

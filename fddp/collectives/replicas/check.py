@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fddp.collectives import handshake
 from fddp.collectives.communicator import Communicator, communicator_of
+from fddp.collectives.replicas.snapshot import check_dense
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.protocol.differences import (
     format_digests,
@@ -208,25 +209,8 @@ def _tensor(path: str, leaf: Any) -> Tensor:
     """A leaf as a tensor. A Python number becomes the bytes of its text."""
     if isinstance(leaf, bool | int | float | complex | str):
         return torch.tensor(list(_text(leaf).encode()), dtype=torch.uint8)
-    if not isinstance(leaf, Tensor):
-        raise TypeError(
-            f"check_replicas: leaf {path!r} is a {type(leaf).__name__}; leaves are tensors, "
-            f"arrays, numbers or None"
-        )
-    if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout is not torch.strided:
-        kind = type(leaf).__name__ if leaf.layout is torch.strided else str(leaf.layout)
-        raise TypeError(
-            f"check_replicas: leaf {path!r} is a {kind}; pass a plain, dense tensor (of a DTensor, "
-            f"its to_local())"
-        )
-    if leaf.is_quantized:
-        raise TypeError(
-            f"check_replicas: leaf {path!r} is quantized ({leaf.dtype}), and its bytes do not "
-            f"contain its scale; pass its int_repr(), scales and zero points"
-        )
-    if leaf.device.type == "meta":
-        raise TypeError(f"check_replicas: leaf {path!r} is on the meta device, and has no values")
-    return leaf
+    check_dense(f"check_replicas: leaf {path!r}", leaf)
+    return leaf  # type: ignore[no-any-return]
 
 
 def _text(number: object) -> str:
