@@ -138,13 +138,9 @@ def _cache_entry(
     there = tuple(k for k, leaf in enumerate(leaves) if leaf is not None)
     own = [leaves[k] for k in there]
     key = (call, treedef.paths, there, tuple(_key(leaf) for leaf in own))
-    programs: dict[Any, OperatorProgram] = communicator.known.setdefault("programs", {})
-    program = programs.get(key)
-    if program is None:
-        program = program_of(communicator, call, treedef.paths, there, own)
-        if len(programs) >= _MOST_PROGRAMS:
-            programs.clear()
-        programs[key] = program
+    program = communicator.cached(
+        "programs", key, lambda: program_of(communicator, call, treedef.paths, there, own)
+    )
     present = None if len(there) == len(leaves) else there
     # A helper function with many callers sees many trees, so it keeps those it has seen.
     trees = KnownTrees() if before is None else before.trees
@@ -189,7 +185,6 @@ def _select(leaves: list[Any], present: tuple[int, ...] | None) -> list[Tensor]:
 _COMPARED = (SUMMABLE_DTYPES - {torch.complex64, torch.complex128}) | {torch.int16, torch.bool}
 
 _MOST_PATTERNS = 256
-_MOST_PROGRAMS = 256
 
 
 def _key(leaf: Any) -> Any:

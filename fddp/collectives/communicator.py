@@ -13,7 +13,7 @@ import itertools
 import threading
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from fddp.transport.mesh import Mesh, resolve_mesh, transport_error, usable_tran
 from fddp.tree.planner import MIB_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from typing_extensions import Self
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _MOST_BETWEEN = 2**16  # calls between two handshakes that get numbers of their own
 _POOLED_SIZES = 32  # buffer sizes kept, the most recently released
+T = TypeVar("T")
 _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
 _of_groups: GroupRegistry[Communicator] = GroupRegistry()
@@ -155,6 +156,15 @@ class Communicator:
             ranks = tuple(ranks)
             known = self._places[axes] = GroupPosition(axes, len(ranks), ranks.index(self.rank))
         return known
+
+    def cached(self, cache: str, key: Any, make: Callable[[], T], most: int = 256) -> T:
+        """Value of a key in a cache of at most `most` values; a full cache is emptied first."""
+        known: dict[Any, T] = self.known.setdefault(cache, {})
+        if key not in known:
+            if len(known) >= most:
+                known.clear()
+            known[key] = make()
+        return known[key]
 
     def advance_call_number(self, place: GroupPosition) -> int:
         """A number for a call whose ranks did a handshake; the same on all of them."""

@@ -115,8 +115,7 @@ def _in_graph(
         leaves = tuple(tiles(spec, list(leaves), [paths[k] for k in present]))
         program = program_of(communicator, spec, paths, present, _examples(leaves))
     except Exception as error:
-        with outside_tracing():
-            handshake.abort_handshake(communicator, place, f"{operator}, called at {site}", error)
+        handshake.abort_handshake(communicator, place, f"{operator}, called at {site}", error)
     record = CallRecord(site)
     number(record)
     results = apply_rules(operator, Call(communicator, program, record), leaves)

@@ -23,6 +23,7 @@ import torch
 from fddp.core.protocol.differences import LEAVES, format_pair, leaf_difference
 from fddp.core.protocol.messages import AnyOf, Schema, decode, malformed_message_error
 from fddp.errors import DesyncError, FddpError, PeerError, error_text
+from fddp.runtime.guards import outside_tracing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,22 +105,22 @@ def abort_handshake(
     """
     if place.size > 1 and communicator.closed is None:
         try:
-            rows = _rows(communicator, place)
-            _send_row(communicator, place, rows, (0, -1, -1, 1)).wait(what)
-            _exchange(communicator, place, what, {"error": error_text(error), "text": what})
+            with outside_tracing():
+                rows = _rows(communicator, place)
+                _send_row(communicator, place, rows, (0, -1, -1, 1)).wait(what)
+                _exchange(communicator, place, what, {"error": error_text(error), "text": what})
         except FddpError as failure:
             raise error from failure
     raise error
 
 
 def _rows(communicator: Communicator, place: GroupPosition) -> Tensor:
-    known: dict[GroupPosition, Tensor] = communicator.known.setdefault("rows", {})
-    rows = known.get(place)
-    if rows is None:
-        device = communicator.transport.control_device
-        rows = communicator.transport.empty(place.size * _WORD, torch.int64, device)
-        known[place] = rows
-    return rows
+    transport = communicator.transport
+
+    def make() -> Tensor:
+        return transport.empty(place.size * _WORD, torch.int64, transport.control_device)
+
+    return communicator.cached("rows", place, make)
 
 
 def _send_row(

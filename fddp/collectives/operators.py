@@ -27,7 +27,6 @@ from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.communicator import Communicator
 from fddp.collectives.group_position import Axis, OperatorArgs, resolve_communicator
 from fddp.core.plan.plan import BucketPlan
-from fddp.runtime.guards import outside_tracing
 from fddp.telemetry.call_site import call_site
 from fddp.transport import Group
 from fddp.transport.mesh import Mesh
@@ -273,8 +272,7 @@ def _operate(args: OperatorArgs, tree: Tree) -> Tree:
     except Exception as error:
         if backward_only:
             raise  # no rank waits
-        with outside_tracing():
-            handshake.abort_handshake(communicator, place, f"{operator}, called at {site}", error)
+        handshake.abort_handshake(communicator, place, f"{operator}, called at {site}", error)
     call, leaves = Call(communicator, flattened.program, CallRecord(site)), flattened.leaves
     if has_rules(leaves):
         if backward_only:

@@ -101,18 +101,13 @@ def call_to_json(call: Call) -> str:
 
 def call_of(operator: Operator, communicator: Communicator, text: str) -> Call:
     """A new call, from the JSON that `call_to_json` returned."""
-    program, roles, site, position = _parsed(operator, communicator, text)
+
+    def make() -> Parsed:
+        return _parse(operator, communicator, json.loads(text))
+
+    key = (operator, text)
+    program, roles, site, position = communicator.cached("texts", key, make, _KNOWN_CALLS)
     return Call(communicator, program, CallRecord(site or None, position=position), roles)
-
-
-def _parsed(operator: Operator, communicator: Communicator, text: str) -> Parsed:
-    known: dict[Any, Parsed] = communicator.known.setdefault("texts", {})
-    found = known.get((operator, text))
-    if found is None:
-        if len(known) >= _KNOWN_CALLS:
-            known.clear()
-        found = known[operator, text] = _parse(operator, communicator, json.loads(text))
-    return found
 
 
 def _parse(operator: Operator, communicator: Communicator, fields: dict[str, Any]) -> Parsed:

@@ -38,7 +38,7 @@ class ModuleRequest:
     transport: TransportName = "auto"
     nonfinite: Policy = "propagate"
 
-    usable_timeout_s = None  # the group's own
+    timeout_s = None  # the group's own
     is_foreign = False
     title = "GradSync"
 

@@ -17,19 +17,12 @@ from fddp.hooks.hook import AllReduce, Bucket, BucketSpec, Hook
 
 
 class _Matrix(NamedTuple):
-    """A leaf that is compressed.
+    """A leaf that is compressed."""
 
-    Attributes:
-        leaf: position in the bucket.
-        rows: size of the first dimension.
-        columns: product of the other dimensions.
-        rank: number of columns of the factors.
-    """
-
-    leaf: int
-    rows: int
-    columns: int
-    rank: int
+    leaf: int  # position in the bucket
+    rows: int  # size of the first dimension
+    columns: int  # product of the other dimensions
+    rank: int  # number of columns of the factors
 
 
 @dataclass(frozen=True)

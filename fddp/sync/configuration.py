@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fddp.core.check import check_schedule
+from fddp.core.plan.defaults import timeout_error
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.schedule.builder import make_all_gather_schedule
 from fddp.core.schedule.piggyback import with_separate_word
@@ -44,7 +45,8 @@ class EngineConfiguration:
         self._groups: list[tuple[str, ...]] = []  # opened by the transport
         group = request.span.group
         name = usable_transport(request.transport, group)
-        self.transport = open_transport(group, name, request.usable_timeout_s, request.title)
+        timeout_s = None if timeout_error(request.timeout_s) else request.timeout_s
+        self.transport = open_transport(group, name, timeout_s, request.title)
         self._pool = BufferPool(self.transport.empty)
         self.bound_hook: BoundHook | None = None
         self.hook_states: tuple[Any, ...] | None = None

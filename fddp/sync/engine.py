@@ -6,7 +6,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ class Engine(EngineConfiguration):
 
     def __init__(self, request: EngineSpec) -> None:
         super().__init__(request)
-        self.timeout_s = request.usable_timeout_s
+        self.timeout_s = request.timeout_s
         self.arrivals: Arrivals | None = None
         self.in_backward = False
         self.step = 0
@@ -273,20 +272,6 @@ class Engine(EngineConfiguration):
         """Close this engine in favour of another."""
         self.close(reason)
         self.closed_by, self.advice, self.superseded = reason, advice, True
-
-    def restore(
-        self,
-        *,
-        step: int,
-        finished: int,
-        unit: float,
-        arrivals: Arrivals | None,
-        hook_states: tuple[Any, ...] | None,
-    ) -> None:
-        """Restore the state of another engine; the first three are the same on all ranks."""
-        self.step, self.finished, self.arrivals = step, finished, arrivals
-        self.scale = replace(self.scale, unit=unit)
-        self.hook_states = hook_states
 
     def donate(self, grads: Any) -> None:
         """See `GradSync.donate`."""

@@ -69,7 +69,7 @@ class RebuildSpec:
 
     span: GroupAndTopology
     transport: TransportName
-    usable_timeout_s: float | None
+    timeout_s: float | None
     is_foreign: bool
     old: Engine | None = None
     hook: Hook[Any] | None = None
@@ -158,7 +158,6 @@ def join_engine(
 ) -> Engine:
     """Return an engine on a new rank that continues from the others' engines; a collective call."""
     problem: Exception | None = timeout_error(timeout_s)
-    usable_s = None if problem else timeout_s
     leaves, is_foreign = None, False
     try:
         if params is not None:
@@ -168,7 +167,7 @@ def join_engine(
         problem = problem or error
     return _opened(
         RebuildSpec(
-            span, transport, usable_s, is_foreign, hook=hook, leaves=leaves, problem=problem
+            span, transport, timeout_s, is_foreign, hook=hook, leaves=leaves, problem=problem
         )
     )
 
@@ -179,17 +178,13 @@ def _opened(spec: RebuildSpec) -> Engine:
     if newest is None:
         raise InternalError("an engine was rebuilt without the progress of the ranks")
     try:
-        states = _states(engine, old, newest, spec.diverged)
-        engine.restore(
-            step=newest.step,
-            finished=newest.finished,
-            unit=newest.unit,
-            arrivals=None if old is None else old.arrivals,
-            hook_states=states,
-        )
+        engine.hook_states = _states(engine, old, newest, spec.diverged)
     except BaseException:
         engine.close("the state of the hook could not be restored")
         raise
+    engine.step, engine.finished = newest.step, newest.finished
+    engine.scale = replace(engine.scale, unit=newest.unit)
+    engine.arrivals = None if old is None else old.arrivals
     return engine
 
 

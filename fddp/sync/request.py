@@ -41,8 +41,8 @@ class EngineSpec(Protocol):
         """Name of the transport."""
 
     @property
-    def usable_timeout_s(self) -> float | None:
-        """The timeout, if a transport can be opened with it."""
+    def timeout_s(self) -> float | None:
+        """The timeout, which may be invalid."""
 
     @property
     def is_foreign(self) -> bool:
@@ -76,11 +76,6 @@ class Request:
     deterministic: bool = False
     nonfinite: Policy = "propagate"
     title: str = "GradSync"
-
-    @property
-    def usable_timeout_s(self) -> float | None:
-        """The timeout, if a transport can be opened with it."""
-        return None if timeout_error(self.timeout_s) else self.timeout_s
 
     @property
     def is_foreign(self) -> bool:

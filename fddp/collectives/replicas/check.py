@@ -228,30 +228,18 @@ def _error(
     groups = ranks_by_value(column)
     tensor, number = own.leaves[leaf], own.numbers[leaf]
     if number is None:
-        place = _first_difference(communicator, tensor, own.text)
+        position, values = _first_difference(communicator, tensor, own.text)
     else:
-        place = _Place(0, _values(communicator, own.text, repr(number)))
+        position, values = 0, _values(communicator, own.text, repr(number))
     others = len(differing) - 1
     more = f"; {others} more leaves differ" if others > 1 else "; one more leaf differs" * others
     return DesyncError(
         f"{own.text}: replicas differ, first in leaf {spec.path!r} of shape {spec.shape}, "
-        f"{spec.dtype}: {format_digests(groups, column)}{_at(place, groups, spec.shape)}{more}; "
-        f"{_WAY_OUT}",
+        f"{spec.dtype}: {format_digests(groups, column)}; {_index(position, spec.shape)}: "
+        f"{format_values(groups, values)}{more}; {_WAY_OUT}",
         path=spec.path,
         ranks=minority_ranks(groups),
     )
-
-
-class _Place(NamedTuple):
-    """The first element that differs between ranks.
-
-    Attributes:
-        position: flat index of the element.
-        values: full text of each rank's value, by rank.
-    """
-
-    position: int
-    values: list[str]
 
 
 def _values(communicator: Communicator, what: str, own: str) -> list[str]:
@@ -260,8 +248,9 @@ def _values(communicator: Communicator, what: str, own: str) -> list[str]:
     return [text.decode() for text in texts]
 
 
-def _first_difference(communicator: Communicator, leaf: Tensor, what: str) -> _Place:
-    """Find the first element of a leaf that differs between ranks. A collective call."""
+def _first_difference(communicator: Communicator, leaf: Tensor, what: str) -> tuple[int, list[str]]:
+    """Flat index of a leaf's first element that differs, and each rank's value. A collective
+    call."""
     place, flat, itemsize = communicator.place(()), bytes_of(leaf), leaf.element_size()
     start, stop = 0, flat.numel() // itemsize
     while (stop - start) * itemsize > _SMALL_BYTES:
@@ -282,7 +271,7 @@ def _first_difference(communicator: Communicator, leaf: Tensor, what: str) -> _P
     bits = [row[element].tobytes()[::-1].hex() for row in rows]  # memory is little-endian
     if len(set(values)) < len(set(bits)):
         values = [f"{text} (0x{bit})" for text, bit in zip(values, bits, strict=True)]
-    return _Place(start + element, values)
+    return start + element, values
 
 
 def _first_apart(rows: Sequence[np.ndarray[Any, Any]]) -> int:
@@ -291,10 +280,11 @@ def _first_apart(rows: Sequence[np.ndarray[Any, Any]]) -> int:
     return int(apart.argmax())
 
 
-def _at(place: _Place, groups: list[list[int]], shape: tuple[int, ...]) -> str:
-    spot = tuple(int(i) for i in np.unravel_index(place.position, shape)) if shape else ()
-    where = f"at index {spot if len(spot) != 1 else spot[0]}" if spot else "its value"
-    return f"; {where}: {format_values(groups, place.values)}"
+def _index(position: int, shape: tuple[int, ...]) -> str:
+    if not shape:
+        return "its value"
+    spot = tuple(int(i) for i in np.unravel_index(position, shape))
+    return f"at index {spot if len(spot) != 1 else spot[0]}"
 
 
 def _signed(word: bytes) -> int:
