@@ -118,7 +118,11 @@ class Communicator:
             self.transport: Transport = open_transport(span.group, name, usable_s, "Communicator")
             try:
                 self._agree(problem or transport_error(transport, self.transport))
-                self._divide()
+                if self.topology is not None:
+                    names = self.topology.names
+                    subsets = (itertools.combinations(names, n) for n in range(1, len(names)))
+                    groups = [*itertools.chain.from_iterable(subsets)]
+                    self.transport.open_subgroups(self.topology, groups)
             except BaseException:
                 self.transport.close()
                 raise
@@ -217,15 +221,6 @@ class Communicator:
             caps_bytes,
             "pass the same bucket_cap_mb on every rank",
         )
-
-    def _divide(self) -> None:
-        if self.topology is None:
-            return
-        names = self.topology.names
-        groups = [
-            some for size in range(1, len(names)) for some in itertools.combinations(names, size)
-        ]
-        self.transport.open_subgroups(self.topology, groups)
 
 
 def communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> Communicator:

@@ -33,18 +33,10 @@ def operate(args: OperatorArgs, tree: Any) -> Any:
     _prepare()
     leaves, treedef = flatten(tree)
     present = [k for k, leaf in enumerate(leaves) if leaf is not None]
-    results = _in_graph(
-        args.operator,
-        label,
-        args.axis,
-        args.root,
-        args.tiled,
-        None if args.plan is None else _plan_text(args.plan),
-        treedef.paths,
-        tuple(present),
-        _traced_site(),
-        *[leaves[k] for k in present],
-    )
+    plan_text = None if args.plan is None else _plan_text(args.plan)
+    arguments = (args.operator, label, args.axis, args.root, args.tiled, plan_text)
+    leaves_of = (treedef.paths, tuple(present), _traced_site())
+    results = _in_graph(arguments, *leaves_of, *[leaves[k] for k in present])
     whole: list[Any] = [None] * len(leaves)
     for position, result in zip(present, results, strict=True):
         whole[position] = result
@@ -89,15 +81,9 @@ for _function in _FUNCTIONS:
     _function._dynamo_marked_constant = True
 
 
-# Dynamo puts each argument into the graph, which holds constants and tensors only. So this function
-# takes them one by one and not as a value type.
+# Dynamo puts each argument into the graph, which holds constants and tensors only: no value types.
 def _in_graph(
-    operator: Any,
-    label: str,
-    axis: Any,
-    root: Any,
-    tiled: bool,
-    plan_text: str | None,
+    arguments: tuple[Any, ...],
     paths: Sequence[str],
     present: Sequence[int],
     site: str,
@@ -106,6 +92,7 @@ def _in_graph(
     """Run an operator on the leaves that are not None; called by a graph."""
     from fddp.collectives.torch_library import number
 
+    operator, label, axis, root, tiled, plan_text = arguments
     communicator = communicator_by_id(int(label))
     communicator, place = resolve_communicator(operator, communicator, None, axis)
     try:

@@ -167,7 +167,6 @@ def _resolve_mismatch(call: Call, flat_rows: list[int]) -> None:
         "call": _numbers(call),
     }
     reports = _exchange(call.communicator, place, call.text, mine)
-    _check_failures(call.text, call.communicator.rank, reports)
     raise DesyncError(_difference(reports))
 
 
@@ -201,23 +200,9 @@ def compare(
     if words == words[:_WORD] * place.size:
         return None
     reports = _exchange(communicator, place, what, {"roles": [], "call": [-1, -1], **mine})
-    _check_failures(what, communicator.rank, reports)
     if any(_key(other) != _key(reports[0]) for other in reports.values()):
         raise DesyncError(_difference(reports))
     return reports
-
-
-def _check_failures(what: str, rank: int, reports: Mapping[int, dict[str, Any]]) -> None:
-    failures = {rank: t["error"] for rank, t in reports.items() if t.get("error")}
-    if failures:
-        lines = [
-            f"{reports[r]['text']}: rank {r} can't take part: {e}" for r, e in failures.items()
-        ]
-        raise PeerError(
-            f"{what}, on rank {rank}, failed because of another rank: {'; '.join(lines)}; nothing "
-            f"was communicated, and the communicator remains usable",
-            failures,
-        )
 
 
 def _key(report: dict[str, Any]) -> tuple[Any, ...]:
@@ -259,7 +244,11 @@ def _reason(one: int, first: dict[str, Any], two: int, second: dict[str, Any]) -
 def _exchange(
     communicator: Communicator, place: GroupPosition, what: str, mine: dict[str, Any]
 ) -> dict[int, dict[str, Any]]:
-    """Reports of the ranks that meet, by rank of the communicator."""
+    """Reports of the ranks that meet, by rank of the communicator.
+
+    Raises:
+        PeerError: another rank can't take part, and this one can.
+    """
     texts = gather_texts(communicator, place, what, json.dumps(mine, default=str).encode())
     ranks: Sequence[int] = range(place.size)
     if place.axes and communicator.topology is not None:
@@ -270,6 +259,16 @@ def _exchange(
             reports[rank] = decode(text, _REPORT)
         except ValueError as error:
             raise malformed_message_error(rank, what, error) from error
+    failures = {rank: t["error"] for rank, t in reports.items() if t.get("error")}
+    if failures and "error" not in mine:
+        lines = [
+            f"{reports[r]['text']}: rank {r} can't take part: {e}" for r, e in failures.items()
+        ]
+        raise PeerError(
+            f"{what}, on rank {communicator.rank}, failed because of another rank: "
+            f"{'; '.join(lines)}; nothing was communicated, and the communicator remains usable",
+            failures,
+        )
     return reports
 
 

@@ -97,10 +97,12 @@ class Request:
         problem = timeout_error(self.timeout_s) or transport_error(self.transport, transport)
         if problem is not None:
             raise problem
-        if self.algorithm not in get_args(Reduction):
-            raise ValueError(
-                f"algorithm must be one of {', '.join(get_args(Reduction))}, got {self.algorithm!r}"
-            )
+        for name, choices in (("algorithm", Reduction), ("nonfinite", Policy)):
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(
+                    f"{name} must be one of {', '.join(get_args(choices))}, got "
+                    f"{getattr(self, name)!r}"
+                )
         if self.hook is not None and not isinstance(self.hook, Hook):
             raise TypeError(
                 f"hook must be a fddp.hooks.Hook, got a {type(self.hook).__name__}; "
@@ -109,10 +111,6 @@ class Request:
             )
         if not isinstance(self.deterministic, bool):
             raise TypeError(f"deterministic must be True or False, got {self.deterministic!r}")
-        if self.nonfinite not in get_args(Policy):
-            raise ValueError(
-                f"nonfinite must be one of {', '.join(get_args(Policy))}, got {self.nonfinite!r}"
-            )
         is_deterministic = self.deterministic or (
             isinstance(self.source, Schedule) and self.source.deterministic
         )

@@ -13,7 +13,7 @@ from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.calls import Method
 from fddp.core.schedule.schedule import Result, Schedule
 from fddp.errors import InternalError
-from fddp.runtime.contributions import ShardContributions, TreeContributions
+from fddp.runtime.contributions import Contributions, ShardContributions, TreeContributions
 from fddp.runtime.inputs import (
     check_no_derivatives,
     check_no_transform,
@@ -172,20 +172,7 @@ class TreeSync:
             PeerError: another rank raised one.
             ValueError: the algorithm is not "reduce_scatter".
         """
-        engine, method = self._engine, Method.ALL_GATHER
-        step = engine.open_gather() if engine.gathering else engine.open(method, with_stats=False)
-        treedef: TreeDef | None = None
-        try:
-            _check_method(method, self.schedule)
-            own, treedef = matched_shards(shards, step.program)
-            check_no_derivatives(own, step.program, "shards", graphs=False)
-            step.begin(ShardContributions(own), own)
-        except BaseException as error:
-            step.fail(error)
-        outcome = engine.finish(step)
-        if treedef is None:
-            raise InternalError("a step succeeded without a tree")
-        return treedef.unflatten(outcome.leaves)
+        return self._sync_tree(Method.ALL_GATHER, shards, 1.0, False)
 
     def shard(self, tree: Any) -> Any:
         """Return this rank's shards of a tree that is equal on all ranks; no communication.
@@ -208,25 +195,33 @@ class TreeSync:
         self, method: Method, grads: Any, weight: float, with_info: bool, state: Any = None
     ) -> Any:
         """Return the tree of results; in a tuple, if the new state or an info follows."""
-        start_s = time.perf_counter()
-        step = self._engine.open(method, with_stats=with_info)
+        engine, start_s = self._engine, time.perf_counter()
+        gathers = method is Method.ALL_GATHER and engine.gathering is not None
+        step = engine.open_gather() if gathers else engine.open(method, with_stats=with_info)
         program = step.program
         treedef: TreeDef | None = None
         own: Sequence[Tensor | None] = ()
+        contributions: Contributions
         try:
             _check_method(method, self.schedule)
-            step.hook_states = self._engine.checked_states(state, "update(grads, state)")
-            own, treedef = matched_leaves(grads, program, "gradients")
-            if isinstance(treedef, ForeignTreeDef):
-                # Other ranks may be in `value_and_grad`; JAX differentiates before the step.
-                step.method = Method.NOTHING
-            check_no_derivatives(own, program, "gradients", graphs=True)
-            if method is Method.REDUCE:
-                check_writable(own, treedef, program)
-            step.begin(TreeContributions(program, own, checked_weight(weight)), own)
+            if gathers:
+                own, treedef = matched_shards(grads, program)
+                check_no_derivatives(own, program, "shards", graphs=False)
+                contributions = ShardContributions(own)
+            else:
+                step.hook_states = engine.checked_states(state, "update(grads, state)")
+                own, treedef = matched_leaves(grads, program, "gradients")
+                if isinstance(treedef, ForeignTreeDef):
+                    # Other ranks may be in `value_and_grad`; JAX differentiates before the step.
+                    step.method = Method.NOTHING
+                check_no_derivatives(own, program, "gradients", graphs=True)
+                if method is Method.REDUCE:
+                    check_writable(own, treedef, program)
+                contributions = TreeContributions(program, own, checked_weight(weight))
+            step.begin(contributions, own)
         except BaseException as error:
             step.fail(error)
-        outcome = self._engine.finish(step)
+        outcome = engine.finish(step)
         if treedef is None:
             raise InternalError("a step succeeded without a tree")
         in_place = method is Method.REDUCE

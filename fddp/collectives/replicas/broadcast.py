@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fddp.collectives.operator_program import batches
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.protocol.differences import LEAVES, check_equal
 from fddp.core.protocol.messages import Schema
@@ -145,14 +146,5 @@ def _received(
 
 
 def _batches(tensors: Sequence[Tensor], most_bytes: int) -> list[list[int]]:
-    """Positions of tensors by batch: of one dtype and device, about `most_bytes` large."""
-    batches: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    for i, tensor in enumerate(tensors):
-        kind = (tensor.dtype, tensor.device)
-        if kind not in batches or sizes[kind] >= most_bytes:
-            batches.setdefault(kind, []).append([])
-            sizes[kind] = 0
-        batches[kind][-1].append(i)
-        sizes[kind] += tensor.nbytes
-    return [batch for group in batches.values() for batch in group]
+    kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
+    return batches(kinds, [tensor.nbytes for tensor in tensors], most_bytes)

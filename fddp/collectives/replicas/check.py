@@ -118,22 +118,13 @@ def check_replicas(
 
 
 class _LocalDigest(NamedTuple):
-    """Digests of this rank's tree.
+    """Digests of this rank's tree. The lists have one entry for each leaf that is not None."""
 
-    Attributes:
-        text: the call, for errors.
-        when: step and period, for errors; empty for the defaults.
-        leaves: tensors, one for each leaf that is not None.
-        numbers: the Python number of each leaf that is one, else None.
-        specs: the leaves without strides; for a Python number, its type is the dtype.
-        digests: digest of each leaf.
-    """
-
-    text: str
-    when: str
+    text: str  # the call
+    when: str  # step and period; empty for the defaults
     leaves: list[Tensor]
-    numbers: list[Any]
-    specs: list[LeafSpec]
+    numbers: list[Any]  # the leaf, if it is a Python number, else None
+    specs: list[LeafSpec]  # without strides; the dtype of a Python number is its type
     digests: list[int]
 
     @property
