@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -53,11 +53,6 @@ class FlattenedCall(NamedTuple):
     leaves: list[Tensor]
     entry: CacheEntry
     treedef: TreeDef
-
-    @property
-    def program(self) -> OperatorProgram:
-        """The program for the leaves."""
-        return self.entry.program
 
     def rebuilt(self, results: Sequence[Tensor]) -> Any:
         """A tree of the same structure with other leaves."""
@@ -184,6 +179,13 @@ def _select(leaves: list[Any], present: tuple[int, ...] | None) -> list[Tensor]:
 # Dtypes that `torch.amax` supports on every device.
 _COMPARED = (SUMMABLE_DTYPES - {torch.complex64, torch.complex128}) | {torch.int16, torch.bool}
 
+_SUMMED = (SUMMABLE_DTYPES, "which can't be summed")
+# Dtypes that an operator takes, and the problem of others.
+_TAKEN: dict[str, tuple[Collection[torch.dtype], str]] = {
+    **dict.fromkeys(("psum", "pmean", "reduce_scatter"), _SUMMED),
+    "pmax": (_COMPARED, "for which torch.amax is not implemented"),
+}
+
 _MOST_PATTERNS = 256
 
 
@@ -230,17 +232,13 @@ def _check(call: CallSpec, path: str, leaf: Any) -> None:
         )
     if operator == "sync_on_backward":
         return
-    if operator in ("psum", "pmean", "reduce_scatter") and dtype not in SUMMABLE_DTYPES:
-        raise TypeError(
-            f"{operator}: leaf {path!r} is of {dtype}, which can't be summed; convert it to one of "
-            f"{', '.join(sorted(map(str, SUMMABLE_DTYPES)))}"
-        )
     if operator == "pmax" and dtype.is_complex:
         raise TypeError(f"pmax: leaf {path!r} is of {dtype}, which has no order; take its abs()")
-    if operator == "pmax" and dtype not in _COMPARED:
+    taken, problem = _TAKEN.get(operator, ((dtype,), ""))
+    if dtype not in taken:
         raise TypeError(
-            f"pmax: leaf {path!r} is of {dtype}, for which torch.amax is not implemented; convert "
-            f"it to one of {', '.join(sorted(map(str, _COMPARED)))}"
+            f"{operator}: leaf {path!r} is of {dtype}, {problem}; convert it to one of "
+            f"{', '.join(sorted(map(str, taken)))}"
         )
 
 

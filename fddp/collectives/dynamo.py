@@ -100,7 +100,7 @@ def _in_graph(
         args = OperatorArgs(operator, communicator, None, axis, plan, root, tiled)
         spec = checked_spec(args, place)
         leaves = tuple(tiles(spec, list(leaves), [paths[k] for k in present]))
-        program = program_of(communicator, spec, paths, present, _examples(leaves))
+        program = program_of(communicator, spec, paths, present, [*map(_example, leaves)])
     except Exception as error:
         handshake.abort_handshake(communicator, place, f"{operator}, called at {site}", error)
     record = CallRecord(site)
@@ -109,18 +109,11 @@ def _in_graph(
     return tuple(untiled(spec, results))
 
 
-def _examples(leaves: Sequence[Any]) -> list[Any]:
-    """Tensors with the metadata of the leaves and integer sizes. A program is for fixed shapes, so
+def _example(leaf: Any) -> Any:
+    """Tensor with the metadata of a leaf and integer sizes. A program is for fixed shapes, so
     symbolic sizes of dynamo are specialised to constants here."""
-    dense = [isinstance(leaf, Tensor) and leaf.layout is torch.strided for leaf in leaves]
-    shapes = [
-        [int(size) for size in leaf.shape] if is_dense else None
-        for leaf, is_dense in zip(leaves, dense, strict=True)
-    ]
+    if not (isinstance(leaf, Tensor) and leaf.layout is torch.strided):
+        return leaf
+    shape = [int(size) for size in leaf.shape]
     with outside_tracing():
-        return [
-            leaf
-            if shape is None
-            else torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(shape)
-            for leaf, shape in zip(leaves, shapes, strict=True)
-        ]
+        return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(shape)

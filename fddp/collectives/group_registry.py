@@ -31,9 +31,6 @@ class GroupRegistry(Generic[T]):
             weakref.WeakKeyDictionary()
         )
 
-    def __len__(self) -> int:
-        return len(self._made)
-
     def of(self, group: Any) -> dict[Topology | None, T]:
         """Objects of a group, by topology. The caller may add some."""
         known = self._made.get(group)

@@ -273,7 +273,7 @@ def _operate(args: OperatorArgs, tree: Tree) -> Tree:
         if backward_only:
             raise  # no rank waits
         handshake.abort_handshake(communicator, place, f"{operator}, called at {site}", error)
-    call, leaves = Call(communicator, flattened.program, CallRecord(site)), flattened.leaves
+    call, leaves = Call(communicator, flattened.entry.program, CallRecord(site)), flattened.leaves
     if has_rules(leaves):
         if backward_only:
             call.record.number = communicator.next_call_number(place)

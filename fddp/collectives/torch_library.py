@@ -141,7 +141,10 @@ class FddpRecorded(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *leaves: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.call = _as_linear(call)
+        program = call.program
+        if program.operator == "pmax":  # it gathers in a graph, and amax follows it there
+            program = replace(program, operator="all_gather")
+        ctx.call = replace(call, program=program)
         ctx.set_materialize_grads(False)
         # torch has disabled both modes here, but outer levels of transforms need them.
         with enable_grad(), _set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
@@ -164,13 +167,6 @@ def _recorded(call: Call, *leaves: Tensor | None) -> tuple[Tensor, ...]:
     operator = getattr(torch.ops.fddp, call.program.operator).default
     *results, _ = operator(list(leaves), None, call.communicator.number, call_to_json(call))
     return tuple(results)
-
-
-def _as_linear(call: Call) -> Call:
-    """The linear call to differentiate. `pmax` in a graph gathers; `amax` follows it there."""
-    if call.program.operator != "pmax":
-        return call
-    return replace(call, program=replace(call.program, operator="all_gather"))
 
 
 def _register(operator: Operator) -> None:

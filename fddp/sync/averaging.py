@@ -143,7 +143,9 @@ class Averager:
                 self._syncs[axes] = _PeriodicAverage(
                     tree, group=group, mesh=span, timeout_s=timeout_s
                 )
-            _check_periods_equal(next(iter(self._syncs.values())), when)
+            transport = next(iter(self._syncs.values()))._engine.transport  # of all ranks
+            received = exchange(transport, str(when), str, "averages")
+            check_equal("the period of averages", received, "pass equal periods on every rank")
         except BaseException:
             self.close()
             raise
@@ -256,12 +258,6 @@ def _check_whole(sync: GradSync, tree: Any) -> None:
                     f"{spec.dtype} of shape {spec.shape}; pass all parameters"
                 )
             )
-
-
-def _check_periods_equal(sync: GradSync, when: Periodic) -> None:
-    """Raise if `when` differs between ranks; `sync` is over all ranks."""
-    received = exchange(sync._engine.transport, str(when), str, "averages")
-    check_equal("the period of averages", received, "pass equal periods on every rank")
 
 
 def _spans(when: Periodic, mesh: DeviceMesh | None) -> dict[tuple[str, ...], DeviceMesh | None]:

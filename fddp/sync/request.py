@@ -26,27 +26,26 @@ Reduction = Literal["all_reduce", "hierarchical", "reduce_scatter"]
 
 
 class EngineSpec(Protocol):
-    """Request that an engine is made from."""
+    """Request that an engine is made from.
+
+    Attributes:
+        span: group and axes of the ranks.
+        title: purpose of the engine, which must be the same on all ranks.
+        transport: name of the transport.
+        timeout_s: limit of each operation; may be invalid, which `terms` reports.
+        is_foreign: True if this rank's trees have arrays of another library than torch.
+    """
 
     @property
-    def span(self) -> GroupAndTopology:
-        """Group and axes of the ranks."""
-
+    def span(self) -> GroupAndTopology: ...
     @property
-    def title(self) -> str:
-        """Purpose of the engine, which must be the same on all ranks."""
-
+    def title(self) -> str: ...
     @property
-    def transport(self) -> TransportName:
-        """Name of the transport."""
-
+    def transport(self) -> TransportName: ...
     @property
-    def timeout_s(self) -> float | None:
-        """The timeout, which may be invalid."""
-
+    def timeout_s(self) -> float | None: ...
     @property
-    def is_foreign(self) -> bool:
-        """True if this rank's trees have arrays of another library than torch."""
+    def is_foreign(self) -> bool: ...
 
     def terms(self, transport: Transport) -> SyncConfig:
         """Return the configuration, which ranks compare; raises this rank's errors."""

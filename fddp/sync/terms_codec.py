@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import astuple, fields, replace
 from typing import Any, get_args
 
 from fddp.core.plan.leaf import ITEM_BYTES, MAX_COUNT, LeafSpec
@@ -106,9 +106,7 @@ def terms_to_json(terms: SyncConfig, *, plan: str | None = None) -> str:
         "plan": terms.plan.to_json() if plan is None else plan,
         "topology": terms.topology.axes,
         "schedule": None if terms.schedule is None else terms.schedule.to_json(),
-        "rebuild": None
-        if terms.rebuild is None
-        else [terms.rebuild.caps_bytes, terms.rebuild.from_back],
+        "rebuild": None if terms.rebuild is None else astuple(terms.rebuild),
     }
     return json.dumps(document, separators=(",", ":"))
 

@@ -199,13 +199,10 @@ def _own(tree: Any, when: str) -> _LocalDigest:
 def _tensor(path: str, leaf: Any) -> Tensor:
     """A leaf as a tensor. A Python number becomes the bytes of its text."""
     if isinstance(leaf, bool | int | float | complex | str):
-        return torch.tensor(list(_text(leaf).encode()), dtype=torch.uint8)
+        text = leaf.hex() if isinstance(leaf, float) else repr(leaf)
+        return torch.tensor(list(text.encode()), dtype=torch.uint8)
     check_dense(f"check_replicas: leaf {path!r}", leaf)
     return leaf  # type: ignore[no-any-return]
-
-
-def _text(number: object) -> str:
-    return number.hex() if isinstance(number, float) else repr(number)
 
 
 def _error(
