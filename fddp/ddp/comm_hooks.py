@@ -12,7 +12,6 @@ from torch import Tensor
 from fddp.ddp.nonfinite import check_steps_wait
 from fddp.ddp.state import WrapperState
 from fddp.hooks import Hook, TorchHook, builtin
-from fddp.sync.hook_states import checked_states
 
 
 class CommHooks(WrapperState):
@@ -100,7 +99,7 @@ class CommHooks(WrapperState):
     @comm_hook_state.setter
     def comm_hook_state(self, states: Any) -> None:
         engine = self.steps.engine
-        engine.hook_states = tuple(checked_states(engine, states, "comm_hook_state"))
+        engine.hook_states = engine.checked_states(states, "comm_hook_state")
 
 
 def _annotation(hook: Any, name: str) -> Any:

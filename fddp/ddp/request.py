@@ -13,7 +13,7 @@ from fddp.ddp.arguments import Options
 from fddp.runtime.agreement import Rebuild, SyncConfig
 from fddp.runtime.nonfinite import Policy
 from fddp.transport import Transport, TransportName
-from fddp.transport.mesh import GroupAndTopology
+from fddp.transport.mesh import GroupAndTopology, transport_error
 from fddp.tree.planner import plan_buckets
 
 
@@ -38,7 +38,7 @@ class ModuleRequest:
     transport: TransportName = "auto"
     nonfinite: Policy = "propagate"
 
-    usable_timeout_s = None  # the group's own
+    timeout_s = None  # the group's own
     is_foreign = False
     title = "GradSync"
 
@@ -51,11 +51,9 @@ class ModuleRequest:
         Raises:
             ValueError: the transport is not of the requested kind.
         """
-        if self.transport not in ("auto", transport.name):
-            raise ValueError(
-                f"transport={self.transport!r} does not fit this group; "
-                f"pass 'auto' or {transport.name!r}"
-            )
+        problem = transport_error(self.transport, transport)
+        if problem is not None:
+            raise problem
         plan = plan_buckets(dict(self.params), sparse=self.options.sparse & self.params.keys())
         first = plan_leaves(
             plan.leaves,

@@ -365,9 +365,8 @@ class StepRunner:
 
 def _engine(request: ModuleRequest) -> Engine:
     engine = Engine(request)
-    engine.lifecycle.set_label(
-        "this DistributedDataParallel", "make a new one of its module, on a working group"
-    )
+    engine.label = "this DistributedDataParallel"
+    engine.advice = "make a new one of its module, on a working group"
     return engine
 
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fddp.core.protocol.differences import check_equal
 from fddp.core.schedule.op import Op
 from fddp.core.timeline import Interval
 from fddp.errors import DesyncError, RankLostError, SyncTimeoutError
@@ -88,13 +89,13 @@ class Collectives(AllReduce):
         if transport.size_cache.get(place) == own:
             return
         received = exchange(transport, own, str, "hook operations")
-        for rank, theirs in enumerate(received):
-            if theirs != received[0]:
-                raise DesyncError(
-                    f"{self._what} on rank {transport.rank} of {transport.world_size}: hooks are "
-                    f"about to issue different operations: rank 0 {received[0]}, rank {rank} "
-                    f"{theirs}; a hook must pass tensors of the same size and dtype on every rank"
-                )
+        check_equal(
+            f"{self._what} on rank {transport.rank} of {transport.world_size}: the next operation "
+            f"of the hook",
+            received,
+            "a hook must pass tensors of the same size and dtype on every rank",
+            DesyncError,
+        )
         transport.size_cache[place] = own
 
     @property

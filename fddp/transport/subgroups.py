@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from fddp.errors import PlanMismatchError
+from fddp.core.protocol.differences import check_equal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,15 +50,14 @@ class Subgroups(NamedTuple):
 def own_groups(
     rank: int, topology: Topology, groups: Sequence[Axes], requests: Sequence[bytes]
 ) -> dict[Axes, tuple[int, ...]]:
-    """Check the arguments of `Transport.open_subgroups`, described by each rank in `requests`, and
-    return the members of `rank`'s groups by axes, including the group along all axes."""
-    first, *others = [request.decode() for request in requests]
-    for other_rank, other in enumerate(others, start=1):
-        if other != first:
-            raise PlanMismatchError(
-                f"open_subgroups on rank {rank}: rank 0 has {first}, rank {other_rank} has "
-                f"{other}; pass the same topology and groups on every rank"
-            )
+    """Check the arguments of `Transport.open_subgroups`, described by each rank in `requests`.
+
+    Returns:
+        Members of `rank`'s groups by axes, including the group along all axes.
+    """
+    way_out = "pass the same topology and groups on every rank"
+    received = [request.decode() for request in requests]
+    check_equal(f"open_subgroups on rank {rank}: the mesh", received, way_out)
     if topology.world_size != len(requests):
         raise ValueError(
             f"open_subgroups on rank {rank}: {topology} has {topology.world_size} ranks and the "

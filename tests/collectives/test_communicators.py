@@ -81,7 +81,7 @@ def go_with_groups(rank: int, n: int) -> None:
     fddp.psum(ONE)
     kept = weakref.ref(communicator_of(part, None))
     transport = communicator_of(part, None).transport
-    known = len(communicators._of_groups)
+    known = len(communicators._of_groups._made)
     alone = dist.new_group([0, 1])
     fddp.psum(ONE, alone)
     released, gone = communicator_of(alone, None).transport, weakref.ref(alone)
@@ -101,7 +101,7 @@ def go_with_groups(rank: int, n: int) -> None:
     gc.collect()
     assert soon(lambda: kept() is None)
     assert soon(lambda: transport.closed_by)
-    assert len(communicators._of_groups) == known
+    assert len(communicators._of_groups._made) == known
 
 
 def test_communicators_that_are_dropped(ranks: RankPool) -> None:
@@ -121,10 +121,10 @@ def drop(rank: int, n: int) -> None:
 
 
 def test_groups_of_loopback_leave_nothing() -> None:
-    before = len(communicators._of_groups)
+    before = len(communicators._of_groups._made)
     fddp.loopback(3, lambda group: fddp.psum(ONE, group))
     gc.collect()
-    assert len(communicators._of_groups) == before
+    assert len(communicators._of_groups._made) == before
 
 
 def test_call_sites_are_the_callers() -> None:

@@ -353,8 +353,10 @@ def test_invalid_rank_arguments_are_refused(case: str) -> None:
 def test_meshes_and_caps_that_differ(launch: Launch) -> None:
     for found in launch(2, open_otherwise):
         assert found.kinds[0] == "PlanMismatchError"
-        assert "mesh None and buckets of 26214400 bytes on rank 0" in found.text
-        assert "mesh None and buckets of 1048576 bytes on rank 1; pass the same mesh" in found.text
+        assert (
+            "the bucket size of a communicator in bytes is 26214400 on rank 0 and 1048576 on rank "
+            "1; pass the same bucket_cap_mb on every rank" in found.text
+        )
 
 
 def open_otherwise(group: Any) -> Ending:

@@ -312,9 +312,9 @@ def quantized() -> dict[str, Tensor]:
 BAD = {
     "an object": ({"w": object()}, "TypeError", "leaf 'w' is a object"),
     "sparse": ({"w": torch.eye(2).to_sparse()}, "TypeError", "torch.sparse_coo"),
-    "meta": ({"w": torch.empty(2, device="meta")}, "TypeError", "meta device"),
+    "meta": ({"w": torch.empty(2, device="meta")}, "TypeError", "meta tensor"),
     "a subclass": ({"w": torch.zeros(2).as_subclass(Tagged)}, "TypeError", "leaf 'w' is a Tagged"),
-    "quantized": (quantized(), "TypeError", "leaf 'w' is quantized (torch.qint8)"),
+    "quantized": (quantized(), "TypeError", "leaf 'w' is a quantized tensor (torch.qint8)"),
 }
 
 

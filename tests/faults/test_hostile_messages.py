@@ -21,8 +21,7 @@ from fddp.core.protocol.messages import AnyOf, MappingOf, decode, optional
 from fddp.runtime.agreement import Rebuild, SyncConfig
 from fddp.runtime.failures import exchange_reports
 from fddp.runtime.nonfinite import COUNTS, Count, NonFiniteCounts
-from fddp.sync.autotune import _PLAN, _plan_from_json, _plan_to_json
-from fddp.sync.terms_codec import terms_from_json, terms_to_json
+from fddp.sync.terms_codec import plan_on_leaves, terms_from_json, terms_to_json
 from fddp.transport import base
 from fddp.transport.base import Transport
 from fddp.transport.liveness.status import RankStatus, format_statuses
@@ -121,7 +120,9 @@ def counts(text: str) -> NonFiniteCounts:
 
 
 def tuned(text: str) -> fddp.BucketPlan:
-    return _plan_from_json(decode(text, _PLAN), plan())
+    found = fddp.BucketPlan.from_json(text)
+    plan_on_leaves(found, plan().leaves)
+    return found
 
 
 class Written(NamedTuple):
@@ -139,9 +140,7 @@ WRITTEN = {
     "counts": Written(
         counts, json.dumps(FOUND.to_json()), lambda found: json.dumps(found.to_json())
     ),
-    "tuned plan": Written(
-        tuned, json.dumps(_plan_to_json(plan())), lambda found: json.dumps(_plan_to_json(found))
-    ),
+    "tuned plan": Written(tuned, plan().to_json(), fddp.BucketPlan.to_json),
 }
 
 

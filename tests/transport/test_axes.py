@@ -320,8 +320,8 @@ BAD_CALLS: dict[str, tuple[Callable[[Transport], object], type[Exception], str]]
     "disagreement": (
         lambda t: t.open_subgroups(SQUARE, AXES[: 2 - t.rank // 2]),
         PlanMismatchError,
-        r"rank 0 has Topology\(host=2, local=2\) divided along \[\('host',\), \('local',\)\], "
-        r"rank 2 has .* along \[\('host',\)\]; pass the same",
+        r"the mesh is Topology\(host=2, local=2\) divided along \[\('host',\), \('local',\)\] on "
+        r"rank 0 and .* along \[\('host',\)\] on rank 2; pass the same",
     ),
     "scatter of a matrix": (
         lambda t: t.reduce_scatter(torch.ones(4, 4)),
