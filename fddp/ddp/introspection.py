@@ -64,8 +64,7 @@ class Introspection(WrapperState):
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Return DDP's logging data under DDP's keys; sizes in bytes, times in nanoseconds."""
-        log = self._recorder.log if self.steps else None
-        return {} if log is None else dict(log.data)
+        return dict(self._recorder.data) if self.steps else {}  # which starts the log
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Record one in `sample_rate` steps, after the first ten."""

@@ -18,8 +18,7 @@ from fddp.collectives.replicas.broadcast import AT_ONCE_BYTES
 from fddp.ddp.arguments import AS_GIVEN, Arguments, Options, group_of, managed
 from fddp.ddp.backward_steps import BackwardDriver, Switches
 from fddp.ddp.delayed_all_reduce import Delayed
-from fddp.ddp.logger import Recorder
-from fddp.ddp.logging_data import StaticLoggingData, start_log
+from fddp.ddp.logging_data import Recorder
 from fddp.ddp.mixed_precision import wire_dtype
 from fddp.ddp.parameter_watch import ParameterWatch
 from fddp.ddp.request import ModuleRequest
@@ -147,7 +146,7 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
             recorder=self._recorder,
         )
         steps = BackwardDriver(runner, self._switches)
-        self._recorder.log = start_log(self._facts(steps))
+        self._start_log(steps)
         wire = wire_dtype(self.mixed_precision) if self.mixed_precision else None
         if wire is not None:
             steps.engine.set_hook(cast_hook(wire))
@@ -164,19 +163,17 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
             nonfinite=self._nonfinite,
         )
 
-    def _facts(self, steps: BackwardDriver) -> StaticLoggingData:
-        group = self.process_group
-        backend = dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "loopback"
-        return StaticLoggingData(
+    def _start_log(self, steps: BackwardDriver) -> None:
+        group, transport = self.process_group, steps.engine.transport
+        is_process_group = isinstance(group, dist.ProcessGroup)
+        self._recorder.start(
+            self._options,
+            steps.engine.program.plan,
+            steps.runner.usage.names,
             module_name=type(self.module).__name__,
-            rank=steps.engine.transport.rank,
-            world_size=steps.engine.transport.world_size,
-            backend_name=backend,
-            backend_threads=2 if backend == "gloo" else None,
-            options=self._options,
-            plan=steps.engine.program.plan,
-            names=tuple(steps.runner.usage.names),
-            environment=os.environ,
+            rank=transport.rank,
+            world_size=transport.world_size,
+            backend_name=dist.get_backend(group) if is_process_group else "loopback",
         )
 
     # Switches

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fddp.core.protocol.calls import Method
-from fddp.ddp.logger import Recorder
+from fddp.ddp.logging_data import Recorder
 from fddp.ddp.nonfinite import SKIP_IN_CONTEXT
 from fddp.ddp.request import ModuleRequest
 from fddp.ddp.unused_parameters import ParameterUse, Usage
