@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from fddp.cli.common import CallError, Commands, Printer, add_outputs, cap, require
+from fddp.cli.common import (
+    CallError,
+    Commands,
+    Printer,
+    add_outputs,
+    cap,
+    make_table,
+    require,
+)
 from fddp.cli.sources import SOURCE_HELP, is_plan_file, load_plan
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.plan.text import MIB, summary
@@ -54,16 +62,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _table(plan: BucketPlan) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=summary(plan), caption=f"digest {plan.digest}", box=box.SIMPLE_HEAVY)
-    table.add_column("bucket", justify="right")
-    table.add_column("leaves", justify="right")
-    table.add_column("first to last leaf", overflow="fold")
-    table.add_column("dtype, device")
-    table.add_column("MiB", justify="right")
-    table.add_column("cap MiB", justify="right")
+    left = ("first to last leaf", "dtype, device")
+    columns = ("bucket", "leaves", *left, "MiB", "cap MiB")
+    table = make_table(summary(plan), f"digest {plan.digest}", columns, left)
     for number, bucket in enumerate(plan.buckets):
         ends = dict.fromkeys(plan.paths[leaf] for leaf in (bucket.leaves[0], bucket.leaves[-1]))
         table.add_row(

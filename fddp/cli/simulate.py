@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,7 @@ from fddp.cli.common import (
     Printer,
     add_outputs,
     cap,
+    make_table,
     output,
     positive,
     require,
@@ -45,15 +46,6 @@ class _Case(NamedTuple):
     cap_mb: float | None  # None for plans without a single cap
     plan: BucketPlan
     timeline: Timeline
-
-
-class _Setting(NamedTuple):
-    """Conditions of all simulations."""
-
-    target: Target
-    ready_times_s: ReadyTimes
-    jitter: Jitter | None
-    seed: int
 
 
 def add(commands: Commands) -> None:
@@ -130,9 +122,14 @@ def _run(args: argparse.Namespace) -> int:
         if args.ready is not None
         else _spread(given, args.backward_ms / 1e3)
     )
-    setting = _Setting(target, times, args.jitter, args.seed)
+    cases = []
     try:
-        cases = _cases(given, is_plan_file(args.source), args.caps, setting)
+        for name, cap_mb, plan in _plans(
+            given, is_plan_file(args.source), args.caps, target, times
+        ):
+            schedule = make_schedule(plan, target.topology, algorithm=target.algorithm)
+            timeline = simulate(schedule, target.cost, times, jitter=args.jitter, seed=args.seed)
+            cases.append(_Case(name, cap_mb, plan, timeline))
     except (FddpError, ValueError) as error:
         raise CallError(str(error)) from error
     best = min(cases, key=lambda case: case.timeline.step_s)
@@ -160,41 +157,29 @@ def _spread(plan: BucketPlan, backward_s: float) -> list[float]:
     return times_s
 
 
-def _cases(
-    given: BucketPlan, is_fixed: bool, caps_mb: Sequence[float], setting: _Setting
-) -> list[_Case]:
-    """Simulate the given plan (if fixed), a plan for each cap, and the best plan."""
-    leaves, target = given.leaves, setting.target
-    times_s = ready_seconds(leaves, given.reduced, setting.ready_times_s)
+def _plans(
+    given: BucketPlan,
+    is_fixed: bool,
+    caps_mb: Sequence[float],
+    target: Target,
+    ready_times_s: ReadyTimes,
+) -> Iterator[tuple[str, float | None, BucketPlan]]:
+    """Yield name, cap and plan: the given one (if fixed), one for each cap, and the best."""
+    leaves = given.leaves
+    times_s = ready_seconds(leaves, given.reduced, ready_times_s)
     order = sorted(given.order, key=lambda leaf: times_s[leaf])
-    plans: list[tuple[str, float | None, BucketPlan]] = []
     if is_fixed:
-        plans.append(("as given", None, given))
+        yield "as given", None, given
     for cap_mb in caps_mb:
         caps_bytes = [int(cap * MIB) for cap in (min(_FIRST_CAP_MB, cap_mb), cap_mb)]
         plan = plan_leaves(leaves, order=order, caps_bytes=caps_bytes)
-        plans.append((f"cap {cap_mb:.4g} MiB", cap_mb, plan))
-    plans.append(("optimal", None, optimal_plan(leaves, given.order, times_s.tolist(), target)))
-    cases = []
-    for name, plan_cap_mb, plan in plans:
-        schedule = make_schedule(plan, target.topology, algorithm=target.algorithm)
-        timeline = simulate(
-            schedule, target.cost, setting.ready_times_s, jitter=setting.jitter, seed=setting.seed
-        )
-        cases.append(_Case(name, plan_cap_mb, plan, timeline))
-    return cases
+        yield f"cap {cap_mb:.4g} MiB", cap_mb, plan
+    yield "optimal", None, optimal_plan(leaves, given.order, times_s.tolist(), target)
 
 
 def _table(cases: Sequence[_Case], best: _Case, target: Target, caption: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        title=f"{target.algorithm} on {target.topology}", caption=caption, box=box.SIMPLE_HEAVY
-    )
-    table.add_column("plan")
-    for heading in ("buckets", "step ms", "backward ms", "exposed ms", "hidden"):
-        table.add_column(heading, justify="right")
+    columns = ("plan", "buckets", "step ms", "backward ms", "exposed ms", "hidden")
+    table = make_table(f"{target.algorithm} on {target.topology}", caption, columns)
     for case in cases:
         timeline = case.timeline
         table.add_row(

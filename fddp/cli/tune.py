@@ -13,8 +13,10 @@ from fddp.cli.common import (
     Printer,
     add_outputs,
     add_ranks,
+    add_value,
     cap,
     launched,
+    make_table,
     require,
     whole,
 )
@@ -66,20 +68,8 @@ def add(commands: Commands) -> None:
         "rank calls it, in its process group",
     )
     add_ranks(parser, _MAX_RANKS)
-    parser.add_argument(
-        "--bucket-cap-mb",
-        type=cap,
-        default=25.0,
-        metavar="MIB",
-        help="cap of the initial plan, in MiB (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=whole(1),
-        default=5,
-        metavar="N",
-        help="number of trials of each plan (default: %(default)s)",
-    )
+    add_value(parser, "--bucket-cap-mb", cap, 25.0, "cap of the initial plan, in MiB")
+    add_value(parser, "--rounds", whole(1), 5, "number of trials of each plan")
     add_outputs(parser, json="the chosen plan, for GradSync or fddp plan,", png="both plans")
     parser.set_defaults(run=_run, parser=parser)
 
@@ -126,22 +116,15 @@ def _check(step: _Step, options: Options) -> None:
 
 
 def _table(report: TuneReport, ranks: int) -> Table:
-    from rich import box
-    from rich.table import Table
-
     kept = "after" if report.adopted else "before"
-    table = Table(
-        title=f"a step on {ranks} ranks over gloo; kept: {kept}",
-        caption=", ".join(
-            f"{axis}: {model.alpha_s * 1e6:.3g} µs and {model.beta_s_per_byte * 1e9:.3g} ns a "
-            f"byte, overlap {model.overlap:.2f}"
-            for axis, model in report.costs.items()
-        ),
-        box=box.SIMPLE_HEAVY,
+    costs = (
+        f"{axis}: {model.alpha_s * 1e6:.3g} µs and {model.beta_s_per_byte * 1e9:.3g} ns a byte, "
+        f"overlap {model.overlap:.2f}"
+        for axis, model in report.costs.items()
     )
-    table.add_column("plan")
-    for heading in ("buckets", "simulated ms", "measured ms"):
-        table.add_column(heading, justify="right")
+    title = f"a step on {ranks} ranks over gloo; kept: {kept}"
+    columns = ("plan", "buckets", "simulated ms", "measured ms")
+    table = make_table(title, ", ".join(costs), columns)
     for name, plan, simulated_s, measured_s in (
         ("before", report.before, report.simulated_before_s, report.measured_before_s),
         ("after", report.after, report.simulated_after_s, report.measured_after_s),

@@ -165,15 +165,15 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
 
     def _start_log(self, steps: BackwardDriver) -> None:
         group, transport = self.process_group, steps.engine.transport
-        is_process_group = isinstance(group, dist.ProcessGroup)
+        backend = dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "loopback"
         self._recorder.start(
             self._options,
             steps.engine.program.plan,
             steps.runner.usage.names,
+            backend,
             module_name=type(self.module).__name__,
             rank=transport.rank,
             world_size=transport.world_size,
-            backend_name=dist.get_backend(group) if is_process_group else "loopback",
         )
 
     # Switches

@@ -5,7 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from fddp.cli.common import PROG, Commands, Printer, add_ranks, cap, launched, require, whole
+from fddp.cli.common import (
+    PROG,
+    Commands,
+    Printer,
+    add_ranks,
+    add_value,
+    cap,
+    launched,
+    require,
+    whole,
+)
 
 if TYPE_CHECKING:
     from fddp.cli.demo.rank import Options
@@ -22,20 +32,8 @@ def add(commands: Commands) -> None:
         "with one process. Exit code 1 if a check fails.",
     )
     add_ranks(parser, _MAX_RANKS)
-    parser.add_argument(
-        "--epochs",
-        type=whole(1),
-        default=8,
-        metavar="N",
-        help="number of passes over the data (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--bucket-cap-mb",
-        type=cap,
-        default=0.25,
-        metavar="MIB",
-        help="size at which a bucket is closed, in MiB (default: %(default)s)",
-    )
+    add_value(parser, "--epochs", whole(1), 8, "number of passes over the data")
+    add_value(parser, "--bucket-cap-mb", cap, 0.25, "size at which a bucket is closed, in MiB")
     parser.set_defaults(run=_run, parser=parser)
 
 
