@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Real
-from typing import Any
+from typing import Any, get_args
 
 import torch.distributed as dist
 from torch import Tensor, device, nn
@@ -22,6 +22,7 @@ from torch.nn.parameter import UninitializedParameter
 from fddp.core.plan.defaults import CAP_MB
 from fddp.core.plan.leaf import MAX_COUNT
 from fddp.errors import NoGradientError
+from fddp.runtime.nonfinite import Policy
 from fddp.transport import LoopbackGroup
 from fddp.tree.planner import MIB_BYTES
 
@@ -113,10 +114,6 @@ class Options:
     first_cap_bytes: int
     listed_caps_bytes: tuple[int, ...]
 
-    def as_static(self) -> Options:
-        """Return the same settings with `static_graph=True`."""
-        return replace(self, arguments=replace(self.arguments, static_graph=True))
-
     @property
     def initial_caps_bytes(self) -> tuple[int, ...]:
         """Caps of the plan of the first step.
@@ -167,6 +164,18 @@ def group_of(arguments: Arguments) -> dist.ProcessGroup | LoopbackGroup:
             f"the ranks that belong to the group"
         )
     return group
+
+
+def check_policy(policy: Policy, *, delays: bool) -> None:
+    """Raise a ValueError if `nonfinite` is unknown, or does not support delayed parameters."""
+    if policy not in get_args(Policy):
+        raise ValueError(f"nonfinite must be one of {', '.join(get_args(Policy))}, got {policy!r}")
+    if delays and policy != "propagate":
+        raise ValueError(
+            f"nonfinite={policy!r} and delay_all_reduce_named_params can't be combined: "
+            f"parameters with a delayed all-reduce are averaged separately, and could be neither "
+            f"checked nor skipped with the others; leave out one of the two"
+        )
 
 
 def managed(module: nn.Module, ignored: frozenset[str]) -> dict[str, nn.Parameter]:

@@ -38,16 +38,10 @@ from fddp.sync.engine import Engine
 
 
 @dataclass
-class Switches:
-    """Settings that a training loop turns on and off.
+class Switch:
+    """On while backward passes synchronise gradients; shared by a wrapper and its driver."""
 
-    Attributes:
-        backward: True if backward passes synchronise gradients.
-        forward: True if forward passes synchronise buffers.
-    """
-
-    backward: bool = True
-    forward: bool = True
+    is_on: bool = True
 
 
 class BackwardDriver:
@@ -55,17 +49,17 @@ class BackwardDriver:
 
     Args:
         runner: runs the steps.
-        switches: shared with the wrapper.
+        switch: shared with the wrapper.
 
     Attributes:
         runner: runs the steps.
         is_stopped: True if gradients are left alone.
     """
 
-    def __init__(self, runner: StepRunner, switches: Switches) -> None:
+    def __init__(self, runner: StepRunner, switch: Switch) -> None:
         self.runner = runner
         self.is_stopped = False
-        self._switches = switches
+        self._switch = switch
         self._lock = threading.RLock()
         self._end: weakref.ref[_End] | None = None
         self._reached_s = math.inf  # time at which the running backward pass reached an output
@@ -117,7 +111,7 @@ class BackwardDriver:
 
     def _on_output_grad(self) -> None:
         with self._lock:
-            if self._switches.backward and not self.is_stopped:
+            if self._switch.is_on and not self.is_stopped:
                 if not self._is_reached:
                     self._reached_s = time.perf_counter()
                 self._is_reached = True
@@ -126,7 +120,7 @@ class BackwardDriver:
 
     def _on_first_grad(self) -> None:
         with self._lock:
-            if not self._switches.backward:
+            if not self._switch.is_on:
                 return
             self._queue_end(required=True)
             if self.runner.step is None:

@@ -237,12 +237,7 @@ def some_sync(ddp: WrapperState, *, mine: bool) -> bool:
     """
     if isinstance(ddp._join_config, _CountedHere):
         return bool(ddp._forward_collectives.some_sync)
-    return any_rank(ddp.steps.engine.transport, mine=mine)
-
-
-def any_rank(transport: Transport, *, mine: bool) -> bool:
-    """Return True if any rank votes for it. A collective call."""
-    return last_rank(transport, mine=mine) is not None
+    return last_rank(ddp.steps.engine.transport, mine=mine) is not None
 
 
 def last_rank(transport: Transport, *, mine: bool) -> int | None:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fddp.core.protocol.calls import Method
 from fddp.ddp.logging_data import Recorder
-from fddp.ddp.nonfinite import SKIP_IN_CONTEXT
 from fddp.ddp.request import ModuleRequest
 from fddp.ddp.unused_parameters import ParameterUse, Usage
 from fddp.errors import FddpError, InternalError, PlanMismatchError
@@ -32,6 +31,12 @@ from fddp.runtime.step import Step
 from fddp.runtime.step_info import make_info
 from fddp.sync.engine import Engine
 from fddp.tree.pytree import flatten
+
+_SKIP_IN_CONTEXT = (
+    "nonfinite='skip' can't skip a step whose gradients are in a context of distributed autograd: "
+    "gradients can't be removed from there, and the optimizer would use each rank's own; build the "
+    "wrapper with nonfinite='raise'"
+)
 
 
 class ParametersChangedError(FddpError):
@@ -205,7 +210,7 @@ class StepRunner:
         own = [grads.get(param) for param in self.parameters.leaves]
         self.step = self.engine.open(Method.MODULE, with_stats=False)
         if self.engine.terms.nonfinite == "skip":
-            self.step.fail(ValueError(SKIP_IN_CONTEXT))
+            self.step.fail(ValueError(_SKIP_IN_CONTEXT))
             return
         contributions = TreeContributions(self.engine.program, own, 1.0)
         self.step.begin(contributions, self.parameters.leaves)
