@@ -11,18 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fddp.cli.common import (
-    CallError,
-    Commands,
-    Printer,
-    add_outputs,
-    cap,
-    make_table,
-    output,
-    positive,
-    require,
-    whole,
-)
+from fddp.cli import common
 from fddp.cli.link_arguments import COST_HELP, axis_cost, cost_of, topology
 from fddp.cli.sources import SOURCE_HELP, is_plan_file, load_plan, read
 from fddp.core.plan.plan import BucketPlan, plan_leaves
@@ -48,7 +37,7 @@ class _Case(NamedTuple):
     timeline: Timeline
 
 
-def add(commands: Commands) -> None:
+def add(commands: common.Commands) -> None:
     """Declare the command."""
     parser = commands.add_parser(
         "simulate",
@@ -83,7 +72,7 @@ def add(commands: Commands) -> None:
     ready = parser.add_mutually_exclusive_group(required=True)
     ready.add_argument(
         "--backward-ms",
-        type=positive,
+        type=common.positive,
         metavar="MS",
         help="duration of backward; gradients arrive in the order of the plan, each after a time "
         "in proportion to its size",
@@ -101,20 +90,21 @@ def add(commands: Commands) -> None:
         help="variation between ranks: standard deviation of the logarithm of their slowdown, and "
         "the rate of stragglers and their factor",
     )
+    common.add_value(parser, "--seed", common.whole(0), 0, "seed of the jitter")
     parser.add_argument(
-        "--seed", type=whole(0), default=0, metavar="N", help="seed of the jitter (default: 0)"
+        "--trace",
+        type=common.output,
+        metavar="FILE",
+        help="write the fastest step to a file for Perfetto",
     )
-    parser.add_argument(
-        "--trace", type=output, metavar="FILE", help="write the fastest step to a file for Perfetto"
-    )
-    add_outputs(
+    common.add_outputs(
         parser, json="all results and the fastest plan", png="step times and the fastest step"
     )
     parser.set_defaults(run=_run, parser=parser)
 
 
 def _run(args: argparse.Namespace) -> int:
-    require("rich", *(["matplotlib"] if args.png else []))
+    common.require("rich", *(["matplotlib"] if args.png else []))
     given = load_plan(args.source)
     target = Target(cost_of(args.cost, args.topology), args.topology, args.algorithm)
     times = (
@@ -131,9 +121,9 @@ def _run(args: argparse.Namespace) -> int:
             timeline = simulate(schedule, target.cost, times, jitter=args.jitter, seed=args.seed)
             cases.append(_Case(name, cap_mb, plan, timeline))
     except (FddpError, ValueError) as error:
-        raise CallError(str(error)) from error
+        raise common.CallError(str(error)) from error
     best = min(cases, key=lambda case: case.timeline.step_s)
-    printer = Printer(args.json)
+    printer = common.Printer(args.json)
     source = (
         f"read from {args.ready}" if args.ready is not None else "assumed: in proportion to size"
     )
@@ -179,7 +169,7 @@ def _plans(
 
 def _table(cases: Sequence[_Case], best: _Case, target: Target, caption: str) -> Table:
     columns = ("plan", "buckets", "step ms", "backward ms", "exposed ms", "hidden")
-    table = make_table(f"{target.algorithm} on {target.topology}", caption, columns)
+    table = common.make_table(f"{target.algorithm} on {target.topology}", caption, columns)
     for case in cases:
         timeline = case.timeline
         table.add_row(
@@ -238,10 +228,10 @@ def _ready_file(path: str) -> ReadyTimes:
     try:
         times = json.loads(read(path))
     except (ValueError, RecursionError) as error:
-        raise CallError(f"{path}: not a JSON document: {error}") from error
+        raise common.CallError(f"{path}: not a JSON document: {error}") from error
     values = list(times.values()) if isinstance(times, dict) else times
     if not isinstance(values, list) or not all(_is_time(value) for value in values):
-        raise CallError(f"{path}: must hold an object or a list of seconds (or null)")
+        raise common.CallError(f"{path}: must hold an object or a list of seconds (or null)")
     seconds = [math.nan if value is None else float(value) for value in values]
     return dict(zip(times, seconds, strict=True)) if isinstance(times, dict) else seconds
 
@@ -253,7 +243,7 @@ def _is_time(value: object) -> bool:
 
 
 def _caps(text: str) -> tuple[float, ...]:
-    return tuple(dict.fromkeys(map(cap, text.split(","))))
+    return tuple(dict.fromkeys(map(common.cap, text.split(","))))
 
 
 def _jitter(text: str) -> Jitter:
