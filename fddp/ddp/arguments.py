@@ -186,9 +186,7 @@ def managed(module: nn.Module, ignored: frozenset[str]) -> dict[str, nn.Paramete
 def checked(module: nn.Module, arguments: Arguments) -> Options:
     """Check the arguments against the module, and derive the settings.
 
-    Args:
-        module: the module to wrap, after `make_local_`.
-        arguments: those of the constructor. Deprecation warnings point at its caller.
+    The module is taken after `make_local_`. Deprecation warnings point at the constructor's caller.
 
     Raises:
         NoGradientError: no parameter requires a gradient. It is a RuntimeError, as torch raises.
@@ -206,12 +204,10 @@ def checked(module: nn.Module, arguments: Arguments) -> Options:
     delayed = _delayed(arguments)
     ignored = _ignored_names(module) | delayed.keys()
     own = managed(module, ignored)
-    if not delayed:
-        _check_any_trains(own)
-    _check_initialised(own)
+    _check_parameters(own, has_delayed=bool(delayed))
     placed = [tensor.device for tensor in (own or delayed).values()]
     device_ids, output_device = _device_indices(arguments, set(placed))
-    batch_norms = _synced_batch_norms(module)
+    batch_norms = [n for n, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
     if batch_norms and placed[0].type == "cpu":
         raise ValueError(
             f"SyncBatchNorm layers only work with GPU modules, and {batch_norms[0]!r} is on the "
@@ -260,16 +256,13 @@ def _ignored_names(module: nn.Module) -> frozenset[str]:
     return frozenset(name.removeprefix(".") for name in names)
 
 
-def _check_any_trains(own: Mapping[str, nn.Parameter]) -> None:
-    if not any(p.requires_grad for p in own.values()):
+def _check_parameters(own: Mapping[str, nn.Parameter], has_delayed: bool) -> None:
+    if not has_delayed and not any(p.requires_grad for p in own.values()):
         raise NoGradientError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that "
             f"requires a gradient. This one has {len(own)} parameters that are not ignored; call "
             f"requires_grad_() on those to train, or use the module without the wrapper"
         )
-
-
-def _check_initialised(own: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in own.items():
         if isinstance(parameter, UninitializedParameter):
             raise RuntimeError(
@@ -307,10 +300,6 @@ def _device_indices(
             f"{sorted(map(str, devices))}. Leave both out unless the module is on one GPU"
         )
     return None, None
-
-
-def _synced_batch_norms(module: nn.Module) -> list[str]:
-    return [name for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
 
 
 def _warn_of_deprecated(arguments: Arguments) -> None:

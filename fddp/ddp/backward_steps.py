@@ -47,10 +47,6 @@ class Switch:
 class BackwardDriver:
     """Begins a step at the first gradient of a backward pass, and ends it with the pass.
 
-    Args:
-        runner: runs the steps.
-        switch: shared with the wrapper.
-
     Attributes:
         runner: runs the steps.
         is_stopped: True if gradients are left alone.
@@ -129,11 +125,7 @@ class BackwardDriver:
                     self.runner.open()
 
     def _queue_end(self, *, required: bool) -> None:
-        """Queue the end of the step in the autograd engine, unless it is queued.
-
-        Args:
-            required: False if a step is taken only if gradients come.
-        """
+        """Queue the end of the step; see `finish`."""
         if self._end is not None and self._end() is None:
             self.abort_stale_step()
         if self._end is None:

@@ -70,7 +70,7 @@ class CommHooks(WrapperState):
                 "new wrapper for another hook",
             )
         engine.set_hook(hook)
-        self._recorder.note(comm_hook=name)
+        self.logger.note(comm_hook=name)
 
     def _setup_in_backward_optimizers(self) -> None:
         """Make optimizers that run in backward wait for the mean.

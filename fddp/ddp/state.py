@@ -41,7 +41,6 @@ _NOT_STATE = (
     "logger",
     "_steps",
     "_watch",
-    "_recorder",
     "_delayed",
     "_forward_collectives",
 )
@@ -100,7 +99,7 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
 
     def _attach(self) -> None:
         """Set the attributes that belong to this process. A copy makes its own."""
-        self.logger = self._recorder = Recorder()
+        self.logger = Recorder()
         self._watch = ParameterWatch(self.module, self._options.ignored)
         self._steps: BackwardDriver | None = None
         self._all_delayed = not self._watch.params
@@ -147,14 +146,14 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
             find_unused=self.find_unused_parameters,
             static=self.static_graph,
             replace=self.gradient_as_bucket_view,
-            recorder=self._recorder,
+            recorder=self.logger,
         )
         steps = BackwardDriver(runner, self._switch)
         self._start_log(steps)
         wire = wire_dtype(self.mixed_precision) if self.mixed_precision else None
         if wire is not None:
             steps.engine.set_hook(cast_hook(wire))
-            self._recorder.note(comm_hook=f"{wire} gradients")
+            self.logger.note(comm_hook=f"{wire} gradients")
         return steps
 
     def _request(self) -> ModuleRequest:
@@ -170,7 +169,7 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
     def _start_log(self, steps: BackwardDriver) -> None:
         group, transport = self.process_group, steps.engine.transport
         backend = dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "loopback"
-        self._recorder.start(
+        self.logger.start(
             self._options,
             steps.engine.program.plan,
             steps.runner.usage.names,
@@ -213,7 +212,7 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
 
         A `Monitor` on the wrapped module calls it.
         """
-        self._recorder.keeps_all = True
+        self.logger.keeps_all = True
 
     @property
     def sync_info(self) -> SyncInfo | None:
@@ -233,7 +232,7 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
             >>> fddp.loopback(2, train)
             [(0, 5.0), (0, 5.0)]
         """
-        return self._recorder.info
+        return self.logger.info
 
     def timeline(self) -> Timeline:
         """Return the times of the last measured step: number 0 to 10, then one in a hundred.
@@ -243,13 +242,13 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
         Raises:
             ValueError: no step has been measured yet.
         """
-        if self._recorder.info is None:
+        if self.logger.info is None:
             raise ValueError("no step has been taken yet; call backward first")
-        return self._recorder.info.timeline.to_timeline()
+        return self.logger.info.timeline.to_timeline()
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Return DDP's logging data under DDP's keys; sizes in bytes, times in nanoseconds."""
-        return dict(self._recorder.data) if self.steps else {}  # which starts the log
+        return dict(self.logger.data) if self.steps else {}  # which starts the log
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Record one in `sample_rate` steps, after the first ten."""
@@ -259,7 +258,7 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
                 f"DDP runtime logging sample rate should be equal or greater than 1, "
                 f"got {sample_rate}",
             )
-        self._recorder.sample_rate = sample_rate
+        self.logger.sample_rate = sample_rate
 
     @property
     def _has_rebuilt_buckets(self) -> bool:

@@ -53,14 +53,8 @@ class _NoGraphInfo(NamedTuple):
 class HookedParameters:
     """Parameters in the order of the plan's leaves, with hooks for their gradients.
 
-    Args:
-        params: parameters by name.
-        on_first_grad: called before the first gradient of a step.
-
-    Attributes:
-        leaves: the parameters.
-        names: their names.
-        hooks: the hooks. They are removed when this object is freed.
+    The hooks are removed when this object is freed. They call `on_first_grad` before the first
+    gradient of a step.
     """
 
     def __init__(self, params: Mapping[str, Tensor], on_first_grad: Callable[[], None]) -> None:
@@ -89,11 +83,9 @@ class StepRunner:
     """Runs the steps of a wrapped module on the engine. Construction is a collective call.
 
     Args:
-        request: the parameters and their bucketing.
         find_unused, static: as for `Usage`.
         replace: True if results replace gradients that were there before, instead of being written
             into them.
-        recorder: records the steps that it wants.
 
     Attributes:
         engine: the engine, which owns the plan.

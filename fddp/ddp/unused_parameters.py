@@ -27,12 +27,7 @@ _NONE_UNUSED = (
 
 
 class ParameterUse(NamedTuple):
-    """Used parameters, by name.
-
-    Attributes:
-        here: names of parameters used on this rank.
-        ranks: number of ranks that used each parameter.
-    """
+    """Names of the parameters used on this rank, and the number of ranks that used each."""
 
     here: frozenset[str]
     ranks: Mapping[str, int]
@@ -48,8 +43,6 @@ class Usage:
 
     Args:
         params: parameters by name, in the order of registration.
-        rank: this rank.
-        world_size: number of ranks.
         find_unused: True if unused parameters are allowed.
         static: True if all steps must use the same parameters.
 

@@ -176,7 +176,7 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         return True
 
     def _prepare(self, changed: bool) -> None:
-        self._recorder.forward_start_s = time.perf_counter()
+        self.logger.forward_start_s = time.perf_counter()
         steps, syncs = self.steps, self._syncs
         steps.abort_stale_step()
         if not self._lazy_init_ran:
@@ -187,7 +187,7 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         steps.runner.usage.joining = self._join_config.enable
         if changed or not steps.runner.parameters.hooks.intact():
             steps.change(self._request())
-            self._recorder.renumber(steps.runner.usage.names)
+            self.logger.renumber(steps.runner.usage.names)
         if torch.is_grad_enabled():
             steps.begin_forward()
         self._sync_before_forward()
@@ -297,7 +297,7 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         static = replace(self._options.arguments, static_graph=True)
         self._options = replace(self._options, arguments=static)
         self.steps.runner.usage.static = True
-        self._recorder.note(static_graph=1)
+        self.logger.note(static_graph=1)
         if self.find_unused_parameters:
             warnings.warn(
                 "You passed find_unused_parameters=true to DistributedDataParallel, "
