@@ -24,11 +24,8 @@ class ModuleRequest:
     Attributes:
         params: parameters to synchronise, by name, in the order of their registration.
         options: caps, and the names of parameters with sparse gradients.
-        span: the group to communicate with.
         last_is_small: True if the first cap belongs to the bucket that is launched last, also after
             the plan has been rebuilt (`DDP_SET_LAST_BUCKET_CAP`).
-        transport: name of the transport.
-        nonfinite: policy for steps with a non-finite number.
     """
 
     params: Mapping[str, Tensor]

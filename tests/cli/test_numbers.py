@@ -11,7 +11,7 @@ import pytest
 
 import fddp
 from benchmarks import cli as bench
-from fddp.cli import flight, simulate, tune
+from fddp.cli import common, flight, simulate, tune
 from fddp.cli import plan as plan_command
 from fddp.cli.demo import command as demo
 from tests.faults.test_fuzz import plan
@@ -98,7 +98,7 @@ def test_numbers_of_any_size(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Refused by name, or results are numbers: no warning of NumPy's, no infinity."""
-    for module in (tune, demo, bench):
+    for module in (common, bench):
         monkeypatch.setattr(module, "launched", refuse_to_launch)
     places = {"plan": str(tmp_path / "plan.json"), "json": str(tmp_path / "out.json")}
     places |= {"source": str(tmp_path / "module.py"), "file": str(tmp_path / "file.json")}
