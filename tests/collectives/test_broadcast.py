@@ -13,15 +13,12 @@ from torch import Tensor, nn
 
 import fddp
 from tests.support.endings import Ending, ending
+from tests.support.groups import rank_of
 from tests.support.models import rand, same_bits
 from tests.support.ranks import Launch, RankPool
 
 NAMES = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
 NAMES += ["uint8", "int8", "int16", "int32", "int64", "bool"]
-
-
-def rank_of(group: Any) -> int:
-    return group.rank if isinstance(group.rank, int) else dist.get_rank(group)
 
 
 def tree(rank: int) -> Any:

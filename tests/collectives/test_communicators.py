@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fddp
 from fddp.collectives import communicator as communicators
 from fddp.collectives.communicator import communicator_by_id, communicator_of
-from tests.collectives.test_broadcast import rank_of
+from tests.support.groups import rank_of
 from tests.support.models import rand
 from tests.support.polling import soon
 from tests.support.ranks import Launch, RankPool, launch_over

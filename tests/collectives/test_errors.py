@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 import fddp
-from tests.collectives.test_broadcast import rank_of
 from tests.support.endings import Ending, ending
+from tests.support.groups import rank_of
 from tests.support.ranks import Launch, RankPool, launch_over
 
 ONE = torch.ones(2)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 import fddp
 from fddp.collectives.communicator import communicator_of
 from fddp.native.digest import _on_device, bytes_of, digest_of
-from tests.collectives.test_broadcast import NAMES, rank_of
+from tests.collectives.test_broadcast import NAMES
 from tests.support.endings import Ending, ending
+from tests.support.groups import rank_of
 from tests.support.models import rand as random
 from tests.support.ranks import Launch, launch_over
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fddp
 from fddp.testing import gradients, param_trees
-from tests.collectives.test_broadcast import rank_of
+from tests.support.groups import rank_of, size_of
 from tests.support.models import rand, same_bits
 from tests.support.ranks import Launch, RankPool, launch_over
 
@@ -57,7 +57,7 @@ def test_values_of_every_dtype(launch: Launch, world_size: int) -> None:
 
 
 def every_dtype(group: Any) -> None:
-    rank, n = rank_of(group), group.size if isinstance(group.size, int) else dist.get_world_size()
+    rank, n = rank_of(group), size_of(group)
     summed, moved = FLOATING + WHOLE, FLOATING + WHOLE + MOVED
 
     def stacked(names: list[str]) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fddp
+from tests.support.groups import rank_of
 from tests.support.ranks import Launch, RankPool
 from tests.support.wrapped_net import (
     DDP,
@@ -25,7 +26,6 @@ from tests.support.wrapped_net import (
     grads,
     mean_of,
     net,
-    rank_of,
 )
 
 

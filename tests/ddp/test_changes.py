@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fddp
+from tests.support.groups import rank_of
 from tests.support.ranks import Launch, RankPool
 from tests.support.wrapped_net import (
     DDP,
@@ -20,7 +21,6 @@ from tests.support.wrapped_net import (
     grads,
     mean_of,
     net,
-    rank_of,
 )
 
 # Parameters

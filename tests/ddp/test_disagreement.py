@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fddp
-from tests.collectives.test_broadcast import rank_of
 from tests.support.endings import Ending, ending
+from tests.support.groups import rank_of
 from tests.support.ranks import launch_over
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 import fddp
+from tests.support.groups import rank_of
 from tests.support.ranks import RankPool, run_fresh
 from tests.support.wrapped_net import (
     DDP,
@@ -28,7 +29,6 @@ from tests.support.wrapped_net import (
     batch,
     grads,
     net,
-    rank_of,
 )
 
 BAD = 1  # the rank that fails

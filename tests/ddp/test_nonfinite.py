@@ -17,6 +17,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import fddp
 from tests.support.called import collectives_called
+from tests.support.groups import rank_of
 from tests.support.models import rand, same_bits
 from tests.support.ranks import Launch, RankPool
 
@@ -50,10 +51,6 @@ class Net(nn.Module):
         for i in through:
             x = torch.tanh(self.layers[f"l{i}"](x)) + x
         return x * factor
-
-
-def rank_of(group: Any) -> int:
-    return group.rank if isinstance(group.rank, int) else group.rank()
 
 
 def loss(ddp: Any, rank: int, step: int = 0, factor: float = 1.0, **kwargs: Any) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.groups import rank_of
 from tests.support.ranks import Launch
 from tests.support.wrapped_net import (
     DDP,
@@ -19,7 +20,6 @@ from tests.support.wrapped_net import (
     grads,
     mean_of,
     net,
-    rank_of,
 )
 
 

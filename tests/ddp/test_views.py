@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fddp
 from fddp.native.buffer_pool import BufferPool
+from tests.support.groups import rank_of
 from tests.support.ranks import Launch
 
 WIDTH = 8
@@ -39,10 +40,6 @@ def mean_gradients(ranks: int, step: int) -> list[Tensor]:
     losses = [reference(batch(rank, step)).square().mean() for rank in range(ranks)]
     (sum(losses, torch.zeros(())) / ranks).backward()
     return [param.grad for param in reference.parameters() if param.grad is not None]
-
-
-def rank_of(group: Any) -> int:
-    return int(group.rank() if callable(group.rank) else group.rank)
 
 
 def wrapped(group: Any, module: nn.Module) -> nn.Module:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 import fddp
+from tests.support.groups import rank_of
 from tests.support.ranks import Launch, RankPool
 from tests.support.wrapped_net import (
     DDP,
@@ -26,7 +27,6 @@ from tests.support.wrapped_net import (
     grads,
     mean_of,
     net,
-    rank_of,
 )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import fddp
-from tests.collectives.test_broadcast import rank_of
+from tests.support.groups import rank_of
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 

@@ -54,12 +54,6 @@ def net() -> Net:
     return model
 
 
-def rank_of(group: Any) -> int:
-    """The rank that a group of either kind belongs to."""
-    rank = group.rank
-    return rank() if callable(rank) else rank
-
-
 def batch(rank: int, step: int = 0) -> Tensor:
     return rand(4, WIDTH, seed=100 * step + rank).double()
 

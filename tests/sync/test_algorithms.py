@@ -19,6 +19,7 @@ from fddp.testing import assert_mean
 from fddp.tree.pytree import flatten
 from tests.runtime.test_dynamic_graphs import Branch, branch_loss, params, plain_loss
 from tests.support.endings import BoomError, Ending, ending
+from tests.support.groups import size_of
 from tests.support.models import (
     batch,
     largest_difference,
@@ -70,10 +71,6 @@ def world_of(launch: Launch) -> int:
 
 def grid(world_size: int) -> Topology:
     return Topology(host=2, local=world_size // 2)
-
-
-def size_of(group: Any) -> int:
-    return group.size if isinstance(group.size, int) else int(group.size())
 
 
 def opened(

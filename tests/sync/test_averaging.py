@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fddp
 from fddp.sync.averaging import WORLD, Averager, Periodic, average
-from tests.collectives.test_broadcast import rank_of
 from tests.support.endings import Ending, ending
+from tests.support.groups import rank_of
 from tests.support.models import rand, same_bits
 from tests.support.ranks import Launch, RankPool
 

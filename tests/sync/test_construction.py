@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fddp
 from tests.support.endings import Ending, ending
+from tests.support.groups import rank_of, size_of
 from tests.support.ranks import Launch
 from tests.sync.test_errors import grads, params, step
 
@@ -120,8 +121,8 @@ def transport_of(group: Any) -> Any:
 
 def build(group: Any, name: str) -> tuple[Ending, Any]:
     first, second, _ = MISMATCHES[name]
-    rank = group.rank if isinstance(group.rank, int) else group.rank()
-    size = group.size if isinstance(group.size, int) else group.size()
+    rank = rank_of(group)
+    size = size_of(group)
     seen = ending(lambda: (second if rank == size - 1 else first)(group))
     with fddp.GradSync(params(), group=group) as sync:
         return seen, step(sync)[1]

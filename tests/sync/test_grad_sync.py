@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812 - as everywhere
 import fddp
 from fddp.core.schedule.piggyback import with_separate_word
 from fddp.tree.pytree import flatten
+from tests.support.groups import rank_of
 from tests.support.models import (
     batch,
     largest_difference,
@@ -384,15 +384,11 @@ def order_of(rank: int) -> list[str]:
 
 
 def in_another_order(group: Any, kind: Callable[[Any], Any]) -> tuple[Any, str]:
-    rank = fddp_rank(group)
+    rank = rank_of(group)
     params = kind((name, torch.zeros(2)) for name in order_of(rank))
     grads = kind((name, torch.full((2,), 8.0 * int(name[1]) + 2 * rank)) for name in order_of(rank))
     with fddp.GradSync(params, group=group, first_bucket_mb=1e-5, bucket_cap_mb=2e-5) as sync:
         return sync(grads), sync.plan.digest
-
-
-def fddp_rank(group: Any) -> int:
-    return group.rank if isinstance(group.rank, int) else dist.get_rank(group)
 
 
 def test_gradients_may_sit_in_other_containers_than_the_parameters() -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 import fddp
 from tests.core.test_schedule import record
 from tests.support.endings import BoomError, Ending, ending
+from tests.support.groups import rank_of
 from tests.support.models import largest_difference, mean_gradients, mlp, mlp_loss, rand, same_bits
 from tests.support.ranks import Launch
 
@@ -336,7 +337,7 @@ def test_wrong_bodies_on_real_processes(launch: Launch) -> None:
 
 def failing_source(group: Any, how: str, culprits: tuple[int, ...]) -> Any:
     def stream() -> Iterator[Tensor]:
-        for number, x in enumerate(batches(group_rank(group), 3)):
+        for number, x in enumerate(batches(rank_of(group), 3)):
             if how == f"item {number}":
                 raise BoomError(number, "in the source")
             yield x
@@ -366,10 +367,6 @@ def failing_source(group: Any, how: str, culprits: tuple[int, ...]) -> Any:
         after = step(mlp(), batches(sync.rank, 1)[0])[1]
         again = sum(1 for x in fddp.uneven(batches(0, 2), sync) if step(mlp(), x))
         return seen, rounds, after, again
-
-
-def group_rank(group: Any) -> int:
-    return group.rank if isinstance(group.rank, int) else group.rank()
 
 
 SOURCES = {
@@ -408,7 +405,7 @@ def check_source(runs: list[Any], how: str, culprits: tuple[int, ...]) -> None:
 
 def failing_source_beside_operators(group: Any) -> tuple[Ending, float, float]:
     """Rank 1 has no batch for the second round, where the others average in their loss function."""
-    rank = group_rank(group)
+    rank = rank_of(group)
 
     def source() -> Iterator[float]:
         yield 1.0

@@ -34,6 +34,7 @@ from fddp.testing import (
 )
 from fddp.tree.pytree import flatten
 from tests.support.endings import Ending, ending
+from tests.support.groups import size_of
 from tests.support.models import rand
 from tests.support.ranks import Launch
 
@@ -401,17 +402,13 @@ def test_a_users_own_hook(launch: Launch) -> None:
 def a_users_schedule(group: Any) -> Any:
     averaging = fddp.make_schedule(
         fddp.plan_buckets(own_trees(1)[0], **SMALL),
-        fddp.Topology(world=group_size(group)),
+        fddp.Topology(world=size_of(group)),
         scaling="average",
     )
     assert_schedule_ok(averaging)
     with fddp.GradSync(averaging, group=group) as sync:
         assert sync.schedule == averaging
         return assert_mean(sync, own_trees(sync.world_size))
-
-
-def group_size(group: Any) -> int:
-    return group.size if isinstance(group.size, int) else int(group.size())
 
 
 def test_a_users_own_schedule(launch: Launch) -> None:

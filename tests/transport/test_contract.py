@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fddp.errors import ClosedError, SyncTimeoutError
-from fddp.transport import LoopbackGroup, open_transport
+from fddp.transport import open_transport
+from tests.support.groups import rank_of
 from tests.support.ranks import launch_over
 
 if TYPE_CHECKING:
@@ -339,7 +339,7 @@ def test_a_late_rank_is_named_within_the_timeout(launch: Launch, world_size: int
 
 def opening_late_on_rank(group: Group) -> None:
     """Rank 0 comes when the others have given up twice; then all meet."""
-    rank = group.rank if isinstance(group, LoopbackGroup) else dist.get_rank(group)  # type: ignore[arg-type]
+    rank = rank_of(group)
     if rank == 0:
         time.sleep(1.5)
     else:
