@@ -95,13 +95,13 @@ def broken_off(group: Any) -> list[str]:
     ddp(batch(rank_of(group))).sum().backward()
     ddp.zero_grad()
     said = []
-    model.refuses = rank_of(group) == 1
+    model.fails_in_backward = rank_of(group) == 1
     try:
         out = ddp(batch(rank_of(group)))
         out.square().mean().backward()
     except Exception as error:
         said.append(f"{type(error).__name__}: {error}")
-    model.refuses = False
+    model.fails_in_backward = False
     if rank_of(group) == 1:
         with pytest.warns(UserWarning, match="an aborted backward"):
             out = ddp(batch(rank_of(group)))
@@ -124,10 +124,10 @@ def broken_then_eval(group: Any) -> str:
     ddp = DDP(model, process_group=group)
     ddp(batch(rank_of(group))).square().sum().backward()
     ddp.zero_grad()
-    model[0].refuses = rank_of(group) == 0
+    model[0].fails_in_backward = rank_of(group) == 0
     with contextlib.suppress(ValueError, fddp.PeerError):
         ddp(batch(rank_of(group))).square().sum().backward()
-    model[0].refuses = False
+    model[0].fails_in_backward = False
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         ddp(batch(rank_of(group)))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fddp
 from fddp.hooks import Hook
+from tests.support.backward_calls import call_in_backward
 from tests.support.endings import BoomError, Ending, ending
 from tests.support.models import batch, mlp, mlp_loss
 from tests.support.ranks import RankPool, run_fresh
@@ -24,20 +25,6 @@ from tests.support.ranks import RankPool, run_fresh
 TIMEOUT_S = 6.0
 LOST = 1
 SMALL = {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0003}
-
-
-class Stops(torch.autograd.Function):
-    """Ends its process, or stalls, when backward comes by."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, how: str) -> Tensor:
-        ctx.how = how
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        stop(ctx.how)
-        return grad, None
 
 
 def stop(how: str) -> None:
@@ -55,7 +42,7 @@ def stopping_loss(p: Any, x: Tensor, where: str, how: str) -> Tensor:
         stop(how)
     for name, layer in p.items():
         if name == "layer2" and where == "backward":
-            x = Stops.apply(x, how)
+            x = call_in_backward(x, lambda: stop(how))
         x = torch.tanh(x @ layer["weight"] + layer["bias"])
     return x.square().mean()
 

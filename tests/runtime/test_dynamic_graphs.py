@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fddp
 from fddp.core.protocol.readiness import Action, on_backward_end, on_control, on_ready, start
+from tests.support.backward_calls import call_in_backward
 from tests.support.models import batch, largest_difference, mean_gradients, mlp, rand, same_bits
 from tests.support.ranks import Launch, RankPool
 
@@ -298,18 +299,6 @@ class _Nothing(torch.autograd.Function):
         return None
 
 
-class _Same(torch.autograd.Function):
-    """The identity, written in Python."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad
-
-
 def test_a_custom_function_without_a_gradient_uses_nothing() -> None:
     def run(group: Any) -> None:
         p = {"a": torch.ones(2), "b": torch.ones(2)}
@@ -333,7 +322,7 @@ def test_graphs_of_others_can_still_be_used() -> None:
         h.retain_grad()
         p = {"w": torch.ones(2)}
         with fddp.GradSync(p, group=group) as sync:
-            sync.value_and_grad(lambda q: (_Same.apply(q["w"]) * h).sum())(p)
+            sync.value_and_grad(lambda q: (call_in_backward(q["w"], lambda: None) * h).sum())(p)
         assert h.grad is None
         assert outside.grad is None
         h.sum().backward()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import fddp
+from tests.support.backward_calls import call_in_backward
 from tests.support.endings import BoomError, Ending, ending
 from tests.support.models import same_bits
 from tests.support.ranks import Launch
@@ -32,16 +33,6 @@ class MuteError(Exception):
         raise ValueError("an error without a text")
 
 
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise BoomError(7, "in backward")
-
-
 def raising(error: BaseException) -> Callable[..., Any]:
     def fails(*args: Any) -> Any:
         raise error
@@ -50,12 +41,13 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 
 def early_failure(p: dict[str, Tensor]) -> Tensor:
-    return FailsInBackward.apply(loss_fn(p))
+    return call_in_backward(loss_fn(p), raising(BoomError(7, "in backward")))
 
 
 def late_failure(p: dict[str, Tensor]) -> Tensor:
     """The gradient of b arrives first, then backward fails on the way to a."""
-    return FailsInBackward.apply(p["a"] * 1.0).sum() + (p["b"] ** 2).sum()
+    a = call_in_backward(p["a"] * 1.0, raising(BoomError(7, "in backward")))
+    return a.sum() + (p["b"] ** 2).sum()
 
 
 def inner_sync_fails(sync: fddp.GradSync) -> Callable[..., Any]:

@@ -17,22 +17,10 @@ import fddp
 from fddp.core.schedule.op import Op
 from fddp.hooks import AllReduce, Bucket, BucketSpec, Future, Hook
 from fddp.runtime.bucket import BucketState
+from tests.support.backward_calls import call_in_backward
 from tests.support.models import batch, mlp, mlp_loss
 from tests.support.monitored import DELAY_S, STEPS, check_events
 from tests.support.ranks import RankPool
-
-
-class Delayed(torch.autograd.Function):
-    """Lets backward take longer."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        time.sleep(DELAY_S)
-        return grad
 
 
 @dataclass(frozen=True)
@@ -53,6 +41,10 @@ class Sluggish(Hook[tuple[()]]):
             return total, state
 
         return all_reduce(bucket.buffer.clone()).map(take)
+
+
+def delay_backward() -> None:
+    time.sleep(DELAY_S)
 
 
 HERE = {"where": ""}  # what takes longer on this rank
@@ -98,7 +90,7 @@ def loss(params: Any, x: Tensor) -> Tensor:
     if HERE["pmean"]:
         # Ranks that wait here for another's input or forward are not slow themselves.
         value = value + 0.0 * fddp.pmean(x.sum())
-    return Delayed.apply(value) if HERE["where"] == "backward" else value
+    return call_in_backward(value, delay_backward) if HERE["where"] == "backward" else value
 
 
 def watched(rank: int, world_size: int, transport: str, cases: Sequence[tuple[int, str]]) -> Any:
@@ -179,7 +171,7 @@ class Slow(torch.nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         pause("forward")
         value = super().forward(x)
-        return Delayed.apply(value) if HERE["where"] == "backward" else value
+        return call_in_backward(value, delay_backward) if HERE["where"] == "backward" else value
 
 
 def test_delays_of_wrapped_modules_are_attributed(ranks: RankPool) -> None:

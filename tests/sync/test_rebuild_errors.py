@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fddp
 from fddp import hooks
+from tests.support.backward_calls import call_in_backward
 from tests.support.endings import ending
 from tests.support.models import batch, largest_difference, mlp, mlp_loss
 from tests.support.rebuilding import SMALL, made, rebuilt, refused, scrambled
@@ -86,17 +87,9 @@ def test_not_within_a_backward_pass() -> None:
     def run(group: Any) -> Any:
         sync = fddp.GradSync(mlp(), group=group, **SMALL)
 
-        class Rebuilds(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor) -> Tensor:
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx: Any, grad: Tensor) -> Tensor:
-                sync.rebuild(group)
-                return grad
-
-        step = sync.value_and_grad(lambda p, x: Rebuilds.apply(mlp_loss(p, x)))
+        step = sync.value_and_grad(
+            lambda p, x: call_in_backward(mlp_loss(p, x), lambda: sync.rebuild(group))
+        )
         seen = ending(lambda: step(mlp(), batch(0, 0)))
         return seen, sync(mlp())  # it is as it was
 

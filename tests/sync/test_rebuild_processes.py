@@ -7,12 +7,12 @@ import signal
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import fddp
 from fddp import hooks
+from tests.support.backward_calls import call_in_backward
 from tests.support.endings import ending
 from tests.support.models import batch, largest_difference, mean_gradients, mlp, mlp_loss, same_bits
 from tests.support.ranks import run_fresh
@@ -22,21 +22,14 @@ TIMEOUT_S = 6.0
 LOST, LATE = 1, 3
 
 
-class Kills(torch.autograd.Function):
-    """Ends its process when backward comes by."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return grad
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def dying_loss(p: Any, x: Tensor) -> Tensor:
-    return mlp_loss({**p, "layer2": fddp.tree_map(Kills.apply, p["layer2"])}, x)
+    """`mlp_loss`, which ends its process in backward."""
+    layer = fddp.tree_map(lambda leaf: call_in_backward(leaf, kill_self), p["layer2"])
+    return mlp_loss({**p, "layer2": layer}, x)
 
 
 def among(ranks: list[int]) -> Any:
