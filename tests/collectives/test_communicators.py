@@ -21,12 +21,9 @@ from fddp.collectives.communicator import communicator_by_id, communicator_of
 from tests.support.groups import rank_of
 from tests.support.models import rand
 from tests.support.polling import soon
-from tests.support.ranks import Launch, RankPool, launch_over
+from tests.support.ranks import TRANSPORTS, Launch, RankPool, launch_fixture
 
-
-@pytest.fixture(params=["shm", "c10d", "loopback"])
-def launch(request: pytest.FixtureRequest) -> Launch:
-    return launch_over(request.param, request)
+launch = launch_fixture(*TRANSPORTS)
 
 
 ONE = torch.ones(2)

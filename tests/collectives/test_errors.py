@@ -14,14 +14,12 @@ from torch.func import grad, jvp, vmap
 import fddp
 from tests.support.endings import Ending, ending
 from tests.support.groups import rank_of
-from tests.support.ranks import Launch, RankPool, launch_over
+from tests.support.ranks import TRANSPORTS, Launch, RankPool, launch_fixture, launch_over
 
 ONE = torch.ones(2)
 
 
-@pytest.fixture(params=["shm", "c10d", "loopback"])
-def launch(request: pytest.FixtureRequest) -> Launch:
-    return launch_over(request.param, request)
+launch = launch_fixture(*TRANSPORTS)
 
 
 Act = Callable[[int, fddp.Communicator], Any]

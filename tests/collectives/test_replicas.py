@@ -20,15 +20,13 @@ from tests.collectives.test_broadcast import NAMES
 from tests.support.endings import Ending, ending
 from tests.support.groups import rank_of
 from tests.support.models import rand as random
-from tests.support.ranks import Launch, launch_over
+from tests.support.ranks import TRANSPORTS, Launch, launch_fixture
 
 WORDS = 2**64
 W = torch.ones(3)
 
 
-@pytest.fixture(params=["shm", "c10d", "loopback"])
-def launch(request: pytest.FixtureRequest) -> Launch:
-    return launch_over(request.param, request)
+launch = launch_fixture(*TRANSPORTS)
 
 
 def values(*shape: int) -> Tensor:

@@ -17,16 +17,14 @@ import fddp
 from fddp.testing import gradients, param_trees
 from tests.support.groups import rank_of, size_of
 from tests.support.models import rand, same_bits
-from tests.support.ranks import Launch, RankPool, launch_over
+from tests.support.ranks import TRANSPORTS, Launch, RankPool, launch_fixture
 
 FLOATING = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
 WHOLE = ["uint8", "int8", "int32", "int64"]
 MOVED = ["int16", "bool"]  # which transports can't add up
 
 
-@pytest.fixture(params=["shm", "c10d", "loopback"])
-def launch(request: pytest.FixtureRequest) -> Launch:
-    return launch_over(request.param, request)
+launch = launch_fixture(*TRANSPORTS)
 
 
 def tree(rank: int, names: list[str]) -> dict[str, Any]:

@@ -14,8 +14,8 @@ import torch
 from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError, PlanMismatchError, SyncTimeoutError
 from fddp.transport import loopback, open_transport
-from tests.support.ranks import launch_over
-from tests.transport.test_contract import MOVED, SUMMED, TRANSPORTS
+from tests.support.ranks import TRANSPORTS, launch_fixture
+from tests.transport.test_contract import MOVED, SUMMED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,10 +31,7 @@ LENGTHS = [0, 1, 7]  # of a chunk
 AVERAGED = [dtype for dtype in SUMMED if dtype.is_floating_point or dtype.is_complex]
 
 
-@pytest.fixture(params=TRANSPORTS)
-def launch(request: pytest.FixtureRequest) -> Launch:
-    """A test that takes this runs over every transport."""
-    return launch_over(request.param, request)
+launch = launch_fixture(*TRANSPORTS)
 
 
 def part(rank: int, numel: int, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from fddp.errors import ClosedError, SyncTimeoutError
 from fddp.transport import open_transport
 from tests.support.groups import rank_of
-from tests.support.ranks import launch_over
+from tests.support.ranks import TRANSPORTS, launch_fixture
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from fddp.transport import Group, Transport
     from tests.support.ranks import Launch
 
-TRANSPORTS = ["c10d", "shm", "loopback"]
 WORLD_SIZES = [1, 2, 3, 4]
 SHAPES = [(5,), (2, 3), (), (0,), (4, 0)]
 SUMMED = [
@@ -41,10 +40,7 @@ SUMMED = [
 MOVED = [*SUMMED, torch.bool, torch.int16]
 
 
-@pytest.fixture(params=TRANSPORTS)
-def launch(request: pytest.FixtureRequest) -> Launch:
-    """A test that takes this runs over every transport."""
-    return launch_over(request.param, request)
+launch = launch_fixture(*TRANSPORTS)
 
 
 def filled(shape: tuple[int, ...], value: complex, dtype: torch.dtype) -> Tensor:

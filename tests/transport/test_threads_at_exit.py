@@ -23,15 +23,13 @@ from fddp.transport.liveness.bounded_store import client_of
 from fddp.transport.liveness.status import StatusBoard
 from tests.support.endings import Ending, ending
 from tests.support.polling import HANG_S
-from tests.support.ranks import Launch, launch_over
+from tests.support.ranks import Launch, launch_fixture, launch_over
 
 W = {"w": torch.ones(3)}
 NAMES = ("fddp-closer", "fddp-status")
 
 
-@pytest.fixture(params=["c10d", "shm"])
-def launch(request: pytest.FixtureRequest) -> Launch:
-    return launch_over(request.param, request)
+launch = launch_fixture("c10d", "shm")
 
 
 # At the end of the process

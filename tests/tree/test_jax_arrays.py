@@ -19,14 +19,12 @@ from fddp.sync.averaging import average
 from fddp.tree import jax_arrays
 from fddp.tree.foreign import holds_foreign
 from tests.support.groups import rank_of
-from tests.support.ranks import Launch, launch_over, run_fresh
+from tests.support.ranks import TRANSPORTS, Launch, launch_fixture, launch_over, run_fresh
 
 WORLD_SIZE = 2
 
 
-@pytest.fixture(params=["shm", "c10d", "loopback"])
-def launch(request: pytest.FixtureRequest) -> Launch:
-    return launch_over(request.param, request)
+launch = launch_fixture(*TRANSPORTS)
 
 
 def params() -> dict[str, Any]:
