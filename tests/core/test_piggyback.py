@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fddp
 from fddp.core.schedule.piggyback import with_separate_word
-from tests.core.test_schedule import record
+from tests.support.collectives import record_issued
 from tests.support.models import batch, mlp, mlp_loss, same_bits
 from tests.support.ranks import Launch
 
@@ -24,7 +24,7 @@ SMALL = {"bucket_cap_mb": 1e-5, "first_bucket_mb": 1e-5}
 def one_small(group: Any, dtype: torch.dtype) -> list[tuple[str, int]]:
     grads = {"w": torch.ones(4, dtype=dtype)}
     with fddp.GradSync(grads, group=group) as sync:
-        issued = record(sync)
+        issued = record_issued(sync)
         for _ in range(3):
             assert torch.equal(sync(grads)["w"], grads["w"])
         return [(operation.kind, operation.numel) for operation in issued]
@@ -89,7 +89,7 @@ def test_failure_in_packing_the_last_bucket_is_in_its_control_word() -> None:
             grads = {name: torch.ones(3) for name in params}
             if group.rank == 1:
                 grads[sync.plan.paths[last]] = torch.ones(3, device="meta")
-            issued = record(sync)
+            issued = record_issued(sync)
             with pytest.raises(fddp.FddpError, match="is on meta where its bucket is on cpu"):
                 sync(grads)
             assert len(issued) == 3, "two buckets, and the exchange of what went wrong"
@@ -108,7 +108,7 @@ def with_and_without_hook(group: Any) -> tuple[list[int], bool]:
     grads = {"w": torch.ones(4)}
     counts = []
     with fddp.GradSync(fddp.plan_buckets(grads), group=group) as sync:
-        issued = record(sync)
+        issued = record_issued(sync)
         for hook in (None, fddp.hooks.bf16_compress, None, fddp.hooks.bf16_compress):
             sync._engine.set_hook(hook)
             assert (sync.schedule.piggyback_op < 0) is (hook is not None)
@@ -131,7 +131,7 @@ def test_the_word_of_an_idle_bucket_travels_alone() -> None:
 
         with fddp.GradSync(plan, group=group) as sync:
             sync._engine._idle = frozenset({1})
-            issued = record(sync)
+            issued = record_issued(sync)
             _, grads = sync.value_and_grad(loss_fn)(params)
             assert [o.numel for o in issued] == [3, sync._engine.program.control.size]
             return {name: None if g is None else g.tolist() for name, g in grads.items()}, last

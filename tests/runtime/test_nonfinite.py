@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fddp
 from fddp.runtime.nonfinite import MOST_NAMED, Count, NonFiniteCounts, nonfinite_error
-from tests.support.called import collectives_called
+from tests.support.collectives import collectives_called
 from tests.support.models import same_bits
 from tests.support.ranks import launch_over
 from tests.support.spoiled_trees import (

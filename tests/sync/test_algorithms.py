@@ -18,6 +18,7 @@ from fddp.runtime.program import Program
 from fddp.testing import assert_mean
 from fddp.tree.pytree import flatten
 from tests.runtime.test_dynamic_graphs import Branch, branch_loss, params, plain_loss
+from tests.support.collectives import Issued, record_issued
 from tests.support.endings import BoomError, Ending, ending
 from tests.support.groups import size_of
 from tests.support.models import (
@@ -191,29 +192,6 @@ def test_gradients_packed_on_arrival(name: str, monkeypatch: pytest.MonkeyPatch)
 # What is issued
 
 
-class Issued(NamedTuple):
-    kind: str
-    ranks: tuple[int, ...]
-    dtype: str
-    numel: int
-
-
-def record(sync: fddp.GradSync) -> list[Issued]:
-    """Notes what the transport is asked for from now on."""
-    issued: list[Issued] = []
-    transport = sync._engine.transport
-    start = transport._start
-
-    def noting(operation: Any) -> Any:
-        tensor = operation.tensor
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        issued.append(Issued(operation.kind, operation.ranks, dtype, tensor.numel()))
-        return start(operation)
-
-    transport._start = noting  # type: ignore[method-assign]
-    return issued
-
-
 def listed(sync: fddp.GradSync, program: Program, late: tuple[int, ...]) -> list[Issued]:
     """The collectives in a program's schedule, as this rank should issue them."""
     schedule = program.schedule
@@ -223,7 +201,7 @@ def listed(sync: fddp.GradSync, program: Program, late: tuple[int, ...]) -> list
             continue
         if op.kind == "control":
             everyone = tuple(range(sync.world_size))
-            issued.append(Issued("all_reduce", everyone, "float64", program.control.size))
+            issued.append(Issued("all_reduce", "float64", program.control.size, everyone))
             continue
         # What an all-gather fills; what the others work on.
         cuts = op.region.shard[:-1] if op.kind == "all_gather" else op.region.shard
@@ -231,13 +209,13 @@ def listed(sync: fddp.GradSync, program: Program, late: tuple[int, ...]) -> list
         if op is schedule.ops[schedule.piggyback_op]:
             numel += program.control.size
         ranks = topology.group(op.axes, sync.rank)
-        issued.append(Issued(op.kind, ranks, schedule.wire_dtypes[op.bucket], numel))
+        issued.append(Issued(op.kind, schedule.wire_dtypes[op.bucket], numel, ranks))
     return issued
 
 
 def issue(group: Any, name: str) -> Any:
     with opened(group, mlp(dtype=torch.float32), name) as sync:
-        issued, checked = record(sync), []
+        issued, checked = record_issued(sync), []
         step = sync.value_and_grad(mlp_loss, with_info=True)
         for number in range(3):
             program = sync._engine.program  # another one after the first step
@@ -272,7 +250,7 @@ def test_issued_operations_match_the_schedule(launch: Launch, name: str) -> None
 def test_collectives_of_each_bucket(name: str, chain: list[str]) -> None:
     def run(group: Any) -> None:
         with opened(group, mlp(), name) as sync:
-            issued, buckets = record(sync), len(sync.plan.buckets)
+            issued, buckets = record_issued(sync), len(sync.plan.buckets)
             sync.value_and_grad(mlp_loss)(mlp(), batch(sync.rank, 0))
             found = Counter(operation.kind for operation in issued)
             word = [] if name == "all_reduce" else ["all_reduce"]  # where it does not ride

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fddp
 from fddp.tree.pytree import flatten
-from tests.core.test_schedule import Issued, record
+from tests.support.collectives import Issued, record_issued
 from tests.support.models import largest_difference, rand, same_bits
 from tests.support.ranks import Launch, RankPool
 
@@ -142,7 +142,7 @@ def train(group: Any, name: str, way: str) -> tuple[Params, list[list[Issued]], 
     model = MODELS[name]
     params, issued_by_step, losses = model.params(), [], []
     with fddp.GradSync(params, group=group, bucket_cap_mb=0.001, first_bucket_mb=0.0003) as sync:
-        issued = record(sync)
+        issued = record_issued(sync)
         step = sync.value_and_grad(model.loss)
         for number in range(STEPS):
             batch = joined(model, numbers_of(number, sync.rank, sync.world_size))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import fddp
-from tests.core.test_schedule import record
+from tests.support.collectives import record_issued
 from tests.support.endings import BoomError, Ending, ending
 from tests.support.groups import rank_of
 from tests.support.models import largest_difference, mean_gradients, mlp, mlp_loss, rand, same_bits
@@ -51,7 +51,7 @@ def reference(rounds: list[list[list[Tensor]]], weighted: bool) -> Any:
 def train(group: Any, counts: list[int], weighted: bool, every: int) -> Any:
     params, losses, actives = mlp(), [], []
     with fddp.GradSync(params, group=group, **SMALL) as sync:
-        issued = record(sync)
+        issued = record_issued(sync)
         step = sync.value_and_grad(mlp_loss, with_info=True, weight_fn=rows if weighted else None)
         per_round = 0
         for batch in fddp.uneven(batches(sync.rank, counts[sync.rank]), sync, every=every):
@@ -124,7 +124,7 @@ def test_collectives_are_one_vote_and_one_step_a_round() -> None:
         with fddp.GradSync(mlp(), group=group, **SMALL) as sync:
             step = sync.value_and_grad(mlp_loss)
             step(mlp(), torch.ones(1, 8).double())  # the plan is rebuilt after it
-            issued = record(sync)
+            issued = record_issued(sync)
             for batch in fddp.uneven(batches(group.rank, 2 + 2 * group.rank), sync):
                 step(mlp(), batch)
             return len(issued), 4 * len(sync.plan.buckets) + 1
