@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +16,9 @@ from torch.nn import functional as F  # noqa: N812 - as everywhere
 import fddp
 from fddp.core.schedule.piggyback import with_separate_word
 from fddp.tree.pytree import flatten
+from tests.support.dtypes import DTYPES
 from tests.support.groups import rank_of
+from tests.support.means import ddp_mean, synced
 from tests.support.models import (
     batch,
     largest_difference,
@@ -30,33 +30,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import Launch, RankPool
 
-DTYPES = {
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "f32": torch.float32,
-    "f64": torch.float64,
-    "c64": torch.complex64,
-    "c128": torch.complex128,
-}
 SMALL = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0001}
-
-
-def synced(
-    world_size: int, grads_of: Callable[[int], Any], *, params: Any = None, **options: Any
-) -> list[Any]:
-    """`sync(grads_of(rank))` on each rank; the gradients stand for parameters not given."""
-
-    def run(group: Any) -> Any:
-        grads = grads_of(group.rank)
-        with fddp.GradSync(grads if params is None else params, group=group, **options) as sync:
-            return sync(grads)
-
-    return fddp.loopback(world_size, run)
-
-
-def ddp_mean(grads: list[Tensor]) -> Tensor:
-    """The bits of DDP: each scaled by 1/N in its own dtype, then summed in rank order."""
-    return functools.reduce(operator.add, [grad * (1.0 / len(grads)) for grad in grads])
 
 
 # Dtypes and bits

@@ -14,8 +14,8 @@ import torch
 from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError, PlanMismatchError, SyncTimeoutError
 from fddp.transport import loopback, open_transport
+from tests.support.dtypes import MOVED, SUMMED
 from tests.support.ranks import TRANSPORTS, launch_fixture
-from tests.transport.test_contract import MOVED, SUMMED
 
 if TYPE_CHECKING:
     from collections.abc import Callable

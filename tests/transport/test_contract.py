@@ -13,6 +13,7 @@ import torch
 
 from fddp.errors import ClosedError, SyncTimeoutError
 from fddp.transport import open_transport
+from tests.support.dtypes import MOVED, SUMMED
 from tests.support.groups import rank_of
 from tests.support.ranks import TRANSPORTS, launch_fixture
 
@@ -26,20 +27,6 @@ if TYPE_CHECKING:
 
 WORLD_SIZES = [1, 2, 3, 4]
 SHAPES = [(5,), (2, 3), (), (0,), (4, 0)]
-SUMMED = [
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-]
-MOVED = [*SUMMED, torch.bool, torch.int16]
-
-
 launch = launch_fixture(*TRANSPORTS)
 
 
