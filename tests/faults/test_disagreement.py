@@ -26,6 +26,7 @@ from fddp.collectives.communicator import communicator_of
 from fddp.transport import open_transport
 from tests.support.disagreement import KINDS, Case, Seen, cases, play, problems
 from tests.support.endings import Ending, ending
+from tests.support.process_resources import open_file_count
 from tests.support.ranks import Launch, RankPool, launch_over, split_into_hosts
 
 MANY = int(os.environ.get("DISAGREEMENTS", "0")) or len(KINDS)
@@ -205,7 +206,7 @@ def test_different_operations_over_gloo(ranks: RankPool) -> None:
 
 def quiet(rank: int, n: int) -> None:
     """Nobody asks and nobody answers where all is well, and nothing is left of it."""
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = open_file_count()
     with fddp.GradSync(W, timeout_s=4.0) as sync:
         board = sync._engine.transport.status.board
         for _ in range(3):
@@ -217,7 +218,7 @@ def quiet(rank: int, n: int) -> None:
         assert thread.is_alive()
     thread.join(10.0)
     assert not thread.is_alive()
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert open_file_count() <= descriptors
 
 
 def test_agreeing_ranks_raise_nothing(ranks: RankPool) -> None:

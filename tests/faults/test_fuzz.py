@@ -36,6 +36,7 @@ from fddp.transport.shm.host_discovery import StagedExchange, _HostDiscovery, _i
 from fddp.tree.pytree import tree_map
 from tests.faults.fuzz.targets import TARGETS, one_input
 from tests.support.hook_models import SMALL
+from tests.support.process_resources import open_files
 from tests.support.ranks import RankPool
 
 MIB = 1 << 20
@@ -292,7 +293,7 @@ def test_malformed_store_values_are_refused(payload: bytes) -> None:
 @given(st.one_of(PAYLOADS, st.sampled_from([b"[9]", b"[0, 0]", b"[Infinity]"])), st.integers(0, 5))
 def test_parcels_of_descriptors(note: bytes, count: int) -> None:
     """Whatever is sent through the socket, no descriptor is left open."""
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_files()
     with ExitStack() as sockets:
         listener = FdListener()
         sockets.callback(listener.close)
@@ -309,7 +310,7 @@ def test_parcels_of_descriptors(note: bytes, count: int) -> None:
         with suppress(ValueError, OSError):
             search._receive_all((0, 1))
         search.processes.close()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 # Shared memory of a peer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import fddp
 from tests.faults.soak.rank import Soak, Told, run_rank
 from tests.faults.soak.resources import FLOORS, Usage, growths
 from tests.faults.soak.script import SHARES, draw
+from tests.support.process_resources import open_file_count
 from tests.support.ranks import RankPool
 
 STEPS = 120
@@ -43,7 +43,7 @@ def wrappers_on_rank(rank: int, world_size: int) -> list[int]:
         del wrapped
         gc.collect()
         dist.barrier()
-        counts.append(len(os.listdir("/proc/self/fd")))
+        counts.append(open_file_count())
     return counts
 
 

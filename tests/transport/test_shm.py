@@ -9,11 +9,10 @@ import gc
 import logging
 import os
 import resource
-import threading
 import time
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
@@ -29,6 +28,13 @@ from fddp.transport.selection import choose
 from fddp.transport.shm import host_discovery
 from fddp.transport.shm import transport as shm
 from tests.support.polling import soon
+from tests.support.process_resources import (
+    Resources,
+    arena_mappings,
+    open_file_count,
+    open_files,
+    resources,
+)
 from tests.support.ranks import split_into_hosts
 from tests.transport.test_axes import AXES, SQUARE, own_chunk, part, total
 
@@ -219,7 +225,7 @@ def obstacle_on_rank(rank: int, world_size: int, method: str, at: int) -> tuple[
     def fails(*_: Any) -> None:
         raise OSError(24, f"no more files for {method}")
 
-    before = open_files()
+    before = open_file_count()
     where = (
         host_discovery._HostDiscovery
         if hasattr(host_discovery._HostDiscovery, method)
@@ -236,7 +242,7 @@ def obstacle_on_rank(rank: int, world_size: int, method: str, at: int) -> tuple[
         ):
             open_transport(name="shm", timeout_s=20)
     dist.barrier()
-    assert soon(lambda: open_files() <= before), "gloo closes its own in the background"
+    assert soon(lambda: open_file_count() <= before), "gloo closes its own in the background"
     return told
 
 
@@ -270,7 +276,7 @@ def out_of_files_on_rank(rank: int, world_size: int) -> list[str]:
     names = []
     for free in range(12, -1, -1):
         c10d = C10dTransport(dist.group.WORLD, 20)
-        before = open_files()
+        before = open_file_count()
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free(free), limits[1]))
         try:
@@ -281,7 +287,7 @@ def out_of_files_on_rank(rank: int, world_size: int) -> list[str]:
         if transport.name == "c10d":
             assert "rank 1: " in transport.reason
         if isinstance(transport, C10dTransport):  # ranks 0 and 2 may still share memory
-            assert open_files() == before
+            assert open_file_count() == before
         tensor = part(rank, 5, torch.float32)
         transport.all_reduce(tensor).wait("the sum")
         assert torch.equal(tensor, total((0, 1, 2), 5, torch.float32))
@@ -291,7 +297,7 @@ def out_of_files_on_rank(rank: int, world_size: int) -> list[str]:
 
 def lowest_free(number: int) -> int:
     """A limit under which so many files can be opened."""
-    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    used = open_files()
     free = [file for file in range(max(used) + number + 2) if file not in used]
     return free[number]
 
@@ -304,10 +310,6 @@ def test_a_rank_may_run_out_of_files_at_any_moment(ranks: RankPool) -> None:
     assert first[0] == "shm"
     assert first[-1] == "c10d"
     assert first == sorted(first, reverse=True), "less never does where more did not"
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def unproved_on_rank(rank: int, world_size: int) -> str:
@@ -479,7 +481,7 @@ def test_mismatched_operations_are_raised_on_every_rank(ranks: RankPool) -> None
 
 def closed_on_rank(rank: int, world_size: int) -> None:
     gc.collect()  # an error that an earlier test kept refers to its transport
-    before = mappings()
+    before = arena_mappings()
     transport = open_transport(timeout_s=20)
     kept = transport.empty(100, torch.float32, torch.device("cpu")).fill_(1.0)
     transport.all_reduce(kept).wait("the sum")
@@ -492,7 +494,7 @@ def closed_on_rank(rank: int, world_size: int) -> None:
     gc.disable()
     del transport, kept
     assert gone() is None
-    assert mappings() == before, (
+    assert arena_mappings() == before, (
         "memory goes with its last user, not with the next garbage collection"
     )
     gc.enable()
@@ -513,10 +515,10 @@ def kept_on_rank(rank: int, world_size: int) -> None:
     transport.all_reduce(small).wait("the sum")
     full = os.fstat(file).st_blocks * 512
     assert full > 32e6
-    before = open_files()
+    before = open_file_count()
     del large
     transport.close()
-    assert open_files() < before
+    assert open_file_count() < before
     left = os.fstat(file).st_blocks * 512
     print(f"{full} bytes of shared memory before, {left} after")
     assert left < 20e6
@@ -577,24 +579,8 @@ def test_averages_of_parameters_are_not_shared(ranks: RankPool) -> None:
 # Resources
 
 
-class Held(NamedTuple):
-    threads: int
-    files: int
-    mappings: int  # of anonymous files
-
-
-def held() -> Held:
-    gc.collect()
-    threads = len(os.listdir("/proc/self/task"))
-    return Held(threads + threading.active_count(), open_files(), mappings())
-
-
-def mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:fddp")
-
-
-def opened_and_closed_on_rank(rank: int, world_size: int) -> tuple[Held, Held]:
-    earlier = held().mappings  # of groups whose communicators other tests have opened
+def opened_and_closed_on_rank(rank: int, world_size: int) -> tuple[Resources, Resources]:
+    earlier = resources().mappings  # of groups whose communicators other tests have opened
 
     def cycle() -> None:
         with open_transport(timeout_s=20) as transport:
@@ -607,13 +593,13 @@ def opened_and_closed_on_rank(rank: int, world_size: int) -> tuple[Held, Held]:
 
     cycle()
     dist.barrier()
-    before = after = held()
+    before = after = resources()
     for _ in range(8):
         cycle()
     dist.barrier()
     deadline_s = time.perf_counter() + 60
     while any(b > a for a, b in zip(before, after, strict=True)) or after.mappings > earlier:
-        after = held()
+        after = resources()
         if time.perf_counter() > deadline_s:
             break
         time.sleep(0.05)  # threads end a moment after they were told to
@@ -630,12 +616,12 @@ def test_closing_frees_all(ranks: RankPool) -> None:
 
 def abandoned_on_rank(rank: int, world_size: int) -> int:
     """As where a constructor raises behind the opening of its transport."""
-    earlier = held().mappings
+    earlier = resources().mappings
     transport = open_transport(timeout_s=20)
     transport.exchange(b"all are there")
     dist.barrier()
     del transport
-    return held().mappings - earlier
+    return resources().mappings - earlier
 
 
 def test_a_transport_that_nobody_closes_goes_with_its_owner(ranks: RankPool) -> None:

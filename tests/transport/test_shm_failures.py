@@ -20,9 +20,9 @@ import torch.distributed as dist
 from fddp.errors import ClosedError, FddpError, RankLostError, SyncTimeoutError
 from fddp.transport import open_transport
 from tests.support.polling import soon
+from tests.support.process_resources import resources
 from tests.support.ranks import run_fresh, split_into_hosts
 from tests.transport.test_axes import AXES, SQUARE
-from tests.transport.test_shm import held
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -325,7 +325,7 @@ def test_a_rank_that_closes_while_others_wait(ranks: RankPool, numel: int) -> No
 
 def late_again_on_rank(rank: int, world_size: int) -> None:
     """The rank that others gave up is told so, and the group goes on."""
-    earlier = held().mappings  # of groups whose communicators other tests have opened
+    earlier = resources().mappings  # of groups whose communicators other tests have opened
     transport = open_transport(timeout_s=0.5)
     if rank == 1:
         time.sleep(1.5)
@@ -345,7 +345,9 @@ def late_again_on_rank(rank: int, world_size: int) -> None:
         assert value.tolist() == [3.0] * 3
     transport.close()
     dist.barrier()
-    assert soon(lambda: held().mappings <= earlier), "nothing is left of a transport that failed"
+    assert soon(lambda: resources().mappings <= earlier), (
+        "nothing is left of a transport that failed"
+    )
 
 
 def test_the_group_goes_on_after_a_failure(ranks: RankPool) -> None:

@@ -19,9 +19,10 @@ import torch.distributed as dist
 import fddp
 from tests.faults.chaos import training
 from tests.faults.chaos.faults import STEPS
-from tests.faults.chaos.striking import Striker, open_files
+from tests.faults.chaos.striking import Striker
 from tests.faults.chaos.verdict import BUILDS_ANEW, TOLD, Error, exitcode, promise
 from tests.support.models import batch, mlp, mlp_loss
+from tests.support.process_resources import open_files
 
 if TYPE_CHECKING:
     from tests.faults.chaos.faults import Fault
