@@ -15,8 +15,8 @@ import torch
 import fddp
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.sim.cost import PRESETS, CostModel
-from tests.cli.test_usage_errors import refused
 from tests.support import commands as cli
+from tests.support.commands import refused
 
 MODELS = """
 from dataclasses import dataclass

@@ -27,8 +27,9 @@ from fddp.transport import byte_exchange
 from fddp.transport.base import Transport
 from fddp.transport.liveness.status import RankStatus, format_statuses
 from fddp.transport.liveness.status_store import StoreStatusBoard
-from tests.faults.test_fuzz import JSON, mutants, plan, schedule
+from tests.support.example_plans import example_plan, example_schedule
 from tests.support.hook_models import SMALL
+from tests.support.json_documents import JSON, mutants
 
 # Forms
 
@@ -91,13 +92,13 @@ class Wants(NamedTuple):
 
 def terms() -> SyncConfig:
     return SyncConfig(
-        plan=plan(),
+        plan=example_plan(),
         given=False,
         transport="auto",
         reduce_dtype="float32",
         algorithm="hierarchical",
         topology=fddp.Topology(host=2, local=2),
-        schedule=schedule(),
+        schedule=example_schedule(),
         rebuild=Rebuild((16, 64), True),
         nonfinite="skip",
     )
@@ -121,7 +122,7 @@ def counts(text: str) -> NonFiniteCounts:
 
 
 def tuned(text: str) -> fddp.BucketPlan:
-    return _plan_from_json(decode(text, _PLAN), plan())
+    return _plan_from_json(decode(text, _PLAN), example_plan())
 
 
 class Written(NamedTuple):
@@ -140,7 +141,9 @@ WRITTEN = {
         counts, json.dumps(FOUND.to_json()), lambda found: json.dumps(found.to_json())
     ),
     "tuned plan": Written(
-        tuned, json.dumps(_plan_to_json(plan())), lambda found: json.dumps(_plan_to_json(found))
+        tuned,
+        json.dumps(_plan_to_json(example_plan())),
+        lambda found: json.dumps(_plan_to_json(found)),
     ),
 }
 
