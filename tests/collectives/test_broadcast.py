@@ -12,17 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fddp
+from tests.support.dtypes import DTYPE_NAMES
 from tests.support.endings import Ending, ending
 from tests.support.groups import rank_of
 from tests.support.models import rand, same_bits
 from tests.support.ranks import Launch, RankPool
 
-NAMES = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
-NAMES += ["uint8", "int8", "int16", "int32", "int64", "bool"]
+DTYPE_NAMES += ["uint8", "int8", "int16", "int32", "int64", "bool"]
 
 
 def tree(rank: int) -> Any:
-    leaves = {name: (10 * rand(3, 4, seed=rank)).to(getattr(torch, name)) for name in NAMES}
+    leaves = {name: (10 * rand(3, 4, seed=rank)).to(getattr(torch, name)) for name in DTYPE_NAMES}
     return {
         **leaves,
         "scalar": torch.tensor(float(rank)),
@@ -39,7 +39,7 @@ def test_every_dtype_from_every_source(launch: Launch, world_size: int) -> None:
         assert same_bits([tree(src), *(result for result, _ in results)])
         assert all(survived for _, survived in results)
         for result, _ in results:
-            for name in NAMES:
+            for name in DTYPE_NAMES:
                 assert result[name].dtype == getattr(torch, name)
             assert isinstance(result["nested"][0], OrderedDict)
             assert list(result["nested"][0]) == ["z", "a"]

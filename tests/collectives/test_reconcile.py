@@ -19,9 +19,9 @@ from fddp.collectives.replicas import chunked_broadcast
 from fddp.collectives.replicas.containers import containers_from_json, containers_to_json
 from fddp.transport.base import Transport
 from fddp.tree.pytree import flatten
-from tests.collectives.test_replicas import Tagged, quantized
 from tests.support.endings import ending
 from tests.support.ranks import Launch
+from tests.support.unsupported_tensors import Tagged, quantized
 
 Moments = namedtuple("Moments", ["first", "second"])
 DTYPES = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,12 @@ from torch import Tensor, nn
 import fddp
 from fddp.collectives.communicator import communicator_of
 from fddp.native.digest import _on_device, bytes_of, digest_of
-from tests.collectives.test_broadcast import NAMES
+from tests.support.dtypes import DTYPE_NAMES
 from tests.support.endings import Ending, ending
 from tests.support.groups import rank_of
 from tests.support.models import rand as random
 from tests.support.ranks import TRANSPORTS, Launch, launch_fixture
+from tests.support.unsupported_tensors import Tagged, quantized
 
 WORDS = 2**64
 W = torch.ones(3)
@@ -116,7 +116,7 @@ def test_strides_and_bits() -> None:
 
 
 def tree() -> dict[str, Any]:
-    leaves = {name: (10 * values(3, 4)).to(getattr(torch, name)) for name in NAMES}
+    leaves = {name: (10 * values(3, 4)).to(getattr(torch, name)) for name in DTYPE_NAMES}
     return {
         **leaves,
         "a list": [values(5), None, torch.tensor(3.0)],
@@ -136,13 +136,13 @@ def test_equal_trees(launch: Launch) -> None:
 
 def equal(group: Any) -> int:
     own = tree()
-    before = {key: digest_of(own[key]) for key in NAMES}
+    before = {key: digest_of(own[key]) for key in DTYPE_NAMES}
     for step in range(3):
         fddp.check_replicas(own, group, every=2, step=step)
     fddp.check_replicas({}, group)
     fddp.check_replicas(None, group)
     fddp.check_replicas(torch.tensor(-0.0), group)
-    assert {key: digest_of(own[key]) for key in NAMES} == before
+    assert {key: digest_of(own[key]) for key in DTYPE_NAMES} == before
     fddp.psum(torch.ones(1), group)  # on the same communicator
     return len({id(communicator_of(group, None)) for _ in range(2)})
 
@@ -296,16 +296,6 @@ def against_an_operator(group: Any) -> tuple[Ending, float]:
     else:
         seen = ending(lambda: fddp.psum(one, group))
     return seen, fddp.psum(one, group).item()
-
-
-class Tagged(Tensor):
-    """A subclass, as DTensor is one."""
-
-
-def quantized() -> dict[str, Tensor]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch is about to drop them
-        return {"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}
 
 
 BAD = {

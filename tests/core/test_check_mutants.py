@@ -21,8 +21,8 @@ from fddp.core.plan.plan import LeafSpec, plan_leaves
 from fddp.core.schedule.builder import Algorithm, make_schedule
 from fddp.core.schedule.op import Buffer, Kind, Op, When
 from fddp.core.schedule.schedule import Result, Scaling, Schedule, Topology
-from fddp.errors import ScheduleError
 from tests.support.oracle import find_fault
+from tests.support.schedules import problem_of
 
 
 class Mutant(NamedTuple):
@@ -251,14 +251,6 @@ def test_mutants_are_killed_or_equal(name: str) -> None:
         verdicts[reason] += 1
     print(name, verdicts)
     assert verdicts[KILLED] > 0.75 * verdicts.total()
-
-
-def problem_of(schedule: Schedule) -> str | None:
-    try:
-        check_schedule(schedule)
-    except ScheduleError as error:
-        return str(error)
-    return None
 
 
 def why_equal(original: Schedule, mutant: Schedule) -> str | None:

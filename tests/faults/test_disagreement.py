@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from tests.support.disagreement import KINDS, Case, Seen, cases, play, problems
 from tests.support.endings import Ending, ending
 from tests.support.process_resources import open_file_count
 from tests.support.ranks import Launch, RankPool, launch_over, split_into_hosts
+from tests.support.source_lines import line_of
 
 MANY = int(os.environ.get("DISAGREEMENTS", "0")) or len(KINDS)
 LATE_S = 2.0
@@ -134,17 +134,12 @@ def test_errors_name_the_pending_operations(ranks: RankPool, transport: str) -> 
         assert seen.kinds[0] == "SyncTimeoutError"
         assert "GradSync #1" in seen.text
         assert "GradSync #2" in seen.text
-        called = line_of("(second if rank else first)(W)")
+        called = line_of(__file__, "(second if rank else first)(W)")
         assert f"test_disagreement.py:{called} in <lambda>, from " in seen.text
         assert f"test_disagreement.py:{called} in waiting" in seen.text, "who called that"
     assert f"rank 0: {one}" in first.text
     assert f"rank 1: {two}" in first.text or gave_up in first.text
     assert f"rank 1: {two}" in second.text
-
-
-def line_of(text: str) -> int:
-    lines = Path(__file__).read_text().splitlines()
-    return next(number for number, line in enumerate(lines, 1) if text in line)
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
@@ -153,7 +148,7 @@ def test_a_rank_that_computes(ranks: RankPool, transport: str) -> None:
     seen, _ = ranks.run(2, waiting, transport, "busy")
     assert seen.kinds[0] == "SyncTimeoutError"
     assert "rank 0: waiting for bucket 0 (w) of step 1 of GradSync #1, called at" in seen.text
-    line = line_of("time.sleep(2.5)")
+    line = line_of(__file__, "time.sleep(2.5)")
     assert (
         f"rank 1: at {__file__}:{line} in waiting, from "  # the lines of tests/support/ranks.py
         in seen.text

@@ -33,6 +33,7 @@ from tests.support.hook_models import (
     Same,
     grads,
     late_loss,
+    name_of,
     params,
     same_leaves,
     weight,
@@ -51,10 +52,6 @@ from tests.support.ranks import Launch
 
 EXACT = [allreduce, Same(), Halves(), top_k(1.0), power_sgd(100)]
 MESH = fddp.Topology(host=2, local=2)
-
-
-def name_of(value: Any) -> str:
-    return value.name if isinstance(value, Hook) else str(value)
 
 
 # Every way to synchronise

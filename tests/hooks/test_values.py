@@ -33,6 +33,7 @@ from tests.support.hook_models import (
     Halves,
     Same,
     grads,
+    name_of,
     params,
     same_leaves,
     steps,
@@ -59,10 +60,6 @@ LOSSY = [
     chain(power_sgd(2), error_feedback(int8(5))),
 ]
 HOOKS = [allreduce, Halves(), *LOSSY]
-
-
-def name_of(value: Any) -> str:
-    return value.name if isinstance(value, Hook) else str(value)
 
 
 # On every transport

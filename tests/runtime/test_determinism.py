@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import fddp
-from tests.runtime.test_deterministic import digest
+from tests.support.digests import digest
 from tests.support.models import rand
 from tests.support.pages import ROOT, read
 from tests.support.ranks import Launch, RankPool

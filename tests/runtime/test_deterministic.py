@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from itertools import product
 from typing import Any
 
@@ -19,7 +18,7 @@ from fddp.core.schedule.builder import make_schedule
 from fddp.core.schedule.schedule import Schedule
 from fddp.transport import open_transport
 from fddp.transport.ordered_sum import sum_in_order_
-from fddp.tree.pytree import flatten
+from tests.support.digests import digest
 from tests.support.models import rand
 from tests.support.oracle import find_fault
 from tests.support.ranks import Launch, RankPool
@@ -294,16 +293,6 @@ def digests(group: Any, options: dict[str, Any]) -> list[str]:
 def weight_of(p: Any, x: Tensor, rank: int, step: int) -> float:
     """None of these sums is exact in float64; in one step a rank has no weight."""
     return 0.0 if (rank, step) == (2, 1) else 0.1 + rank * 1.7 + step * 3.3
-
-
-def digest(tree: Any) -> str:
-    seen = hashlib.md5(usedforsecurity=False)
-    leaves, treedef = flatten(tree)
-    for leaf, path in zip(leaves, treedef.paths, strict=True):
-        dense = None if leaf is None else leaf.to_dense().contiguous().flatten()
-        seen.update(path.encode())
-        seen.update(b"" if dense is None else dense.view(torch.uint8).numpy().tobytes())
-    return seen.hexdigest()
 
 
 TINY = {"bucket_cap_mb": 1e-5, "first_bucket_mb": 1e-5}

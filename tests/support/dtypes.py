@@ -19,3 +19,7 @@ SUMMED = [*DTYPES.values(), torch.int32, torch.int64, torch.uint8]
 
 MOVED = [*SUMMED, torch.bool, torch.int16]
 """Dtypes that transports gather and broadcast."""
+
+
+DTYPE_NAMES = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
+DTYPE_NAMES += ["uint8", "int8", "int16", "int32", "int64", "bool"]

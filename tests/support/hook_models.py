@@ -131,3 +131,8 @@ def weighted_sum(trees: Sequence[dict[str, Tensor]], weights: Sequence[float]) -
         )
         for name in trees[0]
     }
+
+
+def name_of(value: Any) -> str:
+    """Return the id of a parameter that may be a hook."""
+    return value.name if isinstance(value, Hook) else str(value)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fddp.tree.pytree import flatten
+from fddp.tree.pytree import flatten, tree_map
 
 Params = dict[str, Any]
 
@@ -39,6 +39,11 @@ def mlp_loss(params: Params, x: Tensor) -> Tensor:
 def batch(rank: int, step: int, rows: int = 4, width: int = 8) -> Tensor:
     """One rank's input in one step."""
     return rand(rows, width, seed=1000 * step + rank)
+
+
+def descend(params: Any, grads: Any, lr: float) -> Any:
+    """Return the parameters after a step of gradient descent."""
+    return tree_map(lambda p, g: p - lr * g, params, grads)
 
 
 def mean_gradients(

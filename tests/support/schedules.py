@@ -266,6 +266,15 @@ def reduced_with_its_bucket(*, added_before: bool) -> Schedule:
     return replace(flat(scaling="average"), ops=tuple(ops))
 
 
+def problem_of(schedule: Schedule) -> str | None:
+    """Return the error of `check_schedule`; None if it accepts the schedule."""
+    try:
+        check_schedule(schedule)
+    except ScheduleError as error:
+        return str(error)
+    return None
+
+
 def assert_refused(schedule: Schedule, text: str) -> None:
     """Whether `check_schedule` says this of a schedule, and of which ranks."""
     with pytest.raises(ScheduleError) as caught:

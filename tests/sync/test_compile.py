@@ -19,8 +19,8 @@ from fddp.runtime.untraced import untraced
 from fddp.tree import pytree as fddp_tree
 from tests.collectives.test_compile import largest_difference
 from tests.support.pages import run_script
+from tests.support.random_trees import trees
 from tests.support.ranks import RankPool
-from tests.tree.test_pytrees import trees
 
 OPTIONAL = ["torch._dynamo", "torch._inductor", "jax", "optax", "flax", "equinox", "torchopt"]
 

@@ -19,11 +19,7 @@ from fddp.telemetry.report import MonitorReport
 from fddp.telemetry.stragglers import RankSummary, StepRecord, summarize
 from tests.support.endings import ending
 from tests.support.models import batch, mlp, mlp_loss
-from tests.support.monitored import DELAY_S, STEPS, check_events, train
-
-
-def record_of(step: int, phases_s: dict[str, float]) -> StepRecord:
-    return StepRecord(step, phases_s, StepTimes((), 1.0, 2.0, 3.0, begun_s=0.5))
+from tests.support.monitored import DELAY_S, STEPS, check_events, record_of, train
 
 
 def test_reports_come_every_so_many_steps() -> None:

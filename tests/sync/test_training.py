@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fddp
 from fddp.tree.pytree import flatten
 from tests.support.collectives import Issued, record_issued
-from tests.support.models import largest_difference, rand, same_bits
+from tests.support.models import descend, largest_difference, rand, same_bits
 from tests.support.ranks import Launch, RankPool
 
 STEPS = 50
@@ -128,10 +128,6 @@ def joined(model: Model, numbers: range) -> Any:
     return torch.stack(rows)
 
 
-def descend(params: Params, grads: Params) -> Params:
-    return fddp.tree_map(lambda p, g: p - LR * g, params, grads)
-
-
 def numbers_of(step: int, rank: int, world_size: int) -> range:
     first = (step * world_size + rank) * ROWS
     return range(first, first + ROWS)
@@ -151,7 +147,7 @@ def train(group: Any, name: str, way: str) -> tuple[Params, list[list[Issued]], 
             else:
                 loss, grads = local(model, params, batch)
                 grads = sync.reduce_(grads) if way == "reduce_" else sync(grads)
-            params = descend(params, grads)
+            params = descend(params, grads, LR)
             losses.append(loss.item())
             issued_by_step.append(list(issued))
             issued.clear()
@@ -174,7 +170,7 @@ def reference(name: str, world_size: int) -> tuple[Params, list[float]]:
         first = numbers_of(number, 0, world_size).start
         batch = joined(model, range(first, first + ROWS * world_size))
         loss, grads = local(model, params, batch)
-        params = descend(params, grads)
+        params = descend(params, grads, LR)
         losses.append(loss.item())
     return params, losses
 

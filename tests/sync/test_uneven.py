@@ -18,7 +18,15 @@ import fddp
 from tests.support.collectives import record_issued
 from tests.support.endings import BoomError, Ending, ending
 from tests.support.groups import rank_of
-from tests.support.models import largest_difference, mean_gradients, mlp, mlp_loss, rand, same_bits
+from tests.support.models import (
+    descend,
+    largest_difference,
+    mean_gradients,
+    mlp,
+    mlp_loss,
+    rand,
+    same_bits,
+)
 from tests.support.ranks import Launch
 
 SMALL = {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0005}
@@ -34,17 +42,13 @@ def rows(params: Any, x: Any) -> int:
     return x.shape[0]
 
 
-def descend(params: Any, grads: Any) -> Any:
-    return fddp.tree_map(lambda p, g: p - LR * g, params, grads)
-
-
 def reference(rounds: list[list[list[Tensor]]], weighted: bool) -> Any:
     """One process: `rounds[n]` has, by rank, the batches of round n."""
     params = mlp()
     for turn in rounds:
         inputs = [(torch.cat(own),) for own in turn if own]
         weights = [float(x.shape[0]) if weighted else 1.0 for (x,) in inputs]
-        params = descend(params, mean_gradients(mlp_loss, params, inputs, weights))
+        params = descend(params, mean_gradients(mlp_loss, params, inputs, weights), LR)
     return params
 
 
@@ -60,7 +64,7 @@ def train(group: Any, counts: list[int], weighted: bool, every: int) -> Any:
             before = len(issued)
             joined = torch.cat(batch) if isinstance(batch, tuple) else batch
             loss, grads, info = step(params, joined)
-            params = descend(params, grads)
+            params = descend(params, grads, LR)
             losses.append(None if loss is None else loss.item())
             actives.append(info.active)
             assert len(issued) - before == per_round

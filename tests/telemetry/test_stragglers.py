@@ -10,20 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fddp.core.timeline import StepTimes
 from fddp.telemetry.report import MonitorReport
 from fddp.telemetry.stragglers import (
     RankSummary,
     RobustStats,
-    StepRecord,
     find_slow_monitors,
     find_stragglers,
     summarize,
 )
-
-
-def record_of(step: int, phases_s: dict[str, float]) -> StepRecord:
-    return StepRecord(step, phases_s, StepTimes((), 1.0, 2.0, 3.0, begun_s=0.5))
+from tests.support.monitored import record_of
 
 
 def summary_of(rank: int, own_s: Sequence[dict[str, float]]) -> RankSummary:

@@ -14,6 +14,7 @@ import torch
 from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError, PlanMismatchError, SyncTimeoutError
 from fddp.transport import loopback, open_transport
+from tests.support.chunks import AXES, SQUARE, own_chunk, part, total
 from tests.support.dtypes import MOVED, SUMMED
 from tests.support.ranks import TRANSPORTS, launch_fixture
 
@@ -25,27 +26,11 @@ if TYPE_CHECKING:
     from fddp.transport import Group, Transport
     from tests.support.ranks import Launch
 
-SQUARE = Topology(host=2, local=2)
-AXES = [("host",), ("local",)]
 LENGTHS = [0, 1, 7]  # of a chunk
 AVERAGED = [dtype for dtype in SUMMED if dtype.is_floating_point or dtype.is_complex]
 
 
 launch = launch_fixture(*TRANSPORTS)
-
-
-def part(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """What a rank brings: small numbers, whose sums every dtype holds."""
-    values = (torch.arange(numel) + 3 * rank) % 7
-    return (values * (1 + 1j) if dtype.is_complex else values).to(dtype)
-
-
-def total(ranks: tuple[int, ...], numel: int, dtype: torch.dtype) -> Tensor:
-    return torch.stack([part(rank, numel, dtype) for rank in ranks]).sum(0).to(dtype)
-
-
-def own_chunk(buffer: Tensor, ranks: tuple[int, ...], rank: int) -> Tensor:
-    return buffer.tensor_split(len(ranks))[ranks.index(rank)]
 
 
 # Numbers

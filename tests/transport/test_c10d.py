@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError, FddpError, RankLostError, SyncTimeoutError
 from fddp.transport import open_transport
+from tests.support.chunks import AXES, SQUARE
 from tests.support.ranks import run_fresh
 
 if TYPE_CHECKING:
@@ -74,10 +75,6 @@ def test_a_killed_rank_is_named_within_seconds(world_size: int, dead: int, numel
         assert "start the job again from a checkpoint" in text
         assert lost == (dead,)
         assert elapsed_s < 6
-
-
-SQUARE = Topology(host=2, local=2)
-AXES = [("host",), ("local",)]
 
 
 def killed_in_a_group_on_rank(rank: int, world_size: int) -> tuple[str, tuple[int, ...], float]:

@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
-from fddp.core.schedule.topology import Topology
 from fddp.errors import DesyncError, RankLostError
 from fddp.transport import LoopbackGroup, loopback, open_transport
+from tests.support.chunks import AXES, SQUARE
 
 
 def test_results_come_in_rank_order() -> None:
@@ -148,10 +148,6 @@ def test_an_operation_does_not_block_its_issuer() -> None:
         return issued_s
 
     assert loopback(2, asynchronous)[0] < 0.1
-
-
-SQUARE = Topology(host=2, local=2)
-AXES = [("host",), ("local",)]
 
 
 def test_mismatched_operations_of_a_group_are_raised_on_its_ranks() -> None:

@@ -27,6 +27,7 @@ from fddp.transport.c10d.transport import C10dTransport
 from fddp.transport.selection import choose
 from fddp.transport.shm import host_discovery
 from fddp.transport.shm import transport as shm
+from tests.support.chunks import AXES, SQUARE, own_chunk, part, total
 from tests.support.polling import soon
 from tests.support.process_resources import (
     Resources,
@@ -36,7 +37,6 @@ from tests.support.process_resources import (
     resources,
 )
 from tests.support.ranks import split_into_hosts
-from tests.transport.test_axes import AXES, SQUARE, own_chunk, part, total
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from fddp.errors import ClosedError, FddpError, RankLostError, SyncTimeoutError
 from fddp.transport import open_transport
+from tests.support.chunks import AXES, SQUARE
 from tests.support.polling import soon
 from tests.support.process_resources import resources
 from tests.support.ranks import run_fresh, split_into_hosts
-from tests.transport.test_axes import AXES, SQUARE
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,6 +22,7 @@ from fddp.transport.liveness.status_store import StoreStatusBoard
 from tests.support.endings import Ending, ending
 from tests.support.polling import soon
 from tests.support.ranks import RankPool
+from tests.support.source_lines import line_of
 
 W = {"w": torch.ones(3)}
 
@@ -30,11 +31,6 @@ def board_of(sync: fddp.GradSync) -> StoreStatusBoard:
     board = sync._engine.transport.status.board
     assert isinstance(board, StoreStatusBoard)
     return board
-
-
-def line_of(text: str) -> int:
-    lines = Path(__file__).read_text().splitlines()
-    return next(number for number, line in enumerate(lines, 1) if text in line)
 
 
 # Ranks that pause for longer between their looks than others wait for answers
@@ -64,7 +60,10 @@ def test_ranks_that_are_asked_stay_awake(ranks: RankPool) -> None:
     """For as long as somebody waits: the answer comes soon when the time is over."""
     seen, _ = ranks.run(2, pause_for_long)
     assert seen.kinds[0] == "SyncTimeoutError"
-    assert f"rank 1: at {__file__}:{line_of('time.sleep(4.0)')} in pause_for_long" in seen.text
+    assert (
+        f"rank 1: at {__file__}:{line_of(__file__, 'time.sleep(4.0)')} in pause_for_long"
+        in seen.text
+    )
 
 
 @pytest.mark.parametrize("timeout_s", [0.5, 1.5, 8.0, 40.0, 60.0, 1800.0])
@@ -257,7 +256,7 @@ def test_the_line_is_the_users() -> None:
         text = status.line_of(thread.ident)
     mail.put(1)
     thread.join()
-    assert text == f"{__file__}:{line_of('mail.get(timeout=120.0)')} in wait"
+    assert text == f"{__file__}:{line_of(__file__, 'mail.get(timeout=120.0)')} in wait"
 
 
 # Names of transports
