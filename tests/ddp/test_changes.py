@@ -21,6 +21,7 @@ from tests.support.wrapped_net import (
     grads,
     mean_of,
     net,
+    run_backward,
 )
 
 # Parameters
@@ -30,12 +31,12 @@ def unfrozen(group: Any) -> list[Any]:
     model = net()
     model.layers["l1"].requires_grad_(False)
     ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
-    ddp(batch(rank_of(group))).square().mean().backward()
+    run_backward(ddp, group)
     frozen = grads(model)
     ddp.zero_grad()
     model.layers["l1"].requires_grad_(True)
     model.layers["l0"].requires_grad_(False)
-    ddp(batch(rank_of(group))).square().mean().backward()
+    run_backward(ddp, group)
     both = [frozen, grads(model)]
     ddp.zero_grad()
     model.layers["l2"] = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
@@ -44,7 +45,7 @@ def unfrozen(group: Any) -> list[Any]:
             p.fill_(0.25)
     for number in range(2):
         ddp.zero_grad()
-        ddp(batch(rank_of(group), number)).square().mean().backward()
+        run_backward(ddp, group, number)
     return [*both, grads(model), ddp.steps.engine.program.plan.paths]
 
 
@@ -244,11 +245,11 @@ def wrapped_again(group: Any) -> dict[str, Any]:
     model = net()
     for _ in range(3):
         ddp = DDP(model, process_group=group)
-        ddp(batch(rank_of(group))).square().mean().backward()
+        run_backward(ddp, group)
         ddp.zero_grad()
         del ddp
     ddp = DDP(model, process_group=group)
-    ddp(batch(rank_of(group))).square().mean().backward()
+    run_backward(ddp, group)
     return grads(model)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
@@ -23,6 +23,7 @@ from tests.support.twin_runs import (
     assert_no_difference,
     batches_of,
     both,
+    recorded,
     renamed,
     train,
     trained,
@@ -140,22 +141,14 @@ def test_gradients_in_one_tensor(ranks: RankPool) -> None:
 
 
 def threaded(rank: int, world_size: int) -> str:
-    """Every backward runs in a thread of its own."""
+    """Run every backward in a thread of its own."""
 
-    def run(ddp: DDP) -> list[runs.Shot]:
-        module = runs.built(MLP, rank)
-        model = ddp(module)
-        shots = []
-        for batch in batches_of(MLP, rank):
-            model.zero_grad()
-            loss = loss_of(model(batch))
-            thread = threading.Thread(target=loss.backward)
-            thread.start()
-            thread.join()
-            shots.append(runs.shot(module))
-        return shots
+    def backward(model: Any, batch: Tensor) -> None:
+        thread = threading.Thread(target=loss_of(model(batch)).backward)
+        thread.start()
+        thread.join()
 
-    return both(run)
+    return both(lambda ddp: recorded(ddp, rank, backward))
 
 
 def test_backward_in_a_thread(ranks: RankPool) -> None:

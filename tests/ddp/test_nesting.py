@@ -22,6 +22,7 @@ from tests.support.twin_runs import (
     assert_no_difference,
     batches_of,
     both,
+    recorded,
     renamed,
     train,
 )
@@ -177,20 +178,13 @@ def test_transforms(ranks: RankPool, name: str) -> None:
 
 
 def called_functionally(rank: int, world_size: int) -> str:
-    """Through `functional_call` with the module's own parameters."""
+    """Call the model by `functional_call`, with the module's own parameters."""
 
-    def run(ddp: DDP) -> list[runs.Shot]:
-        module = runs.built(MLP, rank)
-        model = ddp(module)
-        shots = []
-        for batch in batches_of(MLP, rank):
-            model.zero_grad()
-            own = dict(model.named_parameters())
-            loss_of(torch.func.functional_call(model, own, (batch,))).backward()
-            shots.append(runs.shot(module))
-        return shots
+    def backward(model: Any, batch: Tensor) -> None:
+        own = dict(model.named_parameters())
+        loss_of(torch.func.functional_call(model, own, (batch,))).backward()
 
-    return both(run)
+    return both(lambda ddp: recorded(ddp, rank, backward))
 
 
 def test_functional_call(ranks: RankPool) -> None:

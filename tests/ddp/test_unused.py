@@ -20,6 +20,7 @@ from tests.support.wrapped_net import (
     grads,
     mean_of,
     net,
+    run_backward,
 )
 
 
@@ -60,7 +61,7 @@ def test_whatever_ranks_use_is_synchronised(launch: Launch) -> None:
 def unused_here(group: Any) -> tuple[str, dict[str, Any]]:
     ddp = DDP(net(), process_group=group)
     through = (0, 1, 2) if rank_of(group) == 0 else (0, 2)
-    ddp(batch(rank_of(group)), through=through).square().mean().backward()
+    run_backward(ddp, group, through=through)
     found = grads(ddp.module)
     with pytest.raises(RuntimeError, match="Expected to have finished reduction") as caught:
         ddp(batch(rank_of(group)))
@@ -85,8 +86,8 @@ def test_ddps_error_follows_on_every_rank_and_names_parameters(launch: Launch) -
 def use_without_sync_counts(group: Any) -> list[Any]:
     ddp = DDP(net(), process_group=group)
     with ddp.no_sync():
-        ddp(batch(rank_of(group)), through=(1,)).square().mean().backward()
-    ddp(batch(rank_of(group), 1), through=(0, 2)).square().mean().backward()
+        run_backward(ddp, group, through=(1,))
+    run_backward(ddp, group, 1, through=(0, 2))
     ddp(batch(rank_of(group), 1))  # raises nothing
     return [grads(ddp.module)]
 

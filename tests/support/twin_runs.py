@@ -33,6 +33,18 @@ def trained(ddp: DDP, rank: int, make_optimizer: Any, **arguments: Any) -> list[
     return [*(runs.shot(module) for _ in loop), runs.shot(module)]
 
 
+def recorded(ddp: DDP, rank: int, backward: Callable[[Any, Tensor], None]) -> list[runs.Shot]:
+    """Return a shot after each batch's `backward(model, batch)`; nothing is updated."""
+    module = runs.built(MLP, rank)
+    model = ddp(module)
+    shots = []
+    for batch in batches_of(MLP, rank):
+        model.zero_grad()
+        backward(model, batch)
+        shots.append(runs.shot(module))
+    return shots
+
+
 def both(fn: Callable[[DDP], list[runs.Shot]]) -> str:
     """Where a run with stock DDP and one with fddp's part."""
     return runs.first_difference(fn(StockDDP), fn(fddp.DistributedDataParallel))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fddp
 from tests.support.backward_calls import call_in_backward
+from tests.support.groups import rank_of
 from tests.support.models import rand
 
 DDP = fddp.DistributedDataParallel
@@ -51,6 +52,11 @@ def net() -> Net:
 
 def batch(rank: int, step: int = 0) -> Tensor:
     return rand(4, WIDTH, seed=100 * step + rank).double()
+
+
+def run_backward(ddp: nn.Module, group: Any, step: int = 0, **inputs: Any) -> None:
+    """Run forward and backward of the mean square, on this rank's batch of a step."""
+    ddp(batch(rank_of(group), step), **inputs).square().mean().backward()
 
 
 def grads(module: nn.Module) -> dict[str, Tensor | None]:

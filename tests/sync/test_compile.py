@@ -17,7 +17,7 @@ import fddp
 from examples.compiled import Size, example
 from fddp.runtime.untraced import untraced
 from fddp.tree import pytree as fddp_tree
-from tests.collectives.test_compile import largest_difference
+from tests.support.models import largest_difference
 from tests.support.pages import run_script
 from tests.support.random_trees import trees
 from tests.support.ranks import RankPool

@@ -15,7 +15,7 @@ import fddp
 from tests.support.endings import Ending, ending
 from tests.support.groups import rank_of, size_of
 from tests.support.ranks import Launch
-from tests.sync.test_errors import grads, params, step
+from tests.support.simple_step import grads, params, step
 
 MIB = 1048576
 

@@ -16,16 +16,9 @@ from tests.support.backward_calls import call_in_backward
 from tests.support.endings import BoomError, Ending, ending
 from tests.support.models import same_bits
 from tests.support.ranks import Launch
+from tests.support.simple_step import grads, loss_fn, params, step
 
 SMALL = {"bucket_cap_mb": 1e-5, "first_bucket_mb": 1e-5}
-
-
-def params() -> dict[str, Tensor]:
-    return {"a": torch.ones(3), "b": torch.full((2,), 2.0), "step": torch.tensor(3)}
-
-
-def loss_fn(p: dict[str, Tensor], *_: Any) -> Tensor:
-    return (p["a"] ** 2).sum() + (p["b"] ** 2).sum()
 
 
 class MuteError(Exception):
@@ -61,15 +54,6 @@ class Case(NamedTuple):
     call: Callable[[fddp.GradSync], Any]
     kind: str
     texts: tuple[str, ...]
-
-
-def step(sync: fddp.GradSync, fn: Any = loss_fn, *args: Any, **options: Any) -> Any:
-    return sync.value_and_grad(fn, **options)(params(), *args)
-
-
-def grads(**changes: Any) -> dict[str, Any]:
-    tree = {"a": torch.ones(3), "b": torch.ones(2), "step": None, **changes}
-    return {key: leaf for key, leaf in tree.items() if leaf is not Ellipsis}
 
 
 PLAN_HAS_A = ("'a'", "float32", "(3,)")
