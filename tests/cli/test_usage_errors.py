@@ -1,4 +1,4 @@
-"""What the command line says to mistakes: one line, and exit code 2."""
+"""Usage errors of the command line: one line, and exit code 2."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_many_trees_at_one_place(launch: Launch) -> None:
 
 
 def many_trees(group: Any) -> None:
-    """What is known of a place is not taken for what is there."""
+    """Different trees at one call site, whose cached program must not be reused."""
     rank = rank_of(group)
     trees: list[Any] = [
         ONE,

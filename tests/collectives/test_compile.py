@@ -41,7 +41,7 @@ def compiled(fn: Fn, backend: str = "aot_eager", *, fullgraph: bool = True) -> F
 
 @contextmanager
 def recorded() -> Iterator[list[str]]:
-    """What runs in here, in order: operators with roles and number of leaves."""
+    """Record the operators that run within the block, in order, with roles and number of leaves."""
     calls: list[str] = []
     run = execute._run
 
@@ -54,7 +54,7 @@ def recorded() -> Iterator[list[str]]:
 
 
 def compare(fn: Fn, *args: Any, backend: str = "aot_eager") -> tuple[float, list[str], list[str]]:
-    """How far compiled results are from eager ones, and what ran in each."""
+    """Return the difference between compiled and eager results, and the operators of each."""
     with recorded() as eager_calls:
         eager = fn(*args)
     with recorded() as calls:

@@ -68,7 +68,7 @@ TREES = st.recursive(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two trees have the same containers, kinds of leaves and bits."""
+    """Return True if two trees have the same containers, kinds of leaves and bits."""
     (mine, one), (theirs, other) = flatten(a), flatten(b)
     return one == other and all(same_leaf(x, y) for x, y in zip(mine, theirs, strict=True))
 

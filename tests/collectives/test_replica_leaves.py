@@ -68,7 +68,7 @@ def checked(group: Any, tree: Any) -> fddp.DesyncError | None:
 
 
 def drifted(make: Any, change: Any) -> list[fddp.DesyncError]:
-    """What ranks are told once rank 1 of three has changed its own tree; all agree before."""
+    """Return each rank's error after rank 1 of three has changed its tree; all agree before."""
 
     def run(group: Any) -> Any:
         tree = make()

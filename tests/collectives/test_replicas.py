@@ -153,7 +153,7 @@ def set_(leaf: Tensor, place: Any, value: Any) -> None:
 
 
 def drift(own: Any, key: str) -> None:
-    """What one rank does to its replica."""
+    """Change one rank's replica."""
     if key == "large":
         set_(own["large"], (77, 1234), -1.0)
         set_(own["large"], (99, 0), -1.0)
@@ -355,7 +355,7 @@ def test_periods_that_are_no_numbers(name: str, value: Any, told: str) -> None:
 @pytest.mark.parametrize("numbers", [{"every": 3}, {"step": 12}], ids=str)
 @pytest.mark.parametrize("moves", [False, True])
 def test_ranks_at_different_checks(numbers: dict[str, int], moves: bool) -> None:
-    """Whether or not what they hold has the same bits."""
+    """The error does not depend on the values."""
 
     def run(group: Any) -> fddp.DesyncError:
         own = {"every": 2, "step": 6, **(numbers if group.rank == 1 else {})}

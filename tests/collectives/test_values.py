@@ -1,4 +1,4 @@
-"""What the operators give, over every transport: values, trees, memory, axes, plans."""
+"""Values of the operators over every transport: dtypes, trees, memory, axes, plans."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ def why_equal(original: Schedule, mutant: Schedule) -> str | None:
 
 
 def essence(schedule: Schedule, op: Op) -> Op:
-    """What an operation does to elements that count."""
+    """Return an operation without the parts that do not change the result."""
     sizes = dict(schedule.topology.axes)
     axes, shard = (
         tuple(axis for axis in axes if sizes[axis] > 1) for axes in (op.axes, op.region.shard)

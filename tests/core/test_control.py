@@ -139,7 +139,7 @@ def exact_sum(values: list[float]) -> float:
 
 
 def exact_report(layout: ControlLayout, words: list[ControlWord]) -> ControlReport:
-    """What a word of float64 without limbs tells where its sums are rounded once."""
+    """The report of a word in float64 without limbs, whose sums are rounded once."""
     plain = ControlLayout(layout.leaves, layout.buckets, layout.with_order)
     vectors = [encode(plain, word) for word in words]
     total = np.array([exact_sum([float(v[i]) for v in vectors]) for i in range(plain.size)])

@@ -521,7 +521,7 @@ def test_a_failing_rank_issues_what_the_others_issue(failing: str, rank: int) ->
 
 
 def test_a_long_chain_of_skipped_operations() -> None:
-    """What is skipped passes its dependencies on, thousands of times and each once."""
+    """Skipped operations pass their dependencies on, each once, thousands deep."""
     plan = plan_leaves([LeafSpec("w", (2000,), "float32")], order=[0], caps_bytes=[1])
     split = make_schedule(plan, Topology(world=1), split_mb=4 / 2**20)
     late = [position for position, op in enumerate(split.ops) if op.when == "late"]

@@ -29,7 +29,7 @@ from fddp.errors import ScheduleError
 
 
 class Launch(NamedTuple):
-    """What one rank sees of one operation."""
+    """One operation, as one rank sees it."""
 
     op: int
     launch_s: float

@@ -1,4 +1,4 @@
-"""What stock DDP gets wrong or refuses, held against one process.
+"""Cases that stock DDP gets wrong or rejects, compared with one process.
 
 Each loop runs on the ranks, where `batches` has the rank's own batch of a step, and in one process,
 where it has those of all ranks, whose losses are averaged.
@@ -523,7 +523,7 @@ def test_same_as_one_process(ranks: RankPool, name: str) -> None:
 
 
 def unused_without_flag(rank: int, world_size: int) -> tuple[str, str]:
-    """Where one step parts from one process; what the forward after it raises."""
+    """Return the first difference from one process, and the error of the next forward."""
     build = functools.partial(UnusedLayers, by_batch=True)
     model = Model(build, rows)
     batches = [sometimes(r, step=1) for r in range(world_size)]
@@ -549,7 +549,8 @@ def test_unused_without_a_flag(ranks: RankPool) -> None:
 
 
 def frozen_on_one(rank: int, world_size: int) -> tuple[bool, str]:
-    """Whether a layer that rank 1 has frozen has rank 0's half; what the next forward raises."""
+    """Freeze a layer on rank 1: return whether it gets half of rank 0's gradient, and the error of
+    the next forward."""
     module, alone = (runs.built(Model(mlp, rows), 0) for _ in range(2))
     ddp = fddp.DistributedDataParallel(module)
     module[2].requires_grad_(rank == 0)

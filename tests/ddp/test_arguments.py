@@ -1,4 +1,4 @@
-"""What the wrapper's arguments mean, held against torch's own class."""
+"""Arguments of the wrapper, compared with torch's own class."""
 
 from __future__ import annotations
 

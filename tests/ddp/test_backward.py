@@ -1,4 +1,4 @@
-"""Which backward passes of a wrapped module are steps, and when they end; broken ones, too."""
+"""Backward passes that are steps, when steps end, and backward passes that fail."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_transforms_and_gradients_of_inputs_take_no_step(ranks: RankPool) -> Non
 
 
 def switched(group: Any, forward_off: bool, backward_off: bool) -> bool:
-    """Whether gradients of one backward came out synchronised."""
+    """Return whether the gradients of one backward were synchronised."""
     ddp = DDP(net(), process_group=group)
     ddp.require_backward_grad_sync = not forward_off
     loss = ddp(batch(rank_of(group))).square().mean()

@@ -189,7 +189,7 @@ def test_compiled(ranks: RankPool, outside: bool) -> None:
 
 @contextlib.contextmanager
 def sync_in_backward(model: Any) -> Iterator[None]:
-    """What Accelerate's `trigger_sync_in_backward` does to a DDP object."""
+    """The effect of Accelerate's `trigger_sync_in_backward` on a DDP object."""
     before = model.require_backward_grad_sync, model.require_forward_param_sync
     model.require_backward_grad_sync = model.require_forward_param_sync = True
     model.reducer.prepare_for_backward([])
@@ -227,7 +227,7 @@ def test_accelerate(ranks: RankPool) -> None:
 
 
 def prepared(model: Any) -> None:
-    """What Lightning does between forward and backward where users step optimizers themselves."""
+    """Lightning's preparation of backward under manual optimization."""
     if not (torch.is_grad_enabled() and model.require_backward_grad_sync):
         model.require_forward_param_sync = False
         return

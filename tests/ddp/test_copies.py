@@ -1,4 +1,4 @@
-"""A wrapped module that is saved, loaded, copied and let go of: as with stock DDP."""
+"""A wrapped module that is saved, loaded, copied and released: as with stock DDP."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_state_dict(ranks: RankPool) -> None:
 
 
 def alive_after(rank: int, world_size: int, views: bool, finished: bool) -> list[str]:
-    """What is still alive after `del`, without the garbage collector."""
+    """Return the objects that are still alive after `del`, without the garbage collector."""
     # The first step of a process imports much, in frames that refer to what it was given.
     warm = torch.zeros(1, requires_grad=True)
     warm.sum().backward()

@@ -1,4 +1,4 @@
-"""What ranks of a wrapped module learn of one that fails outside of backward, or is lost."""
+"""Errors on all ranks after one rank of a wrapped module fails outside of backward, or is lost."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FailingNet(Net):
 
 
 class Run(NamedTuple):
-    """What a rank saw."""
+    """Results of one rank."""
 
     said: str  # the error of the step that failed
     grads: list[dict[str, Any]]  # of the other steps

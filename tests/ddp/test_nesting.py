@@ -151,7 +151,8 @@ TRANSFORMS: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 def transformed(rank: int, world_size: int, name: str) -> tuple[float, float]:
-    """How far the wrapper is from the module, and a step after it from one process."""
+    """Return the differences between wrapper and module under a transform, and between a step after
+    it and one process."""
     torch.manual_seed(0)
     module = Scaled()
     model = fddp.DistributedDataParallel(module)

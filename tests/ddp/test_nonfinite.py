@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Net(nn.Module):
-    """Layers by name; `forward` goes through those that it is told to, times a factor."""
+    """Layers by name; `forward` applies those of `through`, and scales the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ class _Mean(NamedTuple):
 def _alone(
     step: int, factors: list[float], through: list[tuple[int, ...]]
 ) -> tuple[bool, list[_Mean | None]]:
-    """Whether the step is to be skipped, and the mean of gradients, in one process."""
+    """Return whether the step is to be skipped, and the mean gradients, from one process."""
     own = []
     for rank, (factor, path) in enumerate(zip(factors, through, strict=True)):
         model = Net()

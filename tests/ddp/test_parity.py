@@ -30,7 +30,7 @@ NO_ARGUMENTS: Mapping[str, Any] = {}
 
 
 class Option(NamedTuple):
-    """How a model is wrapped and trained."""
+    """A way to wrap and train a model."""
 
     arguments: Mapping[str, Any] = NO_ARGUMENTS  # of the constructor
     loop: runs.Loop = runs.plain
@@ -129,7 +129,7 @@ CASES = [
 
 
 class Verdict(NamedTuple):
-    """Where the runs of one rank part; see `first_difference`."""
+    """Differences between the runs of one rank; see `first_difference`."""
 
     from_stock: str
     from_one_process: str

@@ -25,7 +25,7 @@ from tests.support.wrapped_net import (
 
 
 def differing_branches(group: Any, steps: list[list[tuple[int, ...]]]) -> list[Any]:
-    """Which layers each rank goes through at each step."""
+    """Gradients of steps in which each rank applies the given layers."""
     ddp = DDP(net(), process_group=group, bucket_cap_mb=TINY_CAP_MB, find_unused_parameters=True)
     found = []
     for number, through in enumerate(steps):

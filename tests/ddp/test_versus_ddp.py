@@ -1,4 +1,4 @@
-"""What the README says of stock DistributedDataParallel and of fddp, on the same numbers."""
+"""The README's comparison of stock DistributedDataParallel and fddp, on the same numbers."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_fewer_batches_on_a_rank(ranks: RankPool) -> None:
 
 
 def caps(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Whether the gradients of two bucket caps have the same bits: torch's, and ours."""
+    """Return whether gradients under two bucket caps have the same bits: torch's, and ours."""
 
     def model() -> nn.Sequential:
         torch.manual_seed(0)

@@ -57,7 +57,7 @@ def test_gradients_stay_where_they_are(launch: Launch, zeroed: bool) -> None:
 
 
 def kept_gradients(group: Any, zeroed: bool) -> int:
-    """How often gradients moved in nine steps, after the one in which the plan was rebuilt."""
+    """Count the gradients that moved in nine steps after the rebuild of the plan."""
     module = model()
     ddp = wrapped(group, module)
     total = [torch.zeros_like(param) for param in module.parameters()]
@@ -207,7 +207,8 @@ def test_a_step_that_fails_leaves_no_half_made_gradients(launch: Launch, in_plac
 
 
 def dropped_by_a_failed_step(group: Any, in_place: bool) -> int:
-    """How many kept gradients a failed step drops; the others are as before, or the rank's own."""
+    """Count the kept gradients that a failed step drops; the others are unchanged, or the rank's
+    own."""
     module = model()
     ddp = fddp.DistributedDataParallel(
         module, process_group=group, bucket_cap_mb=0.0005, gradient_as_bucket_view=in_place

@@ -28,7 +28,7 @@ NAMES = ("maml", "hvp_cg", "dp_sgd", "ensemble", "physics")
 
 
 def local(tree: Any) -> Any:
-    """What a rank has by itself, in place of a collective."""
+    """A collective of one rank: its own value."""
     return tree
 
 

@@ -78,7 +78,7 @@ LOST = Seen(exitcode=-9, fault_s=100.0)
 
 
 def judged(*, rank: int = 0, hung: tuple[int, ...] = (), children: int = 0, **seen: object) -> str:
-    """What is found where one rank has shown something else."""
+    """Problems found after one rank's observations are changed."""
     ranks = [SURVIVOR, LOST, replace(SURVIVOR, exitcode=42)]
     ranks[rank] = replace(ranks[rank], **seen)  # type: ignore[arg-type]
     return "; ".join(problems(FAULT, Run(tuple(ranks), hung, children), "other"))

@@ -84,7 +84,7 @@ def play_all(group: Any, played: list[Case]) -> list[Seen]:
 
 
 def test_the_checks_can_fail() -> None:
-    """What the generated cases are held against tells right from wrong."""
+    """The oracle of the generated cases rejects wrong outcomes."""
     case = Case(0, "shape", 2, 1)
     good = Seen(
         "DesyncError", ("DesyncError", "FddpError"), "rank 0 has ..., rank 1 has ...", "", ""

@@ -1,4 +1,4 @@
-"""Input from outside: whatever it is, a documented error comes of it or a value that is sound."""
+"""Fuzzed input from outside: a documented error, or a valid value."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def flight() -> Flight:
 
 
 class Reader(NamedTuple):
-    """What reads a document, and one that it takes."""
+    """A reader of documents, and a document that it accepts."""
 
     read: Callable[[str], Any]
     text: str
@@ -106,7 +106,7 @@ def test_arbitrary_text_is_read_or_refused(name: str, text: str) -> None:
 
 
 def odd_states(group: Any) -> list[tuple[Any, str]]:
-    """What is handed in as state, and how it ended."""
+    """States to restore, and the outcome of each."""
     params = {"w": torch.ones(6), "b": torch.ones(3, dtype=torch.float64)}
     ended: list[tuple[Any, str]] = []
     with fddp.GradSync(params, group=group, hook=fddp.hooks.power_sgd(1), **SMALL) as sync:
@@ -309,7 +309,7 @@ def hostile_arguments(rank: int, world_size: int) -> dict[str, int]:
 
 
 def test_layouts_live_as_long_as_slots_that_are_armed() -> None:
-    """What AddressSanitizer found: the memory of a layout that Python had let go of was read."""
+    """A use after free that AddressSanitizer found: Python had released the layout."""
     module = extension.load()
     leaves = module.LeafSet([torch.ones(3)])
     buffer = torch.zeros(3)
@@ -393,7 +393,7 @@ _UNPICKLING = re.compile(r"((gather|broadcast|scatter|send|recv)_object(_list)?|
 
 
 def unpickling(source: str) -> list[str]:
-    """Where a module may unpickle what it is given, or run it as code."""
+    """Places in which a module may unpickle its input, or run it as code."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""What other ranks say: read where it is what they write, else an error that names them."""
+"""Messages of other ranks: read if well-formed, else an error that names the sender."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def tuned(text: str) -> fddp.BucketPlan:
 
 
 class Written(NamedTuple):
-    """What reads a text of another rank, one that is right, and what writes the value again."""
+    """A reader of messages, a well-formed message, and the writer."""
 
     read: Callable[[str], Any]
     text: str
@@ -336,7 +336,7 @@ ANSWERS = st.one_of(
 def test_status_is_reported_whatever_the_store_holds(
     answer: bytes, question: bytes, since: int
 ) -> None:
-    """What explains another failure never fails itself."""
+    """Explaining another failure never fails itself."""
     store = dist.HashStore()
     board = StoreStatusBoard(store, 0, 2)
     board._store.set("answer/1", answer)

@@ -32,7 +32,7 @@ TREE = {"w": torch.ones(4)}
 
 
 class Seen(NamedTuple):
-    """How a call ended on a rank."""
+    """Outcome of a call on a rank."""
 
     kind: str
     ranks: tuple[int, ...]

@@ -48,7 +48,7 @@ def stopping_loss(p: Any, x: Tensor, where: str, how: str) -> Tensor:
 
 
 class Place(NamedTuple):
-    """What an error says of where it was met, and what the plan says of that bucket."""
+    """Position of a failure: as the error names it, and as the plan describes the bucket."""
 
     ranks: tuple[int, ...]
     bucket: int
@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
 
 def placed(call: Callable[[], Any], sync: fddp.GradSync) -> tuple[Ending, Place | None]:
-    """How a step ends on a rank that others leave, and where."""
+    """Outcome and position of a step on a rank that others leave."""
     places = []
 
     def noted() -> None:
@@ -274,7 +274,7 @@ def fail_in_a_hook(rank: int, world_size: int, transport: str, index: int) -> An
 def test_a_failing_rank_is_reported_and_the_group_continues(
     ranks: RankPool, transport: str, index: int
 ) -> None:
-    """What it would have sent next is not taken for what the others wait for."""
+    """Its next collective does not match the one that the others wait for."""
     for rank, (kind, named, took_s) in enumerate(ranks.run(3, fail_in_a_hook, transport, index)):
         assert kind == ("BoomError" if rank == LOST else "RankLostError")
         assert named == (None if rank == LOST else (LOST,))

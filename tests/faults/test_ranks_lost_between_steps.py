@@ -25,7 +25,7 @@ LOST = 1
 
 
 def calls(sync: fddp.GradSync) -> dict[str, Callable[[], Any]]:
-    """What ranks do again after one is lost; those behind close what those before have opened."""
+    """Calls of the surviving ranks; later ones close what earlier ones opened."""
     group, params = dist.group.WORLD, mlp()
     return {
         "reconcile": lambda: fddp.reconcile(params, step=0, timeout_s=TIMEOUT_S),

@@ -161,7 +161,7 @@ def run_quantization(rank: int, world_size: int, name: str) -> Any:
 
 
 class Descent:
-    """What torch calls a functional optimizer."""
+    """A functional optimizer, as torch defines it."""
 
     def step_param(self, param: Tensor, grad: Tensor) -> None:
         with torch.no_grad():
@@ -203,7 +203,7 @@ def finished(value: Any) -> Any:
 
 
 def with_hook(hook: Callable[..., Any], own: Mapping[str, Tensor], ranks: int = 2) -> list[Any]:
-    """What ranks get for their gradients."""
+    """Return each rank's reduced gradients."""
 
     def run(group: Any) -> Any:
         step_hook = TorchHook(group.rank, hook, own)

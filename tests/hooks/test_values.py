@@ -1,4 +1,4 @@
-"""What each hook computes, against one process, and the laws that hold for all of them."""
+"""Results of each hook, compared with one process, and laws of all hooks."""
 
 from __future__ import annotations
 

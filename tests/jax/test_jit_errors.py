@@ -1,4 +1,4 @@
-"""What goes wrong in and around compiled programs of JAX is named, on every rank."""
+"""Errors in and around compiled programs of JAX are raised on every rank, with a cause."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HERE = re.escape(__file__)
 
 
 def told(world_size: int, program: Callable[[LoopbackGroup], Any]) -> list[str]:
-    """The kind and text of what each rank raises; ranks go on with a sum that must be right."""
+    """Return the kind and text of each rank's error; afterwards a sum must be correct."""
 
     def on_rank(group: LoopbackGroup) -> str:
         with pytest.raises(fddp.FddpError) as caught, named_errors():

@@ -1,4 +1,4 @@
-"""What becomes of a step with NaN or infinity in it."""
+"""Steps with NaN or infinity in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a step whose sums over ranks, or what a hook makes of them, overflow."""
+"""Steps whose sums over ranks, or the results of a hook, overflow."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_sums_that_overflow(dtype: torch.dtype, way: str) -> None:
 
 
 def test_the_way_out_of_an_overflow_is_one() -> None:
-    """What overflows as float16 by a hook, or sum by sum, does not in float32."""
+    """An overflow in float16, by a hook or sum by sum, does not occur in float32."""
 
     def run(group: Any) -> Any:
         own = tree(1.0, torch.float16)
@@ -117,7 +117,7 @@ def steps_apart(group: Any, policy: Any, hook: fddp.hooks.TorchHook, name: str) 
 
 
 def decided_alike(policy: str, name: str) -> list[Any]:
-    """What `steps_apart` sees on each rank under a hook of this name."""
+    """Return the result of `steps_apart` on each rank, under the named hook."""
     if policy == "skip":
         return [(True, True, False), (True, True, False), (False, False, True)]
     texts = [

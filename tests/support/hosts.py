@@ -37,7 +37,7 @@ ip link set lo up && echo ready && exec cat > /dev/null
 
 
 class Told(NamedTuple):
-    """What a rank returned, or the traceback of what it raised."""
+    """A rank's result, or the traceback of its error."""
 
     result: Any
     error: str | None
@@ -96,7 +96,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def crossed_bytes() -> int:
-    """What has left and entered this host through its link to the other one, headers included."""
+    """Bytes sent and received over this host's link to the other one, headers included."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.strip().partition(":")
         if name == LINK:

@@ -76,7 +76,7 @@ def largest_difference(a: Any, b: Any) -> float:
 
 
 def same_bits(trees: list[Any]) -> bool:
-    """Whether all trees hold the same bits, None in the same places."""
+    """Return True if all trees hold the same bits, with None in the same places."""
     first = flatten(trees[0])[0]
     for tree in trees[1:]:
         for x, y in zip(first, flatten(tree)[0], strict=True):

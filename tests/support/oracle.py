@@ -29,18 +29,18 @@ Pick = Callable[[Sequence[int]], int]
 
 
 class Fate(NamedTuple):
-    """What the control word says of a bucket."""
+    """Decisions of the control word about a bucket."""
 
     late: bool
     unfit: bool
 
 
 class WrongError(Exception):
-    """What went wrong."""
+    """A wrong result."""
 
 
 def find_fault(schedule: Schedule, *, tries: int = 3, seed: int = 0) -> str | None:
-    """What goes wrong in some order of some branch; None where nothing was found."""
+    """Return a fault in some order of some branch; None if none was found."""
     rng = np.random.default_rng(seed)
     try:
         _check_launches(schedule)
@@ -231,7 +231,7 @@ class _Run:
                 owners[:] = rank
 
     def taken_by(self, op: Op) -> Residues:
-        """What a pack takes: of what is not retained, each gradient once."""
+        """Return the gradients that a pack takes: those not retained, each once."""
         b = op.bucket
         if op.when == "again" or b in self.schedule.retained:
             source = self.packed[b] + (op.when == "again") * self.late[b]

@@ -45,7 +45,7 @@ class RanksFailedError(AssertionError):
 
 
 class Outcome(NamedTuple):
-    """How one rank of `run_fresh` ended."""
+    """Outcome of one rank of `run_fresh`."""
 
     result: Any  # what the function returned; None where it did not
     error: str | None  # traceback of what it raised

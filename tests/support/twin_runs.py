@@ -46,7 +46,7 @@ def recorded(ddp: DDP, rank: int, backward: Callable[[Any, Tensor], None]) -> li
 
 
 def both(fn: Callable[[DDP], list[runs.Shot]]) -> str:
-    """Where a run with stock DDP and one with fddp's part."""
+    """Return the first difference between a run with stock DDP and one with fddp's."""
     return runs.first_difference(fn(StockDDP), fn(fddp.DistributedDataParallel))
 
 

@@ -1,4 +1,5 @@
-"""Bad input for algorithms, meshes, schedules and shards: told on every rank, which then go on."""
+"""Bad input for algorithms, meshes, schedules and shards: errors on every rank of a usable
+group."""
 
 from __future__ import annotations
 

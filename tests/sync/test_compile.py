@@ -167,7 +167,7 @@ def test_the_page_runs_on_two_ranks(tmp_path: Path) -> None:
 
 
 def count_graphs(rank: int, world_size: int) -> tuple[int, list[int]]:
-    """How far buckets are spread over graphs: when each was ready, among the ends of graphs."""
+    """Return when each bucket was ready, among the ends of graphs."""
     torch._dynamo.reset()
     graphs: list[int] = []
 

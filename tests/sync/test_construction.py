@@ -1,4 +1,4 @@
-"""What ranks must agree on is compared when a `GradSync` is built, and told on every rank."""
+"""Arguments that ranks must agree on: compared when a `GradSync` is built, errors on every rank."""
 
 from __future__ import annotations
 

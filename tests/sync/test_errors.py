@@ -1,4 +1,4 @@
-"""What bad input gets: an error on every rank that says all, and a group that goes on."""
+"""Bad input: a complete error on every rank, after which the group is still usable."""
 
 from __future__ import annotations
 

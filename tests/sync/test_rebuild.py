@@ -180,7 +180,7 @@ def test_carried_state_of_hooks() -> None:
 
 
 def test_state_of_hooks_on_the_ranks_that_are_left() -> None:
-    """What callers carry, and what engines do, goes on with 0 and 2 of three ranks."""
+    """Ranks 0 and 2 of three keep the callers' states and the engines'."""
     hook = hooks.top_k(0.25)
 
     def grads_of(rank: int, step: int) -> Any:

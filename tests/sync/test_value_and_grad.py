@@ -291,7 +291,7 @@ def test_a_loss_that_is_a_parameter_and_one_that_is_a_constant() -> None:
 
 
 def test_functions_of_one_sync_take_turns() -> None:
-    """What one function's gradients taught of arrival does no harm to the other's."""
+    """Arrival orders learned from one function do not affect the other."""
     names = [f"layer{i}" for i in range(4)]
 
     def using(chosen: list[str]) -> Any:

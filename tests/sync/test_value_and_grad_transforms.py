@@ -408,7 +408,7 @@ def test_derivatives_do_not_end_at_a_mean_in_a_loss_function(
 
 
 def values(rank: int, world_size: int) -> list[Any]:
-    """What looks alike and has a meaning: values, whatever they were made from."""
+    """Inputs that look alike but differ in meaning."""
     with fddp.GradSync(point()) as sync, fddp.GradSync(point()) as outer:
         w = point()["w"].requires_grad_()
         own = sync.value_and_grad(square)({"w": w * (1.0 + rank)})[1]  # of a loop that records

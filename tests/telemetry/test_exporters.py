@@ -1,4 +1,4 @@
-"""What a monitor hands to TensorBoard and Prometheus, read back from them; and the figure."""
+"""Exports to TensorBoard and Prometheus, read back from them; and the figure."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_the_newest_hundred_are_kept_and_no_tensor_with_them() -> None:
 
 
 def reachable(root: object) -> list[object]:
-    """What is kept alive by `root`, but for types and code."""
+    """Return the objects that `root` keeps alive, except types and code."""
     skipped = (type, types.ModuleType, types.FunctionType, types.MethodType)
     seen: dict[int, object] = {}
     pending = [root]

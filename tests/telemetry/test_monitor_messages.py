@@ -1,4 +1,4 @@
-"""What monitors tell each other as JSON: read as it was written, or refused by rank and field."""
+"""JSON messages between monitors: round trips, or errors that name the rank and the field."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _records = st.lists(
 
 
 class Reader(NamedTuple):
-    """What reads a text as rank 3's, and what writes it again."""
+    """Reader of a message as rank 3's, and its writer."""
 
     read: Callable[[str], Any]
     write: Callable[[Any], str]

@@ -1,4 +1,4 @@
-"""Who holds the others up, by pure functions."""
+"""Detection of stragglers, by pure functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.monitored import record_of
 
 
 def summary_of(rank: int, own_s: Sequence[dict[str, float]]) -> RankSummary:
-    """Of a rank whose own phases took so long; it waits for nobody."""
+    """Summary of a rank with these times of its own phases; it waits for no other."""
     return summarize(rank, [record_of(n, {**of, "wait": 1e-3}) for n, of in enumerate(own_s)])
 
 
@@ -70,7 +70,7 @@ def test_ranks_that_are_alike_have_no_straggler(noises: list[Any], world_size: i
 
 
 def test_noise_makes_no_straggler() -> None:
-    """Of 200 draws with 30% of noise, fewer than one in a hundred may name somebody."""
+    """Of 200 draws with 30% of noise, fewer than one in a hundred may name a rank."""
     random = torch.Generator().manual_seed(7)
     named = 0
     for _ in range(200):

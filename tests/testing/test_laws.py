@@ -278,7 +278,8 @@ def weights_of(ranks: int) -> st.SearchStrategy[list[float]]:
 
 
 def on_every_rank(world_size: int, call: Callable[[fddp.GradSync, int], Any]) -> list[Ending]:
-    """How `call(sync, rank)` ends on each rank, and that the ranks are in step afterwards."""
+    """Return the outcome of `call(sync, rank)` by rank, and check that ranks are in step
+    afterwards."""
 
     def run(group: Any) -> Ending:
         with fddp.GradSync(own_trees(1)[0], group=group) as sync:

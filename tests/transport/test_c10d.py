@@ -1,4 +1,4 @@
-"""What c10d promises beyond the contract of `Transport` (tests/transport/test_contract.py).
+"""Promises of c10d beyond the contract of `Transport` (tests/transport/test_contract.py).
 
 Functions named `*_on_rank` run on ranks, which are processes, as `fn(rank, world_size, *args)`.
 """

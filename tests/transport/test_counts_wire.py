@@ -1,4 +1,4 @@
-"""What a step costs that can be counted: collectives, bytes over the wire, bucket memory.
+"""Countable costs of a step: collectives, bytes over the wire, bucket memory.
 
 Counted where they leave fddp (what the transport is asked for, what torch's backend is handed) and
 where they leave the process (what the kernel says that its TCP connections have carried).
@@ -53,7 +53,7 @@ def _model(dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], Calla
 
 @contextmanager
 def _handed() -> Iterator[list[tuple[str, int]]]:
-    """What torch's backends are handed within the block."""
+    """Record the tensors handed to torch's backends within the block."""
     noted: list[tuple[str, int]] = []
     issue = Communicator.issue
 

@@ -1,4 +1,4 @@
-"""What was dropped without having been closed is closed on a thread of its own."""
+"""Objects that were dropped without having been closed are closed on a thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ONE = torch.ones(4)
 
 
 class Thing:
-    """What can be dropped."""
+    """An object to be dropped."""
 
 
 def collect_where_a_lock_is_held(world: Any) -> None:

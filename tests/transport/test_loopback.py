@@ -1,4 +1,4 @@
-"""What loopback promises beyond the contract of `Transport` (test_contract.py)."""
+"""Promises of loopback beyond the contract of `Transport` (test_contract.py)."""
 
 from __future__ import annotations
 

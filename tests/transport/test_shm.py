@@ -1,4 +1,4 @@
-"""What shared memory promises beyond the contract of `Transport` (test_contract.py).
+"""Promises of shared memory beyond the contract of `Transport` (test_contract.py).
 
 Functions named `*_on_rank` run on ranks, which are processes, as `fn(rank, world_size, *args)`.
 """
@@ -532,7 +532,7 @@ def test_a_small_result_keeps_little(ranks: RankPool) -> None:
 
 
 def forked_on_rank(rank: int, world_size: int) -> None:
-    """What a forked process does with its copy of a transport is nothing to its parent."""
+    """A forked process uses its copy of a transport without effect on its parent."""
     cpu = torch.device("cpu")
     with open_transport(timeout_s=20) as transport:
         freed = transport.empty(3_000_000, torch.float32, cpu).fill_(1.0)

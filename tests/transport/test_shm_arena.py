@@ -133,7 +133,7 @@ def test_a_control_block_is_checked_before_it_is_used() -> None:
 
 
 def _system(root: Path, available_kib: int, groups: str, files: dict[str, str]) -> int:
-    """What is available on a system whose files say so."""
+    """Memory available on a system with these files."""
     texts = {
         "proc/meminfo": f"MemTotal: 9 kB\nMemAvailable:   {available_kib} kB\n",
         "proc/self/cgroup": groups,

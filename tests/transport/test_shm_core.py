@@ -188,7 +188,7 @@ _CONTROL_BLOCK, _SLOT, _RING = 128, 128 + 64 * 128, 128
 
 
 def _spoilt(crew: Crew, at: int, data: bytes) -> tuple[int, tuple[int, ...]]:
-    """How rank 0 fares, and whom it blames, where rank 1's descriptor was spoilt."""
+    """Return rank 0's outcome, and the rank that it blames, if rank 1's descriptor is corrupt."""
     tensors = [arena.empty(IN_PLACE, torch.float32) for arena in crew.arenas]
     operation = crew.groups[1].start("all_reduce", tensors[1], wait_soon=True)
     descriptor = crew.control_block + _CONTROL_BLOCK + _SLOT + _RING

@@ -40,7 +40,7 @@ NOTICED_S = 2.5  # a second, and what a busy machine takes
 
 
 class Ended(NamedTuple):
-    """How an operation ended on a rank that waited for it."""
+    """Outcome of an operation on a rank that waited for it."""
 
     error: str
     text: str
@@ -49,7 +49,7 @@ class Ended(NamedTuple):
 
 
 def ended(transport: Transport, *, numel: int = 10, axes: tuple[str, ...] = ()) -> Ended:
-    """How a sum ends that some rank does not come to."""
+    """Return the outcome of a sum that some rank does not join."""
     start_s = time.perf_counter()
     with pytest.raises(FddpError) as caught:
         transport.all_reduce(torch.ones(numel), axes=axes).wait("bucket 3 of step 17")

@@ -1,4 +1,4 @@
-"""What ranks that wait in vain hear of the others, and what hearing of them costs."""
+"""Status of other ranks, as reported to waiting ranks, and its cost."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def go_on_after_the_end(rank: int, n: int) -> tuple[bool, bool]:
 
 
 def test_opening_a_transport_restarts_answers(ranks: RankPool) -> None:
-    """Where the store was gone for a while."""
+    """After the store was unreachable for a while."""
     assert ranks.run(2, go_on_after_the_end) == [(True, True)] * 2
 
 

@@ -1,4 +1,4 @@
-"""How the library's threads begin and end: under no lock, and before the interpreter."""
+"""Start and end of the library's threads: under no lock, and before the interpreter ends."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def open_and_close(world: Any) -> None:
 
 
 def start_under_no_lock(world: Any) -> dict[str, bool]:
-    """Whether a lock was held that what a collection closes takes, by name of the thread."""
+    """Return, by name of the thread, whether a lock was held that a collection may also take."""
     held: dict[str, bool] = {}
     start = threads.start_thread
     locks: list[Any] = [status_store._lock, _closer._lock, client_of(world)._lock]

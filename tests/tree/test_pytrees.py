@@ -308,7 +308,7 @@ def test_leaves_that_are_no_arrays(leaf: object) -> None:
 
 @dataclasses.dataclass
 class OnDevice:
-    """What is read of a torch tensor."""
+    """The attributes of a torch tensor that are read."""
 
     device: torch.device
     shape: tuple[int, ...] = (2,)

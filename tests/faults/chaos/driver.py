@@ -114,7 +114,7 @@ def carry_out(
 
 
 def undisturbed(nursery: Nursery, faults: Iterable[Fault], side_by_side: int) -> Digests:
-    """What ranks end with without a fault, as a digest, by transport and number of ranks.
+    """Digests at the end of runs without a fault, by transport and number of ranks.
 
     Only where some of `faults` are to end with the same.
     """
@@ -134,7 +134,7 @@ def undisturbed(nursery: Nursery, faults: Iterable[Fault], side_by_side: int) ->
 
 
 def ways(fault: Fault) -> tuple[str, int, str]:
-    """What carries the buckets, the number of ranks, and how these train."""
+    """Transport, number of ranks, and kind of training."""
     falls_back = (fault.kind, fault.stage) == ("full shm", "construction")
     return "c10d" if falls_back else fault.transport, fault.world_size, fault.way
 

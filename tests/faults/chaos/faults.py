@@ -53,7 +53,7 @@ EXCHANGES = 3
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens, where, and when.
+    """A fault, with its rank and time.
 
     Attributes:
         kind: of `STAGES`, or "none".

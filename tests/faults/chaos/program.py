@@ -1,4 +1,4 @@
-"""What a rank runs: training, in which the fault strikes; what it saw goes into a log, as JSON."""
+"""Program of a rank: training, in which the fault strikes; observations go into a log, as JSON."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def held() -> dict[str, list[str]]:
 
 
 def _text(path: Path) -> str:
-    """What a file of a thread says; nothing if it has ended meanwhile."""
+    """Return the text of a thread's file; empty if the thread has ended."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -197,7 +197,8 @@ def _text(path: Path) -> str:
 
 
 def settled(before: dict[str, list[str]], within_s: float) -> list[str]:
-    """What is held beyond `before`, once it is nothing, or after that time."""
+    """Return the resources held beyond `before`, as soon as there are none, or after a time
+    limit."""
     deadline_s = time.monotonic() + within_s
     while True:
         gc.collect()

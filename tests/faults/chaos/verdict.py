@@ -1,4 +1,4 @@
-"""What a run showed, as a value, and what of it breaks a promise."""
+"""Observations of a run, as a value, and the promises that they break."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Error:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank showed.
+    """Observations of one rank.
 
     Attributes:
         exitcode: of its process; below 0: the signal that ended it.
@@ -58,7 +58,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Run:
-    """What all ranks showed; `hung` are those that had to be ended."""
+    """Observations of all ranks; `hung` lists those that had to be killed."""
 
     ranks: tuple[Seen, ...]
     hung: tuple[int, ...] = ()
@@ -66,7 +66,7 @@ class Run:
 
 
 def promise(fault: Fault) -> str:
-    """Which of the promises holds under a fault."""
+    """Return the promise that holds under a fault."""
     kept = _promise(fault)
     if fault.way == "module" and kept == TOLD and fault.kind != "no bucket memory":
         return LOST  # outside of backward nothing of a wrapped module runs; the program ends
@@ -113,7 +113,7 @@ def exitcode(rank: int) -> int:
 
 
 def problems(fault: Fault, run: Run, undisturbed: str) -> list[str]:
-    """What breaks a promise; `undisturbed` is the digest of a run without the fault."""
+    """Return the broken promises; `undisturbed` is the digest of a run without the fault."""
     kept = promise(fault)
     found = [f"rank {rank} hung" for rank in run.hung]
     if run.children:

@@ -30,7 +30,7 @@ _REPORT_S = 30.0
 
 
 class Record:
-    """What is being tried, in a file that outlives the process."""
+    """The current input, in a file that outlives the process."""
 
     def __init__(self) -> None:
         _RECORD.write_bytes(bytes(_LONGEST + 8))

@@ -17,7 +17,7 @@ from tests.faults.soak.work import Rig
 
 
 class Soak(NamedTuple):
-    """What to do.
+    """Parameters of a run.
 
     Attributes:
         steps: the most turns to take.
@@ -35,7 +35,7 @@ class Soak(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a rank brings back.
+    """Results of a rank.
 
     Attributes:
         turns: how many it took.

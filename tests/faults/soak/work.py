@@ -1,4 +1,4 @@
-"""What a rank does in each turn, on a model of many kinds of leaves."""
+"""Work of a rank in each turn, on a model of many kinds of leaves."""
 
 from __future__ import annotations
 
