@@ -204,7 +204,7 @@ def test_a_source_that_is_no_number(src: Any) -> None:
         assert "PlanMismatchError" in seen.kinds, seen
 
 
-def test_a_tree_that_one_rank_cannot_take_apart() -> None:
+def test_a_tree_that_one_rank_cannot_flatten() -> None:
     def run(group: Any) -> Ending:
         bad = {object(): torch.zeros(1)} if group.rank else {"a": torch.zeros(1)}
         return ending(lambda: fddp.broadcast(bad, group=group))

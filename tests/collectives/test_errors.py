@@ -448,7 +448,7 @@ def miss_derivatives(rank: int, n: int) -> str:
         return found.kinds[0]
 
 
-def test_an_error_that_nobody_hears() -> None:
+def test_an_error_with_no_other_rank_in_the_call() -> None:
     def run(group: Any) -> Ending:
         with fddp.Communicator(group, timeout_s=0.5) as ranks:
             if group.rank:

@@ -162,7 +162,7 @@ def test_equal_state_is_not_sent() -> None:
         assert 20 in sent
 
 
-def test_a_rank_that_has_it_keeps_its_tree() -> None:
+def test_ranks_with_the_state_keep_their_trees() -> None:
     """Though others have to be sent it; nothing is written where it is."""
 
     def run(group: Any, late: int) -> Any:

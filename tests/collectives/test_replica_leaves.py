@@ -270,7 +270,7 @@ def helper(group: Any, tree: Any) -> None:
     fddp.check_replicas(tree, group)
 
 
-def test_the_error_shows_who_called_the_helper() -> None:
+def test_the_error_names_the_caller_of_the_helper() -> None:
     def run(group: Any) -> str:
         with pytest.raises(fddp.DesyncError) as caught:
             helper(group, torch.tensor(group.rank))

@@ -36,7 +36,7 @@ from tests.support.schedules import (
 
 @settings(max_examples=40)
 @given(built())
-def test_the_word_is_set_down_and_rides_again(schedule: Schedule) -> None:
+def test_the_word_is_sent_apart_then_piggybacked_again(schedule: Schedule) -> None:
     own = with_separate_word(schedule)
     assert own.piggyback_op < 0
     assert with_piggybacked_word(own) == schedule

@@ -216,6 +216,6 @@ def test_a_fit_to_an_unknown_algorithm() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [-1, math.nan, np.array([1.0, -1.0])])
-def test_bytes_that_make_no_sense(nbytes: Any) -> None:
+def test_invalid_bytes(nbytes: Any) -> None:
     with pytest.raises(ValueError, match="nbytes must be at least 0"):
         CostModel(1e-6, 1e-9).time_s("all_reduce", nbytes, 2)

@@ -256,6 +256,6 @@ def parted(rank: int, world_size: int) -> Any:
     return seen
 
 
-def test_ranks_part_over_shards_without_a_policy(ranks: RankPool) -> None:
+def test_ranks_diverge_over_shards_without_a_policy(ranks: RankPool) -> None:
     assert ranks.run(2, parted) == [[True, False], [False, False]]
     assert not dist.is_initialized()

@@ -70,7 +70,7 @@ def test_piggybacked_word_equals_a_separate_word(weights: list[float], dtype: to
         assert (riding.active, riding.users) == (own.active, own.users)
 
 
-def test_gradients_that_are_not_finite_leave_the_word_alone() -> None:
+def test_nonfinite_gradients_do_not_affect_the_word() -> None:
     def run(group: Any) -> Any:
         grads = {"w": torch.tensor([math.nan, math.inf, 1.0])}
         with fddp.GradSync(grads, group=group) as sync:
@@ -98,7 +98,7 @@ def test_failure_in_packing_the_last_bucket_is_in_its_control_word() -> None:
     assert fddp.loopback(2, run) == [[1.0] * 3] * 2
 
 
-def test_under_a_hook_the_word_goes_by_itself(launch: Launch) -> None:
+def test_under_a_hook_the_word_is_sent_apart(launch: Launch) -> None:
     for kinds, compared in launch(2, with_and_without_hook):
         # Over c10d, what a hook issues first in a place is compared, too.
         assert kinds == [1, 2 + compared, 1, 2]
@@ -118,7 +118,7 @@ def with_and_without_hook(group: Any) -> tuple[list[int], bool]:
         return counts, sync.transport == "c10d"
 
 
-def test_the_word_of_an_idle_bucket_travels_alone() -> None:
+def test_the_word_of_an_idle_bucket_is_sent_apart() -> None:
     """As under `skip_all_reduce_unused_params`, whose surprises tests/ddp/test_unused.py has."""
 
     def run(group: Any) -> Any:

@@ -108,7 +108,7 @@ def test_all_ranks_issue_the_same_collectives(case: Case) -> None:
 
 
 @given(cases())
-def test_a_bucket_never_leaves_before_what_it_waits_for(case: Case) -> None:
+def test_a_bucket_is_never_launched_before_its_gradients(case: Case) -> None:
     state, actions = start(case.sequence, case.bucket_of, case.expected[0])
     for leaf in case.arrivals[0]:
         for action in actions:
@@ -118,7 +118,7 @@ def test_a_bucket_never_leaves_before_what_it_waits_for(case: Case) -> None:
 
 
 @given(cases())
-def test_a_ready_bucket_leaves_at_once(case: Case) -> None:
+def test_a_ready_bucket_is_launched_at_once(case: Case) -> None:
     state, _ = start(case.sequence, case.bucket_of, case.expected[0])
     for leaf in case.arrivals[0]:
         state, _ = on_ready(state, leaf)

@@ -86,7 +86,7 @@ def test_equality_and_hash() -> None:
     assert len(set(others)) == len({schedule.digest for schedule in others}) == len(others)
 
 
-def test_pickles_leave_what_was_worked_out_behind() -> None:
+def test_pickles_omit_cached_values() -> None:
     schedule = example()
     before = len(pickle.dumps(schedule))
     assert schedule.digest
@@ -363,7 +363,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_runtime_issues_what_the_schedule_lists(launch: Launch, case: str) -> None:
+def test_the_runtime_issues_the_collectives_of_the_schedule(launch: Launch, case: str) -> None:
     world_size = CASES[case].get("mesh", WORLD).world_size
     for steps in launch(world_size, issue, CASES[case]):
         assert len(steps) == 6
@@ -495,7 +495,7 @@ def test_a_sparse_bucket_takes_three_gathers() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(failing=st.sampled_from(["loss", "weight", "tree", "none"]), rank=st.integers(0, 2))
-def test_a_failing_rank_issues_what_the_others_issue(failing: str, rank: int) -> None:
+def test_a_failing_rank_issues_the_same_collectives(failing: str, rank: int) -> None:
     def run(group: Any) -> Any:
         params = {"a": torch.zeros(3), "b": torch.zeros(4)}
         mine = group.rank == rank

@@ -135,7 +135,7 @@ def test_errors_name_the_argument() -> None:
         options(frozen())
 
 
-def test_torch_accepts_what_is_falsy() -> None:
+def test_falsy_arguments_are_accepted_as_by_torch() -> None:
     assert options(device_ids=[], output_device=0).device_ids is None
     assert options(device_ids=[], output_device=0).output_device is None
 

@@ -137,7 +137,7 @@ def broken_then_eval(group: Any) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:the step of a backward pass")
-def test_a_forward_without_gradients_gives_up_what_was_broken_off(launch: Launch) -> None:
+def test_a_forward_without_gradients_abandons_the_interrupted_step(launch: Launch) -> None:
     first, second = launch(2, broken_then_eval)
     assert first == second
 

@@ -143,7 +143,7 @@ def heads(group: Any) -> bool:
     return True
 
 
-def test_a_new_layer_is_noticed_whatever_its_address(launch: Launch) -> None:
+def test_a_new_layer_is_noticed_at_any_address(launch: Launch) -> None:
     assert launch(2, heads) == [True, True]
 
 
@@ -234,7 +234,7 @@ def two_forwards(group: Any) -> list[Any]:
     return [is_same, model.scale.item(), model.weight.grad.item()]
 
 
-def test_a_second_forward_does_not_write_what_the_first_still_needs(launch: Launch) -> None:
+def test_a_second_forward_does_not_overwrite_saved_tensors(launch: Launch) -> None:
     assert launch(2, two_forwards) == [[True, 5.0, 7.0], [True, 5.0, 7.0]]
 
 

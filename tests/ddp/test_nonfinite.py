@@ -470,7 +470,7 @@ def test_gradients_in_a_context_of_distributed_autograd(monkeypatch: pytest.Monk
         assert text.startswith("nonfinite='skip' can't skip a step whose gradients are in")
 
 
-def test_ranks_must_ask_for_the_same() -> None:
+def test_ranks_must_request_the_same_policy() -> None:
     def run(group: Any) -> str:
         with pytest.raises(fddp.PlanMismatchError) as caught:
             DDP(Net(), process_group=group, nonfinite=("skip", "raise")[group.rank])

@@ -37,7 +37,7 @@ def differing_branches(group: Any, steps: list[list[tuple[int, ...]]]) -> list[A
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
-def test_whatever_ranks_use_is_synchronised(launch: Launch) -> None:
+def test_layers_that_any_rank_uses_are_synchronised(launch: Launch) -> None:
     steps = [
         [(0, 1, 2), (0, 1, 2)],
         [(0, 1), (1, 2)],

@@ -107,7 +107,7 @@ def test_held_gradients_are_not_overwritten(how: str) -> None:
     fddp.loopback(2, run)
 
 
-def test_without_views_what_was_there_is_written() -> None:
+def test_without_views_existing_gradients_are_written() -> None:
     def run(group: Any) -> None:
         module = model()
         ddp = fddp.DistributedDataParallel(module, process_group=group)

@@ -100,9 +100,7 @@ def test_kills() -> None:
     assert len(places) == 5
 
 
-def test_a_kill_that_did_not_happen_shows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_kill_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [{"begun": 0}, {"step": 0, "digest": "0" * 16}]
     for name in ("whole", "disturbed"):
         (tmp_path / name).mkdir()

@@ -129,7 +129,7 @@ def test_a_wrong_end_is_a_problem(change: dict[str, object], problem: str) -> No
     assert problem in judged(**change)  # type: ignore[arg-type]
 
 
-def test_a_run_that_is_to_go_on_must_end_as_without_the_fault() -> None:
+def test_a_run_that_survives_a_fault_must_end_as_without_it() -> None:
     fault = replace(FAULT, kind="short stop")
     went_on = [replace(SURVIVOR, exitcode=40 + rank, errors=()) for rank in range(3)]
     went_on[1] = replace(went_on[1], fault_s=100.0)

@@ -156,7 +156,7 @@ def test_a_rank_that_computes(ranks: RankPool, transport: str) -> None:
     assert "in _serve, after bucket 0 (w) of step 0 of GradSync #2" in seen.text
 
 
-def test_a_rank_that_opens_something_else(ranks: RankPool) -> None:
+def test_a_rank_that_opens_another_transport(ranks: RankPool) -> None:
     first, second = ranks.run(2, waiting, "c10d", "operator")
     assert "rank 1: " in first.text
     assert "the opening of a Communicator" in first.text

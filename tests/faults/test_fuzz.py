@@ -204,7 +204,7 @@ def test_malformed_store_values_are_refused(payload: bytes) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.one_of(PAYLOADS, st.sampled_from([b"[9]", b"[0, 0]", b"[Infinity]"])), st.integers(0, 5))
-def test_parcels_of_descriptors(note: bytes, count: int) -> None:
+def test_messages_of_descriptors(note: bytes, count: int) -> None:
     """Whatever is sent through the socket, no descriptor is left open."""
     before = open_files()
     with ExitStack() as sockets:

@@ -273,7 +273,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"failure":1}', b"[[null]]", b"\xff", b"[1,2,3]"])
-def test_nonsense_is_named_on_every_rank(
+def test_invalid_arguments_are_raised_on_every_rank(
     name: str, text: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call, end, number = CALLS[name]
@@ -299,7 +299,7 @@ def test_nonsense_is_named_on_every_rank(
         assert told.endswith("run the same version of fddp on every rank")
 
 
-def test_a_length_that_makes_no_sense_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_length_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anybody makes room for it."""
     own = byte_exchange.gather_bytes
 
@@ -333,7 +333,7 @@ ANSWERS = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(answer=ANSWERS, question=st.one_of(st.just(b"0"), st.binary(max_size=20)), since=st.just(1))
-def test_status_is_reported_whatever_the_store_holds(
+def test_status_is_reported_under_any_store_content(
     answer: bytes, question: bytes, since: int
 ) -> None:
     """Explaining another failure never fails itself."""

@@ -296,7 +296,7 @@ def test_between_hosts_such_weights_are_an_error_once() -> None:
     fddp.loopback(4, run)
 
 
-def test_a_step_that_is_not_finite_leaves_the_state() -> None:
+def test_a_nonfinite_step_keeps_the_state() -> None:
     def run(group: Any) -> None:
         own = {"w": torch.tensor([1.0, 5.0])}
         bad = {"w": torch.tensor([1.0, torch.nan if group.rank else 5.0])}
@@ -410,7 +410,7 @@ def test_state_where_there_is_no_hook() -> None:
 
 
 @pytest.mark.parametrize("hook", [top_k(0.3), power_sgd(1), Halves()], ids=name_of)
-def test_a_step_that_fails_leaves_the_state(hook: Hook[Any]) -> None:
+def test_a_failed_step_keeps_the_state(hook: Hook[Any]) -> None:
     def run(group: Any, fails: bool) -> Any:
         with fddp.GradSync(params(), group=group, hook=hook, **SMALL) as sync:
             _, state = sync.update(grads(sync.rank, 0), sync.init_state())

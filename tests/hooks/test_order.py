@@ -196,7 +196,7 @@ def test_the_control_word_does_not_wait_for_stages() -> None:
     assert control == last_first_stage + 1
 
 
-def test_results_are_right_whatever_the_number_of_stages() -> None:
+def test_results_are_correct_for_any_number_of_stages() -> None:
     def run(group: Any, hook: Hook[Any]) -> Any:
         with fddp.GradSync(params(), group=group, hook=hook, **ONE_EACH) as sync:
             x = rand(3, 8, seed=group.rank)

@@ -232,7 +232,7 @@ def test_grad_bucket_attributes() -> None:
         assert all(torch.equal(result[name], leaf + rank) for name, leaf in own.items())
 
 
-def test_gradients_have_their_shapes_whatever_the_order_of_memory() -> None:
+def test_gradients_have_their_shapes_in_any_memory_order() -> None:
     last = torch.arange(24.0).view(1, 4, 3, 2).to(memory_format=torch.channels_last)
     own = {"a": torch.arange(3.0), "b": last}
 

@@ -210,7 +210,7 @@ def test_power_sgd_finds_a_matrix_of_its_rank_at_once_and_gets_out_of_zeros() ->
         assert torch.allclose(mean, wanted, rtol=1e-9, atol=1e-20)
 
 
-def test_power_sgd_leaves_alone_what_would_not_get_smaller() -> None:
+def test_power_sgd_skips_matrices_that_would_not_shrink() -> None:
     means, (state,) = run_leaf(power_sgd(3), random_inputs(1, 6, 6, steps=1))
     assert state[0]["inner"] == []
     assert torch.equal(means[0], random_inputs(1, 6, 6, steps=1)[0][0])
@@ -264,7 +264,7 @@ def test_bytes_on_the_wire_are_those_of_the_docstrings(hook: Hook[Any] | None, n
         (lambda: cast(torch.int32), "dtype must be a floating dtype of torch, got torch.int32"),
     ],
 )
-def test_parameters_that_make_no_sense(make: Any, problem: str) -> None:
+def test_invalid_parameters(make: Any, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         make()
 

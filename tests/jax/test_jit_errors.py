@@ -195,7 +195,7 @@ def test_programs_of_two_threads_over_one_group(monkeypatch: pytest.MonkeyPatch)
     assert fddp.loopback(1, program) == [1.0]
 
 
-def test_without_named_errors_the_text_is_in_what_jax_raises() -> None:
+def test_without_named_errors_jax_raises_the_text() -> None:
     def program(group: LoopbackGroup) -> str:
         with pytest.raises(jax.errors.JaxRuntimeError, match="DesyncError: ranks met") as caught:
             jax.block_until_ready(jax.jit(lambda x: psum(x, group))(jnp.ones(2 + group.rank)))

@@ -248,7 +248,7 @@ def test_a_scale_of_zero_gives_exact_zeros(ops: Any, scale: float) -> None:
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf])
-def test_missing_leaves_are_zeros_whatever_the_scale(ops: Any, scale: float) -> None:
+def test_missing_leaves_are_zeros_under_any_scale(ops: Any, scale: float) -> None:
     buffer = torch.full((4,), math.nan)
     ops.pack_(buffer, flat_layout(4), [None], scale)
     assert_same_bits(buffer, torch.zeros(4))
@@ -307,7 +307,7 @@ def test_a_scale_of_one_writes_nothing() -> None:
     assert buffer._version == version
 
 
-def test_versions_of_what_is_written_go_up_and_autograd_sees_nothing() -> None:
+def test_written_tensors_get_new_versions_without_autograd_history() -> None:
     layout = flat_layout(2, 3)
     sources = [torch.ones(2, requires_grad=True), (torch.ones(3, requires_grad=True) * 2)]
     buffer = torch.empty(5)

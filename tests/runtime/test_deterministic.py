@@ -429,7 +429,7 @@ def test_drawn_trees_have_the_same_bits_under_any_algorithm(case: Any) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["all_reduce", "hierarchical"])
-def test_the_mean_is_what_was_added_up_by_hand(algorithm: Any) -> None:
+def test_the_mean_equals_a_sum_by_hand(algorithm: Any) -> None:
     """A quarter is exact, so that only the sums round."""
     parts = [wild(rank, (37,), torch.float32) for rank in range(4)]
 

@@ -153,7 +153,7 @@ def test_an_unused_head_does_not_stop_the_overlap() -> None:
         assert arrivals_before_first_launch < 5
 
 
-def test_first_bucket_leaves_before_the_last_gradient_exists() -> None:
+def test_first_bucket_is_launched_before_the_last_gradient_exists() -> None:
     branch = Branch([(i, "plain") for i in range(LEAVES)])
     for _, info in check(_Threads(), [[branch, branch]] * 2)[0]:
         events = info.trace.events

@@ -149,7 +149,7 @@ def test_propagate_keeps_results_unchanged() -> None:
 # What does not count
 
 
-def test_a_rank_of_weight_0_has_no_vote() -> None:
+def test_a_rank_of_weight_0_is_ignored() -> None:
     def run(group: Any) -> Any:
         with fddp.GradSync(tree(), group=group, nonfinite="raise") as sync:
             own = spoiled(NAN) if group.rank == 0 else tree(2.0)
@@ -326,7 +326,7 @@ def test_gradients_that_come_late(policy: Any) -> None:
 # Arguments
 
 
-def test_ranks_must_ask_for_the_same() -> None:
+def test_ranks_must_request_the_same_policy() -> None:
     def run(group: Any) -> Any:
         with pytest.raises(fddp.PlanMismatchError) as caught:
             fddp.GradSync(tree(), group=group, nonfinite=("skip", "raise")[group.rank])

@@ -50,7 +50,7 @@ def test_sums_that_overflow(dtype: torch.dtype, way: str) -> None:
         assert after
 
 
-def test_the_way_out_of_an_overflow_is_one() -> None:
+def test_the_suggested_remedy_for_an_overflow_works() -> None:
     """An overflow in float16, by a hook or sum by sum, does not occur in float32."""
 
     def run(group: Any) -> Any:
@@ -208,7 +208,7 @@ def test_leaves_that_overflow_as_they_are_packed_are_not_at_fault(way: str, size
 
 
 @pytest.mark.parametrize("way", ["__call__", "value_and_grad"])
-def test_the_way_out_of_weights_that_jump_is_one(way: str) -> None:
+def test_the_suggested_remedy_for_jumping_weights_works(way: str) -> None:
     def run(group: Any) -> Any:
         params = {"w": torch.ones(3)}
         own = {"w": torch.full((3,), 1e38)}

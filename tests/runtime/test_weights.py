@@ -428,7 +428,7 @@ def test_leaves_used_only_in_accumulated_gradients_count_as_used() -> None:
         assert info.total_weight == 4.0
 
 
-def test_weight_zero_now_leaves_what_was_accumulated() -> None:
+def test_weight_zero_now_keeps_accumulated_gradients() -> None:
     def run(group: Any) -> Any:
         params = {"a": torch.ones(2)}
         with fddp.GradSync(params, group=group) as sync:

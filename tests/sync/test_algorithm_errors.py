@@ -397,7 +397,9 @@ def wrong_on_one_rank(group: Any, algorithm: Any, wrong: str) -> tuple[str, list
         ("all_reduce", "all_gather"),
     ],
 )
-def test_a_call_of_another_form_on_one_rank(launch: Launch, algorithm: str, wrong: str) -> None:
+def test_a_call_with_another_signature_on_one_rank(
+    launch: Launch, algorithm: str, wrong: str
+) -> None:
     (told, first), (own, second) = launch(2, wrong_on_one_rank, algorithm, wrong)
     assert told.startswith("PeerError: rank 1 failed at step 0: ValueError:")
     assert own.startswith("ValueError: ")

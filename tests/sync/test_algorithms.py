@@ -351,7 +351,7 @@ def test_nan_is_reported_on_every_rank(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "hierarchical", "reduce_scatter"])
-def test_the_norm_is_that_of_what_a_rank_gets(name: str) -> None:
+def test_the_norm_is_that_of_a_ranks_results(name: str) -> None:
     def run(group: Any) -> tuple[float, float]:
         with opened(group, mlp(), name) as sync:
             _, grads, info = sync.value_and_grad(mlp_loss, with_info=True)(

@@ -64,7 +64,7 @@ def test_inner_axes_are_due_whenever_outer_ones_are(
         ({"host": 2, "local": 4}, 0, "axes go from the outermost on"),
     ],
 )
-def test_periods_that_make_no_sense(period: Any, warmup: int, text: str) -> None:
+def test_invalid_periods(period: Any, warmup: int, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Periodic(period, warmup_steps=warmup)
 
@@ -174,7 +174,7 @@ def repeated(group: Any) -> tuple[Any, Any]:
     return once, average(once, group=group)
 
 
-def test_only_what_is_due_is_averaged() -> None:
+def test_only_due_averages_are_taken() -> None:
     for results in fddp.loopback(2, over_steps):
         due = [step for step, same in enumerate(results) if same]
         assert due == [1, 4]

@@ -195,7 +195,7 @@ def count_graphs(rank: int, world_size: int) -> tuple[int, list[int]]:
     return early, ready
 
 
-def test_buckets_leave_between_graphs(ranks: RankPool) -> None:
+def test_buckets_are_launched_between_graphs(ranks: RankPool) -> None:
     for early, ready in ranks.run(2, count_graphs):
         assert ready == sorted(ready)
         assert early >= 3  # of 4; the last one waits for the end of backward

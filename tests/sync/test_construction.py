@@ -226,7 +226,7 @@ TREES: dict[str, tuple[Any, str, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", [*ARGUMENTS, *TREES])
 @pytest.mark.parametrize("on_all", [False, True])
-def test_arguments_that_make_no_sense(name: str, on_all: bool) -> None:
+def test_invalid_arguments(name: str, on_all: bool) -> None:
     def run(group: Any) -> tuple[Ending, Any]:
         bad = on_all or group.rank == 1
         options = ARGUMENTS[name][0] if bad and name in ARGUMENTS else {}

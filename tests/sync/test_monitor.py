@@ -141,7 +141,7 @@ def test_phases_within_phases_count_once() -> None:
         ({"exporters": [3]}, "TypeError"),
     ],
 )
-def test_options_that_make_no_sense(options: dict[str, Any], kind: str) -> None:
+def test_invalid_options(options: dict[str, Any], kind: str) -> None:
     assert fddp.loopback(1, lambda g: ending(lambda: fddp.Monitor(g, **options)).kinds[0]) == [kind]
 
 
@@ -202,7 +202,7 @@ class Full:
         raise AssertionError("not after a step that failed")
 
 
-def test_an_exporter_that_fails_on_one_rank_leaves_the_others_their_report() -> None:
+def test_a_failing_exporter_on_one_rank_does_not_affect_other_reports() -> None:
     def run(group: Any) -> Any:
         with fddp.GradSync(mlp(), group=group) as sync, fddp.Communicator(group, timeout_s=5) as of:
             exporters = [Full()] if group.rank == 0 else []

@@ -45,7 +45,7 @@ def test_plan_and_means_over_any_numbers_of_ranks(data: Any, before: int, after:
             assert torch.allclose(values, torch.full_like(values, (1 + after) / 2))
 
 
-def test_ranks_that_parted_take_the_plan_of_the_one_that_is_ahead() -> None:
+def test_diverged_ranks_take_the_plan_of_the_most_advanced() -> None:
     behind, ahead = made(3), made(3, steps=1)
     assert behind[0].plan != ahead[0].plan
     syncs = rebuilt([behind[0], ahead[1], behind[2]])

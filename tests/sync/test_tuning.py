@@ -194,7 +194,7 @@ def failing(group: Any) -> Any:
         return type(caught.value).__name__, step(params, batch(sync.rank, 1))[1]
 
 
-def test_a_step_that_fails_leaves_the_old_plan(launch: Launch) -> None:
+def test_a_failed_step_keeps_the_old_plan(launch: Launch) -> None:
     results = launch(2, failing)
     assert [name for name, _ in results] == ["PeerError", "ZeroDivisionError"]
     assert same_bits([grads for _, grads in results])

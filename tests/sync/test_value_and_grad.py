@@ -94,7 +94,7 @@ def test_the_four_shapes_of_a_result() -> None:
     fddp.loopback(2, run)
 
 
-def test_weight_fn_sees_what_the_loss_function_sees() -> None:
+def test_weight_fn_receives_the_arguments_of_the_loss_function() -> None:
     def run(group: Any) -> None:
         seen = []
 

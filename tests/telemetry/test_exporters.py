@@ -42,7 +42,7 @@ def make_report(*forward_s: float, first: int = 0, steps: int = 9) -> MonitorRep
     return MonitorReport.of(summaries)
 
 
-def test_prometheus_serves_what_was_observed() -> None:
+def test_prometheus_serves_the_observations() -> None:
     registry = client.CollectorRegistry()
     exporter = Prometheus(0, registry=registry)
     fddp.loopback(1, train, exporter)
@@ -79,7 +79,7 @@ def test_writers_without_scalars_are_refused(bad: Any) -> None:
         TensorBoard(bad)
 
 
-def test_tensorboard_reads_what_was_observed_and_is_imported_late(
+def test_tensorboard_reads_the_observations_and_is_imported_late(
     tmp_path: Path,
 ) -> None:
     """In a process of its own: the libraries that tensorboard loads warn, and stay loaded."""
@@ -127,7 +127,7 @@ def test_figures_of_a_report() -> None:
     assert figures["rank1/behind_s"] == pytest.approx(0.05)
 
 
-def test_figures_of_a_step_name_what_it_was() -> None:
+def test_figures_of_a_step_name_the_step() -> None:
     def run(group: Any) -> dict[str, float]:
         with fddp.GradSync({"w": torch.ones(2)}, group=group, nonfinite="skip") as sync:
             _, info = sync({"w": torch.full((2,), float("nan"))}, with_info=True)
@@ -155,7 +155,7 @@ def test_a_missing_library_is_named(
         make()
 
 
-def test_the_figure_frames_what_holds_the_others_up() -> None:
+def test_the_figure_frames_the_stragglers_phase() -> None:
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Rectangle
 

@@ -189,7 +189,7 @@ def test_flights_of_syncs_that_are_gone_are_gone() -> None:
         assert name not in names
 
 
-def test_something_else_has_no_flight() -> None:
+def test_other_objects_have_no_flight() -> None:
     with pytest.raises(TypeError, match=r"flight takes GradSyncs, Communicators and .* got a int"):
         fddp.flight(3)
     with pytest.raises(TypeError, match="reason must be a str, got 3"):
@@ -431,7 +431,7 @@ def test_a_signal_that_comes_while_a_flight_is_written_is_passed_over(
     assert written == ["SIGUSR1", "SIGUSR1"]
 
 
-def test_a_flight_that_is_not_written_harms_nobody(
+def test_a_failed_flight_dump_does_not_fail_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     class Interrupted:

@@ -42,7 +42,7 @@ def test_ranks_that_are_together() -> None:
     assert "all ranks agree up to operation 7" in told.text
 
 
-def test_a_rank_that_does_something_else() -> None:
+def test_a_rank_in_another_collective() -> None:
     told = lined_up((op_of(6), op_of(7)), (op_of(6), op_of(7)), (op_of(6), op_of(7, nbytes=16)))
     assert (told.number, told.ranks) == (7, (2,))
     assert (
@@ -94,7 +94,7 @@ def test_operations_not_waited_for_are_not_reported_as_pending() -> None:
     assert "operation 6, all_reduce of bucket 0 (w0) of step 5, failed on rank 0" in told.text
 
 
-def test_only_what_all_remember_is_compared() -> None:
+def test_only_operations_recorded_on_all_ranks_are_compared() -> None:
     told = lined_up(*[tuple(op_of(n) for n in range(start, 20)) for start in (0, 9, 12)])
     assert told.number == -1
 

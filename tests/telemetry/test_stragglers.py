@@ -46,7 +46,7 @@ def steps_from(noises: Sequence[tuple[float, ...]], scale_s: float) -> list[dict
     st.floats(0.02, 1.0),
 )
 @settings(max_examples=40)
-def test_a_delay_is_found_whatever_the_noise(
+def test_a_delay_is_found_under_any_noise(
     noises: list[Any], data: st.DataObject, phase: str, delay_s: float
 ) -> None:
     """Noise of a millisecond at most, in any distribution."""
@@ -81,7 +81,7 @@ def test_noise_makes_no_straggler() -> None:
     assert named <= 2
 
 
-def test_a_monitor_is_no_part_of_its_rank() -> None:
+def test_monitor_time_is_reported_apart_from_its_rank() -> None:
     def report_of(*monitor_s: float, slow: int | None = None) -> MonitorReport:
         return MonitorReport.of(
             summary_of(r, [{"input": 0.03 if r == slow else 0.01, "monitor": s}] * 9)
@@ -123,7 +123,7 @@ def test_few_steps_make_no_strong_claim() -> None:
     assert find_stragglers([summary_of(0, [{"forward": 0.01}] * 9)]) == ()
 
 
-def test_little_noise_of_few_steps_names_nobody() -> None:
+def test_little_noise_in_few_steps_makes_no_straggler() -> None:
     """Of 400 draws with 10% of noise, the fewest steps of which something is said."""
     random = torch.Generator().manual_seed(3)
     named = 0
@@ -135,7 +135,7 @@ def test_little_noise_of_few_steps_names_nobody() -> None:
     assert named <= 4
 
 
-def test_a_tenth_of_a_millisecond_names_nobody() -> None:
+def test_a_tenth_of_a_millisecond_makes_no_straggler() -> None:
     def found(behind_s: float) -> Any:
         return find_stragglers(
             [summary_of(r, [{"forward": 0.002 + r * behind_s}] * 20) for r in range(2)]

@@ -213,7 +213,7 @@ def repaired_before_it_is_known(schedule: fddp.Schedule) -> fddp.Schedule:
     return replace(schedule, ops=(*others, control))
 
 
-def test_a_repair_before_the_control_word_lets_ranks_part() -> None:
+def test_a_repair_before_the_control_word_makes_ranks_diverge() -> None:
     bad = repaired_before_it_is_known(with_separate_word(one_schedule()))
     assert_same_collectives(bad, [[1, 0], [0, 1]])
     with pytest.raises(AssertionError) as caught:

@@ -77,7 +77,7 @@ def test_the_thread_ends_when_idle(host: Any) -> None:
         assert soon(lambda: client._serving_pid == 0)
 
 
-def test_an_opening_ends_with_what_is_seen_meanwhile() -> None:
+def test_an_opening_ends_with_failures_seen_meanwhile() -> None:
     """Here a rank would wait for an address that nobody sets."""
     threads: list[threading.Thread] = []
 
@@ -103,7 +103,7 @@ def test_an_opening_ends_in_time() -> None:
     done.set()
 
 
-def test_an_opening_gives_what_was_made() -> None:
+def test_an_opening_returns_the_created_object() -> None:
     store = dist.HashStore()
 
     def connect(meeting: AbortableStore) -> tuple[bytes, bool]:

@@ -198,7 +198,7 @@ def test_a_dimension_of_a_device_mesh_is_a_group(ranks: RankPool) -> None:
     ranks.run(4, mesh_on_rank)
 
 
-def test_without_a_group_the_ways_to_one_are_named() -> None:
+def test_a_missing_group_error_names_the_remedies() -> None:
     with pytest.raises(FddpError, match=r"torchrun.*init_process_group.*fddp\.loopback"):
         open_c10d()
 

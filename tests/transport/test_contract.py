@@ -278,7 +278,7 @@ def close_in_flight_on_rank(group: Group) -> None:
     transport.close()
 
 
-def test_closing_gives_up_what_is_in_flight(launch: Launch) -> None:
+def test_closing_abandons_operations_in_flight(launch: Launch) -> None:
     launch(2, close_in_flight_on_rank)
 
 

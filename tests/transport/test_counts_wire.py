@@ -165,7 +165,7 @@ def test_gloo_carries_the_gradients_and_little_else(ranks: RankPool, world_size:
     assert 0.99 * least <= counts.traffic.received <= 1.02 * least
 
 
-def test_shared_memory_leaves_sockets_alone(ranks: RankPool) -> None:
+def test_shared_memory_uses_no_sockets(ranks: RankPool) -> None:
     counts = _of(ranks, 2, _functional, "shm", torch.float32)
     assert len(counts.asked) == STEPS * len(counts.buckets_bytes)
     assert counts.handed == []
@@ -173,7 +173,9 @@ def test_shared_memory_leaves_sockets_alone(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_a_word_that_can_not_ride_takes_one_collective(ranks: RankPool, transport: str) -> None:
+def test_a_word_that_cannot_be_piggybacked_takes_one_collective(
+    ranks: RankPool, transport: str
+) -> None:
     counts = _of(ranks, 2, _functional, transport, torch.bfloat16)
     assert len(counts.asked) == STEPS * (1 + len(counts.buckets_bytes))
     assert counts.asked[-1][1] < 1024

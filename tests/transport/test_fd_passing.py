@@ -74,7 +74,7 @@ def test_notes_and_files_arrive(listener: FdListener) -> None:
     assert open_file_count() == before - 2
 
 
-def test_as_many_files_as_a_parcel_holds(listener: FdListener) -> None:
+def test_the_most_descriptors_of_a_message(listener: FdListener) -> None:
     mine, theirs = ends_of(listener)
     with mine, theirs:
         mine.send(b"many", [0] * MOST_DESCRIPTORS)
@@ -83,7 +83,7 @@ def test_as_many_files_as_a_parcel_holds(listener: FdListener) -> None:
         message.close()
 
 
-def test_files_that_do_not_fit_are_an_error_and_left_to_nobody(listener: FdListener) -> None:
+def test_excess_descriptors_are_an_error_and_are_closed(listener: FdListener) -> None:
     """As where a process may open no more files."""
     mine, theirs = ends_of(listener)
     with mine, theirs:
@@ -97,13 +97,13 @@ def test_files_that_do_not_fit_are_an_error_and_left_to_nobody(listener: FdListe
         assert open_file_count() == before
 
 
-def test_a_door_that_is_closed_is_out_of_reach(listener: FdListener) -> None:
+def test_a_closed_listener_is_unreachable(listener: FdListener) -> None:
     assert connect("nobody's") is None
     listener.close()
     assert connect(listener.name) is None
 
 
-def test_doors_have_names_of_their_own() -> None:
+def test_listeners_have_unique_names() -> None:
     one, two = FdListener(), FdListener()
     assert one.name != two.name
     assert len(one.name) == 32, "128 bits, so that nobody guesses it"

@@ -111,7 +111,7 @@ def may_have_children() -> Any:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_forked_processes_end_and_leave_their_parent_alone(transport: str) -> None:
+def test_forked_processes_end_without_affecting_their_parent(transport: str) -> None:
     """On processes of their own: of those of other tests, torch's groups may be left in garbage,
     which a child that collects it frees, without their threads."""
     for outcome in run_fresh(2, fork, transport):

@@ -33,7 +33,7 @@ def test_threads_see_the_callers_context() -> None:
     assert loopback(2, lambda group: setting.get()) == ["the caller's"] * 2
 
 
-def test_no_thread_is_left() -> None:
+def test_no_threads_remain() -> None:
     before = threading.active_count()
     loopback(4, lambda group: open_transport(group).close())
     assert threading.active_count() == before

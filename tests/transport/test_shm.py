@@ -133,7 +133,7 @@ def in_rounds_on_rank(rank: int, world_size: int) -> None:
             assert torch.equal(tensor, total((0, 1, 2, 3), 5, torch.float32))
 
 
-def test_descriptors_may_go_round_in_several_parcels(ranks: RankPool) -> None:
+def test_descriptors_may_be_exchanged_in_several_messages(ranks: RankPool) -> None:
     ranks.run(4, in_rounds_on_rank)
 
 
@@ -391,7 +391,7 @@ def memories_on_rank(rank: int, world_size: int, which: str) -> None:
 
 @pytest.mark.parametrize("which", ["all", "some", "none"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_tensors_may_lie_anywhere(ranks: RankPool, world_size: int, which: str) -> None:
+def test_tensors_may_be_at_any_address(ranks: RankPool, world_size: int, which: str) -> None:
     ranks.run(world_size, memories_on_rank, which)
 
 
@@ -561,7 +561,7 @@ def forked_on_rank(rank: int, world_size: int) -> None:
         os.close(write)
 
 
-def test_a_fork_leaves_its_parent_alone(ranks: RankPool) -> None:
+def test_a_fork_does_not_affect_its_parent(ranks: RankPool) -> None:
     ranks.run(2, forked_on_rank)
 
 
@@ -624,5 +624,5 @@ def abandoned_on_rank(rank: int, world_size: int) -> int:
     return resources().mappings - earlier
 
 
-def test_a_transport_that_nobody_closes_goes_with_its_owner(ranks: RankPool) -> None:
+def test_an_unclosed_transport_is_freed_with_its_owner(ranks: RankPool) -> None:
     assert ranks.run(2, abandoned_on_rank) == [0, 0]

@@ -77,7 +77,7 @@ def test_a_full_arena_gives_none() -> None:
         arena.empty(2**62, torch.float64)
 
 
-def test_memory_lives_as_long_as_it_is_used() -> None:
+def test_memory_lives_as_long_as_its_users() -> None:
     gc.collect()
     before = arena_mappings(), open_file_count()
     crew = crew_of(2)

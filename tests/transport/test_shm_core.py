@@ -132,7 +132,7 @@ def test_operations_finished_by_others_are_finished(numel: int) -> None:
     assert crew.groups[2].failure[:2] == (_C.SHM_LOST, (1,))
 
 
-def test_leaving_ends_what_is_pending_here() -> None:
+def test_leaving_ends_pending_operations() -> None:
     crew = crew_of(2)
     operation = crew.groups[0].start("all_reduce", torch.ones(IN_PLACE))
     crew.groups[0].leave()
@@ -217,7 +217,7 @@ def _spoilt(crew: Crew, at: int, data: bytes) -> tuple[int, tuple[int, ...]]:
         (48, struct.pack("q", 2**60), "SHM_MISMATCH"),  # more elements than there are
     ],
 )
-def test_a_spoilt_descriptor_is_an_error(at: int, data: bytes, status: str) -> None:
+def test_a_corrupt_descriptor_is_an_error(at: int, data: bytes, status: str) -> None:
     crew = crew_of(2)
     found, blamed = _spoilt(crew, at, data)
     assert found == getattr(_C, status)

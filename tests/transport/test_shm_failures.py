@@ -225,7 +225,7 @@ def dead_across_on_rank(rank: int, world_size: int, dead: int) -> Ended:
 
 
 @pytest.mark.parametrize("dead", [2, 3])
-def test_a_death_crosses_between_shared_memory_and_gloo(dead: int) -> None:
+def test_a_lost_rank_is_raised_across_shared_memory_and_gloo(dead: int) -> None:
     """Rank 3 is missed in shared memory by 2 only; rank 2 in gloo by 0, in shared memory by 3."""
     outcomes = run_fresh(4, dead_across_on_rank, dead)
     for rank, seen in survivors(outcomes, dead):
@@ -247,7 +247,7 @@ def late_across_on_rank(rank: int, world_size: int) -> Ended | None:
         return ended(transport, axes=("host",) if rank == 0 else ("local",))
 
 
-def test_a_late_rank_crosses_from_shared_memory_to_gloo(ranks: RankPool) -> None:
+def test_a_late_rank_is_raised_across_shared_memory_and_gloo(ranks: RankPool) -> None:
     for rank, seen in enumerate(ranks.run(4, late_across_on_rank)):
         if seen is not None:
             assert seen.error == "SyncTimeoutError"
@@ -295,7 +295,7 @@ def test_a_rank_that_is_stopped_for_long_is_late() -> None:
             assert 1.9 < seen.took_s < 2.0 + NOTICED_S
 
 
-def test_a_rank_that_is_stopped_for_a_moment_goes_on() -> None:
+def test_a_rank_stopped_for_a_moment_continues() -> None:
     for outcome in run_fresh(3, stopped_on_rank, 0.9):
         assert outcome.error is None, outcome.error
         assert outcome.result[0] is None
@@ -350,7 +350,7 @@ def late_again_on_rank(rank: int, world_size: int) -> None:
     )
 
 
-def test_the_group_goes_on_after_a_failure(ranks: RankPool) -> None:
+def test_the_group_is_usable_after_a_failure(ranks: RankPool) -> None:
     ranks.run(3, late_again_on_rank)
 
 

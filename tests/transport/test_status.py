@@ -162,14 +162,14 @@ def names_of_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate()]
 
 
-def test_looks_write_nothing(ranks: RankPool, tmp_path: Path) -> None:
+def test_queries_write_nothing(ranks: RankPool, tmp_path: Path) -> None:
     """A file store appends a record for each write, also for one that changes nothing."""
     for grown, threads in ranks.run(2, over_a_file, str(tmp_path / "two")):
         assert grown == 0
         assert "fddp-status" in threads
 
 
-def test_a_rank_alone_looks_for_nothing(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_single_rank_checks_nothing(ranks: RankPool, tmp_path: Path) -> None:
     ((grown, threads),) = ranks.run(1, over_a_file, str(tmp_path / "one"))
     assert grown == 0
     assert "fddp-status" not in threads
@@ -183,7 +183,7 @@ def alone_and_dropped(rank: int, n: int) -> bool:
     return soon(lambda: not board.open_statuses and not board._timeouts_s)
 
 
-def test_a_rank_alone_keeps_nothing(ranks: RankPool) -> None:
+def test_a_single_rank_keeps_nothing(ranks: RankPool) -> None:
     assert ranks.run(1, alone_and_dropped) == [True]
 
 
@@ -207,7 +207,7 @@ def answer_after_an_error(rank: int, n: int) -> str:
         return str(found.get(1))
 
 
-def test_an_error_that_passes_silences_nobody(ranks: RankPool) -> None:
+def test_a_passing_error_does_not_stop_the_reports(ranks: RankPool) -> None:
     heard, _ = ranks.run(2, answer_after_an_error)
     assert "in answer_after_an_error, from " in heard
 
@@ -240,7 +240,7 @@ def test_opening_a_transport_restarts_answers(ranks: RankPool) -> None:
 # Where threads are
 
 
-def test_the_line_is_the_users() -> None:
+def test_the_named_line_is_the_users() -> None:
     """Not that of the standard library's which it calls."""
     mail: queue.Queue[int] = queue.Queue()
 

@@ -438,7 +438,7 @@ def devices_on_rank(rank: int, world_size: int) -> tuple[str, str, str]:
         return str(spread.value), str(elsewhere.value), str(second.device)
 
 
-def test_trees_of_tensors_have_nothing_foreign() -> None:
+def test_trees_of_tensors_have_no_foreign_leaves() -> None:
     assert not holds_foreign([torch.ones(1), None, np.ones(1)])
     assert holds_foreign([torch.ones(1), None, jnp.ones(1)])
 
