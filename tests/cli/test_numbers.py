@@ -119,7 +119,7 @@ def test_numbers_of_any_size(
                 code = ended.code
             except LaunchedError:
                 code = 0
-            told = capsys.readouterr()
+            printed = capsys.readouterr()
             assert code in (0, 2), argv
-            assert (code == 2) == told.err.startswith("python -m "), argv
-            assert not re.search(r"\b(nan|inf)\b", told.out), argv
+            assert (code == 2) == printed.err.startswith("python -m "), argv
+            assert not re.search(r"\b(nan|inf)\b", printed.out), argv

@@ -210,7 +210,7 @@ def test_a_tree_that_one_rank_cannot_flatten() -> None:
         return ending(lambda: fddp.broadcast(bad, group=group))
 
     first, second = fddp.loopback(2, run, timeout_s=5.0)
-    assert first.kinds[0] == "PlanMismatchError", "told, not left waiting"
+    assert first.kinds[0] == "PlanMismatchError", "it raises, and does not wait"
     assert "no error" not in second.kinds
 
 

@@ -169,7 +169,7 @@ def test_a_graph_on_one_rank_and_none_on_the_other(ranks: RankPool) -> None:
 
 
 def graph_and_none(rank: int, n: int) -> None:
-    """Calls are numbered alike whoever runs them, so that both go on together."""
+    """Calls are numbered alike in both, so that the ranks stay in step."""
 
     def step(x: Tensor) -> Tensor:
         return grad(lambda x: (fddp.sync_on_backward(x) * fddp.pmean(x) ** 2).sum())(x)

@@ -190,7 +190,7 @@ def reorder(rank: int, world_size: int, backend: str) -> list[Any]:
 
         def calls(w: list[Tensor], x: Tensor) -> list[Tensor]:
             a, b = fddp.psum(w, ranks), fddp.psum(w, ranks)  # alike, but two
-            fddp.pmax(x, ranks)  # which nobody uses
+            fddp.pmax(x, ranks)  # which is unused
             (c,) = fddp.pmean([b[0]], others)
             if rank == 0:
                 fddp.all_gather(x, ranks)
@@ -424,7 +424,7 @@ def disagree(rank: int, world_size: int) -> dict[str, str]:
 
         attempt("derivatives", torch.func.grad(one_of_two), torch.ones(2))
         attempt("marked derivatives", torch.func.grad(one_of_two_marked), torch.ones(2))
-        # An integer can't be averaged: found while rank 0 traces, told to rank 1 as it runs.
+        # An integer can't be averaged: found while rank 0 traces, reported to rank 1 as it runs.
         attempt("dtype", lambda x: fddp.pmean(x, ranks), torch.ones(2) if rank else torch.arange(2))
         attempt("working on", lambda x: fddp.pmean(x, ranks), torch.ones(2))
         closed = compiled(lambda x: fddp.psum(x, ranks))

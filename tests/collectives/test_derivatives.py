@@ -310,7 +310,7 @@ def unused(rank: int, n: int) -> list[float]:
 
     one = torch.ones((), dtype=F64)
     a, b = grad(loss)((one, one))
-    # Nobody uses b on rank 0, whose tangent is then None for all ranks' a.
+    # b is unused on rank 0, whose tangent is then None for all ranks' a.
     moved = jvp(lambda b: fddp.psum((one, b * 0 + one))[0], (one,), (one,))[1]
     return [float(a), float(b), float(moved)]
 

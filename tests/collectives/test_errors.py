@@ -47,7 +47,7 @@ def one_of_two(ranks: fddp.Communicator, which: int) -> Any:
     return grad(loss)((ONE, ONE))
 
 
-#: what rank 0 does, what the others do, and what each is told
+#: call of rank 0, call of the others, and the text of their errors
 DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "operators": (
         lambda ranks: fddp.psum(ONE, ranks),
@@ -114,10 +114,10 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_ranks_that_differ(launch: Launch, case: str) -> None:
     endings = launch(2, differ, case)
-    *_, told = DIFFERENT[case]
+    *_, outcome = DIFFERENT[case]
     for rank, (found, after) in enumerate(endings):
         assert found.kinds[0] == "DesyncError", found
-        for part in told.split(".*"):
+        for part in outcome.split(".*"):
             assert part in found.text, (part, found.text)
         for line in ("0", "1"):
             assert f"rank {line}: " in found.text
@@ -130,7 +130,7 @@ def differ(group: Any, case: str) -> tuple[Ending, float]:
     rank = rank_of(group)
     with fddp.Communicator(group) as ranks:
         found = ending(lambda: (first if rank == 0 else second)(ranks))
-        # The one with more calls to come is told by the next of the other.
+        # The one with more calls gets the error at the other's next call.
         return found, float(fddp.psum(torch.tensor(1.0), ranks))
 
 
@@ -289,7 +289,7 @@ def all_wrong(group: Any) -> tuple[Ending, float]:
         return found, float(fddp.psum(torch.tensor(1.0), ranks))
 
 
-#: arguments that can't be told to anybody, because they say whom
+#: invalid arguments that select the ranks, so that no other rank can be informed
 NOBODY: dict[str, tuple[Callable[..., Any], str, str]] = {
     "batched group": (
         lambda group: vmap(lambda g: fddp.psum(ONE, g))(torch.arange(2)),

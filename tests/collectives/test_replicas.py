@@ -172,7 +172,7 @@ def drift(own: Any, key: str) -> None:
         own["complex128"][2, 3] *= 2j
 
 
-#: what drifts on the last rank, the leaf, and what else every rank is told
+#: deviation of the last rank, the leaf, and further text of every rank's error
 DRIFTS = {
     "large": (
         "large",
@@ -235,13 +235,13 @@ def drift_apart(group: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "told"),
+    ("mine", "theirs", "outcome"),
     [
         (-0.0, 0.0, "0.0 on rank 0 and -0.0 on rank 1"),
         (0x7FC00001, 0x7FC00000, "nan (0x7fc00000) on rank 0 and nan (0x7fc00001) on rank 1"),
     ],
 )
-def test_bits_count(mine: float, theirs: float, told: str) -> None:
+def test_bits_count(mine: float, theirs: float, outcome: str) -> None:
     def run(group: Any) -> str:
         value = mine if group.rank else theirs
         own = torch.ones(3, dtype=torch.float32)
@@ -254,7 +254,7 @@ def test_bits_count(mine: float, theirs: float, told: str) -> None:
         return str(caught.value)
 
     for text in fddp.loopback(2, run):
-        assert f"at index 1: {told}" in text
+        assert f"at index 1: {outcome}" in text
 
 
 OTHERS: dict[str, tuple[Any, str]] = {
@@ -317,16 +317,16 @@ def test_a_tree_that_cannot_be_read(case: str) -> None:
         fddp.check_replicas(torch.ones(2), group)
         return seen
 
-    told, bad = fddp.loopback(2, run)
-    assert told.kinds[0] == "PeerError"
-    assert "rank 1 can't take part" in told.text
+    outcome, bad = fddp.loopback(2, run)
+    assert outcome.kinds[0] == "PeerError"
+    assert "rank 1 can't take part" in outcome.text
     assert bad.kinds[0] == kind
     assert text in bad.text
-    assert text in told.text
+    assert text in outcome.text
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "outcome"),
     [
         ("every", 0, "every=0 must be a number of steps above 0"),
         ("every", -1, "every=-1 must be a number of steps above 0"),
@@ -336,20 +336,20 @@ def test_a_tree_that_cannot_be_read(case: str) -> None:
         ("step", 2.0, "step=2.0 must be an int"),
     ],
 )
-def test_periods_that_are_no_numbers(name: str, value: Any, told: str) -> None:
+def test_periods_that_are_no_numbers(name: str, value: Any, outcome: str) -> None:
     """On one rank, whose check the others would wait for."""
 
     def run(group: Any) -> Ending:
         numbers = {"every": 2, "step": 4, **({name: value} if group.rank == 1 else {})}
         seen = ending(lambda: fddp.check_replicas({"w": W}, group, **numbers))
-        fddp.check_replicas({"w": W}, group)  # the group goes on
+        fddp.check_replicas({"w": W}, group)  # the group is usable
         return seen
 
     first, second = fddp.loopback(2, run)
     assert second.kinds[0] in ("TypeError", "ValueError")
-    assert told in second.text
+    assert outcome in second.text
     assert first.kinds[0] == "PeerError"
-    assert f"rank 1 can't take part: {second.kinds[0]}: check_replicas: {told}" in first.text
+    assert f"rank 1 can't take part: {second.kinds[0]}: check_replicas: {outcome}" in first.text
 
 
 @pytest.mark.parametrize("numbers", [{"every": 3}, {"step": 12}], ids=str)
@@ -391,13 +391,13 @@ def test_not_in_a_transform(check: Any, alone: bool) -> None:
         own = {"w": torch.ones(2)}
         within = group.rank == 0 or not alone
         seen = ending(lambda: (check if within else fddp.check_replicas)(own, group))
-        fddp.check_replicas(own, group)  # the group goes on
+        fddp.check_replicas(own, group)  # the group is usable
         return seen
 
-    bad, told = fddp.loopback(2, run)
+    bad, outcome = fddp.loopback(2, run)
     assert bad.kinds[0] == "TransformError"
-    assert told.kinds[0] == ("PeerError" if alone else "TransformError")
-    for seen in (bad, told):
+    assert outcome.kinds[0] == ("PeerError" if alone else "TransformError")
+    for seen in (bad, outcome):
         assert f"check_replicas was called inside torch.func.{check.__name__[3:]}" in seen.text
 
 
@@ -427,7 +427,7 @@ def test_a_compiled_function_breaks_its_graph() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "outcome"),
     [
         (lambda rank: "a" * 60 + str(rank), "...aaaaaaaa0' on rank 0 and ...aaaaaaaa1' on rank 1"),
         (lambda rank: 10**70 + rank, "...000000000 on rank 0 and ...000000001 on rank 1"),
@@ -439,12 +439,12 @@ def test_a_compiled_function_breaks_its_graph() -> None:
         (lambda rank: 10 ** (60 + rank), "...00000000 on rank 0 and ...000000000 on rank 1"),
     ],
 )
-def test_long_values_are_shown_where_they_differ(value: Any, told: str) -> None:
+def test_long_values_are_shown_where_they_differ(value: Any, outcome: str) -> None:
     def run(group: Any) -> str:
         return ending(lambda: fddp.check_replicas({"n": value(group.rank)}, group)).text
 
     for text in fddp.loopback(2, run):
-        assert f"; its value: {told};" in text
+        assert f"; its value: {outcome};" in text
 
 
 def test_three_sides() -> None:

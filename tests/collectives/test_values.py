@@ -218,7 +218,7 @@ def test_results_are_values(launch: Launch) -> None:
 
 
 def results_are_values(group: Any) -> None:
-    """Memory of buckets is used again, but never under a result that somebody holds."""
+    """Memory of buckets is reused, but never under a result that is still referenced."""
     with fddp.Communicator(group) as ranks:
         held: list[Tensor] = []
         operators = {
@@ -246,7 +246,7 @@ def results_are_values(group: Any) -> None:
             for operator in operators.values():
                 operator(own, ranks)
         assert same_bits([before, held])
-        # What nobody holds is used again.
+        # Unreferenced memory is reused.
         pointers = {fddp.psum(own, ranks)["a"].data_ptr() for _ in range(6)}
         assert len(pointers) <= 2
 

@@ -103,7 +103,7 @@ def test_a_differing_fingerprint_is_seen_on_every_rank(fingerprints: list[int]) 
     if len(set(fingerprints)) == 1:
         assert all(agreed)
     else:
-        # A rank whose own number is the mean of all is the one that can't tell.
+        # A rank whose own number is the mean of all can't see a difference.
         assert agreed.count(False) >= len(set(fingerprints)) - 1
 
 

@@ -71,7 +71,7 @@ def samples_of(
 def test_a_fit_finds_the_model_that_made_the_samples(
     alpha_s: float, beta: float, overlap: float, algorithm: Any, keys: list[tuple[Any, int, int]]
 ) -> None:
-    # Two that tell latency from bandwidth whatever the model: times of nothing and of very much.
+    # Two that separate latency and bandwidth in any model: times of nothing and of very much.
     keys += [("all_reduce", 0, 2), ("all_reduce", 10**12, 2)]
     cost = CostModel(alpha_s, beta, algorithm, overlap)
     found = CostModel.fit(

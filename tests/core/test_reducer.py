@@ -153,7 +153,7 @@ def test_a_late_bucket_must_be_in_the_control_word() -> None:
 @pytest.mark.parametrize(
     ("visible", "opaque", "previous", "expected"),
     [
-        pytest.param([1, 0], False, None, [1, 0], id="the graph tells all"),
+        pytest.param([1, 0], False, None, [1, 0], id="counts known from the graph"),
         pytest.param([1, 0], True, None, [1, 1], id="hidden leaves may still come"),
         pytest.param([1, 1], False, Arrivals([1, 1], [1, 0]), [1, 0], id="in view, no gradient"),
         pytest.param([1, 1], False, Arrivals([1, 0], [1, 0]), [1, 1], id="newly in view"),

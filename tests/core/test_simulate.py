@@ -49,7 +49,7 @@ class Group:
 
 
 class Plain:
-    """Every rank has a cursor; time goes on from one event to the next."""
+    """Every rank has a cursor; time advances from event to event."""
 
     def __init__(
         self, schedule: Schedule, cost: Any, ready_s: Any, slow: list[float], late: set[int]

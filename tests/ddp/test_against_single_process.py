@@ -185,7 +185,7 @@ def local_first(run: runs.Run, steps: Steps) -> Iterator[None]:
 
 
 def part_by_part(run: runs.Run, steps: Steps) -> Iterator[None]:
-    """Each backward is told which parameters to serve."""
+    """Each backward names the parameters to serve."""
     for batches in steps:
         loss = mean_loss(outputs(run, batches))
         parameters = list(run.model.parameters())
@@ -541,7 +541,7 @@ def unused_without_flag(rank: int, world_size: int) -> tuple[str, str]:
 
 
 def test_unused_without_a_flag(ranks: RankPool) -> None:
-    # The step is whole although each rank has used another head; then all are told.
+    # The step is complete although each rank used another head; then all ranks raise.
     for difference, problem in ranks.run(2, unused_without_flag):
         assert not difference
         assert "Expected to have finished reduction in the prior iteration" in problem

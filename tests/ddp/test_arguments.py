@@ -96,7 +96,7 @@ def test_errors_are_those_of_torch(ranks: RankPool) -> None:
     for case, (kind, text) in stock.items():
         ours, our_text = raised(case, lambda module, **given: options(module, **given))
         assert issubclass(ours, kind), case
-        # Up to the first full stop or value; ours goes on with the way out.
+        # Up to the first full stop or value; ours continues with the remedy.
         common = re.split(r"[.]| but got |\{", text)[0]
         assert common in our_text, case
 

@@ -112,7 +112,7 @@ def test_autocast_and_clipping(ranks: RankPool) -> None:
 
 
 def flat(rank: int, world_size: int) -> tuple[str, bool]:
-    """Gradients are slices of one tensor, which backward must go on writing."""
+    """Gradients are slices of one tensor, which backward must keep writing."""
     kept = []
 
     def run(ddp: DDP) -> list[runs.Shot]:
@@ -200,7 +200,7 @@ def sync_in_backward(model: Any) -> Iterator[None]:
 
 
 def accelerated(rank: int, world_size: int) -> str:
-    """Forwards under `no_sync`; the last backward is told to synchronise."""
+    """Forwards under `no_sync`; the last backward is set to synchronise."""
 
     def run(ddp: DDP) -> list[runs.Shot]:
         module = runs.built(MLP, rank)

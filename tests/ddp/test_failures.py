@@ -135,8 +135,8 @@ def test_errors_in_a_step_are_raised_on_all_ranks(place: str, buffers: str) -> N
         elif place == "update":  # the step had ended, on all ranks
             assert found.said == ""
         else:
-            told = f"rank {BAD} failed at step {FAILING}: {runs[BAD].said}; no gradients"
-            assert found.said.startswith(f"PeerError: {told}")
+            answer = f"rank {BAD} failed at step {FAILING}: {runs[BAD].said}; no gradients"
+            assert found.said.startswith(f"PeerError: {answer}")
         for mine, other in zip(found.grads, wanted[rank].grads, strict=True):
             assert_close(mine, other)
         assert_close(found.buffers, runs[0].buffers)
@@ -276,7 +276,7 @@ def test_failing_rank_makes_all_leave_join() -> None:
 def going_on(
     group: Any, bad: str, leaves: tuple[int, ...] = (), batches: tuple[int, ...] = (1, 5, 3)
 ) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
-    """Loops over unequal inputs; the last rank's last step is bad. All but `leaves` go on."""
+    """Loops over unequal inputs; the last rank's last step is bad. All but `leaves` continue."""
     rank, said = rank_of(group), []
     model = FailingNet(with_buffers=True)
     policy = "raise" if bad == "number" else "propagate"

@@ -117,7 +117,7 @@ _LEFT_OUT = {
     ("mixed dtypes", "PowerSGD hook"),
     # Stock DDP shows hooks such gradients with their elements in the order of memory.
     ("channels last", "PowerSGD hook"),
-    # There a rank that has run out of inputs goes on telling what its last batch used.
+    # There an exhausted rank keeps reporting the parameters of its last batch.
     ("unused by batch", "find, join"),
 }
 CASES = [

@@ -77,7 +77,7 @@ def functional(rank: int, world_size: int) -> tuple[float, float, float]:
 
 
 def test_functional_gradients(ranks: RankPool) -> None:
-    # On a wrapped model each rank keeps its own gradient, and nothing says so.
+    # On a wrapped model each rank keeps its own gradient, without an error.
     assert ranks.run(2, functional) == [(1.0, 1.0, 1.5), (2.0, 2.0, 1.5)]
 
 
@@ -209,7 +209,7 @@ def not_finite(rank: int, world_size: int) -> tuple[bool, bool]:
 
 
 def test_nan_on_one_rank(ranks: RankPool) -> None:
-    # DDP hands NaN to every rank and tells none.
+    # DDP passes NaN to every rank without an error.
     assert ranks.run(2, not_finite) == [(True, False)] * 2
 
 
@@ -256,7 +256,7 @@ def fewer_batches(rank: int, world_size: int) -> tuple[int, float, str]:
     model = DistributedDataParallel(linear(), process_group=short_group())
     model(rows(rank)).mean().backward()
     theirs = message(lambda: model(rows(rank)).mean().backward()) if rank == 1 else ""
-    dist.barrier()  # rank 0 stays: were it gone, rank 1 would be told
+    dist.barrier()  # rank 0 stays; if it left, rank 1 would get an error
     return rounds, grads["weight"][0, 0].item(), theirs
 
 

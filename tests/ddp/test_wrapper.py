@@ -134,7 +134,7 @@ def test_wrapper_is_an_instance_of_torchs_class(ranks: RankPool) -> None:
 
 
 def resumed(group: Any, interrupted: bool) -> list[Any]:
-    """Steps under a hook with state; `interrupted` saves all after three, and goes on from that."""
+    """Steps under a hook with state; `interrupted` saves all after three, and resumes from that."""
 
     def wrapped(model: Net) -> Any:
         ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
@@ -247,7 +247,7 @@ def test_an_overflow_does_not_stay_in_the_state_of_a_hook(launch: Launch) -> Non
 
 
 def frees_under_lock(group: Any) -> bool:
-    """Gradients that Python knows are let go of while another thread wants the lock."""
+    """Gradients that Python references are released while another thread waits for the lock."""
     model = nn.Linear(512, 512)
     ddp = DDP(model, process_group=group)
     seen: list[int] = []

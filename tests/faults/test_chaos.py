@@ -33,7 +33,7 @@ def test_twenty_generated_faults(nursery: Nursery, part: int) -> None:
         for fault, run in carry_out(faults, nursery, SIDE_BY_SIDE)
     }
     assert len(found) == 10
-    assert not any(found.values()), {text: told for text, told in found.items() if told}
+    assert not any(found.values()), {text: judgement for text, judgement in found.items() if judgement}
 
 
 # The generator
@@ -143,7 +143,7 @@ def test_a_run_that_survives_a_fault_must_end_as_without_it() -> None:
 def test_a_wrapped_module_promises_less_outside_of_backward() -> None:
     for kind, by_module in ("error in loss", "lost"), ("error in data", "lost"):
         fault = replace(FAULT, kind=kind, stage=STAGES[kind][0])
-        assert promise(fault) == "told"
+        assert promise(fault) == "reported"
         assert promise(replace(fault, way="module")) == by_module
     for kind in "no bucket memory", "kill", "long stop", "short stop", "closed socket":
         assert promise(replace(FAULT, kind=kind, way="module")) == promise(

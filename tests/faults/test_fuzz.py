@@ -196,9 +196,9 @@ def test_malformed_store_values_are_refused(payload: bytes) -> None:
     calls[0].report(Report("timeout", (0, 1)))
     store.set("report/1", payload)
     store.set("alarm", payload)
-    told = calls[0].reports(0.0)
-    assert told[0] == Report("timeout", (0, 1))
-    assert all(type(rank) is int for rank in told.get(1, told[0]).ranks)
+    outcome = calls[0].reports(0.0)
+    assert outcome[0] == Report("timeout", (0, 1))
+    assert all(type(rank) is int for rank in outcome.get(1, outcome[0]).ranks)
     assert calls[0].read_step_failure(3) is None or payload.startswith(b"[3")
 
 
@@ -240,7 +240,7 @@ SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @pytest.mark.parametrize(
-    ("size", "seals", "told", "why"),
+    ("size", "seals", "outcome", "why"),
     [
         (4096, SEALED, 8192, "the file has 4096 bytes, expected 8192"),
         (8192, SEALED, 4096, "the file has 8192 bytes, expected 4096"),
@@ -250,11 +250,11 @@ SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         (1 << 50, SEALED, 1 << 50, "the span of 1125899906842624 bytes is invalid"),
     ],
 )
-def test_memory_that_is_no_arena(size: int, seals: int, told: int, why: str) -> None:
+def test_memory_that_is_no_arena(size: int, seals: int, outcome: int, why: str) -> None:
     fd = memfd(size, seals)
     try:
         with pytest.raises(ValueError, match=why):
-            view_arena(fd, told)
+            view_arena(fd, outcome)
     finally:
         os.close(fd)
 

@@ -294,9 +294,9 @@ def test_invalid_arguments_are_raised_on_every_rank(
             call(group)
         return str(caught.value)
 
-    for told in fddp.loopback(2, ended):
-        assert "rank 1 sent a malformed '" in told
-        assert told.endswith("run the same version of fddp on every rank")
+    for outcome in fddp.loopback(2, ended):
+        assert "rank 1 sent a malformed '" in outcome
+        assert outcome.endswith("run the same version of fddp on every rank")
 
 
 def test_an_invalid_length_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,8 +315,8 @@ def test_an_invalid_length_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
             broadcast(group)
         return str(caught.value)
 
-    for told in fddp.loopback(2, ended):
-        assert f"rank 1 sent a malformed 'terms' message: it has {2**62} bytes" in told
+    for outcome in fddp.loopback(2, ended):
+        assert f"rank 1 sent a malformed 'terms' message: it has {2**62} bytes" in outcome
 
 
 # What lies in the store of a job
@@ -350,9 +350,9 @@ def test_status_is_reported_under_any_store_content(
     assert theirs is None or all(
         type(text) is str for text in (*theirs.waits, theirs.last, theirs.at)
     )
-    told = format_statuses({f"rank {rank}": doing for rank, doing in found.items()})
-    assert len(told) < 20_000
-    assert "\x1b" not in told
+    outcome = format_statuses({f"rank {rank}": doing for rank, doing in found.items()})
+    assert len(outcome) < 20_000
+    assert "\x1b" not in outcome
 
 
 def test_answers_are_quoted_verbatim() -> None:
@@ -360,6 +360,6 @@ def test_answers_are_quoted_verbatim() -> None:
     desks = [StoreStatusBoard(store, rank, 2) for rank in range(2)]
     desks[1].gave_up = "giving up bucket 0"
     desks[1].answer(desks[1]._store, desks[0].query() + 1)
-    told = desks[0].answers([1], 0, 0.0)[1]
-    assert told is not None
-    assert told.last == "giving up bucket 0"
+    outcome = desks[0].answers([1], 0, 0.0)[1]
+    assert outcome is not None
+    assert outcome.last == "giving up bucket 0"

@@ -89,7 +89,7 @@ def lose_a_rank(rank: int, world_size: int, transport: str, where: str, how: str
     closed = ending(lambda: step(params, batch(rank, 3)))
     unchanged = fddp.tree_map(torch.equal, params, mlp())
 
-    # The ranks that are left go on in a group of their own.
+    # The surviving ranks continue in a group of their own.
     left = [r for r in range(world_size) if r != LOST]
     group = dist.new_group(left, use_local_synchronization=True)
     with fddp.GradSync(params, group=group, timeout_s=TIMEOUT_S) as sync:
@@ -137,7 +137,7 @@ def stall(rank: int, world_size: int, transport: str, where: str) -> Any:
     else:
         seen, place = placed(lambda: step(mlp(), batch(rank, 1)), sync)
     took_s = time.perf_counter() - begin_s
-    dist.barrier()  # all are alive: the same group goes on
+    dist.barrier()  # all are alive: the same group is usable
     with fddp.GradSync(mlp(), timeout_s=20.0) as sync:
         after = sync.value_and_grad(mlp_loss)(mlp(), batch(0, 0))[1]
     return seen, place, took_s, torch.func.grad(mlp_loss)(mlp(), batch(0, 0)), after
@@ -146,8 +146,8 @@ def stall(rank: int, world_size: int, transport: str, where: str) -> Any:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
 def test_a_rank_that_stalls_mid_step(ranks: RankPool, transport: str, where: str) -> None:
-    for rank, told in enumerate(ranks.run(3, stall, transport, where)):
-        seen, place, took_s, expected, after = told
+    for rank, outcome in enumerate(ranks.run(3, stall, transport, where)):
+        seen, place, took_s, expected, after = outcome
         if rank == LOST:
             assert seen.kinds[0] == "SyncTimeoutError", seen
             assert re.search(
@@ -175,10 +175,10 @@ def absent(rank: int, world_size: int) -> Any:
 
 
 def test_a_rank_that_does_not_build_its_sync(ranks: RankPool) -> None:
-    for rank, told in enumerate(ranks.run(3, absent)):
+    for rank, outcome in enumerate(ranks.run(3, absent)):
         if rank == LOST:
             continue
-        seen, took_s = told
+        seen, took_s = outcome
         assert seen.kinds[0] == "SyncTimeoutError"
         assert "rank 1" in seen.text
         assert f"opening a GradSync on rank {rank} of 3: rank 1 did not" in seen.text

@@ -10,7 +10,7 @@ from fddp.hooks import Future
 
 
 class Started:
-    """Something in flight: there once it is told so."""
+    """An operation in flight that completes on request."""
 
     def __init__(self, value: Any) -> None:
         self.is_there = False

@@ -25,7 +25,7 @@ from tests.support.ranks import RankPool
 HERE = re.escape(__file__)
 
 
-def told(world_size: int, program: Callable[[LoopbackGroup], Any]) -> list[str]:
+def outcome(world_size: int, program: Callable[[LoopbackGroup], Any]) -> list[str]:
     """Return the kind and text of each rank's error; afterwards a sum must be correct."""
 
     def on_rank(group: LoopbackGroup) -> str:
@@ -117,7 +117,7 @@ def test_differing_leaves_are_reported() -> None:
     def program(group: LoopbackGroup) -> None:
         jax.jit(lambda x: psum({"w": x}, group))(jnp.ones(2 + group.rank))
 
-    for text in told(2, program):
+    for text in outcome(2, program):
         assert re.match(
             rf"DesyncError: ranks met in different operators: rank 0: psum of 1 leaf \('w'\), "
             rf"called at {HERE}:\d+; rank 1: .*rank 0 has leaf 'w' of shape \(2,\), float32 on cpu "
@@ -136,7 +136,7 @@ def test_ranks_in_other_derivatives_are_reported() -> None:
         else:
             jax.jit(jax.grad(loss))(1.0)
 
-    for text in told(2, program):
+    for text in outcome(2, program):
         assert re.match(
             rf"DesyncError: .*rank 0: backward of psum of 1 leaf \(''\), called at {HERE}:(\d+); "
             rf"rank 1: psum of 1 leaf \(''\), called at {HERE}:\1",

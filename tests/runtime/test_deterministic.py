@@ -213,8 +213,8 @@ def test_arguments_that_do_not_go_with_it() -> None:
 
     def run(group: Any) -> None:
         grads = {"w": torch.ones(4)}
-        told = r"sums in its own order, which deterministic=True does not allow"
-        with pytest.raises(ValueError, match=told):
+        outcome = r"sums in its own order, which deterministic=True does not allow"
+        with pytest.raises(ValueError, match=outcome):
             fddp.GradSync(grads, group=group, deterministic=True, hook=fddp.hooks.bf16_compress)
         with pytest.raises(TypeError, match=r"deterministic must be True or False, got 1"):
             fddp.GradSync(grads, group=group, deterministic=1)
@@ -227,7 +227,7 @@ def test_arguments_that_do_not_go_with_it() -> None:
         with pytest.raises(fddp.PlanMismatchError, match=r"deterministic is True on rank 0 and"):
             fddp.GradSync(grads, group=group, deterministic=group.rank == 0)
         with fddp.GradSync(grads, group=group, deterministic=True) as sync:
-            with pytest.raises(ValueError, match=told):
+            with pytest.raises(ValueError, match=outcome):
                 sync._engine.set_hook(fddp.hooks.bf16_compress)
             assert torch.equal(sync(grads)["w"], grads["w"])
 

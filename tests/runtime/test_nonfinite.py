@@ -54,13 +54,13 @@ def test_all_ranks_skip_the_same_step(way: str, bad: float, buckets: dict[str, A
             return averaged(sync, way, tree(2.0 + group.rank))
 
     wanted = fddp.loopback(3, plain)
-    for ((mean, info), (after, told)), (usual, _) in zip(
+    for ((mean, info), (after, outcome)), (usual, _) in zip(
         fddp.loopback(3, run), wanted, strict=True
     ):
         assert mean == {"a": None, "b": None, "c": None}
         assert (info.skipped, info.all_finite) == (True, False)
         assert math.isnan(info.grad_norm)
-        assert (told.skipped, told.all_finite, told.step) == (False, True, 1)
+        assert (outcome.skipped, outcome.all_finite, outcome.step) == (False, True, 1)
         assert same_bits([after, usual])
 
 
@@ -210,17 +210,17 @@ def test_the_error_names_ranks_leaves_and_counts() -> None:
                 sync(own)
             error = caught.value
             assert isinstance(error, ArithmeticError)
-            told = error.step, error.ranks, error.paths, error.counts, error.overflowed
-            return str(error), told, sync(tree(group.rank))
+            outcome = error.step, error.ranks, error.paths, error.counts, error.overflowed
+            return str(error), outcome, sync(tree(group.rank))
 
     runs = fddp.loopback(3, run)
-    for text, told, after in runs:
+    for text, outcome, after in runs:
         assert text == (
             "step 1: gradients are not finite: rank 0 has 2 NaN in leaf 'a', 1 infinity in leaf "
             "'c'; rank 2 has 6 infinities in leaf 'b'; no rank got any gradients, and the group "
             "can go on: leave this batch out, or ask for nonfinite='skip'"
         )
-        assert told == (
+        assert outcome == (
             1,
             (0, 2),
             {0: ("a", "c"), 2: ("b",)},
@@ -232,7 +232,7 @@ def test_the_error_names_ranks_leaves_and_counts() -> None:
 
 @pytest.mark.parametrize("size", [3, 100_000], ids=["together", "on arrival"])
 def test_gradients_that_backward_brings_are_named(size: int) -> None:
-    """Large ones are packed as they arrive, and let go of."""
+    """Large ones are packed on arrival, and released."""
 
     def run(group: Any) -> Any:
         params = {"w": torch.ones(size), "v": torch.ones(size)}

@@ -25,13 +25,13 @@ from tests.support.spoiled_trees import INF, NAN, dot, overflow, tree
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("way", ["__call__", "reduce_", "reduce_scatter"])
 def test_sums_that_overflow(dtype: torch.dtype, way: str) -> None:
-    def told(group: Any) -> Any:
+    def outcome(group: Any) -> Any:
         return overflow(group, "skip", dtype, way, with_info=True)
 
     for mean, _, after in fddp.loopback(2, overflow, "skip", dtype, way):
         assert mean == {"a": None, "b": None, "c": None}
         assert after
-    for mean, info, after in fddp.loopback(2, told):
+    for mean, info, after in fddp.loopback(2, outcome):
         assert mean == {"a": None, "b": None, "c": None}
         assert info.skipped
         assert not info.all_finite

@@ -503,7 +503,7 @@ def play(group: Any, case: Case, late_s: float) -> Seen:
 
 
 def names_sides(case: Case, own: Seen) -> bool:
-    """Whether a rank's error says who differs; where the weights of all are 0 nobody does."""
+    """Return True if a rank's error names the odd rank; if all weights are 0 there is none."""
     return case.kind == "no weight" or f"rank {case.odd}" in own.text
 
 

@@ -121,7 +121,7 @@ def refusals(world_size: int) -> dict[str, str]:
     spec = PartitionSpec(AXIS)
     x = jax.device_put(np.arange(float(world_size)), NamedSharding(mesh, spec))
 
-    def told(group: Any) -> dict[str, str]:
+    def errors(group: Any) -> dict[str, str]:
         programs = {
             "jit": jax.jit(lambda y: psum(y, group)),
             "shard_map": jax.jit(
@@ -137,7 +137,7 @@ def refusals(world_size: int) -> dict[str, str]:
                 texts[name] = f"{type(error).__name__}: {error}"
         return texts
 
-    (texts,) = fddp.loopback(1, told)
+    (texts,) = fddp.loopback(1, errors)
     return texts
 
 

@@ -81,7 +81,7 @@ def _check_launches(schedule: Schedule) -> None:
         launched.add(position)
         packed_later |= op.kind == "control"
         if packed_later and op.kind == "pack" and op.when == "always":
-            raise WrongError(f"nobody is told what op {position} found")
+            raise WrongError(f"op {position} reports to no rank")
     controls = [i for i, op in enumerate(schedule.ops) if op.kind == "control"]
     if len(controls) != 1:
         raise WrongError("not one control word")
@@ -151,7 +151,7 @@ class _Run:
     # Order
 
     def run(self, pick: Pick) -> None:
-        """Runs all operations; `pick` says which of those that may go on does.
+        """Runs all operations; `pick` chooses the next of those that may run.
 
         Raises:
             WrongError: a result is not what it must be, or ranks part.

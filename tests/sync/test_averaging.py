@@ -345,12 +345,12 @@ def at_other_steps(group: Any) -> tuple[Ending, Ending, float]:
 
 def test_averages_of_parameters_and_of_gradients_do_not_meet(launch: Launch) -> None:
     once, often, value = "parameter average", "periodic average", 0.5
-    for told in launch(2, averaging_what_others_do_not):
-        assert [end.kinds[0] for end in told[:-1]] == ["DesyncError"] * 3
+    for outcome in launch(2, averaging_what_others_do_not):
+        assert [end.kinds[0] for end in outcome[:-1]] == ["DesyncError"] * 3
         sides = [("GradSync", once), (once, often), (often, "GradSync")]
-        for end, (first, second) in zip(told[:-1], sides, strict=True):
+        for end, (first, second) in zip(outcome[:-1], sides, strict=True):
             assert f"rank 0 opens a {first} where rank 1 opens a {second}" in end.text
-        assert told[-1] == value, "all can go on"
+        assert outcome[-1] == value, "all can go on"
 
 
 def averaging_what_others_do_not(group: Any) -> list[Any]:

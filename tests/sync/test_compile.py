@@ -81,7 +81,7 @@ def test_trees_have_the_same_paths_in_graphs(tree: Any) -> None:
     try:
         leaves, treedef = fddp_tree.flatten(tree)
     except ValueError as error:
-        assert "rename keys" in str(error)  # noqa: PT017  # clashes that nothing tells apart
+        assert "rename keys" in str(error)  # noqa: PT017  # clashes that cannot be distinguished
         return
     traced_leaves, traced = fddp_tree._traced(tree)
     assert (traced.paths, traced_leaves) == (treedef.paths, leaves)
@@ -127,7 +127,7 @@ def synchronise(rank: int, world_size: int) -> Any:
         broken = torch.compile(whole, backend="aot_eager")(params)
         by_hand = fddp.tree_map(lambda w, g: w - g, params, wanted[1])
         text = ""
-        torch._dynamo.reset()  # whose cache does not tell the two apart
+        torch._dynamo.reset()  # whose cache does not distinguish the two
         try:
             torch.compile(whole, backend="aot_eager", fullgraph=True)(params)
         except torch._dynamo.exc.Unsupported as error:

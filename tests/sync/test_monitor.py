@@ -69,7 +69,7 @@ def test_named_phases_belong_to_the_step_that_follows() -> None:
 def test_invalid_calls_are_refused() -> None:
     def run(group: Any) -> list[str]:
         monitor = fddp.Monitor(group)
-        told = [
+        outcome = [
             ending(lambda: fddp.Monitor(group, every=0)).text,
             ending(lambda: monitor.phase("wait").__enter__()).text,
             ending(monitor.report).text,
@@ -78,7 +78,7 @@ def test_invalid_calls_are_refused() -> None:
         if group.rank == 0:
             (record,) = train_record()
             monitor._steps.append(record)
-        return [*told, ending(monitor.report).text]
+        return [*outcome, ending(monitor.report).text]
 
     for every, phase, report, trace, half in fddp.loopback(2, run):
         assert every == "every must be 1 or more, got 0"
@@ -207,11 +207,11 @@ def test_a_failing_exporter_on_one_rank_does_not_affect_other_reports() -> None:
         with fddp.GradSync(mlp(), group=group) as sync, fddp.Communicator(group, timeout_s=5) as of:
             exporters = [Full()] if group.rank == 0 else []
             monitor = fddp.Monitor(of, every=1, exporters=exporters)
-            told = []
+            outcome = []
             for _ in range(2):
                 _, info = sync(mlp(), with_info=True)
-                told.append(ending(lambda info=info: monitor.observe(info)).kinds)
-            return told, len(monitor.report().ranks) if group.rank else monitor._make_report()
+                outcome.append(ending(lambda info=info: monitor.observe(info)).kinds)
+            return outcome, len(monitor.report().ranks) if group.rank else monitor._make_report()
 
     full, well = fddp.loopback(2, run)
     assert [kinds[0] for kinds in full[0]] == ["OSError", "OSError"]
@@ -237,7 +237,7 @@ def check_steps_add_up(steps: Sequence[StepRecord]) -> None:
 
 @pytest.mark.parametrize("slow", [None, 0, 1])
 def test_exporter_time_is_not_a_phase_of_the_rank(slow: int | None) -> None:
-    """They are slow on rank 0, and are told apart from the input of the same rank, or another's."""
+    """Slow ones on rank 0 are distinguished from its own input, and from other ranks' input."""
 
     def run(group: Any) -> tuple[fddp.Monitor, MonitorReport]:
         exporters = [Leisurely()] if group.rank == 0 else []
@@ -327,12 +327,12 @@ def test_waiting_between_steps_is_not_slow() -> None:
                 monitor.observe(step(mlp(), x)[2])
             return monitor.steps, monitor.report()
 
-    told = fddp.loopback(2, run)
-    for steps, _ in told:
+    outcome = fddp.loopback(2, run)
+    for steps, _ in outcome:
         for before, record in itertools.pairwise(steps):
             took_s = record.times.end_s - before.times.end_s
             assert sum(record.phases_s.values()) == pytest.approx(took_s)
-    quick, slow = (rank.phases for rank in told[0][1].ranks)
+    quick, slow = (rank.phases for rank in outcome[0][1].ranks)
     assert slow["input"].median_s >= DELAY_S
     assert slow["metrics"].median_s >= DELAY_S
     assert quick["wait"].median_s > DELAY_S
@@ -361,7 +361,7 @@ def test_rank_in_another_call_is_reported() -> None:
         monitor = fddp.Monitor(group)
         monitor._steps.extend(train_record())
         seen = ending(lambda: monitor.report() if group.rank else fddp.pmean(torch.ones(3), group))
-        fddp.pmean(torch.ones(3), group)  # and the group goes on
+        fddp.pmean(torch.ones(3), group)  # and the group is usable
         return seen
 
     for seen in fddp.loopback(2, run):

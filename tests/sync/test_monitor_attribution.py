@@ -25,7 +25,7 @@ from tests.support.ranks import RankPool
 
 @dataclass(frozen=True)
 class Sluggish(Hook[tuple[()]]):
-    """The sum as it is, from a hook that takes its time where `HERE` says so."""
+    """The plain sum, from a hook that is slow in the phase of `HERE`."""
 
     def init(self, spec: BucketSpec) -> tuple[()]:
         return ()
@@ -128,8 +128,8 @@ def test_a_delay_is_attributed_to_its_rank_and_phase(
     cases = [(1, "input"), (0, "forward"), (last, "backward"), (0, "update"), (1, "pack")]
     cases += [(0, "pack in backward"), (last, "unpack"), (1, "hook"), (0, "hook in backward")]
     cases += [(last, "end of hook"), (1, "before a pmean")]
-    told = ranks.run(world_size, watched, transport, cases)
-    for found in told:
+    outcome = ranks.run(world_size, watched, transport, cases)
+    for found in outcome:
         for slow, where, straggler, text, trace in found:
             assert straggler is not None, f"{where}: {text}"
             phase = PHASE_OF.get(where, where)
@@ -140,7 +140,9 @@ def test_a_delay_is_attributed_to_its_rank_and_phase(
             names = [e["name"] for e in check_events(trace) if e["pid"] == slow]
             assert ("hook" in names) == ("hook" in where)
             assert set(names) >= {"input", "forward", "backward", "sync"}
-    assert [case[3:] for case in told[0]] == [case[3:] for case in told[1]], "alike on all ranks"
+    assert [case[3:] for case in outcome[0]] == [case[3:] for case in outcome[1]], (
+        "alike on all ranks"
+    )
 
 
 def wrapped(rank: int, world_size: int, cases: Sequence[tuple[int, str]]) -> Any:

@@ -44,7 +44,7 @@ def anew_with(rank: int, world_size: int, store_port: int) -> None:
 
 
 def lose_one_and_take_one_in(rank: int, world_size: int, transport: str, store_port: int) -> Any:
-    """Ranks 0 to 2 train; 1 is killed; 0 and 2 go on; 3 joins them, with nothing of its own."""
+    """Ranks 0 to 2 train; 1 is killed; 0 and 2 continue; 3 joins them without a state."""
     hook = hooks.power_sgd(2)
     options = {"transport": transport, "timeout_s": TIMEOUT_S}
     params, state, step, seen = mlp(), None, None, {}

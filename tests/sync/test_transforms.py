@@ -136,7 +136,7 @@ def test_an_optimizer_object_of_torchopt() -> None:
     """`torchopt.Optimizer` hands its parameters over as a tuple."""
 
     def run(group: Any) -> list[Tensor]:
-        torch.manual_seed(0)  # on threads: made before any rank goes on
+        torch.manual_seed(0)  # on threads: made before any rank continues
         leaves = [leaf.clone().requires_grad_() for leaf in flatten(mlp())[0]]
         treedef = flatten(mlp())[1]
         with fddp.GradSync(tuple(leaves), group=group, hook=top_k(0.25), **SMALL) as sync:
@@ -262,9 +262,9 @@ def test_a_state_that_does_not_fit_is_an_error_on_every_rank(
             update(grads, init(grads))
             return seen
 
-    (peer, told), (own, message) = fddp.loopback(2, run)
+    (peer, outcome), (own, message) = fddp.loopback(2, run)
     assert (peer, own) == ("PeerError", kind)
-    assert text in told
+    assert text in outcome
     assert text in message
 
 

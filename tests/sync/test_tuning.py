@@ -170,8 +170,8 @@ def refused(group: Any, case: str) -> str:
     ],
 )
 def test_refusals(launch: Launch, case: str, text: str) -> None:
-    for told in launch(2, refused, case):
-        assert text in told
+    for outcome in launch(2, refused, case):
+        assert text in outcome
 
 
 def failing(group: Any) -> Any:

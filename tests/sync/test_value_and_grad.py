@@ -112,7 +112,7 @@ def test_weight_fn_receives_the_arguments_of_the_loss_function() -> None:
     fddp.loopback(1, run)
 
 
-# What is told of a step
+# Info of a step
 
 
 def test_info() -> None:

@@ -250,11 +250,11 @@ def test_a_failure_dumps_a_flight_and_names_the_file(
     assert "stacks of threads" in text
     assert "value_and_grad.py" in text, "the stack leads through the step"
     assert main(["flight", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert "2 flights of 2 processes" in told
-    assert "ranks 0 to 1: rank 1 has not reached operation" in told
-    assert "of step 1, and rank 0 waits" in told
-    assert "  rank 1: at step 1, between steps; last: " in told
+    outcome = capsys.readouterr().out
+    assert "2 flights of 2 processes" in outcome
+    assert "ranks 0 to 1: rank 1 has not reached operation" in outcome
+    assert "of step 1, and rank 0 waits" in outcome
+    assert "  rank 1: at step 1, between steps; last: " in outcome
     assert main(["flight", "--all", str(tmp_path)]) == 0
     assert failed in capsys.readouterr().out
 
@@ -446,9 +446,9 @@ def test_a_failed_flight_dump_does_not_fail_the_step(
         with monkeypatch.context() as patched:
             patched.setattr(sys, "stderr", Interrupted())
             os.kill(os.getpid(), signal.SIGUSR1)
-    told = capfd.readouterr().err
-    assert told.startswith("fddp: no flight was written")
-    assert "No space left on device" in told
+    outcome = capfd.readouterr().err
+    assert outcome.startswith("fddp: no flight was written")
+    assert "No space left on device" in outcome
 
 
 @pytest.mark.parametrize("bad", [3.5, True, "SIGUSR1", 10])

@@ -134,7 +134,7 @@ FIELDS = "rank, first, last, phases, own, step, buckets"
 
 
 @pytest.mark.parametrize(
-    ("reader", "place", "value", "told"),
+    ("reader", "place", "value", "problem"),
     [
         (SUMMARY, (), [], f"the value is [], expected an object with the fields {FIELDS}"),
         (SUMMARY, ("rank",), 2, "it is of rank 2"),
@@ -155,11 +155,11 @@ FIELDS = "rank, first, last, phases, own, step, buckets"
     ],
 )
 def test_errors_name_the_field(
-    reader: Reader, place: tuple[Any, ...], value: Any, told: str
+    reader: Reader, place: tuple[Any, ...], value: Any, problem: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(reader.problem)) as caught:
         reader.read(changed(place, value, reader))
-    assert str(caught.value) == f"{reader.problem}{told}"
+    assert str(caught.value) == f"{reader.problem}{problem}"
 
 
 # Phases

@@ -88,14 +88,22 @@ def test_monitor_time_is_reported_apart_from_its_rank() -> None:
             for r, s in enumerate(monitor_s)
         )
 
-    told = "exporters of the monitor take 20.0 ms a step (65% of it) longer on rank 0 than on the "
+    slow_monitor = (
+        "exporters of the monitor take 20.0 ms a step (65% of it) longer on rank 0 than on the "
+    )
     none = "no straggler: no rank takes longer for its own part than the others"
     slow = "holds the others up by 20.0 ms a step ({}% of it), most of all in input (+20.0 ms)"
     assert report_of(0.04, 0.02).finding.splitlines()[0] == none
-    assert report_of(0.04, 0.02, 0.02).finding == f"{none}\n{told}others"
-    assert report_of(0.04, 0.02, 0.02, slow=0).finding == f"rank 0 {slow.format(65)}\n{told}others"
-    told = told.replace("65%", "39%")  # of a longer median step
-    assert report_of(0.04, 0.02, 0.02, slow=1).finding == f"rank 1 {slow.format(39)}\n{told}others"
+    assert report_of(0.04, 0.02, 0.02).finding == f"{none}\n{slow_monitor}others"
+    assert (
+        report_of(0.04, 0.02, 0.02, slow=0).finding
+        == f"rank 0 {slow.format(65)}\n{slow_monitor}others"
+    )
+    slow_monitor = slow_monitor.replace("65%", "39%")  # of a longer median step
+    assert (
+        report_of(0.04, 0.02, 0.02, slow=1).finding
+        == f"rank 1 {slow.format(39)}\n{slow_monitor}others"
+    )
     assert report_of(1e-4, 0.0).finding == none
     assert find_slow_monitors([summary_of(0, [{"input": 0.01, "monitor": 1.0}] * 9)]) == ()
     assert find_slow_monitors([summary_of(r, [{"monitor": 1.0 - r}] * 8) for r in range(2)]) == ()
@@ -124,7 +132,7 @@ def test_few_steps_make_no_strong_claim() -> None:
 
 
 def test_little_noise_in_few_steps_makes_no_straggler() -> None:
-    """Of 400 draws with 10% of noise, the fewest steps of which something is said."""
+    """Of 400 draws with 10% of noise, over the fewest steps that are judged."""
     random = torch.Generator().manual_seed(3)
     named = 0
     for _ in range(400):

@@ -381,7 +381,7 @@ def late_on_rank(group: Group) -> None:
                 transport.all_reduce(torch.ones(1), axes=("host",))
         else:
             work.wait("bucket 3 of step 17")
-    with open_transport(group, timeout_s=20) as fresh:  # the group goes on
+    with open_transport(group, timeout_s=20) as fresh:  # the group is usable
         fresh.open_subgroups(SQUARE, AXES)
         tensor = torch.ones(1)
         fresh.all_reduce(tensor, axes=("local",)).wait("the sum of the next attempt")

@@ -260,7 +260,7 @@ def open_and_close_on_rank(rank: int, world_size: int) -> None:
     before = cycle()
     for _ in range(20):
         after = cycle()
-    # Threads end a moment after they were told to, also those of earlier tests.
+    # Threads end a moment after they were asked to, also those of earlier tests.
     deadline_s = time.perf_counter() + 60
     while grown(before, after) and time.perf_counter() < deadline_s:
         time.sleep(0.05)

@@ -145,8 +145,8 @@ def exchange_on_rank(group: Group) -> None:
     with open_transport(group, timeout_s=20) as transport:
         for factor in (0, 1, 1000):
             payload = bytes([transport.rank]) * (transport.rank * factor)
-            told = transport.exchange(payload)
-            assert told == [bytes([r]) * (r * factor) for r in range(transport.world_size)]
+            outcome = transport.exchange(payload)
+            assert outcome == [bytes([r]) * (r * factor) for r in range(transport.world_size)]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -305,7 +305,7 @@ def late_on_rank(group: Group) -> float | None:
             works[1].wait("bucket 4 of step 17")
         with pytest.raises(ClosedError, match="bucket 3 of step 17 failed"):
             transport.all_reduce(torch.ones(1))
-    with open_transport(group, timeout_s=20) as fresh:  # the group goes on
+    with open_transport(group, timeout_s=20) as fresh:  # the group is usable
         total = torch.ones(1)
         fresh.all_reduce(total).wait("the sum of the next attempt")
         assert total.item() == fresh.world_size

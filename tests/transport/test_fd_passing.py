@@ -98,7 +98,7 @@ def test_excess_descriptors_are_an_error_and_are_closed(listener: FdListener) ->
 
 
 def test_a_closed_listener_is_unreachable(listener: FdListener) -> None:
-    assert connect("nobody's") is None
+    assert connect("unknown") is None
     listener.close()
     assert connect(listener.name) is None
 
@@ -106,7 +106,7 @@ def test_a_closed_listener_is_unreachable(listener: FdListener) -> None:
 def test_listeners_have_unique_names() -> None:
     one, two = FdListener(), FdListener()
     assert one.name != two.name
-    assert len(one.name) == 32, "128 bits, so that nobody guesses it"
+    assert len(one.name) == 32, "128 bits, not to be guessed"
     one.close()
     two.close()
 

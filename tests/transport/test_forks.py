@@ -95,7 +95,7 @@ def fork(rank: int, world_size: int, transport: str) -> dict[str, int | None]:
             with may_have_children():
                 process.start()
             codes[f"{do.__name__}, {leave.__name__}"] = ended(process)
-            # And its parent goes on.
+            # And its parent continues.
             grads = held["step"](mlp(), batch(rank, 0))[1]
             same = fddp.tree_map(torch.equal, grads, before)
             assert all(all(layer.values()) for layer in same.values())

@@ -233,7 +233,7 @@ def obstacle_on_rank(rank: int, world_size: int, method: str, at: int) -> tuple[
     )
     with mock.patch.object(where, method, fails if rank == at else getattr(where, method)):
         with open_transport(timeout_s=20) as transport:
-            told = transport.name, transport.reason
+            outcome = transport.name, transport.reason
             tensor = part(rank, 5, torch.float32)
             transport.all_reduce(tensor).wait("the sum")
             assert torch.equal(tensor, total((0, 1, 2), 5, torch.float32))
@@ -243,7 +243,7 @@ def obstacle_on_rank(rank: int, world_size: int, method: str, at: int) -> tuple[
             open_transport(name="shm", timeout_s=20)
     dist.barrier()
     assert soon(lambda: open_file_count() <= before), "gloo closes its own in the background"
-    return told
+    return outcome
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_obstacle_on_one_rank_is_reported_on_all(ranks: RankPool, method: str, a
     answers = ranks.run(3, obstacle_on_rank, method, at)
     assert len(set(answers)) == 1
     name, reason = answers[0]
-    # A rank that comes to nobody's door is no member of a host, and stops nobody.
+    # A rank that connects to no listener is no member of a host, and blocks no other rank.
     assert name == "c10d"
     assert f"rank {at}: [Errno 24] no more files for {method}" in reason
 
@@ -549,7 +549,7 @@ def forked_on_rank(rank: int, world_size: int) -> None:
                 code = 0
             finally:
                 os._exit(code)
-        del freed  # which the child's list of blocks does not tell
+        del freed  # which the child's list of blocks does not show
         values = [transport.empty(n, torch.float32, cpu).fill_(7.0) for n in (4, 3_000_000)]
         os.write(write, b"now")
         assert os.waitpid(child, 0)[1] == 0
@@ -602,7 +602,7 @@ def opened_and_closed_on_rank(rank: int, world_size: int) -> tuple[Resources, Re
         after = resources()
         if time.perf_counter() > deadline_s:
             break
-        time.sleep(0.05)  # threads end a moment after they were told to
+        time.sleep(0.05)  # threads end a moment after they were asked to
     return before, after._replace(mappings=after.mappings - earlier)
 
 

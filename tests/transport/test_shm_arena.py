@@ -111,8 +111,8 @@ def test_only_an_arena_is_adopted() -> None:
         os.truncate(arena.fd, 2 * MIB)
     view = _C.ShmView(arena.fd, 4 * MIB)
     offset = arena.allocate_zeroed(16)
-    view.write(offset, b"told to the peer")
-    assert arena.read(offset, 16) == b"told to the peer"
+    view.write(offset, b"sent to the peer")
+    assert arena.read(offset, 16) == b"sent to the peer"
     for begin, count in [(4 * MIB - 8, 16), (2**63, 1), (8, 2**64 - 8)]:
         with pytest.raises(ValueError, match="lie outside an arena of 4194304 bytes"):
             view.read(begin, count)

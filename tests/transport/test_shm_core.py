@@ -298,7 +298,7 @@ _FORKING = """
 
 
 def test_forks_limits_and_exits() -> None:
-    """A forked child ends, and its parent's group goes on; a limit on files is no signal."""
+    """A forked child ends, and its parent's group remains usable; a limit on files is no signal."""
     script = textwrap.dedent(_FORKING).format(tests=str(Path(__file__).parents[2]))
     ended = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script],

@@ -1,4 +1,4 @@
-"""Ranks that die, stop, leave or meet elsewhere, over shared memory: told to all others in time.
+"""Ranks that die, stop, leave or go elsewhere, over shared memory: raised on all others in time.
 
 Functions named `*_on_rank` run on ranks, which are processes, as `fn(rank, world_size, *args)`.
 """
@@ -324,7 +324,7 @@ def test_a_rank_that_closes_while_others_wait(ranks: RankPool, numel: int) -> No
 
 
 def late_again_on_rank(rank: int, world_size: int) -> None:
-    """The rank that others gave up is told so, and the group goes on."""
+    """The abandoned rank gets an error, and the group remains usable."""
     earlier = resources().mappings  # of groups whose communicators other tests have opened
     transport = open_transport(timeout_s=0.5)
     if rank == 1:

@@ -57,7 +57,7 @@ def pause_for_long(rank: int, n: int) -> Ending:
 
 
 def test_ranks_that_are_asked_stay_awake(ranks: RankPool) -> None:
-    """For as long as somebody waits: the answer comes soon when the time is over."""
+    """While a rank waits: the answer comes soon after the timeout."""
     seen, _ = ranks.run(2, pause_for_long)
     assert seen.kinds[0] == "SyncTimeoutError"
     assert (
@@ -86,7 +86,7 @@ def test_a_store_serves_jobs_of_any_size() -> None:
 
 
 def ask_in_each_wait(rank: int, n: int, transport: Any) -> list[int]:
-    asked, told = 0, []
+    asked, outcome = 0, []
     with fddp.GradSync(W, transport=transport, timeout_s=2.0) as sync:
         board = board_of(sync)
         put = board.query
@@ -100,8 +100,8 @@ def ask_in_each_wait(rank: int, n: int, transport: Any) -> list[int]:
             for _ in range(2):
                 time.sleep(1.2 * rank)
                 sync(W)
-                told.append(asked)
-    return told
+                outcome.append(asked)
+    return outcome
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])

@@ -312,7 +312,7 @@ def test_public_functions_serve_where_jaxlib_hides_its_own() -> None:
             np.testing.assert_array_equal(outcome[0]["bias"], np.full(10, 1.5))
 
 
-# Mistakes: each is made on rank 1, is told on all ranks, and leaves the group usable.
+# Mistakes: each is made on rank 1, is raised on all ranks, and leaves the group usable.
 
 MISTAKES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "float8": (

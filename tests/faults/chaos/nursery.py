@@ -84,9 +84,9 @@ def become(fault: faults.Fault, rank: int, store_port: int, folder: str, ask: in
     return program.main(fault, rank, store_port, log, ask)
 
 
-def tell(*told: object) -> None:
+def tell(*message: object) -> None:
     """One line to the driver."""
-    os.write(1, json.dumps(told).encode() + b"\n")
+    os.write(1, json.dumps(message).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -174,5 +174,5 @@ def _libc() -> ctypes.CDLL:
 def _heap_bytes() -> float:
     asking = _libc().mallinfo2  # of glibc 2.33
     asking.restype = _Mallinfo
-    told = asking()
-    return float(told.uordblks + told.hblkhd)
+    info = asking()
+    return float(info.uordblks + info.hblkhd)
