@@ -33,7 +33,9 @@ def test_twenty_generated_faults(nursery: Nursery, part: int) -> None:
         for fault, run in carry_out(faults, nursery, SIDE_BY_SIDE)
     }
     assert len(found) == 10
-    assert not any(found.values()), {text: judgement for text, judgement in found.items() if judgement}
+    assert not any(found.values()), {
+        text: judgement for text, judgement in found.items() if judgement
+    }
 
 
 # The generator

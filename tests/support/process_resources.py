@@ -8,6 +8,8 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import Tensor
+
 
 class Resources(NamedTuple):
     """Numbers of threads, open files and mappings of shared memory."""
@@ -37,3 +39,12 @@ def resources() -> Resources:
     gc.collect()
     threads = len(os.listdir("/proc/self/task")) + threading.active_count()
     return Resources(threads, open_file_count(), arena_mappings())
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Return True if a tensor's memory is mapped from an anonymous file."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, _, end = line.split()[0].partition("-")
+        if int(start, 16) <= tensor.data_ptr() < int(end, 16):
+            return "memfd:" in line
+    raise AssertionError("memory that is not mapped")
