@@ -65,7 +65,7 @@ def compare(fn: Fn, *args: Any, backend: str = "aot_eager") -> tuple[float, list
 # A training step
 
 
-def train(rank: int, world_size: int, backend: str, transport: str) -> Any:
+def train_in_graph(rank: int, world_size: int, backend: str, transport: str) -> Any:
     torch._dynamo.reset()
     torch.manual_seed(0)
     params = {"in": {"w": torch.randn(3, 4), "b": torch.zeros(4)}, "out": torch.randn(4, 2)}
@@ -96,7 +96,7 @@ def train(rank: int, world_size: int, backend: str, transport: str) -> Any:
     ("backend", "transport"), [("aot_eager", "c10d"), ("aot_eager", "auto"), ("inductor", "auto")]
 )
 def test_a_step_is_one_graph(ranks: RankPool, backend: str, transport: str) -> None:
-    results = ranks.run(2, train, backend, transport)
+    results = ranks.run(2, train_in_graph, backend, transport)
     # Inductor fuses multiplications and additions, which rounds otherwise.
     assert max(off for off, _, _ in results) <= (1e-6 if backend == "inductor" else 0.0)
     assert largest_difference(results[0][1], results[1][1]) == 0.0

@@ -25,7 +25,7 @@ from tests.support.twin_runs import (
     both,
     recorded,
     renamed,
-    train,
+    train_with,
     trained,
 )
 
@@ -173,7 +173,7 @@ def compiled(rank: int, world_size: int, outside: bool) -> str:
         module = runs.built(WIDE, rank)
         model = wrap(ddp, module)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-        shots = [runs.shot(module) for _ in train(model, optimizer, batches_of(MLP, rank))]
+        shots = [runs.shot(module) for _ in train_with(model, optimizer, batches_of(MLP, rank))]
         return [*shots, runs.shot(module)]
 
     return both(run)

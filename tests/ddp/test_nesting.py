@@ -24,7 +24,7 @@ from tests.support.twin_runs import (
     both,
     recorded,
     renamed,
-    train,
+    train_with,
 )
 
 
@@ -72,7 +72,7 @@ def nested(rank: int, world_size: int) -> str:
         )
         model = ddp(outer)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-        loop = train(model, optimizer, batches_of(MLP, rank))
+        loop = train_with(model, optimizer, batches_of(MLP, rank))
         return [*(runs.shot(outer) for _ in loop), runs.shot(outer)]
 
     return both(run)
@@ -110,7 +110,7 @@ def hooked(rank: int, world_size: int) -> tuple[str, bool]:
         module[2].weight.register_post_accumulate_grad_hook(noted("accumulated"))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
         batches = [batch.requires_grad_() for batch in batches_of(MLP, rank)]
-        return [runs.shot(module) for _ in train(model, optimizer, batches)]
+        return [runs.shot(module) for _ in train_with(model, optimizer, batches)]
 
     difference = both(run)
     return difference, calls[True] == calls[False] and len(calls[True]) > 10 * STEPS
@@ -209,7 +209,7 @@ def inferred(rank: int, world_size: int) -> tuple[str, bool]:
             with torch.no_grad():
                 outputs.append(model(batch))
             model.train()
-            shots += [runs.shot(module) for _ in train(model, optimizer, [batch])]
+            shots += [runs.shot(module) for _ in train_with(model, optimizer, [batch])]
         return shots
 
     difference = both(run)

@@ -59,7 +59,7 @@ MESH = fddp.Topology(host=2, local=2)
 
 @pytest.mark.parametrize("hook", EXACT, ids=name_of)
 def test_steps_during_backward(launch: Launch, hook: Hook[Any]) -> None:
-    runs = launch(2, train, hook)
+    runs = launch(2, gradients_during_backward, hook)
     for step in range(4):
         wanted = mean_gradients(
             mlp_loss,
@@ -72,7 +72,7 @@ def test_steps_during_backward(launch: Launch, hook: Hook[Any]) -> None:
     assert [packed for _, packed in runs] == [runs[0][1]] * 2
 
 
-def train(group: Any, hook: Hook[Any]) -> Any:
+def gradients_during_backward(group: Any, hook: Hook[Any]) -> Any:
     with fddp.GradSync(mlp(), group=group, hook=hook, **SMALL) as sync:
         number = iter(range(4))
         step = sync.value_and_grad(

@@ -31,7 +31,7 @@ from tests.support.ranks import Launch, RankPool
 SMALL = {"bucket_cap_mb": 0.0002, "first_bucket_mb": 0.0001}  # one or two leaves a bucket
 
 
-def train(group: Any, steps: list[list[Branch]]) -> list[tuple[Any, fddp.SyncInfo]]:
+def gradients_of_branches(group: Any, steps: list[list[Branch]]) -> list[tuple[Any, fddp.SyncInfo]]:
     with fddp.GradSync(branch_params(), group=group, **SMALL) as sync:
         return list(train_branches(sync, steps))
 
@@ -39,7 +39,7 @@ def train(group: Any, steps: list[list[Branch]]) -> list[tuple[Any, fddp.SyncInf
 def check(launch: Launch, steps: list[list[Branch]]) -> list[list[tuple[Any, fddp.SyncInfo]]]:
     """Runs the steps and holds every rank's gradients against one process's mean."""
     world_size = len(steps[0])
-    runs = launch(world_size, train, steps)
+    runs = launch(world_size, gradients_of_branches, steps)
     for number, branches in enumerate(steps):
         expected = mean_of_branches(number, branches)
         for run in runs:
@@ -113,7 +113,7 @@ def _on_process(rank: int, world_size: int, fn: Any, *args: Any) -> Any:
 @given(programs())
 def test_the_trace_is_that_of_the_pure_reducer(steps: list[list[Branch]]) -> None:
     world_size = len(steps[0])
-    runs = fddp.loopback(world_size, train, steps)
+    runs = fddp.loopback(world_size, gradients_of_branches, steps)
     for number in range(len(steps)):
         traces = [run[number][1].trace for run in runs]
         repaired = runs[0][number][1].repaired

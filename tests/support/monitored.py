@@ -21,7 +21,7 @@ def record_of(step: int, phases_s: dict[str, float]) -> StepRecord:
     return StepRecord(step, phases_s, StepTimes((), 1.0, 2.0, 3.0, begun_s=0.5))
 
 
-def train(group: Any, steps: int, **options: Any) -> tuple[fddp.Monitor, list[Any]]:
+def train_monitored(group: Any, steps: int, **options: Any) -> tuple[fddp.Monitor, list[Any]]:
     with fddp.GradSync(mlp(), group=group) as sync:
         step, monitor = (
             sync.value_and_grad(mlp_loss, with_info=True),

@@ -21,7 +21,7 @@ def batches_of(model: Model, rank: int, steps: int = STEPS) -> list[Tensor]:
     return [model.batch(rank, step) for step in range(steps)]
 
 
-def train(model: Any, optimizer: Any, batches: Sequence[Tensor]) -> Iterator[None]:
+def train_with(model: Any, optimizer: Any, batches: Sequence[Tensor]) -> Iterator[None]:
     """As `runs.plain`, with any optimizer."""
     return runs.plain(runs.Run(model, optimizer), batches)
 
@@ -29,7 +29,7 @@ def train(model: Any, optimizer: Any, batches: Sequence[Tensor]) -> Iterator[Non
 def trained(ddp: DDP, rank: int, make_optimizer: Any, **arguments: Any) -> list[runs.Shot]:
     module = runs.built(MLP, rank)
     model = ddp(module, **arguments)
-    loop = train(model, make_optimizer(model.parameters()), batches_of(MLP, rank))
+    loop = train_with(model, make_optimizer(model.parameters()), batches_of(MLP, rank))
     return [*(runs.shot(module) for _ in loop), runs.shot(module)]
 
 

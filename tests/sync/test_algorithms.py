@@ -136,7 +136,7 @@ def test_trees_of_every_dtype(launch: Launch, name: str) -> None:
 # During backward
 
 
-def train(group: Any, name: str, steps: list[list[Branch]]) -> Any:
+def gradients_of_branches(group: Any, name: str, steps: list[list[Branch]]) -> Any:
     with opened(group, branch_params(), name) as sync:
         return [
             (whole(sync, grads), info, len(sync.plan.buckets))
@@ -159,7 +159,7 @@ def branches_of(world_size: int) -> list[list[Branch]]:
 def test_unused_and_late_gradients(launch: Launch, name: str) -> None:
     world_size = world_of(launch)
     steps = branches_of(world_size)
-    runs = launch(world_size, train, name, steps)
+    runs = launch(world_size, gradients_of_branches, name, steps)
     for number, branches in enumerate(steps):
         expected = mean_of_branches(number, branches)
         assert same_bits([run[number][0] for run in runs])
@@ -177,7 +177,7 @@ def test_unused_and_late_gradients(launch: Launch, name: str) -> None:
 def test_gradients_packed_on_arrival(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fddp.runtime.program._EAGER_BYTES", 1)
     steps = branches_of(8)
-    for run in fddp.loopback(8, train, name, steps):
+    for run in fddp.loopback(8, gradients_of_branches, name, steps):
         for number, branches in enumerate(steps):
             expected = mean_of_branches(number, branches)
             assert largest_difference(run[number][0], expected) < 1e-12

@@ -217,7 +217,7 @@ def in_place(group: Any) -> tuple[bool, Tensor]:
 # As torch's
 
 
-def train(averager: Any, module: nn.Module, steps: int) -> list[list[Tensor]]:
+def train_averaged(averager: Any, module: nn.Module, steps: int) -> list[list[Tensor]]:
     """Parameters after each step."""
     seen = []
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -243,10 +243,14 @@ def test_parity_with_torchs_periodic_averager(ranks: RankPool, warmup: int) -> N
 
 def periodic(rank: int, world_size: int, warmup: int) -> Any:
     stock = PeriodicModelAverager(period=4, warmup_steps=warmup)
-    expected = train(lambda module, _: stock.average_parameters(module.parameters()), model(), 12)
+    expected = train_averaged(
+        lambda module, _: stock.average_parameters(module.parameters()), model(), 12
+    )
     module = model()
     with Averager(named(module), Periodic(4, warmup_steps=warmup)) as averager:
-        ours = train(lambda module, step: averager.average_(named(module), step), module, 12)
+        ours = train_averaged(
+            lambda module, step: averager.average_(named(module), step), module, 12
+        )
     return ours, expected
 
 
@@ -263,12 +267,16 @@ def hierarchical(rank: int, world_size: int) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stock = HierarchicalModelAverager(OrderedDict({2: 2, 4: 4}), warmup_steps=4)
-    expected = train(lambda module, _: stock.average_parameters(module.parameters()), model(), 10)
+    expected = train_averaged(
+        lambda module, _: stock.average_parameters(module.parameters()), model(), 10
+    )
     module = model()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local"))
     when = Periodic({"host": 4, "local": 2}, warmup_steps=4)
     with Averager(named(module), when, mesh=mesh) as averager:
-        ours = train(lambda module, step: averager.average_(named(module), step), module, 10)
+        ours = train_averaged(
+            lambda module, step: averager.average_(named(module), step), module, 10
+        )
     return ours, expected
 
 

@@ -19,11 +19,11 @@ from fddp.telemetry.report import MonitorReport
 from fddp.telemetry.stragglers import RankSummary, StepRecord, summarize
 from tests.support.endings import ending
 from tests.support.models import batch, mlp, mlp_loss
-from tests.support.monitored import DELAY_S, STEPS, check_events, record_of, train
+from tests.support.monitored import DELAY_S, STEPS, check_events, record_of, train_monitored
 
 
 def test_reports_come_every_so_many_steps() -> None:
-    for _, observed in fddp.loopback(2, lambda group: train(group, 7, every=3)):
+    for _, observed in fddp.loopback(2, lambda group: train_monitored(group, 7, every=3)):
         assert [type(one) for one in observed] == [
             MonitorReport if number in (2, 5) else type(None) for number in range(7)
         ]
@@ -31,7 +31,7 @@ def test_reports_come_every_so_many_steps() -> None:
 
 
 def test_phases_add_up_to_the_time_between_ends_of_steps() -> None:
-    monitor, _ = fddp.loopback(1, lambda group: train(group, 5))[0]
+    monitor, _ = fddp.loopback(1, lambda group: train_monitored(group, 5))[0]
     assert [record.step for record in monitor.steps] == list(range(5))
     assert "input" not in monitor.steps[0].phases_s
     for before, record in zip(monitor.steps, monitor.steps[1:], strict=False):
@@ -43,7 +43,7 @@ def test_phases_add_up_to_the_time_between_ends_of_steps() -> None:
 
 
 def test_the_window_is_bounded() -> None:
-    monitor, _ = fddp.loopback(1, lambda group: train(group, 9, window=4))[0]
+    monitor, _ = fddp.loopback(1, lambda group: train_monitored(group, 9, window=4))[0]
     assert [record.step for record in monitor.steps] == [5, 6, 7, 8]
 
 
@@ -344,7 +344,7 @@ def test_waiting_between_steps_is_not_slow() -> None:
 def test_steps_of_several_syncs_may_be_observed_by_one_monitor() -> None:
     """A critic and a generator, whose steps have numbers of their own."""
 
-    def train(group: Any) -> tuple[int, int]:
+    def train_monitored(group: Any) -> tuple[int, int]:
         params = {"w": torch.ones(3)}
         with fddp.GradSync(params, group=group) as often, fddp.GradSync(params, group=group) as now:
             monitor = fddp.Monitor(group, window=4)
@@ -353,7 +353,7 @@ def test_steps_of_several_syncs_may_be_observed_by_one_monitor() -> None:
             (own, _) = monitor.report().ranks
             return own.first, own.last
 
-    assert fddp.loopback(2, train) == [(7, 1)] * 2
+    assert fddp.loopback(2, train_monitored) == [(7, 1)] * 2
 
 
 def test_rank_in_another_call_is_reported() -> None:

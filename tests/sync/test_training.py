@@ -133,7 +133,9 @@ def numbers_of(step: int, rank: int, world_size: int) -> range:
     return range(first, first + ROWS)
 
 
-def train(group: Any, name: str, way: str) -> tuple[Params, list[list[Issued]], list[float]]:
+def train_on_rank(
+    group: Any, name: str, way: str
+) -> tuple[Params, list[list[Issued]], list[float]]:
     """Parameters after the run; collectives and global loss of each step."""
     model = MODELS[name]
     params, issued_by_step, losses = model.params(), [], []
@@ -190,18 +192,21 @@ def check(runs: list[Any], name: str) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ["linear", "mlp"])
 def test_fifty_steps_match_one_process(launch: Launch, name: str, world_size: int) -> None:
-    check(launch(world_size, train, name, "value_and_grad"), name)
+    check(launch(world_size, train_on_rank, name, "value_and_grad"), name)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_other_models_and_world_sizes(name: str, world_size: int) -> None:
-    check(fddp.loopback(world_size, train, name, "value_and_grad"), name)
+    check(fddp.loopback(world_size, train_on_rank, name, "value_and_grad"), name)
 
 
 @pytest.mark.parametrize("way", ["sync", "reduce_"])
 def test_syncing_a_tree_after_backward(way: str) -> None:
-    check(fddp.loopback(2, train, "convolution and embedding", way), "convolution and embedding")
+    check(
+        fddp.loopback(2, train_on_rank, "convolution and embedding", way),
+        "convolution and embedding",
+    )
 
 
 def test_all_models_on_real_processes(ranks: RankPool) -> None:
@@ -211,13 +216,13 @@ def test_all_models_on_real_processes(ranks: RankPool) -> None:
 
 
 def train_all(rank: int, world_size: int) -> list[Any]:
-    return [train(None, name, "value_and_grad") for name in MODELS]
+    return [train_on_rank(None, name, "value_and_grad") for name in MODELS]
 
 
 def test_the_steady_state_takes_no_repair() -> None:
     """Each step has one all-reduce for each bucket and one for the control word."""
     for name in MODELS:
-        _, issued, _ = fddp.loopback(2, train, name, "value_and_grad")[0]
+        _, issued, _ = fddp.loopback(2, train_on_rank, name, "value_and_grad")[0]
         steady = issued[3]
         assert all(step == steady for step in issued[3:])
         assert {operation.kind for operation in steady} == {"all_reduce"}

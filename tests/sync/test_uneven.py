@@ -52,7 +52,7 @@ def reference(rounds: list[list[list[Tensor]]], weighted: bool) -> Any:
     return params
 
 
-def train(group: Any, counts: list[int], weighted: bool, every: int) -> Any:
+def train_unevenly(group: Any, counts: list[int], weighted: bool, every: int) -> Any:
     params, losses, actives = mlp(), [], []
     with fddp.GradSync(params, group=group, **SMALL) as sync:
         issued = record_issued(sync)
@@ -98,14 +98,19 @@ COUNTS = [[2, 4], [4, 2], [0, 3], [3, 3], [5], [3, 0, 1, 2]]
 def test_as_one_process_with_the_same_weights(
     launch: Launch, counts: list[int], weighted: bool
 ) -> None:
-    check(launch(len(counts), train, counts, weighted, 1), counts, weighted, 1)
+    check(launch(len(counts), train_unevenly, counts, weighted, 1), counts, weighted, 1)
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(1, 3), st.booleans())
 def test_random_lengths_and_groups(counts: list[int], every: int, weighted: bool) -> None:
     if any(counts):
-        check(fddp.loopback(len(counts), train, counts, weighted, every), counts, weighted, every)
+        check(
+            fddp.loopback(len(counts), train_unevenly, counts, weighted, every),
+            counts,
+            weighted,
+            every,
+        )
 
 
 def test_rounds_of_several_batches_come_as_tuples() -> None:

@@ -22,7 +22,7 @@ from fddp.viz import plot_ranks
 STEPS = 4
 
 
-def train(group: Any, *exporters: Any) -> fddp.Monitor:
+def train_and_export(group: Any, *exporters: Any) -> fddp.Monitor:
     params = {"w": torch.tensor([3.0, 4.0])}
     with fddp.GradSync(params, group=group) as sync:
         step = sync.value_and_grad(lambda p: p["w"].square().sum() / 2, with_info=True)
@@ -45,7 +45,7 @@ def make_report(*forward_s: float, first: int = 0, steps: int = 9) -> MonitorRep
 def test_prometheus_serves_the_observations() -> None:
     registry = client.CollectorRegistry()
     exporter = Prometheus(0, registry=registry)
-    fddp.loopback(1, train, exporter)
+    fddp.loopback(1, train_and_export, exporter)
     exporter.report(make_report(0.01, 0.06))
     text = client.generate_latest(registry).decode()
     lines = text.splitlines()
@@ -87,9 +87,9 @@ def test_tensorboard_reads_the_observations_and_is_imported_late(
         "import pathlib, sys, fddp, fddp.telemetry.exporters, fddp.viz, torch\n"
         "assert not {'prometheus_client', 'tensorboard', 'matplotlib'} & set(sys.modules)\n"
         "from fddp.telemetry.exporters import TensorBoard\n"
-        "from tests.telemetry.test_exporters import train\n"
+        "from tests.telemetry.test_exporters import train_and_export\n"
         "board = TensorBoard(pathlib.Path(sys.argv[1]))\n"
-        "fddp.loopback(1, train, board)\n"
+        "fddp.loopback(1, train_and_export, board)\n"
         "board._writer.close()\n"
         "from tensorboard.backend.event_processing.event_accumulator import EventAccumulator\n"
         "read = EventAccumulator(sys.argv[1]).Reload()\n"
@@ -114,7 +114,7 @@ def test_any_writer_of_scalars_serves() -> None:
         def add_scalar(self, tag: str, scalar_value: Any, global_step: int | None = None) -> None:
             written.append((tag, scalar_value, global_step))
 
-    fddp.loopback(1, train, TensorBoard(Writer(), prefix="run"))
+    fddp.loopback(1, train_and_export, TensorBoard(Writer(), prefix="run"))
     assert ("run/grad_norm", 5.0, 0) in written
     assert ("run/rank0/behind_s", 0.0, STEPS - 1) in written
     assert all(isinstance(value, float) for _, value, _ in written)
