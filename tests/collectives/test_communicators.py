@@ -18,15 +18,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fddp
 from fddp.collectives import communicator as communicators
 from fddp.collectives.communicator import communicator_by_id, communicator_of
-from tests.collectives.test_broadcast import rank_of
+from tests.support.groups import rank_of
 from tests.support.models import rand
 from tests.support.polling import soon
-from tests.support.ranks import Launch, RankPool, launch_over
+from tests.support.ranks import TRANSPORTS, Launch, RankPool, launch_fixture
 
-
-@pytest.fixture(params=["shm", "c10d", "loopback"])
-def launch(request: pytest.FixtureRequest) -> Launch:
-    return launch_over(request.param, request)
+launch = launch_fixture(*TRANSPORTS)
 
 
 ONE = torch.ones(2)
@@ -142,7 +139,7 @@ def test_many_trees_at_one_place(launch: Launch) -> None:
 
 
 def many_trees(group: Any) -> None:
-    """What is known of a place is not taken for what is there."""
+    """Different trees at one call site, whose cached program must not be reused."""
     rank = rank_of(group)
     trees: list[Any] = [
         ONE,
@@ -172,7 +169,7 @@ def test_a_graph_on_one_rank_and_none_on_the_other(ranks: RankPool) -> None:
 
 
 def graph_and_none(rank: int, n: int) -> None:
-    """Calls are numbered alike whoever runs them, so that both go on together."""
+    """Calls are numbered alike in both, so that the ranks stay in step."""
 
     def step(x: Tensor) -> Tensor:
         return grad(lambda x: (fddp.sync_on_backward(x) * fddp.pmean(x) ** 2).sum())(x)

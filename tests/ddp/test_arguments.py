@@ -1,4 +1,4 @@
-"""What the wrapper's arguments mean, held against torch's own class."""
+"""Arguments of the wrapper, compared with torch's own class."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_errors_are_those_of_torch(ranks: RankPool) -> None:
     for case, (kind, text) in stock.items():
         ours, our_text = raised(case, lambda module, **given: options(module, **given))
         assert issubclass(ours, kind), case
-        # Up to the first full stop or value; ours goes on with the way out.
+        # Up to the first full stop or value; ours continues with the remedy.
         common = re.split(r"[.]| but got |\{", text)[0]
         assert common in our_text, case
 
@@ -135,7 +135,7 @@ def test_errors_name_the_argument() -> None:
         options(frozen())
 
 
-def test_torch_accepts_what_is_falsy() -> None:
+def test_falsy_arguments_are_accepted_as_by_torch() -> None:
     assert options(device_ids=[], output_device=0).device_ids is None
     assert options(device_ids=[], output_device=0).output_device is None
 

@@ -1,4 +1,4 @@
-"""Logging data: torch's keys and values, as far as torch has the same to tell."""
+"""Logging data: torch's keys and values, where torch has them."""
 
 from __future__ import annotations
 

@@ -110,6 +110,15 @@ def test_no_circle_of_files() -> None:
     assert circles(edges) == []
 
 
+def test_test_modules_do_not_import_each_other() -> None:
+    """They share what is in `tests/support`."""
+    tests = Path(__file__).parents[1]
+    for path in sorted(tests.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            assert not (name.startswith("tests.") and ".test_" in name), f"{path} imports {name}"
+
+
 def test_circles_are_found() -> None:
     edges = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}
     assert circles(edges) == [["b", "c"]]

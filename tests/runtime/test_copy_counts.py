@@ -1,4 +1,4 @@
-"""What a step makes, counted: allocations, copies, page faults, Python objects. No times."""
+"""Allocations, copies, page faults and Python objects of a step. No times."""
 
 from __future__ import annotations
 

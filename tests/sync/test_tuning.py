@@ -170,8 +170,8 @@ def refused(group: Any, case: str) -> str:
     ],
 )
 def test_refusals(launch: Launch, case: str, text: str) -> None:
-    for told in launch(2, refused, case):
-        assert text in told
+    for outcome in launch(2, refused, case):
+        assert text in outcome
 
 
 def failing(group: Any) -> Any:
@@ -194,7 +194,7 @@ def failing(group: Any) -> Any:
         return type(caught.value).__name__, step(params, batch(sync.rank, 1))[1]
 
 
-def test_a_step_that_fails_leaves_the_old_plan(launch: Launch) -> None:
+def test_a_failed_step_keeps_the_old_plan(launch: Launch) -> None:
     results = launch(2, failing)
     assert [name for name, _ in results] == ["PeerError", "ZeroDivisionError"]
     assert same_bits([grads for _, grads in results])

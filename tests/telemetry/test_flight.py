@@ -163,7 +163,7 @@ def test_the_newest_hundred_are_kept_and_no_tensor_with_them() -> None:
 
 
 def reachable(root: object) -> list[object]:
-    """What is kept alive by `root`, but for types and code."""
+    """Return the objects that `root` keeps alive, except types and code."""
     skipped = (type, types.ModuleType, types.FunctionType, types.MethodType)
     seen: dict[int, object] = {}
     pending = [root]
@@ -189,7 +189,7 @@ def test_flights_of_syncs_that_are_gone_are_gone() -> None:
         assert name not in names
 
 
-def test_something_else_has_no_flight() -> None:
+def test_other_objects_have_no_flight() -> None:
     with pytest.raises(TypeError, match=r"flight takes GradSyncs, Communicators and .* got a int"):
         fddp.flight(3)
     with pytest.raises(TypeError, match="reason must be a str, got 3"):
@@ -250,11 +250,11 @@ def test_a_failure_dumps_a_flight_and_names_the_file(
     assert "stacks of threads" in text
     assert "value_and_grad.py" in text, "the stack leads through the step"
     assert main(["flight", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert "2 flights of 2 processes" in told
-    assert "ranks 0 to 1: rank 1 has not reached operation" in told
-    assert "of step 1, and rank 0 waits" in told
-    assert "  rank 1: at step 1, between steps; last: " in told
+    outcome = capsys.readouterr().out
+    assert "2 flights of 2 processes" in outcome
+    assert "ranks 0 to 1: rank 1 has not reached operation" in outcome
+    assert "of step 1, and rank 0 waits" in outcome
+    assert "  rank 1: at step 1, between steps; last: " in outcome
     assert main(["flight", "--all", str(tmp_path)]) == 0
     assert failed in capsys.readouterr().out
 
@@ -431,7 +431,7 @@ def test_a_signal_that_comes_while_a_flight_is_written_is_passed_over(
     assert written == ["SIGUSR1", "SIGUSR1"]
 
 
-def test_a_flight_that_is_not_written_harms_nobody(
+def test_a_failed_flight_dump_does_not_fail_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     class Interrupted:
@@ -446,9 +446,9 @@ def test_a_flight_that_is_not_written_harms_nobody(
         with monkeypatch.context() as patched:
             patched.setattr(sys, "stderr", Interrupted())
             os.kill(os.getpid(), signal.SIGUSR1)
-    told = capfd.readouterr().err
-    assert told.startswith("fddp: no flight was written")
-    assert "No space left on device" in told
+    outcome = capfd.readouterr().err
+    assert outcome.startswith("fddp: no flight was written")
+    assert "No space left on device" in outcome
 
 
 @pytest.mark.parametrize("bad", [3.5, True, "SIGUSR1", 10])
