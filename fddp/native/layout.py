@@ -110,12 +110,8 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def views(buffer: Tensor, layout: Layout) -> list[Tensor]:
     """Return each leaf's slice as a view, which shares the buffer's storage and version counter."""
     start = buffer.storage_offset()
-    return [
-        buffer.as_strided(shape, strides, start + offset)
-        for shape, strides, offset in zip(
-            layout.shapes, layout.strides, layout.offsets, strict=True
-        )
-    ]
+    slots = zip(layout.shapes, layout.strides, layout.offsets, strict=True)
+    return [buffer.as_strided(shape, strides, start + offset) for shape, strides, offset in slots]
 
 
 def arithmetic_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
