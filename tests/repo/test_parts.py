@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.repo.test_layers import MODULES, ROOMS, room_of
+from tests.support.rooms import MODULES, ROOMS, room_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
