@@ -229,12 +229,12 @@ def in_a_subgroup(rank: int, world_size: int) -> str:
 
 def stall(rank: int, world_size: int, transport: str, directory: str) -> Any:
     gc.collect()  # flights include what earlier tests left to the garbage collector
-    sync = fddp.GradSync(PARAMS, **SMALL, transport=transport, timeout_s=0.8)
+    sync = fddp.GradSync(PARAMS, **SMALL, transport=transport, timeout_s=2.0)
     step = sync.value_and_grad(lambda p: sum(leaf.sum() for leaf in p.values()))
     step(PARAMS)
     fddp.dump_flights(directory)
     if rank == 1:
-        time.sleep(2.0)
+        time.sleep(4.0)
         path = fddp.dump_flights(directory).write("looked into by hand")
     else:
         seen = ending(lambda: step(PARAMS))
