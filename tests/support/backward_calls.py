@@ -22,6 +22,10 @@ class _CallInBackward(torch.autograd.Function):
 
 
 def call_in_backward(x: Tensor, call: Callable[[], object]) -> Tensor:
-    """Return a copy of `x`. Backward runs `call()` before the gradient passes on."""
+    """Return a copy of `x`. Backward runs `call()` before the gradient passes on.
+
+    `call` must create the error that it raises. One that it holds would keep the graph alive
+    through its traceback, in a cycle that Python cannot collect.
+    """
     result: Tensor = _CallInBackward.apply(x, call)
     return result

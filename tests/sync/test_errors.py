@@ -33,13 +33,17 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return fails
 
 
+def fail_in_backward() -> None:
+    raise BoomError(7, "in backward")
+
+
 def early_failure(p: dict[str, Tensor]) -> Tensor:
-    return call_in_backward(loss_fn(p), raising(BoomError(7, "in backward")))
+    return call_in_backward(loss_fn(p), fail_in_backward)
 
 
 def late_failure(p: dict[str, Tensor]) -> Tensor:
     """The gradient of b arrives first, then backward fails on the way to a."""
-    a = call_in_backward(p["a"] * 1.0, raising(BoomError(7, "in backward")))
+    a = call_in_backward(p["a"] * 1.0, fail_in_backward)
     return a.sum() + (p["b"] ** 2).sum()
 
 
