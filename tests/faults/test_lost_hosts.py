@@ -216,18 +216,23 @@ def test_a_handler_error_is_raised_from_a_wait(ranks: RankPool) -> None:
 
 
 @contextlib.contextmanager
-def failing_at(number: int) -> Iterator[None]:
-    """Raise as a signal handler would, once as many functions were entered or have returned."""
+def failing_at(number: int) -> Iterator[list[int]]:
+    """Raise as a signal handler would, once as many functions were entered or have returned.
+
+    Yields a list that holds `number` from then on.
+    """
     signal.signal(signal.SIGUSR2, preempt)
     events = itertools.count(1)
+    raised: list[int] = []
 
     def count(frame: Any, event: str, _: Any) -> None:
         if event in ("call", "c_return", "c_exception") and next(events) == number:
+            raised.append(number)
             preempt(signal.SIGUSR2, frame)
 
     sys.setprofile(count)
     try:
-        yield
+        yield raised
     finally:
         sys.setprofile(None)
 
@@ -237,19 +242,20 @@ def fail_at_calls(rank: int, world_size: int, transport: str, numbers: range) ->
     for number in numbers:
         with fddp.GradSync(TREE, timeout_s=20.0, transport=transport) as sync:
             sync(TREE)
+            raised = []
             try:
                 if rank == 0:
                     with (
                         mock.patch.object(backends, "_CHECK_INTERVAL", timedelta(milliseconds=1)),
                         mock.patch.object(shm, "_CHECK_INTERVAL_S", 0.001),
                         mock.patch.object(peer_monitor, "_CHECK_PROCESSES_AFTER_S", 0.0),
-                        failing_at(number),
+                        failing_at(number) as raised,
                     ):
                         sync(TREE)
                 else:
                     time.sleep(0.02)
                     sync(TREE)
-                endings.append("no error")
+                endings.append("suppressed" if raised else "no error")
             except RuntimeError as error:
                 endings.append(type(error).__name__)
         dist.barrier()
@@ -261,7 +267,9 @@ def test_a_handler_error_is_raised_from_any_call(ranks: RankPool, transport: str
     """Code that suppresses errors of stores and backends lets those of signal handlers through."""
     numbers = range(5, 400, 10)
     first, second = ranks.run(2, fail_at_calls, transport, numbers)
-    assert dict(zip(numbers, first, strict=True)) == dict.fromkeys(numbers, "PreemptedError")
+    # On a busy machine, rank 1 may be there before rank 0 has waited for as many calls.
+    assert set(first) <= {"PreemptedError", "no error"}, dict(zip(numbers, first, strict=True))
+    assert first.count("PreemptedError") > len(numbers) // 2
     # Rank 1 may have met rank 0 before that failed.
     assert set(second) <= {"RankLostError", "PeerError", "no error"}
 
