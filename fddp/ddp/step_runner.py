@@ -51,6 +51,7 @@ class HookedParameters:
     Args:
         params: parameters by name.
         on_first_grad: called before the first gradient of a step.
+        undefined_counts: True if an undefined gradient stands for zeros.
 
     Attributes:
         leaves: the parameters.
@@ -58,10 +59,17 @@ class HookedParameters:
         hooks: the hooks. They are removed when this object is freed.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], on_first_grad: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        on_first_grad: Callable[[], None],
+        *,
+        undefined_counts: bool,
+    ) -> None:
         self.leaves, treedef = flatten(dict(params))
         self.names = treedef.paths
         self.hooks = param_set(self.leaves, on_first_grad)
+        self.hooks.count_undefined(undefined_counts)
         self._all_names = frozenset(self.names)
         self._counts: Sequence[int] = ()
         self._ranks: Mapping[str, int] = {}  # the same counts by name
@@ -135,7 +143,11 @@ class StepRunner:
 
     def set_parameters(self, on_first_grad: Callable[[], None]) -> None:
         """Hook the parameters of the request."""
-        self.parameters = HookedParameters(self._request.params, on_first_grad)
+        self.parameters = HookedParameters(
+            self._request.params,
+            on_first_grad,
+            undefined_counts=self.usage.reports_unused,
+        )
 
     def change_parameters(self, request: ModuleRequest, on_first_grad: Callable[[], None]) -> None:
         """Replace the parameters; see [Note: changed parameters]."""
@@ -145,6 +157,11 @@ class StepRunner:
         self.set_parameters(on_first_grad)
         self.usage.params = request.params
         self._changed = True
+
+    def declare_static(self) -> None:
+        """Require that all steps use the same parameters."""
+        self.usage.static = True
+        self.parameters.hooks.count_undefined(self.usage.reports_unused)
 
     @property
     def is_begun(self) -> bool:

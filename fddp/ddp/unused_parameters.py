@@ -80,6 +80,12 @@ class Usage:
         return tuple(self.params)
 
     @property
+    def reports_unused(self) -> bool:
+        """True if unused parameters are an error. As in DDP, a parameter whose gradient is
+        undefined is then used, with zeros."""
+        return not (self._find_unused or self.static)
+
+    @property
     def is_static(self) -> bool:
         """True if the same parameters were used on this rank after every forward."""
         is_like_first = self._first is None or self.last is None or self.last.here == self._first

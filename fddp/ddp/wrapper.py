@@ -255,7 +255,7 @@ class DistributedDataParallel(
             )
         self.static_graph = True
         self._options = self._options.as_static()
-        self.steps.runner.usage.static = True
+        self.steps.runner.declare_static()
         self._recorder.note(static_graph=1)
         if self.find_unused_parameters:
             warnings.warn(

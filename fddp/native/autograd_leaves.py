@@ -119,6 +119,9 @@ class ParamSet(GradientCounter, Protocol):
     def watch(self, on: bool) -> None:
         """Enable or disable `on_begin`, by which a backward pass opens a step."""
 
+    def count_undefined(self, on: bool) -> None:
+        """Set whether an undefined gradient stands for zeros. Otherwise it is ignored."""
+
     def intact(self) -> bool:
         """Return True if the hooks are still where gradients will arrive."""
 

@@ -63,6 +63,12 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
     watching_ = on;
   }
 
+  // Set whether an undefined gradient stands for zeros. Otherwise it is ignored.
+  void count_undefined(bool on) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    counts_undefined_ = on;
+  }
+
   // Return true if all hooks are still in place. A parameter whose dtype or device has changed has
   // a new AccumulateGrad node.
   bool intact() const {
@@ -152,12 +158,13 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
     (*on_begin_)();
   }
 
-  void after_accumulation(size_t leaf) {
+  void after_accumulation(size_t leaf, bool is_undefined) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
+      if (is_undefined && !(armed_ && counts_undefined_)) return;
       used_[leaf] = true;
     }
-    on_gradient(leaf);
+    on_gradient(leaf, is_undefined);
   }
 
  protected:
@@ -195,6 +202,7 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
   std::vector<bool> used_;               // by leaf
   std::unique_ptr<py::object> on_begin_;
   bool watching_ = false;
+  bool counts_undefined_ = false;
 };
 
 class PreAccumulateHook : public FunctionPreHook {
@@ -214,9 +222,7 @@ class PostAccumulateHook : public FunctionPostHook {
  public:
   PostAccumulateHook(std::weak_ptr<ParamSet> set, size_t leaf) : set_(std::move(set)), leaf_(leaf) {}
   variable_list operator()(const variable_list& outputs, const variable_list& grads) override {
-    if (!grads.empty() && grads[0].defined()) {
-      if (const auto set = set_.lock()) set->after_accumulation(leaf_);
-    }
+    if (const auto set = set_.lock()) set->after_accumulation(leaf_, grads.empty() || !grads[0].defined());
     return outputs;
   }
   void compiled_args(CompiledNodeArgs&) const override {}
@@ -269,6 +275,7 @@ void bind_params(py::module_& m) {
   py::class_<ParamSet, GradientCounter, std::shared_ptr<ParamSet>>(m, "ParamSet")
       .def(py::init(&ParamSet::make), py::arg("params"), py::arg("on_begin"))
       .def("watch", &ParamSet::watch, py::arg("on"))
+      .def("count_undefined", &ParamSet::count_undefined, py::arg("on"))
       .def("intact", &ParamSet::intact)
       .def("arm", &ParamSet::arm, py::arg("members"), py::arg("expected"), py::arg("eager"),
            py::arg("on_bucket"))
