@@ -134,7 +134,8 @@ class ParamSet(GradientCounter, Protocol):
 
     def assign(self, results: Sequence[Tensor | None], replace: bool) -> None:
         """Assign `results` as gradients: in place where a gradient existed before the step, unless
-        `replace` is set. None keeps the previous gradient."""
+        `replace` is set. None keeps the previous gradient. New gradients have the strides that
+        their parameters have now."""
 
     def restore(self) -> None:
         """Restore, after a failed step, the gradients that existed before it."""

@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/utils/grad_layout_contract.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 #if FDDP_HAS_RPC
@@ -100,7 +101,7 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
   // Assign `results` as gradients. Tensors that were gradients before this backward keep their
   // identity and are written in place, unless `replace` is set. Parameters without a result get
   // their previous gradient back. A gradient with an autograd graph keeps the graph and takes the
-  // value of the result.
+  // value of the result. New gradients have the strides that their parameters have now.
   void assign(const std::vector<std::optional<at::Tensor>>& results, bool replace) {
     TORCH_CHECK_VALUE(results.size() == size(), "expected ", size(), " gradients, got ", results.size());
     for (size_t i = 0; i < size(); ++i) {
@@ -111,7 +112,7 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
         if (own.defined()) grad = own;
         continue;
       }
-      grad = own.defined() ? merged(own, *results[i], replace) : *results[i];
+      grad = own.defined() ? merged(own, *results[i], leaves_[i], replace) : laid_out(*results[i], leaves_[i]);
     }
   }
 
@@ -183,14 +184,21 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
  private:
   void hook();
 
-  static at::Tensor merged(const at::Tensor& own, const at::Tensor& result, bool replace) {
+  // Return the result with the strides of its parameter.
+  static at::Tensor laid_out(const at::Tensor& result, const at::Tensor& param) {
+    if (result.layout() != at::kStrided || torch::autograd::utils::obeys_layout_contract(result, param)) return result;
+    const at::AutoGradMode no_grad(false);
+    return torch::autograd::utils::clone_obey_contract(result, param);
+  }
+
+  static at::Tensor merged(const at::Tensor& own, const at::Tensor& result, const at::Tensor& param, bool replace) {
     if (own.requires_grad()) {
       const at::AutoGradMode with_grad(true);
       return result + (own - own.detach());
     }
     const bool fits = own.layout() == at::kStrided && result.layout() == at::kStrided &&
         own.sizes() == result.sizes() && own.scalar_type() == result.scalar_type();
-    if (replace || !fits) return result;
+    if (replace || !fits) return laid_out(result, param);
     const at::AutoGradMode no_grad(false);
     own.copy_(result);
     return own;
