@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import fddp
 from tests.support.ranks import Launch
 from tests.support.wrapped_net import (
     DDP,
@@ -150,3 +152,72 @@ def untouched(group: Any) -> list[Any]:
 
 def test_globally_unused_parameters_keep_their_gradient(launch: Launch) -> None:
     assert launch(2, untouched) == [[True, [7.0]], [True, [8.0]]]
+
+
+# Use outside of the step
+
+
+def use_bare(ddp: DDP, x: Tensor) -> None:
+    ddp.module(x, through=(1,)).sum().backward()
+
+
+def use_without_sync(ddp: DDP, x: Tensor) -> None:
+    with ddp.no_sync():
+        ddp(x, through=(1,)).sum().backward()
+
+
+def is_rank_1(x: Tensor) -> bool:
+    return bool(x[0, 0] == batch(1)[0, 0])
+
+
+def use_before_failure(ddp: DDP, x: Tensor) -> None:
+    def failing(x: Tensor) -> None:
+        out = ddp(x, through=(1, 2))
+        if is_rank_1(x):
+            raise ValueError("no loss")
+        out.sum().backward()
+
+    with pytest.raises((ValueError, fddp.PeerError)), ddp.in_step():
+        failing(x)
+
+
+def use_before_failed_backward(ddp: DDP, x: Tensor) -> None:
+    ddp.module.refuses = is_rank_1(x)
+    with pytest.raises((ValueError, fddp.PeerError)), ddp.in_step():
+        ddp(x, through=(0, 1)).sum().backward()
+    ddp.module.refuses = False
+
+
+def dropped_use(group: Any, use: Callable[[Any, Tensor], None], zeroes: bool) -> list[Any]:
+    """Which gradients are None after steps without a layer that was used outside of them, and
+    whether it has kept its parameters; with what `_get_local_used_map` says."""
+    ddp = DDP(net(), process_group=group, bucket_cap_mb=TINY_CAP_MB, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    found: list[Any] = []
+    for _ in range(2):
+        use(ddp, batch(rank_of(group)))
+        if zeroes:
+            optimizer.zero_grad()
+        ddp(batch(rank_of(group)), through=(0, 2)).sum().backward()
+        optimizer.step()
+        found.append([name for name, grad in grads(ddp.module).items() if grad is None])
+        optimizer.zero_grad()
+    found.append(torch.equal(ddp.module.layers["l1"].weight, net().layers["l1"].weight))
+    return [*found, ddp.reducer._get_local_used_map().tolist()]
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
+@pytest.mark.parametrize(
+    ("use", "zeroes"),
+    [
+        (use_bare, True),
+        (use_without_sync, True),
+        (use_before_failure, False),
+        (use_before_failed_backward, False),
+        (use_before_failed_backward, True),
+    ],
+)
+def test_gradients_dropped_before_a_step_are_no_use(launch: Launch, use: Any, zeroes: bool) -> None:
+    unused = ["layers.l1.weight", "layers.l1.bias"]
+    wanted = [unused, unused, True, [2, 2, 0, 0, 2, 2]]
+    assert launch(2, dropped_use, use, zeroes) == [wanted] * 2

@@ -84,14 +84,19 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
     std::vector<at::Tensor> saved(size());
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      for (size_t i = 0; i < size(); ++i) had_grad_before_[i] = leaves_[i].grad().defined();
+      for (size_t i = 0; i < size(); ++i) {
+        had_grad_before_[i] = leaves_[i].grad().defined();
+        // A gradient from before the step that was set to None since is not part of it.
+        used_[i] = used_[i] && had_grad_before_[i];
+      }
+      used_before_ = used_;
       saved_grads_.swap(saved);
     }
     GradientCounter::arm(std::move(members), std::move(expected), std::move(eager), std::move(on_bucket));
   }
 
   // Return, for each parameter, true if a gradient arrived since `reset_used`, during steps or
-  // between them.
+  // between them. Gradients that no longer exist when a step is armed do not count.
   std::vector<bool> used() const { return copy_of(used_); }
   void reset_used() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -116,11 +121,22 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
     }
   }
 
-  // Restore the gradients that were taken, after a failed step.
+  // Restore the gradients that were taken, after a failed step. Those that did not exist before it
+  // are dropped.
   void restore() {
+    bool was_armed = false;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      was_armed = armed_;
+      if (armed_) used_ = used_before_;
+    }
     for (size_t i = 0; i < size(); ++i) {
       at::Tensor own = std::exchange(saved_grads_[i], {});
       at::Tensor& grad = leaves_[i].mutable_grad();
+      if (was_armed && !had_grad_before_[i]) {
+        grad.reset();
+        continue;
+      }
       if (own.defined() && own.unsafeGetTensorImpl() != grad.unsafeGetTensorImpl()) {
         const at::AutoGradMode no_grad(false);
         grad = grad.defined() ? own + grad : own;
@@ -208,6 +224,7 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
   std::vector<bool> had_grad_before_;    // by leaf: had a gradient when the step opened
   std::vector<at::Tensor> saved_grads_;  // by leaf: gradient that was taken and must be preserved
   std::vector<bool> used_;               // by leaf
+  std::vector<bool> used_before_;        // by leaf: when the step was armed
   std::unique_ptr<py::object> on_begin_;
   bool watching_ = false;
   bool counts_undefined_ = false;
