@@ -22,7 +22,7 @@ from fddp.core.protocol.calls import Method
 from fddp.ddp.logger import Recorder
 from fddp.ddp.nonfinite import SKIP_IN_CONTEXT
 from fddp.ddp.request import ModuleRequest
-from fddp.ddp.unused_parameters import ParameterUse, Usage
+from fddp.ddp.unused_parameters import GraphChangedError, ParameterUse, Usage
 from fddp.errors import FddpError, InternalError, PlanMismatchError
 from fddp.native.autograd_leaves import param_set
 from fddp.runtime.context import Outcome
@@ -246,6 +246,7 @@ class StepRunner:
                 outcome = self._repeat()
         except BaseException:
             self.restore_grads()
+            self._raise_changed_graph()
             raise
         step, report = self.step, outcome.report
         self._write(outcome.leaves)
@@ -275,6 +276,16 @@ class StepRunner:
         problem = self.usage.problem(here)
         if problem is not None and self.step is not None:
             self.step.fail(problem)
+
+    def _raise_changed_graph(self) -> None:
+        """Raise one error on all ranks if a graph changed that was declared static, and no rank
+        failed for another reason."""
+        kind = f"{GraphChangedError.__name__}: "
+        texts = [text for text in (self.step.failures if self.step else ()) if text]
+        if texts and all(text.startswith(kind) for text in texts):
+            advice = "No rank has gradients of this step; the group is in step and can go on"
+            changes = [text.removeprefix(kind) for text in texts]
+            raise RuntimeError("\n".join([*changes, advice])) from None
 
     def close_step(self) -> Outcome:
         """Close the open step and return its outcome.

@@ -45,7 +45,7 @@ def unused_error(
 
 
 def static_unused_error(unused: Collection[str], order: Sequence[str], rank: int) -> str:
-    """Return the same error for a graph that was declared static."""
+    """Return the error of a step without gradients of parameters that the first step used."""
     return (
         f"{_UNFINISHED}This error indicates that your training graph has changed in this "
         f"iteration, e.g., one parameter is used in first iteration, but then got unused in the "
@@ -53,12 +53,12 @@ def static_unused_error(unused: Collection[str], order: Sequence[str], rank: int
     )
 
 
-def static_used_error(used: Collection[str]) -> str:
+def static_used_error(used: Collection[str], rank: int) -> str:
     """Return the error of a step with parameters that the first step did not use."""
     return (
         f"Your training graph has changed in this iteration, e.g., one parameter is unused in "
-        f"first iteration, but then got used in the second iteration. {_STATIC} Newly used: "
-        f"{', '.join(sorted(used))}"
+        f"first iteration, but then got used in the second iteration. {_STATIC} Newly used on rank "
+        f"{rank}: {', '.join(sorted(used))}"
     )
 
 

@@ -1,7 +1,9 @@
 """Use of parameters by steps, and DDP's errors about unused ones.
 
 Every step is synchronised completely. If the constructor got neither `find_unused_parameters` nor
-`static_graph`, the forward pass after a step with unused parameters raises DDP's error.
+`static_graph`, the forward pass after a step with unused parameters raises DDP's error. With
+`static_graph`, a rank on which a step uses other parameters than before fails that step, and all
+ranks raise the same error at its end.
 """
 
 from __future__ import annotations
@@ -18,6 +20,11 @@ from fddp.ddp.unused_messages import (
     static_used_error,
     unused_error,
 )
+from fddp.errors import FddpError
+
+
+class GraphChangedError(FddpError):
+    """A rank's graph is not the one of the first step, though it was declared static."""
 
 
 class ParameterUse(NamedTuple):
@@ -71,8 +78,11 @@ class Usage:
         self._world_size = world_size
         self._find_unused = find_unused
         self._first: frozenset[str] | None = None
+        self._passes: list[frozenset[str]] = []  # use on this rank by the steps of `last`
+        self._first_passes: list[frozenset[str]] = []
         self._is_closed = True
         self._was_static = True
+        self._was_refused = False  # the last step
 
     @property
     def names(self) -> Sequence[str]:
@@ -99,28 +109,37 @@ class Usage:
         if self._first is None and self._find_unused and not self._unused(self.last.here):
             warnings.warn(NONE_UNUSED_WARNING, stacklevel=2)
         self._was_static = self.is_static
-        self._first = self.last.here if self._first is None else self._first
+        if self._first is None:
+            self._first, self._first_passes = self.last.here, self._passes
+        self._passes = []
 
     def problem(self, here: frozenset[str]) -> Exception | None:
         """Return the error of the step to be closed, or None."""
-        if not self.static or self._first is None or here <= self._first:
+        if not self.static or self._first is None:
             return None
-        self.pending = static_unused_error(self._unused(here), self.names, self._rank)
-        return RuntimeError(static_used_error(here - self._first))
+        position = len(self._passes)
+        known = position < len(self._first_passes)
+        gone = self._unused(here) & self._first_passes[position] if known else frozenset()
+        new = here - self._first
+        if not (gone or new):
+            return None
+        texts = [static_used_error(new, self._rank)] if new else []
+        if gone or self._was_refused:
+            texts.append(static_unused_error(gone, self.names, self._rank))
+        self._was_refused = True
+        return GraphChangedError("\n".join(texts))
 
     def note(self, use: ParameterUse) -> None:
         """Record the use of parameters by a closed step."""
         self.last = use if self.last is None or self._is_closed else self.last.joined(use)
-        self._is_closed = False
+        self._passes.append(use.here)
+        self._is_closed = self._was_refused = False
         self.pending = self._error(self.last)
 
     def _error(self, use: ParameterUse) -> str:
-        unused = self._unused(use.here)
-        if self.static:
-            gone = unused & (self._first or frozenset())
-            return static_unused_error(gone, self.names, self._rank) if gone else ""
-        if self._find_unused:
+        if not self.reports_unused:
             return ""
+        unused = self._unused(use.here)
         # Independent of frozen parameters, so that all ranks come to the same result.
         some = frozenset() if self.joining else self._used_by_some(use)
         unused |= some - use.here

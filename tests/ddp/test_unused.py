@@ -221,3 +221,83 @@ def test_gradients_dropped_before_a_step_are_no_use(launch: Launch, use: Any, ze
     unused = ["layers.l1.weight", "layers.l1.bias"]
     wanted = [unused, unused, True, [2, 2, 0, 0, 2, 2]]
     assert launch(2, dropped_use, use, zeroes) == [wanted] * 2
+
+
+# Static graphs
+
+
+def changing_graph(group: Any, steps: list[list[tuple[int, ...]]], is_late: bool) -> list[Any]:
+    """The error of each step, or its gradients."""
+    ddp = DDP(net(), process_group=group, bucket_cap_mb=TINY_CAP_MB, static_graph=not is_late)
+    if is_late:
+        ddp._set_static_graph()
+    found: list[Any] = []
+    for number, through in enumerate(steps):
+        ddp.zero_grad(set_to_none=number % 2 == 0)
+        try:
+            out = ddp(batch(rank_of(group), number), through=through[rank_of(group)])
+            out.square().mean().backward()
+        except RuntimeError as error:
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            found.append(grads(ddp.module))
+    return found
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("changed", [(0, 2), (0, 1, 2), (0,)])
+@pytest.mark.parametrize("where", [(1,), (0,), (0, 1)])
+def test_a_static_graph_that_changes_is_one_error_on_all_ranks(
+    launch: Launch, changed: tuple[int, ...], where: tuple[int, ...], is_late: bool
+) -> None:
+    usual = [(0, 1), (0, 1)]
+    other = [changed if rank in where else (0, 1) for rank in range(2)]
+    steps = [usual, usual, other, usual, other, other, usual]
+    for number, (first, second) in enumerate(
+        zip(*launch(2, changing_graph, steps, is_late), strict=True)
+    ):
+        if steps[number] == usual:
+            wanted = mean_of(
+                2,
+                lambda model, rank, number=number: (
+                    model(batch(rank, number), through=(0, 1)).square().mean()
+                ),
+            )
+            assert_close(first, wanted)
+            assert_close(second, wanted)
+            continue
+        assert first == second
+        assert first.startswith("RuntimeError: ")
+        assert "not compatible with static_graph set to True" in first
+        for rank in where:
+            if 2 in changed:
+                assert f"Newly used on rank {rank}: layers.l2.bias, layers.l2.weight" in first
+            if 1 not in changed:
+                unused = "layers.l1.weight, layers.l1.bias"
+                assert f"did not receive grad for rank {rank}: {unused}" in first
+
+
+def passes_of_a_static_graph(group: Any) -> list[Any]:
+    """Two backward passes of one forward, which use different layers."""
+    ddp = DDP(net(), process_group=group, bucket_cap_mb=TINY_CAP_MB, static_graph=True)
+    found: list[Any] = []
+    for number in range(3):
+        ddp.zero_grad()
+        x = batch(rank_of(group), number).requires_grad_()
+        first, second = ddp(x, through=(0,)), ddp(x, through=(1, 2))
+        first.square().mean().backward()
+        second.square().mean().backward()
+        found.append(grads(ddp.module))
+    return found
+
+
+def test_passes_of_a_static_graph_may_use_different_parameters(launch: Launch) -> None:
+    for found in launch(2, passes_of_a_static_graph):
+        for number, step in enumerate(found):
+
+            def loss(model: Net, rank: int, number: int = number) -> Tensor:
+                x = batch(rank, number)
+                first, second = model(x, through=(0,)), model(x, through=(1, 2))
+                return first.square().mean() + second.square().mean()
+
+            assert_close(step, mean_of(2, loss))
