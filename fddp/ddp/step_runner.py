@@ -24,7 +24,7 @@ from fddp.ddp.nonfinite import SKIP_IN_CONTEXT
 from fddp.ddp.request import ModuleRequest
 from fddp.ddp.unused_parameters import GraphChangedError, ParameterUse, Usage
 from fddp.errors import FddpError, InternalError, PlanMismatchError
-from fddp.native.autograd_leaves import param_set
+from fddp.native.autograd_leaves import add_to_context, param_set
 from fddp.runtime.context import Outcome
 from fddp.runtime.contributions import BackwardContributions, Contributions, TreeContributions
 from fddp.runtime.failures import peer_error
@@ -214,19 +214,28 @@ class StepRunner:
     def open_distributed(self, context: int) -> None:
         """Open a step over the gradients in a context of distributed autograd.
 
-        Backward has ended. Results are written over this rank's gradients in the context.
+        Backward has ended. Results are written over this rank's gradients in the context, and
+        added to it where this rank has none.
         """
         from torch.distributed.autograd import get_gradients
 
+        params = self.parameters.leaves
         grads = get_gradients(context)
-        own = [grads.get(param) for param in self.parameters.leaves]
+        own = [grads.get(param) for param in params]
         self.step = self.engine.open(Method.MODULE, with_stats=False)
         if self.engine.terms.nonfinite == "skip":
             self.step.fail(ValueError(SKIP_IN_CONTEXT))
             return
         contributions = TreeContributions(self.engine.program, own, 1.0)
-        self.step.begin(contributions, self.parameters.leaves)
-        self._write = partial(_copy_to, own)
+        self.step.begin(contributions, params)
+
+        def write(results: Sequence[Tensor | None]) -> None:
+            _copy_to(own, results)
+            rows = zip(params, own, results, strict=True)
+            new = [(p, result) for p, grad, result in rows if grad is None and result is not None]
+            add_to_context(context, new)
+
+        self._write = write
 
     def finish(self, reached_s: float) -> None:
         """Close the step after backward has ended, and write its results.

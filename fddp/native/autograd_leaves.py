@@ -179,6 +179,11 @@ def distributed_context() -> int | None:
     return cast("int | None", extension.load().distributed_context())
 
 
+def add_to_context(context: int, grads: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add parameters with their gradients to a context of distributed autograd."""
+    extension.load().add_to_context(context, grads)
+
+
 @cache
 def eager_slot_type() -> Callable[[int, Tensor, Any, float], EagerSlot]:
     """Return the constructor `EagerSlot(leaf, buffer, layout, scale)`: a leaf's gradient is packed

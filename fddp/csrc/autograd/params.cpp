@@ -17,6 +17,7 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 #if FDDP_HAS_RPC
+#include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/autograd/context/context.h>
 #endif
 
@@ -290,6 +291,16 @@ std::optional<int64_t> distributed_context() {
   return std::nullopt;
 }
 
+// Add gradients of parameters to a context of distributed autograd.
+void add_to_context([[maybe_unused]] int64_t context_id,
+                    [[maybe_unused]] const std::vector<std::pair<at::Tensor, at::Tensor>>& grads) {
+#if FDDP_HAS_RPC
+  const auto context = torch::distributed::autograd::DistAutogradContainer::getInstance().retrieveContext(context_id);
+  c10::Dict<at::Tensor, at::Tensor> shared = context->getGradients();  // copies of a Dict share their entries
+  for (const auto& [param, grad] : grads) shared.insert_or_assign(param, grad);
+#endif
+}
+
 }  // namespace
 }  // namespace fddp
 
@@ -297,6 +308,7 @@ void bind_params(py::module_& m) {
   using namespace fddp;
   m.def("has_explicit_inputs", &has_explicit_inputs);
   m.def("distributed_context", &distributed_context);
+  m.def("add_to_context", &add_to_context, py::arg("context"), py::arg("grads"));
   py::class_<ParamSet, GradientCounter, std::shared_ptr<ParamSet>>(m, "ParamSet")
       .def(py::init(&ParamSet::make), py::arg("params"), py::arg("on_begin"))
       .def("watch", &ParamSet::watch, py::arg("on"))
