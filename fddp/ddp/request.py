@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -43,7 +43,8 @@ class ModuleRequest:
         """Return the configuration that ranks must have in common.
 
         As in DDP, the first plan counts caps from the parameters registered first, whose gradients
-        arrive last. The rebuilt plan counts them in the order in which gradients arrive.
+        arrive last, and launches the bucket with the earliest registered parameter last. The
+        rebuilt plan counts caps in the order in which gradients arrive.
 
         Raises:
             ValueError: the transport is not of the requested kind.
@@ -58,8 +59,10 @@ class ModuleRequest:
             caps_bytes=self.options.initial_caps_bytes,
             from_back=True,
         )
+        position = {leaf: number for number, leaf in enumerate(plan.order)}  # registered last: 0
+        buckets = sorted(first.buckets, key=lambda bucket: max(position[i] for i in bucket.leaves))
         return SyncConfig(
-            plan=first,
+            plan=replace(first, buckets=tuple(buckets)),
             given=False,
             transport=self.transport,
             reduce_dtype=None,

@@ -2,7 +2,8 @@
 
 Every step is synchronised completely. If the constructor got neither `find_unused_parameters` nor
 `static_graph`, the forward pass after a step with unused parameters raises DDP's error, with DDP's
-phrases, for scripts and tools that rely on them.
+phrases, for scripts and tools that rely on them. With `static_graph`, a rank on which a step uses
+other parameters than before fails that step, and all ranks raise the same error at its end.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from fddp.errors import FddpError
+
 _UNFINISHED = (
     "Expected to have finished reduction in the prior iteration before starting a new one. "
 )
@@ -24,6 +27,10 @@ _NONE_UNUSED = (
     "parameters in the forward pass. fddp finds them without the flag and at no cost; leave it "
     "out to have unused parameters reported"
 )
+
+
+class GraphChangedError(FddpError):
+    """A rank's graph is not the one of the first step, though it was declared static."""
 
 
 class ParameterUse(NamedTuple):
@@ -70,13 +77,22 @@ class Usage:
         self._world_size = world_size
         self._find_unused = find_unused
         self._first: frozenset[str] | None = None
+        self._passes: list[frozenset[str]] = []  # use on this rank by the steps of `last`
+        self._first_passes: list[frozenset[str]] = []
         self._is_closed = True
         self._was_static = True
+        self._was_refused = False  # the last step
 
     @property
     def names(self) -> Sequence[str]:
         """Names of all parameters, in the order of registration."""
         return tuple(self.params)
+
+    @property
+    def reports_unused(self) -> bool:
+        """True if unused parameters are an error. As in DDP, a parameter whose gradient is
+        undefined is then used, with zeros."""
+        return not (self._find_unused or self.static)
 
     @property
     def is_static(self) -> bool:
@@ -92,28 +108,37 @@ class Usage:
         if self._first is None and self._find_unused and not self._unused(self.last.here):
             warnings.warn(_NONE_UNUSED, stacklevel=2)
         self._was_static = self.is_static
-        self._first = self.last.here if self._first is None else self._first
+        if self._first is None:
+            self._first, self._first_passes = self.last.here, self._passes
+        self._passes = []
 
     def problem(self, here: frozenset[str]) -> Exception | None:
         """Return the error of the step to be closed, or None."""
-        if not self.static or self._first is None or here <= self._first:
+        if not self.static or self._first is None:
             return None
-        self.pending = _static_unused_error(self._unused(here), self.names, self._rank)
-        return RuntimeError(_static_used_error(here - self._first))
+        position = len(self._passes)
+        known = position < len(self._first_passes)
+        gone = self._unused(here) & self._first_passes[position] if known else frozenset()
+        new = here - self._first
+        if not (gone or new):
+            return None
+        texts = [_static_used_error(new, self._rank)] if new else []
+        if gone or self._was_refused:
+            texts.append(_static_unused_error(gone, self.names, self._rank))
+        self._was_refused = True
+        return GraphChangedError("\n".join(texts))
 
     def note(self, use: ParameterUse) -> None:
         """Record the use of parameters by a closed step."""
         self.last = use if self.last is None or self._is_closed else self.last.joined(use)
-        self._is_closed = False
+        self._passes.append(use.here)
+        self._is_closed = self._was_refused = False
         self.pending = self._error(self.last)
 
     def _error(self, use: ParameterUse) -> str:
-        unused = self._unused(use.here)
-        if self.static:
-            gone = unused & (self._first or frozenset())
-            return _static_unused_error(gone, self.names, self._rank) if gone else ""
-        if self._find_unused:
+        if not self.reports_unused:
             return ""
+        unused = self._unused(use.here)
         # Independent of frozen parameters, so that all ranks come to the same result.
         some = frozenset() if self.joining else self._used_by_some(use)
         unused |= some - use.here
@@ -154,7 +179,7 @@ def _unused_error(
 
 
 def _static_unused_error(unused: Collection[str], order: Sequence[str], rank: int) -> str:
-    """Return the same error for a graph that was declared static."""
+    """Return the error of a step without gradients of parameters that the first step used."""
     return (
         f"{_UNFINISHED}This error indicates that your training graph has changed in this "
         f"iteration, e.g., one parameter is used in first iteration, but then got unused in the "
@@ -162,12 +187,12 @@ def _static_unused_error(unused: Collection[str], order: Sequence[str], rank: in
     )
 
 
-def _static_used_error(used: Collection[str]) -> str:
+def _static_used_error(used: Collection[str], rank: int) -> str:
     """Return the error of a step with parameters that the first step did not use."""
     return (
         f"Your training graph has changed in this iteration, e.g., one parameter is unused in "
-        f"first iteration, but then got used in the second iteration. {_STATIC} Newly used: "
-        f"{', '.join(sorted(used))}"
+        f"first iteration, but then got used in the second iteration. {_STATIC} Newly used on rank "
+        f"{rank}: {', '.join(sorted(used))}"
     )
 
 

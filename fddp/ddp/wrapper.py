@@ -296,7 +296,7 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         self.static_graph = True
         static = replace(self._options.arguments, static_graph=True)
         self._options = replace(self._options, arguments=static)
-        self.steps.runner.usage.static = True
+        self.steps.runner.declare_static()
         self.logger.note(static_graph=1)
         if self.find_unused_parameters:
             warnings.warn(

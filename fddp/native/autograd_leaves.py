@@ -116,6 +116,9 @@ class ParamSet(GradientCounter, Protocol):
     def watch(self, on: bool) -> None:
         """Enable or disable `on_begin`, by which a backward pass opens a step."""
 
+    def count_undefined(self, on: bool) -> None:
+        """Set whether an undefined gradient stands for zeros. Otherwise it is ignored."""
+
     def intact(self) -> bool:
         """Return True if the hooks are still where gradients will arrive."""
 
@@ -128,7 +131,8 @@ class ParamSet(GradientCounter, Protocol):
 
     def assign(self, results: Sequence[Tensor | None], replace: bool) -> None:
         """Assign `results` as gradients: in place where a gradient existed before the step, unless
-        `replace` is set. None keeps the previous gradient."""
+        `replace` is set. None keeps the previous gradient. New gradients have the strides that
+        their parameters have now."""
 
     def restore(self) -> None:
         """Restore, after a failed step, the gradients that existed before it."""
@@ -170,6 +174,11 @@ def has_explicit_inputs() -> bool:
 def distributed_context() -> int | None:
     """Return the distributed autograd context of the running backward pass."""
     return cast("int | None", extension.load().distributed_context())
+
+
+def add_to_context(context: int, grads: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add parameters with their gradients to a context of distributed autograd."""
+    extension.load().add_to_context(context, grads)
 
 
 @cache

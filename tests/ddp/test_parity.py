@@ -106,6 +106,8 @@ _FLAGGED = {
         option for option in OPTIONS if option.startswith("find") and option != "find, skip"
     ],
     "re-entrant": ["static_graph", "static_graph, no_sync"],
+    "undefined gradients": list(OPTIONS),
+    "undefined by batch": [option for option in OPTIONS if not option.startswith("static_graph")],
 }
 _PLAIN = [option for option in OPTIONS if not option.startswith("find, ")]
 _LEFT_OUT = {
@@ -119,6 +121,7 @@ _LEFT_OUT = {
     ("channels last", "PowerSGD hook"),
     # There an exhausted rank keeps reporting the parameters of its last batch.
     ("unused by batch", "find, join"),
+    ("undefined by batch", "find, join"),
 }
 CASES = [
     (model, option)
