@@ -15,7 +15,7 @@ next bucket is therefore started only when the previous one has finished.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -27,7 +27,6 @@ from fddp.core.timeline import Interval
 from fddp.errors import DesyncError, RankLostError, SyncTimeoutError
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce
-from fddp.runtime.agreement import exchange
 from fddp.runtime.program import Program
 from fddp.transport.base import Transport, Work
 
@@ -65,6 +64,7 @@ class Collectives(AllReduce):
             self.rank, self.world_size = self.rank * size + place, self.world_size * size
         self.nbytes = 0
         self._transport = transport
+        self._topology = program.schedule.topology
         self._axes = axes
         self._bucket = bucket
         self._what = what
@@ -86,27 +86,25 @@ class Collectives(AllReduce):
         return self._started(work, tensor, everyones)
 
     def _check_equal(self, kind: str, tensor: Tensor) -> None:
-        """Compare the operation over ranks, unless it is the same as at this position of an earlier
-        step: backends abort the process if sizes differ.
+        """Compare the operation over the ranks that take part, unless it is the same as at this
+        position of an earlier step: backends abort the process if sizes differ.
+
+        Other ranks have other shards, of which the hook may send more or fewer tensors.
 
         Raises:
-            DesyncError: ranks issue different operations; on every rank.
+            DesyncError: ranks issue different operations; on all that take part.
         """
         transport = self._transport
         if transport.name in ("shm", "loopback") and tensor.is_cpu:
             return  # these transports detect differences themselves
-        place = (self._bucket, len(self._works))
+        place = (self._axes, self._bucket, len(self._works))
         own = f"{kind} of {tensor.dtype} {tuple(tensor.shape)}"
         if transport.size_cache.get(place) == own:
             return
-        received = exchange(transport, own, str, "hook operations")
-        for rank, theirs in enumerate(received):
-            if theirs != received[0]:
-                raise DesyncError(
-                    f"{self._what} on rank {transport.rank} of {transport.world_size}: hooks are "
-                    f"about to issue different operations: rank 0 {received[0]}, rank {rank} "
-                    f"{theirs}; a hook must pass tensors of the same size and dtype on every rank"
-                )
+        received = transport.exchange(own.encode(), "hook operations", self._axes)
+        if any(text != received[0] for text in received):
+            ranks = self._topology.group(self._axes, transport.rank)
+            raise _mismatch_error(self._what, transport, dict(zip(ranks, received, strict=True)))
         transport.size_cache[place] = own
 
     @property
@@ -123,6 +121,20 @@ class Collectives(AllReduce):
             return result
 
         return Future.started(lambda: work.done, take)
+
+
+def _mismatch_error(
+    what: str, transport: Transport, operations: Mapping[int, bytes]
+) -> DesyncError:
+    """Return the error of a hook whose operations differ, given as text by rank."""
+    texts = {rank: text.decode(errors="replace") for rank, text in operations.items()}
+    (rank, first), *others = texts.items()
+    other, theirs = next((other, text) for other, text in others if text != first)
+    return DesyncError(
+        f"{what} on rank {transport.rank} of {transport.world_size}: hooks are about to issue "
+        f"different operations: rank {rank} {first}, rank {other} {theirs}; a hook must pass "
+        f"tensors of the same size and dtype on every rank"
+    )
 
 
 class StagePipeline:

@@ -266,24 +266,30 @@ class Transport(Endpoint):
         return torch.empty(numel, dtype=dtype, device=device)
 
     def all_gather(
-        self, tensor: Tensor, *, record_time: bool = False, fixed_size: bool = False
+        self,
+        tensor: Tensor,
+        *,
+        axes: Axes = (),
+        record_time: bool = False,
+        fixed_size: bool = False,
     ) -> Work:
-        """Start collecting every rank's `tensor`; `work.results[r]` is a copy of rank r's.
+        """Start collecting the `tensor` of every participating rank; `work.results` has copies, by
+        rank.
 
         Args:
             tensor: contiguous, any dtype, the same shape and dtype on all ranks.
+            axes: as for `all_reduce`.
             record_time: record the completion time, see `Work.done_s`.
             fixed_size: the tensor is internal to the library, of a size that is the same on all
                 ranks even if they are about to issue different operations; see `Operation`.
         """
         check_tensor("all_gather", tensor, self.rank)
-        rows = tensor.new_empty((self.world_size, *tensor.shape))
-        rows[self.rank].copy_(tensor)
+        ranks = self._ranks("all_gather", axes)
+        rows = tensor.new_empty((len(ranks), *tensor.shape))
+        rows[ranks.index(self.rank)].copy_(tensor)
         buffer = rows.view(-1)
         work = self._launch(
-            Operation(
-                "all_gather", buffer, self._everyone, record_time=record_time, fixed_size=fixed_size
-            )
+            Operation("all_gather", buffer, ranks, record_time=record_time, fixed_size=fixed_size)
         )
         work._results = rows.unbind(0)
         return work
@@ -305,8 +311,8 @@ class Transport(Endpoint):
             Operation("broadcast", tensor, self._everyone, src=src, record_time=record_time)
         )
 
-    def exchange(self, payload: bytes, topic: str = "terms") -> list[bytes]:
-        """Send `payload` to every rank and return all ranks' payloads, by rank; blocks.
+    def exchange(self, payload: bytes, topic: str = "terms", axes: Axes = ()) -> list[bytes]:
+        """Send `payload` to the participating ranks and return their payloads, by rank; blocks.
 
         Lengths may differ and may be zero. One small collective on `control_device`, and a second
         one if a payload does not fit into the first.
@@ -314,13 +320,14 @@ class Transport(Endpoint):
         Args:
             payload: any bytes.
             topic: subject of the exchange, at most 16 characters, the same on all ranks.
+            axes: as for `all_reduce`.
 
         Raises:
-            DesyncError: ranks passed different topics; raised on every rank. No payload is
-                returned.
+            DesyncError: ranks passed different topics; raised on every participating rank. No
+                payload is returned.
             FddpError: a failed operation.
         """
-        return exchange_bytes(self, payload, topic)
+        return exchange_bytes(self, payload, topic, axes, self._ranks("exchange", axes))
 
     @abstractmethod
     def _start(self, operation: Operation) -> Work:

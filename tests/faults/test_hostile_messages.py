@@ -300,10 +300,10 @@ def test_a_length_that_makes_no_sense_is_named(monkeypatch: pytest.MonkeyPatch) 
     """Before anybody makes room for it."""
     own = byte_exchange.gather_bytes
 
-    def gather(transport: Any, payload: bytes, width: int, what: str) -> list[bytes]:
+    def gather(transport: Any, payload: bytes, *others: Any) -> list[bytes]:
         if transport.rank == 1 and payload.startswith(b"terms"):
             payload = payload[:16] + (2**62).to_bytes(8, "big") + payload[24:]
-        return own(transport, payload, width, what)
+        return own(transport, payload, *others)
 
     monkeypatch.setattr(byte_exchange, "gather_bytes", gather)
 
