@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -67,7 +68,13 @@ class FiniteCheck:
         self._outgrown = False  # True if weights exceed those that gradients were scaled for
 
     def packed(
-        self, bucket: BucketProgram, buffer: Tensor, source: Contributions, *, finite: bool
+        self,
+        bucket: BucketProgram,
+        buffer: Tensor,
+        source: Contributions,
+        *,
+        finite: bool,
+        again: bool,
     ) -> None:
         """Count non-finite numbers of a packed bucket, if errors are to name its leaves.
 
@@ -76,7 +83,10 @@ class FiniteCheck:
             buffer: its buffer, before it is reduced in place.
             source: contributions that were packed.
             finite: False if packing found a non-finite number.
+            again: True if all gradients of the bucket were packed a second time.
         """
+        if again:
+            self._finder.forget(bucket.leaves)
         if self._finder.wants(buffer, finite=finite):
             parts = source.sources(bucket.index)
             grads = None if parts is None else [part.sources for part in parts]
@@ -87,13 +97,14 @@ class FiniteCheck:
         if not self._results.finite:
             self._finder.count([leaf] * len(sources), sources)
 
-    def on_report(self, report: ControlReport, scale: WeightScale) -> None:
+    def on_report(self, report: ControlReport, scale: WeightScale, source: Contributions) -> None:
         """Act on the control word.
 
         Raises:
             StopStepError: a contribution is not finite, on all ranks.
         """
         if report.nonfinite:
+            self._count_unpacked(report.late, source)
             raise StopStepError
         self._may_have_overflowed = (
             report.may_overflow > 0
@@ -107,6 +118,21 @@ class FiniteCheck:
         self._outgrown = not is_raw and mean > scale.unit
         has_sparse = any(bucket.sparse for bucket in self._program.plan.buckets)
         self._results.checks = self._results.checks or self._may_have_overflowed or has_sparse
+
+    def _count_unpacked(self, late: Collection[int], source: Contributions) -> None:
+        """Count non-finite numbers of sparse and late gradients, which are not packed before the
+        control word is read."""
+        for bucket in self._program.buckets:
+            index, parts = bucket.index, []
+            if bucket.sparse:
+                parts = source.parts(index)
+            elif index in late and index in self._program.schedule.retained:
+                self._finder.forget(bucket.leaves)
+                parts = source.parts(index)
+            elif index in late:
+                parts = source.late_parts(index)
+            for part in parts:
+                self._finder.count(bucket.leaves, part.sources)
 
     def check_results(self, transport: Transport, step: int) -> None:
         """Check the results; a collective call if ranks have different results.

@@ -129,6 +129,11 @@ class Finder:
                 if grad is not None:
                     self._pending.append((self._paths[leaf], _tally(grad)))
 
+    def forget(self, leaves: Sequence[int]) -> None:
+        """Remove the counts of leaves whose gradients are counted again."""
+        paths = {self._paths[leaf] for leaf in leaves}
+        self._pending = [(path, tally) for path, tally in self._pending if path not in paths]
+
     def counts(self, results: Sequence[Tensor | None]) -> NonFiniteCounts:
         """Return the counts of all gradients so far, and of these results by leaf."""
         for path, tally in self._pending:

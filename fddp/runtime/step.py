@@ -188,12 +188,14 @@ class StepState:
             peak: bound on the magnitudes; NaN if unknown.
             op: the operation that packed it.
         """
-        if op.when == "again":
+        again = op.when == "again"
+        if again and (self.report is None or bucket.index not in self.report.late):
             return  # noted when it was packed first
         self._is_finite = self._is_finite and not math.isinf(peak)
         self._may_overflow = True
         if self._check is not None:
-            self._check.packed(bucket, buffer, self.source, finite=not math.isinf(peak))
+            finite = not math.isinf(peak)
+            self._check.packed(bucket, buffer, self.source, finite=finite, again=again)
 
     def note_sparse(self, leaf: int, sources: list[Tensor | None]) -> None:
         """Check this rank's gradients of a sparse leaf, after their sum."""
@@ -454,7 +456,7 @@ class Step(StepState):
     def _on_report(self, report: ControlReport) -> None:
         """Act on the control word of a step that no rank has failed."""
         if self._check is not None:
-            self._check.on_report(report, self.context.scale)
+            self._check.on_report(report, self.context.scale, self.source)
 
     def _rescaled(self, report: ControlReport) -> frozenset[int]:
         """Buckets that are reduced again because their sums were scaled for other weights."""

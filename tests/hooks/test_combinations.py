@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from fddp.hooks import (
 )
 from tests.support.hook_models import SMALL, Halves, Same, weighted_sum
 from tests.support.models import largest_difference, rand, same_bits
-from tests.support.ranks import RankPool, split_into_hosts
+from tests.support.ranks import HOSTS, RankPool, on_hosts, split_into_hosts
 
 
 class HookCase(NamedTuple):
@@ -70,7 +69,6 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "all_reduce over a mesh": {"mesh": MESH},
     "hierarchical": {"mesh": MESH, "algorithm": "hierarchical"},
 }
-HOSTS = {"c10d": [[0], [1], [2], [3]], "shm+c10d": [[0, 1], [2, 3]], "shm": [[0, 1, 2, 3]]}
 
 
 class Tree(NamedTuple):
@@ -145,14 +143,6 @@ def test_on_threads(which: Combination) -> None:
     check(which, [means for _, means in runs], tolerance=1e-12)
 
 
-def train_on_hosts(
-    rank: int, world_size: int, transport: str, which: Combination
-) -> tuple[str, list[dict[str, Tensor]]]:
-    hosts = HOSTS[transport]
-    with split_into_hosts(hosts) if len(hosts) > 1 else contextlib.nullcontext():
-        return train(None, which)
-
-
 ON_PROCESSES = [
     (transport, which)
     for transport, which in product(HOSTS, COMBINATIONS)
@@ -168,7 +158,7 @@ def name_of(value: str | Combination) -> str:
 
 @pytest.mark.parametrize(("transport", "which"), ON_PROCESSES, ids=name_of)
 def test_on_processes(ranks: RankPool, transport: str, which: Combination) -> None:
-    runs = ranks.run(4, train_on_hosts, transport, which)
+    runs = ranks.run(4, on_hosts, transport, train, which)
     assert {name for name, _ in runs} == {transport}
     check(which, [means for _, means in runs], HOOKS[which.hook].tolerance)
 
