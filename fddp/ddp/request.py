@@ -13,7 +13,7 @@ from fddp.ddp.arguments import Options
 from fddp.runtime.agreement import Rebuild, SyncConfig
 from fddp.runtime.nonfinite import Policy
 from fddp.transport import Transport, TransportName
-from fddp.transport.mesh import GroupAndTopology
+from fddp.transport.mesh import GroupAndTopology, transport_error
 from fddp.tree.planner import plan_buckets
 
 
@@ -24,11 +24,8 @@ class ModuleRequest:
     Attributes:
         params: parameters to synchronise, by name, in the order of their registration.
         options: caps, and the names of parameters with sparse gradients.
-        span: the group to communicate with.
         last_is_small: True if the first cap belongs to the bucket that is launched last, also after
             the plan has been rebuilt (`DDP_SET_LAST_BUCKET_CAP`).
-        transport: name of the transport.
-        nonfinite: policy for steps with a non-finite number.
     """
 
     params: Mapping[str, Tensor]
@@ -38,7 +35,7 @@ class ModuleRequest:
     transport: TransportName = "auto"
     nonfinite: Policy = "propagate"
 
-    usable_timeout_s = None  # the group's own
+    timeout_s = None  # the group's own
     is_foreign = False
     title = "GradSync"
 
@@ -51,11 +48,9 @@ class ModuleRequest:
         Raises:
             ValueError: the transport is not of the requested kind.
         """
-        if self.transport not in ("auto", transport.name):
-            raise ValueError(
-                f"transport={self.transport!r} does not fit this group; "
-                f"pass 'auto' or {transport.name!r}"
-            )
+        problem = transport_error(self.transport, transport)
+        if problem is not None:
+            raise problem
         plan = plan_buckets(dict(self.params), sparse=self.options.sparse & self.params.keys())
         first = plan_leaves(
             plan.leaves,

@@ -19,19 +19,24 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fddp.core.protocol.calls import Method
-from fddp.ddp.logger import Recorder
-from fddp.ddp.nonfinite import SKIP_IN_CONTEXT
+from fddp.ddp.logging_data import Recorder
 from fddp.ddp.request import ModuleRequest
 from fddp.ddp.unused_parameters import ParameterUse, Usage
 from fddp.errors import FddpError, InternalError, PlanMismatchError
 from fddp.native.autograd_leaves import param_set
-from fddp.runtime.context import Outcome
 from fddp.runtime.contributions import BackwardContributions, Contributions, TreeContributions
 from fddp.runtime.failures import peer_error
+from fddp.runtime.state import Outcome
 from fddp.runtime.step import Step
 from fddp.runtime.step_info import make_info
 from fddp.sync.engine import Engine
 from fddp.tree.pytree import flatten
+
+_SKIP_IN_CONTEXT = (
+    "nonfinite='skip' can't skip a step whose gradients are in a context of distributed autograd: "
+    "gradients can't be removed from there, and the optimizer would use each rank's own; build the "
+    "wrapper with nonfinite='raise'"
+)
 
 
 class ParametersChangedError(FddpError):
@@ -48,14 +53,8 @@ class _NoGraphInfo(NamedTuple):
 class HookedParameters:
     """Parameters in the order of the plan's leaves, with hooks for their gradients.
 
-    Args:
-        params: parameters by name.
-        on_first_grad: called before the first gradient of a step.
-
-    Attributes:
-        leaves: the parameters.
-        names: their names.
-        hooks: the hooks. They are removed when this object is freed.
+    The hooks are removed when this object is freed. They call `on_first_grad` before the first
+    gradient of a step.
     """
 
     def __init__(self, params: Mapping[str, Tensor], on_first_grad: Callable[[], None]) -> None:
@@ -84,11 +83,9 @@ class StepRunner:
     """Runs the steps of a wrapped module on the engine. Construction is a collective call.
 
     Args:
-        request: the parameters and their bucketing.
         find_unused, static: as for `Usage`.
         replace: True if results replace gradients that were there before, instead of being written
             into them.
-        recorder: records the steps that it wants.
 
     Attributes:
         engine: the engine, which owns the plan.
@@ -205,7 +202,7 @@ class StepRunner:
         own = [grads.get(param) for param in self.parameters.leaves]
         self.step = self.engine.open(Method.MODULE, with_stats=False)
         if self.engine.terms.nonfinite == "skip":
-            self.step.fail(ValueError(SKIP_IN_CONTEXT))
+            self.step.fail(ValueError(_SKIP_IN_CONTEXT))
             return
         contributions = TreeContributions(self.engine.program, own, 1.0)
         self.step.begin(contributions, self.parameters.leaves)
@@ -365,9 +362,8 @@ class StepRunner:
 
 def _engine(request: ModuleRequest) -> Engine:
     engine = Engine(request)
-    engine.lifecycle.set_label(
-        "this DistributedDataParallel", "make a new one of its module, on a working group"
-    )
+    engine.label = "this DistributedDataParallel"
+    engine.advice = "make a new one of its module, on a working group"
     return engine
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fddp
+from tests.support.groups import rank_of
 from tests.support.ranks import Launch, RankPool
 from tests.support.wrapped_net import (
     DDP,
@@ -20,7 +21,7 @@ from tests.support.wrapped_net import (
     grads,
     mean_of,
     net,
-    rank_of,
+    run_backward,
 )
 
 # Parameters
@@ -30,12 +31,12 @@ def unfrozen(group: Any) -> list[Any]:
     model = net()
     model.layers["l1"].requires_grad_(False)
     ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
-    ddp(batch(rank_of(group))).square().mean().backward()
+    run_backward(ddp, group)
     frozen = grads(model)
     ddp.zero_grad()
     model.layers["l1"].requires_grad_(True)
     model.layers["l0"].requires_grad_(False)
-    ddp(batch(rank_of(group))).square().mean().backward()
+    run_backward(ddp, group)
     both = [frozen, grads(model)]
     ddp.zero_grad()
     model.layers["l2"] = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
@@ -44,7 +45,7 @@ def unfrozen(group: Any) -> list[Any]:
             p.fill_(0.25)
     for number in range(2):
         ddp.zero_grad()
-        ddp(batch(rank_of(group), number)).square().mean().backward()
+        run_backward(ddp, group, number)
     return [*both, grads(model), ddp.steps.engine.program.plan.paths]
 
 
@@ -142,7 +143,7 @@ def heads(group: Any) -> bool:
     return True
 
 
-def test_a_new_layer_is_noticed_whatever_its_address(launch: Launch) -> None:
+def test_a_new_layer_is_noticed_at_any_address(launch: Launch) -> None:
     assert launch(2, heads) == [True, True]
 
 
@@ -233,7 +234,7 @@ def two_forwards(group: Any) -> list[Any]:
     return [is_same, model.scale.item(), model.weight.grad.item()]
 
 
-def test_a_second_forward_does_not_write_what_the_first_still_needs(launch: Launch) -> None:
+def test_a_second_forward_does_not_overwrite_saved_tensors(launch: Launch) -> None:
     assert launch(2, two_forwards) == [[True, 5.0, 7.0], [True, 5.0, 7.0]]
 
 
@@ -244,11 +245,11 @@ def wrapped_again(group: Any) -> dict[str, Any]:
     model = net()
     for _ in range(3):
         ddp = DDP(model, process_group=group)
-        ddp(batch(rank_of(group))).square().mean().backward()
+        run_backward(ddp, group)
         ddp.zero_grad()
         del ddp
     ddp = DDP(model, process_group=group)
-    ddp(batch(rank_of(group))).square().mean().backward()
+    run_backward(ddp, group)
     return grads(model)
 
 

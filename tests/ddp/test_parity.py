@@ -30,7 +30,7 @@ NO_ARGUMENTS: Mapping[str, Any] = {}
 
 
 class Option(NamedTuple):
-    """How a model is wrapped and trained."""
+    """A way to wrap and train a model."""
 
     arguments: Mapping[str, Any] = NO_ARGUMENTS  # of the constructor
     loop: runs.Loop = runs.plain
@@ -117,7 +117,7 @@ _LEFT_OUT = {
     ("mixed dtypes", "PowerSGD hook"),
     # Stock DDP shows hooks such gradients with their elements in the order of memory.
     ("channels last", "PowerSGD hook"),
-    # There a rank that has run out of inputs goes on telling what its last batch used.
+    # There an exhausted rank keeps reporting the parameters of its last batch.
     ("unused by batch", "find, join"),
 }
 CASES = [
@@ -129,7 +129,7 @@ CASES = [
 
 
 class Verdict(NamedTuple):
-    """Where the runs of one rank part; see `first_difference`."""
+    """Differences between the runs of one rank; see `first_difference`."""
 
     from_stock: str
     from_one_process: str

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.groups import rank_of
 from tests.support.ranks import Launch
 from tests.support.wrapped_net import (
     DDP,
@@ -19,12 +20,12 @@ from tests.support.wrapped_net import (
     grads,
     mean_of,
     net,
-    rank_of,
+    run_backward,
 )
 
 
 def differing_branches(group: Any, steps: list[list[tuple[int, ...]]]) -> list[Any]:
-    """Which layers each rank goes through at each step."""
+    """Gradients of steps in which each rank applies the given layers."""
     ddp = DDP(net(), process_group=group, bucket_cap_mb=TINY_CAP_MB, find_unused_parameters=True)
     found = []
     for number, through in enumerate(steps):
@@ -36,7 +37,7 @@ def differing_branches(group: Any, steps: list[list[tuple[int, ...]]]) -> list[A
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
-def test_whatever_ranks_use_is_synchronised(launch: Launch) -> None:
+def test_layers_that_any_rank_uses_are_synchronised(launch: Launch) -> None:
     steps = [
         [(0, 1, 2), (0, 1, 2)],
         [(0, 1), (1, 2)],
@@ -60,7 +61,7 @@ def test_whatever_ranks_use_is_synchronised(launch: Launch) -> None:
 def unused_here(group: Any) -> tuple[str, dict[str, Any]]:
     ddp = DDP(net(), process_group=group)
     through = (0, 1, 2) if rank_of(group) == 0 else (0, 2)
-    ddp(batch(rank_of(group)), through=through).square().mean().backward()
+    run_backward(ddp, group, through=through)
     found = grads(ddp.module)
     with pytest.raises(RuntimeError, match="Expected to have finished reduction") as caught:
         ddp(batch(rank_of(group)))
@@ -85,8 +86,8 @@ def test_ddps_error_follows_on_every_rank_and_names_parameters(launch: Launch) -
 def use_without_sync_counts(group: Any) -> list[Any]:
     ddp = DDP(net(), process_group=group)
     with ddp.no_sync():
-        ddp(batch(rank_of(group)), through=(1,)).square().mean().backward()
-    ddp(batch(rank_of(group), 1), through=(0, 2)).square().mean().backward()
+        run_backward(ddp, group, through=(1,))
+    run_backward(ddp, group, 1, through=(0, 2))
     ddp(batch(rank_of(group), 1))  # raises nothing
     return [grads(ddp.module)]
 
