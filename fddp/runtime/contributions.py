@@ -56,9 +56,13 @@ class Contributions:
         `fddp.native.pack.pack_`."""
         return _pack_parts_(buffer, layout, self.parts(bucket), scale)
 
+    def late_parts(self, bucket: int) -> list[WeightedGradients]:
+        """Gradients that arrived after the bucket was packed, if it is not retained."""
+        return []
+
     def pack_late_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
         """Write the gradients that arrived after the bucket was packed, and zeros elsewhere."""
-        return _pack_parts_(buffer, layout, [], scale)
+        return _pack_parts_(buffer, layout, self.late_parts(bucket), scale)
 
     def retain_sources(self) -> None:
         """Retain the sources of a bucket if packing may turn a finite number into infinity."""
@@ -291,8 +295,11 @@ class BackwardContributions(Contributions):
             self.in_place.append(bucket)
         return memory
 
+    def late_parts(self, bucket: int) -> list[WeightedGradients]:
+        return self._taken(bucket)
+
     def pack_late_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
-        return _pack_parts_(buffer, layout, self._noted(bucket, self._taken(bucket)), scale)
+        return _pack_parts_(buffer, layout, self._noted(bucket, self.late_parts(bucket)), scale)
 
     def retain_sources(self) -> None:
         self._retains = True

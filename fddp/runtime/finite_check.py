@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from fddp.errors import NonFiniteError, RankLostError, SyncTimeoutError
 from fddp.hooks.hook import Hook
 from fddp.native.layout import views
 from fddp.runtime.agreement import exchange
-from fddp.runtime.contributions import Contributions
+from fddp.runtime.contributions import Contributions, Leaves
 from fddp.runtime.nonfinite import (
     COUNTS,
     NonFiniteCounts,
@@ -61,30 +62,38 @@ class FiniteCheck:
         self._outgrown = False  # True if weights exceed those that gradients were scaled for
 
     def packed(
-        self, bucket: BucketProgram, buffer: Tensor, source: Contributions, *, finite: bool
+        self,
+        bucket: BucketProgram,
+        buffer: Tensor,
+        source: Contributions,
+        *,
+        finite: bool,
+        again: bool,
     ) -> None:
         """Count non-finite numbers of a packed bucket, if errors are to name its leaves. Its
-        `buffer` is not reduced yet; `finite` is the finding of packing."""
+        `buffer` is not reduced yet; `finite` is the finding of packing. `again` is True if all
+        gradients of the bucket were packed a second time."""
+        if again:
+            self._forget(bucket)
         # Packing checks on the CPU only.
         if self._policy != "raise" or (finite and buffer.is_cpu):
             return
         parts = source.sources(bucket.index)
         # None: they were released, and packing turned no finite number into infinity.
         grads = [views(buffer, bucket.layout)] if parts is None else [p.sources for p in parts]
-        for leaf, *summands in zip(bucket.leaves, *grads, strict=True):
-            present = [summand for summand in summands if summand is not None]
-            if present:
-                self._tallies.append((leaf, tally(*present)))
+        self._count(bucket, grads)
 
     def gathered(self, leaf: int, sources: list[Tensor | None]) -> None:
         """Count non-finite numbers of this rank's gradients of a sparse leaf, after the sum."""
         if self._policy == "raise" and not self._results.finite:
-            self._tallies += [(leaf, tally(source)) for source in sources if source is not None]
+            self._count_sparse(leaf, sources)
 
-    def on_report(self, report: ControlReport, scale: WeightScale) -> None:
+    def on_report(self, report: ControlReport, scale: WeightScale, source: Contributions) -> None:
         """Act on the control word. Raises StopStepError if a contribution is not finite, on all
         ranks."""
         if report.nonfinite:
+            if self._policy == "raise":
+                self._count_unpacked(report.late, source)
             raise StopStepError
         self._may_have_overflowed = (
             report.may_overflow > 0
@@ -98,6 +107,34 @@ class FiniteCheck:
         self._outgrown = not is_raw and mean > scale.unit
         has_sparse = any(bucket.sparse for bucket in self._program.plan.buckets)
         self._results.checks = self._results.checks or self._may_have_overflowed or has_sparse
+
+    def _count_unpacked(self, late: Collection[int], source: Contributions) -> None:
+        """Count non-finite numbers of sparse and late gradients, which are not packed before the
+        control word is read."""
+        for bucket in self._program.buckets:
+            index = bucket.index
+            if bucket.sparse:
+                (leaf,) = bucket.leaves
+                self._count_sparse(leaf, [part.sources[0] for part in source.parts(index)])
+            elif index in late and index in self._program.schedule.retained:
+                self._forget(bucket)
+                self._count(bucket, [part.sources for part in source.parts(index)])
+            elif index in late:
+                self._count(bucket, [part.sources for part in source.late_parts(index)])
+
+    def _count(self, bucket: BucketProgram, grads: Sequence[Leaves]) -> None:
+        """Count non-finite numbers of dense gradients, given by summand and leaf."""
+        for leaf, *summands in zip(bucket.leaves, *grads, strict=True):
+            present = [summand for summand in summands if summand is not None]
+            if present:
+                self._tallies.append((leaf, tally(*present)))
+
+    def _count_sparse(self, leaf: int, sources: Leaves) -> None:
+        self._tallies += [(leaf, tally(source)) for source in sources if source is not None]
+
+    def _forget(self, bucket: BucketProgram) -> None:
+        """Remove the counts of a bucket whose gradients are counted again."""
+        self._tallies = [pair for pair in self._tallies if pair[0] not in bucket.leaves]
 
     def check_results(self, transport: Transport, step: int) -> None:
         """Check the results; a collective call if ranks have different results. Raises

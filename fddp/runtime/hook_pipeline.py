@@ -27,7 +27,6 @@ from fddp.core.timeline import Interval
 from fddp.errors import DesyncError, RankLostError, SyncTimeoutError
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce
-from fddp.runtime.agreement import exchange
 from fddp.runtime.program import Program
 from fddp.transport.base import Transport, Work
 
@@ -57,6 +56,7 @@ class Collectives(AllReduce):
             self.rank, self.world_size = self.rank * size + place, self.world_size * size
         self.nbytes = 0
         self._transport = transport
+        self._topology = program.schedule.topology
         self._axes = axes
         self._bucket = bucket
         self._what = what
@@ -78,23 +78,25 @@ class Collectives(AllReduce):
         return self._started(work, tensor, everyones)
 
     def _check_equal(self, kind: str, tensor: Tensor) -> None:
-        """Compare the operation over ranks, unless it is the same as at this position of an earlier
-        step: backends abort the process if sizes differ. If so, DesyncError is raised on every
-        rank."""
+        """Compare the operation over the ranks that take part, unless it is the same as at this
+        position of an earlier step: backends abort the process if sizes differ. If so, DesyncError
+        is raised on all of them. Other ranks have other shards, of which the hook may send more or
+        fewer tensors."""
         transport = self._transport
         if transport.name in ("shm", "loopback") and tensor.is_cpu:
             return  # these transports detect differences themselves
-        place = (self._bucket, len(self._works))
+        place = (self._axes, self._bucket, len(self._works))
         own = f"{kind} of {tensor.dtype} {tuple(tensor.shape)}"
         if transport.size_cache.get(place) == own:
             return
-        received = exchange(transport, own, str, "hook operations")
+        received = transport.exchange(own.encode(), "hook operations", self._axes)
         check_equal(
             f"{self._what} on rank {transport.rank} of {transport.world_size}: the next operation "
             f"of the hook",
-            received,
+            [text.decode(errors="replace") for text in received],
             "a hook must pass tensors of the same size and dtype on every rank",
             DesyncError,
+            self._topology.group(self._axes, transport.rank),
         )
         transport.size_cache[place] = own
 

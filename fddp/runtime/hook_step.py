@@ -300,4 +300,17 @@ class HookedStep(Step):
         return frozenset() if self._hooks.is_raw else super()._rescaled(report)
 
     def _keep_hook_states(self, report: ControlReport) -> None:
-        self.hook_states = self._hooks.new_states(self.hook_states, report)
+        if self.hook_states and self._are_finite(report.late):
+            self.hook_states = self._hooks.new_states(self.hook_states, report)
+
+    def _are_finite(self, late: Sequence[int]) -> bool:
+        """Return True if the results with gradients that the control word does not cover are
+        finite: those of sparse buckets, and of buckets with late gradients."""
+        results = (
+            self.leaves[leaf]
+            for bucket in self.program.buckets
+            if bucket.sparse or bucket.index in late
+            for leaf in bucket.leaves
+        )
+        values = (r._values() if r.is_sparse else r for r in results if r is not None)
+        return all(bool(torch.isfinite(value).all()) for value in values)

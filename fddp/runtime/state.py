@@ -217,12 +217,14 @@ class StepState:
     def note_magnitude(self, bucket: BucketProgram, buffer: Tensor, peak: float, op: Op) -> None:
         """Note a packed bucket with large, non-finite or unknown numbers. `peak` is a bound on the
         magnitudes; NaN if unknown."""
-        if op.when == "again":
+        again = op.when == "again"
+        if again and (self.report is None or bucket.index not in self.report.late):
             return  # noted when it was packed first
         self._is_finite = self._is_finite and not math.isinf(peak)
         self._may_overflow = True
         if self._check is not None:
-            self._check.packed(bucket, buffer, self.source, finite=not math.isinf(peak))
+            finite = not math.isinf(peak)
+            self._check.packed(bucket, buffer, self.source, finite=finite, again=again)
 
     def note_sparse(self, leaf: int, sources: list[Tensor | None]) -> None:
         """Check this rank's gradients of a sparse leaf, after their sum."""

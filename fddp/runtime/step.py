@@ -278,7 +278,7 @@ class Step(StepState):
     def _on_report(self, report: ControlReport) -> None:
         """Act on the control word of a step that no rank has failed."""
         if self._check is not None:
-            self._check.on_report(report, self.context.scale)
+            self._check.on_report(report, self.context.scale, self.source)
 
     def _rescaled(self, report: ControlReport) -> frozenset[int]:
         """Buckets that are reduced again because their sums were scaled for other weights."""

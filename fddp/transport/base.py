@@ -296,24 +296,30 @@ class Transport(ABC):
         return torch.empty(numel, dtype=dtype, device=device)
 
     def all_gather(
-        self, tensor: Tensor, *, record_time: bool = False, fixed_size: bool = False
+        self,
+        tensor: Tensor,
+        *,
+        axes: Axes = (),
+        record_time: bool = False,
+        fixed_size: bool = False,
     ) -> Work:
-        """Start collecting every rank's `tensor`; `work.results[r]` is a copy of rank r's.
+        """Start collecting the `tensor` of every participating rank; `work.results` has copies, by
+        rank.
 
         Args:
             tensor: contiguous, any dtype, the same shape and dtype on all ranks.
+            axes: as for `all_reduce`.
             record_time: record the completion time, see `Work.done_s`.
             fixed_size: the tensor is internal to the library, of a size that is the same on all
                 ranks even if they are about to issue different operations; see `Operation`.
         """
         check_tensor("all_gather", tensor, self.rank)
-        rows = tensor.new_empty((self.world_size, *tensor.shape))
-        rows[self.rank].copy_(tensor)
+        ranks = self._ranks("all_gather", axes)
+        rows = tensor.new_empty((len(ranks), *tensor.shape))
+        rows[ranks.index(self.rank)].copy_(tensor)
         buffer = rows.view(-1)
         work = self._launch(
-            Operation(
-                "all_gather", buffer, self._everyone, record_time=record_time, fixed_size=fixed_size
-            )
+            Operation("all_gather", buffer, ranks, record_time=record_time, fixed_size=fixed_size)
         )
         work._results = rows.unbind(0)
         return work
@@ -335,8 +341,8 @@ class Transport(ABC):
             Operation("broadcast", tensor, self._everyone, src=src, record_time=record_time)
         )
 
-    def exchange(self, payload: bytes, topic: str = "terms") -> list[bytes]:
-        """Send `payload` to every rank and return all ranks' payloads, by rank; blocks.
+    def exchange(self, payload: bytes, topic: str = "terms", axes: Axes = ()) -> list[bytes]:
+        """Send `payload` to the participating ranks and return their payloads, by rank; blocks.
 
         Lengths may differ and may be zero. One small collective on `control_device`, and a second
         one if a payload does not fit into the first.
@@ -344,36 +350,39 @@ class Transport(ABC):
         Args:
             payload: any bytes.
             topic: subject of the exchange, at most 16 characters, the same on all ranks.
+            axes: as for `all_reduce`.
 
         Raises:
-            DesyncError: ranks passed different topics; raised on every rank. No payload is
-                returned.
+            DesyncError: ranks passed different topics; raised on every participating rank. No
+                payload is returned.
             FddpError: a failed operation.
         """
         if len(topic.encode()) > _TOPIC_BYTES:
             raise InternalError(f"exchange topic {topic!r} has more than {_TOPIC_BYTES} bytes")
+        ranks = self._ranks("exchange", axes)
         what = f"exchange of {topic} ({len(payload)} bytes)"
         length = len(payload).to_bytes(_LENGTH_BYTES, "big")
         head = topic.encode().ljust(_TOPIC_BYTES) + length + payload[:_INLINE_BYTES]
-        received = gather_bytes(self, head, _TOPIC_BYTES + _LENGTH_BYTES + _INLINE_BYTES, what)
+        width = _TOPIC_BYTES + _LENGTH_BYTES + _INLINE_BYTES
+        received = gather_bytes(self, head, width, what, axes)
         topics = [text[:_TOPIC_BYTES].decode(errors="replace").strip() for text in received]
-        for rank, other in enumerate(topics):
+        for rank, other in zip(ranks, topics, strict=True):
             if other != topics[0]:
                 raise DesyncError(
-                    f"rank 0 is about to compare {topics[0]} where rank {rank} compares {other}: "
-                    f"all ranks must make the same calls in the same order"
+                    f"rank {ranks[0]} is about to compare {topics[0]} where rank {rank} compares "
+                    f"{other}: all ranks must make the same calls in the same order"
                 )
         received = [text[_TOPIC_BYTES:] for text in received]
         lengths = [int.from_bytes(text[:_LENGTH_BYTES], "big") for text in received]
         longest = max(lengths)
         if longest > _MAX_PAYLOAD_BYTES:
             raise malformed_message_error(
-                lengths.index(longest), topics[0], ValueError(f"it has {longest} bytes")
+                ranks[lengths.index(longest)], topics[0], ValueError(f"it has {longest} bytes")
             )
         if longest <= _INLINE_BYTES:
             whole = [text[_LENGTH_BYTES:] for text in received]
         else:
-            whole = gather_bytes(self, payload, longest, what)
+            whole = gather_bytes(self, payload, longest, what, axes)
         return [text[:length] for text, length in zip(whole, lengths, strict=True)]
 
     @abstractmethod
@@ -426,9 +435,11 @@ class _LoneWork(Work):
     _wait = wait
 
 
-def gather_bytes(transport: Transport, payload: bytes, width: int, what: str) -> list[bytes]:
-    """Return the payloads of all ranks by rank, each zero-padded to `width` bytes; blocks."""
+def gather_bytes(
+    transport: Transport, payload: bytes, width: int, what: str, axes: Axes = ()
+) -> list[bytes]:
+    """Return the payloads of the ranks along `axes`, each zero-padded to `width` bytes; blocks."""
     padded = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8)
-    work = transport.all_gather(padded.to(transport.control_device), fixed_size=True)
+    work = transport.all_gather(padded.to(transport.control_device), axes=axes, fixed_size=True)
     work.wait(what)
     return [row.cpu().numpy().tobytes() for row in work.results]

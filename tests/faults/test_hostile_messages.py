@@ -301,10 +301,10 @@ def test_an_invalid_length_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anybody makes room for it."""
     own = base.gather_bytes
 
-    def gather(transport: Any, payload: bytes, width: int, what: str) -> list[bytes]:
+    def gather(transport: Any, payload: bytes, *others: Any) -> list[bytes]:
         if transport.rank == 1 and payload.startswith(b"terms"):
             payload = payload[:16] + (2**62).to_bytes(8, "big") + payload[24:]
-        return own(transport, payload, width, what)
+        return own(transport, payload, *others)
 
     monkeypatch.setattr(base, "gather_bytes", gather)
 

@@ -170,6 +170,16 @@ def split_into_hosts(hosts: Sequence[Collection[int]]) -> Iterator[None]:
         yield
 
 
+HOSTS = {"c10d": [[0], [1], [2], [3]], "shm+c10d": [[0, 1], [2, 3]], "shm": [[0, 1, 2, 3]]}
+"""Hosts of four ranks, by the transport of hierarchical schedules between them."""
+
+
+def on_hosts(rank: int, world_size: int, transport: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn(group, *args)` on a rank of the hosts for this transport; to be run by a `RankPool`."""
+    with split_into_hosts(HOSTS[transport]):
+        return fn(dist.group.WORLD, *args)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """The session's pool of processes."""

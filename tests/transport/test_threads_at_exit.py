@@ -21,7 +21,9 @@ from fddp.transport.lifetime.finalizer import _Closer, _closer
 from fddp.transport.liveness import status_store
 from fddp.transport.liveness.bounded_store import client_of
 from fddp.transport.liveness.status import StatusBoard
+from tests.support import exits
 from tests.support.endings import Ending, ending
+from tests.support.pairwise import pairwise
 from tests.support.polling import HANG_S
 from tests.support.ranks import Launch, launch_fixture, launch_over
 
@@ -86,6 +88,22 @@ def test_a_run_that_ends_in_order_ends_with_0(tmp_path: Path) -> None:
         for rank in ranks:
             _, outcome = rank.communicate(timeout=HANG_S)
             assert (rank.returncode, outcome) == (0, b"")
+
+
+def test_handlers_at_exit_may_close_transports() -> None:
+    """Closing starts threads, which end before the interpreter does, as do those of others."""
+    ways = pairwise(exits.REGISTERED, exits.CALLS, exits.BESIDE, exits.TRANSPORTS, exits.ENDS)
+    run = subprocess.run(
+        [sys.executable, "-m", exits.__name__, *map("/".join, ways)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=True,
+    )
+    ends = dict(zip(ways, run.stdout.splitlines(), strict=True))
+    codes = {way: exits.EXIT_CODES[way[-1]] for way in ways}
+    assert ends == {way: f"{code},{code},," for way, code in codes.items()}
 
 
 # At their beginning

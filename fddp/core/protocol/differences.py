@@ -23,6 +23,7 @@ def check_equal(
     values: Sequence[object],
     way_out: str,
     error: type[FddpError] = PlanMismatchError,
+    ranks: Sequence[int] | None = None,
 ) -> None:
     """Check that all ranks have the same value.
 
@@ -31,6 +32,7 @@ def check_equal(
         values: each rank's value, by rank.
         way_out: advice to the caller, for the error.
         error: type of the error.
+        ranks: the ranks that are compared, in the order of `values`; all ranks by default.
 
     Raises:
         FddpError: two values differ; of type `error`.
@@ -41,9 +43,10 @@ def check_equal(
         fddp.errors.PlanMismatchError: every is 3 on rank 0 and 2 on rank 2; pass the same every on
         all ranks
     """
-    for rank, value in enumerate(values):
+    ranks = range(len(values)) if ranks is None else ranks
+    for rank, value in zip(ranks, values, strict=True):
         if value != values[0]:
-            raise error(f"{subject} is {format_pair(0, values[0], rank, value)}; {way_out}")
+            raise error(f"{subject} is {format_pair(ranks[0], values[0], rank, value)}; {way_out}")
 
 
 def leaf_difference(one: int, first: Sequence[Any], two: int, second: Sequence[Any]) -> str | None:

@@ -5,6 +5,10 @@ through that function, which ends the process with SIGABRT instead of its own ex
 that call such functions are started here. Before the interpreter ends they are stopped and joined,
 with a time limit longer than torch's functions usually take. A thread that is blocked on a silent
 store is not joined: it does not return to the interpreter while the store is silent.
+
+This is done by an `atexit` handler that is registered once, by the first thread. Handlers are
+called in reverse order, so those of callers, which may close transports and thereby start threads,
+are called before it. Python does not call a handler that is registered while handlers are called.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+from functools import cache
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -33,14 +38,18 @@ def start_thread(run: Callable[[], None], name: str, stop: Callable[[], None]) -
     """
     thread = threading.Thread(target=_run, args=(run,), name=name, daemon=True)
     _running[thread] = stop
-    atexit.unregister(_end_all)  # the last registered function is called first
-    atexit.register(_end_all)
+    _register()
     try:
         thread.start()
     except BaseException:
         _running.pop(thread, None)
         raise
     return thread
+
+
+@cache
+def _register() -> None:
+    atexit.register(_end_all)
 
 
 def _run(run: Callable[[], None]) -> None:
