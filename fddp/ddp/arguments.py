@@ -245,10 +245,16 @@ def _delayed(arguments: Arguments) -> dict[str, Tensor]:
 
 
 def _ignored_names(module: nn.Module) -> frozenset[str]:
-    """Return the names set by `_set_params_and_buffers_to_ignore_for_model`."""
-    names: Iterable[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    # Torch's recipe for these names joins the root's empty name and a dot.
-    return frozenset(name.removeprefix(".") for name in names)
+    """Return the names set by `_set_params_and_buffers_to_ignore_for_model`.
+
+    Names set on a submodule are relative to it.
+    """
+    return frozenset(
+        # Torch's recipe for these names joins the root's empty name and a dot.
+        f"{path}.{name.removeprefix('.')}".removeprefix(".")
+        for path, part in module.named_modules()
+        for name in getattr(part, "_ddp_params_and_buffers_to_ignore", ())
+    )
 
 
 def _check_any_trains(own: Mapping[str, nn.Parameter]) -> None:
