@@ -51,7 +51,8 @@ class DistributedDataParallel(
         broadcast_buffers: deprecated name of `forward_sync_buffers`. False also leaves out the
             broadcast of buffers at the start.
         init_sync: compare shapes and broadcast parameters at the start. If False, the constructor
-            is not a collective call, and the first forward sets up the communicator.
+            is not a collective call, and the first forward with gradients enabled sets up the
+            communicator.
         process_group: a group of `torch.distributed`, or the group that `fddp.loopback` passes to
             its function; None for the default group.
         bucket_cap_mb: size in MiB at which a bucket is closed; by default 25, and 1 for the first
@@ -173,10 +174,22 @@ class DistributedDataParallel(
         if self._all_delayed or torch._C._functorch.peek_interpreter_stack() is not None:
             return False
         change = self._watch.change()
-        if change == "swapped":
+        if change == "swapped" or self._is_local_forward():
             return False
         self._prepare(change == "changed")
         return True
+
+    def _is_local_forward(self) -> bool:
+        """Return True if this forward needs no communicator, and there is none yet.
+
+        Copies have none at first, and may be evaluated on one rank alone.
+        """
+        return (
+            self._steps is None
+            and not torch.is_grad_enabled()
+            and not self._join_config.enable
+            and not self.will_sync_module_buffers()
+        )
 
     def _prepare(self, changed: bool) -> None:
         self._recorder.forward_start_s = time.perf_counter()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
@@ -40,7 +44,7 @@ def ignored_by_a_part(rank: int, world_size: int) -> list[tuple[bool, bool, bool
 def is_shared(tensor: torch.Tensor) -> bool:
     """All ranks have the same values."""
     tensors: list[Any] = [torch.empty_like(tensor) for _ in range(2)]
-    torch.distributed.all_gather(tensors, tensor)
+    dist.all_gather(tensors, tensor)
     return torch.equal(*tensors)
 
 
@@ -49,3 +53,53 @@ def test_a_submodule_may_name_what_to_ignore(ranks: RankPool) -> None:
     stock, ours = (True, True, True), (False, True, False)
     for found in ranks.run(2, ignored_by_a_part):
         assert found == [stock, ours]
+
+
+# Copies
+
+
+def averaged_on_one_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> list[Any]:
+    """Per class: outputs of an average of the parameters that rank 0 alone evaluates."""
+    found = []
+    for wrapped in CLASSES:
+        torch.manual_seed(0)
+        model = wrapped(two_layers(), **arguments)
+        seen: list[Any] = []
+        average = None
+        for step in range(3):
+            model.zero_grad()
+            model(torch.full((2, 2), float(step + rank)).cumsum(0)).sum().backward()
+            with torch.no_grad():
+                if average is None and rank == 0:
+                    average = copy.deepcopy(model).eval()
+                for param in model.parameters():
+                    param -= 0.1 * param.grad
+                if average is not None:
+                    for param, own in zip(average.parameters(), model.parameters(), strict=True):
+                        param.lerp_(own, 0.5)
+                    seen.append(average(torch.ones(2, 2)).tolist())
+        found.append([seen, [param.tolist() for param in model.parameters()]])
+    return found
+
+
+def test_one_rank_evaluates_a_copy(ranks: RankPool) -> None:
+    for stock, ours in ranks.run(2, averaged_on_one_rank, {"forward_sync_buffers": False}):
+        assert ours == stock
+
+
+def alone(rank: int, world_size: int) -> str:
+    """The error of rank 0, which alone synchronises buffers."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = fddp.DistributedDataParallel(two_layers(), init_sync=False, process_group=group)
+    text = ""
+    if rank == 0:
+        with torch.no_grad(), pytest.raises(fddp.SyncTimeoutError) as caught:
+            model(torch.ones(2, 2))
+        text = str(caught.value)
+    dist.barrier()
+    return text
+
+
+def test_a_wrapper_that_waits_is_named(ranks: RankPool) -> None:
+    text, _ = ranks.run(2, alone)
+    assert text.startswith("opening a DistributedDataParallel on rank 0 of 2: rank 1 did not open")
