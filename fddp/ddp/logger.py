@@ -18,6 +18,7 @@ class Recorder:
         log: logged data; None until a plan is known.
         sample_rate: period of recorded steps after the first ten.
         keeps_all: True if all other steps are measured, too, without logging them.
+        iterations: number of forward passes that took part in synchronisation.
         forward_start_s: start of the last forward, on the clock of `time.perf_counter`.
         info: the last measured step.
     """
@@ -26,6 +27,7 @@ class Recorder:
         self.log: Log | None = None
         self.sample_rate = sample_rate
         self.keeps_all = False
+        self.iterations = 0
         self.forward_start_s = time.perf_counter()
         self.info: SyncInfo | None = None
 
@@ -56,7 +58,7 @@ class Recorder:
     def set_error_and_log(self, text: str) -> None:
         """Log an error. The name is that of DDP's logger."""
         if self.log is not None:
-            self.log = self.log.noting_error(text, int(self.log.data["iteration"]))
+            self.log = self.log.noting_error(text, self.iterations)
 
     def renumber(self, names: Sequence[str]) -> None:
         """Number the parameters by these names from now on."""

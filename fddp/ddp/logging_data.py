@@ -119,7 +119,7 @@ class Log:
         return replace(self, data={**self.data, **entries})
 
     def noting_error(self, error: str, iteration: int) -> Log:
-        """Return a log with an error and the number of its step."""
+        """Return a log with an error and the number of forward passes until then."""
         return self.noting(has_error=1, error=error, iteration=iteration)
 
     def recorded(self, step: Step) -> Log:

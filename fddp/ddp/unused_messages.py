@@ -36,7 +36,7 @@ def unused_error(
     return (
         f"{_UNFINISHED}This error indicates that your module has parameters that were not used "
         f"in producing loss. You can enable unused parameter detection by passing the keyword "
-        f"argument `find_unused_parameters=True` to `torch.nn.parallel.DistributedDataParallel`, "
+        f"argument `find_unused_parameters=True` to `fddp.DistributedDataParallel`, "
         f"and by making sure all `forward` function outputs participate in calculating loss. "
         f"Gradients of that step were synchronised nevertheless: fddp needs no flag for it, and "
         f"only repeats DDP's error.\n"
@@ -64,6 +64,8 @@ def static_used_error(used: Collection[str]) -> str:
 
 def without_gradient(unused: Collection[str], order: Sequence[str], rank: int) -> str:
     """List the parameters by number, as in DDP, and by name."""
+    if not unused:
+        return f"Rank {rank} used all parameters"
     numbers = " ".join(str(i) for i, name in enumerate(order) if name in unused)
     names = ", ".join(name for name in order if name in unused)
     text = (
@@ -74,8 +76,7 @@ def without_gradient(unused: Collection[str], order: Sequence[str], rank: int) -
         return text
     return (
         f"{text}\n In addition, you can set the environment variable TORCH_DISTRIBUTED_DEBUG to "
-        f"either INFO or DETAIL to print out information about which particular parameters did not "
-        f"receive gradient on this rank as part of this error"
+        f"either INFO or DETAIL to log them in the step in which they are unused"
     )
 
 

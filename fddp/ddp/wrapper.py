@@ -198,6 +198,7 @@ class DistributedDataParallel(
         if not self._lazy_init_ran:
             self._lazy_init()
         if syncs:
+            self._recorder.iterations += 1
             self._raise_pending()
             steps.runner.usage.begin_forward()
         steps.runner.usage.joining = self._join_config.enable

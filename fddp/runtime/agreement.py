@@ -283,7 +283,10 @@ def _difference(rank: int, received: list[Any], details: list[Any]) -> str:
 
 def leaf_difference(rank: int, mine: list[Any], theirs: list[Any]) -> str:
     """Describe the first difference between the `leaf_details` of rank 0 and of `rank`."""
-    advice = "build every rank's parameters alike, or decline the leaf with select="
+    advice = (
+        "build every rank's parameters alike, or leave it out on every rank: select= of a "
+        "GradSync, _set_params_and_buffers_to_ignore_for_model of a wrapped module"
+    )
     for ours, others in zip(mine, theirs, strict=False):
         if ours != others:
             return f"rank 0 has {_leaf(ours)} where rank {rank} has {_leaf(others)}; {advice}"

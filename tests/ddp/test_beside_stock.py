@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 import fddp
+from tests.support.endings import Ending, ending
 from tests.support.ranks import RankPool
 
 CLASSES = (StockDDP, fddp.DistributedDataParallel)
@@ -103,3 +104,104 @@ def alone(rank: int, world_size: int) -> str:
 def test_a_wrapper_that_waits_is_named(ranks: RankPool) -> None:
     text, _ = ranks.run(2, alone)
     assert text.startswith("opening a DistributedDataParallel on rank 0 of 2: rank 1 did not open")
+
+
+# Errors
+
+
+def iterations(rank: int, world_size: int) -> list[list[int]]:
+    """Per class: logged iterations of steps, of an error between steps, and of one in forward."""
+    found = []
+    for wrapped in CLASSES:
+        module = nn.Linear(2, 2)
+        module.unused = nn.Parameter(torch.ones(2))
+        model = wrapped(module, find_unused_parameters=True)
+        model._set_ddp_runtime_logging_sample_rate(1000)
+        for _ in range(13):
+            model(torch.ones(1, 2)).sum().backward()
+        seen = [logged_iteration(model)]
+        with pytest.raises(ValueError, match="wrong"):
+            model._log_and_throw(ValueError, "wrong")
+        seen.append(logged_iteration(model))
+        model(torch.ones(1, 2))
+        with pytest.raises(ValueError, match="wrong"):
+            model._log_and_throw(ValueError, "wrong")
+        found.append([*seen, logged_iteration(model)])
+    return found
+
+
+def logged_iteration(model: Any) -> int:
+    return int(model._get_ddp_logging_data()["iteration"])
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
+def test_an_error_is_logged_with_its_iteration(ranks: RankPool) -> None:
+    for stock, ours in ranks.run(2, iterations):
+        assert stock == ours == [10, 13, 14]
+
+
+def unused_iteration(rank: int, world_size: int) -> list[int]:
+    """Per class: the logged iteration of the error about unused parameters."""
+    found = []
+    for wrapped in CLASSES:
+        module = nn.Linear(2, 2)
+        module.unused = nn.Parameter(torch.ones(2))
+        model = wrapped(module)
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+            model(torch.ones(1, 2))
+        found.append(logged_iteration(model))
+    return found
+
+
+def test_the_error_about_unused_parameters_is_logged_with_its_iteration(ranks: RankPool) -> None:
+    assert ranks.run(2, unused_iteration) == [[2, 2], [2, 2]]
+
+
+def sparse_module(rank: int, *, is_buffer: bool, only: bool) -> nn.Module:
+    module = nn.Linear(2, 2)
+    values = torch.eye(2) if only and rank == 0 else torch.eye(2).to_sparse()
+    if is_buffer:
+        module.register_buffer("s", values)
+    else:
+        module.s = nn.Parameter(values)
+    return module
+
+
+def sparse_tensors(rank: int, world_size: int) -> list[list[Ending]]:
+    """Per class: errors of modules with a sparse parameter, and with a sparse buffer."""
+    return [
+        [
+            ending(lambda: wrapped(sparse_module(rank, is_buffer=is_buffer, only=False)))  # noqa: B023
+            for is_buffer in (False, True)
+        ]
+        for wrapped in CLASSES
+    ]
+
+
+def test_sparse_parameters_are_refused(ranks: RankPool) -> None:
+    for stock, ours in ranks.run(2, sparse_tensors):
+        for theirs, mine in zip(stock, ours, strict=True):
+            assert theirs.text == "No support for sparse tensors."
+            assert mine.text.startswith(theirs.text)
+            assert "'s' of the module has the layout torch.sparse_coo" in mine.text
+
+
+def sparse_on_one(rank: int, world_size: int) -> Ending:
+    module = sparse_module(rank, is_buffer=True, only=True)
+    return ending(lambda: fddp.DistributedDataParallel(module))
+
+
+def test_a_tensor_that_is_sparse_on_one_rank_is_refused_on_all(ranks: RankPool) -> None:
+    for end in ranks.run(2, sparse_on_one):
+        assert end.kinds[0] == "PlanMismatchError"
+        assert "and torch.float32 (2, 2), torch.sparse_coo on rank 1" in end.text
+
+
+def uneven_modules(rank: int, world_size: int) -> str:
+    return ending(lambda: fddp.DistributedDataParallel(nn.Linear(2, 2, bias=rank == 0))).text
+
+
+def test_advice_for_modules_that_differ_fits_the_wrapper(ranks: RankPool) -> None:
+    for text in ranks.run(2, uneven_modules):
+        assert "_set_params_and_buffers_to_ignore_for_model of a wrapped module" in text
