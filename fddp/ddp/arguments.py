@@ -25,6 +25,12 @@ from fddp.errors import NoGradientError
 from fddp.transport import LoopbackGroup
 from fddp.tree.planner import MIB_BYTES
 
+STATIC_FINDS_UNUSED = (
+    "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` will "
+    "detect unused parameters automatically, so you do not need to set "
+    "find_unused_parameters=true"
+)
+
 _TO_CALLER = 4  # frames from a warning to the call of the constructor
 
 
@@ -208,7 +214,7 @@ def checked(module: nn.Module, arguments: Arguments) -> Options:
             f"SyncBatchNorm layers only work with GPU modules, and {batch_norms[0]!r} is on the "
             f"CPU; use BatchNorm there"
         )
-    _warn_of_deprecated(arguments)
+    _warn_of_needless(arguments)
     forward_sync, init_sync = _buffer_syncs(arguments)
     cap_bytes, first_cap_bytes, listed_caps_bytes = _caps(arguments)
     return Options(
@@ -310,7 +316,7 @@ def _synced_batch_norms(module: nn.Module) -> list[str]:
     return [name for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
 
 
-def _warn_of_deprecated(arguments: Arguments) -> None:
+def _warn_of_needless(arguments: Arguments) -> None:
     if arguments.broadcast_buffers is not None:
         warnings.warn(
             "`broadcast_buffers` is deprecated; its value is ignored, because "
@@ -329,6 +335,8 @@ def _warn_of_deprecated(arguments: Arguments) -> None:
             FutureWarning,
             stacklevel=_TO_CALLER,
         )
+    if arguments.static_graph and arguments.find_unused_parameters:
+        warnings.warn(STATIC_FINDS_UNUSED, stacklevel=_TO_CALLER)
 
 
 def _buffer_syncs(arguments: Arguments) -> tuple[bool, bool]:

@@ -64,8 +64,11 @@ class Introspection(WrapperState):
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Return DDP's logging data under DDP's keys; sizes in bytes, times in nanoseconds."""
-        log = self._recorder.log if self.steps else None
-        return {} if log is None else dict(log.data)
+        usage, log = self.steps.runner.usage, self._recorder.log
+        data: dict[str, Any] = {} if log is None else dict(log.data)
+        if usage.last is not None:
+            data["can_set_static_graph"] = int(usage.is_static)
+        return data
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Record one in `sample_rate` steps, after the first ten."""

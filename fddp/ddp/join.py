@@ -181,6 +181,13 @@ class UnevenInputs(WrapperState):
             transport, self.module, self._options.ignored, src, buffers=self.forward_sync_buffers
         )
 
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        """Take part in the others' step without gradients. A collective call."""
+        self.steps.take_part(1.0)
+
+    def _match_unused_params_allreduce(self) -> None:
+        """No-op. Every step exchanges the use of parameters."""
+
 
 def notify(ddp: WrapperState) -> None:
     """Notify joined ranks before a forward pass that this rank has input.

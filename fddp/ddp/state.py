@@ -17,6 +17,7 @@ from torch.nn import Module
 from fddp.collectives.replicas.broadcast import AT_ONCE_BYTES
 from fddp.ddp.arguments import AS_GIVEN, Arguments, Options, group_of, managed
 from fddp.ddp.backward_steps import BackwardDriver, Switches
+from fddp.ddp.debug_logs import log_initialised
 from fddp.ddp.delayed_all_reduce import Delayed
 from fddp.ddp.logger import Recorder
 from fddp.ddp.logging_data import StaticLoggingData, start_log
@@ -147,6 +148,7 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
             recorder=self._recorder,
         )
         steps = BackwardDriver(runner, self._switches)
+        log_initialised(self._options.cap_bytes, self._options.first_cap_bytes)
         self._recorder.log = start_log(self._facts(steps))
         wire = wire_dtype(self.mixed_precision) if self.mixed_precision else None
         if wire is not None:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fddp.core.protocol.calls import Method
+from fddp.ddp.debug_logs import log_rebuilt
 from fddp.ddp.logger import Recorder
 from fddp.ddp.nonfinite import SKIP_IN_CONTEXT
 from fddp.ddp.request import ModuleRequest
@@ -231,6 +232,9 @@ class StepRunner:
             self.restore_grads()
             raise
         step, report = self.step, outcome.report
+        if step.program.control.with_order and not self.engine.program.control.with_order:
+            plan = self.engine.program.plan
+            log_rebuilt(len(plan.buckets), plan.caps_bytes)
         self._write(outcome.leaves)
         if outcome.skipped:
             # Gradients accumulated before the step are part of the sum, and go, too.

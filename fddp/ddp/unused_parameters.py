@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fddp.ddp.debug_logs import log_unused
 from fddp.ddp.unused_messages import (
     NONE_UNUSED_WARNING,
     static_unused_error,
@@ -104,6 +105,9 @@ class Usage:
 
     def note(self, use: ParameterUse) -> None:
         """Record the use of parameters by a closed step."""
+        is_first_static = self.static and self._first is None and self.last is None
+        unused = self._unused(use.here)
+        log_unused(unused, self.params, self._rank, is_first_static=is_first_static)
         self.last = use if self.last is None or self._is_closed else self.last.joined(use)
         self._is_closed = False
         self.pending = self._error(self.last)

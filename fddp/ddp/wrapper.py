@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 
-from fddp.ddp.arguments import Arguments, checked, group_of
+from fddp.ddp.arguments import STATIC_FINDS_UNUSED, Arguments, checked, group_of
 from fddp.ddp.broadcast import broadcast_module
 from fddp.ddp.buffers import BufferSync
 from fddp.ddp.comm_hooks import CommHooks
@@ -272,12 +272,7 @@ class DistributedDataParallel(
         self.steps.runner.usage.static = True
         self._recorder.note(static_graph=1)
         if self.find_unused_parameters:
-            warnings.warn(
-                "You passed find_unused_parameters=true to DistributedDataParallel, "
-                "`_set_static_graph` will detect unused parameters automatically, so you do not "
-                "need to set it",
-                stacklevel=2,
-            )
+            warnings.warn(STATIC_FINDS_UNUSED, stacklevel=2)
 
     def _remove_autograd_hooks(self) -> None:
         self.steps.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -104,6 +105,67 @@ def alone(rank: int, world_size: int) -> str:
 def test_a_wrapper_that_waits_is_named(ranks: RankPool) -> None:
     text, _ = ranks.run(2, alone)
     assert text.startswith("opening a DistributedDataParallel on rank 0 of 2: rank 1 did not open")
+
+
+# Settings
+
+
+def warned(rank: int, world_size: int) -> list[list[str]]:
+    """Per class: the beginning of the warnings of the constructor."""
+    found = []
+    for wrapped in CLASSES:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            wrapped(nn.Linear(2, 2), static_graph=True, find_unused_parameters=True)
+        found.append([str(warning.message).partition(", just")[0] for warning in caught])
+    return found
+
+
+def test_a_needless_flag_is_warned_of(ranks: RankPool) -> None:
+    for stock, ours in ranks.run(2, warned):
+        assert len(stock) == len(ours) == 1
+        assert stock[0].startswith(ours[0])
+
+
+def statics(rank: int, world_size: int) -> list[int | None]:
+    """What may be set after steps of a graph that did not change, and of one that did."""
+    seen = []
+    module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    module.forward = lambda x, used: module[used](x)
+    model = fddp.DistributedDataParallel(module, find_unused_parameters=True)
+    seen.append(model._get_ddp_logging_data().get("can_set_static_graph"))
+    for used in (0, 0, 1):
+        model(torch.ones(1, 2), used).sum().backward()
+        seen.append(model._get_ddp_logging_data()["can_set_static_graph"])
+    return seen
+
+
+def test_a_graph_that_does_not_change_may_be_declared_static(ranks: RankPool) -> None:
+    assert ranks.run(2, statics) == [[None, 1, 1, 0]] * 2
+
+
+# Shadowing
+
+
+def shadowed(rank: int, world_size: int) -> list[list[Any]]:
+    """Per class: gradients of ranks of which the last has no input."""
+    found = []
+    for wrapped in CLASSES:
+        model = wrapped(nn.Linear(2, 1, bias=False))
+        buckets = model.reducer._get_zeros_like_grad_buckets()
+        zeros = [(b.index(), b.is_last(), b.buffer().tolist()) for b in buckets]
+        if rank == 0:
+            model(torch.ones(1, 2)).sum().backward()
+            zeros.append(model.module.weight.grad.tolist())
+        else:
+            model._match_all_reduce_for_bwd_pass()
+        found.append(zeros)
+    return found
+
+
+def test_a_rank_shadows_a_backward_pass(ranks: RankPool) -> None:
+    for stock, ours in ranks.run(2, shadowed):
+        assert ours == stock
 
 
 # Errors
