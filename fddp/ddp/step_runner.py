@@ -16,7 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from fddp.core.protocol.calls import Method
 from fddp.ddp.debug_logs import log_rebuilt
@@ -66,6 +68,17 @@ class HookedParameters:
         self._all_names = frozenset(self.names)
         self._counts: Sequence[int] = ()
         self._ranks: Mapping[str, int] = {}  # the same counts by name
+
+    def are_captured(self) -> bool:
+        """Return True if the running `autograd.grad` returns a parameter's gradient."""
+        leaves = (leaf for leaf in self.leaves if leaf.requires_grad)
+        try:
+            for leaf in leaves:
+                # Raises for leaves whose gradients autograd.grad captures.
+                torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+        except RuntimeError:
+            return True
+        return False
 
     def used_names(self) -> frozenset[str]:
         """Names of the parameters that received a gradient on this rank."""

@@ -34,6 +34,12 @@ from fddp.ddp.tensor_parallel import make_local_
 from fddp.runtime.nonfinite import Policy
 from fddp.transport import TransportName
 
+_LOCAL_GRADIENTS = (
+    "gradients of tensors that torch.func.functional_call puts in place of a "
+    "DistributedDataParallel's parameters stay local to this rank; use fddp.GradSync for their "
+    "mean, or call it within `with ddp.no_sync():` if local gradients are wanted"
+)
+
 
 class DistributedDataParallel(
     BufferSync, UnevenInputs, Introspection, CommHooks, FailurePropagation
@@ -171,10 +177,14 @@ class DistributedDataParallel(
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _pre_forward(self) -> bool:
         """Prepare for the module's forward. Return False if it takes no part in synchronisation."""
-        if self._all_delayed or torch._C._functorch.peek_interpreter_stack() is not None:
+        if self._all_delayed:
             return False
         change = self._watch.change()
-        if change == "swapped" or self._is_local_forward():
+        if change == "swapped":
+            if self._syncs and self._watch.are_others_tracked:
+                warnings.warn(_LOCAL_GRADIENTS, stacklevel=3)
+            return False
+        if torch._C._functorch.peek_interpreter_stack() is not None or self._is_local_forward():
             return False
         self._prepare(change == "changed")
         return True

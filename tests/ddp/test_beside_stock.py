@@ -107,6 +107,75 @@ def test_a_wrapper_that_waits_is_named(ranks: RankPool) -> None:
     assert text.startswith("opening a DistributedDataParallel on rank 0 of 2: rank 1 did not open")
 
 
+# Gradients that are returned
+
+
+def returned(rank: int, world_size: int) -> list[Any]:
+    """Per class: errors of `autograd.grad`, and the mean of a backward pass after it."""
+    found = []
+    for wrapped in CLASSES:
+        torch.manual_seed(0)
+        model = wrapped(nn.Linear(2, 1, bias=False))
+        x = torch.full((1, 2), rank + 1.0, requires_grad=True)
+        params = list(model.parameters())
+        kinds = []
+        for inputs in ([x], params, [x, *params]):
+            loss = model(x).sum()
+            end = ending(lambda: torch.autograd.grad(loss, inputs, retain_graph=True))  # noqa: B023
+            kinds.append((end.kinds[0], "fddp.GradSync" in end.text))
+            with model.no_sync():
+                torch.autograd.grad(loss, inputs)
+        model(x).sum().backward(inputs=[x])
+        model(x).sum().backward(inputs=params)
+        found.append((kinds, x.grad.tolist(), params[0].grad.tolist()))
+    return found
+
+
+def test_gradients_of_parameters_are_not_returned_in_silence(ranks: RankPool) -> None:
+    for stock, ours in ranks.run(2, returned):
+        (none, *errors), *grads = ours
+        assert grads == [*stock[1:]]
+        assert none == ("no error", False)
+        assert errors == [("TransformError", True)] * 2
+        assert {kind for kind, _ in stock[0]} == {"no error"}
+
+
+def functional(rank: int, world_size: int) -> list[bool]:
+    """Which calls warn, with tensors in place of the parameters."""
+    model = fddp.DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    x = torch.full((1, 2), rank + 1.0)
+
+    def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, params, (x,)).sum()
+
+    params = {name: param.detach().clone() for name, param in model.named_parameters()}
+    leaves = {name: param.clone().requires_grad_() for name, param in params.items()}
+
+    def local() -> None:
+        with model.no_sync():
+            torch.func.grad(loss)(params)
+
+    calls = (
+        lambda: torch.func.grad(loss)(params),
+        lambda: torch.func.jvp(loss, (params,), (params,)),
+        lambda: loss(leaves),
+        lambda: loss(params),
+        local,
+        lambda: torch.func.grad(lambda y: model(y).sum())(x),
+    )
+    found = []
+    for call in calls:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        found.append(any("fddp.GradSync" in str(warning.message) for warning in caught))
+    return found
+
+
+def test_gradients_of_other_tensors_are_not_local_in_silence(ranks: RankPool) -> None:
+    assert ranks.run(2, functional) == [[True, True, True, False, False, False]] * 2
+
+
 # Settings
 
 
