@@ -41,9 +41,17 @@ class ModuleJoinHook(JoinHook):
     Args:
         ddp: the wrapped module.
         divide_by_initial_world_size: True if joined ranks count in the mean.
+
+    Raises:
+        AssertionError: `ddp` is no wrapped module.
     """
 
     def __init__(self, ddp: WrapperState, divide_by_initial_world_size: bool) -> None:
+        if not isinstance(ddp, WrapperState):
+            raise AssertionError(
+                f"DDP join hook requires passing in a DistributedDataParallel instance as the "
+                f"state, got {type(ddp).__name__}; pass the wrapped module"
+            )
         self._ddp = ddp
         self._steps = ddp.steps
         self._weight = 1.0 if divide_by_initial_world_size else 0.0

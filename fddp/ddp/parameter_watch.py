@@ -68,10 +68,10 @@ class ParameterWatch:
     def are_others_tracked(self) -> bool:
         """True if tensors are differentiated that `functional_call` has put in place."""
         is_tracked = torch._C._functorch.is_gradtrackingtensor
+        there: list[Tensor | None] = [e for table in self._tables for e in table.values()]
         return any(
             entry.requires_grad or is_tracked(entry)
-            for table in self._tables
-            for entry in table.values()
+            for entry in there
             if entry is not None and not isinstance(entry, Parameter)
         )
 

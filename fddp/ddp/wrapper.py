@@ -209,7 +209,9 @@ class DistributedDataParallel(
             self._lazy_init()
         if syncs:
             self._recorder.iterations += 1
+        if torch.is_grad_enabled():
             self._raise_pending()
+        if syncs:
             steps.runner.usage.begin_forward()
         steps.runner.usage.joining = self._join_config.enable
         if changed or not steps.runner.parameters.hooks.intact():
@@ -271,11 +273,11 @@ class DistributedDataParallel(
                 "You've set static_graph to be True, no need to set it again.", stacklevel=2
             )
             return
-        if self._steps is not None and self._steps.engine.step:
+        if self._recorder.iterations:
             self._log_and_throw(
                 RuntimeError,
                 f"_set_static_graph() should be called before training loop starts, and this "
-                f"wrapper has taken {self._steps.engine.step} steps",
+                f"wrapper has run {self._recorder.iterations} forward passes",
             )
         self.static_graph = True
         self._options = self._options.as_static()

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 import fddp
@@ -336,3 +338,91 @@ def uneven_modules(rank: int, world_size: int) -> str:
 def test_advice_for_modules_that_differ_fits_the_wrapper(ranks: RankPool) -> None:
     for text in ranks.run(2, uneven_modules):
         assert "_set_params_and_buffers_to_ignore_for_model of a wrapped module" in text
+
+
+def refusals(rank: int, world_size: int) -> list[list[Ending]]:
+    """Per class: errors at the forward after a step with an unused parameter, and of settings."""
+    found = []
+    for wrapped in CLASSES:
+        module = nn.Linear(2, 2)
+        module.unused = nn.Parameter(torch.ones(2))
+        model = wrapped(module)
+        model(torch.ones(1, 2)).sum().backward()
+
+        def forward(context: Any) -> None:
+            with context:
+                model(torch.ones(1, 2))  # noqa: B023
+
+        other = wrapped(nn.Linear(2, 2))
+        hook = type(other.join_hook())
+        other(torch.ones(1, 2))
+        found.append(
+            [
+                ending(lambda: forward(torch.no_grad())),
+                ending(lambda: forward(model.no_sync())),  # noqa: B023
+                ending(other._set_static_graph),
+                ending(lambda: hook(nn.Linear(2, 2), True)),  # noqa: B023
+            ]
+        )
+    return found
+
+
+def test_what_stock_refuses_is_refused(ranks: RankPool) -> None:
+    for stock, ours in ranks.run(2, refusals):
+        assert [end.kinds[0] for end in stock] == [end.kinds[0] for end in ours]
+        for text in (
+            *("Expected to have finished reduction", "set_static_graph() should be called before"),
+            "DDP join hook requires passing in a DistributedDataParallel instance as the state",
+        ):
+            assert any(text in end.text for end in stock)
+            assert any(text in end.text for end in ours)
+
+
+# Communication hooks
+
+
+def kept(state, bucket):  # type: ignore[no-untyped-def]  # stock rejects quoted annotations
+    """Leave gradients local, and append the buffer to `state`."""
+    state.append(bucket.buffer().clone())
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def hooked(rank: int, world_size: int) -> list[list[Any]]:
+    """Per class: what becomes of sparse gradients, other strides, uneven inputs and bfloat16."""
+    found = []
+    for wrapped in CLASSES:
+        words = wrapped(nn.Embedding(2, 2, sparse=True))
+        words.register_comm_hook(None, noop_hook)
+        words(torch.tensor([rank])).sum().backward()
+
+        buffers: list[torch.Tensor] = []
+        image = nn.Conv2d(2, 1, (1, 2), bias=False).to(memory_format=torch.channels_last)
+        model = wrapped(image)
+        model.register_comm_hook(buffers, kept)
+        model(torch.arange(4.0).view(1, 2, 1, 2)).sum().backward()
+
+        uneven = wrapped(nn.Linear(1, 1, bias=False))
+        uneven._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+        with uneven.join(divide_by_initial_world_size=False):
+            for _ in range(1 + rank):
+                uneven.zero_grad()
+                uneven(torch.full((1, 1), 4.0)).sum().backward()
+        grad = uneven.module.weight.grad.item()
+
+        small = wrapped(nn.Linear(1, 1, bias=False))
+        end = ending(lambda: small.register_comm_hook(None, bf16_compress_hook))  # noqa: B023
+        small(torch.full((1, 1), 2.0 * rank)).sum().backward()
+        mean = small.module.weight.grad.item()
+
+        sparse = words.module.weight.grad.to_dense()[:, 0].tolist()
+        found.append([sparse, buffers[0].tolist(), grad, end.kinds[0], mean])
+    return found
+
+
+def test_hooks_differ_where_the_page_says_so(ranks: RankPool) -> None:
+    for rank, (stock, ours) in enumerate(ranks.run(2, hooked)):
+        alone = [1.0 - rank, float(rank)]
+        assert stock == [alone, [0.0, 2.0, 1.0, 3.0], 2.0 if rank else 4.0, "TypeError", 1.0]
+        assert ours == [[0.5, 0.5], [0.0, 1.0, 2.0, 3.0], 4.0, "no error", 1.0]
