@@ -65,7 +65,7 @@ def static_used_error(used: Collection[str]) -> str:
 def without_gradient(unused: Collection[str], order: Sequence[str], rank: int) -> str:
     """List the parameters by number, as in DDP, and by name."""
     if not unused:
-        return f"Rank {rank} used all parameters"
+        return f"Parameter indices which did not receive grad for rank {rank}: none"
     numbers = " ".join(str(i) for i, name in enumerate(order) if name in unused)
     names = ", ".join(name for name in order if name in unused)
     text = (

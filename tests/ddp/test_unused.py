@@ -78,7 +78,8 @@ def test_ddps_error_follows_on_every_rank_and_names_parameters(launch: Launch) -
     for _, found in errors:
         assert_close(found, wanted)
     assert (
-        "Rank 0 used all parameters\nWithout a gradient on other ranks: layers.l1.b" in errors[0][0]
+        "did not receive grad for rank 0: none\nWithout a gradient on other ranks: layers.l1.b"
+        in errors[0][0]
     )
     assert "did not receive grad for rank 1: layers.l1.weight, layers.l1.bias" in errors[1][0]
     assert "did not receive grad for rank 1: 2 3" in errors[1][0]
