@@ -90,7 +90,7 @@ def figures_table(figures: Sequence[Figure]) -> Table:
         table.add_row(
             figure.what if figure.what != previous else "",
             figure.case,
-            f"{figure.value:.2f} ({figure.low:.2f}-{figure.high:.2f})",
+            Ratio(figure.value, figure.low, figure.high).text(),
             f"{'<=' if figure.sense == 'at most' else '>='} {figure.bound:g}",
             "yes" if figure.reached else "no",
         )

@@ -6,19 +6,15 @@ torch's DDP. Where there is no GPU it says so, and measures nothing.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich import box
 from rich.table import Table
 from torch import nn
 
-from benchmarks.bounds import Figure, at_least, at_most, console, figures_table, to_values
+from benchmarks.bounds import Figure, at_least, at_most
 from benchmarks.competitors import (
     DETERMINISTIC,
     FDDP,
@@ -30,6 +26,7 @@ from benchmarks.competitors import (
 from benchmarks.measure import Series, measure, ratio
 from benchmarks.models import WORKLOADS, Workload, stack
 from benchmarks.packing import make_bucket
+from benchmarks.scripts import numbers_table, options, publish
 from fddp.cli.progress import Stages
 from fddp.native.pack import pack_, unpack_
 
@@ -50,10 +47,7 @@ MODELS = {
 
 def main() -> None:
     """Measures and prints; about a minute."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
-    args = parser.parse_args()
+    args = options(__doc__, rounds=7).parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device here: nothing was measured")
         return
@@ -70,13 +64,9 @@ def main() -> None:
             }
     finally:
         dist.destroy_process_group()
-    console().print(_packing_table(packing))
-    for name, series in steps.items():
-        console().print(_steps_table(MODELS[name].title, series))
-    found = figures(packing, steps)
-    console().print(figures_table(found))
-    if args.json is not None:
-        args.json.write_text(json.dumps({"card": card, "figures": to_values(found)}, indent=2))
+    tables = [_packing_table(packing)]
+    tables += [_steps_table(MODELS[name].title, series) for name, series in steps.items()]
+    publish(tables, figures(packing, steps), {"card": card}, args.json)
 
 
 def open_group(device: torch.device) -> None:
@@ -176,10 +166,7 @@ def _finished(
 
 
 def _packing_table(series: Mapping[str, Series]) -> Table:
-    table = Table(title="1 GiB of float32 in 300 leaves", box=box.SIMPLE_HEAVY)
-    table.add_column("")
-    for heading in ("ms", "GB/s read and written"):
-        table.add_column(heading, justify="right")
+    table = numbers_table("1 GiB of float32 in 300 leaves", ("ms", "GB/s read and written"))
     moved = 2 * 4 * _LEAVES * _NUMEL
     for name, times in series.items():
         table.add_row(name, f"{times.median_s * 1e3:.2f}", f"{moved / times.median_s / 1e9:.0f}")
@@ -187,10 +174,7 @@ def _packing_table(series: Mapping[str, Series]) -> Table:
 
 
 def _steps_table(title: str, series: Mapping[str, Series]) -> Table:
-    table = Table(title=f"{title}, one rank", box=box.SIMPLE_HEAVY)
-    table.add_column("")
-    for heading in ("ms", "less local step"):
-        table.add_column(heading, justify="right")
+    table = numbers_table(f"{title}, one rank", ("ms", "less local step"))
     for name, times in series.items():
         is_function = name in (FDDP, LOCAL_FUNCTION)
         local = series[LOCAL_FUNCTION if is_function else LOCAL_MODULE]

@@ -8,19 +8,16 @@ parameters as a small language model.
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
-from rich import box
 from rich.table import Table
 
 import fddp
-from benchmarks.bounds import Figure, at_most, console, figures_table, to_values
-from benchmarks.measure import Series, measure, ratio
+from benchmarks.bounds import Figure, at_most
+from benchmarks.measure import Series, holding_results, measure, ratio, rounds_s
+from benchmarks.scripts import numbers_table, options, publish
 from fddp.cli.launch import launch
 from fddp.cli.progress import Stages
 from fddp.transport import TransportName
@@ -51,15 +48,9 @@ Results = dict[str, dict[str, Series]]
 
 def main() -> None:
     """Measures and prints; about a minute."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
-    args = parser.parse_args()
+    args = options(__doc__, rounds=7).parse_args()
     results = launch(2, run_rank, args.rounds)[0]
-    console().print(_table(results))
-    console().print(figures_table(figures(results)))
-    if args.json is not None:
-        args.json.write_text(_to_json(results))
+    publish([_table(results)], figures(results), {"results": rounds_s(results)}, args.json)
 
 
 def run_rank(rounds: int, sides: tuple[int, ...] = _SIDES, leaves: int = _LEAVES) -> Results:
@@ -104,52 +95,31 @@ def _measured(case: Case, rounds: int, stages: Stages) -> dict[str, Series]:
         fddp.Communicator(transport=case.transport) as communicator,
     ):
         reduce = jax.jit(lambda tree: pmean(tree, communicator))
-        held: dict[str, Any] = {}  # as a training loop holds gradients until it has the next
-
-        def keep(name: str, mean: Any) -> None:
-            held[name] = mean
-
-        steps = {
-            TENSORS: lambda: keep(TENSORS, of_tensors(tensors)),
-            ARRAYS: lambda: keep(ARRAYS, of_arrays(arrays)),
-            JAX_ALONE: lambda: keep(
-                JAX_ALONE, to_arrays(to_tensors(leaves, list(arrays), ""), homes)
-            ),
-            JITTED: lambda: keep(JITTED, jax.block_until_ready(reduce(arrays))),
+        steps: dict[str, Callable[[], object]] = {
+            TENSORS: lambda: of_tensors(tensors),
+            ARRAYS: lambda: of_arrays(arrays),
+            JAX_ALONE: lambda: to_arrays(to_tensors(leaves, list(arrays), ""), homes),
+            JITTED: lambda: jax.block_until_ready(reduce(arrays)),
         }
-        return measure(steps, rounds, _STEPS, stages.advance)
+        return measure(holding_results(steps), rounds, _STEPS, stages.advance)
 
 
 def _table(results: Mapping[str, Mapping[str, Series]]) -> Table:
-    table = Table(
-        title="Averaging a tree on two ranks: ms",
+    table = numbers_table(
+        "Averaging a tree on two ranks: ms",
+        (*_CONTESTANTS, "arrays / tensors", "us a leaf"),
         caption="median of rounds; JAX alone: arrays to tensors and back, nothing averaged",
-        box=box.SIMPLE_HEAVY,
-        pad_edge=False,
     )
-    table.add_column("")
-    for name in _CONTESTANTS:
-        table.add_column(name, justify="right")
-    for name in ("arrays / tensors", "us a leaf"):
-        table.add_column(name, justify="right", no_wrap=True)
     for title, series in results.items():
         against = ratio(series[ARRAYS], series[TENSORS])
         added_s = series[ARRAYS].median_s - series[TENSORS].median_s
         table.add_row(
             title,
             *(f"{series[name].median_s * 1e3:.2f}" for name in _CONTESTANTS),
-            f"{against.median:.2f} ({against.low:.2f}-{against.high:.2f})",
+            against.text(),
             f"{added_s * 1e6 / _LEAVES:.1f}",
         )
     return table
-
-
-def _to_json(results: Mapping[str, Mapping[str, Series]]) -> str:
-    values = {
-        title: {name: each.rounds_s for name, each in series.items()}
-        for title, series in results.items()
-    }
-    return json.dumps({"results": values, "figures": to_values(figures(results))}, indent=1)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,15 @@ class Ratio(NamedTuple):
     low: float
     high: float
 
+    def text(self, digits: int = 2) -> str:
+        """Return the median with the extremes in parentheses.
+
+        Example:
+            >>> Ratio(1.5, 1.0, 3.0).text()
+            '1.50 (1.00-3.00)'
+        """
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
+
 
 def ratio(ours: Series, theirs: Series) -> Ratio:
     """Ratios of times in the same round: their median and extremes.
@@ -83,22 +93,62 @@ def measure(
     Returns:
         The times by name, in the order of `steps`, the same on all ranks.
     """
-    names = list(steps)
+
+    def median_s(name: str) -> float:
+        steps[name]()
+        return statistics.median(timed(steps[name]) for _ in range(steps_per_round))
+
+    return medians_in_turns(list(steps), rounds, median_s, after_round)
+
+
+def medians_in_turns(
+    names: Sequence[str],
+    rounds: int,
+    median_s: Callable[[str], float],
+    after_round: Callable[[], None],
+) -> dict[str, Series]:
+    """Times contestants on all ranks, as `measure`, by a function that measures one turn.
+
+    Args:
+        names: of the contestants.
+        rounds: number of rounds.
+        median_s: measures one contestant's turn; a collective call.
+        after_round: called after each round.
+
+    Returns:
+        The times by name, in the order of `names`, the same on all ranks.
+    """
     medians = torch.zeros(len(names), rounds, dtype=torch.float64)
     for turn in range(rounds):
         for place in range(len(names)):
             which = (place + turn) % len(names)
-            step = steps[names[which]]
             dist.barrier()
-            step()
-            taken_s = [_timed(step) for _ in range(steps_per_round)]
-            medians[which, turn] = statistics.median(taken_s)
+            medians[which, turn] = median_s(names[which])
         after_round()
     dist.all_reduce(medians, dist.ReduceOp.MAX)
     return {name: Series(tuple(row)) for name, row in zip(names, medians.tolist(), strict=True)}
 
 
-def _timed(step: Callable[[], object]) -> float:
+def timed(step: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
     start_s = time.perf_counter()
     step()
     return time.perf_counter() - start_s
+
+
+def holding_results(steps: Mapping[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
+    """Return steps that hold their results until their next, as training loops hold gradients."""
+    held: dict[str, object] = {}
+
+    def hold(name: str) -> None:
+        held[name] = steps[name]()
+
+    return {name: partial(hold, name) for name in steps}
+
+
+def rounds_s(results: Mapping[str, Mapping[str, Series]]) -> dict[str, dict[str, Any]]:
+    """Return the rounds of all series, by title and name, as JSON values."""
+    return {
+        title: {name: series.rounds_s for name, series in of_title.items()}
+        for title, of_title in results.items()
+    }

@@ -15,22 +15,19 @@ in use.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich import box
 from rich.table import Table
 
-from benchmarks.bounds import Figure, at_most, console, figures_table, to_values
+from benchmarks.bounds import Figure, at_most
 from benchmarks.competitors import (
     DONATED,
     FDDP,
@@ -44,6 +41,7 @@ from benchmarks.competitors import (
 )
 from benchmarks.measure import Ratio
 from benchmarks.models import WORKLOADS, Workload, stack
+from benchmarks.scripts import numbers_table, options, publish
 from fddp.cli.launch import launch
 from fddp.cli.progress import Stages
 
@@ -173,19 +171,13 @@ def _kib(path: Path, field: str) -> int:
 
 def main() -> None:
     """Measures and prints; about five seconds for each contestant of a model."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
     parser.add_argument("--ranks", type=int, default=2, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
     args = parser.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB)  # read by the ranks as they start
     results = [_model(name, MODELS[name], args.ranks) for name in args.models]
-    show = console().print
-    for result in results:
-        show(_table(result))
-    show(figures_table(figures(results)))
-    if args.json is not None:
-        args.json.write_text(_to_json(results))
+    publish(map(_table, results), figures(results), _values(results), args.json)
 
 
 def _model(name: str, workload: Workload, ranks: int) -> Result:
@@ -269,16 +261,12 @@ def _both(pss: float, rss: float) -> Ratio:
 
 def _table(result: Result) -> Table:
     grads = result.grads_bytes
-    table = Table(
-        title=f"Peak memory a rank: {result.title} ({grads / MIB:.0f} MiB of gradients)",
+    table = numbers_table(
+        f"Peak memory a rank: {result.title} ({grads / MIB:.0f} MiB of gradients)",
+        ("via", "PSS", "sets", "settled", "RSS", "PSS / DDP", "settled", "RSS / DDP"),
         caption="above what a process has before it makes its model; PSS in MiB, the rest in sets "
         "of gradients; settled: from the fifth step on",
-        box=box.SIMPLE_HEAVY,
-        pad_edge=False,
     )
-    table.add_column("")
-    for heading in ("via", "PSS", "sets", "settled", "RSS", "PSS / DDP", "settled", "RSS / DDP"):
-        table.add_column(heading, justify="right", no_wrap=True)
     for entry in result.entries:
         mode = twin(entry.name)
         other = result.entry(mode) if mode is not None else result.entry(_DDP)
@@ -296,31 +284,27 @@ def _table(result: Result) -> Table:
     return table
 
 
-def _to_json(results: Sequence[Result]) -> str:
-    return json.dumps(
-        {
-            "torch": torch.__version__,
-            "cores": os.cpu_count(),
-            "models": {
-                result.name: {
-                    "title": result.title,
-                    "grads_bytes": result.grads_bytes,
-                    "contestants": {
-                        entry.name: {
-                            "transport": entry.transport,
-                            "pss_bytes": entry.pss,
-                            "settled_pss_bytes": entry.settled,
-                            "rss_bytes": entry.rss,
-                        }
-                        for entry in result.entries
-                    },
-                }
-                for result in results
-            },
-            "figures": to_values(figures(results)),
+def _values(results: Sequence[Result]) -> dict[str, Any]:
+    return {
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "models": {
+            result.name: {
+                "title": result.title,
+                "grads_bytes": result.grads_bytes,
+                "contestants": {
+                    entry.name: {
+                        "transport": entry.transport,
+                        "pss_bytes": entry.pss,
+                        "settled_pss_bytes": entry.settled,
+                        "rss_bytes": entry.rss,
+                    }
+                    for entry in result.entries
+                },
+            }
+            for result in results
         },
-        indent=2,
-    )
+    }
 
 
 if __name__ == "__main__":

@@ -8,19 +8,15 @@ falls with the size of the tree.
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
-from rich import box
 from rich.table import Table
 
 import fddp
-from benchmarks.bounds import Figure, at_most, console, figures_table, to_values
-from benchmarks.measure import Series, measure, ratio
+from benchmarks.bounds import Figure, at_most
+from benchmarks.measure import Series, holding_results, measure, ratio, rounds_s
+from benchmarks.scripts import numbers_table, options, publish
 from fddp.cli.launch import launch
 from fddp.cli.progress import Stages
 from fddp.transport import TransportName
@@ -38,15 +34,9 @@ Results = dict[str, dict[str, Series]]
 
 def main() -> None:
     """Measures and prints; about half a minute."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
-    args = parser.parse_args()
+    args = options(__doc__, rounds=9).parse_args()
     results = launch(2, run_rank, args.rounds)[0]
-    console().print(_table(results))
-    console().print(figures_table(figures(results)))
-    if args.json is not None:
-        args.json.write_text(_to_json(results))
+    publish([_table(results)], figures(results), {"cases": rounds_s(results)}, args.json)
 
 
 def run_rank(rounds: int, sides: tuple[int, ...] = _SIDES) -> Results:
@@ -77,40 +67,21 @@ def _measured(
         fddp.GradSync(grads, transport=transport) as sync,
         fddp.Communicator(transport=transport) as ranks,
     ):
-        held: dict[str, Any] = {}  # as a training loop holds gradients until it has the next
-
-        def keep(name: str, mean: Any) -> None:
-            held[name] = mean
-
-        steps = {
-            SYNC: lambda: keep(SYNC, sync(grads)),
-            PMEAN: lambda: keep(PMEAN, fddp.pmean(grads, ranks)),
+        steps: dict[str, Callable[[], object]] = {
+            SYNC: lambda: sync(grads),
+            PMEAN: lambda: fddp.pmean(grads, ranks),
         }
-        return measure(steps, rounds, _STEPS, stages.advance)
+        return measure(holding_results(steps), rounds, _STEPS, stages.advance)
 
 
 def _table(results: Mapping[str, Mapping[str, Series]]) -> Table:
-    table = Table(
-        title="Averaging a tree on two ranks: ms",
-        caption="median of rounds",
-        box=box.SIMPLE_HEAVY,
-        pad_edge=False,
+    table = numbers_table(
+        "Averaging a tree on two ranks: ms", (SYNC, PMEAN), caption="median of rounds"
     )
-    table.add_column("")
-    for name in (SYNC, PMEAN):
-        table.add_column(name, justify="right")
     for title, series in results.items():
         times = [f"{series[name].median_s * 1e3:.3f}" for name in (SYNC, PMEAN)]
         table.add_row(title, *times)
     return table
-
-
-def _to_json(results: Results) -> str:
-    values = {
-        title: {name: times.rounds_s for name, times in series.items()}
-        for title, series in results.items()
-    }
-    return json.dumps({"cases": values, "figures": to_values(figures(results))}, indent=2)
 
 
 if __name__ == "__main__":

@@ -6,22 +6,18 @@ ones against `memcpy` of as many bytes.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import statistics
-import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich import box
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.bounds import Figure, at_least, at_most, console, figures_table, to_values
-from benchmarks.measure import Series, ratio
+from benchmarks.bounds import Figure, at_least, at_most
+from benchmarks.measure import Series, ratio, rounds_s, timed
+from benchmarks.scripts import numbers_table, options, publish
 from fddp.cli.progress import Stages
 from fddp.native.layout import Layout
 from fddp.native.pack import pack_, unpack_
@@ -60,9 +56,7 @@ def make_bucket(
 
 def main() -> None:
     """Measures and prints; some seconds."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
-    args = parser.parse_args()
+    args = options(__doc__).parse_args()
     torch.set_num_threads(1)
     cases: dict[str, Callable[[], Calls]] = {
         SMALL: lambda: _small(torch.float32),
@@ -74,10 +68,7 @@ def main() -> None:
         for title, make in cases.items():
             stages.begin(title, ROUNDS)
             results[title] = in_turn(make(), stages.advance)
-    console().print(_table(results))
-    console().print(figures_table(figures(results)))
-    if args.json is not None:
-        args.json.write_text(_to_json(results))
+    publish([_table(results)], figures(results), {"rounds_s": rounds_s(results)}, args.json)
 
 
 def figures(results: Mapping[str, Mapping[str, Series]]) -> list[Figure]:
@@ -132,35 +123,19 @@ def in_turn(calls: Calls, after_round: Callable[[], None]) -> dict[str, Series]:
     for _ in range(ROUNDS):
         for name, call in calls.items():
             call()
-            times_s[name].append(statistics.median(_timed(call) for _ in range(3)))
+            times_s[name].append(statistics.median(timed(call) for _ in range(3)))
         after_round()
     return {name: Series(tuple(rounds_s)) for name, rounds_s in times_s.items()}
 
 
-def _timed(call: Callable[[], object]) -> float:
-    start_s = time.perf_counter()
-    call()
-    return time.perf_counter() - start_s
-
-
 def _table(results: Mapping[str, Mapping[str, Series]]) -> Table:
-    table = Table(title="Packing and unpacking, one thread", box=box.SIMPLE_HEAVY, pad_edge=False)
-    table.add_column("")
-    table.add_column("ms: median of rounds", justify="right")
+    table = numbers_table("Packing and unpacking, one thread", ["ms: median of rounds"])
     for title, series in results.items():
         table.add_section()
         table.add_row(title, "")
         for name, times in series.items():
             table.add_row(f"  {name}", f"{times.median_s * 1e3:.3g}")
     return table
-
-
-def _to_json(results: Mapping[str, Mapping[str, Series]]) -> str:
-    rounds_s = {
-        title: {name: times.rounds_s for name, times in series.items()}
-        for title, series in results.items()
-    }
-    return json.dumps({"rounds_s": rounds_s, "figures": to_values(figures(results))}, indent=2)
 
 
 if __name__ == "__main__":

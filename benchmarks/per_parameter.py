@@ -7,21 +7,19 @@ parameters, and the slope of that is what hooks and bookkeeping take for each.
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from rich import box
 from rich.table import Table
 from torch import Tensor, nn
 
-from benchmarks.bounds import Figure, at_most, console, figures_table, to_values
+from benchmarks.bounds import Figure, at_most
 from benchmarks.competitors import FDDP, LOCAL_FUNCTION, LOCAL_MODULE, makers
 from benchmarks.measure import Ratio, Series, difference, measure, spread
 from benchmarks.models import Functional, Workload
+from benchmarks.scripts import numbers_table, options, publish
 from fddp.cli.launch import launch
 from fddp.cli.progress import Stages
 
@@ -74,15 +72,9 @@ class Case:
 
 def main() -> None:
     """Measures and prints; about half a minute."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
-    args = parser.parse_args()
+    args = options(__doc__, rounds=7).parse_args()
     cases = launch(1, run_rank, args.rounds)[0]
-    console().print(_table(cases))
-    console().print(figures_table(figures(cases)))
-    if args.json is not None:
-        args.json.write_text(_to_json(cases))
+    publish([_table(cases)], figures(cases), {"cases": _values(cases)}, args.json)
 
 
 def run_rank(rounds: int, counts: tuple[int, ...] = _COUNTS) -> list[Case]:
@@ -126,29 +118,20 @@ def figures(cases: list[Case]) -> list[Figure]:
 
 
 def _table(cases: list[Case]) -> Table:
-    table = Table(
-        title="One rank, parameters of 8 floats: ms beyond the local step",
+    table = numbers_table(
+        "One rank, parameters of 8 floats: ms beyond the local step",
+        (*(str(case.count) for case in cases), "slope"),
         caption="median of rounds; slope: us a parameter (lowest-highest round)",
-        box=box.SIMPLE_HEAVY,
-        pad_edge=False,
     )
-    table.add_column("")
-    for case in cases:
-        table.add_column(str(case.count), justify="right")
-    table.add_column("slope", justify="right", no_wrap=True)
     table.add_row("local step", *(f"{case.local_s * 1e3:.2f}" for case in cases), "")
     for name in (*_OURS, *_THEIRS):
-        slope = slope_us(cases, name)
-        table.add_row(
-            name,
-            *(f"{case.added[name].median_s * 1e3:.2f}" for case in cases),
-            f"{slope.median:.2f} ({slope.low:.2f}-{slope.high:.2f})",
-        )
+        added_ms = (f"{case.added[name].median_s * 1e3:.2f}" for case in cases)
+        table.add_row(name, *added_ms, slope_us(cases, name).text())
     return table
 
 
-def _to_json(cases: list[Case]) -> str:
-    values = [
+def _values(cases: list[Case]) -> list[dict[str, Any]]:
+    return [
         {
             "parameters": case.count,
             "local_s": case.local_s,
@@ -156,7 +139,6 @@ def _to_json(cases: list[Case]) -> str:
         }
         for case in cases
     ]
-    return json.dumps({"cases": values, "figures": to_values(figures(cases))}, indent=2)
 
 
 if __name__ == "__main__":

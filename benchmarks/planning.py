@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import Series, ratio
+from benchmarks.measure import Series, ratio, rounds_s
 from benchmarks.packing import ROUNDS, Calls, in_turn
+from benchmarks.scripts import options
 from fddp.cli.progress import Stages
 from fddp.core.check import check_schedule
-from fddp.core.plan.plan import BucketPlan, LeafSpec, assign_buckets, plan_leaves
+from fddp.core.plan.bucket import assign_buckets
+from fddp.core.plan.plan import BucketPlan, LeafSpec, plan_leaves
 from fddp.core.schedule.builder import make_schedule
 from fddp.core.schedule.topology import Topology
 from fddp.core.sim.cost import CostModel
@@ -29,9 +29,7 @@ _CAPS_BYTES = (1 << 20, 25 << 20)
 
 def main() -> None:
     """Measures and prints; about half a minute."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
-    args = parser.parse_args()
+    args = options(__doc__).parse_args()
     torch.set_num_threads(1)
     cases = {
         f"planning {_LEAVES} leaves": _planning(),
@@ -45,11 +43,7 @@ def main() -> None:
     for title, series in results.items():
         Console().print(_table(title, series))
     if args.json is not None:
-        rounds_s = {
-            title: {name: times.rounds_s for name, times in series.items()}
-            for title, series in results.items()
-        }
-        args.json.write_text(json.dumps({"rounds_s": rounds_s}, indent=2))
+        args.json.write_text(json.dumps({"rounds_s": rounds_s(results)}, indent=2))
 
 
 def _planning() -> Calls:
@@ -102,8 +96,7 @@ def _table(title: str, series: dict[str, Series]) -> Table:
     for heading in ("", "ms", f"/ {base}"):
         table.add_column(heading, justify="left" if not heading else "right")
     for name, times in series.items():
-        median, low, high = ratio(times, series[base])
-        table.add_row(name, f"{times.median_s * 1e3:.3g}", f"{median:.2f} ({low:.2f}-{high:.2f})")
+        table.add_row(name, f"{times.median_s * 1e3:.3g}", ratio(times, series[base]).text())
     return table
 
 

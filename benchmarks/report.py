@@ -17,6 +17,7 @@ from rich.table import Table
 from benchmarks.bounds import Figure, at_most, figures_table, to_values
 from benchmarks.competitors import FDDP, LOCAL_FUNCTION, LOCAL_MODULE, OVER_GLOO, twin
 from benchmarks.measure import Ratio, Series, difference, ratio, spread
+from benchmarks.scripts import numbers_table
 
 _EXPOSED_FUNCTION = 0.25
 _EXPOSED_WRAPPER = 0.35
@@ -276,16 +277,12 @@ def _synced_values(model: ModelResult, entry: Entry) -> dict[str, Any]:
 
 def _model_table(model: ModelResult) -> Table:
     best = model.best_ddp.name
-    table = Table(
-        title=f"{model.title} ({model.elements / 1e6:.1f} M parameters in {model.tensors} tensors)",
+    table = numbers_table(
+        f"{model.title} ({model.elements / 1e6:.1f} M parameters in {model.tensors} tensors)",
+        ("via", "step", "exposed", "step ratio", "exposed ratio"),
         caption="ms: median of rounds (lowest-highest); exposed: step less local step in its form; "
         f"ratios: round by round, to {best}",
-        box=box.SIMPLE_HEAVY,
-        pad_edge=False,
     )
-    table.add_column("")
-    for heading in ("via", "step", "exposed", "step ratio", "exposed ratio"):
-        table.add_column(heading, justify="right", no_wrap=True)
     for entry in model.entries:
         local = entry.is_local
         table.add_row(
@@ -293,8 +290,8 @@ def _model_table(model: ModelResult) -> Table:
             "" if local else entry.transport,
             _ms(entry.series),
             "" if local else f"{model.exposed(entry).median_s * 1e3:.1f}",
-            "" if local else _text(model.versus_best(entry)),
-            "" if local else _text(model.exposed_versus_best(entry)),
+            "" if local else model.versus_best(entry).text(),
+            "" if local else model.exposed_versus_best(entry).text(),
         )
     return table
 
@@ -312,7 +309,7 @@ def _small_table(results: Iterable[SmallResult]) -> Table:
             f"{small.nbytes} bytes",
             *(f"{s.median_s * 1e6:.0f}" for s in (small.bare, small.over_gloo, small.fddp)),
             small.transport,
-            _text(ratio(small.over_gloo, small.bare)),
+            ratio(small.over_gloo, small.bare).text(),
         )
     return table
 
@@ -320,7 +317,3 @@ def _small_table(results: Iterable[SmallResult]) -> Table:
 def _ms(series: Series) -> str:
     rounds_ms = [time_s * 1e3 for time_s in series.rounds_s]
     return f"{series.median_s * 1e3:.3g} ({min(rounds_ms):.3g}-{max(rounds_ms):.3g})"
-
-
-def _text(value: Ratio) -> str:
-    return f"{value.median:.2f} ({value.low:.2f}-{value.high:.2f})"

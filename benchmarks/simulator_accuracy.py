@@ -9,14 +9,12 @@ the rounds against the second.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +27,7 @@ from torch import Tensor
 import fddp
 from benchmarks.measure import Series, measure
 from benchmarks.models import Workload, stack
+from benchmarks.scripts import options
 from fddp.cli.launch import launch
 from fddp.cli.progress import Stages
 from fddp.core.plan.plan import plan_leaves
@@ -62,9 +61,7 @@ class Case:
 
 def main() -> None:
     """Measures and prints; some minutes."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
-    args = parser.parse_args()
+    args = options(__doc__).parse_args()
     results = launch(2, run_rank)[0]
     for title, cost, cases in results:
         console = Console(highlight=False)

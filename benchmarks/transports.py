@@ -8,27 +8,23 @@ is libc's `memcpy` of as many bytes, on all ranks at once.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich import box
 from rich.table import Table
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from benchmarks.bounds import Figure, at_least, at_most, console, figures_table, to_values
-from benchmarks.measure import Series, ratio
+from benchmarks.bounds import Figure, at_least, at_most, console
+from benchmarks.measure import Series, medians_in_turns, ratio, timed
+from benchmarks.scripts import numbers_table, options, publish
 from fddp.cli.launch import launch
 from fddp.cli.progress import Stages
 from fddp.transport import Transport, open_transport
@@ -96,22 +92,16 @@ class Result:
 
 def main() -> None:
     """Measures and prints; about a minute."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, rounds=7)
     parser.add_argument("--ranks", type=int, default=2, metavar="N")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES")
     parser.add_argument("--large", action="store_true", help="256 MiB as well")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
     args = parser.parse_args()
     sizes = (*args.sizes, *([LARGE] if args.large else []))
     result = launch(args.ranks, run_rank, sizes, args.rounds)[0]
-    show = console().print
     if result.reason:
-        show(f"no shared memory: {result.reason}", markup=False)
-    show(_table(result))
-    show(figures_table(figures(result)))
-    if args.json is not None:
-        args.json.write_text(_to_json(result))
+        console().print(f"no shared memory: {result.reason}", markup=False)
+    publish([_table(result)], figures(result), _values(result), args.json)
 
 
 def run_rank(sizes: tuple[int, ...], rounds: int) -> Result:
@@ -184,28 +174,20 @@ def _measure(
     calls: dict[str, Call], nbytes: int, rounds: int, after_round: Callable[[], None]
 ) -> dict[str, Series]:
     """As `benchmarks.measure.measure`, but what comes before a call is not timed."""
-    names = list(calls)
     count = round(_TURN_S / (_GLOO_S + nbytes * _GLOO_BYTE_S))
     count = min(max(count, _FEWEST_CALLS), _MOST_CALLS)
-    medians = torch.zeros(len(names), rounds, dtype=torch.float64)
-    for turn in range(rounds):
-        for place in range(len(names)):
-            which = (place + turn) % len(names)
-            call = calls[names[which]]
-            dist.barrier()
-            call.run()
-            medians[which, turn] = statistics.median(_timed(call) for _ in range(count))
-        after_round()
-    dist.all_reduce(medians, dist.ReduceOp.MAX)
-    return {name: Series(tuple(row)) for name, row in zip(names, medians.tolist(), strict=True)}
+
+    def median_s(name: str) -> float:
+        calls[name].run()
+        return statistics.median(_timed(calls[name]) for _ in range(count))
+
+    return medians_in_turns(list(calls), rounds, median_s, after_round)
 
 
 def _timed(call: Call) -> float:
     if call.before is not None:
         call.before()
-    start_s = time.perf_counter()
-    call.run()
-    return time.perf_counter() - start_s
+    return timed(call.run)
 
 
 def figures(result: Result) -> list[Figure]:
@@ -227,16 +209,13 @@ def figures(result: Result) -> list[Figure]:
 
 
 def _table(result: Result) -> Table:
-    table = Table(
-        title=f"Blocking all-reduces, {result.ranks} ranks",
+    headings = ("shm", "after barrier", "ordinary", "gloo", "as", "gloo / shm", "memcpy")
+    table = numbers_table(
+        f"Blocking all-reduces, {result.ranks} ranks",
+        (*headings, "shm / memcpy"),
         caption="us: median of rounds; barrier: shm with a barrier before each call; ordinary: shm "
         "with tensors elsewhere; ratios round by round (lowest-highest)",
-        box=box.SIMPLE_HEAVY,
-        pad_edge=False,
     )
-    headings = ("", "shm", "after barrier", "ordinary", "gloo", "as", "gloo / shm", "memcpy")
-    for heading in (*headings, "shm / memcpy"):
-        table.add_column(heading, justify="right", no_wrap=True)
     for case in result.cases:
         series, gloo, copy = case.series, case.series[case.gloo], case.series[COPY]
         shm = series.get(SHM)
@@ -252,25 +231,21 @@ def _table(result: Result) -> Table:
     return table
 
 
-def _to_json(result: Result) -> str:
-    return json.dumps(
-        {
-            "torch": torch.__version__,
-            "ranks": result.ranks,
-            "rounds": result.rounds,
-            "reason": result.reason,
-            "sizes": [
-                {
-                    "nbytes": case.nbytes,
-                    "fastest_gloo": case.gloo,
-                    "rounds_s": {way: series.rounds_s for way, series in case.series.items()},
-                }
-                for case in result.cases
-            ],
-            "figures": to_values(figures(result)),
-        },
-        indent=2,
-    )
+def _values(result: Result) -> dict[str, Any]:
+    return {
+        "torch": torch.__version__,
+        "ranks": result.ranks,
+        "rounds": result.rounds,
+        "reason": result.reason,
+        "sizes": [
+            {
+                "nbytes": case.nbytes,
+                "fastest_gloo": case.gloo,
+                "rounds_s": {way: series.rounds_s for way, series in case.series.items()},
+            }
+            for case in result.cases
+        ],
+    }
 
 
 def _size(nbytes: int) -> str:
@@ -290,8 +265,7 @@ def _spread(ours: Series | None, theirs: Series | None) -> str:
     if ours is None or theirs is None:
         return ""
     value = ratio(ours, theirs)
-    digits = 1 if value.high >= 10 else 2
-    return f"{value.median:.{digits}f} ({value.low:.{digits}f}-{value.high:.{digits}f})"
+    return value.text(1 if value.high >= 10 else 2)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
@@ -14,12 +14,13 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from fddp.cli.launch import launch
+from fddp.core.plan.defaults import MIB
 from fddp.core.plan.leaf import MAX_COUNT
-from fddp.core.plan.text import MIB
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import RenderableType
+    from rich.table import Table
 
 T = TypeVar("T")
 
@@ -124,18 +125,39 @@ class Printer:
         self.show(f"written to {path}")
 
 
+def make_table(
+    title: str, caption: str, columns: Sequence[str], left: Sequence[str] = ("plan",)
+) -> Table:
+    """Return a table for `Printer.show`, in which only columns in `left` are left-aligned."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAVY)
+    for column in columns:
+        is_left = column in left
+        table.add_column(column, justify="left" if is_left else "right", overflow="fold")
+    return table
+
+
 # Arguments
+
+
+def add_value(
+    parser: argparse.ArgumentParser,
+    option: str,
+    parse: Callable[[str], object],
+    default: object,
+    text: str,
+) -> None:
+    """Declare an option with a value and a default, which is appended to its help."""
+    metavar = "MIB" if parse is cap else "N"
+    text = f"{text} (default: %(default)s)"
+    parser.add_argument(option, type=parse, default=default, metavar=metavar, help=text)
 
 
 def add_ranks(parser: argparse.ArgumentParser, most: int) -> None:
     """Declare `--ranks` of a command that starts processes."""
-    parser.add_argument(
-        "--ranks",
-        type=whole(1, most),
-        default=2,
-        metavar="N",
-        help="processes, one thread each (default: %(default)s)",
-    )
+    add_value(parser, "--ranks", whole(1, most), 2, "processes, one thread each")
 
 
 def add_outputs(parser: argparse.ArgumentParser, json: str, png: str) -> None:

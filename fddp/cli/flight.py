@@ -32,40 +32,37 @@ def add(commands: Commands) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    paths, flights, unreadable = _all(args.source)
-    processes = len({(f.host, f.pid) for f in flights})
+    flights, unreadable = _all(args.source)
+    processes = len({(f.host, f.pid) for _, f in flights})
     counted = f"{len(flights)} flight{'s' if len(flights) > 1 else ''}"
     print(f"{counted} of {processes} process{'es' if processes > 1 else ''}")
     for problem in unreadable:
         print(f"left out: {problem}")
-    for divergence in find_divergences(flights):
+    for divergence in find_divergences(flight for _, flight in flights):
         print(f"\n{divergence.text}")
     if args.all:
-        for path, flight in zip(paths, flights, strict=True):
+        for path, flight in flights:
             print(f"\n{path}\n{flight}")
     return 0
 
 
-def _all(sources: Sequence[Path]) -> tuple[list[Path], list[Flight], list[CallError]]:
-    """Return the files, their flights, and the errors of files in directories.
+def _all(sources: Sequence[Path]) -> tuple[list[tuple[Path, Flight]], list[CallError]]:
+    """Return the flights by file, and the errors of files in directories.
 
     An incomplete file in a directory does not prevent the report on the others.
     """
-    paths, flights, unreadable = [], [], []
+    flights, unreadable = [], []
     for source in sources:
         for path in _files(source):
             try:
-                flight = _read(path)
+                flights.append((path, _read(path)))
             except CallError as error:
                 if path is source:
                     raise
                 unreadable.append(error)
-            else:
-                paths.append(path)
-                flights.append(flight)
     if not flights:
         raise unreadable[0]
-    return paths, flights, unreadable
+    return flights, unreadable
 
 
 def _files(source: Path) -> list[Path]:

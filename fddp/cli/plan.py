@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from fddp.cli.common import CallError, Commands, Printer, add_outputs, cap, require
+from fddp.cli import common
 from fddp.cli.sources import SOURCE_HELP, is_plan_file, load_plan
-from fddp.core.plan.plan import BucketPlan
-from fddp.core.plan.text import MIB, summary
+from fddp.core.plan.defaults import MIB
+from fddp.core.plan.plan import BucketPlan, summary
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
-def add(commands: Commands) -> None:
+def add(commands: common.Commands) -> None:
     """Declare the command."""
     parser = commands.add_parser(
         "plan",
@@ -24,26 +24,26 @@ def add(commands: Commands) -> None:
     parser.add_argument("source", metavar="SOURCE", help=SOURCE_HELP)
     parser.add_argument(
         "--bucket-cap-mb",
-        type=cap,
+        type=common.cap,
         metavar="MIB",
         help="size at which a bucket is closed, in MiB (default: 25)",
     )
     parser.add_argument(
         "--first-bucket-mb",
-        type=cap,
+        type=common.cap,
         metavar="MIB",
         help="the same for the first bucket (default: 1)",
     )
-    add_outputs(parser, json="the plan", png="the plan")
+    common.add_outputs(parser, json="the plan", png="the plan")
     parser.set_defaults(run=_run, parser=parser)
 
 
 def _run(args: argparse.Namespace) -> int:
-    require("rich", *(["matplotlib"] if args.png else []))
+    common.require("rich", *(["matplotlib"] if args.png else []))
     if is_plan_file(args.source) and (args.bucket_cap_mb or args.first_bucket_mb):
-        raise CallError(f"{args.source!r} is a plan, so its caps are fixed")
+        raise common.CallError(f"{args.source!r} is a plan, so its caps are fixed")
     plan = load_plan(args.source, args.bucket_cap_mb or 25.0, args.first_bucket_mb or 1.0)
-    printer = Printer(args.json)
+    printer = common.Printer(args.json)
     printer.show(_table(plan))
     printer.write_text(args.json, plan.to_json())
     if args.png:
@@ -54,16 +54,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _table(plan: BucketPlan) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=summary(plan), caption=f"digest {plan.digest}", box=box.SIMPLE_HEAVY)
-    table.add_column("bucket", justify="right")
-    table.add_column("leaves", justify="right")
-    table.add_column("first to last leaf", overflow="fold")
-    table.add_column("dtype, device")
-    table.add_column("MiB", justify="right")
-    table.add_column("cap MiB", justify="right")
+    left = ("first to last leaf", "dtype, device")
+    columns = ("bucket", "leaves", *left, "MiB", "cap MiB")
+    table = common.make_table(summary(plan), f"digest {plan.digest}", columns, left)
     for number, bucket in enumerate(plan.buckets):
         ends = dict.fromkeys(plan.paths[leaf] for leaf in (bucket.leaves[0], bucket.leaves[-1]))
         table.add_row(

@@ -5,27 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fddp.cli.common import (
-    CallError,
-    Commands,
-    Printer,
-    add_outputs,
-    cap,
-    output,
-    positive,
-    require,
-    whole,
-)
+from fddp.cli import common
 from fddp.cli.link_arguments import COST_HELP, axis_cost, cost_of, topology
 from fddp.cli.sources import SOURCE_HELP, is_plan_file, load_plan, read
+from fddp.core.plan.defaults import MIB
 from fddp.core.plan.plan import BucketPlan, plan_leaves
-from fddp.core.plan.text import MIB
 from fddp.core.schedule.builder import make_schedule
 from fddp.core.sim.cost import CostModel
 from fddp.core.sim.optimal import Target, optimal_plan
@@ -47,16 +37,7 @@ class _Case(NamedTuple):
     timeline: Timeline
 
 
-class _Setting(NamedTuple):
-    """Conditions of all simulations."""
-
-    target: Target
-    ready_times_s: ReadyTimes
-    jitter: Jitter | None
-    seed: int
-
-
-def add(commands: Commands) -> None:
+def add(commands: common.Commands) -> None:
     """Declare the command."""
     parser = commands.add_parser(
         "simulate",
@@ -91,7 +72,7 @@ def add(commands: Commands) -> None:
     ready = parser.add_mutually_exclusive_group(required=True)
     ready.add_argument(
         "--backward-ms",
-        type=positive,
+        type=common.positive,
         metavar="MS",
         help="duration of backward; gradients arrive in the order of the plan, each after a time "
         "in proportion to its size",
@@ -109,20 +90,21 @@ def add(commands: Commands) -> None:
         help="variation between ranks: standard deviation of the logarithm of their slowdown, and "
         "the rate of stragglers and their factor",
     )
+    common.add_value(parser, "--seed", common.whole(0), 0, "seed of the jitter")
     parser.add_argument(
-        "--seed", type=whole(0), default=0, metavar="N", help="seed of the jitter (default: 0)"
+        "--trace",
+        type=common.output,
+        metavar="FILE",
+        help="write the fastest step to a file for Perfetto",
     )
-    parser.add_argument(
-        "--trace", type=output, metavar="FILE", help="write the fastest step to a file for Perfetto"
-    )
-    add_outputs(
+    common.add_outputs(
         parser, json="all results and the fastest plan", png="step times and the fastest step"
     )
     parser.set_defaults(run=_run, parser=parser)
 
 
 def _run(args: argparse.Namespace) -> int:
-    require("rich", *(["matplotlib"] if args.png else []))
+    common.require("rich", *(["matplotlib"] if args.png else []))
     given = load_plan(args.source)
     target = Target(cost_of(args.cost, args.topology), args.topology, args.algorithm)
     times = (
@@ -130,13 +112,18 @@ def _run(args: argparse.Namespace) -> int:
         if args.ready is not None
         else _spread(given, args.backward_ms / 1e3)
     )
-    setting = _Setting(target, times, args.jitter, args.seed)
+    cases = []
     try:
-        cases = _cases(given, is_plan_file(args.source), args.caps, setting)
+        for name, cap_mb, plan in _plans(
+            given, is_plan_file(args.source), args.caps, target, times
+        ):
+            schedule = make_schedule(plan, target.topology, algorithm=target.algorithm)
+            timeline = simulate(schedule, target.cost, times, jitter=args.jitter, seed=args.seed)
+            cases.append(_Case(name, cap_mb, plan, timeline))
     except (FddpError, ValueError) as error:
-        raise CallError(str(error)) from error
+        raise common.CallError(str(error)) from error
     best = min(cases, key=lambda case: case.timeline.step_s)
-    printer = Printer(args.json)
+    printer = common.Printer(args.json)
     source = (
         f"read from {args.ready}" if args.ready is not None else "assumed: in proportion to size"
     )
@@ -160,41 +147,29 @@ def _spread(plan: BucketPlan, backward_s: float) -> list[float]:
     return times_s
 
 
-def _cases(
-    given: BucketPlan, is_fixed: bool, caps_mb: Sequence[float], setting: _Setting
-) -> list[_Case]:
-    """Simulate the given plan (if fixed), a plan for each cap, and the best plan."""
-    leaves, target = given.leaves, setting.target
-    times_s = ready_seconds(leaves, given.reduced, setting.ready_times_s)
+def _plans(
+    given: BucketPlan,
+    is_fixed: bool,
+    caps_mb: Sequence[float],
+    target: Target,
+    ready_times_s: ReadyTimes,
+) -> Iterator[tuple[str, float | None, BucketPlan]]:
+    """Yield name, cap and plan: the given one (if fixed), one for each cap, and the best."""
+    leaves = given.leaves
+    times_s = ready_seconds(leaves, given.reduced, ready_times_s)
     order = sorted(given.order, key=lambda leaf: times_s[leaf])
-    plans: list[tuple[str, float | None, BucketPlan]] = []
     if is_fixed:
-        plans.append(("as given", None, given))
+        yield "as given", None, given
     for cap_mb in caps_mb:
         caps_bytes = [int(cap * MIB) for cap in (min(_FIRST_CAP_MB, cap_mb), cap_mb)]
         plan = plan_leaves(leaves, order=order, caps_bytes=caps_bytes)
-        plans.append((f"cap {cap_mb:.4g} MiB", cap_mb, plan))
-    plans.append(("optimal", None, optimal_plan(leaves, given.order, times_s.tolist(), target)))
-    cases = []
-    for name, plan_cap_mb, plan in plans:
-        schedule = make_schedule(plan, target.topology, algorithm=target.algorithm)
-        timeline = simulate(
-            schedule, target.cost, setting.ready_times_s, jitter=setting.jitter, seed=setting.seed
-        )
-        cases.append(_Case(name, plan_cap_mb, plan, timeline))
-    return cases
+        yield f"cap {cap_mb:.4g} MiB", cap_mb, plan
+    yield "optimal", None, optimal_plan(leaves, given.order, times_s.tolist(), target)
 
 
 def _table(cases: Sequence[_Case], best: _Case, target: Target, caption: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        title=f"{target.algorithm} on {target.topology}", caption=caption, box=box.SIMPLE_HEAVY
-    )
-    table.add_column("plan")
-    for heading in ("buckets", "step ms", "backward ms", "exposed ms", "hidden"):
-        table.add_column(heading, justify="right")
+    columns = ("plan", "buckets", "step ms", "backward ms", "exposed ms", "hidden")
+    table = common.make_table(f"{target.algorithm} on {target.topology}", caption, columns)
     for case in cases:
         timeline = case.timeline
         table.add_row(
@@ -253,10 +228,10 @@ def _ready_file(path: str) -> ReadyTimes:
     try:
         times = json.loads(read(path))
     except (ValueError, RecursionError) as error:
-        raise CallError(f"{path}: not a JSON document: {error}") from error
+        raise common.CallError(f"{path}: not a JSON document: {error}") from error
     values = list(times.values()) if isinstance(times, dict) else times
     if not isinstance(values, list) or not all(_is_time(value) for value in values):
-        raise CallError(f"{path}: must hold an object or a list of seconds (or null)")
+        raise common.CallError(f"{path}: must hold an object or a list of seconds (or null)")
     seconds = [math.nan if value is None else float(value) for value in values]
     return dict(zip(times, seconds, strict=True)) if isinstance(times, dict) else seconds
 
@@ -268,7 +243,7 @@ def _is_time(value: object) -> bool:
 
 
 def _caps(text: str) -> tuple[float, ...]:
-    return tuple(dict.fromkeys(map(cap, text.split(","))))
+    return tuple(dict.fromkeys(map(common.cap, text.split(","))))
 
 
 def _jitter(text: str) -> Jitter:

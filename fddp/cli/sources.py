@@ -55,7 +55,7 @@ def load(source: str) -> Any:
             f"{source!r} must be package.module:name or file.py:name, where name is a tree, an "
             f"nn.Module, or a function that returns one"
         )
-    module = _load_file(where) if where.endswith(".py") else _load_module(where)
+    module = _load_module(where)
     if not hasattr(module, name):
         raise CallError(f"{where!r} has no {name!r}")
     found = getattr(module, name)
@@ -86,15 +86,17 @@ def _tree_of(value: Any) -> Any:
     return {name: param for name, param in value.named_parameters() if param.requires_grad}
 
 
-def _load_module(name: str) -> ModuleType:
+def _load_module(where: str) -> ModuleType:
+    is_file = where.endswith(".py")
     try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-            raise CallError(f"there is no module {error.name!r}") from error
-        raise CallError(f"importing {name!r} raised {_described(error)}") from error
+        return _load_file(where) if is_file else importlib.import_module(where)
+    except CallError:
+        raise
     except (Exception, SystemExit) as error:
-        raise CallError(f"importing {name!r} raised {_described(error)}") from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if not is_file and missing is not None and f"{where}.".startswith(f"{missing}."):
+            raise CallError(f"there is no module {missing!r}") from error
+        raise CallError(f"importing {where!r} raised {_described(error)}") from error
 
 
 def _load_file(path: str) -> ModuleType:
@@ -105,10 +107,7 @@ def _load_file(path: str) -> ModuleType:
         raise CallError(f"{path!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module there
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise CallError(f"importing {path!r} raised {_described(error)}") from error
+    spec.loader.exec_module(module)
     return module
 
 

@@ -6,18 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fddp.cli.common import (
-    PROG,
-    CallError,
-    Commands,
-    Printer,
-    add_outputs,
-    add_ranks,
-    cap,
-    launched,
-    require,
-    whole,
-)
+from fddp.cli import common
 from fddp.cli.sources import load
 from fddp.errors import FddpError
 from fddp.sync.autotune import TuneReport
@@ -31,16 +20,10 @@ _MAX_RANKS = 64
 
 
 class Options(NamedTuple):
-    """Options of every rank.
+    """Options of every rank."""
 
-    Attributes:
-        source: name of the function that makes the step; see `_load_step`.
-        bucket_cap_mb: cap of the initial plan, MiB.
-        rounds: number of trials of each plan.
-    """
-
-    source: str
-    bucket_cap_mb: float
+    source: str  # name of the function that makes the step
+    bucket_cap_mb: float  # of the initial plan
     rounds: int
 
 
@@ -50,7 +33,7 @@ class _Step(NamedTuple):
     args: tuple[Any, ...]
 
 
-def add(commands: Commands) -> None:
+def add(commands: common.Commands) -> None:
     """Declare the command."""
     parser = commands.add_parser(
         "tune",
@@ -65,31 +48,19 @@ def add(commands: Commands) -> None:
         "*args); a step is the gradient of loss_fn(params, *args) with respect to params. Every "
         "rank calls it, in its process group",
     )
-    add_ranks(parser, _MAX_RANKS)
-    parser.add_argument(
-        "--bucket-cap-mb",
-        type=cap,
-        default=25.0,
-        metavar="MIB",
-        help="cap of the initial plan, in MiB (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=whole(1),
-        default=5,
-        metavar="N",
-        help="number of trials of each plan (default: %(default)s)",
-    )
-    add_outputs(parser, json="the chosen plan, for GradSync or fddp plan,", png="both plans")
+    common.add_ranks(parser, _MAX_RANKS)
+    common.add_value(parser, "--bucket-cap-mb", common.cap, 25.0, "cap of the initial plan, in MiB")
+    common.add_value(parser, "--rounds", common.whole(1), 5, "number of trials of each plan")
+    common.add_outputs(parser, json="the chosen plan, for GradSync or fddp plan,", png="both plans")
     parser.set_defaults(run=_run, parser=parser)
 
 
 def _run(args: argparse.Namespace) -> int:
-    require("rich", *(["matplotlib"] if args.png else []))
+    common.require("rich", *(["matplotlib"] if args.png else []))
     options = Options(args.source, args.bucket_cap_mb, args.rounds)
     _check(_load_step(options.source), options)
-    report = launched(f"{PROG} tune", args.ranks, run_rank, options)
-    printer = Printer(args.json)
+    report = common.launched(f"{common.PROG} tune", args.ranks, run_rank, options)
+    printer = common.Printer(args.json)
     printer.show(_table(report, args.ranks))
     printer.write_text(args.json, (report.after if report.adopted else report.before).to_json())
     if args.png:
@@ -112,7 +83,7 @@ def run_rank(options: Options) -> TuneReport:
 def _load_step(source: str) -> _Step:
     found = load(source)
     if not isinstance(found, tuple) or len(found) < 2 or not callable(found[0]):
-        raise CallError(f"{source} must return (loss_fn, params, *args), got {found!r:.60}")
+        raise common.CallError(f"{source} must return (loss_fn, params, *args), got {found!r:.60}")
     loss_fn, params, *args = found
     return _Step(loss_fn, params, tuple(args))
 
@@ -122,26 +93,19 @@ def _check(step: _Step, options: Options) -> None:
     try:
         plan_buckets(step.params, bucket_cap_mb=options.bucket_cap_mb)
     except (FddpError, TypeError, ValueError) as error:
-        raise CallError(f"{options.source}: {error}") from error
+        raise common.CallError(f"{options.source}: {error}") from error
 
 
 def _table(report: TuneReport, ranks: int) -> Table:
-    from rich import box
-    from rich.table import Table
-
     kept = "after" if report.adopted else "before"
-    table = Table(
-        title=f"a step on {ranks} ranks over gloo; kept: {kept}",
-        caption=", ".join(
-            f"{axis}: {model.alpha_s * 1e6:.3g} µs and {model.beta_s_per_byte * 1e9:.3g} ns a "
-            f"byte, overlap {model.overlap:.2f}"
-            for axis, model in report.costs.items()
-        ),
-        box=box.SIMPLE_HEAVY,
+    costs = (
+        f"{axis}: {model.alpha_s * 1e6:.3g} µs and {model.beta_s_per_byte * 1e9:.3g} ns a byte, "
+        f"overlap {model.overlap:.2f}"
+        for axis, model in report.costs.items()
     )
-    table.add_column("plan")
-    for heading in ("buckets", "simulated ms", "measured ms"):
-        table.add_column(heading, justify="right")
+    title = f"a step on {ranks} ranks over gloo; kept: {kept}"
+    columns = ("plan", "buckets", "simulated ms", "measured ms")
+    table = common.make_table(title, ", ".join(costs), columns)
     for name, plan, simulated_s, measured_s in (
         ("before", report.before, report.simulated_before_s, report.measured_before_s),
         ("after", report.after, report.simulated_after_s, report.measured_after_s),

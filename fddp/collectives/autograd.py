@@ -13,18 +13,37 @@ forward-mode level: torch (2.13) silently drops them. So each `jvp` here only ap
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fddp.collectives.calls import Call
-from fddp.collectives.dispatch import run
-from fddp.collectives.execute import spread
+from fddp.collectives.execute import on_inexact, run_eagerly
 from fddp.native.operands import first_without_memory, have_derivatives
 
 
-class FddpLinear(torch.autograd.Function):
+class _Operator(torch.autograd.Function):
+    """Base of functions of a call and its leaves."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.call = inputs[0]
+
+    @classmethod
+    def vmap(
+        cls, info: Any, in_dims: tuple[Any, ...], call: Call, *leaves: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        operator = call.program.operator
+        takes_rows, gives_rows = operator == "reduce_scatter", operator == "all_gather"
+        batched = _batched(leaves, in_dims[1:], info.batch_size, int(takes_rows))
+        results = cls.apply(call.batched(info.batch_size), *batched)
+        return results, (int(gives_rows),) * len(results)
+
+
+class FddpLinear(_Operator):
     """All operators except `pmax`. They are linear: tangents go through the same operator,
     cotangents through its transpose. None stands for zeros, which are communicated: a rank whose
     result was not used still takes part in the collective."""
@@ -34,11 +53,6 @@ class FddpLinear(torch.autograd.Function):
         return tuple(run(call, leaves))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.call = inputs[0]
-
-    @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         return (None, *_derivative(ctx.call, ctx.call.transposed(), cotangents))
 
@@ -46,18 +60,8 @@ class FddpLinear(torch.autograd.Function):
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(_derivative(ctx.call, ctx.call.tangent(), tangents))
 
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], call: Call, *leaves: Tensor | None
-    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        operator = call.program.operator
-        takes_rows, gives_rows = operator == "reduce_scatter", operator == "all_gather"
-        batched = _batched(leaves, in_dims[1:], info.batch_size, int(takes_rows))
-        results = FddpLinear.apply(call.batched(info.batch_size), *batched)
-        return results, (int(gives_rows),) * len(results)
 
-
-class FddpMaximum(torch.autograd.Function):
+class FddpMaximum(_Operator):
     """`pmax`. Returns the maxima, followed by one tensor for each differentiable unit: the share of
     the derivative that belongs to this rank's elements."""
 
@@ -70,8 +74,7 @@ class FddpMaximum(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.call = inputs[0]
+        _Operator.setup_context(ctx, inputs, output)
         shares = output[len(ctx.call.program.units) :]
         ctx.mark_non_differentiable(*shares)
         ctx.save_for_backward(*shares)
@@ -80,33 +83,22 @@ class FddpMaximum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         call: Call = ctx.call
-        inexact = call.program.inexact
-        totals = FddpLinear.apply(call.summing("backward"), *[cotangents[k] for k in inexact])
-        shared = [s * t for s, t in zip(ctx.saved_tensors, totals, strict=True)]
-        return (None, *spread(shared, inexact, len(call.program.units)))
+        totals = _derivative(call, call.derived(call.program.summing, "backward"), cotangents)
+        for k, share in zip(call.program.inexact, ctx.saved_tensors, strict=True):
+            totals[k] = share * totals[k]
+        return (None, *totals)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        inexact = call.program.inexact
-        shared = [
-            None if tangents[k] is None else FddpScaled.apply(share, tangents[k])
-            for share, k in zip(ctx.saved_tensors, inexact, strict=True)
-        ]
-        results = FddpLinear.apply(call.summing("jvp"), *shared)
-        own = spread(results, inexact, len(call.program.units))
-        return (*own, *([None] * len(inexact)))
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], call: Call, *leaves: Tensor
-    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        batched = _batched(leaves, in_dims[1:], info.batch_size, 0)
-        results = FddpMaximum.apply(call.batched(info.batch_size), *batched)
-        return results, (0,) * len(results)
+        own = list(tangents)
+        for k, share in zip(call.program.inexact, ctx.saved_tensors, strict=True):
+            own[k] = None if own[k] is None else FddpScaled.apply(share, own[k])
+        results = _derivative(call, call.derived(call.program.summing, "jvp"), own)
+        return (*results, *([None] * len(ctx.saved_tensors)))
 
 
-class FddpMeanOnBackward(torch.autograd.Function):
+class FddpMeanOnBackward(_Operator):
     """`sync_on_backward`: the identity in forward, the mean over ranks in backward."""
 
     @staticmethod
@@ -114,25 +106,13 @@ class FddpMeanOnBackward(torch.autograd.Function):
         return tuple(leaf.view_as(leaf) for leaf in leaves)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.call = inputs[0]
-
-    @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        return (None, *_derivative(ctx.call, ctx.call.averaging("backward"), cotangents))
+        averaging = ctx.call.derived(ctx.call.program.averaging, "backward")
+        return (None, *_derivative(ctx.call, averaging, cotangents))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(None if t is None else FddpPassed.apply(t) for t in tangents)
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], call: Call, *leaves: Tensor
-    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        batched = _batched(leaves, in_dims[1:], info.batch_size, 0)
-        results = FddpMeanOnBackward.apply(call.batched(info.batch_size), *batched)
-        return results, (0,) * len(results)
 
 
 class FddpScaled(torch.autograd.Function):
@@ -197,11 +177,26 @@ def has_rules(leaves: Sequence[Any]) -> bool:
     )
 
 
+def apply_rules(operator: str, call: Call, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Results of an operator on leaves that need autograd or functorch rules."""
+    if operator == "sync_on_backward":
+        return FddpMeanOnBackward.apply(call, *leaves)  # type: ignore[no-any-return]
+    if operator == "pmax":
+        return FddpMaximum.apply(call, *leaves)[: len(leaves)]  # type: ignore[no-any-return]
+    return FddpLinear.apply(call, *leaves)  # type: ignore[no-any-return]
+
+
+def run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
+    """Run a call on plain tensors, or record it if a tracer is active; as `run_eagerly`."""
+    if torch._C._len_torch_dispatch_stack():
+        from fddp.collectives import torch_library  # registers operators; only tracing needs it
+
+        return torch_library.emit(call, leaves)
+    return run_eagerly(call, leaves)
+
+
 def _derivative(call: Call, derived: Call, values: Sequence[Tensor | None]) -> list[Any]:
-    """Apply `derived` to the values of `call`'s differentiable units. None for other units."""
-    inexact = call.program.inexact
-    results = FddpLinear.apply(derived, *[values[k] for k in inexact])
-    return spread(results, inexact, len(call.program.units))
+    return on_inexact(call.program, partial(FddpLinear.apply, derived), values)
 
 
 def _batched(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fddp.collectives.communicator import Communicator
+from fddp.collectives.group_position import OperatorArgs, checked_root
 from fddp.collectives.operator_program import GroupPosition, Operator, OperatorProgram, bucketed
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.plan.plan import BucketPlan
@@ -53,14 +54,9 @@ class FlattenedCall(NamedTuple):
     entry: CacheEntry
     treedef: TreeDef
 
-    @property
-    def program(self) -> OperatorProgram:
-        """The program for the leaves."""
-        return self.entry.program
-
     def rebuilt(self, results: Sequence[Tensor]) -> Any:
         """A tree of the same structure with other leaves."""
-        present = self.entry.present
+        present, results = self.entry.present, untiled(self.entry.call, results)
         if present is None:
             return self.treedef.unflatten(results)
         whole: list[Tensor | None] = [None] * len(self.treedef.paths)
@@ -89,6 +85,19 @@ class CacheEntry(NamedTuple):
     trees: KnownTrees
 
 
+def checked_spec(args: OperatorArgs, place: GroupPosition) -> CallSpec:
+    """Validate the caller's arguments.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid.
+    """
+    operator, plan = args.operator, args.plan
+    if plan is not None and not isinstance(plan, BucketPlan):
+        raise TypeError(f"{operator}: plan must be a BucketPlan, got {type(plan).__name__}")
+    root = checked_root(args.root, place) if operator == "broadcast_from" else -1
+    return CallSpec(operator, place, root, plan, args.tiled)
+
+
 def flatten_call(
     communicator: Communicator, call: CallSpec, tree: Any, site: Site
 ) -> FlattenedCall:
@@ -101,18 +110,16 @@ def flatten_call(
     """
     patterns: dict[Any, CacheEntry] = communicator.known.setdefault("patterns", {})
     key = (site.code, site.instruction)
-    entry = patterns.get(key)
-    if entry is None or entry.call != call:
-        leaves, treedef = adapted(*flatten(tree), "tree")
-        leaves = tiles(call, leaves, treedef.paths)
-    else:
-        leaves, treedef = adapted(*entry.trees.flatten(tree), "tree")
-        leaves = tiles(call, leaves, treedef.paths)
-        if treedef.paths is entry.paths and entry.operands.matches(leaves):
-            return FlattenedCall(_select(leaves, entry.present), entry, treedef)
+    before = patterns.get(key)
+    entry = before if before is not None and before.call == call else None
+    flat = flatten(tree) if entry is None else entry.trees.flatten(tree)
+    leaves, treedef = adapted(*flat, "tree")
+    leaves = tiles(call, leaves, treedef.paths)
+    if entry is not None and treedef.paths is entry.paths and entry.operands.matches(leaves):
+        return FlattenedCall(_select(leaves, entry.present), entry, treedef)
     if len(patterns) >= _MOST_PATTERNS:
         patterns.clear()
-    found = patterns[key] = _cache_entry(communicator, call, leaves, treedef, entry)
+    found = patterns[key] = _cache_entry(communicator, call, leaves, treedef, before)
     return FlattenedCall(_select(leaves, found.present), found, treedef)
 
 
@@ -126,13 +133,9 @@ def _cache_entry(
     there = tuple(k for k, leaf in enumerate(leaves) if leaf is not None)
     own = [leaves[k] for k in there]
     key = (call, treedef.paths, there, tuple(_key(leaf) for leaf in own))
-    programs: dict[Any, OperatorProgram] = communicator.known.setdefault("programs", {})
-    program = programs.get(key)
-    if program is None:
-        program = program_of(communicator, call, treedef.paths, there, own)
-        if len(programs) >= _MOST_PROGRAMS:
-            programs.clear()
-        programs[key] = program
+    program = communicator.cached(
+        "programs", key, lambda: program_of(communicator, call, treedef.paths, there, own)
+    )
     present = None if len(there) == len(leaves) else there
     # A helper function with many callers sees many trees, so it keeps those it has seen.
     trees = KnownTrees() if before is None else before.trees
@@ -162,6 +165,13 @@ def tiles(call: CallSpec, leaves: list[Any], paths: Sequence[str]) -> list[Any]:
     return tiled
 
 
+def untiled(call: CallSpec, results: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Results of a call, where `tiled` concatenates those of `all_gather` along the first axis."""
+    if call.tiled and call.operator == "all_gather":
+        return [result.flatten(0, 1) for result in results]
+    return results
+
+
 def _select(leaves: list[Any], present: tuple[int, ...] | None) -> list[Tensor]:
     return leaves if present is None else [leaves[k] for k in present]
 
@@ -169,8 +179,14 @@ def _select(leaves: list[Any], present: tuple[int, ...] | None) -> list[Tensor]:
 # Dtypes that `torch.amax` supports on every device.
 _COMPARED = (SUMMABLE_DTYPES - {torch.complex64, torch.complex128}) | {torch.int16, torch.bool}
 
+_SUMMED = (SUMMABLE_DTYPES, "which can't be summed")
+# Dtypes that an operator takes, and the problem of others.
+_TAKEN: dict[str, tuple[Collection[torch.dtype], str]] = {
+    **dict.fromkeys(("psum", "pmean", "reduce_scatter"), _SUMMED),
+    "pmax": (_COMPARED, "for which torch.amax is not implemented"),
+}
+
 _MOST_PATTERNS = 256
-_MOST_PROGRAMS = 256
 
 
 def _key(leaf: Any) -> Any:
@@ -216,17 +232,13 @@ def _check(call: CallSpec, path: str, leaf: Any) -> None:
         )
     if operator == "sync_on_backward":
         return
-    if operator in ("psum", "pmean", "reduce_scatter") and dtype not in SUMMABLE_DTYPES:
-        raise TypeError(
-            f"{operator}: leaf {path!r} is of {dtype}, which can't be summed; convert it to one of "
-            f"{', '.join(sorted(map(str, SUMMABLE_DTYPES)))}"
-        )
     if operator == "pmax" and dtype.is_complex:
         raise TypeError(f"pmax: leaf {path!r} is of {dtype}, which has no order; take its abs()")
-    if operator == "pmax" and dtype not in _COMPARED:
+    taken, problem = _TAKEN.get(operator, ((dtype,), ""))
+    if dtype not in taken:
         raise TypeError(
-            f"pmax: leaf {path!r} is of {dtype}, for which torch.amax is not implemented; convert "
-            f"it to one of {', '.join(sorted(map(str, _COMPARED)))}"
+            f"{operator}: leaf {path!r} is of {dtype}, {problem}; convert it to one of "
+            f"{', '.join(sorted(map(str, taken)))}"
         )
 
 

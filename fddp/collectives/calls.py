@@ -12,22 +12,20 @@ if TYPE_CHECKING:
     from fddp.telemetry.call_site import Site
 
 
+@dataclass(slots=True, eq=False)
 class CallRecord:
     """One call of an operator in the caller's code.
 
     Attributes:
-        site: the call site.
+        site: the call site; its text in a call that is read from a graph.
         number: number of the call on the communicator. Ranks compare it when they differentiate.
             None before the call has run, and in graphs.
         position: number of the call among the traced calls of a graph; None outside of graphs.
     """
 
-    __slots__ = ("number", "position", "site")
-
-    def __init__(self, site: Site | None) -> None:
-        self.site = site
-        self.number: int | None = None
-        self.position: int | None = None
+    site: Site | str | None
+    number: int | None = None
+    position: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,25 +46,18 @@ class Call:
 
     def transposed(self) -> Call:
         """The call that reduces cotangents."""
-        return self._derived(self.program.transposed, "backward")
+        return self.derived(self.program.transposed, "backward")
 
     def tangent(self) -> Call:
         """The call that reduces tangents."""
-        return self._derived(self.program.differentiable, "jvp")
-
-    def summing(self, role: str) -> Call:
-        """The sum over ranks of the differentiable units."""
-        return self._derived(self.program.summing, role)
-
-    def averaging(self, role: str) -> Call:
-        """The mean over ranks of the differentiable units."""
-        return self._derived(self.program.averaging, role)
+        return self.derived(self.program.differentiable, "jvp")
 
     def batched(self, size: int) -> Call:
         """The same call under one more `vmap` over `size` examples."""
         return Call(self.communicator, self.program.batched(size), self.record, self.roles)
 
-    def _derived(self, program: OperatorProgram, role: str) -> Call:
+    def derived(self, program: OperatorProgram, role: str) -> Call:
+        """A call for a derivative of this one."""
         return Call(self.communicator, program, self.record, (*self.roles, role))
 
     @cached_property

@@ -13,7 +13,7 @@ import itertools
 import threading
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,21 +21,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fddp.collectives.group_registry import GroupRegistry, is_destroyed
 from fddp.collectives.operator_program import GroupPosition
-from fddp.collectives.replicas.divergence import format_pair
-from fddp.core.plan.defaults import CAP_MB, MAX_TIMEOUT_S
+from fddp.core.plan.defaults import CAP_MB, MIB, timeout_error
+from fddp.core.protocol.differences import check_equal
 from fddp.core.schedule.topology import Topology
-from fddp.errors import ClosedError, DesyncError, PlanMismatchError, error_text
+from fddp.errors import ClosedError, DesyncError, error_text
 from fddp.native.buffer_pool import BufferPool
-from fddp.runtime.agreement import exchange
-from fddp.runtime.guards import outside_tracing
+from fddp.runtime.agreement import check_no_failure, exchange
+from fddp.runtime.inputs import outside_tracing
 from fddp.telemetry.flight.recorder import Recorder
 from fddp.transport import Group, LoopbackGroup, TransportName, open_transport
 from fddp.transport.lifetime.finalizer import on_finalize
-from fddp.transport.mesh import Mesh, resolve_mesh
-from fddp.tree.planner import MIB_BYTES
+from fddp.transport.mesh import Mesh, resolve_mesh, transport_error, usable_transport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from typing_extensions import Self
 
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
 
 _MOST_BETWEEN = 2**16  # calls between two handshakes that get numbers of their own
 _POOLED_SIZES = 32  # buffer sizes kept, the most recently released
+T = TypeVar("T")
 _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
 _of_groups: GroupRegistry[Communicator] = GroupRegistry()
@@ -100,11 +100,9 @@ class Communicator:
         _begun: int = 0,
     ) -> None:
         span = resolve_mesh(group, mesh)
-        problem = span.problem or _problem(bucket_cap_mb, timeout_s)
-        loopback = isinstance(span.group, LoopbackGroup)
-        name = transport if transport in ("shm", "c10d") and not loopback else "auto"
-        usable_s = None if problem else timeout_s
-        self.cap_bytes = 0 if problem else int(bucket_cap_mb * MIB_BYTES)
+        problem = span.problem or _cap_error(bucket_cap_mb) or timeout_error(timeout_s)
+        name, usable_s = usable_transport(transport, span.group), None if problem else timeout_s
+        self.cap_bytes = 0 if problem else int(bucket_cap_mb * MIB)
         self.topology = span.topology
         self.number = next(_numbers)
         self.label = str(self.number)  # tracers treat text as a constant, but not integers
@@ -117,14 +115,13 @@ class Communicator:
         self._places: dict[tuple[str, ...], GroupPosition] = {}
         with outside_tracing(), torch.inference_mode(False):
             self.transport: Transport = open_transport(span.group, name, usable_s, "Communicator")
-            if problem is None and transport not in ("auto", self.transport.name):
-                problem = ValueError(
-                    f"transport={transport!r} does not fit this group; pass 'auto' or "
-                    f"{self.transport.name!r}"
-                )
             try:
-                self._agree(problem)
-                self._divide()
+                self._agree(problem or transport_error(transport, self.transport))
+                if self.topology is not None:
+                    names = self.topology.names
+                    subsets = (itertools.combinations(names, n) for n in range(1, len(names)))
+                    groups = [*itertools.chain.from_iterable(subsets)]
+                    self.transport.open_subgroups(self.topology, groups)
             except BaseException:
                 self.transport.close()
                 raise
@@ -163,6 +160,15 @@ class Communicator:
             known = self._places[axes] = GroupPosition(axes, len(ranks), ranks.index(self.rank))
         return known
 
+    def cached(self, cache: str, key: Any, make: Callable[[], T], most: int = 256) -> T:
+        """Value of a key in a cache of at most `most` values; a full cache is emptied first."""
+        known: dict[Any, T] = self.known.setdefault(cache, {})
+        if key not in known:
+            if len(known) >= most:
+                known.clear()
+            known[key] = make()
+        return known[key]
+
     def advance_call_number(self, place: GroupPosition) -> int:
         """A number for a call whose ranks did a handshake; the same on all of them."""
         meetings = self._handshakes[place] = self._handshakes.get(place, 0) + 1
@@ -196,41 +202,24 @@ class Communicator:
         return f"Communicator(rank {self.rank} of {self.world_size}, {self.transport.name}{axes})"
 
     def _agree(self, problem: Exception | None) -> None:
-        mine = [
-            str(self.topology),
-            self.cap_bytes,
-            error_text(problem) if problem else "",
-            self.begun,
-        ]
+        text = error_text(problem) if problem else ""
+        mine = [text, self.begun, str(self.topology), self.cap_bytes]
         received = exchange(self.transport, mine, (str, int, str, int))
-        if problem is not None:
-            raise problem
-        for rank, theirs in enumerate(received):
-            if theirs[2]:
-                raise PlanMismatchError(f"rank {rank} can't make a communicator: {theirs[2]}")
-            if theirs[3] != received[0][3]:
-                raise DesyncError(
-                    f"ranks failed in different calls of operators on this group and can't "
-                    f"continue: the number of calls is "
-                    f"{format_pair(0, received[0][3], rank, theirs[3])}; make a new group, or a "
-                    f"fddp.Communicator, on every rank"
-                )
-            if theirs != received[0]:
-                pair = received[0], theirs
-                one, two = (f"mesh {mesh} and buckets of {cap} bytes" for mesh, cap, *_ in pair)
-                raise PlanMismatchError(
-                    f"a communicator has {format_pair(0, one, rank, two)}; pass the same mesh and "
-                    f"bucket_cap_mb on every rank"
-                )
-
-    def _divide(self) -> None:
-        if self.topology is None:
-            return
-        names = self.topology.names
-        groups = [
-            some for size in range(1, len(names)) for some in itertools.combinations(names, size)
-        ]
-        self.transport.open_subgroups(self.topology, groups)
+        problems, begun, topologies, caps_bytes = zip(*received, strict=True)
+        check_no_failure(problems, "can't make a communicator", problem)
+        check_equal(
+            "ranks failed in different calls of operators on this group and can't continue: the "
+            "number of calls",
+            begun,
+            "make a new group, or a fddp.Communicator, on every rank",
+            DesyncError,
+        )
+        check_equal("the mesh of a communicator", topologies, "pass the same mesh on every rank")
+        check_equal(
+            "the bucket size of a communicator in bytes",
+            caps_bytes,
+            "pass the same bucket_cap_mb on every rank",
+        )
 
 
 def communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> Communicator:
@@ -258,14 +247,14 @@ def communicator_of(group: Group | Communicator | None, mesh: Mesh | None) -> Co
     known = _of_groups.of(key)
     found = known.get(span.topology)
     if found is not None:
-        found.transport.status.board.close_abandoned_communicators()
+        found.transport.close_abandoned_in_interrupted_step()
     if found is None or found.closed is not None:
         begun = 0 if found is None else found.begun
         found = known[span.topology] = Communicator(group, mesh=mesh, _begun=begun)
         found.belongs_to = weakref.ref(key)
         # A step that fails on all ranks may close it on all of them, if any rank was interrupted in
         # one of its calls. The next operator opens another.
-        found.transport.status.close = partial(_close_on_all_ranks, weakref.ref(found))
+        found.transport.on_abandoned(partial(_close_on_all_ranks, weakref.ref(found)))
     return found
 
 
@@ -307,13 +296,7 @@ def _given(communicator: Communicator, mesh: Mesh | None) -> Communicator:
     return communicator
 
 
-def _problem(cap_mb: object, timeout_s: object) -> Exception | None:
-    if not (isinstance(cap_mb, (int, float)) and 1 <= cap_mb * MIB_BYTES < 2**63):
-        return ValueError(f"bucket_cap_mb must be a number of MiB above 0, got {cap_mb!r}")
-    if timeout_s is None or (
-        isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MAX_TIMEOUT_S
-    ):
+def _cap_error(cap_mb: object) -> ValueError | None:
+    if isinstance(cap_mb, (int, float)) and 1 <= cap_mb * MIB < 2**63:
         return None
-    return ValueError(
-        f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S} seconds, got {timeout_s!r}"
-    )
+    return ValueError(f"bucket_cap_mb must be a number of MiB above 0, got {cap_mb!r}")

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from fddp.collectives import handshake
-from fddp.collectives.autograd import FddpLinear, FddpMaximum, FddpMeanOnBackward
-from fddp.collectives.call_cache import CallSpec, program_of, tiles
+from fddp.collectives.autograd import apply_rules
+from fddp.collectives.call_cache import checked_spec, program_of, tiles, untiled
 from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.communicator import Communicator, communicator_by_id, communicator_of
-from fddp.collectives.group_position import OperatorArgs, checked_root, resolve_communicator
+from fddp.collectives.group_position import OperatorArgs, resolve_communicator
 from fddp.core.plan.plan import BucketPlan
-from fddp.runtime.guards import outside_tracing
+from fddp.runtime.inputs import outside_tracing
 from fddp.telemetry.call_site import is_inside
 from fddp.transport import LoopbackGroup
 from fddp.tree.pytree import flatten
@@ -33,18 +33,10 @@ def operate(args: OperatorArgs, tree: Any) -> Any:
     _prepare()
     leaves, treedef = flatten(tree)
     present = [k for k, leaf in enumerate(leaves) if leaf is not None]
-    results = _in_graph(
-        args.operator,
-        label,
-        args.axis,
-        args.root,
-        args.tiled,
-        None if args.plan is None else _plan_text(args.plan),
-        treedef.paths,
-        tuple(present),
-        _traced_site(),
-        *[leaves[k] for k in present],
-    )
+    plan_text = None if args.plan is None else _plan_text(args.plan)
+    arguments = (args.operator, label, args.axis, args.root, args.tiled, plan_text)
+    leaves_of = (treedef.paths, tuple(present), _traced_site())
+    results = _in_graph(arguments, *leaves_of, *[leaves[k] for k in present])
     whole: list[Any] = [None] * len(leaves)
     for position, result in zip(present, results, strict=True):
         whole[position] = result
@@ -89,15 +81,9 @@ for _function in _FUNCTIONS:
     _function._dynamo_marked_constant = True
 
 
-# Dynamo puts each argument into the graph, which holds constants and tensors only. So this function
-# takes them one by one and not as a value type.
+# Dynamo puts each argument into the graph, which holds constants and tensors only: no value types.
 def _in_graph(
-    operator: Any,
-    label: str,
-    axis: Any,
-    root: Any,
-    tiled: bool,
-    plan_text: str | None,
+    arguments: tuple[Any, ...],
     paths: Sequence[str],
     present: Sequence[int],
     site: str,
@@ -106,43 +92,28 @@ def _in_graph(
     """Run an operator on the leaves that are not None; called by a graph."""
     from fddp.collectives.torch_library import number
 
+    operator, label, axis, root, tiled, plan_text = arguments
     communicator = communicator_by_id(int(label))
     communicator, place = resolve_communicator(operator, communicator, None, axis)
     try:
-        own_root = checked_root(root, place) if operator == "broadcast_from" else -1
         plan = None if plan_text is None else BucketPlan.from_json(plan_text)
-        spec = CallSpec(operator, place, own_root, plan, tiled)
+        args = OperatorArgs(operator, communicator, None, axis, plan, root, tiled)
+        spec = checked_spec(args, place)
         leaves = tuple(tiles(spec, list(leaves), [paths[k] for k in present]))
-        program = program_of(communicator, spec, paths, present, _examples(leaves))
+        program = program_of(communicator, spec, paths, present, [*map(_example, leaves)])
     except Exception as error:
-        with outside_tracing():
-            handshake.abort_handshake(communicator, place, f"{operator}, called at {site}", error)
-    record = CallRecord(site)  # type: ignore[arg-type]  # its text
+        handshake.abort_handshake(communicator, place, f"{operator}, called at {site}", error)
+    record = CallRecord(site)
     number(record)
-    call = Call(communicator, program, record)
-    if operator == "sync_on_backward":
-        return FddpMeanOnBackward.apply(call, *leaves)  # type: ignore[no-any-return, no-untyped-call]
-    if operator == "pmax":
-        results = FddpMaximum.apply(call, *leaves)  # type: ignore[no-untyped-call]
-        return tuple(results[: len(leaves)])
-    results = FddpLinear.apply(call, *leaves)  # type: ignore[no-untyped-call]
-    if tiled and operator == "all_gather":
-        return tuple(result.flatten(0, 1) for result in results)
-    return tuple(results)
+    results = apply_rules(operator, Call(communicator, program, record), leaves)
+    return tuple(untiled(spec, results))
 
 
-def _examples(leaves: Sequence[Any]) -> list[Any]:
-    """Tensors with the metadata of the leaves and integer sizes. A program is for fixed shapes, so
+def _example(leaf: Any) -> Any:
+    """Tensor with the metadata of a leaf and integer sizes. A program is for fixed shapes, so
     symbolic sizes of dynamo are specialised to constants here."""
-    dense = [isinstance(leaf, Tensor) and leaf.layout is torch.strided for leaf in leaves]
-    shapes = [
-        [int(size) for size in leaf.shape] if is_dense else None
-        for leaf, is_dense in zip(leaves, dense, strict=True)
-    ]
+    if not (isinstance(leaf, Tensor) and leaf.layout is torch.strided):
+        return leaf
+    shape = [int(size) for size in leaf.shape]
     with outside_tracing():
-        return [
-            leaf
-            if shape is None
-            else torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(shape)
-            for leaf, shape in zip(leaves, shapes, strict=True)
-        ]
+        return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(shape)

@@ -13,7 +13,6 @@ from fddp.collectives.communicator import Communicator, communicator_of
 from fddp.collectives.operator_program import GroupPosition, Operator
 from fddp.core.plan.plan import BucketPlan
 from fddp.errors import FddpError
-from fddp.runtime.guards import outside_tracing
 from fddp.telemetry.call_site import Site
 from fddp.transport import Group
 from fddp.transport.mesh import Mesh
@@ -61,8 +60,7 @@ def resolve_communicator(
     problem = _axis_problem(operator, axis, known)
     if problem is not None:
         # The ranks along the valid axes wait for this rank.
-        with outside_tracing():
-            handshake.abort_handshake(communicator, place, what, problem)
+        handshake.abort_handshake(communicator, place, what, problem)
     return communicator, place
 
 

@@ -31,13 +31,17 @@ class GroupRegistry(Generic[T]):
             weakref.WeakKeyDictionary()
         )
 
-    def __len__(self) -> int:
-        return len(self._made)
-
     def of(self, group: Any) -> dict[Topology | None, T]:
         """Objects of a group, by topology. The caller may add some."""
         known = self._made.get(group)
-        return self._newly_known(group) if known is None else known
+        if known is not None:
+            return known
+        with self._lock:
+            for other in [other for other in self._made if is_destroyed(other)]:
+                _close_all(self._made.pop(other))
+            known = self._made.setdefault(group, {})
+            on_finalize(group, partial(_close_all, known))
+            return known
 
     def get(self, group: Any, topology: Topology | None, make: Callable[[], T]) -> T:
         """The object of a group and topology. Calls `make` if there is none; it must be quick."""
@@ -46,14 +50,6 @@ class GroupRegistry(Generic[T]):
             if topology not in known:
                 known[topology] = make()
             return known[topology]
-
-    def _newly_known(self, group: Any) -> dict[Topology | None, T]:
-        with self._lock:
-            for other in [other for other in self._made if is_destroyed(other)]:
-                _close_all(self._made.pop(other))
-            known = self._made.setdefault(group, {})
-            on_finalize(group, partial(_close_all, known))
-            return known
 
 
 def is_destroyed(group: Any) -> bool:

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
-from fddp.collectives.replicas.divergence import format_pair
+from fddp.core.protocol.differences import LEAVES, format_pair, leaf_difference
 from fddp.core.protocol.messages import AnyOf, Schema, decode, malformed_message_error
 from fddp.errors import DesyncError, FddpError, PeerError, error_text
+from fddp.runtime.inputs import outside_tracing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +42,7 @@ _DETAILS: Schema = (
     AnyOf(((), ([str], int))),  # axes and number of ranks; empty for `check_replicas`
     int,  # root
     bool,  # tiled
-    [(str, [int], str, str)],  # leaves
+    LEAVES,
     [[int]],  # buckets
 )
 _CALL: dict[str, Schema] = {
@@ -104,22 +105,22 @@ def abort_handshake(
     """
     if place.size > 1 and communicator.closed is None:
         try:
-            rows = _rows(communicator, place)
-            _send_row(communicator, place, rows, (0, -1, -1, 1)).wait(what)
-            _exchange(communicator, place, what, {"error": error_text(error), "text": what})
+            with outside_tracing():
+                rows = _rows(communicator, place)
+                _send_row(communicator, place, rows, (0, -1, -1, 1)).wait(what)
+                _exchange(communicator, place, what, {"error": error_text(error), "text": what})
         except FddpError as failure:
             raise error from failure
     raise error
 
 
 def _rows(communicator: Communicator, place: GroupPosition) -> Tensor:
-    known: dict[GroupPosition, Tensor] = communicator.known.setdefault("rows", {})
-    rows = known.get(place)
-    if rows is None:
-        device = communicator.transport.control_device
-        rows = communicator.transport.empty(place.size * _WORD, torch.int64, device)
-        known[place] = rows
-    return rows
+    transport = communicator.transport
+
+    def make() -> Tensor:
+        return transport.empty(place.size * _WORD, torch.int64, transport.control_device)
+
+    return communicator.cached("rows", place, make)
 
 
 def _send_row(
@@ -166,7 +167,6 @@ def _resolve_mismatch(call: Call, flat_rows: list[int]) -> None:
         "call": _numbers(call),
     }
     reports = _exchange(call.communicator, place, call.text, mine)
-    _check_failures(call.text, call.communicator.rank, reports)
     raise DesyncError(_difference(reports))
 
 
@@ -200,23 +200,9 @@ def compare(
     if words == words[:_WORD] * place.size:
         return None
     reports = _exchange(communicator, place, what, {"roles": [], "call": [-1, -1], **mine})
-    _check_failures(what, communicator.rank, reports)
     if any(_key(other) != _key(reports[0]) for other in reports.values()):
         raise DesyncError(_difference(reports))
     return reports
-
-
-def _check_failures(what: str, rank: int, reports: Mapping[int, dict[str, Any]]) -> None:
-    failures = {rank: t["error"] for rank, t in reports.items() if t.get("error")}
-    if failures:
-        lines = [
-            f"{reports[r]['text']}: rank {r} can't take part: {e}" for r, e in failures.items()
-        ]
-        raise PeerError(
-            f"{what}, on rank {rank}, failed because of another rank: {'; '.join(lines)}; nothing "
-            f"was communicated, and the communicator remains usable",
-            failures,
-        )
 
 
 def _key(report: dict[str, Any]) -> tuple[Any, ...]:
@@ -242,14 +228,9 @@ def _reason(one: int, first: dict[str, Any], two: int, second: dict[str, Any]) -
     for name, mine, theirs in zip(names, first["details"], second["details"], strict=False):
         if mine != theirs:
             return f"the {name} is {format_pair(one, mine, two, theirs)}"
-    mine, theirs = first["details"][4], second["details"][4]
-    for ours, others in zip(mine, theirs, strict=False):
-        if ours != others:
-            return f"rank {one} has {_leaf(ours)} where rank {two} has {_leaf(others)}"
-    if len(mine) != len(theirs):
-        longer, rank = (mine, one) if len(mine) > len(theirs) else (theirs, two)
-        extra = _leaf(longer[min(len(mine), len(theirs))])
-        return f"only rank {rank} has {extra}"
+    difference = leaf_difference(one, first["details"][4], two, second["details"][4])
+    if difference is not None:
+        return difference
     if first["details"][5] != second["details"][5]:
         return "the leaves are alike, but not the buckets: pass the same plan on every rank"
     if first["roles"] != second["roles"]:
@@ -260,15 +241,14 @@ def _reason(one: int, first: dict[str, Any], two: int, second: dict[str, Any]) -
     )
 
 
-def _leaf(detail: list[Any]) -> str:
-    path, shape, dtype, device = detail
-    return f"leaf {path!r} of shape {tuple(shape)}, {dtype} on {device}"
-
-
 def _exchange(
     communicator: Communicator, place: GroupPosition, what: str, mine: dict[str, Any]
 ) -> dict[int, dict[str, Any]]:
-    """Reports of the ranks that meet, by rank of the communicator."""
+    """Reports of the ranks that meet, by rank of the communicator.
+
+    Raises:
+        PeerError: another rank can't take part, and this one can.
+    """
     texts = gather_texts(communicator, place, what, json.dumps(mine, default=str).encode())
     ranks: Sequence[int] = range(place.size)
     if place.axes and communicator.topology is not None:
@@ -279,6 +259,16 @@ def _exchange(
             reports[rank] = decode(text, _REPORT)
         except ValueError as error:
             raise malformed_message_error(rank, what, error) from error
+    failures = {rank: t["error"] for rank, t in reports.items() if t.get("error")}
+    if failures and "error" not in mine:
+        lines = [
+            f"{reports[r]['text']}: rank {r} can't take part: {e}" for r, e in failures.items()
+        ]
+        raise PeerError(
+            f"{what}, on rank {communicator.rank}, failed because of another rank: "
+            f"{'; '.join(lines)}; nothing was communicated, and the communicator remains usable",
+            failures,
+        )
     return reports
 
 

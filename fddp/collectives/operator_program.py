@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -134,10 +134,8 @@ class OperatorProgram:
     @cached_property
     def details(self) -> list[object]:
         """Values that must be equal on all ranks that meet, as JSON."""
-        leaves = [[u.path, list(u.shape), u.dtype, u.device] for u in self.units]
-        place = [list(self.place.axes), self.place.size]
-        buckets = [list(bucket) for bucket in self.buckets]
-        return [self.operator, place, self.root, self.tiled, leaves, buckets]
+        place = [self.place.axes, self.place.size]
+        return [self.operator, place, self.root, self.tiled, self.units, self.buckets]
 
     @cached_property
     def digest(self) -> bytes:
@@ -217,16 +215,25 @@ def bucketed(
     >>> bucketed([*units, LeafSpec("z", (2,), "float32")], [torch.device("cpu")] * 3, 1024)
     ((0, 2), (1,))
     """
-    closed: list[list[int]] = []
-    filling: dict[tuple[str, torch.device], list[int]] = {}
-    sizes: dict[tuple[str, torch.device], int] = {}
-    for k, (unit, device) in enumerate(zip(units, devices, strict=True)):
-        kind = (unit.dtype, device)
-        if kind not in filling:
-            filling[kind], sizes[kind] = [], 0
-            closed.append(filling[kind])
-        filling[kind].append(k)
-        sizes[kind] += unit.numel * getattr(torch, unit.dtype).itemsize
-        if sizes[kind] >= cap_bytes:
-            del filling[kind]
-    return tuple(map(tuple, closed))
+    kinds = [(unit.dtype, device) for unit, device in zip(units, devices, strict=True)]
+    sizes = [unit.numel * getattr(torch, unit.dtype).itemsize for unit in units]
+    return tuple(map(tuple, sorted(batches(kinds, sizes, cap_bytes))))
+
+
+def batches(
+    kinds: Sequence[Hashable], sizes_bytes: Sequence[int], cap_bytes: int
+) -> list[list[int]]:
+    """Positions by batch: of one kind, in order. A batch is closed when it reaches the cap.
+
+    >>> batches("aabaa", [4, 4, 4, 4, 4], 8)
+    [[0, 1], [3, 4], [2]]
+    """
+    found: dict[Hashable, list[list[int]]] = {}
+    filled: dict[Hashable, int] = {}
+    for position, (kind, size) in enumerate(zip(kinds, sizes_bytes, strict=True)):
+        if kind not in found or filled[kind] >= cap_bytes:
+            found.setdefault(kind, []).append([])
+            filled[kind] = 0
+        found[kind][-1].append(position)
+        filled[kind] += size
+    return [batch for group in found.values() for batch in group]

@@ -14,24 +14,19 @@ which turns local losses into the gradient of their mean.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fddp.collectives import dynamo, handshake
-from fddp.collectives.autograd import FddpLinear, FddpMaximum, FddpMeanOnBackward, has_rules
-from fddp.collectives.call_cache import CallSpec, FlattenedCall, flatten_call
+from fddp.collectives.autograd import apply_rules, has_rules, run
+from fddp.collectives.call_cache import checked_spec, flatten_call
 from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.communicator import Communicator
-from fddp.collectives.dispatch import run
-from fddp.collectives.group_position import (
-    Axis,
-    OperatorArgs,
-    checked_root,
-    resolve_communicator,
-)
+from fddp.collectives.group_position import Axis, OperatorArgs, resolve_communicator
 from fddp.core.plan.plan import BucketPlan
-from fddp.runtime.guards import outside_tracing
 from fddp.telemetry.call_site import call_site
 from fddp.transport import Group
 from fddp.transport.mesh import Mesh
@@ -80,7 +75,7 @@ def pmean(
         >>> fddp.loopback(2, f)
         [(2.25, 3.0), (2.25, 3.0)]
     """
-    return _linear(OperatorArgs("pmean", group, mesh, axis, plan), tree)
+    return _operate(OperatorArgs("pmean", group, mesh, axis, plan), tree)
 
 
 def psum(
@@ -100,7 +95,7 @@ def psum(
         >>> fddp.loopback(2, lambda group: fddp.psum(torch.tensor(3 + group.rank), group).item())
         [7, 7]
     """
-    return _linear(OperatorArgs("psum", group, mesh, axis, plan), tree)
+    return _operate(OperatorArgs("psum", group, mesh, axis, plan), tree)
 
 
 def all_gather(
@@ -131,7 +126,7 @@ def all_gather(
         >>> fddp.loopback(2, lambda g: fddp.all_gather(torch.tensor(g.rank), g).tolist())
         [[0, 1], [0, 1]]
     """
-    return _linear(OperatorArgs("all_gather", group, mesh, axis, plan, tiled=tiled), tree)
+    return _operate(OperatorArgs("all_gather", group, mesh, axis, plan, tiled=tiled), tree)
 
 
 def reduce_scatter(
@@ -165,7 +160,7 @@ def reduce_scatter(
         >>> fddp.loopback(2, f)
         [2.0, 20.0]
     """
-    return _linear(OperatorArgs("reduce_scatter", group, mesh, axis, plan, tiled=tiled), tree)
+    return _operate(OperatorArgs("reduce_scatter", group, mesh, axis, plan, tiled=tiled), tree)
 
 
 def broadcast_from(
@@ -195,7 +190,7 @@ def broadcast_from(
         >>> fddp.loopback(2, lambda group: fddp.broadcast_from(torch.tensor(group.rank), 1, group))
         [tensor(1), tensor(1)]
     """
-    return _linear(OperatorArgs("broadcast_from", group, mesh, axis, plan, root=root), tree)
+    return _operate(OperatorArgs("broadcast_from", group, mesh, axis, plan, root=root), tree)
 
 
 def pmax(
@@ -223,16 +218,7 @@ def pmax(
         >>> fddp.loopback(2, lambda group: fddp.pmax(torch.tensor(group.rank), group).item())
         [1, 1]
     """
-    args = OperatorArgs("pmax", group, mesh, axis, plan)
-    if is_dynamo_compiling():
-        return dynamo.operate(args, tree)  # type: ignore[no-any-return]
-    call, flattened = _prepare(args, tree)
-    if has_rules(flattened.leaves):
-        results = FddpMaximum.apply(call, *flattened.leaves)  # type: ignore[no-untyped-call]
-    else:
-        results = [rows.amax(0) for rows in run(call, flattened.leaves)]
-    rebuilt: Tree = flattened.rebuilt(results[: len(flattened.leaves)])
-    return rebuilt
+    return _operate(OperatorArgs("pmax", group, mesh, axis, plan), tree)
 
 
 def sync_on_backward(
@@ -269,47 +255,34 @@ def sync_on_backward(
         >>> fddp.loopback(2, f)
         [0.5, 0.5]
     """
-    args = OperatorArgs("sync_on_backward", group, mesh, axis, plan)
+    return _operate(OperatorArgs("sync_on_backward", group, mesh, axis, plan), tree)
+
+
+def _operate(args: OperatorArgs, tree: Tree) -> Tree:
+    """Validate arguments, flatten the tree, and run the operator. An error of the arguments is
+    reported to all ranks that take part."""
     if is_dynamo_compiling():
         return dynamo.operate(args, tree)  # type: ignore[no-any-return]
-    site = call_site()
-    communicator, place = resolve_communicator(args.operator, group, mesh, axis, site)
-    flattened = flatten_call(communicator, CallSpec(args.operator, place, -1, plan), tree, site)
-    if not has_rules(flattened.leaves):
-        return tree
-    call = Call(communicator, flattened.program, CallRecord(site))
-    call.record.number = communicator.next_call_number(place)
-    results = FddpMeanOnBackward.apply(call, *flattened.leaves)  # type: ignore[no-untyped-call]
-    rebuilt: Tree = flattened.rebuilt(results)
-    return rebuilt
-
-
-def _linear(args: OperatorArgs, tree: Tree) -> Tree:
-    if is_dynamo_compiling():
-        traced: Tree = dynamo.operate(args, tree)
-        return traced
-    call, flattened = _prepare(args, tree)
-    if has_rules(flattened.leaves):
-        results = FddpLinear.apply(call, *flattened.leaves)  # type: ignore[no-untyped-call]
-    else:
-        results = run(call, flattened.leaves)
-    if args.tiled and args.operator == "all_gather":
-        results = [result.flatten(0, 1) for result in results]
-    rebuilt: Tree = flattened.rebuilt(results)
-    return rebuilt
-
-
-def _prepare(args: OperatorArgs, tree: Any) -> tuple[Call, FlattenedCall]:
-    """Validate arguments and flatten the tree. An error is reported to all ranks that take part."""
-    operator, plan, site = args.operator, args.plan, call_site()
+    operator, site = args.operator, call_site()
     communicator, place = resolve_communicator(operator, args.group, args.mesh, args.axis, site)
+    backward_only = operator == "sync_on_backward"
     try:
-        root = checked_root(args.root, place) if operator == "broadcast_from" else -1
-        if plan is not None and not isinstance(plan, BucketPlan):
-            raise TypeError(f"{operator}: plan must be a BucketPlan, got {type(plan).__name__}")
-        spec = CallSpec(operator, place, root, plan, args.tiled)
+        spec = checked_spec(args, place)
         flattened = flatten_call(communicator, spec, tree, site)
     except Exception as error:
-        with outside_tracing():
-            handshake.abort_handshake(communicator, place, f"{operator}, called at {site}", error)
-    return Call(communicator, flattened.program, CallRecord(site)), flattened
+        if backward_only:
+            raise  # no rank waits
+        handshake.abort_handshake(communicator, place, f"{operator}, called at {site}", error)
+    call, leaves = Call(communicator, flattened.entry.program, CallRecord(site)), flattened.leaves
+    if has_rules(leaves):
+        if backward_only:
+            call.record.number = communicator.next_call_number(place)
+        results: Sequence[Tensor] = apply_rules(operator, call, leaves)
+    elif backward_only:
+        return tree
+    else:
+        results = run(call, leaves)
+        if operator == "pmax":
+            results = [rows.amax(0) for rows in results]
+    rebuilt: Tree = flattened.rebuilt(results)
+    return rebuilt

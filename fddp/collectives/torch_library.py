@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias, get_args
 
 import torch
@@ -33,7 +34,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fddp.collectives.calls import Call, CallRecord
 from fddp.collectives.communicator import Communicator, communicator_by_id
-from fddp.collectives.execute import run_eagerly, spread
+from fddp.collectives.execute import on_inexact, run_eagerly
 from fddp.collectives.operator_program import Operator, OperatorProgram
 from fddp.core.plan.leaf import LeafSpec
 from fddp.native.operands import have_derivatives
@@ -86,10 +87,7 @@ def call_to_json(call: Call) -> str:
         {
             "axes": program.place.axes,
             "root": program.root,
-            "paths": [unit.path for unit in program.units],
-            "shapes": [[int(size) for size in unit.shape] for unit in program.units],
-            "dtypes": [unit.dtype for unit in program.units],
-            "on": [unit.device for unit in program.units],
+            "units": [(u.path, [*map(int, u.shape)], u.dtype, u.device) for u in program.units],
             "devices": [str(device) for device in program.devices],
             "buckets": program.buckets,
             "batch": [int(size) for size in program.batch],
@@ -103,28 +101,19 @@ def call_to_json(call: Call) -> str:
 
 def call_of(operator: Operator, communicator: Communicator, text: str) -> Call:
     """A new call, from the JSON that `call_to_json` returned."""
-    program, roles, site, position = _parsed(operator, communicator, text)
-    record = CallRecord(site or None)  # type: ignore[arg-type]  # its text
-    record.position = position
-    return Call(communicator, program, record, roles)
 
+    def make() -> Parsed:
+        return _parse(operator, communicator, json.loads(text))
 
-def _parsed(operator: Operator, communicator: Communicator, text: str) -> Parsed:
-    known: dict[Any, Parsed] = communicator.known.setdefault("texts", {})
-    found = known.get((operator, text))
-    if found is None:
-        if len(known) >= _KNOWN_CALLS:
-            known.clear()
-        found = known[operator, text] = _parse(operator, communicator, json.loads(text))
-    return found
+    key = (operator, text)
+    program, roles, site, position = communicator.cached("texts", key, make, _KNOWN_CALLS)
+    return Call(communicator, program, CallRecord(site or None, position=position), roles)
 
 
 def _parse(operator: Operator, communicator: Communicator, fields: dict[str, Any]) -> Parsed:
     units = tuple(
         LeafSpec(path, tuple(shape), dtype, device=device)
-        for path, shape, dtype, device in zip(
-            fields["paths"], fields["shapes"], fields["dtypes"], fields["on"], strict=True
-        )
+        for path, shape, dtype, device in fields["units"]
     )
     program = OperatorProgram(
         operator,
@@ -152,11 +141,14 @@ class FddpRecorded(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *leaves: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.call = _as_linear(call)
+        program = call.program
+        if program.operator == "pmax":  # it gathers in a graph, and amax follows it there
+            program = replace(program, operator="all_gather")
+        ctx.call = replace(call, program=program)
         ctx.set_materialize_grads(False)
         # torch has disabled both modes here, but outer levels of transforms need them.
         with enable_grad(), _set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
-            return _recorded(call, leaves)
+            return _recorded(call, *leaves)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
@@ -168,22 +160,13 @@ class FddpRecorded(_SingleLevelFunction):
 
 
 def _derivative(call: Call, derived: Call, values: Sequence[Tensor | None]) -> list[Any]:
-    inexact = call.program.inexact
-    results = _recorded(derived, [values[k] for k in inexact])
-    return spread(results, inexact, len(call.program.units))
+    return on_inexact(call.program, partial(_recorded, derived), values)
 
 
-def _recorded(call: Call, leaves: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def _recorded(call: Call, *leaves: Tensor | None) -> tuple[Tensor, ...]:
     operator = getattr(torch.ops.fddp, call.program.operator).default
     *results, _ = operator(list(leaves), None, call.communicator.number, call_to_json(call))
     return tuple(results)
-
-
-def _as_linear(call: Call) -> Call:
-    """The linear call to differentiate. `pmax` in a graph gathers; `amax` follows it there."""
-    if call.program.operator != "pmax":
-        return call
-    return replace(call, program=replace(call.program, operator="all_gather"))
 
 
 def _register(operator: Operator) -> None:
@@ -192,26 +175,22 @@ def _register(operator: Operator) -> None:
         f"{operator}(Tensor?[] leaves, Tensor? after, int communicator, str call) -> Tensor[]"
     )
 
+    def found(communicator: int, call: str) -> Call:
+        return call_of(operator, communicator_by_id(communicator), call)
+
     def execute(
         leaves: Sequence[Tensor | None], after: Tensor | None, communicator: int, call: str
     ) -> list[Tensor]:
-        found = call_of(operator, communicator_by_id(communicator), call)
-        return [*run_eagerly(found, leaves), _token()]
+        return [*run_eagerly(found(communicator, call), leaves), _token()]
 
     def shapes(
         leaves: Sequence[Tensor | None], after: Tensor | None, communicator: int, call: str
     ) -> list[Tensor]:
-        program = call_of(operator, communicator_by_id(communicator), call).program
+        program = found(communicator, call).program
         rows = (program.place.size,) if operator in _WITH_ROWS else ()
-        return [
-            *(
-                torch.empty((*rows, *unit.shape), dtype=dtype, device=device)
-                for unit, dtype, device in zip(
-                    program.units, program.dtypes, program.devices, strict=True
-                )
-            ),
-            _token(),
-        ]
+        forms = zip(program.units, program.dtypes, program.devices, strict=True)
+        results = [torch.empty((*rows, *u.shape), dtype=d, device=on) for u, d, on in forms]
+        return [*results, _token()]
 
     def differentiable(
         leaves: Sequence[Tensor | None], after: Tensor | None, communicator: int, call: str
@@ -219,9 +198,8 @@ def _register(operator: Operator) -> None:
         own = [leaf for leaf in leaves if leaf is not None]
         is_transformed = torch._C._are_functorch_transforms_active()
         if is_transformed or have_derivatives(own, graphs=torch.is_grad_enabled()):
-            found = call_of(operator, communicator_by_id(communicator), call)
             with enable_single_level_autograd_function():
-                results = FddpRecorded.apply(found, *leaves)  # type: ignore[attr-defined]
+                results = FddpRecorded.apply(found(communicator, call), *leaves)  # type: ignore[attr-defined]
             return [*results, _token()]
         with torch._C._AutoDispatchBelowAutograd():
             below: list[Tensor] = getattr(torch.ops.fddp, operator)(

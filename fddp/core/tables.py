@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 
 def plain_table(
@@ -26,6 +26,29 @@ def plain_table(
         ).rstrip()
         for row in cells
     )
+
+
+def abridged(
+    count: int, row: Callable[[int], tuple[str, ...]], most: int, left_out: Sequence[str]
+) -> list[tuple[str, ...]]:
+    """Return rows 0 to `count`, or the first and last of them if there are more than `most`.
+
+    Args:
+        count: number of rows.
+        row: builds a row of at least `len(left_out)` columns.
+        most: number of rows to keep.
+        left_out: first columns of the row between them; `{}` stands for the number left out.
+
+    Example:
+        >>> abridged(5, lambda i: (str(i), "leaf"), 2, ("…", "({} more)"))
+        [('0', 'leaf'), ('…', '(3 more)'), ('4', 'leaf')]
+    """
+    if count <= most:
+        return [row(i) for i in range(count)]
+    head = [row(i) for i in range(most // 2)]
+    tail = [row(i) for i in range(count - most // 2, count)]
+    middle = [text.format(count - len(head) - len(tail)) for text in left_out]
+    return [*head, (*middle, *[""] * (len(head[0]) - len(middle))), *tail]
 
 
 def html_table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

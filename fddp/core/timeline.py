@@ -205,20 +205,16 @@ class StepTimes:
         collectives launched before it, whichever is later: collectives of one group run in order.
         """
         origin_s = self.backward_start_s
-        spans = [backward_span(self.backward_end_s - origin_s)]
+        backward_end_s, step_s = self.backward_end_s - origin_s, self.end_s - origin_s
+        spans = [backward_span(backward_end_s)]
         before_s = -origin_s
         for times in sorted(self.buckets, key=lambda times: (times.launch_s, times.done_s)):
             launch_s, done_s = times.launch_s - origin_s, times.done_s - origin_s
             start_s = min(max(launch_s, before_s), done_s)
             before_s = max(before_s, done_s)
-            label = f"bucket {times.bucket}"
-            spans.append(
-                Span(-1, "bucket", times.bucket, "group", label, launch_s, start_s, done_s)
-            )
-        step_s = self.end_s - origin_s
-        return Timeline(
-            tuple(spans), self.backward_end_s - origin_s, step_s, rank, rank_steps_s=(step_s,)
-        )
+            label, number = f"bucket {times.bucket}", times.bucket
+            spans.append(Span(-1, "bucket", number, "group", label, launch_s, start_s, done_s))
+        return Timeline(tuple(spans), backward_end_s, step_s, rank, rank_steps_s=(step_s,))
 
 
 def backward_span(end_s: float) -> Span:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Real
-from typing import Any
+from typing import Any, get_args
 
 import torch.distributed as dist
 from torch import Tensor, device, nn
@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.nn.parameter import UninitializedParameter
 
-from fddp.core.plan.defaults import CAP_MB
+from fddp.core.plan.defaults import CAP_MB, MIB
 from fddp.core.plan.leaf import MAX_COUNT
 from fddp.errors import NoGradientError
+from fddp.runtime.nonfinite import Policy
 from fddp.transport import LoopbackGroup
-from fddp.tree.planner import MIB_BYTES
 
 STATIC_FINDS_UNUSED = (
     "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` will "
@@ -119,10 +119,6 @@ class Options:
     first_cap_bytes: int
     listed_caps_bytes: tuple[int, ...]
 
-    def as_static(self) -> Options:
-        """Return the same settings with `static_graph=True`."""
-        return replace(self, arguments=replace(self.arguments, static_graph=True))
-
     @property
     def initial_caps_bytes(self) -> tuple[int, ...]:
         """Caps of the plan of the first step.
@@ -175,6 +171,18 @@ def group_of(arguments: Arguments) -> dist.ProcessGroup | LoopbackGroup:
     return group
 
 
+def check_policy(policy: Policy, *, delays: bool) -> None:
+    """Raise a ValueError if `nonfinite` is unknown, or does not support delayed parameters."""
+    if policy not in get_args(Policy):
+        raise ValueError(f"nonfinite must be one of {', '.join(get_args(Policy))}, got {policy!r}")
+    if delays and policy != "propagate":
+        raise ValueError(
+            f"nonfinite={policy!r} and delay_all_reduce_named_params can't be combined: "
+            f"parameters with a delayed all-reduce are averaged separately, and could be neither "
+            f"checked nor skipped with the others; leave out one of the two"
+        )
+
+
 def managed(module: nn.Module, ignored: frozenset[str]) -> dict[str, nn.Parameter]:
     """Return the parameters that are not ignored, by name; a shared one once, by its first name."""
     return {name: p for name, p in module.named_parameters() if name not in ignored}
@@ -183,9 +191,7 @@ def managed(module: nn.Module, ignored: frozenset[str]) -> dict[str, nn.Paramete
 def checked(module: nn.Module, arguments: Arguments) -> Options:
     """Check the arguments against the module, and derive the settings.
 
-    Args:
-        module: the module to wrap, after `make_local_`.
-        arguments: those of the constructor. Deprecation warnings point at its caller.
+    The module is taken after `make_local_`. Deprecation warnings point at the constructor's caller.
 
     Raises:
         NoGradientError: no parameter requires a gradient. It is a RuntimeError, as torch raises.
@@ -203,12 +209,10 @@ def checked(module: nn.Module, arguments: Arguments) -> Options:
     delayed = _delayed(arguments)
     ignored = _ignored_names(module) | delayed.keys()
     own = managed(module, ignored)
-    if not delayed:
-        _check_any_trains(own)
-    _check_initialised(own)
+    _check_parameters(own, has_delayed=bool(delayed))
     placed = [tensor.device for tensor in (own or delayed).values()]
     device_ids, output_device = _device_indices(arguments, set(placed))
-    batch_norms = _synced_batch_norms(module)
+    batch_norms = [n for n, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
     if batch_norms and placed[0].type == "cpu":
         raise ValueError(
             f"SyncBatchNorm layers only work with GPU modules, and {batch_norms[0]!r} is on the "
@@ -263,16 +267,13 @@ def _ignored_names(module: nn.Module) -> frozenset[str]:
     )
 
 
-def _check_any_trains(own: Mapping[str, nn.Parameter]) -> None:
-    if not any(p.requires_grad for p in own.values()):
+def _check_parameters(own: Mapping[str, nn.Parameter], has_delayed: bool) -> None:
+    if not has_delayed and not any(p.requires_grad for p in own.values()):
         raise NoGradientError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that "
             f"requires a gradient. This one has {len(own)} parameters that are not ignored; call "
             f"requires_grad_() on those to train, or use the module without the wrapper"
         )
-
-
-def _check_initialised(own: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in own.items():
         if isinstance(parameter, UninitializedParameter):
             raise RuntimeError(
@@ -310,10 +311,6 @@ def _device_indices(
             f"{sorted(map(str, devices))}. Leave both out unless the module is on one GPU"
         )
     return None, None
-
-
-def _synced_batch_norms(module: nn.Module) -> list[str]:
-    return [name for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
 
 
 def _warn_of_needless(arguments: Arguments) -> None:
@@ -354,17 +351,17 @@ def _caps(arguments: Arguments) -> tuple[int, int, tuple[int, ...]]:
         listed = tuple(_bytes("bucket_cap_mb_list", cap) for cap in arguments.bucket_cap_mb_list)
         return max(listed), max(listed), listed
     if arguments.bucket_cap_mb is None:
-        return int(CAP_MB * MIB_BYTES), dist._DEFAULT_FIRST_BUCKET_BYTES, ()
+        return int(CAP_MB * MIB), dist._DEFAULT_FIRST_BUCKET_BYTES, ()
     cap_bytes = _bytes("bucket_cap_mb", arguments.bucket_cap_mb)
     return cap_bytes, cap_bytes, ()
 
 
 def _bytes(name: str, cap_mb: object) -> int:
-    if not isinstance(cap_mb, Real) or not 0 <= float(cap_mb) * MIB_BYTES <= MAX_COUNT:
+    if not isinstance(cap_mb, Real) or not 0 <= float(cap_mb) * MIB <= MAX_COUNT:
         raise ValueError(
-            f"{name} must hold MB (of {MIB_BYTES} bytes), at least 0 and finite, got {cap_mb!r}"
+            f"{name} must hold MB (of {MIB} bytes), at least 0 and finite, got {cap_mb!r}"
         )
-    return max(1, int(float(cap_mb) * MIB_BYTES))  # with 0, every leaf has a bucket of its own
+    return max(1, int(float(cap_mb) * MIB))  # with 0, every leaf has a bucket of its own
 
 
 def _is_sparse(module: nn.Module, name: str) -> bool:

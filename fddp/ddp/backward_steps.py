@@ -45,34 +45,24 @@ _CAPTURED = (
 
 
 @dataclass
-class Switches:
-    """Settings that a training loop turns on and off.
+class Switch:
+    """On while backward passes synchronise gradients; shared by a wrapper and its driver."""
 
-    Attributes:
-        backward: True if backward passes synchronise gradients.
-        forward: True if forward passes synchronise buffers.
-    """
-
-    backward: bool = True
-    forward: bool = True
+    is_on: bool = True
 
 
 class BackwardDriver:
     """Begins a step at the first gradient of a backward pass, and ends it with the pass.
-
-    Args:
-        runner: runs the steps.
-        switches: shared with the wrapper.
 
     Attributes:
         runner: runs the steps.
         is_stopped: True if gradients are left alone.
     """
 
-    def __init__(self, runner: StepRunner, switches: Switches) -> None:
+    def __init__(self, runner: StepRunner, switch: Switch) -> None:
         self.runner = runner
         self.is_stopped = False
-        self._switches = switches
+        self._switch = switch
         self._lock = threading.RLock()
         self._end: weakref.ref[_End] | None = None
         self._reached_s = math.inf  # time at which the running backward pass reached an output
@@ -124,7 +114,7 @@ class BackwardDriver:
 
     def _on_output_grad(self) -> None:
         with self._lock:
-            if self._switches.backward and not self.is_stopped:
+            if self._switch.is_on and not self.is_stopped:
                 has_inputs = has_explicit_inputs()
                 if has_inputs and self.runner.parameters.are_captured():
                     raise TransformError(_CAPTURED)
@@ -136,7 +126,7 @@ class BackwardDriver:
 
     def _on_first_grad(self) -> None:
         with self._lock:
-            if not self._switches.backward:
+            if not self._switch.is_on:
                 return
             self._queue_end(required=True)
             if self.runner.step is None:
@@ -145,11 +135,7 @@ class BackwardDriver:
                     self.runner.open()
 
     def _queue_end(self, *, required: bool) -> None:
-        """Queue the end of the step in the autograd engine, unless it is queued.
-
-        Args:
-            required: False if a step is taken only if gradients come.
-        """
+        """Queue the end of the step; see `finish`."""
         if self._end is not None and self._end() is None:
             self.abort_stale_step()
         if self._end is None:

@@ -10,8 +10,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn import Module
 
 from fddp.collectives.replicas.broadcast import broadcast_, broadcast_tensors
+from fddp.core.protocol.differences import check_equal
 from fddp.core.protocol.messages import MappingOf
-from fddp.errors import DesyncError, PlanMismatchError
+from fddp.errors import DesyncError, FddpError, PlanMismatchError
 from fddp.native.pack import storage_use_count
 from fddp.runtime.agreement import exchange
 from fddp.transport import Transport
@@ -37,10 +38,8 @@ def broadcast_module(
     names = sorted(own)  # ranks may have registered them in another order
     tensors = [own[name].detach() for name in names]
     received = exchange(transport, _shapes(names, tensors), _SHAPES, "module")
-    if (difference := _difference(received)) is not None:
-        raise PlanMismatchError(
-            f"{difference}; build the module alike on all ranks, or pass init_sync=False"
-        )
+    way_out = "build the module alike on all ranks, or pass init_sync=False"
+    _check_equal(received, way_out, PlanMismatchError)
     _check_dense(names, tensors)
     broadcast_(transport, tensors, src)
 
@@ -100,10 +99,8 @@ def _check_alike(transport: Transport, names: list[str], tensors: list[Tensor]) 
     if transport.size_cache.get("buffers") == known:
         return
     received = exchange(transport, _shapes(names, tensors), _SHAPES, "buffers")
-    if (difference := _difference(received)) is not None:
-        raise DesyncError(
-            f"{difference}; keep buffers alike on all ranks, or pass broadcast_buffers=False"
-        )
+    way_out = "keep buffers alike on all ranks, or pass broadcast_buffers=False"
+    _check_equal(received, way_out, DesyncError)
     _check_dense(names, tensors)
     transport.size_cache["buffers"] = known
 
@@ -128,10 +125,7 @@ def _shape(tensor: Tensor) -> str:
     return text if tensor.layout is torch.strided else f"{text}, {tensor.layout}"
 
 
-def _difference(received: list[dict[str, str]]) -> str | None:
-    for rank, theirs in enumerate(received):
-        for name in sorted(received[0].keys() | theirs.keys()):
-            mine, other = received[0].get(name, "missing"), theirs.get(name, "missing")
-            if mine != other:
-                return f"{name!r} of the module is {mine} on rank 0 and {other} on rank {rank}"
-    return None
+def _check_equal(received: list[dict[str, str]], way_out: str, error: type[FddpError]) -> None:
+    for name in sorted(set().union(*received)):
+        found = [shapes.get(name, "missing") for shapes in received]
+        check_equal(f"{name!r} of the module", found, way_out, error)

@@ -9,10 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fddp.ddp.nonfinite import check_steps_wait
 from fddp.ddp.state import WrapperState
 from fddp.hooks import Hook, TorchHook, builtin
-from fddp.sync.hook_states import checked_states
 
 
 class CommHooks(WrapperState):
@@ -71,7 +69,7 @@ class CommHooks(WrapperState):
                 "new wrapper for another hook",
             )
         engine.set_hook(hook)
-        self._recorder.note(comm_hook=name)
+        self.logger.note(comm_hook=name)
 
     def _setup_in_backward_optimizers(self) -> None:
         """Make optimizers that run in backward wait for the mean.
@@ -79,7 +77,7 @@ class CommHooks(WrapperState):
         See `torch.distributed.optim._apply_optimizer_in_backward`.
         """
         if any(hasattr(param, "_in_backward_optimizers") for param in self._module_parameters):
-            check_steps_wait(self._nonfinite, "_apply_optimizer_in_backward")
+            self._check_steps_wait("_apply_optimizer_in_backward")
         # In both modes, `.grad` is no view of a bucket when the hook runs.
         as_view, self.gradient_as_bucket_view = self.gradient_as_bucket_view, False
         try:
@@ -89,8 +87,17 @@ class CommHooks(WrapperState):
 
     def _register_fused_optim(self, *args: Any, **kwargs: Any) -> None:
         """Run an optimizer in a hook, bucket by bucket, as torch does."""
-        check_steps_wait(self._nonfinite, "_register_fused_optim")
+        self._check_steps_wait("_register_fused_optim")
         super()._register_fused_optim(*args, **kwargs)
+
+    def _check_steps_wait(self, way: str) -> None:
+        # Gradients are checked at the end of a step; an optimizer must not have used some before.
+        if self._nonfinite != "propagate":
+            raise ValueError(
+                f"nonfinite={self._nonfinite!r} and {way} can't be combined: the optimizer steps "
+                f"bucket by bucket, before it is known if all gradients are finite; call "
+                f"optimizer.step() after backward, or leave out nonfinite"
+            )
 
     @property
     def comm_hook_state(self) -> Any:
@@ -100,7 +107,7 @@ class CommHooks(WrapperState):
     @comm_hook_state.setter
     def comm_hook_state(self, states: Any) -> None:
         engine = self.steps.engine
-        engine.hook_states = tuple(checked_states(engine, states, "comm_hook_state"))
+        engine.hook_states = engine.checked_states(states, "comm_hook_state")
 
 
 def _annotation(hook: Any, name: str) -> Any:

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fddp.collectives.replicas.broadcast import broadcast
+from fddp.core.plan.defaults import MIB
 from fddp.core.plan.leaf import MAX_COUNT
 from fddp.ddp.weak_callback import weak_callback
 from fddp.sync.grad_sync import GradSync
 from fddp.transport import Group
-from fddp.tree.planner import MIB_BYTES
 
 
 class Delayed:
@@ -60,7 +60,7 @@ class Delayed:
         values = {name: parameter.detach() for name, parameter in self._parameters.items()}
         for name, value in broadcast(values, group=group).items():
             values[name].copy_(value)
-        whole_mb = MAX_COUNT // MIB_BYTES
+        whole_mb = MAX_COUNT // MIB
         self._sync = GradSync(
             values,
             group=group,

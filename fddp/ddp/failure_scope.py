@@ -94,11 +94,8 @@ class FailurePropagation(WrapperState):
         return steps if steps.engine.step == step or steps.is_broken_off else None
 
     def _report(self, steps: BackwardDriver, error: BaseException, done: int) -> None:
-        """Run the remaining collectives of a step, and report the error in it.
-
-        Args:
-            done: number of rounds of collectives around forward passes that this rank has run.
-        """
+        """Report the error in the rest of a step, `done` of whose rounds around forward passes this
+        rank has run."""
         raised_at = error.__traceback__
         try:
             steps.publish_failure(error)  # first, because others may wait in their forward pass

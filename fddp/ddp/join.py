@@ -38,10 +38,6 @@ _HAS_INPUT, _SYNCS, _LEAVES = 1, 2, 4  # flags of a vote
 class ModuleJoinHook(JoinHook):
     """Hook that `Join` calls on a rank without further input.
 
-    Args:
-        ddp: the wrapped module.
-        divide_by_initial_world_size: True if joined ranks count in the mean.
-
     Raises:
         AssertionError: `ddp` is no wrapped module.
     """
@@ -87,12 +83,7 @@ class _CountedHere(_JoinConfig):
 
 
 class ModuleJoin(Join):
-    """`Join` of one wrapped module; see [Note: counting who is left].
-
-    Args:
-        ddp: the wrapped module.
-        divide, enable, throw_on_early_termination: as for `DistributedDataParallel.join`.
-    """
+    """`Join` of one wrapped module; see [Note: counting who is left]."""
 
     def __init__(
         self, ddp: WrapperState, *, divide: bool, enable: bool, throw_on_early_termination: bool
@@ -175,7 +166,7 @@ class UnevenInputs(WrapperState):
         """
         divide = kwargs.get("divide_by_initial_world_size", True)
         hook = ModuleJoinHook(self, divide)
-        self._recorder.note(join_uneven_inputs=1)
+        self.logger.note(join_uneven_inputs=1)
         return hook
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
@@ -252,12 +243,7 @@ def some_sync(ddp: WrapperState, *, mine: bool) -> bool:
     """
     if isinstance(ddp._join_config, _CountedHere):
         return bool(ddp._forward_collectives.some_sync)
-    return any_rank(ddp.steps.engine.transport, mine=mine)
-
-
-def any_rank(transport: Transport, *, mine: bool) -> bool:
-    """Return True if any rank votes for it. A collective call."""
-    return last_rank(transport, mine=mine) is not None
+    return last_rank(ddp.steps.engine.transport, mine=mine) is not None
 
 
 def last_rank(transport: Transport, *, mine: bool) -> int | None:

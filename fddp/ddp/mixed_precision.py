@@ -43,7 +43,9 @@ class MixedPrecision:
         self._dtype = config.param_dtype
         self._casts: ParameterSwap | None = None
         if config.buffer_dtype is not None:
-            _cast_buffers_(module, config.buffer_dtype)
+            for buffer in module.buffers():
+                if _is_castable(buffer, config.buffer_dtype):
+                    buffer.data = buffer.to(config.buffer_dtype)  # keeps the tensor object
         if self._dtype is not None:
             self._casts = ParameterSwap(module, self._cast, _in_backward)
 
@@ -94,12 +96,6 @@ class _Cast(torch.autograd.Function):
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() >= 0
-
-
-def _cast_buffers_(module: nn.Module, dtype: torch.dtype) -> None:
-    for buffer in module.buffers():
-        if _is_castable(buffer, dtype):
-            buffer.data = buffer.to(dtype)  # keeps the tensor object
 
 
 def _is_castable(tensor: Tensor, dtype: torch.dtype) -> bool:

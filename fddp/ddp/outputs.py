@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -82,14 +83,8 @@ def _attributes(value: Any) -> Iterator[Any]:
     for kind in type(value).__mro__:
         for slot in vars(kind).values():
             if isinstance(slot, types.MemberDescriptorType):
-                yield from _in_slot(slot, value)
+                with suppress(AttributeError):  # unset
+                    yield slot.__get__(value)
     own = getattr(value, "__dict__", None)
     if isinstance(own, Mapping):
         yield from list(own.values())
-
-
-def _in_slot(slot: types.MemberDescriptorType, value: Any) -> tuple[Any, ...]:
-    try:
-        return (slot.__get__(value),)
-    except AttributeError:  # unset
-        return ()

@@ -22,7 +22,6 @@ class ParameterSwap:
     """Swaps parameters for substitutes. Construction hooks the module and its submodules.
 
     Args:
-        module: the module.
         substitute: called with a submodule, the name of a parameter and the parameter; returns the
             substitute, or None for no swap. Called once for a shared parameter.
         is_wanted: returns True if a submodule called outside of `over` needs substitutes.

@@ -20,11 +20,7 @@ Change = Literal["none", "swapped", "changed"]
 
 
 class ParameterWatch:
-    """Watches the parameters of one module.
-
-    Args:
-        module: the module.
-        ignored: names of parameters to leave alone.
+    """Watches the parameters of one module, except for ignored ones.
 
     Attributes:
         params: trainable parameters by name, as of the last `find_replaced`.
@@ -45,7 +41,6 @@ class ParameterWatch:
         children = [m._modules for m in modules]
         self._seen: Any = extension.load().CachedStructure([*self._tables, *children])
         every = managed(self._module, self._ignored)
-        self._trainable = [param for param in every.values() if param.requires_grad]
         self._frozen = [param for param in every.values() if not param.requires_grad]
         self.params = {name: param for name, param in every.items() if param.requires_grad}
         self.latest.clear()
@@ -78,7 +73,7 @@ class ParameterWatch:
     @property
     def all_frozen(self) -> bool:
         """True if no parameter requires a gradient at present."""
-        return not any(param.requires_grad for param in self._trainable)
+        return not any(param.requires_grad for param in self.params.values())
 
     @property
     def has_buffers(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from fddp.ddp.arguments import Options
 from fddp.runtime.agreement import Rebuild, SyncConfig
 from fddp.runtime.nonfinite import Policy
 from fddp.transport import Transport, TransportName
-from fddp.transport.mesh import GroupAndTopology
+from fddp.transport.mesh import GroupAndTopology, transport_error
 from fddp.tree.planner import plan_buckets
 
 
@@ -24,11 +24,8 @@ class ModuleRequest:
     Attributes:
         params: parameters to synchronise, by name, in the order of their registration.
         options: caps, and the names of parameters with sparse gradients.
-        span: the group to communicate with.
         last_is_small: True if the first cap belongs to the bucket that is launched last, also after
             the plan has been rebuilt (`DDP_SET_LAST_BUCKET_CAP`).
-        transport: name of the transport.
-        nonfinite: policy for steps with a non-finite number.
     """
 
     params: Mapping[str, Tensor]
@@ -38,7 +35,7 @@ class ModuleRequest:
     transport: TransportName = "auto"
     nonfinite: Policy = "propagate"
 
-    usable_timeout_s = None  # the group's own
+    timeout_s = None  # the group's own
     is_foreign = False
     title = "DistributedDataParallel"
 
@@ -46,16 +43,15 @@ class ModuleRequest:
         """Return the configuration that ranks must have in common.
 
         As in DDP, the first plan counts caps from the parameters registered first, whose gradients
-        arrive last. The rebuilt plan counts them in the order in which gradients arrive.
+        arrive last, and launches the bucket with the earliest registered parameter last. The
+        rebuilt plan counts caps in the order in which gradients arrive.
 
         Raises:
             ValueError: the transport is not of the requested kind.
         """
-        if self.transport not in ("auto", transport.name):
-            raise ValueError(
-                f"transport={self.transport!r} does not fit this group; "
-                f"pass 'auto' or {transport.name!r}"
-            )
+        problem = transport_error(self.transport, transport)
+        if problem is not None:
+            raise problem
         plan = plan_buckets(dict(self.params), sparse=self.options.sparse & self.params.keys())
         first = plan_leaves(
             plan.leaves,
@@ -63,8 +59,10 @@ class ModuleRequest:
             caps_bytes=self.options.initial_caps_bytes,
             from_back=True,
         )
+        position = {leaf: number for number, leaf in enumerate(plan.order)}  # registered last: 0
+        buckets = sorted(first.buckets, key=lambda bucket: max(position[i] for i in bucket.leaves))
         return SyncConfig(
-            plan=first,
+            plan=replace(first, buckets=tuple(buckets)),
             given=False,
             transport=self.transport,
             reduce_dtype=None,

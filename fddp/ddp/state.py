@@ -15,18 +15,20 @@ from torch.autograd import Variable
 from torch.nn import Module
 
 from fddp.collectives.replicas.broadcast import AT_ONCE_BYTES
+from fddp.core.plan.plan import BucketPlan
+from fddp.core.timeline import Timeline
 from fddp.ddp.arguments import AS_GIVEN, Arguments, Options, group_of, managed
-from fddp.ddp.backward_steps import BackwardDriver, Switches
+from fddp.ddp.backward_steps import BackwardDriver, Switch
 from fddp.ddp.debug_logs import log_initialised
 from fddp.ddp.delayed_all_reduce import Delayed
-from fddp.ddp.logger import Recorder
-from fddp.ddp.logging_data import StaticLoggingData, start_log
+from fddp.ddp.logging_data import Recorder
 from fddp.ddp.mixed_precision import wire_dtype
 from fddp.ddp.parameter_watch import ParameterWatch
 from fddp.ddp.request import ModuleRequest
 from fddp.ddp.step_runner import StepRunner
 from fddp.errors import FddpError, InternalError
 from fddp.hooks import cast as cast_hook
+from fddp.telemetry.step_info import SyncInfo
 from fddp.transport import Group
 from fddp.transport.mesh import GroupAndTopology
 
@@ -40,7 +42,6 @@ _NOT_STATE = (
     "logger",
     "_steps",
     "_watch",
-    "_recorder",
     "_delayed",
     "_forward_collectives",
 )
@@ -93,12 +94,13 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
         self._use_python_reducer = False
         self.broadcast_bucket_size = AT_ONCE_BYTES
         self._delay_all_reduce_params: list[Tensor] = []
-        self._switches = Switches()
+        self._switch = Switch()
+        self.require_forward_param_sync = True  # the next forward synchronises buffers
         self._lazy_init_ran = False
 
     def _attach(self) -> None:
         """Set the attributes that belong to this process. A copy makes its own."""
-        self.logger = self._recorder = Recorder()
+        self.logger = Recorder()
         self._watch = ParameterWatch(self.module, self._options.ignored)
         self._steps: BackwardDriver | None = None
         self._all_delayed = not self._watch.params
@@ -145,15 +147,15 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
             find_unused=self.find_unused_parameters,
             static=self.static_graph,
             replace=self.gradient_as_bucket_view,
-            recorder=self._recorder,
+            recorder=self.logger,
         )
-        steps = BackwardDriver(runner, self._switches)
+        steps = BackwardDriver(runner, self._switch)
         log_initialised(self._options.cap_bytes, self._options.first_cap_bytes)
-        self._recorder.log = start_log(self._facts(steps))
+        self._start_log(steps)
         wire = wire_dtype(self.mixed_precision) if self.mixed_precision else None
         if wire is not None:
             steps.engine.set_hook(cast_hook(wire))
-            self._recorder.note(comm_hook=f"{wire} gradients")
+            self.logger.note(comm_hook=f"{wire} gradients")
         return steps
 
     def _request(self) -> ModuleRequest:
@@ -166,22 +168,18 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
             nonfinite=self._nonfinite,
         )
 
-    def _facts(self, steps: BackwardDriver) -> StaticLoggingData:
-        group = self.process_group
+    def _start_log(self, steps: BackwardDriver) -> None:
+        group, transport = self.process_group, steps.engine.transport
         backend = dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "loopback"
-        return StaticLoggingData(
+        self.logger.start(
+            self._options,
+            steps.engine.program.plan,
+            steps.runner.usage.names,
+            backend,
             module_name=type(self.module).__name__,
-            rank=steps.engine.transport.rank,
-            world_size=steps.engine.transport.world_size,
-            backend_name=backend,
-            backend_threads=2 if backend == "gloo" else None,
-            options=self._options,
-            plan=steps.engine.program.plan,
-            names=tuple(steps.runner.usage.names),
-            environment=os.environ,
+            rank=transport.rank,
+            world_size=transport.world_size,
         )
-
-    # Switches
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -189,24 +187,89 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
 
         `no_sync` turns it off. Both the forward and the backward pass must be outside of it.
         """
-        return self._switches.backward
+        return self._switch.is_on
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, on: bool) -> None:
-        self._switches.backward = on
-
-    @property
-    def require_forward_param_sync(self) -> bool:
-        """True if the next forward synchronises buffers."""
-        return self._switches.forward
-
-    @require_forward_param_sync.setter
-    def require_forward_param_sync(self, on: bool) -> None:
-        self._switches.forward = on
+        self._switch.is_on = on
 
     @property
     def _syncs(self) -> bool:
-        return torch.is_grad_enabled() and self._switches.backward
+        return torch.is_grad_enabled() and self._switch.is_on
+
+    # Plan, times and logging data
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The bucket plan in force."""
+        return self.steps.engine.program.plan
+
+    @property
+    def skipped(self) -> bool:
+        """True if all ranks left out the last step, under `nonfinite="skip"`."""
+        return self._steps is not None and self._steps.runner.skipped
+
+    def keep_sync_info(self) -> None:
+        """Measure every step from now on, at the cost of `with_info=True`; see `sync_info`.
+
+        A `Monitor` on the wrapped module calls it.
+        """
+        self.logger.keeps_all = True
+
+    @property
+    def sync_info(self) -> SyncInfo | None:
+        """Measurements of the last measured step, or None before the first.
+
+        Every step is measured after `keep_sync_info()`, otherwise the steps listed at `timeline`.
+        The forward pass begins with the last call of the wrapped module. Backward begins when a
+        gradient reaches one of its outputs.
+
+        Example:
+            >>> import fddp, torch
+            >>> def train(group):
+            ...     model = torch.nn.Linear(2, 1, bias=False)
+            ...     ddp = fddp.DistributedDataParallel(model, process_group=group)
+            ...     ddp(torch.tensor([[3.0, 4.0]])).sum().backward()
+            ...     return ddp.sync_info.step, ddp.sync_info.grad_norm
+            >>> fddp.loopback(2, train)
+            [(0, 5.0), (0, 5.0)]
+        """
+        return self.logger.info
+
+    def timeline(self) -> Timeline:
+        """Return the times of the last measured step: number 0 to 10, then one in a hundred.
+
+        `_set_ddp_runtime_logging_sample_rate` changes the rate.
+
+        Raises:
+            ValueError: no step has been measured yet.
+        """
+        if self.logger.info is None:
+            raise ValueError("no step has been taken yet; call backward first")
+        return self.logger.info.timeline.to_timeline()
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Return DDP's logging data under DDP's keys; sizes in bytes, times in nanoseconds."""
+        usage = self.steps.runner.usage  # starts the log, too
+        data: dict[str, Any] = dict(self.logger.data)
+        if usage.last is not None:
+            data["can_set_static_graph"] = int(usage.is_static)
+        return data
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Record one in `sample_rate` steps, after the first ten."""
+        if sample_rate < 1:
+            self._log_and_throw(
+                ValueError,
+                f"DDP runtime logging sample rate should be equal or greater than 1, "
+                f"got {sample_rate}",
+            )
+        self.logger.sample_rate = sample_rate
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """True if the plan follows the order in which gradients arrived."""
+        return self._steps is not None and not self._steps.engine.program.control.with_order
 
     # Life cycle
 

@@ -22,19 +22,24 @@ from torch.autograd.graph import get_gradient_edge
 
 from fddp.core.protocol.calls import Method
 from fddp.ddp.debug_logs import log_rebuilt
-from fddp.ddp.logger import Recorder
-from fddp.ddp.nonfinite import SKIP_IN_CONTEXT
+from fddp.ddp.logging_data import Recorder
 from fddp.ddp.request import ModuleRequest
-from fddp.ddp.unused_parameters import ParameterUse, Usage
+from fddp.ddp.unused_parameters import GraphChangedError, ParameterUse, Usage
 from fddp.errors import FddpError, InternalError, PlanMismatchError
-from fddp.native.autograd_leaves import param_set
-from fddp.runtime.context import Outcome
+from fddp.native.autograd_leaves import add_to_context, param_set
 from fddp.runtime.contributions import BackwardContributions, Contributions, TreeContributions
 from fddp.runtime.failures import peer_error
+from fddp.runtime.state import Outcome
 from fddp.runtime.step import Step
 from fddp.runtime.step_info import make_info
 from fddp.sync.engine import Engine
 from fddp.tree.pytree import flatten
+
+_SKIP_IN_CONTEXT = (
+    "nonfinite='skip' can't skip a step whose gradients are in a context of distributed autograd: "
+    "gradients can't be removed from there, and the optimizer would use each rank's own; build the "
+    "wrapper with nonfinite='raise'"
+)
 
 
 class ParametersChangedError(FddpError):
@@ -51,20 +56,21 @@ class _NoGraphInfo(NamedTuple):
 class HookedParameters:
     """Parameters in the order of the plan's leaves, with hooks for their gradients.
 
-    Args:
-        params: parameters by name.
-        on_first_grad: called before the first gradient of a step.
-
-    Attributes:
-        leaves: the parameters.
-        names: their names.
-        hooks: the hooks. They are removed when this object is freed.
+    The hooks are removed when this object is freed. They call `on_first_grad` before the first
+    gradient of a step. With `undefined_counts`, an undefined gradient stands for zeros.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], on_first_grad: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        on_first_grad: Callable[[], None],
+        *,
+        undefined_counts: bool,
+    ) -> None:
         self.leaves, treedef = flatten(dict(params))
         self.names = treedef.paths
         self.hooks = param_set(self.leaves, on_first_grad)
+        self.hooks.count_undefined(undefined_counts)
         self._all_names = frozenset(self.names)
         self._counts: Sequence[int] = ()
         self._ranks: Mapping[str, int] = {}  # the same counts by name
@@ -98,11 +104,9 @@ class StepRunner:
     """Runs the steps of a wrapped module on the engine. Construction is a collective call.
 
     Args:
-        request: the parameters and their bucketing.
         find_unused, static: as for `Usage`.
         replace: True if results replace gradients that were there before, instead of being written
             into them.
-        recorder: records the steps that it wants.
 
     Attributes:
         engine: the engine, which owns the plan.
@@ -149,7 +153,11 @@ class StepRunner:
 
     def set_parameters(self, on_first_grad: Callable[[], None]) -> None:
         """Hook the parameters of the request."""
-        self.parameters = HookedParameters(self._request.params, on_first_grad)
+        self.parameters = HookedParameters(
+            self._request.params,
+            on_first_grad,
+            undefined_counts=self.usage.reports_unused,
+        )
 
     def change_parameters(self, request: ModuleRequest, on_first_grad: Callable[[], None]) -> None:
         """Replace the parameters; see [Note: changed parameters]."""
@@ -159,6 +167,11 @@ class StepRunner:
         self.set_parameters(on_first_grad)
         self.usage.params = request.params
         self._changed = True
+
+    def declare_static(self) -> None:
+        """Require that all steps use the same parameters."""
+        self.usage.static = True
+        self.parameters.hooks.count_undefined(self.usage.reports_unused)
 
     @property
     def is_begun(self) -> bool:
@@ -211,19 +224,28 @@ class StepRunner:
     def open_distributed(self, context: int) -> None:
         """Open a step over the gradients in a context of distributed autograd.
 
-        Backward has ended. Results are written over this rank's gradients in the context.
+        Backward has ended. Results are written over this rank's gradients in the context, and
+        added to it where this rank has none.
         """
         from torch.distributed.autograd import get_gradients
 
+        params = self.parameters.leaves
         grads = get_gradients(context)
-        own = [grads.get(param) for param in self.parameters.leaves]
+        own = [grads.get(param) for param in params]
         self.step = self.engine.open(Method.MODULE, with_stats=False)
         if self.engine.terms.nonfinite == "skip":
-            self.step.fail(ValueError(SKIP_IN_CONTEXT))
+            self.step.fail(ValueError(_SKIP_IN_CONTEXT))
             return
         contributions = TreeContributions(self.engine.program, own, 1.0)
-        self.step.begin(contributions, self.parameters.leaves)
-        self._write = partial(_copy_to, own)
+        self.step.begin(contributions, params)
+
+        def write(results: Sequence[Tensor | None]) -> None:
+            _copy_to(own, results)
+            rows = zip(params, own, results, strict=True)
+            new = [(p, result) for p, grad, result in rows if grad is None and result is not None]
+            add_to_context(context, new)
+
+        self._write = write
 
     def finish(self, reached_s: float) -> None:
         """Close the step after backward has ended, and write its results.
@@ -243,6 +265,7 @@ class StepRunner:
                 outcome = self._repeat()
         except BaseException:
             self.restore_grads()
+            self._raise_changed_graph()
             raise
         step, report = self.step, outcome.report
         if step.program.control.with_order and not self.engine.program.control.with_order:
@@ -275,6 +298,16 @@ class StepRunner:
         problem = self.usage.problem(here)
         if problem is not None and self.step is not None:
             self.step.fail(problem)
+
+    def _raise_changed_graph(self) -> None:
+        """Raise one error on all ranks if a graph changed that was declared static, and no rank
+        failed for another reason."""
+        kind = f"{GraphChangedError.__name__}: "
+        texts = [text for text in (self.step.failures if self.step else ()) if text]
+        if texts and all(text.startswith(kind) for text in texts):
+            advice = "No rank has gradients of this step; the group is in step and can go on"
+            changes = [text.removeprefix(kind) for text in texts]
+            raise RuntimeError("\n".join([*changes, advice])) from None
 
     def close_step(self) -> Outcome:
         """Close the open step and return its outcome.
@@ -382,9 +415,8 @@ class StepRunner:
 
 def _engine(request: ModuleRequest) -> Engine:
     engine = Engine(request)
-    engine.lifecycle.set_label(
-        "this DistributedDataParallel", "make a new one of its module, on a working group"
-    )
+    engine.label = "this DistributedDataParallel"
+    engine.advice = "make a new one of its module, on a working group"
     return engine
 
 

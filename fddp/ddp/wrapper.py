@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,19 +20,17 @@ from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 
-from fddp.ddp.arguments import STATIC_FINDS_UNUSED, Arguments, checked, group_of
-from fddp.ddp.broadcast import broadcast_module
-from fddp.ddp.buffers import BufferSync
+from fddp.ddp.arguments import STATIC_FINDS_UNUSED, Arguments, check_policy, checked, group_of
+from fddp.ddp.broadcast import broadcast_buffers, broadcast_module, buffers_of
 from fddp.ddp.comm_hooks import CommHooks
 from fddp.ddp.failure_scope import FailurePropagation
-from fddp.ddp.introspection import Introspection
-from fddp.ddp.join import UnevenInputs, notify, some_sync
+from fddp.ddp.join import UnevenInputs, last_rank, notify, some_sync
 from fddp.ddp.mixed_precision import MixedPrecision
-from fddp.ddp.nonfinite import check_policy
 from fddp.ddp.outputs import find_tensors
 from fddp.ddp.reducer_facade import Reducer
 from fddp.ddp.tensor_parallel import make_local_
 from fddp.runtime.nonfinite import Policy
+from fddp.telemetry.flight.dump import dump_failures
 from fddp.transport import TransportName
 
 _LOCAL_GRADIENTS = (
@@ -41,9 +40,7 @@ _LOCAL_GRADIENTS = (
 )
 
 
-class DistributedDataParallel(
-    BufferSync, UnevenInputs, Introspection, CommHooks, FailurePropagation
-):
+class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
     """Wrapper that averages a module's gradients over ranks while backward runs.
 
     Drop-in replacement for `torch.nn.parallel.DistributedDataParallel` with the same arguments,
@@ -202,13 +199,13 @@ class DistributedDataParallel(
         )
 
     def _prepare(self, changed: bool) -> None:
-        self._recorder.forward_start_s = time.perf_counter()
+        self.logger.forward_start_s = time.perf_counter()
         steps, syncs = self.steps, self._syncs
         steps.abort_stale_step()
         if not self._lazy_init_ran:
             self._lazy_init()
         if syncs:
-            self._recorder.iterations += 1
+            self.logger.iterations += 1
         if torch.is_grad_enabled():
             self._raise_pending()
         if syncs:
@@ -216,7 +213,7 @@ class DistributedDataParallel(
         steps.runner.usage.joining = self._join_config.enable
         if changed or not steps.runner.parameters.hooks.intact():
             steps.change(self._request())
-            self._recorder.renumber(steps.runner.usage.names)
+            self.logger.renumber(steps.runner.usage.names)
         if torch.is_grad_enabled():
             steps.begin_forward()
         self._sync_before_forward()
@@ -263,6 +260,49 @@ class DistributedDataParallel(
         self._forward_collectives.done += 1
         self._forward_collectives.is_open = False
 
+    # Buffers
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """Synchronised buffers, by name."""
+        return buffers_of(self.module, self._options.ignored)
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """Synchronised buffers."""
+        return list(self.named_module_buffers.values())
+
+    def will_sync_module_buffers(self) -> bool:
+        """Return True if the next forward synchronises at least one buffer."""
+        # Walking a module for its buffers costs more than the rest of the work before a forward.
+        is_on = self.require_forward_param_sync and self.forward_sync_buffers
+        return is_on and self._watch.has_buffers and bool(self.named_module_buffers)
+
+    def _assign_modules_buffers(self) -> None:
+        """No-op. Buffers are looked up when needed."""
+
+    def _sync_buffers(self, *, has_inputs: bool = True) -> None:
+        """Broadcast buffers from rank 0, or within `join` from a rank that still has inputs."""
+        if torch._C._current_graph_task_id() >= 0:
+            return  # a checkpoint runs forward again, and ranks may be at different points
+        self.steps.engine.check_usable()
+        transport = self.steps.engine.transport
+        src = 0
+        if self._join_config.enable:
+            src = last_rank(transport, mine=has_inputs) or 0
+        with dump_failures(), torch.no_grad(), torch.inference_mode(False):
+            if not hasattr(self, "buffer_hook"):
+                broadcast_buffers(transport, self.module, self._options.ignored, src)
+                return
+            hook = self.buffer_hook
+            # The hook may call operators, and also runs on ranks that have failed.
+            with transport.step_scope(None):
+                state, buffers = hook.buffer_comm_hook_state, self.named_module_buffers
+                futures = hook.buffer_comm_hook(state, buffers)
+            self.steps.runner.work.extend(future.wait for future in futures or ())
+
+    # Errors and settings
+
     def _raise_pending(self) -> None:
         if self._steps is not None and self._steps.runner.usage.pending:
             self._log_and_throw(RuntimeError, self._steps.runner.usage.pending)
@@ -273,16 +313,17 @@ class DistributedDataParallel(
                 "You've set static_graph to be True, no need to set it again.", stacklevel=2
             )
             return
-        if self._recorder.iterations:
+        if self.logger.iterations:
             self._log_and_throw(
                 RuntimeError,
                 f"_set_static_graph() should be called before training loop starts, and this "
-                f"wrapper has run {self._recorder.iterations} forward passes",
+                f"wrapper has run {self.logger.iterations} forward passes",
             )
         self.static_graph = True
-        self._options = self._options.as_static()
-        self.steps.runner.usage.static = True
-        self._recorder.note(static_graph=1)
+        static = replace(self._options.arguments, static_graph=True)
+        self._options = replace(self._options, arguments=static)
+        self.steps.runner.declare_static()
+        self.logger.note(static_graph=1)
         if self.find_unused_parameters:
             warnings.warn(STATIC_FINDS_UNUSED, stacklevel=2)
 

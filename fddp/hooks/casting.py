@@ -15,11 +15,7 @@ from fddp.hooks.hook import AllReduce, Bucket, BucketSpec
 
 @dataclass(frozen=True)
 class Cast(Stateless):
-    """Hook that sums buckets in another dtype; complex numbers as pairs.
-
-    Attributes:
-        dtype: a floating dtype.
-    """
+    """Hook that sums buckets in another dtype; see `cast`."""
 
     dtype: torch.dtype
 

@@ -41,6 +41,17 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def split_views(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Views of consecutive parts of a flat tensor, with these shapes.
+
+    Example:
+        >>> split_views(torch.arange(3), [(2,), ()])
+        [tensor([0, 1]), tensor(2)]
+    """
+    parts = torch.split_with_sizes(flat, [prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
 def joined_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenated bytes of contiguous tensors, shape `(n,)`, uint8.
 

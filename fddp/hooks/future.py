@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -42,7 +42,14 @@ class Future(ABC, Generic[T]):
         Raises:
             TypeError: `fn` returned a `Future`; raised when the value is requested.
         """
-        return _Mapped(self, fn)
+
+        def take() -> U:
+            value = fn(self.wait())
+            if isinstance(value, Future):
+                raise TypeError("the function passed to map returned a Future; use then instead")
+            return value
+
+        return _Started(lambda: self.done, take, self)
 
     def then(self, fn: Callable[[T], Future[U]]) -> Future[U]:
         """A future of the next stage, which `fn(value)` starts.
@@ -93,50 +100,29 @@ class _Ready(Future[T]):
 
 
 class _Started(Future[T]):
-    def __init__(self, is_ready: Callable[[], bool], take: Callable[[], T]) -> None:
+    """Future of a value that `take` returns. `source` has earlier stages, if there are any."""
+
+    def __init__(
+        self, is_ready: Callable[[], bool], take: Callable[[], T], source: Future[Any] | None = None
+    ) -> None:
         self._is_ready: Callable[[], bool] | None = is_ready
         self._take = take
+        self._source = source
         self._value: T
-
-    pending = False
 
     @property
     def done(self) -> bool:
         return self._is_ready is None or self._is_ready()
 
-    def wait(self) -> T:
-        if self._is_ready is not None:
-            self._value = self._take()
-            self._is_ready = None
-            del self._take
-        return self._value
-
-    def advance(self, *, block: bool) -> bool:
-        return True
-
-
-class _Mapped(Future[U]):
-    def __init__(self, source: Future[T], fn: Callable[[T], U]) -> None:
-        self._source: Future[T] | None = source
-        self._fn = fn
-        self._value: U
-
-    @property
-    def done(self) -> bool:
-        return self._source is None or self._source.done
-
     @property
     def pending(self) -> bool:
         return self._source is not None and self._source.pending
 
-    def wait(self) -> U:
-        if self._source is not None:
-            value = self._fn(self._source.wait())
-            if isinstance(value, Future):
-                raise TypeError("the function passed to map returned a Future; use then instead")
-            self._value = value
-            self._source = None
-            del self._fn
+    def wait(self) -> T:
+        if self._is_ready is not None:
+            self._value = self._take()
+            self._is_ready = self._source = None
+            del self._take
         return self._value
 
     def advance(self, *, block: bool) -> bool:

@@ -11,25 +11,18 @@ import torch
 from torch import Tensor
 
 from fddp.hooks.compression import Compressed, Compressor, ErrorFeedbackState, error_feedback
-from fddp.hooks.flat import wide
+from fddp.hooks.flat import split_views, wide
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce, Bucket, BucketSpec, Hook
 
 
 class _Matrix(NamedTuple):
-    """A leaf that is compressed.
+    """A leaf that is compressed."""
 
-    Attributes:
-        leaf: position in the bucket.
-        rows: size of the first dimension.
-        columns: product of the other dimensions.
-        rank: number of columns of the factors.
-    """
-
-    leaf: int
-    rows: int
-    columns: int
-    rank: int
+    leaf: int  # position in the bucket
+    rows: int  # size of the first dimension
+    columns: int  # product of the other dimensions
+    rank: int  # number of columns of the factors
 
 
 @dataclass(frozen=True)
@@ -38,9 +31,6 @@ class PowerSgd(Compressor[list[Tensor]]):
 
     The state is the last Q of each compressed matrix, shape `(columns, rank)`, the same on all
     ranks.
-
-    Attributes:
-        rank: maximal number of columns of P and Q.
     """
 
     rank: int
@@ -77,12 +67,12 @@ class PowerSgd(Compressor[list[Tensor]]):
         ps = [matrix @ _orthonormal(q) for matrix, q in zip(own, state, strict=True)]
 
         def project(total: Tensor) -> Future[Compressed[list[Tensor]]]:
-            summed = _split(total, [*whole, *ps])
+            summed = split_views(total, [part.shape for part in (*whole, *ps)])
             sums, bases = summed[: len(whole)], [_orthonormal(p) for p in summed[len(whole) :]]
             qs = [matrix.mH @ basis for matrix, basis in zip(own, bases, strict=True)]
 
             def finish(total: Tensor) -> Compressed[list[Tensor]]:
-                q_sums = _split(total, qs)
+                q_sums = split_views(total, [q.shape for q in qs])
                 return Compressed(
                     _assembled(bucket, matrices, sums, bases, q_sums),
                     lambda: _assembled(bucket, matrices, whole, bases, qs),
@@ -137,11 +127,6 @@ def _orthonormal(matrix: Tensor) -> Tensor:
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _split(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    parts = torch.split_with_sizes(flat, [tensor.numel() for tensor in like])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
 def power_sgd(rank: int) -> Hook[ErrorFeedbackState[list[Tensor]]]:

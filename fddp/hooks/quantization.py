@@ -16,11 +16,7 @@ from fddp.hooks.hook import AllReduce, Bucket, BucketSpec
 
 @dataclass(frozen=True)
 class Int8(Stateless):
-    """Hook that sends each value as one of 255 multiples of its block's scale.
-
-    Attributes:
-        block: number of values that share a scale. A complex number counts as two values.
-    """
+    """Hook that sends each value as one of 255 multiples of its block's scale; see `int8`."""
 
     block: int
 
@@ -68,7 +64,8 @@ def int8(block: int = 256) -> Compressor[tuple[()]]:
     "hierarchical".
 
     Args:
-        block: number of values that share a scale, which is set by the largest of them.
+        block: number of values that share a scale, which is set by the largest of them. A complex
+            number counts as two values.
 
     Raises:
         ValueError: `block` is below 1.

@@ -16,11 +16,7 @@ from fddp.hooks.hook import AllReduce, Bucket, BucketSpec, Hook
 
 @dataclass(frozen=True)
 class TopK(Stateless):
-    """Hook that sends the values of largest magnitude in each bucket, with their indices.
-
-    Attributes:
-        fraction: fraction of the values that is sent, above 0 and at most 1; rounded up.
-    """
+    """Hook that sends the values of largest magnitude in each bucket; see `top_k`."""
 
     fraction: float
 

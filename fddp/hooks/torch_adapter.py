@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fddp.hooks.casting import fp16_compress
-from fddp.hooks.flat import real, restored
+from fddp.hooks.flat import real, restored, split_views
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce, Bucket, BucketSpec, Hook, HookError, allreduce
 from fddp.telemetry.waits import note_wait
@@ -44,7 +43,7 @@ class GradBucket:
         flat = self._buffer
         if self._spec.dtype.is_complex:
             flat = torch.view_as_complex(flat.view(-1, 2))
-        return _parts(flat, self._spec)
+        return split_views(flat, self._spec.shapes)
 
     def parameters(self) -> list[Tensor]:
         """Parameters in the order of `gradients`."""
@@ -121,7 +120,7 @@ class TorchHook(Hook[tuple[()]]):
             result = restored(self._single(value, spec, numel), spec.dtype)
             if is_contiguous:
                 return result, state
-            for grad, value in zip(grads, _parts(result, spec), strict=True):
+            for grad, value in zip(grads, split_views(result, spec.shapes), strict=True):
                 grad.copy_(value)
             return bucket.buffer, state
 
@@ -143,12 +142,6 @@ class TorchHook(Hook[tuple[()]]):
                 f"where the bucket has {numel}; return all of bucket.buffer()"
             )
         return value.reshape(-1)
-
-
-def _parts(flat: Tensor, spec: BucketSpec) -> list[Tensor]:
-    """Views of the leaves, which lie back to back."""
-    parts = torch.split_with_sizes(flat, [math.prod(shape) for shape in spec.shapes])
-    return [part.view(shape) for part, shape in zip(parts, spec.shapes, strict=True)]
 
 
 def builtin(kind: dist.BuiltinCommHookType) -> Hook[tuple[()]]:

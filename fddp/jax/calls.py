@@ -27,6 +27,7 @@ _IN_FLIGHT = 2  # one bucket is packed while another is reduced
 _STAGING = "memory of compiled programs"  # key in `Communicator.known`
 
 Types = tuple[tuple[tuple[int, ...], str], ...]
+"""Shape and dtype of each operand of a call."""
 
 
 class BorrowedBuffers(Protocol):
@@ -40,17 +41,11 @@ class BorrowedBuffers(Protocol):
 
 
 class _Known(NamedTuple):
-    """A registered call of a compiled program.
-
-    Attributes:
-        call: the reduction.
-        types: shape and dtype of each operand.
-        programs: operator programs by number of the communicator.
-    """
+    """A registered call of a compiled program."""
 
     call: Call
     types: Types
-    programs: dict[int, OperatorProgram]
+    programs: dict[int, OperatorProgram]  # by number of the communicator
 
 
 _lock = threading.Lock()
@@ -59,12 +54,7 @@ _known: list[_Known] = []
 
 
 def number_of(call: Call, types: Types) -> int:
-    """Register a call, and return the number that identifies it in compiled programs.
-
-    Args:
-        call: the reduction.
-        types: shape and dtype of each operand.
-    """
+    """Register a call, and return the number that identifies it in compiled programs."""
     with _lock:
         number = _numbers.setdefault((call, types), len(_known))
         if number == len(_known):
@@ -73,11 +63,7 @@ def number_of(call: Call, types: Types) -> int:
 
 
 def execute(number: int, borrowed: BorrowedBuffers) -> str | None:
-    """Reduce over ranks. XLA calls this on one of its threads.
-
-    Args:
-        number: number of the call.
-        borrowed: operands and results of the call.
+    """Run the call of a number. XLA calls this on one of its threads.
 
     Returns:
         None, or the text of the error that the program raises.
@@ -148,9 +134,14 @@ def _reduce(call: eager.Call, borrowed: BorrowedBuffers) -> None:
     # Dropped if an operation fails: other ranks might still write it.
     staging: list[Tensor] = call.communicator.known.pop(_STAGING, [])
     pending: deque[tuple[FusedBucket, Tensor, Work]] = deque()
+
+    def unpack(fused: FusedBucket, buffer: Tensor, work: Work) -> None:
+        work.wait(call.text)
+        borrowed.unpack(buffer, fused.members)
+
     for position, fused in enumerate(fused_buckets):
         if len(pending) == _IN_FLIGHT:
-            _unpack(call, borrowed, *pending.popleft())
+            unpack(*pending.popleft())
         buffer = _staging_buffer(call.communicator, staging, position % _IN_FLIGHT, fused)
         borrowed.pack(buffer, fused.members)
         if exchange is not None:
@@ -164,15 +155,8 @@ def _reduce(call: eager.Call, borrowed: BorrowedBuffers) -> None:
         )
         pending.append((fused, buffer, work))
     while pending:
-        _unpack(call, borrowed, *pending.popleft())
+        unpack(*pending.popleft())
     call.communicator.known[_STAGING] = staging
-
-
-def _unpack(
-    call: eager.Call, borrowed: BorrowedBuffers, fused: FusedBucket, buffer: Tensor, work: Work
-) -> None:
-    work.wait(call.text)
-    borrowed.unpack(buffer, fused.members)
 
 
 def _staging_buffer(

@@ -73,7 +73,15 @@ class JitCommunicator:
         group = self._living()
         found = group if isinstance(group, Communicator) else self._communicator
         if found is None or found.closed is not None:
-            raise _closed(found, given=found is group)
+            why = "never opened" if found is None else found.closed
+            way_out = (
+                "make a new one on every rank, and trace anew with it"
+                if found is group
+                else "call jax.clear_caches() on every rank, so that recompiled programs reopen it"
+            )
+            raise ClosedError(
+                f"the communicator of a compiled program is closed ({why}); {way_out}"
+            )
         return found
 
     def _living(self) -> Any:
@@ -141,16 +149,6 @@ def communicator_by_id(number: int) -> JitCommunicator:
 
 def _jit_communicator(group: Any, topology: Topology | None) -> JitCommunicator:
     return _of_groups.get(group, topology, lambda: JitCommunicator(group, topology))
-
-
-def _closed(communicator: Communicator | None, given: bool) -> ClosedError:
-    why = "never opened" if communicator is None else communicator.closed
-    way_out = (
-        "make a new one on every rank, and trace anew with it"
-        if given
-        else "call jax.clear_caches() on every rank, so that recompiled programs reopen it"
-    )
-    return ClosedError(f"the communicator of a compiled program is closed ({why}); {way_out}")
 
 
 def _gone(number: int) -> ClosedError:

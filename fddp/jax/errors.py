@@ -8,7 +8,6 @@ fddp's own error instead.
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -22,25 +21,22 @@ _KEPT = 64
 
 _numbers = count(1)
 _lock = Lock()
-_raised: OrderedDict[int, Exception] = OrderedDict()
+_raised: dict[int, Exception] = {}
 
 
 def keep(error: Exception) -> str:
     """Store an error, and return the text that identifies it in XLA."""
-    _without_frames(error)
+    # Frames refer to tensors over memory that XLA reuses once the program has ended.
+    part: BaseException | None = error
+    while part is not None:
+        part.__traceback__ = None
+        part = part.__cause__ or part.__context__
     with _lock:
         number = next(_numbers)
         _raised[number] = error
         while len(_raised) > _KEPT:
-            _raised.popitem(last=False)
+            del _raised[next(iter(_raised))]
     return f"{type(error).__name__}: {error} [fddp error {number}]"
-
-
-def _without_frames(error: BaseException | None) -> None:
-    # Frames refer to tensors over memory that XLA reuses once the program has ended.
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
 
 
 @contextmanager
@@ -71,16 +67,9 @@ def named_errors() -> Iterator[None]:
         yield
         jax.effects_barrier()
     except jax.errors.JaxRuntimeError as error:
-        original = _original(str(error))
+        found = re.search(r"\[fddp error (\d+)\]", str(error))
+        original = _raised.get(int(found[1])) if found else None
         if original is None:
             raise
         internals.forget_tokens()
         raise original from error
-
-
-def _original(text: str) -> Exception | None:
-    found = re.search(r"\[fddp error (\d+)\]", text)
-    if found is None:
-        return None
-    with _lock:
-        return _raised.get(int(found[1]))

@@ -71,8 +71,7 @@ def pmean(
         >>> [(float(loss), float(grad)) for loss, grad in fddp.loopback(2, gradient)]
         [(4.5, 0.0), (4.5, 6.0)]
     """
-    reduced: Tree = _bound(reduce_p, "pmean", tree, group, mesh, axis)
-    return reduced
+    return _bound(reduce_p, "pmean", tree, jit_communicator_of(group, mesh), axis)
 
 
 def psum(
@@ -92,8 +91,7 @@ def psum(
         >>> fddp.loopback(2, lambda group: int(jax.jit(lambda n: psum(n, group))(3 + group.rank)))
         [7, 7]
     """
-    reduced: Tree = _bound(reduce_p, "psum", tree, group, mesh, axis)
-    return reduced
+    return _bound(reduce_p, "psum", tree, jit_communicator_of(group, mesh), axis)
 
 
 def grad_sync(
@@ -126,37 +124,26 @@ def grad_sync(
         >>> fddp.loopback(2, gradient)
         [0.5, 0.5]
     """
-    synced: Tree = _bound(identity_p, "pmean", tree, group, mesh, axis)
-    return synced
+    return _bound(identity_p, "pmean", tree, jit_communicator_of(group, mesh), axis)
 
 
 def _bound(
-    primitive: Primitive,
-    operator: Operator,
-    tree: Any,
-    group: Group | Communicator | None,
-    mesh: Mesh | None,
-    axis: Axis,
-) -> Any:
+    primitive: Primitive, operator: Operator, tree: Tree, channel: JitCommunicator, axis: Axis
+) -> Tree:
     name = operator if primitive is reduce_p else "grad_sync"
-    channel = jit_communicator_of(group, mesh)
     leaves, treedef = flatten(tree)
-    arrays = [
-        None if leaf is None else _array(leaf, path, name)
+    arrays = {
+        path: _array(leaf, path, name)
         for path, leaf in zip(treedef.paths, leaves, strict=True)
-    ]
-    present = [
-        k
-        for k, array in enumerate(arrays)
-        if array is not None and _takes(name, array, treedef.paths[k])
-    ]
-    if present:
-        paths = tuple(treedef.paths[k] for k in present)
+        if leaf is not None
+    }
+    paths = tuple(path for path, array in arrays.items() if _takes(name, array, path))
+    if paths:
         call = Call(operator, channel.number, _axes(name, channel, axis), paths, call_site(_JAX))
-        results = primitive.bind(*(arrays[k] for k in present), call=call)
-        for k, result in zip(present, results, strict=True):
-            arrays[k] = result
-    return treedef.unflatten(arrays)
+        results = primitive.bind(*(arrays[path] for path in paths), call=call)
+        arrays.update(zip(paths, results, strict=True))
+    reduced: Tree = treedef.unflatten([arrays.get(path) for path in treedef.paths])
+    return reduced
 
 
 def _array(leaf: Any, path: str, name: str) -> jax.Array:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -99,10 +100,6 @@ def _reduce_types(*avals: ShapedArray, call: Call) -> tuple[list[ShapedArray], s
     return [ShapedArray(aval.shape, aval.dtype) for aval in avals], {EFFECT, _STARTED}
 
 
-def _identity_types(*avals: ShapedArray, call: Call) -> list[ShapedArray]:
-    return list(avals)
-
-
 def _jvp(
     primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any], *, call: Call
 ) -> tuple[list[Any], list[Any]]:
@@ -119,10 +116,11 @@ def _jvp(
 
 
 def _transpose(
-    operator: Operator, cotangents: Sequence[Any], *operands: Any, call: Call
+    operator: Operator | None, cotangents: Sequence[Any], *operands: Any, call: Call
 ) -> list[Any]:
     instantiated = [ad.instantiate_zeros(ct) for ct in cotangents]
-    reduced = reduce_p.bind(*instantiated, call=call.derived("backward", operator, call.paths))
+    derived = call.derived("backward", operator or call.operator, call.paths)
+    reduced = reduce_p.bind(*instantiated, call=derived)
     return [
         ct if ad.is_undefined_primal(x) else None for x, ct in zip(operands, reduced, strict=True)
     ]
@@ -143,25 +141,13 @@ def _is_inexact(x: Any) -> bool:
 
 
 def _define(primitive: Primitive, transposed: Operator | None) -> None:
-    def transpose(cotangents: Sequence[Any], *operands: Any, call: Call) -> list[Any]:
-        return _transpose(transposed or call.operator, cotangents, *operands, call=call)
-
-    def jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
-        return _jvp(primitive, primals, tangents, call=call)
-
-    def batch(operands: Any, dims: Any, *, call: Call) -> Any:
-        return _batch(primitive, operands, dims, call=call)
-
-    def run(*operands: Any, call: Call) -> Any:
-        return internals.apply_primitive(primitive, *operands, call=call)
-
-    primitive.def_impl(run)
-    ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[primitive] = transpose
-    batching.primitive_batchers[primitive] = batch
+    primitive.def_impl(partial(internals.apply_primitive, primitive))
+    ad.primitive_jvps[primitive] = partial(_jvp, primitive)
+    ad.primitive_transposes[primitive] = partial(_transpose, transposed)
+    batching.primitive_batchers[primitive] = partial(_batch, primitive)
 
 
 reduce_p.def_effectful_abstract_eval(_reduce_types)
-identity_p.def_abstract_eval(_identity_types)
+identity_p.def_abstract_eval(lambda *avals, call: list(avals))
 _define(reduce_p, transposed=None)
 _define(identity_p, transposed="pmean")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Protocol, cast
+from typing import Any, NewType, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,15 @@ from torch import Tensor
 from fddp.core.plan.leaf import LeafSpec
 from fddp.native import extension as extension
 from fddp.native.layout import Layout
+
+Members = NewType("Members", object)
+"""Leaves of each bucket, in compiled form."""
+
+NativePacking = NewType("NativePacking", object)
+"""Packing plan of one bucket, in compiled form."""
+
+EagerSlot = NewType("EagerSlot", object)
+"""Destination of a large leaf whose gradient is packed on arrival, in compiled form."""
 
 
 class GraphView(Protocol):
@@ -29,18 +38,6 @@ class GraphView(Protocol):
     foreign: list[Tensor]
     opaque: bool
     whole: bool
-
-
-class Members(Protocol):
-    """Leaves of each bucket, in compiled form."""
-
-
-class NativePacking(Protocol):
-    """Packing plan of one bucket, in compiled form."""
-
-
-class EagerSlot(Protocol):
-    """Destination of a large leaf whose gradient is packed on arrival, in compiled form."""
 
 
 class GraphInfo(Protocol):
@@ -119,6 +116,9 @@ class ParamSet(GradientCounter, Protocol):
     def watch(self, on: bool) -> None:
         """Enable or disable `on_begin`, by which a backward pass opens a step."""
 
+    def count_undefined(self, on: bool) -> None:
+        """Set whether an undefined gradient stands for zeros. Otherwise it is ignored."""
+
     def intact(self) -> bool:
         """Return True if the hooks are still where gradients will arrive."""
 
@@ -131,7 +131,8 @@ class ParamSet(GradientCounter, Protocol):
 
     def assign(self, results: Sequence[Tensor | None], replace: bool) -> None:
         """Assign `results` as gradients: in place where a gradient existed before the step, unless
-        `replace` is set. None keeps the previous gradient."""
+        `replace` is set. None keeps the previous gradient. New gradients have the strides that
+        their parameters have now."""
 
     def restore(self) -> None:
         """Restore, after a failed step, the gradients that existed before it."""
@@ -175,6 +176,11 @@ def distributed_context() -> int | None:
     return cast("int | None", extension.load().distributed_context())
 
 
+def add_to_context(context: int, grads: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add parameters with their gradients to a context of distributed autograd."""
+    extension.load().add_to_context(context, grads)
+
+
 @cache
 def eager_slot_type() -> Callable[[int, Tensor, Any, float], EagerSlot]:
     """Return the constructor `EagerSlot(leaf, buffer, layout, scale)`: a leaf's gradient is packed
@@ -184,16 +190,16 @@ def eager_slot_type() -> Callable[[int, Tensor, Any, float], EagerSlot]:
 
 def members(leaves: Sequence[Sequence[int]]) -> Members:
     """Compile the lists of each bucket's leaves."""
-    return cast(Members, extension.load().BucketMembers(leaves))
+    return Members(extension.load().BucketMembers(leaves))
 
 
 def packing(
     together: Sequence[int], layout: Layout, early: Sequence[tuple[int, Layout]]
 ) -> NativePacking:
-    """Compile the packing of a bucket: the positions that are packed together with their layout,
-    and the position and layout of each leaf that is packed on arrival."""
+    """Compile the packing of a bucket: positions that are packed together, with their layout, and
+    the position and layout of each leaf that is packed on arrival."""
     slots = [(position, slot.native) for position, slot in early]
-    return cast(NativePacking, extension.load().BucketPacking(together, layout.native, slots))
+    return NativePacking(extension.load().BucketPacking(together, layout.native, slots))
 
 
 def leaf_types(specs: Sequence[LeafSpec]) -> LeafTypes:

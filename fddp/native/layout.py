@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -102,22 +103,15 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
         >>> contiguous_strides((2, 3, 4))
         (12, 4, 1)
     """
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    steps = [max(size, 1) for size in shape]
+    return tuple(prod(steps[dim:]) for dim in range(1, len(steps) + 1))
 
 
 def views(buffer: Tensor, layout: Layout) -> list[Tensor]:
     """Return each leaf's slice as a view, which shares the buffer's storage and version counter."""
     start = buffer.storage_offset()
-    return [
-        buffer.as_strided(shape, strides, start + offset)
-        for shape, strides, offset in zip(
-            layout.shapes, layout.strides, layout.offsets, strict=True
-        )
-    ]
+    slots = zip(layout.shapes, layout.strides, layout.offsets, strict=True)
+    return [buffer.as_strided(shape, strides, start + offset) for shape, strides, offset in slots]
 
 
 def arithmetic_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:

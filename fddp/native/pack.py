@@ -1,7 +1,9 @@
 """Copying of leaves into a bucket's buffer, and out of it.
 
 CPU memory is processed by the compiled kernels of `fddp._C`, in one pass and without the GIL; other
-devices by torch's multi-tensor operations. `tests.reference.pack` is the same in plain torch.
+devices by torch's multi-tensor operations, in a few kernel launches per bucket instead of several
+per leaf. There, only reading stats waits for the device. `tests.reference.pack` is the same in
+plain torch.
 
 Common rules:
     * A buffer is one-dimensional and contiguous, and may be longer than its layout. Leaves and
@@ -18,16 +20,21 @@ sources are not read if the scale is zero.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
-from fddp.native import extension, pack_foreach
-from fddp.native.layout import UNMEASURED
+from fddp.native import extension
+from fddp.native.layout import UNMEASURED, arithmetic_dtype, views
 from fddp.native.layout import Layout as Layout
 from fddp.native.layout import Stats as Stats
+
+_COMPILED = frozenset({"cpu"})  # types of the devices with compiled kernels
 
 
 def pack_(
@@ -61,9 +68,18 @@ def pack_(
         >>> buffer
         tensor([0.5000, 1.0000, 0.0000])
     """
-    if buffer.is_cpu:
+    if buffer.device.type in _COMPILED:
         return cast(float, extension.load().pack_(buffer, layout.native, sources, scale))
-    return pack_foreach.pack_(buffer, layout, sources, scale)
+    _check("source", sources, layout, buffer)
+    with torch.no_grad():
+        slots = views(buffer, layout)
+        if scale == 0.0:
+            sources = [None] * len(slots)
+        missing = [slot for slot, source in zip(slots, sources, strict=True) if source is None]
+        if missing:
+            torch._foreach_zero_(missing)
+        _copy_scaled_(slots, sources, scale)
+    return math.nan
 
 
 def pack_add_(
@@ -82,9 +98,18 @@ def pack_add_(
         >>> buffer
         tensor([1.5000, 0.0000, 1.0000])
     """
-    if buffer.is_cpu:
+    if buffer.device.type in _COMPILED:
         return cast(float, extension.load().pack_add_(buffer, layout.native, sources, scale))
-    return pack_foreach.pack_add_(buffer, layout, sources, scale)
+    _check("source", sources, layout, buffer)
+    present = [i for i, source in enumerate(sources) if source is not None]
+    if not present or scale == 0.0:
+        return math.nan
+    with torch.no_grad():
+        slots = views(buffer, layout)
+        terms = views(torch.empty_like(buffer), layout)
+        _copy_scaled_(terms, sources, scale)
+        torch._foreach_add_([_real(slots[i]) for i in present], [_real(terms[i]) for i in present])
+    return math.nan
 
 
 def plus(bound: float, peak: float) -> float:
@@ -120,12 +145,15 @@ def scale_(buffer: Tensor, scale: float = 1.0, *, stats: bool = True) -> Stats:
         >>> scale_(buffer, 2.0), buffer
         (Stats(sq_norm=100.0, finite=True), tensor([6., 8.]))
     """
-    if not buffer.is_cpu:
-        return pack_foreach.scale_(buffer, scale, stats=stats)
     if scale == 1.0 and not stats:
         return UNMEASURED
-    measured = Stats(*extension.load().scale_(buffer, scale))
-    return measured if stats else UNMEASURED
+    if buffer.device.type in _COMPILED:
+        measured = Stats(*extension.load().scale_(buffer, scale))
+        return measured if stats else UNMEASURED
+    with torch.no_grad():
+        if scale != 1.0:
+            _real(buffer).mul_(scale)
+        return _measure([buffer]) if stats else UNMEASURED
 
 
 def unpack_(
@@ -162,10 +190,15 @@ def unpack_(
         >>> outputs[0]
         tensor([2., 4.])
     """
-    if not buffer.is_cpu:
-        return pack_foreach.unpack_(outputs, layout, buffer, scale, stats=stats)
-    measured = Stats(*extension.load().unpack_(outputs, layout.native, buffer, scale))
-    return measured if stats else UNMEASURED
+    if buffer.device.type in _COMPILED:
+        measured = Stats(*extension.load().unpack_(outputs, layout.native, buffer, scale))
+        return measured if stats else UNMEASURED
+    _check("output", outputs, layout, buffer)
+    with torch.no_grad():
+        pairs = zip(views(buffer, layout), outputs, strict=True)
+        _copy_scaled_(outputs, [None if output is None else slot for slot, output in pairs], scale)
+        written = [output for output in outputs if output is not None]
+        return _measure(written) if stats else UNMEASURED
 
 
 def slices(buffer: Tensor, layout: Layout) -> list[Tensor]:
@@ -212,3 +245,68 @@ def storage_use_count(tensor: Tensor) -> int:
         1
     """
     return cast(int, extension.load().storage_use_count(tensor))
+
+
+# Devices without compiled kernels
+
+
+def _copy_scaled_(
+    targets: Sequence[Tensor | None], sources: Sequence[Tensor | None], scale: float
+) -> None:
+    """Set each target to the cast of its source times `scale`, if both are present."""
+    groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for target, source in zip(targets, sources, strict=True):
+        if target is not None and source is not None:
+            groups[source.dtype, target.dtype].append((_real(target), _real(source)))
+    for pairs in groups.values():
+        to, of = map(list, zip(*pairs, strict=True))
+        arithmetic = arithmetic_dtype(of[0].dtype, to[0].dtype)
+        if scale == 1.0:
+            torch._foreach_copy_(to, of)
+        elif to[0].dtype == arithmetic:
+            torch._foreach_copy_(to, of)
+            torch._foreach_mul_(to, scale)
+        else:
+            # Not in place: torch would round the factor to the 16 bits of the target.
+            exact = of[0].dtype in (to[0].dtype, arithmetic)
+            wide = of if exact else [source.to(arithmetic) for source in of]
+            torch._foreach_copy_(to, torch._foreach_mul(wide, scale))
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return the tensor in a form for multi-tensor operations: dense, real, at least 1-d."""
+    dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    dense = dense.resolve_neg().resolve_conj()
+    if dense.is_complex():
+        return torch.view_as_real(dense)
+    # torch also rounds the factor for 16-bit tensors without a dimension.
+    return dense if dense.dim() else dense.reshape(1)
+
+
+def _measure(tensors: Sequence[Tensor]) -> Stats:
+    if not tensors:
+        return Stats(0.0, True)
+    flat = torch.cat([_real(tensor).reshape(-1) for tensor in tensors])
+    sq_norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64).square())
+    # A non-finite sum may have overflowed although all elements are finite.
+    return Stats(sq_norm, math.isfinite(sq_norm) or bool(flat.isfinite().all()))
+
+
+def _check(role: str, leaves: Sequence[Tensor | None], layout: Layout, buffer: Tensor) -> None:
+    # Multi-tensor copies would broadcast a smaller leaf, and drop an imaginary part.
+    if len(leaves) != len(layout.shapes):
+        raise ValueError(f"got {len(leaves)} {role}s for {len(layout.shapes)} leaves")
+    for i, (leaf, shape) in enumerate(zip(leaves, layout.shapes, strict=True)):
+        if leaf is None:
+            continue
+        if leaf.shape != shape:
+            raise ValueError(
+                f"{role} {i} has shape {list(leaf.shape)}, the layout says {list(shape)}"
+            )
+        if leaf.is_complex() != buffer.is_complex() or not (
+            leaf.is_complex() or leaf.is_floating_point()
+        ):
+            raise TypeError(
+                f"{role} {i} has dtype {leaf.dtype}, the buffer {buffer.dtype}: both must be "
+                "floating or both complex"
+            )

@@ -74,18 +74,12 @@ def _pack(
     dtype: torch.dtype,
     scale: float = 1.0,
 ) -> Tensor:
-    buffer = _empty_buffer(leaves, numel, dtype)
+    buffer = _pack_shape(leaves, offsets, numel, dtype)
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
     if sum(map(prod, shapes)) < numel:
         buffer.zero_()  # gaps between slices are part of the result
     pack_(buffer, _layout(tuple(offsets), shapes, numel), leaves, scale)
     return buffer
-
-
-def _empty_buffer(leaves: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
-    if not leaves:
-        raise ValueError("fddp::pack needs at least one leaf, whose device the buffer takes")
-    return leaves[0].new_empty((numel,), dtype=dtype)
 
 
 def _unpack(
@@ -95,9 +89,8 @@ def _unpack(
     sizes: Sequence[int],
     scale: float = 1.0,
 ) -> list[Tensor]:
-    shapes = shapes_of(ndims, sizes)
-    leaves = [buffer.new_empty(shape) for shape in shapes]
-    layout = _layout(tuple(offsets), shapes, buffer.numel())
+    leaves = _unpack_shapes(buffer, offsets, ndims, sizes)
+    layout = _layout(tuple(offsets), shapes_of(ndims, sizes), buffer.numel())
     unpack_(leaves, layout, buffer.contiguous(), scale, stats=False)
     return leaves
 
@@ -111,7 +104,9 @@ def _scale(buffer: Tensor, scale: float) -> Tensor:
 def _pack_shape(
     leaves: Sequence[Tensor], offsets: Sequence[int], numel: int, dtype: torch.dtype, *_: Any
 ) -> Tensor:
-    return _empty_buffer(leaves, numel, dtype)
+    if not leaves:
+        raise ValueError("fddp::pack needs at least one leaf, whose device the buffer takes")
+    return leaves[0].new_empty((numel,), dtype=dtype)
 
 
 def _unpack_shapes(

@@ -14,6 +14,7 @@ from typing import Any
 
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.plan.plan import BucketPlan, plan_leaves, rebucket
+from fddp.core.protocol.differences import LEAVES, check_equal, leaf_difference
 from fddp.core.protocol.messages import (
     AnyOf,
     Schema,
@@ -29,9 +30,6 @@ from fddp.errors import InternalError, PlanMismatchError, error_text
 from fddp.hooks.hook import Hook
 from fddp.runtime.nonfinite import Policy
 from fddp.transport.base import Transport
-
-LEAF_DETAILS: Schema = [(str, [int], str, optional([int]), str, bool)]
-"""Schema of `leaf_details`."""
 
 _SUMMARY: Schema = AnyOf(
     (
@@ -55,19 +53,14 @@ _SUMMARY: Schema = AnyOf(
     )
 )
 
+# Of fields that a caller does not pass under their name.
 _WAY_OUT = {
     "given": "pass a plan on every rank or on none",
-    "transport": "pass the same transport on every rank",
-    "reduce_dtype": "pass the same reduce_dtype on every rank",
-    "algorithm": "pass the same algorithm on every rank",
-    "mesh": "pass the same mesh on every rank",
     "schedule": "pass the same schedule on every rank, or none",
     "caps": "pass the same bucket_cap_mb and first_bucket_mb on every rank",
     "hook": "pass the same hook, with the same parameters, on every rank",
     "rebuild": "pass the same options of bucket caps on every rank",
     "skips_unused": "pass the same skip_all_reduce_unused_params on every rank",
-    "deterministic": "pass the same deterministic on every rank",
-    "nonfinite": "pass the same nonfinite on every rank",
 }
 
 
@@ -139,7 +132,7 @@ class SyncConfig:
 
     def summary(self) -> dict[str, object]:
         """Short values that ranks compare; leaves and plan as digests."""
-        leaves = json.dumps(self.leaves())
+        leaves = json.dumps(self.leaves)
         return {
             "given": self.given,
             "transport": self.transport,
@@ -157,17 +150,10 @@ class SyncConfig:
             "plan": self.plan.shared_digest,
         }
 
-    def leaves(self) -> list[list[object]]:
-        """Details of the reduced leaves."""
-        return leaf_details([self.plan.leaves[i] for i in self.plan.reduced])
-
-
-def leaf_details(specs: Sequence[LeafSpec]) -> list[list[object]]:
-    """Properties of leaves that must be equal on all ranks, as JSON values."""
-    return [
-        [leaf.path, leaf.shape, leaf.dtype, leaf.strides, leaf.device, leaf.sparse]
-        for leaf in specs
-    ]
+    @property
+    def leaves(self) -> list[LeafSpec]:
+        """Reduced leaves, which must be equal on all ranks."""
+        return [self.plan.leaves[i] for i in self.plan.reduced]
 
 
 def validate_across_ranks(
@@ -197,22 +183,26 @@ def validate_across_ranks(
     received = exchange(transport, summary, _SUMMARY)
     if failure is not None:
         failure.args = (f"rank {transport.rank}: {failure}", *failure.args[1:])
-        raise failure
-    for rank, other in enumerate(received):
-        if "failure" in other:
-            raise PlanMismatchError(f"rank {rank} could not build its plan: {other['failure']}")
+    problems = [other.get("failure", "") for other in received]
+    check_no_failure(problems, "could not build its plan", failure)
     if terms is None:
         raise InternalError("a rank has neither a configuration nor a failure")
-    differing = [rank for rank, other in enumerate(received) if other != received[0]]
-    if not differing:
+    if all(other == received[0] for other in received):
         return terms
     plans_only = all({**other, "plan": None} == {**received[0], "plan": None} for other in received)
     if plans_only and not terms.given:
         slots = {leaf: slot for slot, leaf in enumerate(terms.plan.reduced)}
         orders = exchange(transport, [slots[leaf] for leaf in terms.plan.order], [int])
         return replace(terms, plan=_reordered(terms.plan, orders[0]))
-    details = exchange(transport, terms.leaves(), LEAF_DETAILS)
-    raise PlanMismatchError(_difference(differing[0], received, details))
+    for name in [name for name in summary if name not in ("leaves", "plan")]:
+        way_out = _WAY_OUT.get(name, f"pass the same {name} on every rank")
+        check_equal(name, [other[name] for other in received], way_out)
+    check_equal_leaves(exchange(transport, terms.leaves, LEAVES))
+    rank = next(rank for rank, other in enumerate(received) if other != received[0])
+    raise PlanMismatchError(
+        f"ranks 0 and {rank} have the same leaves but other buckets or order; pass the same plan "
+        f"on every rank (BucketPlan.to_json carries one over)"
+    )
 
 
 def agree_on_hook(transport: Transport, hook: Hook[Any] | None) -> None:
@@ -222,15 +212,42 @@ def agree_on_hook(transport: Transport, hook: Hook[Any] | None) -> None:
         PlanMismatchError: on every rank, if any two differ.
     """
     names = exchange(transport, _hook_name(hook), optional(str), "hooks")
-    for rank, other in enumerate(names):
-        if other != names[0]:
-            raise PlanMismatchError(
-                f"the hook is {names[0]} on rank 0 and {other} on rank {rank}; {_WAY_OUT['hook']}"
-            )
+    check_equal("the hook", names, _WAY_OUT["hook"])
 
 
 def _hook_name(hook: Hook[Any] | None) -> str | None:
     return None if hook is None else hook.name
+
+
+def check_no_failure(problems: Sequence[str], what: str, own: Exception | None) -> None:
+    """Raise an error if a rank reported one.
+
+    Args:
+        problems: error text of each rank, by rank; empty for none.
+        what: the failed action, for the error.
+        own: this rank's error.
+
+    Raises:
+        Exception: `own`, on the rank that has it.
+        PlanMismatchError: another rank has an error; names it.
+    """
+    if own is not None:
+        raise own
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise PlanMismatchError(f"rank {rank} {what}: {problem}")
+
+
+def check_equal_leaves(received: Sequence[Sequence[Any]]) -> None:
+    """Raise `PlanMismatchError` if a rank's leaves, as `LEAVES`, differ from those of rank 0."""
+    for rank, leaves in enumerate(received):
+        difference = leaf_difference(0, received[0], rank, leaves)
+        if difference is not None:
+            raise PlanMismatchError(
+                f"{difference}; build every rank's parameters alike, or leave it out on every "
+                f"rank: select= of a GradSync, _set_params_and_buffers_to_ignore_for_model of a "
+                f"wrapped module"
+            )
 
 
 def exchange(
@@ -271,42 +288,3 @@ def _reordered(plan: BucketPlan, slots: list[int]) -> BucketPlan:
         problem = ValueError(f"the order is no permutation of {len(reduced)} leaves")
         raise malformed_message_error(0, "terms", problem)
     return plan_leaves(plan.leaves, order=[reduced[s] for s in slots], caps_bytes=plan.caps_bytes)
-
-
-def _difference(rank: int, received: list[Any], details: list[Any]) -> str:
-    mine, theirs = received[0], received[rank]
-    for name, way_out in _WAY_OUT.items():
-        if mine[name] != theirs[name]:
-            return f"{name} is {mine[name]} on rank 0 and {theirs[name]} on rank {rank}; {way_out}"
-    return leaf_difference(rank, details[0], details[rank])
-
-
-def leaf_difference(rank: int, mine: list[Any], theirs: list[Any]) -> str:
-    """Describe the first difference between the `leaf_details` of rank 0 and of `rank`."""
-    advice = (
-        "build every rank's parameters alike, or leave it out on every rank: select= of a "
-        "GradSync, _set_params_and_buffers_to_ignore_for_model of a wrapped module"
-    )
-    for ours, others in zip(mine, theirs, strict=False):
-        if ours != others:
-            return f"rank 0 has {_leaf(ours)} where rank {rank} has {_leaf(others)}; {advice}"
-    if len(mine) != len(theirs):
-        longer, owner = (mine, 0) if len(mine) > len(theirs) else (theirs, rank)
-        extra = longer[min(len(mine), len(theirs))]
-        return (
-            f"rank 0 has {len(mine)} leaves and rank {rank} has {len(theirs)}; "
-            f"only rank {owner} has {_leaf(extra)}; {advice}"
-        )
-    return (
-        f"ranks 0 and {rank} have the same leaves but other buckets or order; pass the same plan "
-        f"on every rank (BucketPlan.to_json carries one over)"
-    )
-
-
-def _leaf(detail: list[Any]) -> str:
-    path, shape, dtype, strides, device, sparse = detail
-    if dtype == "none":
-        return f"leaf {path!r}, which is None"
-    text = f"leaf {path!r} of shape {tuple(shape)}, {dtype} on {device}"
-    text += f" with strides {tuple(strides)}" if strides else ""
-    return f"{text}, declared sparse" if sparse else text

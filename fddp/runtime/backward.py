@@ -31,13 +31,8 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 def backward(loss: Tensor, view: GraphView, leaves: Sequence[Tensor]) -> None:
-    """Accumulate gradients of `loss` into `leaves` only.
-
-    Args:
-        loss: scalar tensor that requires grad.
-        view: inspection of its graph.
-        leaves: the call's leaves, in the order of `view.used`.
-    """
+    """Accumulate gradients of `loss`, a scalar, into `leaves` only, which are in the order of
+    `view.used`."""
     options: dict[str, Any] = {}
     if view.foreign and not view.whole:
         served = [leaf for leaf, used in zip(leaves, view.used, strict=True) if used]

@@ -228,18 +228,18 @@ class BackwardContributions(Contributions):
         self.expected = expected
         self._scale, weight = scale, self._own_weight
         self._factor = factor = scale.unit_factor if weight == 1.0 else scale.before(weight)
-        new_slot = eager_slot_type()
+        new_slot, members = eager_slot_type(), self._program.member_numbers
         eager = [
-            new_slot(leaf, buffer_of(bucket), slot.native, factor)
-            for bucket, leaves in self._program.early
+            new_slot(members[bucket][position], buffer_of(bucket), slot.native, factor)
+            for bucket, leaves in self._program.early.items()
             if bucket not in self._idle
             if not (self._retains and self._may_overflow(bucket, scale))
-            for leaf, slot in leaves
+            for position, slot in leaves
         ]
         leaf_set.arm(self._program.members, expected, eager, on_bucket)
         if 0 in expected:
-            for bucket, members in enumerate(self._program.member_numbers):
-                if not any(expected[k] for k in members):
+            for bucket, numbers in enumerate(members):
+                if not any(expected[k] for k in numbers):
                     on_bucket(bucket)
 
     def arrivals(self) -> Arrivals:
@@ -271,10 +271,10 @@ class BackwardContributions(Contributions):
             or not buffer.is_cpu
             or (self._retains and self._may_overflow(bucket, scale))
         ):
-            return self._pack_parts_(bucket, buffer, layout, self.parts(bucket), scale)
+            return _pack_parts_(buffer, layout, self._noted(bucket, self.parts(bucket)), scale)
         keep = bucket in self._program.schedule.retained
         factor = self._factor if scale is self._scale else scale.before(self._own_weight)
-        packing = self._program.packing[bucket].native
+        packing = self._program.packing[bucket]
         peak = self._leaf_set.pack(bucket, buffer, packing, keep, factor)
         if self._accumulated is not None:
             for sums, weight in self._earlier(bucket):
@@ -292,7 +292,7 @@ class BackwardContributions(Contributions):
         return memory
 
     def pack_late_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
-        return self._pack_parts_(bucket, buffer, layout, self._taken(bucket), scale)
+        return _pack_parts_(buffer, layout, self._noted(bucket, self._taken(bucket)), scale)
 
     def retain_sources(self) -> None:
         self._retains = True
@@ -306,17 +306,11 @@ class BackwardContributions(Contributions):
         planned, wire = self._program.plan.buckets[bucket], self._program.schedule.wire_dtypes
         return not stays_finite(planned.dtype, wire[bucket], factor)
 
-    def _pack_parts_(
-        self,
-        bucket: int,
-        buffer: Tensor,
-        layout: Layout,
-        parts: list[WeightedGradients],
-        scale: WeightScale,
-    ) -> float:
+    def _noted(self, bucket: int, parts: list[WeightedGradients]) -> list[WeightedGradients]:
+        """Return the parts, and keep them for `sources`."""
         if self._retains:
             self._retained = {bucket: parts}
-        return _pack_parts_(buffer, layout, parts, scale)
+        return parts
 
     def _taken(self, bucket: int) -> list[WeightedGradients]:
         if self._leaf_set is None:

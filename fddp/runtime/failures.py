@@ -63,12 +63,11 @@ def exchange_reports(
     Operators' transports that any rank has abandoned are closed on all ranks. The next call of an
     operator opens a new one.
     """
-    board = transport.status.board
     failure = failure.encode(errors="backslashreplace").decode()  # without lone surrogates
-    own = StepReport(step, digest, method, [*board.abandoned], failure)
+    own = StepReport(step, digest, method, transport.abandoned, failure)
     received = exchange(transport, own, _REPORT, "failures", on_malformed=_malformed_report)
     reports = [StepReport(*report) for report in received]
-    board.close_abandoned([key for report in reports for key in report.abandoned])
+    transport.close_abandoned([key for report in reports for key in report.abandoned])
     return reports
 
 
@@ -79,21 +78,15 @@ def _malformed_report(text: bytes) -> StepReport:
 
 
 def locate(error: BaseException, program: Program, op: Op | None, step: int) -> None:
-    """Add bucket, leaves and step to an error of the transport.
-
-    Args:
-        error: error of a step; only errors of the transport are changed.
-        program: program of the step.
-        op: the operation under way; None if it is part of no schedule.
-        step: number of the step.
-    """
+    """Add bucket, leaves and step to an error, if it is one of the transport. `op` is the operation
+    under way; None if it is part of no schedule."""
     if not isinstance(error, (RankLostError, SyncTimeoutError)) or error.step >= 0:
         return
     if error.bucket < 0 and op is not None and op.kind != "control":
         error.bucket = op.bucket
     error.step = step
     if error.bucket >= 0:
-        words = program.describe(error.bucket)
+        words = program.buckets[error.bucket].text
         error.paths = tuple(program.paths[i] for i in program.plan.buckets[error.bucket].leaves)
     else:
         words = "the exchange of failures" if op is None else "the control word"
@@ -142,7 +135,7 @@ def pack_error(
     a signal handler meanwhile are returned unchanged."""
     if _raised_by_signal_handler(error):
         return error
-    problem = TreeMismatchError(f"{program.describe(bucket)} can't be packed: {error}")
+    problem = TreeMismatchError(f"{program.buckets[bucket].text} can't be packed: {error}")
     problem.__cause__ = error
     for part in contributions.parts(bucket):
         for leaf, source in zip(program.plan.buckets[bucket].leaves, part.sources, strict=True):

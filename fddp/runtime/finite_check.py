@@ -20,16 +20,18 @@ from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.control_word import ControlReport
 from fddp.errors import NonFiniteError, RankLostError, SyncTimeoutError
 from fddp.hooks.hook import Hook
+from fddp.native.layout import views
 from fddp.runtime.agreement import exchange
 from fddp.runtime.contributions import Contributions
 from fddp.runtime.nonfinite import (
     COUNTS,
-    Finder,
     NonFiniteCounts,
     Policy,
     ResultKind,
     StopStepError,
+    counted,
     nonfinite_error,
+    tally,
 )
 from fddp.runtime.program import BucketProgram, Program
 from fddp.runtime.results import Results
@@ -38,15 +40,7 @@ from fddp.transport.base import Transport
 
 
 class FiniteCheck:
-    """Checks the numbers of one step.
-
-    Args:
-        policy: policy for non-finite numbers.
-        program: program of the step.
-        results: results of the step.
-        hook: the communication hook, if there is one.
-        recorder: flight recorder of the votes and exchanges.
-    """
+    """Checks the numbers of one step. `recorder` records the votes and exchanges."""
 
     def __init__(
         self,
@@ -61,7 +55,7 @@ class FiniteCheck:
         self._results = results
         self._hook = hook
         self._recorder = recorder
-        self._finder = Finder(policy, program.paths)
+        self._tallies: list[tuple[int, Tensor]] = []  # by leaf, still on their devices
         # The same on all ranks:
         self._may_have_overflowed = False
         self._outgrown = False  # True if weights exceed those that gradients were scaled for
@@ -69,30 +63,27 @@ class FiniteCheck:
     def packed(
         self, bucket: BucketProgram, buffer: Tensor, source: Contributions, *, finite: bool
     ) -> None:
-        """Count non-finite numbers of a packed bucket, if errors are to name its leaves.
-
-        Args:
-            bucket: the bucket.
-            buffer: its buffer, before it is reduced in place.
-            source: contributions that were packed.
-            finite: False if packing found a non-finite number.
-        """
-        if self._finder.wants(buffer, finite=finite):
-            parts = source.sources(bucket.index)
-            grads = None if parts is None else [part.sources for part in parts]
-            self._finder.count_packed(bucket.leaves, bucket.layout, buffer, grads)
+        """Count non-finite numbers of a packed bucket, if errors are to name its leaves. Its
+        `buffer` is not reduced yet; `finite` is the finding of packing."""
+        # Packing checks on the CPU only.
+        if self._policy != "raise" or (finite and buffer.is_cpu):
+            return
+        parts = source.sources(bucket.index)
+        # None: they were released, and packing turned no finite number into infinity.
+        grads = [views(buffer, bucket.layout)] if parts is None else [p.sources for p in parts]
+        for leaf, *summands in zip(bucket.leaves, *grads, strict=True):
+            present = [summand for summand in summands if summand is not None]
+            if present:
+                self._tallies.append((leaf, tally(*present)))
 
     def gathered(self, leaf: int, sources: list[Tensor | None]) -> None:
         """Count non-finite numbers of this rank's gradients of a sparse leaf, after the sum."""
-        if not self._results.finite:
-            self._finder.count([leaf] * len(sources), sources)
+        if self._policy == "raise" and not self._results.finite:
+            self._tallies += [(leaf, tally(source)) for source in sources if source is not None]
 
     def on_report(self, report: ControlReport, scale: WeightScale) -> None:
-        """Act on the control word.
-
-        Raises:
-            StopStepError: a contribution is not finite, on all ranks.
-        """
+        """Act on the control word. Raises StopStepError if a contribution is not finite, on all
+        ranks."""
         if report.nonfinite:
             raise StopStepError
         self._may_have_overflowed = (
@@ -109,11 +100,8 @@ class FiniteCheck:
         self._results.checks = self._results.checks or self._may_have_overflowed or has_sparse
 
     def check_results(self, transport: Transport, step: int) -> None:
-        """Check the results; a collective call if ranks have different results.
-
-        Raises:
-            StopStepError: a result is not finite, on all ranks.
-        """
+        """Check the results; a collective call if ranks have different results. Raises
+        StopStepError if one is not finite, on all ranks."""
         finite = self._results.finite
         if self._may_have_overflowed and self._result_kind != "replicated":
             finite = self._vote(finite, transport, step)
@@ -138,9 +126,14 @@ class FiniteCheck:
         else None."""
         if self._policy != "raise":
             return None
-        program, reduced = self._program, set(self._program.reduced)
-        leaves = enumerate(self._results.leaves)
-        own = self._finder.counts([leaf if i in reduced else None for i, leaf in leaves]).to_json()
+        program, leaves = self._program, self._results.leaves
+        tallies = sorted(self._tallies, key=lambda pair: pair[0])
+        sums = [(i, tally(leaf)) for i in program.reduced if (leaf := leaves[i]) is not None]
+        counts, overflowed = (
+            counted((program.paths[i], numbers) for i, numbers in found)
+            for found in (tallies, sums)
+        )
+        own = NonFiniteCounts(counts, overflowed).to_json()
         entry = self._recorder.launched("exchange of counts", step, len(json.dumps(own)))
         entry.waited_s = entry.launched_s
         received = exchange(transport, own, COUNTS, "counts")

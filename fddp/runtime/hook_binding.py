@@ -135,8 +135,8 @@ def _positions(hook: Hook[Any], program: Program) -> dict[int, int]:
         if len(positions) != 1:
             raise ValueError(
                 f"{hook.name} replaces the single all_reduce of each bucket, and the schedule has "
-                f"{len(positions)} for {program.describe(bucket)}; use algorithm='all_reduce' or "
-                f"'hierarchical', and no split_mb"
+                f"{len(positions)} for {program.buckets[bucket].text}; use "
+                f"algorithm='all_reduce' or 'hierarchical', and no split_mb"
             )
     return {bucket: positions[0] for bucket, positions in found.items()}
 
@@ -147,7 +147,7 @@ def _is_everyone(program: Program, axes: tuple[str, ...]) -> bool:
 
 def _spec(program: Program, bucket: int, position: int) -> BucketSpec:
     """Specification of the part of a bucket that its all-reduce works on, on this rank."""
-    start, stop = program.extent(program.schedule.ops[position])
+    start, stop = program.extents[position]
     planned, layout = program.plan.buckets[bucket], program.layouts[bucket]
     paths, shapes, strides, offsets = [], [], [], []
     for leaf, shape, stride, offset in zip(

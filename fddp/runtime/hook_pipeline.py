@@ -14,7 +14,6 @@ next bucket is therefore started only when the previous one has finished.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fddp.core.protocol.differences import check_equal
 from fddp.core.schedule.op import Op
 from fddp.core.timeline import Interval
 from fddp.errors import DesyncError, RankLostError, SyncTimeoutError
@@ -35,15 +35,7 @@ T = TypeVar("T")
 
 
 class Collectives(AllReduce):
-    """Issues a hook's collectives of one bucket.
-
-    Args:
-        transport: transport of the collectives.
-        program: has this rank's place on each axis.
-        axes: axes of the collectives.
-        bucket: number of the bucket.
-        what: description of the bucket, for errors.
-        record_time: True to record when collectives finish.
+    """Issues a hook's collectives of one bucket, along some axes.
 
     Attributes:
         nbytes: bytes that this rank has passed to collectives.
@@ -87,11 +79,8 @@ class Collectives(AllReduce):
 
     def _check_equal(self, kind: str, tensor: Tensor) -> None:
         """Compare the operation over ranks, unless it is the same as at this position of an earlier
-        step: backends abort the process if sizes differ.
-
-        Raises:
-            DesyncError: ranks issue different operations; on every rank.
-        """
+        step: backends abort the process if sizes differ. If so, DesyncError is raised on every
+        rank."""
         transport = self._transport
         if transport.name in ("shm", "loopback") and tensor.is_cpu:
             return  # these transports detect differences themselves
@@ -100,13 +89,13 @@ class Collectives(AllReduce):
         if transport.size_cache.get(place) == own:
             return
         received = exchange(transport, own, str, "hook operations")
-        for rank, theirs in enumerate(received):
-            if theirs != received[0]:
-                raise DesyncError(
-                    f"{self._what} on rank {transport.rank} of {transport.world_size}: hooks are "
-                    f"about to issue different operations: rank 0 {received[0]}, rank {rank} "
-                    f"{theirs}; a hook must pass tensors of the same size and dtype on every rank"
-                )
+        check_equal(
+            f"{self._what} on rank {transport.rank} of {transport.world_size}: the next operation "
+            f"of the hook",
+            received,
+            "a hook must pass tensors of the same size and dtype on every rank",
+            DesyncError,
+        )
         transport.size_cache[place] = own
 
     @property
@@ -125,52 +114,14 @@ class Collectives(AllReduce):
         return Future.started(lambda: work.done, take)
 
 
-class StagePipeline:
-    """Reductions by the hook in one step; see [Note: stages in one order]."""
-
-    def __init__(self) -> None:
-        self._launched: list[HookWork] = []
-        self._due: deque[HookWork] = deque()
-
-    def join(self, work: HookWork) -> None:
-        """Add a reduction whose first stage was started, and queue a stage of each earlier one."""
-        self._due.extend(reversed(self._launched))
-        self._launched.append(work)
-
-    @property
-    def last(self) -> HookWork | None:
-        """Reduction that was launched last."""
-        return self._launched[-1] if self._launched else None
-
-    def advance(self, *, block: bool) -> bool:
-        """Start the queued stages. Return False if one has to wait for a result."""
-        while self._due:
-            if not self._due[0].advance(block=block):
-                return False
-            self._due.popleft()
-        return True
-
-    def run_out(self, work: HookWork, *, block: bool) -> bool:
-        """Start all remaining stages of a reduction. Return False as `advance`."""
-        while self.advance(block=block):
-            if not work.pending:
-                return True
-            self._due.extend(self._launched)
-        return False
-
-
 class HookWork:
     """A hook's reduction of one bucket in flight.
 
-    Args:
-        future: future that the hook returned.
+    Attributes:
         collectives: collectives that the hook was given.
-        op: the operation that it replaces.
+        op: the operation that the reduction replaces.
         own: the operation's memory, shape `(n,)`.
         what: description of the bucket, for errors.
-        spans: receives the times of the hook's stages; None if they are not recorded.
-
-    Attributes:
         settled: True once the result was taken.
     """
 
@@ -189,7 +140,7 @@ class HookWork:
         self.op = op
         self.own = own
         self.what = what
-        self._collectives = collectives
+        self.collectives = collectives
 
     @property
     def pending(self) -> bool:
@@ -200,16 +151,6 @@ class HookWork:
     def done(self) -> bool:
         """True if all stages were started and the result is available."""
         return not self.pending and self._future.done
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this rank has passed to collectives."""
-        return self._collectives.nbytes
-
-    @property
-    def done_s(self) -> float | None:
-        """Time at which the last collective finished, as `Work.done_s`."""
-        return self._collectives.done_s
 
     def advance(self, *, block: bool) -> bool:
         """Start the next stage, if there is one; see `Future.advance`."""

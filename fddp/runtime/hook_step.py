@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
@@ -17,26 +18,17 @@ from fddp.core.timeline import Interval
 from fddp.errors import FddpError
 from fddp.hooks.future import Future
 from fddp.hooks.hook import Bucket, HookError
-from fddp.runtime.bucket import BucketState, RunningStep
-from fddp.runtime.context import StepContext
 from fddp.runtime.contributions import Contributions
 from fddp.runtime.failures import incompatible_contributions_error
 from fddp.runtime.hook_binding import BoundHook
-from fddp.runtime.hook_pipeline import Collectives, HookWork, StagePipeline
-from fddp.runtime.program import BucketProgram, Instruction, Program
+from fddp.runtime.hook_pipeline import Collectives, HookWork
+from fddp.runtime.program import BucketProgram, Instruction
+from fddp.runtime.state import BucketState, StepContext, StepState
 from fddp.runtime.step import Step
-from fddp.transport.base import Transport
 
 
 class HookExecutor:
     """Runs a communication hook in one step: starts its reductions, stores results and states.
-
-    Args:
-        bound: the hook and its buckets.
-        program: program of the step.
-        transport: transport of the hook's collectives.
-        scale: the agreed unit of weight.
-        record_time: True to record when collectives are done.
 
     Attributes:
         spans: when the hook ran or waited, on the clock of `time.perf_counter`; with
@@ -44,23 +36,14 @@ class HookExecutor:
         is_raw: True if the hook receives this rank's own gradients; see `Hook.raw`.
     """
 
-    def __init__(
-        self,
-        bound: BoundHook,
-        program: Program,
-        transport: Transport,
-        scale: WeightScale,
-        *,
-        record_time: bool,
-    ) -> None:
+    def __init__(self, bound: BoundHook, context: StepContext) -> None:
         self.is_raw = bound.hook.raw
         self._bound = bound
-        self._program = program
-        self._transport = transport
-        self._scale = scale
-        self._record_time = record_time
+        self._program, self._transport = context.program, context.transport
+        self._scale, self._record_time = context.scale, context.with_stats
         self.spans: list[Interval] = []
-        self._pipeline = StagePipeline()
+        self._launched: list[HookWork] = []
+        self._due: deque[HookWork] = deque()  # reductions whose next stage is to be started
         self._new_states: dict[int, Any] = {}  # by bucket, of reductions that have ended
         self._failure: Exception | None = None
         self._is_late = False  # True once a failure can no longer be reported
@@ -71,14 +54,8 @@ class HookExecutor:
         return self._bound.positions.get(bucket) == position
 
     def start(self, op: Op, own: Tensor, states: Sequence[Any], what: str) -> HookWork:
-        """Start the reduction that replaces an operation.
-
-        Args:
-            op: the operation.
-            own: its memory, shape `(n,)`; receives the result.
-            states: states by bucket; empty before the first step.
-            what: description of the bucket, for errors.
-        """
+        """Start the reduction that replaces an operation. Its memory `own`, shape `(n,)`, receives
+        the result. `states` are those by bucket; empty before the first step."""
         bound = self._bound
         hook, spec = bound.hook, bound.specs[op.bucket]
         before = self._scale.scaling == "before"
@@ -97,29 +74,42 @@ class HookExecutor:
         if spans is not None:
             spans.append((start_s, perf_counter()))
         work = HookWork(future, collectives, op, own, what, spans)
-        self._pipeline.join(work)
+        self._due.extend(reversed(self._launched))  # [Note: stages in one order]
+        self._launched.append(work)
         return work
 
     def advance(self, *, block: bool) -> bool:
         """Run the stages that come before the next operation. Return False if one has to wait for
         a result, which only happens without `block`."""
-        if not self._pipeline.advance(block=block):
+        if not self._start_due(block=block):
             return False
-        last = self._pipeline.last
-        if not self.is_raw or last is None:
+        if not self.is_raw or not self._launched:
             return True
+        last = self._launched[-1]
         if block or last.done:
             self.finish(last)
         return last.settled
 
+    def _start_due(self, *, block: bool) -> bool:
+        while self._due:
+            if not self._due[0].advance(block=block):
+                return False
+            self._due.popleft()
+        return True
+
+    def _run_out(self, work: HookWork, *, block: bool) -> None:
+        """Start the remaining stages of a reduction, and of others in between."""
+        while self._start_due(block=block) and work.pending:
+            self._due.extend(self._launched)
+
     def is_done(self, work: HookWork) -> bool:
         """Start the stages that can start. Return True if the reduction has finished."""
-        self._pipeline.run_out(work, block=False)
+        self._run_out(work, block=False)
         return work.done
 
     def finish(self, work: HookWork) -> None:
         """Wait for a reduction and store its result; later calls do nothing."""
-        self._pipeline.run_out(work, block=True)
+        self._run_out(work, block=True)
         if not work.settled:
             with torch.no_grad():
                 self._settle(work)
@@ -144,12 +134,8 @@ class HookExecutor:
         return tuple(self._new_states.get(bucket, state) for bucket, state in enumerate(states))
 
     def scale_before(self, weight: float, *, repairs: bool = False) -> WeightScale:
-        """Return the scale of gradients for a raw hook, which divides by the number of ranks.
-
-        Args:
-            weight: weight of this rank.
-            repairs: True for late gradients, which are added to the divided result.
-        """
+        """Return the scale of this rank's gradients for a raw hook, which divides by the number of
+        ranks. `repairs` is True for late gradients, which are added to the divided result."""
         ranks = self._transport.world_size if repairs else 1
         return WeightScale(ranks, unit=weight or 1.0)
 
@@ -214,12 +200,7 @@ class HookExecutor:
 
 
 class HookedBucket(BucketState):
-    """A bucket that a hook reduces.
-
-    Attributes:
-        hooks: the hook's executor.
-        hooked: the hook's reduction, once it was started.
-    """
+    """A bucket that a hook reduces; `hooked` is the reduction, once it was started."""
 
     __slots__ = ("hooked", "hooks")
 
@@ -228,7 +209,7 @@ class HookedBucket(BucketState):
         self.hooks = hooks
         self.hooked: HookWork | None = None
 
-    def launch(self, step: RunningStep, position: int, op: Op) -> None:
+    def launch(self, step: StepState, position: int, op: Op) -> None:
         """Start the hook's reduction where it replaces the operation, else the operation."""
         if not self.hooks.replaces(position, op.bucket):
             if op.when == "again":
@@ -250,7 +231,7 @@ class HookedBucket(BucketState):
             return self.hooks.is_done(work)
         return super().is_done(position)
 
-    def wait(self, step: RunningStep, position: int) -> None:
+    def wait(self, step: StepState, position: int) -> None:
         """Block until the collective or reduction at a position has finished."""
         work = self.works.get(position, (None,))[0]
         if not isinstance(work, HookWork):
@@ -273,9 +254,7 @@ class HookedStep(Step):
 
     def __init__(self, context: StepContext, bound: BoundHook) -> None:
         super().__init__(context)
-        hooks = self._hooks = HookExecutor(
-            bound, self.program, self.transport, context.scale, record_time=self.record_time
-        )
+        hooks = self._hooks = HookExecutor(bound, context)
         self.buckets = [HookedBucket(bucket, hooks) for bucket in self.program.buckets]
         self.hook_spans = hooks.spans
         if hooks.is_raw:
@@ -287,12 +266,12 @@ class HookedStep(Step):
         if self._hooks.is_raw:
             self.scale = self._hooks.scale_before(contributions.weight)
 
-    def pack_scale(self, bucket: BucketProgram, op: Op) -> WeightScale:
+    def pack_scale(self, bucket: BucketProgram, *, repairs: bool) -> WeightScale:
         """As `Step.pack_scale`; repairs are added to results that the hook has divided."""
         if self._hooks.is_raw:
             weight = self.contributions.weight
-            return self._hooks.scale_before(weight, repairs=op.when != "always")
-        return super().pack_scale(bucket, op)
+            return self._hooks.scale_before(weight, repairs=repairs)
+        return super().pack_scale(bucket, repairs=repairs)
 
     def _may_run(self, instruction: Instruction) -> bool:
         if instruction.op.kind != "control" and not self._hooks.advance(block=self.backward_ended):

@@ -9,6 +9,7 @@ from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fddp.core.plan.plan import LeafSpec
 from fddp.errors import TransformError, TreeMismatchError, WeightError
@@ -286,10 +287,16 @@ def outside_transforms() -> AbstractContextManager[object]:
 
         stack.enter_context(temporarily_clear_interpreter_stack())
     if _is_traced():
-        from torch.utils._python_dispatch import _disable_current_modes
-
         stack.enter_context(_disable_current_modes())
     return stack
+
+
+@contextmanager
+def outside_tracing() -> Iterator[None]:
+    """Disable dispatch modes, transforms and gradients, and create new tensors on the CPU."""
+    cpu = torch.device("cpu")
+    with _disable_current_modes(), outside_transforms(), torch.no_grad(), cpu:
+        yield
 
 
 def _is_traced() -> bool:

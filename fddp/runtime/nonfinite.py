@@ -8,7 +8,7 @@ numbers counted by leaf and the counts exchanged.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fddp.core.protocol.messages import MappingOf, Schema
 from fddp.errors import NonFiniteError
-from fddp.native.layout import Layout, views
 
 Policy = Literal["propagate", "skip", "raise"]
 
@@ -80,69 +79,7 @@ class NonFiniteCounts(NamedTuple):
         return cls(_counts(own), _counts(sums), left_out)
 
 
-class Finder:
-    """Counts the non-finite numbers of one step by leaf.
-
-    Args:
-        policy: policy of the step; numbers are only counted under "raise".
-        paths: paths of the leaves, by number.
-    """
-
-    def __init__(self, policy: Policy, paths: Sequence[str]) -> None:
-        self._enabled = policy == "raise"
-        self._paths = paths
-        self._found: dict[str, Count] = {}
-        self._pending: list[tuple[str, Tensor]] = []  # counts still on their device
-
-    def wants(self, buffer: Tensor, *, finite: bool) -> bool:
-        """Return True if a packed bucket is to be counted. `finite` is the finding of packing,
-        which checks on the CPU only."""
-        return self._enabled and not (finite and buffer.is_cpu)
-
-    def count_packed(
-        self,
-        leaves: Sequence[int],
-        layout: Layout,
-        buffer: Tensor,
-        parts: Sequence[Sequence[Tensor | None]] | None,
-    ) -> None:
-        """Count non-finite numbers of gradients that were packed.
-
-        Args:
-            leaves: leaves of the bucket.
-            layout: slices of the leaves in the buffer.
-            buffer: buffer of the bucket, before it is reduced in place.
-            parts: gradients of each summand, by leaf; None if they were released, and packing
-                turned no finite number into infinity.
-        """
-        if parts is None:
-            parts = [views(buffer, layout)]
-        for leaf, *grads in zip(leaves, *parts, strict=True):
-            summands = [grad for grad in grads if grad is not None]
-            if summands:
-                self._pending.append((self._paths[leaf], _tally(*summands)))
-
-    def count(self, leaves: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        """Count non-finite numbers of gradients; does not wait for an accelerator."""
-        if self._enabled:
-            for leaf, grad in zip(leaves, grads, strict=True):
-                if grad is not None:
-                    self._pending.append((self._paths[leaf], _tally(grad)))
-
-    def counts(self, results: Sequence[Tensor | None]) -> NonFiniteCounts:
-        """Return the counts of all gradients so far, and of these results by leaf."""
-        for path, tally in self._pending:
-            _add(self._found, path, tally)
-        self._pending.clear()
-        sums: dict[str, Count] = {}
-        for path, result in zip(self._paths, results, strict=False):
-            if result is not None:
-                _add(sums, path, _tally(result))
-        own = {path: self._found[path] for path in self._paths if path in self._found}
-        return NonFiniteCounts(own, sums)
-
-
-def _tally(tensor: Tensor, *others: Tensor) -> Tensor:
+def tally(tensor: Tensor, *others: Tensor) -> Tensor:
     """Count the elements that are NaN, and those that are infinite, in any summand of one leaf;
     shape `(2,)`, on the device of the summands."""
     with torch.no_grad():
@@ -154,11 +91,16 @@ def _tally(tensor: Tensor, *others: Tensor) -> Tensor:
         return torch.stack([nan.sum(), (inf & ~nan).sum()])
 
 
-def _add(found: dict[str, Count], path: str, tally: Tensor) -> None:
-    nan, inf = tally.tolist()
-    if nan or inf:
-        before = found.get(path, Count(0, 0))
-        found[path] = Count(before.nan + nan, before.inf + inf)
+def counted(tallies: Iterable[tuple[str, Tensor]]) -> dict[str, Count]:
+    """Return the sums of tallies by path, in this order; waits for an accelerator. Leaves without
+    non-finite numbers are left out."""
+    found: dict[str, Count] = {}
+    for path, numbers in tallies:
+        nan, inf = numbers.tolist()
+        if nan or inf:
+            before = found.get(path, Count(0, 0))
+            found[path] = Count(before.nan + nan, before.inf + inf)
+    return found
 
 
 def _counts(found: Mapping[str, Any]) -> dict[str, Count]:

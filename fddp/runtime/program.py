@@ -34,35 +34,6 @@ _EAGER_BYTES = 1 << 17
 
 
 @dataclass(frozen=True)
-class Packing:
-    """Division of a bucket's leaves into those packed early and those packed together.
-
-    Attributes:
-        together: positions in the bucket of the leaves that are packed when it is full.
-        layout: slices of these leaves.
-        early: positions of the leaves that are packed as they arrive, and the slice of each.
-    """
-
-    together: tuple[int, ...]
-    layout: Layout
-    early: tuple[tuple[int, Layout], ...]
-
-    @cached_property
-    def native(self) -> NativePacking:
-        """Packing in the extension."""
-        return packing(self.together, self.layout, self.early)
-
-    @classmethod
-    def of(cls, plan: BucketPlan, bucket: int, layout: Layout, *, eager_bytes: float) -> Packing:
-        """Make the packing of a bucket; leaves of at least `eager_bytes` are packed early."""
-        leaves = [plan.leaves[i] for i in plan.buckets[bucket].leaves]
-        large = [leaf.nbytes >= eager_bytes for leaf in leaves]
-        together = tuple(p for p, is_large in enumerate(large) if not is_large)
-        early = tuple((p, layout.part((p,))) for p, is_large in enumerate(large) if is_large)
-        return cls(together, layout.part(together), early)
-
-
-@dataclass(frozen=True)
 class BucketProgram:
     """Constants of one bucket.
 
@@ -116,28 +87,18 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """Schedule of a step, and constants derived from it.
+    """Schedule of a step, prepared for one rank, and constants derived from it.
 
     Attributes:
         schedule: the operations.
-        layouts: for each bucket, the slices of its leaves.
-        reduced: the leaves that are reduced, in canonical order; the slots of the control word.
-        differentiated: the leaves that have gradients, reduced or local, in canonical order.
-        control: layout of the control word.
-        packing: for each bucket, the packing of its leaves during backward.
-        places: for each axis of the topology, its size and this rank's place.
-        shards: elements that this rank owns, if the schedule divides buckets.
+        rank: this rank's number.
+        with_order: True to send rank 0's ready order in the control word.
         foreign: True if this rank's trees have arrays of another library.
     """
 
     schedule: Schedule
-    layouts: tuple[Layout, ...]
-    reduced: tuple[int, ...]
-    differentiated: tuple[int, ...]
-    control: ControlLayout
-    packing: tuple[Packing, ...]
-    places: Mapping[str, tuple[int, int]]
-    shards: ShardMap
+    rank: int
+    with_order: bool
     foreign: bool = False
 
     @cached_property
@@ -151,6 +112,44 @@ class Program:
         return self.plan.paths
 
     @cached_property
+    def reduced(self) -> tuple[int, ...]:
+        """Leaves that are reduced, in canonical order; the slots of the control word."""
+        return self.plan.reduced
+
+    @cached_property
+    def differentiated(self) -> tuple[int, ...]:
+        """Leaves that have gradients, reduced or local, in canonical order."""
+        return tuple(i for i, leaf in enumerate(self.plan.leaves) if leaf.reducible)
+
+    @cached_property
+    def control(self) -> ControlLayout:
+        """Layout of the control word."""
+        return control_layout(self.schedule, with_order=self.with_order)
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        """For each bucket, the slices of its leaves."""
+        return tuple(Layout.of(self.plan, bucket) for bucket in range(len(self.plan.buckets)))
+
+    @cached_property
+    def places(self) -> dict[str, tuple[int, int]]:
+        """For each axis of the topology, its size and this rank's place."""
+        topology = self.schedule.topology
+        pairs = zip(topology.axes, topology.coordinates(self.rank), strict=True)
+        return {name: (size, place) for (name, size), place in pairs}
+
+    @cached_property
+    def shards(self) -> ShardMap:
+        """Elements that this rank owns, if the schedule divides buckets."""
+        kind = {"sharded_mean": "unpack", "replicated": "pack"}.get(self.schedule.result)
+        divided = [
+            (position, op, _own(op.region, op.region.shard, self.places))
+            for position, op in enumerate(self.schedule.ops)
+            if op.kind == kind
+        ]
+        return ShardMap.of(self.plan, divided)
+
+    @cached_property
     def buckets(self) -> tuple[BucketProgram, ...]:
         """Constants of each bucket."""
         return tuple(map(self._bucket, range(len(self.plan.buckets))))
@@ -158,9 +157,10 @@ class Program:
     def _bucket(self, index: int) -> BucketProgram:
         schedule, planned = self.schedule, self.plan.buckets[index]
         wire = schedule.wire_dtypes[index]
+        first, last = self.paths[planned.leaves[0]], self.paths[planned.leaves[-1]]
         return BucketProgram(
             index=index,
-            text=self.describe(index),
+            text=f"bucket {index} ({first if first == last else f'{first} .. {last}'})",
             leaves=planned.leaves,
             layout=self.layouts[index],
             numel=self.layouts[index].numel,
@@ -216,20 +216,51 @@ class Program:
 
     @cached_property
     def extents(self) -> tuple[tuple[int, int], ...]:
-        """Elements of its buffer that each operation works on, on this rank."""
-        return tuple(map(self.extent, self.schedule.ops))
+        """Elements of its buffer that each operation works on, on this rank. An all-gather works on
+        its result."""
+        extents = []
+        for op in self.schedule.ops:
+            cut = len(op.region.shard) - (len(op.axes) if op.kind == "all_gather" else 0)
+            extents.append(_own(op.region, op.region.shard[:cut], self.places))
+        return tuple(extents)
 
     @cached_property
-    def early(self) -> tuple[tuple[int, tuple[tuple[int, Layout], ...]], ...]:
-        """Buckets with leaves that are packed as they arrive: the positions of these leaves among
-        the differentiated ones, and the slice of each."""
-        return tuple(
-            (bucket, tuple((members[position], slot) for position, slot in packing.early))
-            for bucket, (members, packing) in enumerate(
-                zip(self.member_numbers, self.packing, strict=True)
-            )
-            if packing.early
-        )
+    def early(self) -> dict[int, tuple[tuple[int, Layout], ...]]:
+        """Buckets with leaves that are packed as they arrive: the positions of these leaves in the
+        bucket, and the slice of each."""
+        found = {}
+        for bucket, layout in enumerate(self.layouts):
+            least, leaves = self._eager_bytes(bucket), self.plan.buckets[bucket].leaves
+            large = [p for p, i in enumerate(leaves) if self.plan.leaves[i].nbytes >= least]
+            if large:
+                found[bucket] = tuple((position, layout.part((position,))) for position in large)
+        return found
+
+    def _eager_bytes(self, bucket: int) -> float:
+        """Smallest size of leaves that are packed as they arrive."""
+        spec = self.plan.buckets[bucket]
+        is_retained = bucket in self.schedule.retained
+        if spec.device not in ("cpu", "meta") or spec.sparse or is_retained:
+            # Accelerators are faster with many copies in one launch. Retained contributions can't
+            # be released early.
+            return math.inf
+        # Small gradients that wait fragment the memory of large ones freed between them. A plan
+        # that is about to be rebuilt may be a single bucket, in which all would wait.
+        nbytes = [self.plan.leaves[leaf].nbytes for leaf in spec.leaves]
+        is_large = sum(nbytes) >= _EAGER_BYTES * len(nbytes)
+        return 0 if self.with_order or is_large else _EAGER_BYTES
+
+    @cached_property
+    def packing(self) -> tuple[NativePacking, ...]:
+        """For each bucket, the leaves that are packed early and those packed together, in the
+        extension."""
+        made = []
+        for bucket, layout in enumerate(self.layouts):
+            early = self.early.get(bucket, ())
+            alone = {position for position, _ in early}
+            together = tuple(p for p in range(len(layout.shapes)) if p not in alone)
+            made.append(packing(together, layout.part(together), early))
+        return tuple(made)
 
     @cached_property
     def number(self) -> dict[int, int]:
@@ -269,84 +300,8 @@ class Program:
         """Shapes and dtypes of the leaves, in the extension."""
         return leaf_types(self.plan.leaves)
 
-    def extent(self, op: Op) -> tuple[int, int]:
-        """Return the elements of the buffer that an operation works on, on this rank. An all-gather
-        works on its result."""
-        shard = op.region.shard
-        if op.kind == "all_gather":
-            shard = shard[: len(shard) - len(op.axes)]
-        return _own(op.region, shard, self.places)
-
-    def describe(self, bucket: int) -> str:
-        """Return the number and the first and last path of a bucket, for errors."""
-        leaves = self.plan.buckets[bucket].leaves
-        first, last = self.paths[leaves[0]], self.paths[leaves[-1]]
-        return f"bucket {bucket} ({first if first == last else f'{first} .. {last}'})"
-
-
-def make_program(
-    schedule: Schedule, rank: int, *, with_order: bool, foreign: bool = False
-) -> Program:
-    """Prepare a schedule for one rank.
-
-    Args:
-        schedule: the operations.
-        rank: this rank's number.
-        with_order: True to send rank 0's ready order in the control word.
-        foreign: True if this rank's trees have arrays of another library.
-    """
-    plan = schedule.plan
-    reduced = plan.reduced
-    layouts = tuple(Layout.of(plan, b) for b in range(len(plan.buckets)))
-    coordinates = schedule.topology.coordinates(rank)
-    places = {
-        name: (size, place)
-        for (name, size), place in zip(schedule.topology.axes, coordinates, strict=True)
-    }
-    return Program(
-        schedule=schedule,
-        layouts=layouts,
-        reduced=reduced,
-        differentiated=tuple(i for i, leaf in enumerate(plan.leaves) if leaf.reducible),
-        control=control_layout(schedule, with_order=with_order),
-        packing=tuple(
-            Packing.of(
-                plan, b, layout, eager_bytes=_eager_bytes(plan, schedule, b, all_early=with_order)
-            )
-            for b, layout in enumerate(layouts)
-        ),
-        places=places,
-        shards=ShardMap.of(plan, _divided(schedule, places)),
-        foreign=foreign,
-    )
-
-
-def _divided(
-    schedule: Schedule, places: Mapping[str, tuple[int, int]]
-) -> list[tuple[int, Op, tuple[int, int]]]:
-    kind = {"sharded_mean": "unpack", "replicated": "pack"}.get(schedule.result)
-    return [
-        (position, op, _own(op.region, op.region.shard, places))
-        for position, op in enumerate(schedule.ops)
-        if op.kind == kind
-    ]
-
 
 def _own(
     region: Region, shard: tuple[str, ...], places: Mapping[str, tuple[int, int]]
 ) -> tuple[int, int]:
     return chunk(region.start, region.stop, [places[axis] for axis in shard])
-
-
-def _eager_bytes(plan: BucketPlan, schedule: Schedule, bucket: int, *, all_early: bool) -> float:
-    """Return the smallest size of leaves that are packed as they arrive."""
-    spec = plan.buckets[bucket]
-    may_be = spec.device in ("cpu", "meta") and not spec.sparse and bucket not in schedule.retained
-    if not may_be:
-        # Accelerators are faster with many copies in one launch. Retained contributions can't be
-        # released early.
-        return math.inf
-    # Small gradients that wait fragment the memory of large ones freed between them. A plan that is
-    # about to be rebuilt may be a single bucket, in which all would wait.
-    nbytes = [plan.leaves[leaf].nbytes for leaf in spec.leaves]
-    return 0 if all_early or sum(nbytes) >= _EAGER_BYTES * len(nbytes) else _EAGER_BYTES

@@ -31,10 +31,7 @@ class Results:
         leaves: results by leaf, None at first.
         devices: devices of the leaves.
         pool: memory for results that are no views of their bucket.
-        measure: True to record norm and finiteness.
-
-    Attributes:
-        checks: True to check the finiteness of further results.
+        measure: True to record norm and finiteness; `checks` is then True from the start.
     """
 
     def __init__(
@@ -83,12 +80,8 @@ class Results:
             self._note(Stats(norm * norm, bool(torch.isfinite(values).all())))
 
     def finish(self, used: Sequence[bool], contributions: Contributions) -> None:
-        """Join shards, drop unused leaves, and add local leaves.
-
-        Args:
-            used: for each reduced leaf, True if any rank used it.
-            contributions: contributions with the local leaves.
-        """
+        """Join shards, drop reduced leaves that no rank `used`, and add the local leaves of
+        `contributions`."""
         program = self._program
         if self._parts:
             self.leaves[:] = program.shards.joined(program.plan, self._parts, self._devices)

@@ -25,34 +25,20 @@ from fddp.native.layout import Layout
 
 
 class Part(NamedTuple):
-    """A run of a leaf's elements in a rank's chunk.
-
-    Attributes:
-        leaf: index of the leaf.
-        start: first element within the leaf's shard.
-        offset: first element in the bucket's buffer.
-        numel: number of elements.
-    """
+    """A run of a leaf's elements in a rank's chunk."""
 
     leaf: int
-    start: int
-    offset: int
+    start: int  # first element within the leaf's shard
+    offset: int  # first element in the bucket's buffer
     numel: int
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One rank's chunk of one piece of a bucket.
-
-    Attributes:
-        bucket: the bucket's index.
-        start: first element in the bucket's buffer.
-        stop: the element after the last.
-        parts: runs of leaves in the chunk.
-    """
+    """One rank's chunk of one piece of a bucket, and the runs of leaves in it."""
 
     bucket: int
-    start: int
+    start: int  # in the bucket's buffer
     stop: int
     parts: tuple[Part, ...]
 

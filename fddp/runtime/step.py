@@ -17,26 +17,18 @@ from __future__ import annotations
 
 import math
 import threading
-import zlib
-from collections.abc import Sequence
-from functools import cached_property
 from time import perf_counter
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport, ControlWord, decode, encode
 from fddp.core.protocol.readiness import Action
 from fddp.core.schedule.op import Op
-from fddp.core.timeline import Interval
-from fddp.errors import FddpError, InternalError, error_text
+from fddp.errors import FddpError, InternalError
 from fddp.native.layout import Stats
-from fddp.runtime.bucket import HANDLERS, BucketState
-from fddp.runtime.context import Outcome, StepContext
-from fddp.runtime.contributions import NOTHING, Contributions
 from fddp.runtime.failures import (
     desync_error,
     exchange_reports,
@@ -44,185 +36,13 @@ from fddp.runtime.failures import (
     locate,
     peer_error,
 )
-from fddp.runtime.finite_check import FiniteCheck
 from fddp.runtime.nonfinite import StopStepError
-from fddp.runtime.program import BucketProgram, Instruction
-from fddp.runtime.results import Devices, Results
+from fddp.runtime.program import Instruction
+from fddp.runtime.state import HANDLERS, Outcome, StepContext, StepState
 from fddp.telemetry.flight.recorder import Entry
 from fddp.transport.base import Work
 
 _IN_BACKWARD = frozenset({"pack", "all_reduce", "reduce_scatter", "all_gather"})
-
-
-class StepState:
-    """State of one synchronisation, which its buckets share.
-
-    Args:
-        context: constants of the step.
-
-    Attributes:
-        number: number of the synchronisation.
-        method: the call, which must be the same on all ranks that contribute.
-        contributions: gradients and weight of this rank; none until `begin`.
-        source: contributions to pack; none on a rank that has failed.
-        has_next: True if this rank has input for another step.
-        hook_states: state of the communication hook by bucket, replaced by the new state once the
-            step has succeeded; () if the hook is stateless.
-        allow_idle_ranks: True to let ranks of weight 0 contribute zeros under a hook that divides
-            by the number of ranks; the same on all ranks that have input.
-        failure: error of this rank.
-        is_orderly: True once the step has ended, in success or failure, with all collectives done.
-        report: the control word summed over ranks, once it was read.
-        failures: error text of each rank, once they were exchanged; "" for ranks without one.
-        buckets: state of each bucket.
-        leaves: results by leaf.
-        measures: True to check results as they are unpacked.
-        record_time: True to record times, norm and finiteness.
-        opened_s: time at which the step was opened, on the clock of `time.perf_counter`.
-        hook_spans: times at which the hook ran or waited, with `record_time` only.
-        log: actions, each with the number of gradients that had arrived; with `record_time` only.
-    """
-
-    def __init__(self, context: StepContext) -> None:
-        program = context.program
-        self.context = context
-        self.program, self.transport, self.pool = program, context.transport, context.pool
-        self.recorder, self.number, self.method = context.recorder, context.step, context.method
-        self.record_time, self.scale = context.with_stats, context.scale
-        self.averages = program.schedule.scaling == "average"
-        self.applies_scale = program.schedule.result != "replicated"
-        self.devices = Devices()
-        self.leaves: list[Tensor | None] = [None] * len(program.plan.leaves)
-        self.measures = self.record_time
-        self.contributions = self.source = NOTHING
-        self.has_next = True
-        self.hook_states: Sequence[Any] = ()
-        self.allow_idle_ranks = False
-        self.failure: BaseException | None = None
-        self.failures: list[str] = []
-        self.is_orderly = self.backward_ended = False
-        self.report: ControlReport | None = None
-        self.after = 1.0
-        self.word: Tensor | None = None
-        self.opened_s = self._begun_s = perf_counter()
-        self.hook_spans: Sequence[Interval] = ()
-        self.log: list[tuple[int, Action]] = []
-        self._is_finite, self._may_overflow = True, False
-        self._failure_text = ""
-        moment = f"{program.schedule.shared_digest}:{context.step}{context.when}"
-        self._fingerprint = zlib.crc32(moment.encode())  # equal on ranks in the same step
-        self._check: FiniteCheck | None = None  # None if non-finite numbers are propagated
-        if context.nonfinite != "propagate":
-            hook = None if context.bound_hook is None else context.bound_hook.hook
-            self.measures = True
-            self._check = FiniteCheck(context.nonfinite, program, self.results, hook, self.recorder)
-        self.buckets: Sequence[BucketState] = [*map(BucketState, program.buckets)]
-
-    @cached_property
-    def results(self) -> Results:
-        """Results that are not plain views of their buffers."""
-        return Results(self.program, self.leaves, self.devices, self.pool, measure=self.record_time)
-
-    @property
-    def phase(self) -> str:
-        """Phase of the step, for error texts of other ranks."""
-        if self.is_orderly:
-            return "between steps"
-        return "after backward" if self.backward_ended else "in forward"
-
-    def begin(self, contributions: Contributions, leaves: Sequence[Tensor | None]) -> None:
-        """Set this rank's contributions; `leaves` determine the devices of the buckets."""
-        self._begun_s = perf_counter()
-        self.contributions = contributions
-        if self.failure is None:
-            self.source = contributions
-        if self.context.nonfinite == "raise":
-            contributions.retain_sources()
-        for bucket in self.program.buckets:
-            if bucket.device not in self.devices:
-                leaf = leaves[bucket.leaves[0]]
-                if leaf is not None:
-                    self.devices[bucket.device] = leaf.device
-
-    def ready_times_s(self) -> dict[int, float]:
-        """Time of the last gradient of each differentiable leaf, on the clock of
-        `time.perf_counter`; NaN for leaves without gradient."""
-        leaves = self.program.differentiated
-        times_s = self.contributions.ready_times_s() or [self._begun_s] * len(leaves)
-        return dict(zip(leaves, times_s, strict=True))
-
-    def fail(self, error: BaseException) -> None:
-        """Fail the step on this rank; see [Note: a rank that fails]."""
-        if self.failure is not None:
-            return
-        self.failure, self.source = error, NOTHING
-        self._failure_text = error_text(error)
-        if isinstance(error, FddpError):
-            rank = self.transport.rank
-            error.args = (f"rank {rank} at step {self.number}: {error}", *error.args[1:])
-
-    # For buckets
-
-    def buffer_of(self, bucket: int) -> Tensor:
-        """Buffer of a dense bucket."""
-        state = self.buckets[bucket]
-        return state.memory(self) if state.buffer is None else state.buffer
-
-    def recover_memory(self, error: BaseException) -> None:
-        """Fail the step on this rank for lack of memory, and free the pool.
-
-        Raises:
-            BaseException: `error`, if it is too late to report it in the control word.
-        """
-        if self.report is not None:
-            raise error
-        self.fail(error)
-        self.pool.clear()
-
-    def note_magnitude(self, bucket: BucketProgram, buffer: Tensor, peak: float, op: Op) -> None:
-        """Note a packed bucket with large, non-finite or unknown numbers.
-
-        Args:
-            bucket: the bucket.
-            buffer: its buffer.
-            peak: bound on the magnitudes; NaN if unknown.
-            op: the operation that packed it.
-        """
-        if op.when == "again":
-            return  # noted when it was packed first
-        self._is_finite = self._is_finite and not math.isinf(peak)
-        self._may_overflow = True
-        if self._check is not None:
-            self._check.packed(bucket, buffer, self.source, finite=not math.isinf(peak))
-
-    def note_sparse(self, leaf: int, sources: list[Tensor | None]) -> None:
-        """Check this rank's gradients of a sparse leaf, after their sum."""
-        if self._check is not None:
-            self._check.gathered(leaf, sources)
-
-    def log_packed(self, op: Op) -> None:
-        """Add a packed bucket to the step's trace."""
-        if op.when != "always":
-            self.log.append((self.contributions.arrived(), Action("repair", op.bucket)))
-        elif op.region.start == 0:
-            self.log.append((self.contributions.arrived(), Action("launch", op.bucket)))
-
-    def pack_scale(self, bucket: BucketProgram, op: Op) -> WeightScale:
-        """Scale of gradients that are packed after the control word was read: the agreed one, or
-        one that fits for a bucket that is reduced again."""
-        report, scale = self.report, self.context.scale
-        if report is None or not bucket.rescaled:
-            return scale
-        if scale.keeps_range(report.total_weight, report.active):
-            return scale
-        return scale.fitting(report.total_weight, report.active)
-
-    def result_factor(self, bucket: BucketProgram) -> float:
-        """Factor on a bucket that may have been reduced twice."""
-        if self.report is None or not self.applies_scale:
-            return 1.0
-        (op, *_) = self.program.schedule.ops
-        return self.pack_scale(bucket, op).after(self.report.total_weight)
 
 
 class Step(StepState):
@@ -294,12 +114,16 @@ class Step(StepState):
         except StopStepError:
             return self._stopped()
         self._keep_hook_states(report)
+        self._close()
+        return Outcome(self.leaves, report, self.results.stats if self.record_time else None)
+
+    def _close(self) -> None:
+        """Release the buckets of a step whose collectives are done."""
         for state in self.buckets:
             state.release(self.pool)
         self.is_orderly = True
         if self.record_time:
             self.log.append((self.contributions.arrived(), Action("finish")))
-        return Outcome(self.leaves, report, self.results.stats if self.record_time else None)
 
     def _keep_hook_states(self, report: ControlReport) -> None:
         """Update `hook_states` after a step that succeeded."""
@@ -511,12 +335,8 @@ class Step(StepState):
             raise InternalError("a step was stopped before the control word was read")
         self._current = None
         error = self._check.error(self.transport, self.number)
-        for state in self.buckets:
-            state.release(self.pool)
-        self.is_orderly = True
+        self._close()
         if error is not None:
             self._raise(error)
-        if self.record_time:
-            self.log.append((self.contributions.arrived(), Action("finish")))
         nothing: list[Tensor | None] = [None] * len(self.leaves)
         return Outcome(nothing, report, Stats(math.nan, False), skipped=True)

@@ -8,10 +8,9 @@ import time
 from fddp.core.protocol.readiness import Action
 from fddp.core.timeline import BucketTimes, StepTimes
 from fddp.native.pack import Stats
-from fddp.runtime.bucket import BucketState
-from fddp.runtime.context import Outcome
 from fddp.runtime.contributions import BackwardContributions
 from fddp.runtime.hook_step import HookedBucket
+from fddp.runtime.state import BucketState, Outcome
 from fddp.runtime.step import Step
 from fddp.telemetry.step_info import SyncInfo, Trace
 from fddp.telemetry.waits import waits_since
@@ -93,7 +92,8 @@ def _bucket_times(step: Step, end_s: float) -> tuple[BucketTimes, ...]:
 
 def _times(bucket: int, state: BucketState, numel: int, end_s: float) -> BucketTimes:
     """Times of a bucket. Sparse buckets are gathered after backward and have no times."""
-    hooked = state.hooked if isinstance(state, HookedBucket) else None
+    work = state.hooked if isinstance(state, HookedBucket) else None
+    hooked = None if work is None else work.collectives
     last = state.work or hooked
     done_s = None if last is None else last.done_s
     nbytes = 0 if state.buffer is None else numel * state.buffer.element_size()

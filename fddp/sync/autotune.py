@@ -8,39 +8,25 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
-from fddp.core.plan.plan import Bucket, BucketPlan, plan_leaves
-from fddp.core.protocol.messages import Schema, malformed_message_error, optional
+from fddp.core.plan.plan import BucketPlan, plan_leaves
+from fddp.core.protocol.differences import check_equal
+from fddp.core.protocol.messages import malformed_message_error, optional
 from fddp.core.sim.cost import CostModel
 from fddp.core.sim.optimal import Target, optimal_plan
 from fddp.core.sim.simulator import simulate
-from fddp.errors import PeerError, PlanMismatchError, UnevenError
+from fddp.errors import PeerError, UnevenError
 from fddp.runtime.agreement import exchange
 from fddp.runtime.results import Devices
 from fddp.sync.engine import Engine, any_rank_has_input
 from fddp.sync.measure import DEFAULT_SIZES_BYTES, largest, measure_axes
+from fddp.sync.terms_codec import plan_on_leaves
 
 _WARM_STEPS = 2  # the plan is rebuilt, and memory is allocated
 _TIMED_STEPS = 2  # steps of each plan in a round
 _EVERYTHING_BYTES = 2**62
-_PLAN: Schema = {
-    "buckets": [
-        {
-            "leaves": [int],
-            "offsets": [int],
-            "numel": int,
-            "dtype": str,
-            "device": str,
-            "cap_bytes": int,
-            "sparse": bool,
-        }
-    ],
-    "caps": [int],
-    "order": [int],
-}
 
 
 @dataclass(frozen=True)
@@ -120,10 +106,7 @@ def tune(engine: Engine, call: Callable[[], object], rounds: int) -> TuneReport:
 
 def _check(engine: Engine, rounds: int) -> None:
     received = exchange(engine.transport, repr(rounds), str, "tuning")
-    if len({*received}) > 1:
-        raise PlanMismatchError(
-            f"rounds are {', '.join(received)} by rank; pass the same rounds on every rank"
-        )
+    check_equal("rounds", received, "pass the same rounds on every rank")
     if type(rounds) is not int or rounds < 1:
         raise ValueError(f"rounds must be an int of at least 1, got {rounds!r}")
     if engine.round is not None:
@@ -203,47 +186,17 @@ def _planned(
     own = None
     if transport.rank == 0:
         target = Target(costs, terms.topology, terms.algorithm, terms.deterministic)
-        own = _plan_to_json(optimal_plan(before.leaves, before.order, ready_s, target))
-    received = exchange(transport, own, optional(_PLAN), "tuned plan")[0]
+        own = optimal_plan(before.leaves, before.order, ready_s, target).to_json()
+    received = exchange(transport, own, optional(str), "tuned plan")[0]
     try:
-        plan = _plan_from_json(received, before)
+        plan = plan_on_leaves(BucketPlan.from_json(received or ""), before.leaves)
     except ValueError as error:
         raise malformed_message_error(0, "tuned plan", error) from error
     digests = exchange(transport, plan.shared_digest, str, "tuned plan")
-    if len({*digests}) > 1:
-        raise PlanMismatchError(
-            f"the tuned plan has the digests {[digest[:12] for digest in digests]} by rank; build "
-            f"every rank's parameters alike"
-        )
+    way_out = "build every rank's parameters alike"
+    check_equal("the digest of the tuned plan", [digest[:12] for digest in digests], way_out)
     boundaries = [bucket.leaves for bucket in plan.buckets]
     return before if boundaries == [bucket.leaves for bucket in before.buckets] else plan
-
-
-def _plan_to_json(plan: BucketPlan) -> dict[str, Any]:
-    """Return a plan of the control word's slots, which denote the same leaves on all ranks."""
-    slots = {leaf: slot for slot, leaf in enumerate(plan.reduced)}
-    buckets = [
-        {**asdict(bucket), "leaves": [slots[leaf] for leaf in bucket.leaves]}
-        for bucket in plan.buckets
-    ]
-    order = [slots[leaf] for leaf in plan.order]
-    return {"buckets": buckets, "caps": plan.caps_bytes, "order": order}
-
-
-def _plan_from_json(document: dict[str, Any] | None, before: BucketPlan) -> BucketPlan:
-    """Return the plan in a message, for this rank's leaves; `ValueError` if it does not fit."""
-    if document is None:
-        raise ValueError("there is no plan")
-    reduced = before.reduced
-    slots = [*document["order"], *(slot for b in document["buckets"] for slot in b["leaves"])]
-    if not all(0 <= slot < len(reduced) for slot in slots):
-        raise ValueError(f"the plan has a slot outside of 0 to {len(reduced) - 1}")
-    buckets = []
-    for fields in document["buckets"]:
-        leaves = tuple(reduced[slot] for slot in fields.pop("leaves"))
-        buckets.append(Bucket(leaves, tuple(fields.pop("offsets")), **fields))
-    order = tuple(reduced[slot] for slot in document["order"])
-    return BucketPlan(before.leaves, tuple(buckets), tuple(document["caps"]), order)
 
 
 def _compared(

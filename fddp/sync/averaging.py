@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fddp.errors import PlanMismatchError, TreeMismatchError
+from fddp.core.protocol.differences import check_equal
+from fddp.errors import TreeMismatchError
 from fddp.runtime.agreement import exchange
 from fddp.sync.grad_sync import GradSync
 from fddp.transport import Group
@@ -142,7 +143,9 @@ class Averager:
                 self._syncs[axes] = _PeriodicAverage(
                     tree, group=group, mesh=span, timeout_s=timeout_s
                 )
-            _check_periods_equal(next(iter(self._syncs.values())), when)
+            transport = next(iter(self._syncs.values()))._engine.transport  # of all ranks
+            received = exchange(transport, str(when), str, "averages")
+            check_equal("the period of averages", received, "pass equal periods on every rank")
         except BaseException:
             self.close()
             raise
@@ -254,17 +257,6 @@ def _check_whole(sync: GradSync, tree: Any) -> None:
                     f"leaf {spec.path!r} to average is None where the averager expects "
                     f"{spec.dtype} of shape {spec.shape}; pass all parameters"
                 )
-            )
-
-
-def _check_periods_equal(sync: GradSync, when: Periodic) -> None:
-    """Raise if `when` differs between ranks; `sync` is over all ranks."""
-    received = exchange(sync._engine.transport, str(when), str, "averages")
-    for rank, theirs in enumerate(received):
-        if theirs != received[0]:
-            raise PlanMismatchError(
-                f"averages are due by {received[0]} on rank 0 and by {theirs} on rank {rank}; pass "
-                f"equal periods on every rank"
             )
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from fddp.core.check import check_schedule
+from fddp.core.plan.defaults import timeout_error
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.schedule.builder import make_all_gather_schedule
 from fddp.core.schedule.piggyback import with_separate_word
 from fddp.core.schedule.schedule import Schedule
-from fddp.errors import ClosedError, DesyncError, RankLostError, SyncTimeoutError
+from fddp.errors import ClosedError, DesyncError, RankLostError, SyncTimeoutError, TreeMismatchError
 from fddp.hooks.hook import Hook
 from fddp.native.buffer_pool import BufferPool
 from fddp.runtime.agreement import SyncConfig, agree_on_hook, validate_across_ranks
 from fddp.runtime.hook_binding import BoundHook
-from fddp.runtime.program import Program, make_program
-from fddp.sync.request import EngineSpec, deterministic_hook_error, usable_transport
+from fddp.runtime.program import Program
+from fddp.sync.request import EngineSpec, deterministic_hook_error
 from fddp.transport import Transport, open_transport
+from fddp.transport.mesh import usable_transport
 
 
 class EngineConfiguration:
@@ -41,9 +43,10 @@ class EngineConfiguration:
     def __init__(self, request: EngineSpec) -> None:
         self._foreign = request.is_foreign
         self._groups: list[tuple[str, ...]] = []  # opened by the transport
-        self.transport = open_transport(
-            request.span.group, usable_transport(request), request.usable_timeout_s, request.title
-        )
+        group = request.span.group
+        name = usable_transport(request.transport, group)
+        timeout_s = None if timeout_error(request.timeout_s) else request.timeout_s
+        self.transport = open_transport(group, name, timeout_s, request.title)
         self._pool = BufferPool(self.transport.empty)
         self.bound_hook: BoundHook | None = None
         self.hook_states: tuple[Any, ...] | None = None
@@ -77,10 +80,42 @@ class EngineConfiguration:
         agree_on_hook(self.transport, hook)
         if hook is not None and self.schedule.deterministic:
             raise ValueError(deterministic_hook_error(hook))
-        bound_hook = None if hook is None else BoundHook.of(hook, self.program)
+        if hook is not None:
+            BoundHook.of(hook, self.program)  # before anything has changed
         self.hook = hook
         self._install(self.schedule, with_order=self.program.control.with_order)
-        self.hook_states = None if bound_hook is None else bound_hook.init_states(self.program)
+        self.hook_states = None if hook is None else self.init_states()
+
+    def init_states(self) -> tuple[Any, ...]:
+        """State of the hook by bucket before the first step; () if there is none to keep."""
+        bound = self.bound_hook
+        return () if bound is None else bound.init_states(self.program)
+
+    def checked_states(self, states: Any, source: str) -> tuple[Any, ...]:
+        """Return the caller's states, if they have the form of this hook's.
+
+        Args:
+            states: the states; None if none were passed.
+            source: expression by which callers pass them, for errors.
+
+        Raises:
+            ValueError: no states were passed, and the hook needs some.
+            TreeMismatchError: the states differ in form from those of `init_states`.
+        """
+        bound = self.bound_hook
+        if bound is not None and bound.stateful:
+            if states is None:
+                raise ValueError(
+                    f"{bound.hook.name} keeps state, which this call would lose; begin with "
+                    f"sync.init_state(), and pass the state on by {source}"
+                )
+            return bound.checked(states)
+        if states is not None and states != ():
+            raise TreeMismatchError(
+                f"no hook keeps state, got a state of type {type(states).__name__}; pass the "
+                f"result of init_state, which is ()"
+            )
+        return ()
 
     def _install(self, schedule: Schedule, *, with_order: bool) -> None:
         self.schedule = schedule
@@ -95,14 +130,14 @@ class EngineConfiguration:
             self.transport.open_subgroups(schedule.topology, groups)
             self._groups = groups
         rank, foreign = self.transport.rank, self._foreign
-        self.program = make_program(schedule, rank, with_order=with_order, foreign=foreign)
+        self.program = Program(schedule, rank, with_order, foreign)
         self.bound_hook = None if self.hook is None else BoundHook.of(self.hook, self.program)
         if with_order and self.bound_hook is not None and self.bound_hook.stateful:
             # State is by bucket: the plan must not be rebuilt.
-            self.program = make_program(schedule, rank, with_order=False, foreign=foreign)
+            self.program = Program(schedule, rank, False, foreign)
         self.gathering: Program | None = None
         if gather is not None:
-            self.gathering = make_program(gather, rank, with_order=False, foreign=foreign)
+            self.gathering = Program(gather, rank, False, foreign)
 
 
 def _agreed_terms(transport: Transport, request: EngineSpec) -> SyncConfig:

@@ -6,7 +6,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,14 +15,13 @@ from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.expected_counts import Arrivals
 from fddp.errors import ClosedError, InternalError, PeerError, ReentryError, UnevenError, error_text
-from fddp.runtime.context import Outcome, StepContext
 from fddp.runtime.donation import donate
 from fddp.runtime.hook_step import HookedStep
 from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.program import Program
+from fddp.runtime.state import Outcome, StepContext
 from fddp.runtime.step import Step
 from fddp.sync.configuration import EngineConfiguration
-from fddp.sync.lifecycle import Lifecycle
 from fddp.sync.request import EngineSpec
 from fddp.sync.rounds import Round
 from fddp.telemetry.flight.dump import dump_on_failure
@@ -51,11 +49,14 @@ class Engine(EngineConfiguration):
         timeout_s: timeout requested by the caller.
         recorder: flight recorder of the operations.
         when: suffix of the next step's `moment`; ranks with different suffixes are out of step.
+        closed_by: reason for which no further step may start; "" while the engine is open.
+        superseded: True if another engine replaces this one.
+        label, advice: owner of the engine, and what to do once it is closed, for errors.
     """
 
     def __init__(self, request: EngineSpec) -> None:
         super().__init__(request)
-        self.timeout_s = request.usable_timeout_s
+        self.timeout_s = request.timeout_s
         self.arrivals: Arrivals | None = None
         self.in_backward = False
         self.step = 0
@@ -65,7 +66,13 @@ class Engine(EngineConfiguration):
         self._idle: frozenset[int] = frozenset()
         self.scale = WeightScale(self.transport.world_size, scaling=self.schedule.scaling)
         self.round: Round | None = None
-        self.lifecycle = Lifecycle()
+        self.closed_by = ""
+        self.superseded = False
+        self.label = "this GradSync, or its owner,"
+        self.advice = (
+            "build a new one on a working group, or rebuild this one there with its plan and "
+            "state: sync = sync.rebuild(group)"
+        )
         self._watch: list[Step] | None = None
         self._current: weakref.ref[Step] | None = None  # the newest
         # Several: a loss function may take steps itself.
@@ -97,7 +104,12 @@ class Engine(EngineConfiguration):
     @property
     def is_closed(self) -> bool:
         """True if no further step may start."""
-        return bool(self.lifecycle.closed_by)
+        return bool(self.closed_by)
+
+    @property
+    def closed_text(self) -> str:
+        """Error text of a closed engine: reason and advice."""
+        return f"{self.label} is closed ({self.closed_by}); {self.advice}"
 
     def check_usable(self) -> None:
         """Raise if no further step may start, or if the transport has failed.
@@ -107,7 +119,8 @@ class Engine(EngineConfiguration):
         """
         if self.transport.closed_by and not self.is_closed:
             self.close(self.transport.closed_by)
-        self.lifecycle.check()
+        if self.closed_by:
+            raise ClosedError(self.closed_text)
 
     # Steps
 
@@ -174,7 +187,7 @@ class Engine(EngineConfiguration):
         return step
 
     def _check_open(self) -> None:
-        if self.transport.closed_by or self.lifecycle.closed_by:
+        if self.transport.closed_by or self.closed_by:
             self.check_usable()
         if self.in_backward:
             raise ReentryError(
@@ -225,7 +238,7 @@ class Engine(EngineConfiguration):
         reason = error_text(error)
         self.transport.publish_step_failure(step.number, type(error).__name__)
         self.transport.abandon(reason)
-        self.transport.status.board.doubtful_s = time.perf_counter()
+        self.transport.note_interrupted_step()
         self.close(reason)
 
     def _unused_buckets(self, report: ControlReport) -> frozenset[int]:
@@ -253,26 +266,12 @@ class Engine(EngineConfiguration):
         """Free the communicator and all memory; a second call does nothing."""
         self._pool.clear()
         self.transport.close(reason)
-        self.lifecycle.close(reason)
+        self.closed_by = self.closed_by or reason
 
     def supersede(self, reason: str, advice: str) -> None:
         """Close this engine in favour of another."""
         self.close(reason)
-        self.lifecycle.supersede(reason, advice)
-
-    def restore(
-        self,
-        *,
-        step: int,
-        finished: int,
-        unit: float,
-        arrivals: Arrivals | None,
-        hook_states: tuple[Any, ...] | None,
-    ) -> None:
-        """Restore the state of another engine; the first three are the same on all ranks."""
-        self.step, self.finished, self.arrivals = step, finished, arrivals
-        self.scale = replace(self.scale, unit=unit)
-        self.hook_states = hook_states
+        self.closed_by, self.advice, self.superseded = reason, advice, True
 
     def donate(self, grads: Any) -> None:
         """See `GradSync.donate`."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import repeat
 from operator import is_, setitem
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, RNNBase
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from fddp.errors import FddpError, ReentryError, TreeMismatchError
 
@@ -111,8 +112,6 @@ class Apply:
         buffers: Mapping[str, list[_Slot]],
     ) -> None:
         self._skeleton = skeleton
-        self._param_names = list(params)
-        self._buffer_names = list(buffers)
         self._params = _Places(params)
         self._buffers = _Places(buffers)
         self._listing = [m for m in skeleton.modules() if isinstance(m, RNNBase)]
@@ -121,8 +120,8 @@ class Apply:
 
     def __repr__(self) -> str:
         return (
-            f"Apply({type(self._skeleton).__name__}, {len(self._param_names)} parameters, "
-            f"{len(self._buffer_names)} buffers)"
+            f"Apply({type(self._skeleton).__name__}, {len(self._params.names)} parameters, "
+            f"{len(self._buffers.names)} buffers)"
         )
 
     # Dynamo would trace into the bookkeeping; the module's own code stays compiled.
@@ -131,8 +130,8 @@ class Apply:
         self, params: _Tensors, buffers: _Tensors, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
         """Call the module; see the class."""
-        given = _in_order(params, self._param_names, "params")
-        passed = _in_order(buffers, self._buffer_names, "buffers")
+        given = _in_order(params, self._params.names, "params")
+        passed = _in_order(buffers, self._buffers.names, "buffers")
         if not self._lock.acquire(blocking=False):
             raise ReentryError(
                 f"{self!r} was called while another thread is within a call of it; functionalize "
@@ -154,7 +153,7 @@ class Apply:
                 self._refresh_flat_weights()
         finally:
             self._lock.release()
-        return output, dict(zip(self._buffer_names, left, strict=True))
+        return output, dict(zip(self._buffers.names, left, strict=True))
 
     def _vacate(self) -> None:
         """See [Note: vacant slots]."""
@@ -164,8 +163,8 @@ class Apply:
             "separately, and checkpoint the call: "
             "checkpoint(apply_part, params, buffers, x, use_reentrant=False)"
         )
-        self._params.set([UnboundSlot(text.format(f"parameter {n!r}")) for n in self._param_names])
-        self._buffers.set([UnboundSlot(text.format(f"buffer {n!r}")) for n in self._buffer_names])
+        for kind, places in (("parameter", self._params), ("buffer", self._buffers)):
+            places.set([UnboundSlot(text.format(f"{kind} {name!r}")) for name in places.names])
         self._refresh_flat_weights()
 
     def _refresh_flat_weights(self) -> None:
@@ -189,7 +188,7 @@ class UnboundSlot:
         kwargs: dict[str, Any] | None = None,
     ) -> NoReturn:
         raise FddpError(
-            next(v._text for v in _flat((args, kwargs or {})) if isinstance(v, UnboundSlot))
+            next(v._text for v in tree_leaves((args, kwargs)) if isinstance(v, UnboundSlot))
         )
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -203,6 +202,7 @@ class _Places:
     they run for every parameter in every call."""
 
     def __init__(self, slots: Mapping[str, list[_Slot]]) -> None:
+        self.names = list(slots)
         firsts = [places[0] for places in slots.values()]
         self._dicts = [slots for slots, _ in firsts]
         self._keys = [key for _, key in firsts]
@@ -243,16 +243,6 @@ def _some(names: list[str]) -> str:
     shown = ", ".join(map(repr, names[:_MAX_NAMES_SHOWN])) or "none"
     more = len(names) - _MAX_NAMES_SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _flat(item)
-    elif isinstance(value, dict):
-        yield from _flat(list(value.values()))
-    else:
-        yield value
 
 
 def _check_copyable(module: Module) -> None:

@@ -15,9 +15,9 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
+from fddp.core.protocol.differences import check_equal
 from fddp.core.schedule.topology import Topology
 from fddp.core.sim.cost import CollectiveKind, Sample
-from fddp.errors import PlanMismatchError
 from fddp.runtime.agreement import exchange
 from fddp.transport import Group, Transport, TransportName, Work, open_transport
 from fddp.transport.mesh import Mesh, resolve_mesh
@@ -156,12 +156,8 @@ def _check(
 ) -> None:
     sizes = [*sizes_bytes] if isinstance(sizes_bytes, Sequence) else sizes_bytes
     received = exchange(transport, f"{sizes!r}, {repeats!r} and {device.type}", str, "measurements")
-    for rank, theirs in enumerate(received):
-        if theirs != received[0]:
-            raise PlanMismatchError(
-                f"measure_cost on rank {transport.rank}: sizes_bytes, repeats and device are "
-                f"{received[0]} on rank 0 and {theirs} on rank {rank}; pass the same on every rank"
-            )
+    subject = f"measure_cost on rank {transport.rank}: the value of sizes_bytes, repeats and device"
+    check_equal(subject, received, "pass the same on every rank")
     if not isinstance(sizes_bytes, Sequence) or isinstance(sizes_bytes, str):
         raise ValueError(f"sizes_bytes must be a sequence of ints, got {sizes_bytes!r}")
     for name, number in [("repeats", repeats), *(("sizes_bytes", size) for size in sizes_bytes)]:

@@ -13,7 +13,8 @@ import torch
 
 from fddp.collectives.communicator import Communicator, communicator_of
 from fddp.collectives.operators import all_gather
-from fddp.errors import ClosedError, PeerError, PlanMismatchError
+from fddp.core.protocol.differences import check_equal
+from fddp.errors import ClosedError, PeerError
 from fddp.sync.grad_sync import GradSync
 from fddp.telemetry.flight.log import names
 from fddp.telemetry.perfetto import chrome_trace, steps_from_json, steps_to_json
@@ -355,12 +356,8 @@ def _agree_on(
     for rank, number in enumerate(received):
         if number == _INVALID:
             raise PeerError(f"{where}: rank {rank} passed an invalid argument")
-    for rank, number in enumerate(received):
-        if number != received[0]:
-            raise PlanMismatchError(
-                f"{where}: every is {received[0] or None} on rank 0 and {number or None} on rank "
-                f"{rank}; pass the same on every rank"
-            )
+    passed = [number or None for number in received]
+    check_equal(f"{where}: every", passed, "pass the same on every rank")
 
 
 def _check_count(name: str, value: object) -> None:

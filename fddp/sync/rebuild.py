@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 
 from fddp.collectives.replicas.chunked_broadcast import broadcast_text
 from fddp.collectives.replicas.reconcile import reconciled
-from fddp.core.plan.defaults import MAX_TIMEOUT_S
+from fddp.core.plan.defaults import timeout_error
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.protocol.messages import Schema
 from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError, InternalError, PlanMismatchError, ReentryError, error_text
 from fddp.hooks.hook import Hook
-from fddp.runtime.agreement import SyncConfig, exchange
+from fddp.runtime.agreement import SyncConfig, check_no_failure, exchange
 from fddp.sync.engine import Engine
-from fddp.sync.hook_states import checked_states, init_states
 from fddp.sync.terms_codec import merge_plan, remap_topology, terms_from_json, terms_to_json
 from fddp.transport import Transport, TransportName
 from fddp.transport.mesh import GroupAndTopology
@@ -70,7 +69,7 @@ class RebuildSpec:
 
     span: GroupAndTopology
     transport: TransportName
-    usable_timeout_s: float | None
+    timeout_s: float | None
     is_foreign: bool
     old: Engine | None = None
     hook: Hook[Any] | None = None
@@ -97,11 +96,7 @@ class RebuildSpec:
         text = "" if own is None else terms_to_json(own)
         message = [error_text(problem) if problem else "", *_progress(self.old, own, text)]
         received = exchange(transport, message, _PROGRESS, "progress")
-        if problem is not None:
-            raise problem
-        for rank, theirs in enumerate(received):
-            if theirs[0]:
-                raise PlanMismatchError(f"rank {rank} can't go on: {theirs[0]}")
+        check_no_failure([text for text, *_ in received], "can't go on", problem)
         return self._agreed(transport, own, text, [Progress(*theirs[1:]) for theirs in received])
 
     def _agreed(
@@ -142,8 +137,8 @@ def rebuild_engine(old: Engine, span: GroupAndTopology) -> Engine:
             f"rebuild was called while {part} of a step runs; call it between steps, after the "
             f"step has returned or raised"
         )
-    if old.lifecycle.superseded:
-        raise ClosedError(f"rebuild was called a second time: {old.lifecycle.closed_text}")
+    if old.superseded:
+        raise ClosedError(f"rebuild was called a second time: {old.closed_text}")
     name: Any = old.terms.transport
     engine = _opened(RebuildSpec(span, name, old.timeout_s, old.program.foreign, old))
     old.supersede(
@@ -162,18 +157,14 @@ def join_engine(
     timeout_s: float | None,
 ) -> Engine:
     """Return an engine on a new rank that continues from the others' engines; a collective call."""
-    problem: Exception | None = None
+    problem: Exception | None = timeout_error(timeout_s)
     leaves, is_foreign = None, False
     try:
-        if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
-            raise ValueError(
-                f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S} seconds, got {timeout_s!r}"
-            )
         if params is not None:
             own, treedef = flatten(params)
             leaves, is_foreign = tuple(leaf_specs(treedef.paths, own)), holds_foreign(own)
     except Exception as error:
-        problem, timeout_s = error, None
+        problem = problem or error
     return _opened(
         RebuildSpec(
             span, transport, timeout_s, is_foreign, hook=hook, leaves=leaves, problem=problem
@@ -187,17 +178,13 @@ def _opened(spec: RebuildSpec) -> Engine:
     if newest is None:
         raise InternalError("an engine was rebuilt without the progress of the ranks")
     try:
-        states = _states(engine, old, newest, spec.diverged)
-        engine.restore(
-            step=newest.step,
-            finished=newest.finished,
-            unit=newest.unit,
-            arrivals=None if old is None else old.arrivals,
-            hook_states=states,
-        )
+        engine.hook_states = _states(engine, old, newest, spec.diverged)
     except BaseException:
         engine.close("the state of the hook could not be restored")
         raise
+    engine.step, engine.finished = newest.step, newest.finished
+    engine.scale = replace(engine.scale, unit=newest.unit)
+    engine.arrivals = None if old is None else old.arrivals
     return engine
 
 
@@ -213,20 +200,16 @@ def _states(
     if diverged:
         behind = own is None
         others, _ = reconciled(
-            engine.transport, init_states(engine) if behind else own, 0 if behind else 1
+            engine.transport, engine.init_states() if behind else own, 0 if behind else 1
         )
         states = others if behind else own
     problem: Exception | None = None
     try:
-        checked_states(engine, states, "the GradSync before")
+        engine.checked_states(states, "the GradSync before")
     except Exception as error:
         problem = error
     received = exchange(engine.transport, error_text(problem) if problem else "", str, "hook state")
-    if problem is not None:
-        raise problem
-    for rank, theirs in enumerate(received):
-        if theirs:
-            raise PlanMismatchError(f"rank {rank} can't go on: {theirs}")
+    check_no_failure(received, "can't go on", problem)
     return tuple(states)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
-from fddp.core.plan.defaults import CAP_MB, FIRST_MB, MAX_TIMEOUT_S
+from fddp.core.plan.defaults import CAP_MB, FIRST_MB, timeout_error
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
@@ -16,8 +16,8 @@ from fddp.errors import NoGradientError
 from fddp.hooks.hook import Hook
 from fddp.runtime.agreement import Rebuild, SyncConfig
 from fddp.runtime.nonfinite import Policy
-from fddp.transport import LoopbackGroup, Transport, TransportName
-from fddp.transport.mesh import GroupAndTopology
+from fddp.transport import Transport, TransportName
+from fddp.transport.mesh import GroupAndTopology, transport_error
 from fddp.tree.foreign import aligned, holds_foreign
 from fddp.tree.planner import plan_buckets
 from fddp.tree.pytree import flatten
@@ -26,36 +26,29 @@ Reduction = Literal["all_reduce", "hierarchical", "reduce_scatter"]
 
 
 class EngineSpec(Protocol):
-    """Request that an engine is made from."""
+    """Request that an engine is made from.
+
+    Attributes:
+        span: group and axes of the ranks.
+        title: purpose of the engine, which must be the same on all ranks.
+        transport: name of the transport.
+        timeout_s: limit of each operation; may be invalid, which `terms` reports.
+        is_foreign: True if this rank's trees have arrays of another library than torch.
+    """
 
     @property
-    def span(self) -> GroupAndTopology:
-        """Group and axes of the ranks."""
-
+    def span(self) -> GroupAndTopology: ...
     @property
-    def title(self) -> str:
-        """Purpose of the engine, which must be the same on all ranks."""
-
+    def title(self) -> str: ...
     @property
-    def transport(self) -> TransportName:
-        """Name of the transport."""
-
+    def transport(self) -> TransportName: ...
     @property
-    def usable_timeout_s(self) -> float | None:
-        """The timeout, if a transport can be opened with it."""
-
+    def timeout_s(self) -> float | None: ...
     @property
-    def is_foreign(self) -> bool:
-        """True if this rank's trees have arrays of another library than torch."""
+    def is_foreign(self) -> bool: ...
 
     def terms(self, transport: Transport) -> SyncConfig:
         """Return the configuration, which ranks compare; raises this rank's errors."""
-
-
-def usable_transport(spec: EngineSpec) -> TransportName:
-    """Return the requested transport; "auto" if its group has no transport of this name."""
-    loopback = isinstance(spec.span.group, LoopbackGroup)
-    return spec.transport if spec.transport in ("shm", "c10d") and not loopback else "auto"
 
 
 @dataclass(frozen=True)
@@ -84,13 +77,6 @@ class Request:
     title: str = "GradSync"
 
     @property
-    def usable_timeout_s(self) -> float | None:
-        """The timeout, if a transport can be opened with it."""
-        given = self.timeout_s
-        usable = isinstance(given, (int, float)) and 0 < given <= MAX_TIMEOUT_S
-        return given if usable else None
-
-    @property
     def is_foreign(self) -> bool:
         """True if this rank's trees have arrays of another library; False for plans."""
         if isinstance(self.source, (BucketPlan, Schedule)):
@@ -107,20 +93,15 @@ class Request:
             NoGradientError: there is nothing to reduce.
             ValueError, TypeError: an invalid argument.
         """
-        if self.timeout_s is not None and self.usable_timeout_s is None:
-            raise ValueError(
-                f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S} seconds, "
-                f"got {self.timeout_s!r}"
-            )
-        if self.transport not in ("auto", transport.name):
-            raise ValueError(
-                f"transport={self.transport!r} does not fit this group; "
-                f"pass 'auto' or {transport.name!r}"
-            )
-        if self.algorithm not in get_args(Reduction):
-            raise ValueError(
-                f"algorithm must be one of {', '.join(get_args(Reduction))}, got {self.algorithm!r}"
-            )
+        problem = timeout_error(self.timeout_s) or transport_error(self.transport, transport)
+        if problem is not None:
+            raise problem
+        for name, choices in (("algorithm", Reduction), ("nonfinite", Policy)):
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(
+                    f"{name} must be one of {', '.join(get_args(choices))}, got "
+                    f"{getattr(self, name)!r}"
+                )
         if self.hook is not None and not isinstance(self.hook, Hook):
             raise TypeError(
                 f"hook must be a fddp.hooks.Hook, got a {type(self.hook).__name__}; "
@@ -129,10 +110,6 @@ class Request:
             )
         if not isinstance(self.deterministic, bool):
             raise TypeError(f"deterministic must be True or False, got {self.deterministic!r}")
-        if self.nonfinite not in get_args(Policy):
-            raise ValueError(
-                f"nonfinite must be one of {', '.join(get_args(Policy))}, got {self.nonfinite!r}"
-            )
         is_deterministic = self.deterministic or (
             isinstance(self.source, Schedule) and self.source.deterministic
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 from fddp.errors import UnevenError
@@ -21,6 +22,7 @@ EXHAUSTED: Final = Exhausted()
 """Stand-in for a batch on a rank whose input is exhausted. Steps accept it as an argument."""
 
 
+@dataclass
 class Round:
     """One round of a loop over uneven inputs.
 
@@ -32,12 +34,11 @@ class Round:
         over: True if no rank has input for another round; known after the step.
     """
 
-    def __init__(self, number: int, has_next: bool) -> None:
-        self.number = number
-        self.has_next = has_next
-        self.synced = 0
-        self.any_next = False
-        self.over = False
+    number: int
+    has_next: bool
+    synced: int = 0
+    any_next: bool = False
+    over: bool = False
 
     def problem(self) -> UnevenError:
         """Return the error of a body with no step, or more than one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import astuple, fields, replace
 from typing import Any, get_args
 
 from fddp.core.plan.leaf import ITEM_BYTES, MAX_COUNT, LeafSpec
@@ -14,7 +14,7 @@ from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
 from fddp.errors import PlanMismatchError
 from fddp.hooks.hook import Hook
-from fddp.runtime.agreement import Rebuild, SyncConfig, leaf_details
+from fddp.runtime.agreement import Rebuild, SyncConfig
 from fddp.runtime.nonfinite import Policy
 from fddp.transport import Transport, TransportName
 
@@ -59,21 +59,21 @@ def merge_plan(own: SyncConfig, text: str) -> SyncConfig:
     """
     document = decode(text, _TERMS)
     theirs = BucketPlan.from_json(document["plan"])
-    mine = [own.plan.leaves[i] for i in own.plan.reduced]
     may_differ = not own.given and own.schedule is None and own.algorithm != "reduce_scatter"
-    if not may_differ or leaf_details(mine) != leaf_details([*map(_leaf(theirs), theirs.reduced)]):
+    if not may_differ or own.leaves != [theirs.leaves[i] for i in theirs.reduced]:
         return own
     return replace(
-        own, plan=_on_leaves(theirs, own.plan.leaves), rebuild=_rebuild(document["rebuild"])
+        own, plan=plan_on_leaves(theirs, own.plan.leaves), rebuild=_rebuild(document["rebuild"])
     )
 
 
-def _leaf(plan: BucketPlan) -> Any:
-    return plan.leaves.__getitem__
+def plan_on_leaves(plan: BucketPlan, leaves: tuple[LeafSpec, ...]) -> BucketPlan:
+    """Return another rank's plan for the leaves of this rank, which may differ in leaves not
+    reduced.
 
-
-def _on_leaves(plan: BucketPlan, leaves: tuple[LeafSpec, ...]) -> BucketPlan:
-    """Return the plan for the leaves of this rank, which may differ in leaves not reduced."""
+    Raises:
+        PlanMismatchError: a reduced leaf differs.
+    """
     if plan.leaves == leaves:
         return plan
     known = {leaf.path: position for position, leaf in enumerate(leaves)}
@@ -106,9 +106,7 @@ def terms_to_json(terms: SyncConfig, *, plan: str | None = None) -> str:
         "plan": terms.plan.to_json() if plan is None else plan,
         "topology": terms.topology.axes,
         "schedule": None if terms.schedule is None else terms.schedule.to_json(),
-        "rebuild": None
-        if terms.rebuild is None
-        else [terms.rebuild.caps_bytes, terms.rebuild.from_back],
+        "rebuild": None if terms.rebuild is None else astuple(terms.rebuild),
     }
     return json.dumps(document, separators=(",", ":"))
 
@@ -130,7 +128,7 @@ def terms_from_json(
     plan, schedule = BucketPlan.from_json(document.pop("plan")), document.pop("schedule")
     theirs = _topology(document.pop("topology"))
     return SyncConfig(
-        plan=plan if leaves is None else _on_leaves(plan, leaves),
+        plan=plan if leaves is None else plan_on_leaves(plan, leaves),
         topology=remap_topology(theirs, axes, transport.world_size),
         schedule=None if schedule is None else Schedule.from_json(schedule),
         rebuild=_rebuild(document.pop("rebuild")),

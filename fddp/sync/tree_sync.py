@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.calls import Method
 from fddp.core.schedule.schedule import Result, Schedule
 from fddp.errors import InternalError
-from fddp.runtime.contributions import ShardContributions, TreeContributions
+from fddp.runtime.contributions import Contributions, ShardContributions, TreeContributions
 from fddp.runtime.inputs import (
     check_no_derivatives,
     check_no_transform,
@@ -26,7 +26,6 @@ from fddp.runtime.results import shards_of
 from fddp.runtime.step_info import make_info
 from fddp.runtime.untraced import untraced
 from fddp.sync.engine import Engine
-from fddp.sync.hook_states import checked_states, init_states
 from fddp.sync.value_and_grad import INSTEAD_IN_A_GRAPH
 from fddp.tree.foreign import ForeignTreeDef
 from fddp.tree.pytree import TreeDef
@@ -71,9 +70,7 @@ class TreeSync:
             ValueError: the algorithm gives shards, see `reduce_scatter`; or the hook keeps state,
                 see `update`.
         """
-        call = _CallSignature("replicated_mean", Method.CALL, Method.REDUCE_SCATTER)
-        mean, *rest = self._sync_tree(call, grads, weight, with_info)
-        return (mean, *rest) if with_info else mean
+        return self._sync_tree(Method.CALL, grads, weight, with_info)
 
     @untraced(INSTEAD_IN_A_GRAPH)
     def update(
@@ -104,9 +101,8 @@ class TreeSync:
             >>> fddp.loopback(2, two_steps)[0]
             ([4.0, 0.0], [0.0, 6.0])
         """
-        call = _CallSignature("replicated_mean", Method.UPDATE, Method.REDUCE_SCATTER)
-        mean, new_state, *infos = self._sync_tree(call, grads, weight, with_info, state)
-        return mean, new_state, *infos
+        results: tuple[Any, ...] = self._sync_tree(Method.UPDATE, grads, weight, with_info, state)
+        return results
 
     def init_state(self) -> tuple[Any, ...]:
         """Return the communication hook's state before the first step.
@@ -115,7 +111,7 @@ class TreeSync:
             For each bucket of the plan a tree of tensors and numbers, which may differ from rank to
             rank; () without a hook that keeps state. `torch.save` saves it.
         """
-        return init_states(self._engine)
+        return self._engine.init_states()
 
     @untraced(INSTEAD_IN_A_GRAPH)
     def reduce_(self, grads: Any, *, weight: float = 1.0, with_info: bool = False) -> Any:
@@ -130,11 +126,7 @@ class TreeSync:
             TreeMismatchError: as for a call; or a tensor can't be written because its elements
                 share memory (an expanded one).
         """
-        call = _CallSignature(
-            "replicated_mean", Method.REDUCE, Method.REDUCE_SCATTER, in_place=True
-        )
-        mean, *rest = self._sync_tree(call, grads, weight, with_info)
-        return (mean, *rest) if with_info else mean
+        return self._sync_tree(Method.REDUCE, grads, weight, with_info)
 
     @untraced(INSTEAD_IN_A_GRAPH)
     def reduce_scatter(self, grads: Any, *, weight: float = 1.0, with_info: bool = False) -> Any:
@@ -163,9 +155,7 @@ class TreeSync:
             >>> fddp.loopback(2, halves)
             [([1.5, 3.0], [1.5, 3.0, 4.5]), ([4.5], [1.5, 3.0, 4.5])]
         """
-        call = _CallSignature("sharded_mean", Method.REDUCE_SCATTER, Method.CALL)
-        mean, *rest = self._sync_tree(call, grads, weight, with_info)
-        return (mean, *rest) if with_info else mean
+        return self._sync_tree(Method.REDUCE_SCATTER, grads, weight, with_info)
 
     @untraced(INSTEAD_IN_A_GRAPH)
     def all_gather(self, shards: Any) -> Any:
@@ -182,22 +172,7 @@ class TreeSync:
             PeerError: another rank raised one.
             ValueError: the algorithm is not "reduce_scatter".
         """
-        call = _CallSignature("sharded_mean", Method.ALL_GATHER, Method.CALL)
-        fits = call.result == self.schedule.result
-        engine = self._engine
-        step = engine.open_gather() if fits else engine.open(call.method, with_stats=False)
-        treedef: TreeDef | None = None
-        try:
-            call.check(self.schedule)
-            own, treedef = matched_shards(shards, step.program)
-            check_no_derivatives(own, step.program, "shards", graphs=False)
-            step.begin(ShardContributions(own), own)
-        except BaseException as error:
-            step.fail(error)
-        outcome = self._engine.finish(step)
-        if treedef is None:
-            raise InternalError("a step succeeded without a tree")
-        return treedef.unflatten(outcome.leaves)
+        return self._sync_tree(Method.ALL_GATHER, shards, 1.0, False)
 
     def shard(self, tree: Any) -> Any:
         """Return this rank's shards of a tree that is equal on all ranks; no communication.
@@ -217,54 +192,51 @@ class TreeSync:
         return treedef.unflatten(shards_of(self._engine.program, leaves))
 
     def _sync_tree(
-        self, call: _CallSignature, grads: Any, weight: float, with_info: bool, state: Any = None
-    ) -> tuple[Any, ...]:
-        """Return the tree of results, the new state if one was passed, and the info if wanted."""
-        start_s = time.perf_counter()
-        step = self._engine.open(call.method, with_stats=with_info)
+        self, method: Method, grads: Any, weight: float, with_info: bool, state: Any = None
+    ) -> Any:
+        """Return the tree of results; in a tuple, if the new state or an info follows."""
+        engine, start_s = self._engine, time.perf_counter()
+        gathers = method is Method.ALL_GATHER and engine.gathering is not None
+        step = engine.open_gather() if gathers else engine.open(method, with_stats=with_info)
         program = step.program
         treedef: TreeDef | None = None
         own: Sequence[Tensor | None] = ()
+        contributions: Contributions
         try:
-            call.check(self.schedule)
-            step.hook_states = checked_states(self._engine, state, "update(grads, state)")
-            own, treedef = matched_leaves(grads, program, "gradients")
-            if isinstance(treedef, ForeignTreeDef):
-                # Other ranks may be in `value_and_grad`; JAX differentiates before the step.
-                step.method = Method.NOTHING
-            check_no_derivatives(own, program, "gradients", graphs=True)
-            if call.in_place:
-                check_writable(own, treedef, program)
-            step.begin(TreeContributions(program, own, checked_weight(weight)), own)
+            _check_method(method, self.schedule)
+            if gathers:
+                own, treedef = matched_shards(grads, program)
+                check_no_derivatives(own, program, "shards", graphs=False)
+                contributions = ShardContributions(own)
+            else:
+                step.hook_states = engine.checked_states(state, "update(grads, state)")
+                own, treedef = matched_leaves(grads, program, "gradients")
+                if isinstance(treedef, ForeignTreeDef):
+                    # Other ranks may be in `value_and_grad`; JAX differentiates before the step.
+                    step.method = Method.NOTHING
+                check_no_derivatives(own, program, "gradients", graphs=True)
+                if method is Method.REDUCE:
+                    check_writable(own, treedef, program)
+                contributions = TreeContributions(program, own, checked_weight(weight))
+            step.begin(contributions, own)
         except BaseException as error:
             step.fail(error)
-        outcome = self._engine.finish(step)
+        outcome = engine.finish(step)
         if treedef is None:
             raise InternalError("a step succeeded without a tree")
-        leaves = _written(own, outcome.leaves) if call.in_place else outcome.leaves
-        states = () if state is None else (step.hook_states,)
+        in_place = method is Method.REDUCE
+        tree = treedef.unflatten(_written(own, outcome.leaves) if in_place else outcome.leaves)
+        states = (step.hook_states,) if method is Method.UPDATE else ()
         infos = (make_info(step, outcome, (start_s, start_s)),) if with_info else ()
-        return treedef.unflatten(leaves), *states, *infos
+        return (tree, *states, *infos) if states or infos else tree
 
 
-class _CallSignature(NamedTuple):
-    """A method of `TreeSync`, and the schedule that it needs.
-
-    Attributes:
-        result: result that the schedule must give.
-        method: the method.
-        instead: method to use with other schedules.
-        in_place: True if results are written into the caller's tensors.
-    """
-
-    result: Result
-    method: Method
-    instead: Method
-    in_place: bool = False
-
-    def check(self, schedule: Schedule) -> None:
-        """Check that the call fits the schedule; see `_check_fit`."""
-        _check_fit(self.method.text, self.result, self.instead.text, schedule)
+def _check_method(method: Method, schedule: Schedule) -> None:
+    """Check that a method fits the schedule; see `_check_fit`."""
+    if method in (Method.REDUCE_SCATTER, Method.ALL_GATHER):
+        _check_fit(method.text, "sharded_mean", Method.CALL.text, schedule)
+    else:
+        _check_fit(method.text, "replicated_mean", Method.REDUCE_SCATTER.text, schedule)
 
 
 def _check_fit(call: str, result: Result, instead: str, schedule: Schedule) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fddp.sync.engine import any_rank_has_input
 from fddp.sync.rounds import EXHAUSTED, Round
@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from fddp.sync.grad_sync import GradSync
 
 
-class _Failed:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+class _Failed(NamedTuple):
+    error: BaseException
 
 
 def uneven(batches: Iterable[Any], sync: GradSync, *, every: int = 1) -> Iterator[Any]:

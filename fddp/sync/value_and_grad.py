@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,6 @@ from fddp.runtime.step import Step
 from fddp.runtime.step_info import make_info
 from fddp.runtime.untraced import untraced
 from fddp.sync.engine import Engine
-from fddp.sync.hook_states import checked_states
 from fddp.sync.rounds import EXHAUSTED
 from fddp.tree.pytree import TreeDef, map_leaves
 
@@ -44,6 +44,7 @@ class _Computed(NamedTuple):
     backward_s: tuple[float, float]
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class ValueAndGrad:
     """A loss function that returns its value and synchronised gradients; a collective call.
 
@@ -86,21 +87,12 @@ class ValueAndGrad:
         [(3.0, [1.5, 2.5]), (5.0, [1.5, 2.5])]
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        fn: Callable[..., Any],
-        argnums: int | tuple[int, ...],
-        has_aux: bool,
-        with_info: bool,
-        weight_fn: Callable[..., float] | None,
-    ) -> None:
-        self._engine = engine
-        self._fn = fn
-        self._argnums = argnums
-        self._has_aux = has_aux
-        self._with_info = with_info
-        self._weight_fn = weight_fn
+    _engine: Engine
+    _fn: Callable[..., Any]
+    _argnums: int | tuple[int, ...]
+    _has_aux: bool
+    _with_info: bool
+    _weight_fn: Callable[..., float] | None
 
     # Dynamo would trace into the bookkeeping; a compiled loss function inside stays compiled.
     @untraced(INSTEAD_IN_A_GRAPH)
@@ -119,7 +111,7 @@ class ValueAndGrad:
             try:
                 check_no_transform("value_and_grad")
                 if hook_state is not None or step.context.bound_hook is not None:
-                    step.hook_states = checked_states(engine, hook_state, "hook_state=")
+                    step.hook_states = engine.checked_states(hook_state, "hook_state=")
                 # As torch.func.grad, this differentiates whatever mode the caller is in.
                 with torch.inference_mode(False):
                     computed = self._compute(step, args, kwargs, accumulated)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fddp.telemetry.report import MonitorReport
 from fddp.telemetry.step_info import SyncInfo
@@ -92,7 +92,13 @@ class TensorBoard:
 
     def __init__(self, to: ScalarWriter | str | os.PathLike[str], *, prefix: str = "fddp") -> None:
         if isinstance(to, str | os.PathLike):
-            to = _summary_writer(os.fspath(to))
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ImportError(
+                    "scalars for TensorBoard need tensorboard: pip install fddp[watch]"
+                ) from error
+            to = cast(ScalarWriter, SummaryWriter(os.fspath(to)))
         if not callable(getattr(to, "add_scalar", None)):
             raise TypeError(f"TensorBoard takes a SummaryWriter or a directory, got {to!r:.80}")
         self._writer = to
@@ -134,31 +140,27 @@ class Prometheus:
             raise ImportError(
                 "metrics for Prometheus need prometheus_client: pip install fddp[watch]"
             ) from error
-        to = client.REGISTRY if registry is None else registry
+
+        def metric(kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
+            to = client.REGISTRY if registry is None else registry
+            return kind(f"fddp_{name}", text, ["rank", *labels], registry=to, **more)
+
         self._rank = str(rank)
         self._exported: set[tuple[str, str]] = set()  # ranks and phases of the last report
-        own, of_rank = ["rank"], ["rank", "of_rank"]
-        self._steps = client.Counter("fddp_steps", "Synchronised steps.", own, registry=to)
-        self._skipped = client.Counter(
-            "fddp_skipped_steps", "Steps that all ranks skipped.", own, registry=to
-        )
-        self._repaired = client.Counter(
-            "fddp_repaired_buckets", "Buckets reduced a second time.", own, registry=to
-        )
+        self._steps = metric(client.Counter, "steps", "Synchronised steps.")
+        text = "Steps that all ranks skipped."
+        self._skipped = metric(client.Counter, "skipped_steps", text)
+        text = "Buckets reduced a second time."
+        self._repaired = metric(client.Counter, "repaired_buckets", text)
         text = "Duration of each phase of a step on this rank."
-        self._phases = client.Histogram(
-            "fddp_phase_seconds", text, [*own, "phase"], registry=to, buckets=_SECONDS
-        )
-        text = "L2 norm of the newest gradients."
-        self._norm = client.Gauge("fddp_grad_norm", text, own, registry=to)
+        self._phases = metric(client.Histogram, "phase_seconds", text, "phase", buckets=_SECONDS)
+        self._norm = metric(client.Gauge, "grad_norm", "L2 norm of the newest gradients.")
         text = "Share of communication overlapped with backward in the newest step."
-        self._hidden = client.Gauge("fddp_hidden_ratio", text, own, registry=to)
+        self._hidden = metric(client.Gauge, "hidden_ratio", text)
         text = "Median duration of a phase on any rank, from the newest report."
-        self._medians = client.Gauge(
-            "fddp_phase_median_seconds", text, [*of_rank, "phase"], registry=to
-        )
+        self._medians = metric(client.Gauge, "phase_median_seconds", text, "of_rank", "phase")
         text = "Seconds per step by which a rank delays the others, from the newest report."
-        self._behind = client.Gauge("fddp_straggler_behind_seconds", text, of_rank, registry=to)
+        self._behind = metric(client.Gauge, "straggler_behind_seconds", text, "of_rank")
 
     def step(self, info: SyncInfo, record: StepRecord) -> None:
         """Record one step of this rank."""
@@ -183,14 +185,3 @@ class Prometheus:
             for phase, spread in rank.phases.items():
                 self._medians.labels(self._rank, str(rank.rank), phase).set(spread.median_s)
             self._behind.labels(self._rank, str(rank.rank)).set(behind.get(rank.rank, 0.0))
-
-
-def _summary_writer(directory: str) -> ScalarWriter:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError(
-            "scalars for TensorBoard need tensorboard: pip install fddp[watch]"
-        ) from error
-    writer: ScalarWriter = SummaryWriter(directory)
-    return writer

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fddp.core.protocol.messages import MappingOf, Schema
-from fddp.core.timeline import COMPUTE, BucketTimes, Interval, StepTimes
+from fddp.core.timeline import COMPUTE, BucketTimes, StepTimes
 from fddp.telemetry.decode import check_least, decode_from
 from fddp.telemetry.phases import BACKWARD, FORWARD, HOOK, INPUT, OF_STEPS, SYNC, WAIT
 from fddp.telemetry.stragglers import StepRecord
@@ -21,17 +21,14 @@ def steps_to_json(steps: Sequence[StepRecord]) -> str:
     return json.dumps(
         [
             (
-                record.step,
-                dict(record.phases_s),
-                [list(vars(bucket).values()) for bucket in record.times.buckets],
-                record.times.backward_start_s,
-                record.times.backward_end_s,
-                record.times.end_s,
-                record.times.begun_s,
-                record.times.waits,
-                record.times.hooks,
+                step,
+                dict(phases_s),
+                [list(vars(bucket).values()) for bucket in times.buckets],
+                *(times.backward_start_s, times.backward_end_s, times.end_s, times.begun_s),
+                times.waits,
+                times.hooks,
             )
-            for record in steps
+            for step, phases_s, times in steps
         ]
     )
 
@@ -68,19 +65,15 @@ def _step(entries: list[Any]) -> StepRecord:
     for bucket, nbytes, *_ in buckets:
         check_least(0, {"bucket": bucket, "nbytes": nbytes})
     times = StepTimes(
-        buckets=tuple(BucketTimes(*bucket) for bucket in buckets),
-        backward_start_s=start_s,
-        backward_end_s=end_s,
-        end_s=done_s,
+        tuple(BucketTimes(*bucket) for bucket in buckets),
+        start_s,
+        end_s,
+        done_s,
         begun_s=begun_s,
-        waits=_intervals(waits),
-        hooks=_intervals(hooks),
+        waits=tuple(map(tuple, waits)),
+        hooks=tuple(map(tuple, hooks)),
     )
     return StepRecord(step, phases_s, times)
-
-
-def _intervals(pairs: list[list[float]]) -> tuple[Interval, ...]:
-    return tuple((start_s, end_s) for start_s, end_s in pairs)
 
 
 def chrome_trace(steps: Mapping[int, Sequence[StepRecord]]) -> str:
@@ -163,24 +156,19 @@ def _events(record: StepRecord, rank: int, origin_s: float) -> Iterator[dict[str
         *((HOOK, *span) for span in times.hooks),
         *((WAIT, *span) for span in times.waits),
     )
+    named_ms = {f"{p}_ms": s * 1e3 for p, s in record.phases_s.items() if p not in OF_STEPS}
     for name, start_s, end_s in parts:
         if end_s > start_s:
-            own = args if name != INPUT else {**args, **_named_ms(record)}
+            own = {**args, **named_ms} if name == INPUT else args
             yield _span(name, rank, 0, start_s - origin_s, end_s - origin_s, own)
     nbytes = {bucket.bucket: bucket.nbytes for bucket in times.buckets}
     for span in times.to_timeline(rank).spans:
         if span.lane != COMPUTE:
-            start_s = span.start_s + times.backward_start_s - origin_s
-            end_s = span.end_s + times.backward_start_s - origin_s
-            launch_s = span.launch_s + times.backward_start_s - origin_s
+            moments_s = (span.start_s, span.end_s, span.launch_s)
+            start_s, end_s, launch_s = (s + times.backward_start_s - origin_s for s in moments_s)
             own = {**args, "bucket": span.bucket, "launch_us": launch_s * 1e6}
             own["bytes"] = nbytes[span.bucket]
             yield _span(span.label, rank, 1, start_s, end_s, own)
-
-
-def _named_ms(record: StepRecord) -> dict[str, float]:
-    """Return the named times between two steps."""
-    return {f"{p}_ms": s * 1e3 for p, s in record.phases_s.items() if p not in OF_STEPS}
 
 
 def _span(

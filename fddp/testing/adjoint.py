@@ -107,19 +107,16 @@ def check_gradients(
         with torch.no_grad():
             return (vector(at + direction) - vector(at - direction)) / (2 * _STEP)
 
-    differences = _columns(communicator, at, lambda unit: move(unit * _STEP))
-    found = {"reverse": _columns(communicator, output, torch.func.vjp(vector, at)[1])}
+    def by_input(columns: Tensor) -> Tensor:
+        # By rank of the output, its element, rank of the input, its element.
+        return columns.view(n, at.numel(), n, output.numel()).permute(2, 3, 0, 1)
+
+    wanted = by_input(_columns(communicator, at, lambda unit: move(unit * _STEP)))
+    reverse = _columns(communicator, output, torch.func.vjp(vector, at)[1])
+    _compare("reverse mode", reverse.view(wanted.shape), wanted, tol)
     if forward:
-        found["forward"] = _columns(
-            communicator, at, lambda unit: torch.func.jvp(vector, (at,), (unit,))[1]
-        )
-    # By rank of the output, its element, rank of the input, its element.
-    shape = (n, at.numel(), n, output.numel())
-    wanted = differences.view(shape).permute(2, 3, 0, 1)
-    reverse = found["reverse"].view(n, output.numel(), n, at.numel())
-    _compare("reverse mode", reverse, wanted, tol)
-    if forward:
-        _compare("forward mode", found["forward"].view(shape).permute(2, 3, 0, 1), wanted, tol)
+        jvp = _columns(communicator, at, lambda unit: torch.func.jvp(vector, (at,), (unit,))[1])
+        _compare("forward mode", by_input(jvp), wanted, tol)
 
 
 def pulling_back(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:

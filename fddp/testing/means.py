@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,11 +70,11 @@ def assert_mean(
         if values is not None and len(values) != sync.world_size:
             raise ValueError(f"{name} must have one for each of {sync.world_size} ranks")
     own = trees[sync.rank]
-    before = _Snapshot.of(own)
-    call = through or (_gathered(sync) if sync.schedule.result == "sharded_mean" else sync)
+    before = _snapshots(own)
+    call = through or (partial(_gathered, sync) if sync.schedule.result == "sharded_mean" else sync)
     result = call(own) if weights is None else call(own, weight=weights[sync.rank])
     counted = [1.0] * sync.world_size if weights is None else [float(w) for w in weights]
-    problem = before.problem() or _problem(sync, trees, counted, result, rtol)
+    problem = _write_problem(before) or _problem(sync, trees, counted, result, rtol)
     received = exchange(
         sync._engine.transport, [problem, _bits(sync, result, problem)], (str, object)
     )
@@ -87,41 +88,38 @@ def assert_mean(
     return result
 
 
-def _gathered(sync: GradSync) -> Callable[..., Any]:
-    def call(grads: Any, *, weight: float = 1.0) -> Any:
-        return sync.all_gather(sync.reduce_scatter(grads, weight=weight))
-
-    return call
+def _gathered(sync: GradSync, grads: Any, *, weight: float = 1.0) -> Any:
+    return sync.all_gather(sync.reduce_scatter(grads, weight=weight))
 
 
-@dataclass(frozen=True)
-class _Snapshot:
-    """Copy of a tree, to detect writes."""
+class _Snapshot(NamedTuple):
+    """Copy of a leaf, to detect writes."""
 
-    paths: tuple[str, ...]
-    leaves: list[Tensor | None]
-    copies: list[Tensor | None]
-    versions: list[int | None]
-
-    @classmethod
-    def of(cls, tree: Any) -> _Snapshot:
-        leaves, treedef = flatten(tree)
-        copies = [None if leaf is None else leaf.detach().clone() for leaf in leaves]
-        return cls(treedef.paths, leaves, copies, [_version(leaf) for leaf in leaves])
-
-    def problem(self) -> str:
-        """Name a leaf that was written, or return ""."""
-        rows = zip(self.paths, self.leaves, self.copies, self.versions, strict=True)
-        for path, leaf, copy, version in rows:
-            if leaf is None or copy is None:
-                continue
-            if _version(leaf) != version or _digest(leaf) != _digest(copy):
-                return f"leaf {path!r} of the input gradients was written"
-        return ""
+    path: str
+    leaf: Tensor
+    copy: Tensor
+    version: int | None
 
 
-def _version(leaf: Tensor | None) -> int | None:
-    return None if leaf is None or leaf.is_inference() else leaf._version
+def _snapshots(tree: Any) -> list[_Snapshot]:
+    leaves, treedef = flatten(tree)
+    return [
+        _Snapshot(path, leaf, leaf.detach().clone(), _version(leaf))
+        for path, leaf in zip(treedef.paths, leaves, strict=True)
+        if leaf is not None
+    ]
+
+
+def _write_problem(before: list[_Snapshot]) -> str:
+    """Name a leaf that was written, or return ""."""
+    for path, leaf, copy, version in before:
+        if _version(leaf) != version or _digest(leaf) != _digest(copy):
+            return f"leaf {path!r} of the input gradients was written"
+    return ""
+
+
+def _version(leaf: Tensor) -> int | None:
+    return None if leaf.is_inference() else leaf._version
 
 
 def _problem(
@@ -165,7 +163,8 @@ class _Mean:
         if not pairs:
             return cls(None, None, len(parts))
         total = sum(weights)
-        terms = [_dense(part).to(_widest(part)) * (weight / total) for part, weight in pairs]
+        widest = torch.complex128 if pairs[0][0].is_complex() else torch.float64
+        terms = [_dense(part).to(widest) * (weight / total) for part, weight in pairs]
         value, magnitude = terms[0], terms[0].abs()
         for term in terms[1:]:
             value, magnitude = value + term, magnitude + term.abs()
@@ -230,7 +229,3 @@ def _digest(leaf: Tensor | None) -> str:
 def _dense(leaf: Tensor) -> Tensor:
     leaf = leaf.detach()
     return (leaf.to_dense() if leaf.is_sparse else leaf).resolve_conj().resolve_neg()
-
-
-def _widest(leaf: Tensor) -> torch.dtype:
-    return torch.complex128 if leaf.is_complex() else torch.float64

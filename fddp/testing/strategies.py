@@ -43,9 +43,10 @@ _SEEDS = st.integers(0, 2**16)
 _RARELY = st.sampled_from((False, False, True))
 
 
+@st.composite
 def param_trees(
-    *, max_leaves: int = 6, dtypes: Sequence[torch.dtype] = DTYPES
-) -> st.SearchStrategy[Any]:
+    draw: st.DrawFn, *, max_leaves: int = 6, dtypes: Sequence[torch.dtype] = DTYPES
+) -> Any:
     """Trees of parameters: nested dicts, lists and tuples of tensors.
 
     Leaves include scalars, empty tensors, dense tensors in other memory orders (such as
@@ -61,7 +62,11 @@ def param_trees(
         >>> tree_map(lambda leaf: leaf.shape, find(param_trees(), lambda tree: len(tree) == 2))
         {'weight': torch.Size([]), 'bias': torch.Size([])}
     """
-    return _param_trees(max_leaves, tuple(dtypes))
+    kinds = st.sampled_from((*dtypes, *_WITHOUT_GRADIENT))
+    others = draw(st.lists(kinds, max_size=max_leaves - 1))
+    kind_of_each = draw(st.permutations([draw(st.sampled_from(dtypes)), *others]))
+    leaves = [None if kind is None else draw(_tensors(kind)) for kind in kind_of_each]
+    return _nested(draw, leaves)
 
 
 def gradients(params: Any, ranks: int) -> st.SearchStrategy[list[Any]]:
@@ -78,10 +83,13 @@ def gradients(params: Any, ranks: int) -> st.SearchStrategy[list[Any]]:
         >>> find(gradients({"w": torch.zeros(2)}, ranks=2), lambda trees: True)
         [{'w': None}, {'w': None}]
     """
-    return st.lists(_gradients(params), min_size=ranks, max_size=ranks)
+    leaves, treedef = flatten(params)
+    tree = st.tuples(*map(_gradient, leaves)).map(lambda own: treedef.unflatten(list(own)))
+    return st.lists(tree, min_size=ranks, max_size=ranks)
 
 
-def plans(*, max_leaves: int = 8, sparse: bool = False) -> st.SearchStrategy[BucketPlan]:
+@st.composite
+def plans(draw: st.DrawFn, *, max_leaves: int = 8, sparse: bool = False) -> BucketPlan:
     """Bucket plans over leaves of any dtypes, in any order, with small caps.
 
     A plan has at least one bucket. Some leaves may be in no bucket.
@@ -95,10 +103,17 @@ def plans(*, max_leaves: int = 8, sparse: bool = False) -> st.SearchStrategy[Buc
         >>> [bucket.leaves for bucket in find(plans(), lambda plan: len(plan.buckets) > 1).buckets]
         [(0,), (1,)]
     """
-    return _plans(max_leaves, sparse)
+    count = draw(st.integers(1, max_leaves))
+    leaves = [draw(_leaf_specs(f"p{number:02}", sparse)) for number in range(count)]
+    reducible = [index for index, leaf in enumerate(leaves) if leaf.reducible]
+    assume(reducible)
+    order = draw(st.permutations(reducible))[: draw(st.integers(1, len(reducible)))]
+    caps_bytes = draw(st.lists(st.integers(1, 512), min_size=1, max_size=2))
+    return plan_leaves(leaves, order=order, caps_bytes=caps_bytes)
 
 
-def topologies(*, max_ranks: int = 8, max_axes: int = 3) -> st.SearchStrategy[Topology]:
+@st.composite
+def topologies(draw: st.DrawFn, *, max_ranks: int = 8, max_axes: int = 3) -> Topology:
     """Topologies of one to three axes, including axes of size 1.
 
     Args:
@@ -110,17 +125,25 @@ def topologies(*, max_ranks: int = 8, max_axes: int = 3) -> st.SearchStrategy[To
         >>> find(topologies(), lambda topology: topology.world_size == 6).world_size
         6
     """
-    return _topologies(max_ranks, max_axes)
+    names = draw(st.sampled_from(_AXES[:max_axes]))
+    sizes: dict[str, int] = {}
+    room = max_ranks
+    for name in names:
+        sizes[name] = draw(st.integers(1, room))
+        room //= sizes[name]
+    return Topology(**sizes)
 
 
+@st.composite
 def schedules(
+    draw: st.DrawFn,
     plan: st.SearchStrategy[BucketPlan] | None = None,
     topology: st.SearchStrategy[Topology] | None = None,
     *,
     algorithms: Sequence[Algorithm] = ALGORITHMS,
     deterministic: bool = False,
     ride: bool = True,
-) -> st.SearchStrategy[Schedule]:
+) -> Schedule:
     """Schedules of `make_schedule`, with any scaling, split and `reduce_dtype`.
 
     Args:
@@ -136,12 +159,28 @@ def schedules(
         >>> schedule.topology, schedule.scaling
         (Topology(host=1, local=1), 'before')
     """
-    return _schedules(
-        plans(sparse=True) if plan is None else plan,
-        topologies() if topology is None else topology,
-        tuple(algorithms),
-        deterministic,
-        ride,
+    drawn = draw(plans(sparse=True) if plan is None else plan)
+    ranks = draw(topologies() if topology is None else topology)
+    divides = not any(bucket.sparse for bucket in drawn.buckets)
+    suits = {
+        "all_reduce": True,
+        "hierarchical": len(ranks.axes) > 1,
+        "reduce_scatter": divides,
+        "all_gather": divides and not deterministic,
+    }
+    suitable = [algorithm for algorithm in algorithms if suits[algorithm]]
+    assume(suitable)
+    scalings = [s for s in get_args(Scaling) if s != "average" or not deterministic]
+    split_bytes = draw(st.none() | st.integers(1, 512))
+    return make_schedule(
+        drawn,
+        ranks,
+        algorithm=draw(st.sampled_from(suitable)),
+        scaling=draw(st.sampled_from(scalings)),
+        reduce_dtype=draw(st.sampled_from((None, "float32", "float64"))),
+        split_mb=None if split_bytes is None else split_bytes / 2**20,
+        deterministic=deterministic,
+        ride=ride,
     )
 
 
@@ -166,15 +205,6 @@ def arrivals(plan: BucketPlan, ranks: int) -> st.SearchStrategy[list[list[int]]]
     repeats_and_omissions = st.lists(st.sampled_from(leaves), max_size=3 * len(leaves))
     one_rank = st.one_of(repeats_and_omissions, st.permutations(leaves))
     return st.lists(one_rank, min_size=ranks, max_size=ranks)
-
-
-@st.composite
-def _param_trees(draw: st.DrawFn, max_leaves: int, dtypes: tuple[torch.dtype, ...]) -> Any:
-    kinds = st.sampled_from((*dtypes, *_WITHOUT_GRADIENT))
-    others = draw(st.lists(kinds, max_size=max_leaves - 1))
-    kind_of_each = draw(st.permutations([draw(st.sampled_from(dtypes)), *others]))
-    leaves = [None if kind is None else draw(_tensors(kind)) for kind in kind_of_each]
-    return _nested(draw, leaves)
 
 
 def _nested(draw: st.DrawFn, leaves: list[Any]) -> Any:
@@ -216,12 +246,6 @@ def _numbers(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randint(0, 2, tuple(shape), generator=generator).to(dtype)
 
 
-@st.composite
-def _gradients(draw: st.DrawFn, params: Any) -> Any:
-    leaves, treedef = flatten(params)
-    return treedef.unflatten([draw(_gradient(leaf)) for leaf in leaves])
-
-
 def _gradient(leaf: Tensor | None) -> st.SearchStrategy[Tensor | None]:
     if leaf is None or not (leaf.is_floating_point() or leaf.is_complex()):
         return st.none()
@@ -233,17 +257,6 @@ def _gradient(leaf: Tensor | None) -> st.SearchStrategy[Tensor | None]:
         _SEEDS.map(lambda seed: _numbers(shape[::-1], dtype, seed).permute(axes)),
         _SEEDS.map(lambda seed: _numbers((), dtype, seed).expand(shape)),
     )
-
-
-@st.composite
-def _plans(draw: st.DrawFn, max_leaves: int, sparse: bool) -> BucketPlan:
-    count = draw(st.integers(1, max_leaves))
-    leaves = [draw(_leaf_specs(f"p{number:02}", sparse)) for number in range(count)]
-    reducible = [index for index, leaf in enumerate(leaves) if leaf.reducible]
-    assume(reducible)
-    order = draw(st.permutations(reducible))[: draw(st.integers(1, len(reducible)))]
-    caps_bytes = draw(st.lists(st.integers(1, 512), min_size=1, max_size=2))
-    return plan_leaves(leaves, order=order, caps_bytes=caps_bytes)
 
 
 @st.composite
@@ -261,47 +274,3 @@ def _leaf_specs(draw: st.DrawFn, path: str, sparse: bool) -> LeafSpec:
     leaf = LeafSpec(path, shape, dtype, dense_strides(shape, strides))
     may_be_sparse = sparse and leaf.reducible and len(shape) > 0
     return leaf._replace(sparse=True, strides=None) if may_be_sparse and draw(_RARELY) else leaf
-
-
-@st.composite
-def _topologies(draw: st.DrawFn, max_ranks: int, max_axes: int) -> Topology:
-    names = draw(st.sampled_from(_AXES[:max_axes]))
-    sizes: dict[str, int] = {}
-    room = max_ranks
-    for name in names:
-        sizes[name] = draw(st.integers(1, room))
-        room //= sizes[name]
-    return Topology(**sizes)
-
-
-@st.composite
-def _schedules(
-    draw: st.DrawFn,
-    plans: st.SearchStrategy[BucketPlan],
-    topologies: st.SearchStrategy[Topology],
-    algorithms: tuple[Algorithm, ...],
-    deterministic: bool,
-    ride: bool,
-) -> Schedule:
-    plan, topology = draw(plans), draw(topologies)
-    divides = not any(bucket.sparse for bucket in plan.buckets)
-    suits = {
-        "all_reduce": True,
-        "hierarchical": len(topology.axes) > 1,
-        "reduce_scatter": divides,
-        "all_gather": divides and not deterministic,
-    }
-    suitable = [algorithm for algorithm in algorithms if suits[algorithm]]
-    assume(suitable)
-    scalings = [s for s in get_args(Scaling) if s != "average" or not deterministic]
-    split_bytes = draw(st.none() | st.integers(1, 512))
-    return make_schedule(
-        plan,
-        topology,
-        algorithm=draw(st.sampled_from(suitable)),
-        scaling=draw(st.sampled_from(scalings)),
-        reduce_dtype=draw(st.sampled_from((None, "float32", "float64"))),
-        split_mb=None if split_bytes is None else split_bytes / 2**20,
-        deterministic=deterministic,
-        ride=ride,
-    )

@@ -17,21 +17,22 @@ This module validates arguments and forms the `Operation` for all transports. A 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
 
-from fddp.errors import ClosedError
-from fddp.transport.byte_exchange import exchange_bytes
+from fddp.core.protocol.messages import malformed_message_error
+from fddp.errors import ClosedError, DesyncError, InternalError
 from fddp.transport.lifetime.fork import IN_A_FORK
 from fddp.transport.operation import Operation, check_operation, check_tensor
 from fddp.transport.subgroups import Subgroups, own_groups
 from fddp.transport.work import Work as Work
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torch import Tensor
     from typing_extensions import Self
@@ -40,11 +41,16 @@ if TYPE_CHECKING:
     from fddp.transport.liveness.status import TransportStatus
     from fddp.transport.subgroups import Axes
 
+_TOPIC_BYTES = 16  # of an exchange
+_LENGTH_BYTES = 8
+_INLINE_BYTES = 1000  # of the payload, sent together with topic and length
+_MAX_PAYLOAD_BYTES = 2**31  # longer payloads are rejected before memory is allocated
+
 _REAL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
-class Endpoint(ABC):
-    """One rank's end of a transport: its place in the group, its status and its lifetime.
+class Transport(ABC):
+    """One rank's end of a communicator over a group of ranks; see the module's text.
 
     Attributes:
         name: "shm", "c10d", "shm+c10d" (shm within hosts, c10d across) or "loopback".
@@ -65,6 +71,7 @@ class Endpoint(ABC):
     timeout_s: float
     control_device: torch.device
     closed_by: str = ""
+    _subgroups = Subgroups()
 
     @property
     def label(self) -> str:
@@ -86,13 +93,15 @@ class Endpoint(ABC):
     def _everyone(self) -> tuple[int, ...]:
         return tuple(range(self.world_size))
 
-    def step_scope(self, step: int | None) -> StepScope:
-        """Return a context in which this rank's waits raise once another rank fails `step`.
-
-        Args:
-            step: number of the step. None: failed steps do not interrupt waits.
-        """
-        return StepScope(self.status, step)
+    @contextmanager
+    def step_scope(self, step: int | None) -> Iterator[None]:
+        """Context in which this rank's waits raise once another rank fails `step`; None: failed
+        steps do not interrupt waits."""
+        outer, self.status.in_step = self.status.in_step, step
+        try:
+            yield
+        finally:
+            self.status.in_step = outer
 
     def enter_step(self, step: int) -> None:
         """Make this rank's waits raise once another rank fails `step`."""
@@ -108,6 +117,31 @@ class Endpoint(ABC):
 
         Ranks that wait on another transport within this step then raise.
         """
+
+    def note_interrupted_step(self) -> None:
+        """Record that a step ended on this rank before all of its collectives had finished. Ranks
+        could not exchange `abandoned` in it; see `close_abandoned_in_interrupted_step`."""
+        self.status.board.interrupted_s = perf_counter()
+
+    @property
+    def abandoned(self) -> list[str]:
+        """Keys of the transports of this rank that a failure has closed during a call, and that
+        other ranks may consider open; on any group."""
+        return [*self.status.board.abandoned]
+
+    def close_abandoned(self, keys: Collection[str]) -> None:
+        """Close this rank's transports with these keys, which some rank has `abandoned`. Only
+        transports with a callback are closed, see `on_abandoned`."""
+        self.status.board.close_abandoned(keys)
+
+    def close_abandoned_in_interrupted_step(self) -> None:
+        """Close the transports that some rank has abandoned in an interrupted step. Waits up to a
+        second for the reports of other ranks; does nothing if no step was interrupted."""
+        self.status.board.close_abandoned_in_interrupted_step()
+
+    def on_abandoned(self, close: Callable[[], None]) -> None:
+        """Set the function that closes this transport once some rank has abandoned it."""
+        self.status.close = close
 
     def close(self, reason: str = "close() was called") -> None:
         """Free threads, sockets and buffers; a second call does nothing.
@@ -140,11 +174,7 @@ class Endpoint(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-
-class Transport(Endpoint):
-    """Collectives over a group of ranks, on a communicator of their own; see the module's text."""
-
-    _subgroups = Subgroups()
+    # Collectives
 
     def open_subgroups(self, topology: Topology, groups: Collection[Axes]) -> None:
         """Open the groups along each of `groups`, tuples of axes; a collective call; blocks.
@@ -320,7 +350,31 @@ class Transport(Endpoint):
                 returned.
             FddpError: a failed operation.
         """
-        return exchange_bytes(self, payload, topic)
+        if len(topic.encode()) > _TOPIC_BYTES:
+            raise InternalError(f"exchange topic {topic!r} has more than {_TOPIC_BYTES} bytes")
+        what = f"exchange of {topic} ({len(payload)} bytes)"
+        length = len(payload).to_bytes(_LENGTH_BYTES, "big")
+        head = topic.encode().ljust(_TOPIC_BYTES) + length + payload[:_INLINE_BYTES]
+        received = gather_bytes(self, head, _TOPIC_BYTES + _LENGTH_BYTES + _INLINE_BYTES, what)
+        topics = [text[:_TOPIC_BYTES].decode(errors="replace").strip() for text in received]
+        for rank, other in enumerate(topics):
+            if other != topics[0]:
+                raise DesyncError(
+                    f"rank 0 is about to compare {topics[0]} where rank {rank} compares {other}: "
+                    f"all ranks must make the same calls in the same order"
+                )
+        received = [text[_TOPIC_BYTES:] for text in received]
+        lengths = [int.from_bytes(text[:_LENGTH_BYTES], "big") for text in received]
+        longest = max(lengths)
+        if longest > _MAX_PAYLOAD_BYTES:
+            raise malformed_message_error(
+                lengths.index(longest), topics[0], ValueError(f"it has {longest} bytes")
+            )
+        if longest <= _INLINE_BYTES:
+            whole = [text[_LENGTH_BYTES:] for text in received]
+        else:
+            whole = gather_bytes(self, payload, longest, what)
+        return [text[:length] for text, length in zip(whole, lengths, strict=True)]
 
     @abstractmethod
     def _start(self, operation: Operation) -> Work:
@@ -354,23 +408,6 @@ class Transport(Endpoint):
         return self._start(operation)
 
 
-class StepScope:
-    """Context manager of `Transport.step_scope`."""
-
-    __slots__ = ("_outer", "_status", "_step")
-
-    def __init__(self, status: TransportStatus, step: int | None) -> None:
-        self._status = status
-        self._step = step
-
-    def __enter__(self) -> None:
-        self._outer = self._status.in_step
-        self._status.in_step = self._step
-
-    def __exit__(self, *_: object) -> None:
-        self._status.in_step = self._outer
-
-
 class _LoneWork(Work):
     """A finished operation in a group of one rank."""
 
@@ -387,3 +424,11 @@ class _LoneWork(Work):
         return
 
     _wait = wait
+
+
+def gather_bytes(transport: Transport, payload: bytes, width: int, what: str) -> list[bytes]:
+    """Return the payloads of all ranks by rank, each zero-padded to `width` bytes; blocks."""
+    padded = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8)
+    work = transport.all_gather(padded.to(transport.control_device), fixed_size=True)
+    work.wait(what)
+    return [row.cpu().numpy().tobytes() for row in work.results]

@@ -123,11 +123,7 @@ class LoopbackGroup:
 
 
 class ThreadStatusBoard(StatusBoard):
-    """Status board of a rank that is a thread.
-
-    Args:
-        abandoned_keys: keys of transports that some rank has abandoned within a call.
-    """
+    """Status board of a rank that is a thread; `abandoned_keys` are those of all ranks."""
 
     def __init__(self, abandoned_keys: set[str]) -> None:
         super().__init__()
@@ -205,7 +201,8 @@ class LoopbackTransport(Transport):
         where = f"{what} on rank {self.rank} of {self.world_size}"
         failure = Failure("", late=True, silent=tuple(missing), peer=peer or "")
         gone = {rank: reason for rank, reason in missing.items() if reason is not None}
-        if not peer and gone and not self._state.gave_up(self._channel) & gone.keys():
+        expired = any((rank, self._channel) in self._state.gave_up for rank in gone)
+        if not peer and gone and not expired:
             reasons = ", ".join(f"rank {rank} {reason}" for rank, reason in gone.items())
             return RankLostError(
                 f"{where}: lost {reasons}; fix that rank's own error first", tuple(gone)
@@ -215,11 +212,11 @@ class LoopbackTransport(Transport):
         some = sorted(rank for rank in [*missing, *others] if rank in boards)[:MAX_RANKS_SHOWN]
         statuses = format_statuses({f"rank {rank}": boards[rank].own_status() for rank in some})
         failure = failure._replace(statuses=statuses)
-        return to_error(failure, where, _names, self.timeout_s)
 
+        def names(ranks: tuple[int, ...]) -> str:
+            return ", ".join(f"rank {rank}" for rank in ranks)
 
-def _names(ranks: tuple[int, ...]) -> str:
-    return ", ".join(f"rank {rank}" for rank in ranks)
+        return to_error(failure, where, names, self.timeout_s)
 
 
 class _LoopbackWork(Work):
@@ -259,14 +256,15 @@ class _LoopbackWork(Work):
         if not missing:
             status.finish(what)
             return None
-        if any(missing.values()) and (mismatch := transport._state.mismatch(rendezvous)):
+        mismatch = transport._state.mismatches.get(rendezvous.key[:2])
+        if any(missing.values()) and mismatch:
             # Operations after a mismatch are never matched.
             error: FddpError = mismatch_error(where, mismatch)
         else:
             error = transport._explain(what, missing, peer())
         status.fail(what)
         if isinstance(error, SyncTimeoutError):
-            transport._state.give_up(transport.rank, transport._channel)
+            transport._state.gave_up.add((transport.rank, transport._channel))
         transport.closed_by = f"{what} failed"
         transport._release()
         return error
@@ -290,11 +288,6 @@ class _Rendezvous:
         self.done_s: float | None = None
 
 
-class _Exit(NamedTuple):
-    rank: int
-    channel: int | None  # None: all of them
-
-
 class _SharedState:
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size = size
@@ -302,9 +295,9 @@ class _SharedState:
         self._changed = threading.Condition()
         self._openings: dict[int, dict[int, str]] = {}
         self._rendezvous: dict[_CollectiveKey, _Rendezvous] = {}
-        self._exits: dict[_Exit, str] = {}
-        self._gave_up: set[tuple[int, int]] = set()  # ranks and channels
-        self._mismatches: dict[tuple[int, tuple[int, ...]], str] = {}  # by channel and ranks
+        self._exits: dict[tuple[int, int | None], str] = {}  # by rank and channel; None: all
+        self.gave_up: set[tuple[int, int]] = set()  # ranks and channels, after a time limit
+        self.mismatches: dict[tuple[int, tuple[int, ...]], str] = {}  # by channel and ranks
         self._step_failures: dict[int, tuple[int, str]] = {}  # step and error by channel
         self.boards: dict[int, StatusBoard] = {}  # by rank
         self.abandoned: set[str] = set()  # keys of transports; never removed
@@ -322,18 +315,16 @@ class _SharedState:
             present = self._openings.setdefault(channel, {})
             present[rank] = title
             self._changed.notify_all()
-            everyone = range(self.size)
+
+            def missing() -> dict[int, str | None]:
+                return self._missing(range(self.size), present, channel)
+
             self._changed.wait_for(
-                lambda: (
-                    self._is_settled(self._missing(everyone, present, channel))
-                    or aborted() is not None
-                ),
-                timeout_s,
+                lambda: self._is_settled(missing()) or aborted() is not None, timeout_s
             )
-            missing = self._missing(everyone, present, channel)
-            if missing:
+            if absent := missing():
                 present.pop(rank, None)
-            return missing
+            return absent
 
     def titles(self, channel: int) -> dict[int, str]:
         with self._changed:
@@ -347,7 +338,7 @@ class _SharedState:
             rendezvous.operations[rank] = operation
             if rendezvous.mismatch is None and str(operation) != str(first):
                 rendezvous.mismatch = f"rank {first_rank} {first}, rank {rank} {operation}"
-                self._mismatches.setdefault(key[:2], rendezvous.mismatch)
+                self.mismatches.setdefault(key[:2], rendezvous.mismatch)
             if len(rendezvous.operations) == len(key.ranks):
                 del self._rendezvous[key]
                 if rendezvous.mismatch is None:
@@ -369,19 +360,6 @@ class _SharedState:
             )
             return self._missing_at(rendezvous)
 
-    def mismatch(self, rendezvous: _Rendezvous) -> str:
-        with self._changed:
-            return self._mismatches.get(rendezvous.key[:2], "")
-
-    def give_up(self, rank: int, channel: int) -> None:
-        """Record that `rank` leaves `channel` because of its time limit."""
-        with self._changed:
-            self._gave_up.add((rank, channel))
-
-    def gave_up(self, channel: int) -> set[int]:
-        with self._changed:
-            return {rank for rank, other in self._gave_up if other == channel}
-
     def publish_step_failure(self, channel: int, step: int, text: str) -> None:
         with self._changed:
             self._step_failures[channel] = step, text
@@ -398,7 +376,7 @@ class _SharedState:
     def leave(self, rank: int, reason: str, channel: int | None = None) -> None:
         """Record that `rank` issues no more operations (on `channel`)."""
         with self._changed:
-            self._exits.setdefault(_Exit(rank, channel), reason)
+            self._exits.setdefault((rank, channel), reason)
             self._changed.notify_all()
 
     def _is_over(self, rendezvous: _Rendezvous) -> bool:
@@ -413,7 +391,7 @@ class _SharedState:
     ) -> dict[int, str | None]:
         """Return those of `ranks` that are not `present`, with the reason why they left, if any."""
         return {
-            rank: self._exits.get(_Exit(rank, None)) or self._exits.get(_Exit(rank, channel))
+            rank: self._exits.get((rank, None)) or self._exits.get((rank, channel))
             for rank in ranks
             if rank not in present
         }

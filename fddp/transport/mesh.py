@@ -1,4 +1,4 @@
-"""Resolution of the `group` and `mesh` arguments into a group and a topology."""
+"""Resolution of the `group`, `mesh` and `transport` arguments."""
 
 from __future__ import annotations
 
@@ -8,23 +8,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fddp.core.schedule.topology import Topology
-from fddp.transport import Group
+from fddp.transport import Group, LoopbackGroup, Transport, TransportName
 
 Mesh: TypeAlias = Topology | DeviceMesh
 
 
 class GroupAndTopology(NamedTuple):
-    """A group and its axes.
+    """A group and its axes."""
 
-    Attributes:
-        group: the group; None for the default one.
-        topology: the axes, or None for a single one.
-        problem: error of the mesh argument, to be raised once all ranks know of it.
-    """
-
-    group: Group | None
-    topology: Topology | None
-    problem: Exception | None = None
+    group: Group | None  # None for the default one
+    topology: Topology | None  # None for a single axis
+    problem: Exception | None = None  # of the mesh argument, raised once all ranks know of it
 
 
 def resolve_mesh(group: Group | None, mesh: Mesh | None) -> GroupAndTopology:
@@ -64,6 +58,22 @@ def resolve_mesh(group: Group | None, mesh: Mesh | None) -> GroupAndTopology:
         )
         return GroupAndTopology(own, None, ValueError(problem))
     return GroupAndTopology(own, Topology.from_group(mesh))
+
+
+def usable_transport(name: str, group: Group | None) -> TransportName:
+    """Return the requested transport; "auto" if the group has no transport of this name."""
+    if isinstance(group, LoopbackGroup) or name not in ("shm", "c10d"):
+        return "auto"
+    return name  # type: ignore[return-value]
+
+
+def transport_error(name: str, transport: Transport) -> ValueError | None:
+    """Return the error of a requested transport that differs from the opened one."""
+    if name in ("auto", transport.name):
+        return None
+    return ValueError(
+        f"transport={name!r} does not fit this group; pass 'auto' or {transport.name!r}"
+    )
 
 
 def _group_of(mesh: DeviceMesh, ranks: list[int]) -> dist.ProcessGroup:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 OperationKind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
@@ -77,11 +79,24 @@ class Operation(NamedTuple):
         >>> str(Operation("broadcast", torch.zeros(2, 3), ranks=(0, 1), src=1))
         'broadcast from rank 1 of torch.float32 (2, 3)'
         """
-        source = f" from rank {self.src}" if self.kind == "broadcast" else ""
-        averaging = "averaging " if self.average else ""
-        order = f" in order {' x '.join(map(str, self.association))}" if self.association else ""
-        what = f"{averaging}{self.kind}{source}{order}"
-        return f"{what} of {self.tensor.dtype} {tuple(self.tensor.shape)}"
+        src = self.src if self.kind == "broadcast" else None
+        shape = tuple(self.tensor.shape)
+        return describe(self.kind, src, self.average, self.association, self.tensor.dtype, shape)
+
+
+def describe(
+    kind: str,
+    src: object,
+    average: bool,
+    association: Sequence[int],
+    dtype: object,
+    shape: tuple[int, ...],
+) -> str:
+    """Describe an operation; `src` is None if it is no broadcast."""
+    source = "" if src is None else f" from rank {src}"
+    averaging = "averaging " if average else ""
+    order = f" in order {' x '.join(map(str, association))}" if association else ""
+    return f"{averaging}{kind}{source}{order} of {dtype} {shape}"
 
 
 def check_operation(operation: Operation, rank: int) -> None:

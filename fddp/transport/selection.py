@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from fddp.errors import PlanMismatchError
+from fddp.core.protocol.differences import check_equal
 from fddp.transport.liveness.failure import check_titles
 from fddp.transport.shm.host_discovery import discover_hosts
 from fddp.transport.shm.transport import ShmTransport
@@ -18,15 +18,11 @@ _log = logging.getLogger("fddp")
 
 
 def choose(c10d: C10dTransport, wanted: str, title: str = "transport") -> Transport:
-    """Return the `wanted` transport for the group of an open c10d transport.
+    """Return the `wanted` transport ("auto", "shm" or "c10d") for the group of an open c10d
+    transport, labelled with its `title`.
 
     A collective call. All ranks get the same kind. The result takes ownership of `c10d`, which is
     closed if this function raises.
-
-    Args:
-        c10d: transport over the group.
-        wanted: "auto", "shm" or "c10d", the same on all ranks.
-        title: purpose of the transport, for its label.
 
     Raises:
         DesyncError: ranks passed different titles; on every rank.
@@ -41,12 +37,7 @@ def choose(c10d: C10dTransport, wanted: str, title: str = "transport") -> Transp
         check_titles({rank: theirs for rank, (_, theirs) in enumerate(received)})
         c10d.set_title(title)
         names = [name for name, _ in received]
-        for rank, name in enumerate(names):
-            if name != names[0]:
-                raise PlanMismatchError(
-                    f"transport is {names[0]} on rank 0 and {name} on rank {rank}; "
-                    "pass the same transport on every rank"
-                )
+        check_equal("transport", names, "pass the same transport on every rank")
         chosen = _chosen(c10d, wanted)
     except BaseException:
         c10d.close()

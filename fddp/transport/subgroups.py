@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from fddp.errors import PlanMismatchError
+from fddp.core.protocol.differences import check_equal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,14 +17,10 @@ Axes = tuple[str, ...]
 
 
 class Subgroups(NamedTuple):
-    """Groups of this rank that `Transport.open_subgroups` has opened.
+    """Groups of this rank that `Transport.open_subgroups` has opened."""
 
-    Attributes:
-        topology: the topology. None before the first call.
-        ranks: members of this rank's group along each tuple of axes, in ascending order.
-    """
-
-    topology: Topology | None = None
+    topology: Topology | None = None  # None before the first call
+    #: members of this rank's group along each tuple of axes, in ascending order
     ranks: Mapping[Axes, tuple[int, ...]] = MappingProxyType({})
 
     def members(self, kind: str, axes: Axes, rank: int) -> tuple[int, ...]:
@@ -59,13 +55,9 @@ def own_groups(
     Returns:
         Members of `rank`'s groups by axes, including the group along all axes.
     """
-    first, *others = [request.decode() for request in requests]
-    for other_rank, other in enumerate(others, start=1):
-        if other != first:
-            raise PlanMismatchError(
-                f"open_subgroups on rank {rank}: rank 0 has {first}, rank {other_rank} has "
-                f"{other}; pass the same topology and groups on every rank"
-            )
+    way_out = "pass the same topology and groups on every rank"
+    received = [request.decode() for request in requests]
+    check_equal(f"open_subgroups on rank {rank}: the mesh", received, way_out)
     if topology.world_size != len(requests):
         raise ValueError(
             f"open_subgroups on rank {rank}: {topology} has {topology.world_size} ranks and the "

@@ -9,44 +9,28 @@ from typing import Any, NamedTuple
 from fddp.core.plan.leaf import LeafSpec, dense_strides
 
 
-def leaf_spec(path: str, leaf: Any, *, sparse: bool = False) -> LeafSpec:
-    """Describe an array of any library by its attributes.
-
-    It may be a torch tensor (also meta or sparse COO), a NumPy array, a JAX array or tracer, or a
-    `jax.ShapeDtypeStruct`. A leaf without a device is on `"meta"`. `None` has the dtype `"none"`.
-
-    Args:
-        path: the leaf's path.
-        leaf: the array.
-        sparse: True to declare its gradient sparse, which a sparse tensor's always is.
-
-    Raises:
-        TypeError: the leaf has no shape and dtype, or a torch layout that cannot be packed.
-
-    >>> import numpy as np
-    >>> leaf_spec("bias", np.zeros((3,), dtype=np.float32))
-    LeafSpec(path='bias', shape=(3,), dtype='float32', strides=None, device='cpu', sparse=False)
-    """
-    return _describe(path, leaf, sparse, {})[0]
-
-
 def leaf_specs(
     paths: Sequence[str], leaves: Sequence[Any], sparse: Collection[str] = ()
 ) -> list[LeafSpec]:
-    """Describe all leaves of one tree.
+    """Describe all leaves of one tree by their attributes.
 
-    If the leaves are on several devices of one type, these are numbered by their first appearance
-    in canonical order ("cuda#0", "cuda#1"), so that ranks with other device indices agree.
+    A leaf without a device is on `"meta"`. `None` has the dtype `"none"`. If the leaves are on
+    several devices of one type, these are numbered by their first appearance in canonical order
+    ("cuda#0", "cuda#1"), so that ranks with other device indices agree.
 
     Args:
         paths: paths in canonical order.
-        leaves: the arrays, as returned by `flatten`.
-        sparse: paths of the leaves whose gradients are declared sparse.
+        leaves: torch tensors (also meta or sparse COO), NumPy arrays, JAX arrays or tracers,
+            `jax.ShapeDtypeStruct`, or None.
+        sparse: paths of the leaves whose gradients are declared sparse. Those of sparse tensors
+            always are.
 
     Raises:
-        TypeError: as `leaf_spec`.
+        TypeError: a leaf has no shape and dtype, or a torch layout that cannot be packed.
 
     >>> import numpy as np
+    >>> leaf_specs(["a", "b"], [np.zeros((3,), dtype=np.float32), None])[0]
+    LeafSpec(path='a', shape=(3,), dtype='float32', strides=None, device='cpu', sparse=False)
     >>> [leaf.sparse for leaf in leaf_specs(["a", "b"], [np.zeros(3), np.zeros(2)], {"b"})]
     [False, True]
     """

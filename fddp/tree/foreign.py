@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -97,9 +98,5 @@ def adapted(
     from fddp.tree.jax_arrays import homes_of, to_arrays, to_tensors
 
     tensors = to_tensors(leaves, treedef.paths, what)
-    homes = homes_of(leaves)
-
-    def restore(results: Sequence[Tensor | None]) -> list[Any]:
-        return to_arrays(results, homes)
-
+    restore = partial(to_arrays, homes=homes_of(leaves))
     return tensors, ForeignTreeDef(treedef._treespec, treedef._structure, "JAX", restore)

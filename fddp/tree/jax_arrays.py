@@ -18,21 +18,12 @@ import jax
 import torch
 from torch import Tensor
 
+from fddp.core.plan.leaf import ITEM_BYTES
 from fddp.errors import FddpError, TransformError, TreeMismatchError
 
-# Dtypes that DLPack passes from JAX to torch.
-_DTYPES = frozenset(
-    f"{kind}{bits}"
-    for kind, widths in {
-        "bool": ("",),
-        "int": (8, 16, 32, 64),
-        "uint": (8, 16, 32, 64),
-        "float": (16, 32, 64),
-        "bfloat": (16,),
-        "complex": (64, 128),
-    }.items()
-    for bits in widths
-)
+# Dtypes that DLPack passes from JAX to torch: those that can be reduced, and others.
+_DTYPES = frozenset(["bool", *ITEM_BYTES])
+_DTYPES |= {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 
 #: JAX device of a result; None for tensors that stay tensors
 Home = Any

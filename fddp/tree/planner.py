@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any
 
+from fddp.core.plan.defaults import MIB
 from fddp.core.plan.leaf import ITEM_BYTES, MAX_COUNT, LeafSpec
 from fddp.core.plan.plan import BucketPlan, plan_leaves
 from fddp.core.schedule.builder import Algorithm
@@ -17,9 +18,6 @@ from fddp.core.sim.simulator import Cost, ReadyTimes
 from fddp.errors import NoGradientError
 from fddp.tree.describe import leaf_specs
 from fddp.tree.pytree import flatten, insertion_order
-
-MIB_BYTES = 1024 * 1024
-"""Bytes per MB, as DDP counts them."""
 
 _INEXACT_PREFIXES = ("float", "bfloat", "complex")
 _TWO_RANKS = Topology(world=2)
@@ -153,12 +151,12 @@ def _caps_bytes(bucket_cap_mb: float | Sequence[float], first_bucket_mb: float) 
 
 def _bytes(name: str, cap_mb: Any) -> int:
     is_number = isinstance(cap_mb, Real) and not isinstance(cap_mb, bool)
-    if not is_number or not 1 <= cap_mb * MIB_BYTES <= MAX_COUNT:
+    if not is_number or not 1 <= cap_mb * MIB <= MAX_COUNT:
         raise ValueError(
-            f"{name} must be a finite number of MB (of {MIB_BYTES} bytes) that is at least one "
+            f"{name} must be a finite number of MB (of {MIB} bytes) that is at least one "
             f"byte, got {cap_mb!r}"
         )
-    return int(cap_mb * MIB_BYTES)
+    return int(cap_mb * MIB)
 
 
 def _sparse_paths(sparse: Iterable[str], paths: Sequence[str]) -> frozenset[str]:

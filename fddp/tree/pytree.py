@@ -35,7 +35,6 @@ import torch
 from optree import PyTreeKind, PyTreeSpec
 
 from fddp.errors import TreeMismatchError
-from fddp.tree import jax_nodes
 from fddp.tree.traced import rebuilt, walk
 
 Tree = TypeVar("Tree")
@@ -87,11 +86,11 @@ class TreeDef:
         if len(leaves) != len(self.paths):
             raise ValueError(f"got {len(leaves)} leaves for a tree of {len(self.paths)}")
         if self._structure.is_sorted:
-            return optree.tree_unflatten(self._treespec, leaves)
+            return self._treespec.unflatten(leaves)
         in_place: list[Any] = [None] * len(leaves)
         for position, leaf in zip(self._structure.positions, leaves, strict=True):
             in_place[position] = leaf
-        return optree.tree_unflatten(self._treespec, in_place)
+        return self._treespec.unflatten(in_place)
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
@@ -117,18 +116,50 @@ def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
 
 
 def _learn_nodes(leaves: Sequence[Any]) -> bool:
-    """Register the containers of JAX among optree's leaves, and return True if there are any. Their
-    namespace hides them from other users of optree."""
+    """Register the containers of JAX among optree's leaves, hidden from other users of optree by
+    their namespace, and return True if there are any."""
     by_type = dict(zip(map(type, leaves), leaves, strict=True))
-    nodes = [kind for kind, leaf in by_type.items() if jax_nodes.is_node(leaf)]
+    nodes = [kind for kind, leaf in by_type.items() if _is_jax_node(leaf)]
     with _learning:
         for kind in nodes:
             if kind not in _learned:
                 optree.register_pytree_node(
-                    kind, jax_nodes.flatten_node, jax_nodes.unflatten_node, namespace=_NAMESPACE
+                    kind, _flatten_jax_node, _unflatten_jax_node, namespace=_NAMESPACE
                 )
                 _learned.add(kind)
     return bool(nodes)
+
+
+def _is_jax_node(value: Any) -> bool:
+    """Return True if JAX treats a value as a container. `None` is a leaf here.
+
+    >>> _is_jax_node(0.5)
+    False
+    """
+    # JAX is never imported: unless it already is, nothing can be registered with it.
+    tree_util = sys.modules.get("jax.tree_util")
+    return tree_util is not None and value is not None and not tree_util.all_leaves([value])
+
+
+def _flatten_jax_node(node: Any) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
+    """Return the children of a container, its structure, and the entry of each child."""
+    tree_util = sys.modules["jax.tree_util"]
+    pairs, treedef = tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)
+    entries = tuple(_jax_entry(path) for path, _ in pairs)
+    return tuple(child for _, child in pairs), treedef, entries
+
+
+def _unflatten_jax_node(treedef: Any, children: Any) -> Any:
+    return treedef.unflatten(children)
+
+
+def _jax_entry(path: tuple[Any, ...]) -> Any:
+    """Return the user's name for a child: an attribute, a key or an index."""
+    (key,) = path
+    for attribute in ("name", "key", "idx"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return str(key)
 
 
 def tree_map(fn: Callable[..., Any], tree: Tree, *rest: Any) -> Tree:
@@ -191,14 +222,10 @@ def insertion_order(tree: Any, treedef: TreeDef) -> tuple[int, ...]:
 
 
 def check_paths(treedef: TreeDef, paths: tuple[str, ...], what: str) -> None:
-    """Check that the leaves of a tree are those of a plan, in order.
+    """Check that the leaves of a tree, named `what` in the error, have the paths of a plan, in
+    order.
 
     Paths are interned here and in plans, so in the usual case this compares pointers.
-
-    Args:
-        treedef: structure of the tree.
-        paths: paths of the plan, in its order.
-        what: name of the tree in the error, such as `"gradients"`.
 
     Raises:
         TreeMismatchError: paths are missing, unexpected or in another order.
@@ -256,18 +283,13 @@ def _structure(treespec: PyTreeSpec) -> _Structure:
 
 
 @dataclass(frozen=True)
-class _TreeDefByExample(TreeDef):
-    """Structure of a tree flattened by `traced.py`."""
+class _Example:
+    """Tree flattened by `traced.py`, in place of its structure."""
 
-    _example: Any = field(default=None, compare=False, repr=False)
+    tree: Any = field(compare=False, repr=False)
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        if len(leaves) != len(self.paths):
-            raise ValueError(f"got {len(leaves)} leaves for a tree of {len(self.paths)}")
-        in_place: list[Any] = [None] * len(leaves)
-        for position, leaf in zip(self._structure.positions, leaves, strict=True):
-            in_place[position] = leaf
-        return rebuilt(self._example, iter(in_place))
+        return rebuilt(self.tree, iter(leaves))
 
 
 def _traced(tree: Any) -> tuple[list[Any], TreeDef]:
@@ -276,23 +298,16 @@ def _traced(tree: Any) -> tuple[list[Any], TreeDef]:
     ways: list[tuple[Any, ...]] = []
     is_known = walk(tree, leaves, ways)
     structure = _structure_of_ways(tuple(ways), None) if is_known else None
+    treespec: Any = _Example(tree)
     if structure is None:
         leaves, treespec = optree.tree_flatten(tree, none_is_leaf=True)
-        structure = _traced_structure(treespec)
-        treedef = TreeDef(treespec, structure)
-    else:
-        treedef = _TreeDefByExample(None, structure, tree)  # type: ignore[arg-type]  # unused there
-    return [leaves[position] for position in structure.positions], treedef
-
-
-def _traced_structure(treespec: PyTreeSpec) -> _Structure:
-    """Implement `_structure` under dynamo, for any containers."""
-    ways: list[tuple[Any, ...]] = []
-    codes: list[str] = []
-    _list_ways(treespec, (), "", ways, codes)
-    structure = _structure_of_ways(tuple(ways), tuple(codes))
-    assert structure is not None  # with codes it never is
-    return structure
+        ways = []
+        codes: list[str] = []
+        _list_ways(treespec, (), "", ways, codes)
+        structure = _structure_of_ways(tuple(ways), tuple(codes))
+        assert structure is not None  # with codes it never is
+    in_order = [leaves[position] for position in structure.positions]
+    return in_order, TreeDef(treespec, structure)
 
 
 def _list_ways(

@@ -17,12 +17,8 @@ Entries = tuple[Any, ...]
 
 
 def walk(tree: Any, leaves: list[Any], ways: list[Entries], way: Entries = ()) -> bool:
-    """List the leaves of a tree in insertion order, with the entries that lead to each.
-
-    Args:
-        tree: any tree.
-        leaves, ways: lists to append to.
-        way: entries that lead to `tree`.
+    """Append the leaves of a tree to `leaves`, in insertion order, and to `ways` the entries that
+    lead to each. `way` leads to `tree`.
 
     Returns:
         True if all containers have known types; otherwise the lists are incomplete.

@@ -51,8 +51,11 @@ def figure_of(ax: Axes) -> Figure:
     return figure
 
 
-def tidy_(ax: Axes, *, grid: Literal["x", "y"]) -> None:
-    """Remove the frame, shrink tick labels, and add a light grid."""
+def label_(ax: Axes, *, title: str, x: str, y: str = "", grid: Literal["x", "y"]) -> None:
+    """Write title and labels, remove the frame, and add a light grid."""
+    ax.set_title(title, fontsize=TITLE_PT)
+    ax.set_xlabel(x, fontsize=SMALL_PT)
+    ax.set_ylabel(y, fontsize=SMALL_PT)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
     ax.tick_params(labelsize=SMALL_PT)

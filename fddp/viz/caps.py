@@ -63,14 +63,9 @@ def plot_caps(
     ax.minorticks_off()
     low_ms, high_ms = ax.get_ylim()
     ax.set_ylim(min(low_ms, _SPAN * high_ms), high_ms)
-    canvas.tidy_(ax, grid="y")
-    ax.set_xlabel("bucket cap, MiB", fontsize=canvas.SMALL_PT)
-    ax.set_ylabel("step, ms", fontsize=canvas.SMALL_PT)
     best = min(simulated_s, key=lambda cap: simulated_s[cap])
-    ax.set_title(
-        f"step time by bucket cap: least in simulation {simulated_s[best] * 1e3:.2f} ms "
-        f"at {best:.4g} MiB",
-        fontsize=canvas.TITLE_PT,
-    )
+    least = f"{simulated_s[best] * 1e3:.2f} ms at {best:.4g} MiB"
+    title = f"step time by bucket cap: least in simulation {least}"
+    canvas.label_(ax, title=title, x="bucket cap, MiB", y="step, ms", grid="y")
     canvas.explain_(ax, ax.get_legend_handles_labels()[0])
     return canvas.figure_of(ax)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fddp.core.plan.plan import Bucket, BucketPlan
-from fddp.core.plan.text import MIB, summary
+from fddp.core.plan.defaults import MIB
+from fddp.core.plan.plan import Bucket, BucketPlan, summary
 from fddp.viz import canvas
 
 if TYPE_CHECKING:
@@ -117,10 +117,7 @@ def _draw_(ax: Axes, plan: BucketPlan, title: str, extent: float) -> None:
     rows = max(len(plan.buckets), 1)
     ax.set_xlim(0.0, extent)
     ax.set_ylim(rows - 0.5, -0.5)
-    canvas.tidy_(ax, grid="x")
-    ax.set_xlabel("MiB", fontsize=canvas.SMALL_PT)
-    ax.set_ylabel("bucket", fontsize=canvas.SMALL_PT)
-    ax.set_title(title, fontsize=canvas.TITLE_PT)
+    canvas.label_(ax, title=title, x="MiB", y="bucket", grid="x")
     canvas.explain_(ax, _legend(shades))
     width_in, height_in = canvas.size_in(ax)
     x_inch = extent / max(width_in - _MARGIN_IN, _MARGIN_IN)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fddp.telemetry.phases import BACKWARD, FORWARD, HOOK, INPUT, MONITOR, SYNC, WAIT
 from fddp.telemetry.report import MonitorReport
 from fddp.viz import canvas
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -25,6 +26,7 @@ _COLOURS = {
 _OTHERS = (canvas.GREY, "#56B4E9", "#A6761D")
 _TITLE_LINES = 3  # further stragglers are only framed
 _TITLE_WIDTH = 105  # letters of a line
+_FRAME: dict[str, Any] = {"fill": False, "edgecolor": canvas.VERMILION, "linewidth": 2.0}
 _BAR = 0.7  # share of its row
 _ROW_IN = 0.32
 _MOST_IN = 12.0
@@ -63,9 +65,7 @@ def plot_ranks(report: MonitorReport, ax: Axes | None = None) -> Figure:
     bars, framed, longest_ms = [], [], 0.0
     for row, rank in enumerate(ranks):
         start_ms = 0.0
-        for phase in report.phases:
-            if phase not in rank.phases:
-                continue
+        for phase in (name for name in report.phases if name in rank.phases):
             width_ms = rank.phases[phase].median_s * 1e3
             bar = canvas.Bar(row, start_ms, width_ms, colours[phase], "white")
             bars.append(bar)
@@ -78,12 +78,10 @@ def plot_ranks(report: MonitorReport, ax: Axes | None = None) -> Figure:
     labels = [f"rank {r.rank}{' ◂' if r.rank in slow else ''}" for r in ranks]
     shown = range(0, len(ranks), max(1, len(ranks) // 32))
     ax.set_yticks(list(shown), [labels[row] for row in shown])
-    canvas.tidy_(ax, grid="x")
-    ax.set_xlabel("ms a step, median", fontsize=canvas.SMALL_PT)
-    ax.set_title(_title(report), fontsize=canvas.TITLE_PT)
+    canvas.label_(ax, title=_title(report), x="ms a step, median", grid="x")
     canvas.fill_(ax, bars, _BAR)
     _frame_(ax, framed)
-    _explain_(ax, colours, bool(framed))
+    canvas.explain_(ax, _legend(colours, bool(framed)))
     return canvas.figure_of(ax)
 
 
@@ -106,19 +104,11 @@ def _frame_(ax: Axes, bars: list[canvas.Bar]) -> None:
 
     for bar in bars:
         corner = (bar.start, bar.row - _BAR / 2.0)
-        ax.add_patch(
-            Rectangle(
-                corner, bar.width, _BAR, fill=False, edgecolor=canvas.VERMILION, linewidth=2.0
-            )
-        )
+        ax.add_patch(Rectangle(corner, bar.width, _BAR, **_FRAME))
 
 
-def _explain_(ax: Axes, colours: dict[str, str], marked: bool) -> None:
+def _legend(colours: dict[str, str], marked: bool) -> list[Artist]:
     from matplotlib.patches import Patch
 
-    handles = [Patch(color=colour, label=phase) for phase, colour in colours.items()]
-    if marked:
-        frame = Patch(facecolor="none", edgecolor=canvas.VERMILION, linewidth=2.0)
-        frame.set_label("holds the others up")
-        handles.append(frame)
-    canvas.explain_(ax, handles)
+    phases: list[Artist] = [Patch(color=c, label=phase) for phase, c in colours.items()]
+    return [*phases, Patch(label="holds the others up", **_FRAME)] if marked else phases

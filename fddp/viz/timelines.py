@@ -56,9 +56,12 @@ def plot_timeline(timeline: Timeline | StepTimes, ax: Axes | None = None) -> Fig
     ax.set_xlim(0.0, 1.02e3 * max([timeline.step_s, *(span.end_s for span in shown), 1e-9]))
     ax.set_ylim(len(lanes) - 0.5, -0.5)
     ax.set_yticks(range(len(lanes)), [lane.replace("+", " + ") for lane in lanes])
-    canvas.tidy_(ax, grid="x")
-    ax.set_xlabel("ms since the start of the step", fontsize=canvas.SMALL_PT)
-    ax.set_title(_title(timeline), fontsize=canvas.TITLE_PT)
+    title = (
+        f"rank {timeline.rank}: step {timeline.step_s * 1e3:.2f} ms, of which "
+        f"{timeline.exposed_s * 1e3:.2f} ms exposed; {timeline.hidden_fraction:.0%} of "
+        f"communication hidden"
+    )
+    canvas.label_(ax, title=title, x="ms since the start of the step", grid="x")
     _shade_exposed_(ax, timeline)
     kinds = list(dict.fromkeys(span.kind for span in shown))
     canvas.explain_(ax, _legend(kinds))
@@ -67,14 +70,6 @@ def plot_timeline(timeline: Timeline | StepTimes, ax: Axes | None = None) -> Fig
     for row, lane in enumerate(lanes):
         _draw_lane_(ax, row, [span for span in shown if span.lane == lane], x_inch)
     return canvas.figure_of(ax)
-
-
-def _title(timeline: Timeline) -> str:
-    return (
-        f"rank {timeline.rank}: step {timeline.step_s * 1e3:.2f} ms, of which "
-        f"{timeline.exposed_s * 1e3:.2f} ms exposed; {timeline.hidden_fraction:.0%} of "
-        f"communication hidden"
-    )
 
 
 def _shade_exposed_(ax: Axes, timeline: Timeline) -> None:

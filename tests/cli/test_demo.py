@@ -125,7 +125,7 @@ def _part_from_rank_0(rank: int, world_size: int, amount: float) -> tuple[float,
 
 
 @pytest.mark.parametrize("amount", [1e-14, 0.5, float("nan")])
-def test_a_rank_that_parts_is_seen_by_all(ranks: RankPool, amount: float) -> None:
+def test_a_diverged_rank_is_reported_on_all(ranks: RankPool, amount: float) -> None:
     for same, parted in ranks.run(3, _part_from_rank_0, amount):
         assert same == 0.0
         assert parted == pytest.approx(amount, nan_ok=True, rel=1e-3)

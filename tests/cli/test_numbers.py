@@ -11,11 +11,11 @@ import pytest
 
 import fddp
 from benchmarks import cli as bench
-from fddp.cli import flight, simulate, tune
+from fddp.cli import common, flight, simulate, tune
 from fddp.cli import plan as plan_command
 from fddp.cli.demo import command as demo
-from tests.faults.test_fuzz import plan
 from tests.support.commands import main
+from tests.support.example_plans import example_plan
 
 HOSTILE = ["nan", "inf", "-inf", "1e308", "5e-324", "-1", "0", "1e9", "1" + "0" * 30, "1" * 5000]
 COUNTS = ["-1", "0", "1" + "0" * 30, "1" * 5000, "1e3", "nan", "\u0663"]
@@ -98,12 +98,12 @@ def test_numbers_of_any_size(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Refused by name, or results are numbers: no warning of NumPy's, no infinity."""
-    for module in (tune, demo, bench):
+    for module in (common, bench):
         monkeypatch.setattr(module, "launched", refuse_to_launch)
     places = {"plan": str(tmp_path / "plan.json"), "json": str(tmp_path / "out.json")}
     places |= {"source": str(tmp_path / "module.py"), "file": str(tmp_path / "file.json")}
     Path(places["source"]).write_text(SOURCE)
-    Path(places["plan"]).write_text(plan().to_json())
+    Path(places["plan"]).write_text(example_plan().to_json())
     for words in NUMBERED[option]:
         for number in COUNTS if "seed" in option or "ranks" in option else HOSTILE:
             as_json = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}.get(number, number)
@@ -119,7 +119,7 @@ def test_numbers_of_any_size(
                 code = ended.code
             except LaunchedError:
                 code = 0
-            told = capsys.readouterr()
+            printed = capsys.readouterr()
             assert code in (0, 2), argv
-            assert (code == 2) == told.err.startswith("python -m "), argv
-            assert not re.search(r"\b(nan|inf)\b", told.out), argv
+            assert (code == 2) == printed.err.startswith("python -m "), argv
+            assert not re.search(r"\b(nan|inf)\b", printed.out), argv

@@ -15,8 +15,8 @@ import torch
 import fddp
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.sim.cost import PRESETS, CostModel
-from tests.cli.test_usage_errors import refused
 from tests.support import commands as cli
+from tests.support.commands import refused
 
 MODELS = """
 from dataclasses import dataclass
@@ -231,7 +231,7 @@ def test_simulate_compares_caps_and_the_best_plan(run: Read, folder: Path) -> No
     assert last_us == pytest.approx(fastest["step_s"] * 1e6)
 
 
-def test_simulate_gives_what_the_library_gives(run: Read) -> None:
+def test_simulate_matches_the_library(run: Read) -> None:
     rows = documented(run, *SIMULATE, *LINK)["results"]
     layers = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
     params = dict(list(layers.named_parameters())[2:])
@@ -283,7 +283,7 @@ def test_measured_ready_times(run: Read, folder: Path) -> None:
         ("[" + ", ".join(["-1"] * 14) + "]", "must be from 0 to 1e+09"),
     ],
 )
-def test_ready_times_that_make_no_sense(
+def test_invalid_ready_times(
     text: str, complaint: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "r.json").write_text(text)

@@ -1,4 +1,4 @@
-"""What the command line says to mistakes: one line, and exit code 2."""
+"""Usage errors of the command line: one line, and exit code 2."""
 
 from __future__ import annotations
 
@@ -8,20 +8,9 @@ import sys
 import pytest
 
 from tests.support import commands as cli
+from tests.support.commands import refused
 
 SIMULATE = ("simulate", "m:f", "--topology", "world=2", "--cost", "1e-5,1e-9")
-
-
-def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The line that a call is refused with."""
-    with pytest.raises(SystemExit) as caught:
-        cli.main(argv)
-    assert caught.value.code == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.endswith("\n")
-    assert printed.err.count("\n") == 1
-    return printed.err
 
 
 @pytest.mark.parametrize(

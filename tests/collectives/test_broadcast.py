@@ -12,20 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fddp
+from tests.support.dtypes import DTYPE_NAMES
 from tests.support.endings import Ending, ending
+from tests.support.groups import rank_of
 from tests.support.models import rand, same_bits
 from tests.support.ranks import Launch, RankPool
 
-NAMES = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
-NAMES += ["uint8", "int8", "int16", "int32", "int64", "bool"]
-
-
-def rank_of(group: Any) -> int:
-    return group.rank if isinstance(group.rank, int) else dist.get_rank(group)
+DTYPE_NAMES += ["uint8", "int8", "int16", "int32", "int64", "bool"]
 
 
 def tree(rank: int) -> Any:
-    leaves = {name: (10 * rand(3, 4, seed=rank)).to(getattr(torch, name)) for name in NAMES}
+    leaves = {name: (10 * rand(3, 4, seed=rank)).to(getattr(torch, name)) for name in DTYPE_NAMES}
     return {
         **leaves,
         "scalar": torch.tensor(float(rank)),
@@ -42,7 +39,7 @@ def test_every_dtype_from_every_source(launch: Launch, world_size: int) -> None:
         assert same_bits([tree(src), *(result for result, _ in results)])
         assert all(survived for _, survived in results)
         for result, _ in results:
-            for name in NAMES:
+            for name in DTYPE_NAMES:
                 assert result[name].dtype == getattr(torch, name)
             assert isinstance(result["nested"][0], OrderedDict)
             assert list(result["nested"][0]) == ["z", "a"]
@@ -207,13 +204,13 @@ def test_a_source_that_is_no_number(src: Any) -> None:
         assert "PlanMismatchError" in seen.kinds, seen
 
 
-def test_a_tree_that_one_rank_cannot_take_apart() -> None:
+def test_a_tree_that_one_rank_cannot_flatten() -> None:
     def run(group: Any) -> Ending:
         bad = {object(): torch.zeros(1)} if group.rank else {"a": torch.zeros(1)}
         return ending(lambda: fddp.broadcast(bad, group=group))
 
     first, second = fddp.loopback(2, run, timeout_s=5.0)
-    assert first.kinds[0] == "PlanMismatchError", "told, not left waiting"
+    assert first.kinds[0] == "PlanMismatchError", "it raises, and does not wait"
     assert "no error" not in second.kinds
 
 

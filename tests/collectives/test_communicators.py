@@ -18,15 +18,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fddp
 from fddp.collectives import communicator as communicators
 from fddp.collectives.communicator import communicator_by_id, communicator_of
-from tests.collectives.test_broadcast import rank_of
+from tests.support.groups import rank_of
 from tests.support.models import rand
 from tests.support.polling import soon
-from tests.support.ranks import Launch, RankPool, launch_over
+from tests.support.ranks import TRANSPORTS, Launch, RankPool, launch_fixture
 
-
-@pytest.fixture(params=["shm", "c10d", "loopback"])
-def launch(request: pytest.FixtureRequest) -> Launch:
-    return launch_over(request.param, request)
+launch = launch_fixture(*TRANSPORTS)
 
 
 ONE = torch.ones(2)
@@ -81,7 +78,7 @@ def go_with_groups(rank: int, n: int) -> None:
     fddp.psum(ONE)
     kept = weakref.ref(communicator_of(part, None))
     transport = communicator_of(part, None).transport
-    known = len(communicators._of_groups)
+    known = len(communicators._of_groups._made)
     alone = dist.new_group([0, 1])
     fddp.psum(ONE, alone)
     released, gone = communicator_of(alone, None).transport, weakref.ref(alone)
@@ -101,7 +98,7 @@ def go_with_groups(rank: int, n: int) -> None:
     gc.collect()
     assert soon(lambda: kept() is None)
     assert soon(lambda: transport.closed_by)
-    assert len(communicators._of_groups) == known
+    assert len(communicators._of_groups._made) == known
 
 
 def test_communicators_that_are_dropped(ranks: RankPool) -> None:
@@ -121,10 +118,10 @@ def drop(rank: int, n: int) -> None:
 
 
 def test_groups_of_loopback_leave_nothing() -> None:
-    before = len(communicators._of_groups)
+    before = len(communicators._of_groups._made)
     fddp.loopback(3, lambda group: fddp.psum(ONE, group))
     gc.collect()
-    assert len(communicators._of_groups) == before
+    assert len(communicators._of_groups._made) == before
 
 
 def test_call_sites_are_the_callers() -> None:
@@ -142,7 +139,7 @@ def test_many_trees_at_one_place(launch: Launch) -> None:
 
 
 def many_trees(group: Any) -> None:
-    """What is known of a place is not taken for what is there."""
+    """Different trees at one call site, whose cached program must not be reused."""
     rank = rank_of(group)
     trees: list[Any] = [
         ONE,
@@ -172,7 +169,7 @@ def test_a_graph_on_one_rank_and_none_on_the_other(ranks: RankPool) -> None:
 
 
 def graph_and_none(rank: int, n: int) -> None:
-    """Calls are numbered alike whoever runs them, so that both go on together."""
+    """Calls are numbered alike in both, so that the ranks stay in step."""
 
     def step(x: Tensor) -> Tensor:
         return grad(lambda x: (fddp.sync_on_backward(x) * fddp.pmean(x) ** 2).sum())(x)

@@ -41,7 +41,7 @@ def compiled(fn: Fn, backend: str = "aot_eager", *, fullgraph: bool = True) -> F
 
 @contextmanager
 def recorded() -> Iterator[list[str]]:
-    """What runs in here, in order: operators with roles and number of leaves."""
+    """Record the operators that run within the block, in order, with roles and number of leaves."""
     calls: list[str] = []
     run = execute._run
 
@@ -54,7 +54,7 @@ def recorded() -> Iterator[list[str]]:
 
 
 def compare(fn: Fn, *args: Any, backend: str = "aot_eager") -> tuple[float, list[str], list[str]]:
-    """How far compiled results are from eager ones, and what ran in each."""
+    """Return the difference between compiled and eager results, and the operators of each."""
     with recorded() as eager_calls:
         eager = fn(*args)
     with recorded() as calls:
@@ -65,7 +65,7 @@ def compare(fn: Fn, *args: Any, backend: str = "aot_eager") -> tuple[float, list
 # A training step
 
 
-def train(rank: int, world_size: int, backend: str, transport: str) -> Any:
+def train_in_graph(rank: int, world_size: int, backend: str, transport: str) -> Any:
     torch._dynamo.reset()
     torch.manual_seed(0)
     params = {"in": {"w": torch.randn(3, 4), "b": torch.zeros(4)}, "out": torch.randn(4, 2)}
@@ -96,7 +96,7 @@ def train(rank: int, world_size: int, backend: str, transport: str) -> Any:
     ("backend", "transport"), [("aot_eager", "c10d"), ("aot_eager", "auto"), ("inductor", "auto")]
 )
 def test_a_step_is_one_graph(ranks: RankPool, backend: str, transport: str) -> None:
-    results = ranks.run(2, train, backend, transport)
+    results = ranks.run(2, train_in_graph, backend, transport)
     # Inductor fuses multiplications and additions, which rounds otherwise.
     assert max(off for off, _, _ in results) <= (1e-6 if backend == "inductor" else 0.0)
     assert largest_difference(results[0][1], results[1][1]) == 0.0
@@ -190,7 +190,7 @@ def reorder(rank: int, world_size: int, backend: str) -> list[Any]:
 
         def calls(w: list[Tensor], x: Tensor) -> list[Tensor]:
             a, b = fddp.psum(w, ranks), fddp.psum(w, ranks)  # alike, but two
-            fddp.pmax(x, ranks)  # which nobody uses
+            fddp.pmax(x, ranks)  # which is unused
             (c,) = fddp.pmean([b[0]], others)
             if rank == 0:
                 fddp.all_gather(x, ranks)
@@ -424,7 +424,7 @@ def disagree(rank: int, world_size: int) -> dict[str, str]:
 
         attempt("derivatives", torch.func.grad(one_of_two), torch.ones(2))
         attempt("marked derivatives", torch.func.grad(one_of_two_marked), torch.ones(2))
-        # An integer can't be averaged: found while rank 0 traces, told to rank 1 as it runs.
+        # An integer can't be averaged: found while rank 0 traces, reported to rank 1 as it runs.
         attempt("dtype", lambda x: fddp.pmean(x, ranks), torch.ones(2) if rank else torch.arange(2))
         attempt("working on", lambda x: fddp.pmean(x, ranks), torch.ones(2))
         closed = compiled(lambda x: fddp.psum(x, ranks))

@@ -298,7 +298,7 @@ def plain_autograd(rank: int, n: int) -> None:
     torch.testing.assert_close(found, torch.cos(x.detach()))
 
 
-def test_results_that_nobody_uses(ranks: RankPool) -> None:
+def test_unused_results(ranks: RankPool) -> None:
     """Cotangents and tangents that are missing are zeros: the ranks meet all the same."""
     assert ranks.run(2, unused) == [[5.0, 7.0, 0.0], [5.0, 7.0, 0.0]]
 
@@ -310,7 +310,7 @@ def unused(rank: int, n: int) -> list[float]:
 
     one = torch.ones((), dtype=F64)
     a, b = grad(loss)((one, one))
-    # Nobody uses b on rank 0, whose tangent is then None for all ranks' a.
+    # b is unused on rank 0, whose tangent is then None for all ranks' a.
     moved = jvp(lambda b: fddp.psum((one, b * 0 + one))[0], (one,), (one,))[1]
     return [float(a), float(b), float(moved)]
 

@@ -12,16 +12,14 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 import fddp
-from tests.collectives.test_broadcast import rank_of
 from tests.support.endings import Ending, ending
-from tests.support.ranks import Launch, RankPool, launch_over
+from tests.support.groups import rank_of
+from tests.support.ranks import TRANSPORTS, Launch, RankPool, launch_fixture, launch_over
 
 ONE = torch.ones(2)
 
 
-@pytest.fixture(params=["shm", "c10d", "loopback"])
-def launch(request: pytest.FixtureRequest) -> Launch:
-    return launch_over(request.param, request)
+launch = launch_fixture(*TRANSPORTS)
 
 
 Act = Callable[[int, fddp.Communicator], Any]
@@ -49,7 +47,7 @@ def one_of_two(ranks: fddp.Communicator, which: int) -> Any:
     return grad(loss)((ONE, ONE))
 
 
-#: what rank 0 does, what the others do, and what each is told
+#: call of rank 0, call of the others, and the text of their errors
 DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "operators": (
         lambda ranks: fddp.psum(ONE, ranks),
@@ -116,10 +114,10 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_ranks_that_differ(launch: Launch, case: str) -> None:
     endings = launch(2, differ, case)
-    *_, told = DIFFERENT[case]
+    *_, outcome = DIFFERENT[case]
     for rank, (found, after) in enumerate(endings):
         assert found.kinds[0] == "DesyncError", found
-        for part in told.split(".*"):
+        for part in outcome.split(".*"):
             assert part in found.text, (part, found.text)
         for line in ("0", "1"):
             assert f"rank {line}: " in found.text
@@ -132,7 +130,7 @@ def differ(group: Any, case: str) -> tuple[Ending, float]:
     rank = rank_of(group)
     with fddp.Communicator(group) as ranks:
         found = ending(lambda: (first if rank == 0 else second)(ranks))
-        # The one with more calls to come is told by the next of the other.
+        # The one with more calls gets the error at the other's next call.
         return found, float(fddp.psum(torch.tensor(1.0), ranks))
 
 
@@ -291,7 +289,7 @@ def all_wrong(group: Any) -> tuple[Ending, float]:
         return found, float(fddp.psum(torch.tensor(1.0), ranks))
 
 
-#: arguments that can't be told to anybody, because they say whom
+#: invalid arguments that select the ranks, so that no other rank can be informed
 NOBODY: dict[str, tuple[Callable[..., Any], str, str]] = {
     "batched group": (
         lambda group: vmap(lambda g: fddp.psum(ONE, g))(torch.arange(2)),
@@ -353,8 +351,10 @@ def test_invalid_rank_arguments_are_refused(case: str) -> None:
 def test_meshes_and_caps_that_differ(launch: Launch) -> None:
     for found in launch(2, open_otherwise):
         assert found.kinds[0] == "PlanMismatchError"
-        assert "mesh None and buckets of 26214400 bytes on rank 0" in found.text
-        assert "mesh None and buckets of 1048576 bytes on rank 1; pass the same mesh" in found.text
+        assert (
+            "the bucket size of a communicator in bytes is 26214400 on rank 0 and 1048576 on rank "
+            "1; pass the same bucket_cap_mb on every rank" in found.text
+        )
 
 
 def open_otherwise(group: Any) -> Ending:
@@ -450,7 +450,7 @@ def miss_derivatives(rank: int, n: int) -> str:
         return found.kinds[0]
 
 
-def test_an_error_that_nobody_hears() -> None:
+def test_an_error_with_no_other_rank_in_the_call() -> None:
     def run(group: Any) -> Ending:
         with fddp.Communicator(group, timeout_s=0.5) as ranks:
             if group.rank:

@@ -19,9 +19,9 @@ from fddp.collectives.replicas import chunked_broadcast
 from fddp.collectives.replicas.containers import containers_from_json, containers_to_json
 from fddp.transport.base import Transport
 from fddp.tree.pytree import flatten
-from tests.collectives.test_replicas import Tagged, quantized
 from tests.support.endings import ending
 from tests.support.ranks import Launch
+from tests.support.unsupported_tensors import Tagged, quantized
 
 Moments = namedtuple("Moments", ["first", "second"])
 DTYPES = [
@@ -68,7 +68,7 @@ TREES = st.recursive(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two trees have the same containers, kinds of leaves and bits."""
+    """Return True if two trees have the same containers, kinds of leaves and bits."""
     (mine, one), (theirs, other) = flatten(a), flatten(b)
     return one == other and all(same_leaf(x, y) for x, y in zip(mine, theirs, strict=True))
 
@@ -134,12 +134,12 @@ def adam(group: Any) -> Any:
 
 @pytest.mark.parametrize("launch", ["c10d"], indirect=True)
 def test_states_of_torch_over_processes(launch: Launch) -> None:
-    told = launch(3, adam)
-    assert [step for _, step, _ in told] == [2] * 3
-    assert [rate for *_, rate in told] == [0.1 / 3] * 3
-    assert same(told[0][0], told[2][0])
-    assert same(told[1][0], told[2][0])
-    assert type(told[1][0]["model"]) is OrderedDict
+    outcome = launch(3, adam)
+    assert [step for _, step, _ in outcome] == [2] * 3
+    assert [rate for *_, rate in outcome] == [0.1 / 3] * 3
+    assert same(outcome[0][0], outcome[2][0])
+    assert same(outcome[1][0], outcome[2][0])
+    assert type(outcome[1][0]["model"]) is OrderedDict
 
 
 def test_equal_state_is_not_sent() -> None:
@@ -162,7 +162,7 @@ def test_equal_state_is_not_sent() -> None:
         assert 20 in sent
 
 
-def test_a_rank_that_has_it_keeps_its_tree() -> None:
+def test_ranks_with_the_state_keep_their_trees() -> None:
     """Though others have to be sent it; nothing is written where it is."""
 
     def run(group: Any, late: int) -> Any:
@@ -218,11 +218,11 @@ def test_bits_that_change_on_the_way_are_seen_by_all() -> None:
 
     with mock.patch.object(Transport, "broadcast", spoilt):
         results = fddp.loopback(3, run)
-    for told in results:
-        assert told.kinds[0] == "DesyncError"
-        assert "leaf 'w' has the digest" in told.text
-        assert "on rank 0, the source of the state of step 9, and" in told.text
-        assert "on rank 2 after the broadcast" in told.text
+    for outcome in results:
+        assert outcome.kinds[0] == "DesyncError"
+        assert "leaf 'w' has the digest" in outcome.text
+        assert "on rank 0, the source of the state of step 9, and" in outcome.text
+        assert "on rank 2 after the broadcast" in outcome.text
 
 
 def test_own_layout_and_containers_stay() -> None:
@@ -280,12 +280,12 @@ def refusals(trees: list[Any], steps: list[Any]) -> list[Any]:
     def run(group: Any) -> Any:
         tree, step = trees[group.rank], steps[group.rank]
         seen = ending(lambda: fddp.reconcile(tree, group, step=step))
-        return seen, fddp.reconcile(1.5, group, step=0)  # the group goes on
+        return seen, fddp.reconcile(1.5, group, step=0)  # the group is usable
 
-    told = fddp.loopback(len(trees), run)
-    assert {kind for seen, _ in told for kind in seen.kinds[:1]} == {"PlanMismatchError"}
-    assert [after for _, after in told] == [(1.5, 0)] * len(trees)
-    return [seen.text for seen, _ in told]
+    outcome = fddp.loopback(len(trees), run)
+    assert {kind for seen, _ in outcome for kind in seen.kinds[:1]} == {"PlanMismatchError"}
+    assert [after for _, after in outcome] == [(1.5, 0)] * len(trees)
+    return [seen.text for seen, _ in outcome]
 
 
 @pytest.mark.parametrize(
@@ -312,9 +312,9 @@ def refusals(trees: list[Any], steps: list[Any]) -> list[Any]:
     ],
 )
 def test_inconsistent_state_is_refused(trees: list[Any], steps: list[Any], text: str) -> None:
-    told = refusals(trees, steps)
-    assert told[0] == told[1]
-    assert text in told[0]
+    outcome = refusals(trees, steps)
+    assert outcome[0] == outcome[1]
+    assert text in outcome[0]
 
 
 def test_not_in_a_transform() -> None:
@@ -322,8 +322,8 @@ def test_not_in_a_transform() -> None:
         fn = torch.func.grad(lambda x: fddp.reconcile([x], group, step=1)[0][0])
         return ending(lambda: fn(torch.tensor(1.0)))
 
-    for told in fddp.loopback(2, run):
-        assert "TransformError" in told.text
+    for outcome in fddp.loopback(2, run):
+        assert "TransformError" in outcome.text
 
 
 # Containers as text

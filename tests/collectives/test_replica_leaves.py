@@ -68,7 +68,7 @@ def checked(group: Any, tree: Any) -> fddp.DesyncError | None:
 
 
 def drifted(make: Any, change: Any) -> list[fddp.DesyncError]:
-    """What ranks are told once rank 1 of three has changed its own tree; all agree before."""
+    """Return each rank's error after rank 1 of three has changed its tree; all agree before."""
 
     def run(group: Any) -> Any:
         tree = make()
@@ -95,18 +95,18 @@ def test_jax_arrays_of_every_dtype(name: str) -> None:
         flipped = jnp.logical_not(tree[name]) if name == "bool" else tree[name] * 2
         return {**tree, name: tree[name].at[1, 2].set(flipped[1, 2])}
 
-    told = {"bool": "True on rank 0 and False", "complex64": "(1+0j) on rank 0 and (2+0j)"}
+    outcome = {"bool": "True on rank 0 and False", "complex64": "(1+0j) on rank 0 and (2+0j)"}
     integers = ("int32", "uint8")
     default = "1 on rank 0 and 2 on" if name in integers else "1.0 on rank 0 and 2.0 on"
     for error in drifted(arrays, change):
         assert error.path == name
         assert f"leaf {name!r} of shape (2, 3), {name}: " in str(error)
-        assert f"at index (1, 2): {told.get(name, default)}" in str(error)
+        assert f"at index (1, 2): {outcome.get(name, default)}" in str(error)
 
 
 @pytest.mark.parametrize("name", FLOAT8)
 def test_jax_arrays_of_float8_are_refused_by_name(name: str) -> None:
-    """torch does not take them from JAX; ranks that hold something else are told."""
+    """torch cannot import them from JAX; other ranks get an error."""
 
     def run(group: Any) -> tuple[type[Exception], str]:
         own = jnp.ones(2).astype(name) if group.rank == 0 else jnp.ones(2)
@@ -114,10 +114,10 @@ def test_jax_arrays_of_float8_are_refused_by_name(name: str) -> None:
             fddp.check_replicas({"w": own}, group)
         return type(caught.value), str(caught.value)
 
-    (mine, text), (theirs, told) = fddp.loopback(2, run)
+    (mine, text), (theirs, outcome) = fddp.loopback(2, run)
     assert (mine, theirs) == (fddp.TreeMismatchError, fddp.PeerError)
     assert "cast it" in text
-    assert "rank 0" in told
+    assert "rank 0" in outcome
 
 
 def test_a_jax_scalar() -> None:
@@ -270,7 +270,7 @@ def helper(group: Any, tree: Any) -> None:
     fddp.check_replicas(tree, group)
 
 
-def test_the_error_shows_who_called_the_helper() -> None:
+def test_the_error_names_the_caller_of_the_helper() -> None:
     def run(group: Any) -> str:
         with pytest.raises(fddp.DesyncError) as caught:
             helper(group, torch.tensor(group.rank))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import numpy as np
@@ -16,18 +15,18 @@ from torch import Tensor, nn
 import fddp
 from fddp.collectives.communicator import communicator_of
 from fddp.native.digest import _on_device, bytes_of, digest_of
-from tests.collectives.test_broadcast import NAMES, rank_of
+from tests.support.dtypes import DTYPE_NAMES
 from tests.support.endings import Ending, ending
+from tests.support.groups import rank_of
 from tests.support.models import rand as random
-from tests.support.ranks import Launch, launch_over
+from tests.support.ranks import TRANSPORTS, Launch, launch_fixture
+from tests.support.unsupported_tensors import Tagged, quantized
 
 WORDS = 2**64
 W = torch.ones(3)
 
 
-@pytest.fixture(params=["shm", "c10d", "loopback"])
-def launch(request: pytest.FixtureRequest) -> Launch:
-    return launch_over(request.param, request)
+launch = launch_fixture(*TRANSPORTS)
 
 
 def values(*shape: int) -> Tensor:
@@ -117,7 +116,7 @@ def test_strides_and_bits() -> None:
 
 
 def tree() -> dict[str, Any]:
-    leaves = {name: (10 * values(3, 4)).to(getattr(torch, name)) for name in NAMES}
+    leaves = {name: (10 * values(3, 4)).to(getattr(torch, name)) for name in DTYPE_NAMES}
     return {
         **leaves,
         "a list": [values(5), None, torch.tensor(3.0)],
@@ -137,13 +136,13 @@ def test_equal_trees(launch: Launch) -> None:
 
 def equal(group: Any) -> int:
     own = tree()
-    before = {key: digest_of(own[key]) for key in NAMES}
+    before = {key: digest_of(own[key]) for key in DTYPE_NAMES}
     for step in range(3):
         fddp.check_replicas(own, group, every=2, step=step)
     fddp.check_replicas({}, group)
     fddp.check_replicas(None, group)
     fddp.check_replicas(torch.tensor(-0.0), group)
-    assert {key: digest_of(own[key]) for key in NAMES} == before
+    assert {key: digest_of(own[key]) for key in DTYPE_NAMES} == before
     fddp.psum(torch.ones(1), group)  # on the same communicator
     return len({id(communicator_of(group, None)) for _ in range(2)})
 
@@ -154,7 +153,7 @@ def set_(leaf: Tensor, place: Any, value: Any) -> None:
 
 
 def drift(own: Any, key: str) -> None:
-    """What one rank does to its replica."""
+    """Change one rank's replica."""
     if key == "large":
         set_(own["large"], (77, 1234), -1.0)
         set_(own["large"], (99, 0), -1.0)
@@ -173,7 +172,7 @@ def drift(own: Any, key: str) -> None:
         own["complex128"][2, 3] *= 2j
 
 
-#: what drifts on the last rank, the leaf, and what else every rank is told
+#: deviation of the last rank, the leaf, and further text of every rank's error
 DRIFTS = {
     "large": (
         "large",
@@ -236,13 +235,13 @@ def drift_apart(group: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "told"),
+    ("mine", "theirs", "outcome"),
     [
         (-0.0, 0.0, "0.0 on rank 0 and -0.0 on rank 1"),
         (0x7FC00001, 0x7FC00000, "nan (0x7fc00000) on rank 0 and nan (0x7fc00001) on rank 1"),
     ],
 )
-def test_bits_count(mine: float, theirs: float, told: str) -> None:
+def test_bits_count(mine: float, theirs: float, outcome: str) -> None:
     def run(group: Any) -> str:
         value = mine if group.rank else theirs
         own = torch.ones(3, dtype=torch.float32)
@@ -255,7 +254,7 @@ def test_bits_count(mine: float, theirs: float, told: str) -> None:
         return str(caught.value)
 
     for text in fddp.loopback(2, run):
-        assert f"at index 1: {told}" in text
+        assert f"at index 1: {outcome}" in text
 
 
 OTHERS: dict[str, tuple[Any, str]] = {
@@ -299,22 +298,12 @@ def against_an_operator(group: Any) -> tuple[Ending, float]:
     return seen, fddp.psum(one, group).item()
 
 
-class Tagged(Tensor):
-    """A subclass, as DTensor is one."""
-
-
-def quantized() -> dict[str, Tensor]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch is about to drop them
-        return {"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}
-
-
 BAD = {
     "an object": ({"w": object()}, "TypeError", "leaf 'w' is a object"),
     "sparse": ({"w": torch.eye(2).to_sparse()}, "TypeError", "torch.sparse_coo"),
-    "meta": ({"w": torch.empty(2, device="meta")}, "TypeError", "meta device"),
+    "meta": ({"w": torch.empty(2, device="meta")}, "TypeError", "meta tensor"),
     "a subclass": ({"w": torch.zeros(2).as_subclass(Tagged)}, "TypeError", "leaf 'w' is a Tagged"),
-    "quantized": (quantized(), "TypeError", "leaf 'w' is quantized (torch.qint8)"),
+    "quantized": (quantized(), "TypeError", "leaf 'w' is a quantized tensor (torch.qint8)"),
 }
 
 
@@ -328,16 +317,16 @@ def test_a_tree_that_cannot_be_read(case: str) -> None:
         fddp.check_replicas(torch.ones(2), group)
         return seen
 
-    told, bad = fddp.loopback(2, run)
-    assert told.kinds[0] == "PeerError"
-    assert "rank 1 can't take part" in told.text
+    outcome, bad = fddp.loopback(2, run)
+    assert outcome.kinds[0] == "PeerError"
+    assert "rank 1 can't take part" in outcome.text
     assert bad.kinds[0] == kind
     assert text in bad.text
-    assert text in told.text
+    assert text in outcome.text
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "outcome"),
     [
         ("every", 0, "every=0 must be a number of steps above 0"),
         ("every", -1, "every=-1 must be a number of steps above 0"),
@@ -347,26 +336,26 @@ def test_a_tree_that_cannot_be_read(case: str) -> None:
         ("step", 2.0, "step=2.0 must be an int"),
     ],
 )
-def test_periods_that_are_no_numbers(name: str, value: Any, told: str) -> None:
+def test_periods_that_are_no_numbers(name: str, value: Any, outcome: str) -> None:
     """On one rank, whose check the others would wait for."""
 
     def run(group: Any) -> Ending:
         numbers = {"every": 2, "step": 4, **({name: value} if group.rank == 1 else {})}
         seen = ending(lambda: fddp.check_replicas({"w": W}, group, **numbers))
-        fddp.check_replicas({"w": W}, group)  # the group goes on
+        fddp.check_replicas({"w": W}, group)  # the group is usable
         return seen
 
     first, second = fddp.loopback(2, run)
     assert second.kinds[0] in ("TypeError", "ValueError")
-    assert told in second.text
+    assert outcome in second.text
     assert first.kinds[0] == "PeerError"
-    assert f"rank 1 can't take part: {second.kinds[0]}: check_replicas: {told}" in first.text
+    assert f"rank 1 can't take part: {second.kinds[0]}: check_replicas: {outcome}" in first.text
 
 
 @pytest.mark.parametrize("numbers", [{"every": 3}, {"step": 12}], ids=str)
 @pytest.mark.parametrize("moves", [False, True])
 def test_ranks_at_different_checks(numbers: dict[str, int], moves: bool) -> None:
-    """Whether or not what they hold has the same bits."""
+    """The error does not depend on the values."""
 
     def run(group: Any) -> fddp.DesyncError:
         own = {"every": 2, "step": 6, **(numbers if group.rank == 1 else {})}
@@ -402,13 +391,13 @@ def test_not_in_a_transform(check: Any, alone: bool) -> None:
         own = {"w": torch.ones(2)}
         within = group.rank == 0 or not alone
         seen = ending(lambda: (check if within else fddp.check_replicas)(own, group))
-        fddp.check_replicas(own, group)  # the group goes on
+        fddp.check_replicas(own, group)  # the group is usable
         return seen
 
-    bad, told = fddp.loopback(2, run)
+    bad, outcome = fddp.loopback(2, run)
     assert bad.kinds[0] == "TransformError"
-    assert told.kinds[0] == ("PeerError" if alone else "TransformError")
-    for seen in (bad, told):
+    assert outcome.kinds[0] == ("PeerError" if alone else "TransformError")
+    for seen in (bad, outcome):
         assert f"check_replicas was called inside torch.func.{check.__name__[3:]}" in seen.text
 
 
@@ -438,7 +427,7 @@ def test_a_compiled_function_breaks_its_graph() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "outcome"),
     [
         (lambda rank: "a" * 60 + str(rank), "...aaaaaaaa0' on rank 0 and ...aaaaaaaa1' on rank 1"),
         (lambda rank: 10**70 + rank, "...000000000 on rank 0 and ...000000001 on rank 1"),
@@ -450,12 +439,12 @@ def test_a_compiled_function_breaks_its_graph() -> None:
         (lambda rank: 10 ** (60 + rank), "...00000000 on rank 0 and ...000000000 on rank 1"),
     ],
 )
-def test_long_values_are_shown_where_they_differ(value: Any, told: str) -> None:
+def test_long_values_are_shown_where_they_differ(value: Any, outcome: str) -> None:
     def run(group: Any) -> str:
         return ending(lambda: fddp.check_replicas({"n": value(group.rank)}, group)).text
 
     for text in fddp.loopback(2, run):
-        assert f"; its value: {told};" in text
+        assert f"; its value: {outcome};" in text
 
 
 def test_three_sides() -> None:

@@ -1,4 +1,4 @@
-"""What the operators give, over every transport: values, trees, memory, axes, plans."""
+"""Values of the operators over every transport: dtypes, trees, memory, axes, plans."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fddp
 from fddp.testing import gradients, param_trees
-from tests.collectives.test_broadcast import rank_of
+from tests.support.groups import rank_of, size_of
 from tests.support.models import rand, same_bits
-from tests.support.ranks import Launch, RankPool, launch_over
+from tests.support.ranks import TRANSPORTS, Launch, RankPool, launch_fixture
 
 FLOATING = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
 WHOLE = ["uint8", "int8", "int32", "int64"]
 MOVED = ["int16", "bool"]  # which transports can't add up
 
 
-@pytest.fixture(params=["shm", "c10d", "loopback"])
-def launch(request: pytest.FixtureRequest) -> Launch:
-    return launch_over(request.param, request)
+launch = launch_fixture(*TRANSPORTS)
 
 
 def tree(rank: int, names: list[str]) -> dict[str, Any]:
@@ -57,7 +55,7 @@ def test_values_of_every_dtype(launch: Launch, world_size: int) -> None:
 
 
 def every_dtype(group: Any) -> None:
-    rank, n = rank_of(group), group.size if isinstance(group.size, int) else dist.get_world_size()
+    rank, n = rank_of(group), size_of(group)
     summed, moved = FLOATING + WHOLE, FLOATING + WHOLE + MOVED
 
     def stacked(names: list[str]) -> Any:
@@ -220,7 +218,7 @@ def test_results_are_values(launch: Launch) -> None:
 
 
 def results_are_values(group: Any) -> None:
-    """Memory of buckets is used again, but never under a result that somebody holds."""
+    """Memory of buckets is reused, but never under a result that is still referenced."""
     with fddp.Communicator(group) as ranks:
         held: list[Tensor] = []
         operators = {
@@ -248,7 +246,7 @@ def results_are_values(group: Any) -> None:
             for operator in operators.values():
                 operator(own, ranks)
         assert same_bits([before, held])
-        # What nobody holds is used again.
+        # Unreferenced memory is reused.
         pointers = {fddp.psum(own, ranks)["a"].data_ptr() for _ in range(6)}
         assert len(pointers) <= 2
 

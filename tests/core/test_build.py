@@ -59,7 +59,7 @@ def test_flat() -> None:
     )
 
 
-def test_the_control_word_rides_in_the_last_bucket() -> None:
+def test_the_control_word_is_piggybacked_on_the_last_bucket() -> None:
     world = ("world",)
     schedule = make_schedule(plan_of(("a", "bfloat16"), ("b", "float32")), WORLD)
     assert schedule.ops == (
@@ -113,19 +113,19 @@ def test_placement_of_the_piggybacked_control_word(
     ) - (format_ is not None)
 
 
-def test_the_word_may_be_kept_from_riding() -> None:
+def test_piggybacking_may_be_disabled() -> None:
     riding = make_schedule(ONE, WORLD)
     assert make_schedule(ONE, WORLD, ride=False) == with_separate_word(riding) != riding
 
 
-def test_with_too_many_ranks_the_word_goes_by_itself() -> None:
+def test_with_too_many_ranks_the_word_is_sent_apart() -> None:
     assert make_schedule(ONE, Topology(host=2**8, local=2**8)).piggyback_op >= 0
     assert make_schedule(ONE, Topology(host=2**9, local=2**8)).piggyback_op < 0
     wide = make_schedule(plan_of(("a", "float64")), Topology(host=2**9, local=2**8))
     assert wide.piggyback_op >= 0
 
 
-def test_a_word_that_is_needed_before_its_carrier_goes_by_itself() -> None:
+def test_a_word_needed_before_its_carrier_is_sent_apart() -> None:
     schedule = with_separate_word(make_schedule(plan_of(("e", "float32"), ("a", "float32")), WORLD))
     pack, reduce, last_pack, last, control, *_ = schedule.ops
     early = control._replace(deps=(0, 1))

@@ -23,6 +23,7 @@ from tests.support.schedules import (
     chains,
     flat,
     plan_of,
+    problem_of,
     reduced_with_its_bucket,
     right_chains,
     with_op,
@@ -35,7 +36,7 @@ from tests.support.schedules import (
 
 @settings(max_examples=40)
 @given(built())
-def test_the_word_is_set_down_and_rides_again(schedule: Schedule) -> None:
+def test_the_word_is_sent_apart_then_piggybacked_again(schedule: Schedule) -> None:
     own = with_separate_word(schedule)
     assert own.piggyback_op < 0
     assert with_piggybacked_word(own) == schedule
@@ -64,14 +65,6 @@ def test_axes_may_be_taken_in_any_order(schedule: Schedule) -> None:
 def test_random_chains_agree_with_the_oracle(schedule: Schedule) -> None:
     fault, problem = find_fault(schedule, tries=0), problem_of(schedule)
     assert (problem is None) is (fault is None), f"{problem}, {fault}\n{schedule}"
-
-
-def problem_of(schedule: Schedule) -> str | None:
-    try:
-        check_schedule(schedule)
-    except ScheduleError as error:
-        return str(error)
-    return None
 
 
 # Errors

@@ -1,4 +1,4 @@
-"""What `check_schedule` costs: it does not grow with the number of ranks."""
+"""Cost of `check_schedule`: independent of the number of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.schedules import SMALL, flat, plan_of, with_op_of, without
 
 
 def calls_of(schedule: Schedule) -> int:
-    """How many functions Python enters."""
+    """Return the number of Python function calls."""
     check_schedule(schedule)  # properties of the schedule and plan are worked out once
     count = 0
 

@@ -21,8 +21,8 @@ from fddp.core.plan.plan import LeafSpec, plan_leaves
 from fddp.core.schedule.builder import Algorithm, make_schedule
 from fddp.core.schedule.op import Buffer, Kind, Op, When
 from fddp.core.schedule.schedule import Result, Scaling, Schedule, Topology
-from fddp.errors import ScheduleError
 from tests.support.oracle import find_fault
+from tests.support.schedules import problem_of
 
 
 class Mutant(NamedTuple):
@@ -253,14 +253,6 @@ def test_mutants_are_killed_or_equal(name: str) -> None:
     assert verdicts[KILLED] > 0.75 * verdicts.total()
 
 
-def problem_of(schedule: Schedule) -> str | None:
-    try:
-        check_schedule(schedule)
-    except ScheduleError as error:
-        return str(error)
-    return None
-
-
 def why_equal(original: Schedule, mutant: Schedule) -> str | None:
     """In what the two differ, if it is nothing that shows in the result."""
     if dataclasses.replace(mutant, scaling=original.scaling) == original:
@@ -285,7 +277,7 @@ def why_equal(original: Schedule, mutant: Schedule) -> str | None:
 
 
 def essence(schedule: Schedule, op: Op) -> Op:
-    """What an operation does to elements that count."""
+    """Return an operation without the parts that do not change the result."""
     sizes = dict(schedule.topology.axes)
     axes, shard = (
         tuple(axis for axis in axes if sizes[axis] > 1) for axes in (op.axes, op.region.shard)

@@ -35,7 +35,7 @@ def packed_over_chunks() -> Schedule:
 
 
 def added_as_they_are() -> Schedule:
-    """What came late is added to the bucket twice, before and after it is reduced."""
+    """Late gradients are added to the bucket twice, before and after it is reduced."""
     *chain, pack, reduce, add, unpack = flat().ops
     early, reduce = add._replace(deps=(3,)), reduce._replace(deps=(4,))
     ops = (*chain, pack, early, reduce, add._replace(deps=(5,)), unpack._replace(deps=(6,)))

@@ -103,7 +103,7 @@ def test_a_differing_fingerprint_is_seen_on_every_rank(fingerprints: list[int]) 
     if len(set(fingerprints)) == 1:
         assert all(agreed)
     else:
-        # A rank whose own number is the mean of all is the one that can't tell.
+        # A rank whose own number is the mean of all can't see a difference.
         assert agreed.count(False) >= len(set(fingerprints)) - 1
 
 
@@ -139,7 +139,7 @@ def exact_sum(values: list[float]) -> float:
 
 
 def exact_report(layout: ControlLayout, words: list[ControlWord]) -> ControlReport:
-    """What a word of float64 without limbs tells where its sums are rounded once."""
+    """The report of a word in float64 without limbs, whose sums are rounded once."""
     plain = ControlLayout(layout.leaves, layout.buckets, layout.with_order)
     vectors = [encode(plain, word) for word in words]
     total = np.array([exact_sum([float(v[i]) for v in vectors]) for i in range(plain.size)])

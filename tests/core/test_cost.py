@@ -71,7 +71,7 @@ def samples_of(
 def test_a_fit_finds_the_model_that_made_the_samples(
     alpha_s: float, beta: float, overlap: float, algorithm: Any, keys: list[tuple[Any, int, int]]
 ) -> None:
-    # Two that tell latency from bandwidth whatever the model: times of nothing and of very much.
+    # Two that separate latency and bandwidth in any model: times of nothing and of very much.
     keys += [("all_reduce", 0, 2), ("all_reduce", 10**12, 2)]
     cost = CostModel(alpha_s, beta, algorithm, overlap)
     found = CostModel.fit(
@@ -216,6 +216,6 @@ def test_a_fit_to_an_unknown_algorithm() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [-1, math.nan, np.array([1.0, -1.0])])
-def test_bytes_that_make_no_sense(nbytes: Any) -> None:
+def test_invalid_bytes(nbytes: Any) -> None:
     with pytest.raises(ValueError, match="nbytes must be at least 0"):
         CostModel(1e-6, 1e-9).time_s("all_reduce", nbytes, 2)

@@ -142,7 +142,7 @@ def half(tree: Any) -> Any:
     return fddp.tree_map(lambda leaf: leaf.to(torch.float16), tree)
 
 
-def train(rank: int, world_size: int, policy: Any, algorithm: Any) -> Any:
+def train_with_loss_scale(rank: int, world_size: int, policy: Any, algorithm: Any) -> Any:
     """50 steps with fddp's loss scale; what it was in each, and the parameters."""
     params, scale, factors = start(), LossScale(2.0**8), []
     with fddp.GradSync(half(params), algorithm=algorithm, nonfinite=policy) as sync:
@@ -165,7 +165,7 @@ def train(rank: int, world_size: int, policy: Any, algorithm: Any) -> Any:
     [("propagate", "all_reduce"), ("skip", "all_reduce"), ("skip", "reduce_scatter")],
 )
 def test_ranks_halve_and_skip_alike(ranks: RankPool, policy: Any, algorithm: Any) -> None:
-    runs = ranks.run(2, train, policy, algorithm)
+    runs = ranks.run(2, train_with_loss_scale, policy, algorithm)
     factors, params = runs[0]
     assert runs[1][0] == factors
     assert same_bits([params, runs[1][1]])
@@ -256,6 +256,6 @@ def parted(rank: int, world_size: int) -> Any:
     return seen
 
 
-def test_ranks_part_over_shards_without_a_policy(ranks: RankPool) -> None:
+def test_ranks_diverge_over_shards_without_a_policy(ranks: RankPool) -> None:
     assert ranks.run(2, parted) == [[True, False], [False, False]]
     assert not dist.is_initialized()

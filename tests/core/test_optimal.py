@@ -154,7 +154,7 @@ def test_never_worse_than_ddp(problem: Any) -> None:
 
 @settings(max_examples=60)
 @given(problems(most=4), problems(most=4), costs)
-def test_neither_of_two_dtypes_gains_by_other_boundaries(one: Any, other: Any, cost: Any) -> None:
+def test_boundaries_between_two_dtypes_are_optimal(one: Any, other: Any, cost: Any) -> None:
     leaves = [leaf._replace(sparse=False) for leaf in one[0]]
     leaves += [LeafSpec(f"other{i}", leaf.shape, "float64") for i, leaf in enumerate(other[0])]
     ready_s = [*one[2], *other[2]]
@@ -210,7 +210,7 @@ def test_few_buckets_where_more_gain_nothing() -> None:
     assert plan.buckets[1].leaves == (499,)
 
 
-def test_one_rank_has_nothing_to_gain() -> None:
+def test_one_rank_gains_nothing() -> None:
     leaves = [LeafSpec(f"leaf{i}", (1000,), "float32") for i in range(5)]
     plan = optimal_plan(
         leaves, list(range(5)), [0.1] * 5, Target(CostModel(1.0, 1.0), Topology(world=1))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fddp
 from fddp.core.schedule.piggyback import with_separate_word
-from tests.core.test_schedule import record
+from tests.support.collectives import record_issued
 from tests.support.models import batch, mlp, mlp_loss, same_bits
 from tests.support.ranks import Launch
 
@@ -24,7 +24,7 @@ SMALL = {"bucket_cap_mb": 1e-5, "first_bucket_mb": 1e-5}
 def one_small(group: Any, dtype: torch.dtype) -> list[tuple[str, int]]:
     grads = {"w": torch.ones(4, dtype=dtype)}
     with fddp.GradSync(grads, group=group) as sync:
-        issued = record(sync)
+        issued = record_issued(sync)
         for _ in range(3):
             assert torch.equal(sync(grads)["w"], grads["w"])
         return [(operation.kind, operation.numel) for operation in issued]
@@ -70,7 +70,7 @@ def test_piggybacked_word_equals_a_separate_word(weights: list[float], dtype: to
         assert (riding.active, riding.users) == (own.active, own.users)
 
 
-def test_gradients_that_are_not_finite_leave_the_word_alone() -> None:
+def test_nonfinite_gradients_do_not_affect_the_word() -> None:
     def run(group: Any) -> Any:
         grads = {"w": torch.tensor([math.nan, math.inf, 1.0])}
         with fddp.GradSync(grads, group=group) as sync:
@@ -89,7 +89,7 @@ def test_failure_in_packing_the_last_bucket_is_in_its_control_word() -> None:
             grads = {name: torch.ones(3) for name in params}
             if group.rank == 1:
                 grads[sync.plan.paths[last]] = torch.ones(3, device="meta")
-            issued = record(sync)
+            issued = record_issued(sync)
             with pytest.raises(fddp.FddpError, match="is on meta where its bucket is on cpu"):
                 sync(grads)
             assert len(issued) == 3, "two buckets, and the exchange of what went wrong"
@@ -98,7 +98,7 @@ def test_failure_in_packing_the_last_bucket_is_in_its_control_word() -> None:
     assert fddp.loopback(2, run) == [[1.0] * 3] * 2
 
 
-def test_under_a_hook_the_word_goes_by_itself(launch: Launch) -> None:
+def test_under_a_hook_the_word_is_sent_apart(launch: Launch) -> None:
     for kinds, compared in launch(2, with_and_without_hook):
         # Over c10d, what a hook issues first in a place is compared, too.
         assert kinds == [1, 2 + compared, 1, 2]
@@ -108,7 +108,7 @@ def with_and_without_hook(group: Any) -> tuple[list[int], bool]:
     grads = {"w": torch.ones(4)}
     counts = []
     with fddp.GradSync(fddp.plan_buckets(grads), group=group) as sync:
-        issued = record(sync)
+        issued = record_issued(sync)
         for hook in (None, fddp.hooks.bf16_compress, None, fddp.hooks.bf16_compress):
             sync._engine.set_hook(hook)
             assert (sync.schedule.piggyback_op < 0) is (hook is not None)
@@ -118,7 +118,7 @@ def with_and_without_hook(group: Any) -> tuple[list[int], bool]:
         return counts, sync.transport == "c10d"
 
 
-def test_the_word_of_an_idle_bucket_travels_alone() -> None:
+def test_the_word_of_an_idle_bucket_is_sent_apart() -> None:
     """As under `skip_all_reduce_unused_params`, whose surprises tests/ddp/test_unused.py has."""
 
     def run(group: Any) -> Any:
@@ -131,7 +131,7 @@ def test_the_word_of_an_idle_bucket_travels_alone() -> None:
 
         with fddp.GradSync(plan, group=group) as sync:
             sync._engine._idle = frozenset({1})
-            issued = record(sync)
+            issued = record_issued(sync)
             _, grads = sync.value_and_grad(loss_fn)(params)
             assert [o.numel for o in issued] == [3, sync._engine.program.control.size]
             return {name: None if g is None else g.tolist() for name, g in grads.items()}, last

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fddp.core.plan.plan import Bucket, BucketPlan, LeafSpec, assign_buckets, plan_leaves, rebucket
+from fddp.core.plan.bucket import assign_buckets
+from fddp.core.plan.plan import Bucket, BucketPlan, LeafSpec, plan_leaves, rebucket
 from fddp.errors import NoGradientError
 from fddp.tree.planner import plan_buckets
 from tests.support.polling import HANG_S

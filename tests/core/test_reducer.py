@@ -108,7 +108,7 @@ def test_all_ranks_issue_the_same_collectives(case: Case) -> None:
 
 
 @given(cases())
-def test_a_bucket_never_leaves_before_what_it_waits_for(case: Case) -> None:
+def test_a_bucket_is_never_launched_before_its_gradients(case: Case) -> None:
     state, actions = start(case.sequence, case.bucket_of, case.expected[0])
     for leaf in case.arrivals[0]:
         for action in actions:
@@ -118,7 +118,7 @@ def test_a_bucket_never_leaves_before_what_it_waits_for(case: Case) -> None:
 
 
 @given(cases())
-def test_a_ready_bucket_leaves_at_once(case: Case) -> None:
+def test_a_ready_bucket_is_launched_at_once(case: Case) -> None:
     state, _ = start(case.sequence, case.bucket_of, case.expected[0])
     for leaf in case.arrivals[0]:
         state, _ = on_ready(state, leaf)
@@ -153,7 +153,7 @@ def test_a_late_bucket_must_be_in_the_control_word() -> None:
 @pytest.mark.parametrize(
     ("visible", "opaque", "previous", "expected"),
     [
-        pytest.param([1, 0], False, None, [1, 0], id="the graph tells all"),
+        pytest.param([1, 0], False, None, [1, 0], id="counts known from the graph"),
         pytest.param([1, 0], True, None, [1, 1], id="hidden leaves may still come"),
         pytest.param([1, 1], False, Arrivals([1, 1], [1, 0]), [1, 0], id="in view, no gradient"),
         pytest.param([1, 1], False, Arrivals([1, 0], [1, 0]), [1, 1], id="newly in view"),

@@ -8,7 +8,7 @@ import json
 import pickle
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from fddp.core.schedule.op import CONTROL_REGION, Op, Region, chunk
 from fddp.core.schedule.piggyback import with_separate_word
 from fddp.core.schedule.schedule import Schedule, Topology
 from fddp.errors import ScheduleError
+from tests.support.collectives import Issued, record_issued
 from tests.support.models import batch, mlp, mlp_loss
 from tests.support.ranks import Launch
 from tests.support.schedules import chains, right_chains
@@ -85,7 +86,7 @@ def test_equality_and_hash() -> None:
     assert len(set(others)) == len({schedule.digest for schedule in others}) == len(others)
 
 
-def test_pickles_leave_what_was_worked_out_behind() -> None:
+def test_pickles_omit_cached_values() -> None:
     schedule = example()
     before = len(pickle.dumps(schedule))
     assert schedule.digest
@@ -327,28 +328,6 @@ def test_json_of_nothing(text: str) -> None:
 # The runtime carries them out
 
 
-class Issued(NamedTuple):
-    kind: str
-    dtype: str
-    numel: int
-    ranks: tuple[int, ...]
-
-
-def record(sync: fddp.GradSync) -> list[Issued]:
-    """Notes what the transport is asked for from now on."""
-    issued: list[Issued] = []
-    start = sync._engine.transport._start
-
-    def noting(operation: Any) -> Any:
-        tensor = operation.tensor
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        issued.append(Issued(operation.kind, dtype, tensor.numel(), operation.ranks))
-        return start(operation)
-
-    sync._engine.transport._start = noting  # type: ignore[method-assign]
-    return issued
-
-
 def expected_of(
     sync: fddp.GradSync, *, late: frozenset[int] = frozenset(), again: bool = False
 ) -> list[Issued]:
@@ -384,7 +363,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_runtime_issues_what_the_schedule_lists(launch: Launch, case: str) -> None:
+def test_the_runtime_issues_the_collectives_of_the_schedule(launch: Launch, case: str) -> None:
     world_size = CASES[case].get("mesh", WORLD).world_size
     for steps in launch(world_size, issue, CASES[case]):
         assert len(steps) == 6
@@ -401,7 +380,7 @@ def issue(group: Any, case: dict[str, Any]) -> Any:
     with fddp.GradSync(
         source, group=group, **options, **({} if case.get("given") else caps)
     ) as sync:
-        issued = record(sync)
+        issued = record_issued(sync)
         step = sync.value_and_grad(mlp_loss)
         results = []
         for number in range(3):
@@ -427,7 +406,7 @@ def test_checked_schedules_run_and_give_the_mean(schedule: Schedule) -> None:
 
     def run(group: Any) -> Any:
         with fddp.GradSync(schedule, group=group) as sync:
-            issued = record(sync)
+            issued = record_issued(sync)
             average = sync if schedule.result == "replicated_mean" else sync.reduce_scatter
             own = {"w": grads[group.rank]}
             parts = [average(own)["w"], average(own, weight=1e6)["w"]]
@@ -459,7 +438,7 @@ def test_wrong_schedules_are_refused_at_construction() -> None:
 def test_a_retained_bucket_is_reduced_again_on_all_ranks_or_on_none() -> None:
     def run(group: Any) -> Any:
         with fddp.GradSync({"w": torch.zeros(3, dtype=torch.float16)}, group=group) as sync:
-            issued = record(sync)
+            issued = record_issued(sync)
             grads = {"w": torch.ones(3, dtype=torch.float16)}
             results = []
             for weight, again in ((1.0, False), (1e6, True), (1e6, False), (1.0, True)):
@@ -488,7 +467,7 @@ def test_repairs_are_issued_on_all_ranks_where_one_was_late() -> None:
         with fddp.GradSync(
             fddp.plan_buckets(params, bucket_cap_mb=1e-6, first_bucket_mb=1e-6), group=group
         ) as sync:
-            issued = record(sync)
+            issued = record_issued(sync)
             step = sync.value_and_grad(loss_fn, with_info=True)
             results = []
             for twice in (group.rank == 0, False):
@@ -507,7 +486,7 @@ def test_a_sparse_bucket_takes_three_gathers() -> None:
     def run(group: Any) -> list[str]:
         params = {"e": torch.zeros(4, 2), "w": torch.zeros(3)}
         with fddp.GradSync(params, group=group, sparse=("e",)) as sync:
-            issued = record(sync)
+            issued = record_issued(sync)
             sync({"e": torch.eye(4, 2).to_sparse(1), "w": torch.ones(3)})
             return [operation.kind for operation in issued]
 
@@ -516,7 +495,7 @@ def test_a_sparse_bucket_takes_three_gathers() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(failing=st.sampled_from(["loss", "weight", "tree", "none"]), rank=st.integers(0, 2))
-def test_a_failing_rank_issues_what_the_others_issue(failing: str, rank: int) -> None:
+def test_a_failing_rank_issues_the_same_collectives(failing: str, rank: int) -> None:
     def run(group: Any) -> Any:
         params = {"a": torch.zeros(3), "b": torch.zeros(4)}
         mine = group.rank == rank
@@ -527,7 +506,7 @@ def test_a_failing_rank_issues_what_the_others_issue(failing: str, rank: int) ->
             return p["a"].sum() + p["b"].sum()
 
         with fddp.GradSync(params, group=group, bucket_cap_mb=1e-5, first_bucket_mb=1e-5) as sync:
-            issued, expected = record(sync), expected_of(sync)
+            issued, expected = record_issued(sync), expected_of(sync)
             weight = -1.0 if mine and failing == "weight" else 1.0
             step = sync.value_and_grad(loss_fn, weight_fn=lambda p: weight)
             tree = {"a": params["a"]} if mine and failing == "tree" else params
@@ -542,7 +521,7 @@ def test_a_failing_rank_issues_what_the_others_issue(failing: str, rank: int) ->
 
 
 def test_a_long_chain_of_skipped_operations() -> None:
-    """What is skipped passes its dependencies on, thousands of times and each once."""
+    """Skipped operations pass their dependencies on, each once, thousands deep."""
     plan = plan_leaves([LeafSpec("w", (2000,), "float32")], order=[0], caps_bytes=[1])
     split = make_schedule(plan, Topology(world=1), split_mb=4 / 2**20)
     late = [position for position, op in enumerate(split.ops) if op.when == "late"]

@@ -29,7 +29,7 @@ from fddp.errors import ScheduleError
 
 
 class Launch(NamedTuple):
-    """What one rank sees of one operation."""
+    """One operation, as one rank sees it."""
 
     op: int
     launch_s: float
@@ -49,7 +49,7 @@ class Group:
 
 
 class Plain:
-    """Every rank has a cursor; time goes on from one event to the next."""
+    """Every rank has a cursor; time advances from event to event."""
 
     def __init__(
         self, schedule: Schedule, cost: Any, ready_s: Any, slow: list[float], late: set[int]
@@ -342,7 +342,7 @@ def two_leaves(*, world: int = 2) -> Schedule:
     return make_schedule(plan, Topology(world=world))
 
 
-def test_the_word_rides_at_the_cost_of_its_bytes() -> None:
+def test_the_piggybacked_word_costs_its_bytes() -> None:
     riding, own = (f(two_leaves()) for f in (lambda s: s, with_separate_word))
     ready_s = {"b": 0.007, "a": 0.010}
     latency = CostModel(1e-3, 0.0)
@@ -358,7 +358,7 @@ def test_the_word_rides_at_the_cost_of_its_bytes() -> None:
     assert timeline.step_s == pytest.approx(0.011 + 4e-9 * (2 + 92 + 92 + 5 + 3 + 2 + 2), abs=1e-12)
 
 
-def test_overlap_slows_what_runs_beside_backward() -> None:
+def test_overlap_slows_collectives_during_backward() -> None:
     cost = CostModel(0.0, 1e-9, overlap=0.25)
     timeline = simulate(with_separate_word(two_leaves()), cost, {"b": 0.007, "a": 0.010})
     first, last, control = (s for s in timeline.spans if s.lane != COMPUTE)

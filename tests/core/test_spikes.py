@@ -150,7 +150,7 @@ def test_norms_that_do_not_vary_leave_room() -> None:
         ({"grad_norm": -1.0}, "grad_norm must not be negative, got -1.0"),
     ],
 )
-def test_options_that_make_no_sense(options: dict[str, float], text: str) -> None:
+def test_invalid_options(options: dict[str, float], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         check_norm(NormHistory(), **{"grad_norm": 1.0, **options})  # type: ignore[arg-type]
 

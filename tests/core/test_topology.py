@@ -115,7 +115,7 @@ def of_parts(rank: int, world_size: int) -> Any:
 
 
 @pytest.mark.parametrize("thing", [None, "gloo", 4, SimpleNamespace(size="large")])
-def test_of_something_else(thing: object) -> None:
+def test_a_group_of_another_type(thing: object) -> None:
     text = (
         rf"^group must be a process group or DeviceMesh, got {type(thing).__name__}; for "
         r"the default group pass torch\.distributed\.group\.WORLD$"

@@ -1,4 +1,4 @@
-"""Which backward passes of a wrapped module are steps, and when they end; broken ones, too."""
+"""Backward passes that are steps, when steps end, and backward passes that fail."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fddp
+from tests.support.groups import rank_of
 from tests.support.ranks import Launch, RankPool
 from tests.support.wrapped_net import (
     DDP,
@@ -25,7 +26,6 @@ from tests.support.wrapped_net import (
     grads,
     mean_of,
     net,
-    rank_of,
 )
 
 
@@ -95,13 +95,13 @@ def broken_off(group: Any) -> list[str]:
     ddp(batch(rank_of(group))).sum().backward()
     ddp.zero_grad()
     said = []
-    model.refuses = rank_of(group) == 1
+    model.fails_in_backward = rank_of(group) == 1
     try:
         out = ddp(batch(rank_of(group)))
         out.square().mean().backward()
     except Exception as error:
         said.append(f"{type(error).__name__}: {error}")
-    model.refuses = False
+    model.fails_in_backward = False
     if rank_of(group) == 1:
         with pytest.warns(UserWarning, match="an aborted backward"):
             out = ddp(batch(rank_of(group)))
@@ -124,10 +124,10 @@ def broken_then_eval(group: Any) -> str:
     ddp = DDP(model, process_group=group)
     ddp(batch(rank_of(group))).square().sum().backward()
     ddp.zero_grad()
-    model[0].refuses = rank_of(group) == 0
+    model[0].fails_in_backward = rank_of(group) == 0
     with contextlib.suppress(ValueError, fddp.PeerError):
         ddp(batch(rank_of(group))).square().sum().backward()
-    model[0].refuses = False
+    model[0].fails_in_backward = False
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         ddp(batch(rank_of(group)))
@@ -137,7 +137,7 @@ def broken_then_eval(group: Any) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:the step of a backward pass")
-def test_a_forward_without_gradients_gives_up_what_was_broken_off(launch: Launch) -> None:
+def test_a_forward_without_gradients_abandons_the_interrupted_step(launch: Launch) -> None:
     first, second = launch(2, broken_then_eval)
     assert first == second
 
@@ -237,7 +237,7 @@ def test_transforms_and_gradients_of_inputs_take_no_step(ranks: RankPool) -> Non
 
 
 def switched(group: Any, forward_off: bool, backward_off: bool) -> bool:
-    """Whether gradients of one backward came out synchronised."""
+    """Return whether the gradients of one backward were synchronised."""
     ddp = DDP(net(), process_group=group)
     ddp.require_backward_grad_sync = not forward_off
     loss = ddp(batch(rank_of(group))).square().mean()

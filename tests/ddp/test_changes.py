@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fddp
+from tests.support.groups import rank_of
+from tests.support.models import rand
 from tests.support.ranks import Launch, RankPool
 from tests.support.wrapped_net import (
     DDP,
@@ -20,7 +22,7 @@ from tests.support.wrapped_net import (
     grads,
     mean_of,
     net,
-    rank_of,
+    run_backward,
 )
 
 # Parameters
@@ -30,12 +32,12 @@ def unfrozen(group: Any) -> list[Any]:
     model = net()
     model.layers["l1"].requires_grad_(False)
     ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
-    ddp(batch(rank_of(group))).square().mean().backward()
+    run_backward(ddp, group)
     frozen = grads(model)
     ddp.zero_grad()
     model.layers["l1"].requires_grad_(True)
     model.layers["l0"].requires_grad_(False)
-    ddp(batch(rank_of(group))).square().mean().backward()
+    run_backward(ddp, group)
     both = [frozen, grads(model)]
     ddp.zero_grad()
     model.layers["l2"] = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
@@ -44,7 +46,7 @@ def unfrozen(group: Any) -> list[Any]:
             p.fill_(0.25)
     for number in range(2):
         ddp.zero_grad()
-        ddp(batch(rank_of(group), number)).square().mean().backward()
+        run_backward(ddp, group, number)
     return [*both, grads(model), ddp.steps.engine.program.plan.paths]
 
 
@@ -142,7 +144,7 @@ def heads(group: Any) -> bool:
     return True
 
 
-def test_a_new_layer_is_noticed_whatever_its_address(launch: Launch) -> None:
+def test_a_new_layer_is_noticed_at_any_address(launch: Launch) -> None:
     assert launch(2, heads) == [True, True]
 
 
@@ -233,7 +235,7 @@ def two_forwards(group: Any) -> list[Any]:
     return [is_same, model.scale.item(), model.weight.grad.item()]
 
 
-def test_a_second_forward_does_not_write_what_the_first_still_needs(launch: Launch) -> None:
+def test_a_second_forward_does_not_overwrite_saved_tensors(launch: Launch) -> None:
     assert launch(2, two_forwards) == [[True, 5.0, 7.0], [True, 5.0, 7.0]]
 
 
@@ -244,11 +246,11 @@ def wrapped_again(group: Any) -> dict[str, Any]:
     model = net()
     for _ in range(3):
         ddp = DDP(model, process_group=group)
-        ddp(batch(rank_of(group))).square().mean().backward()
+        run_backward(ddp, group)
         ddp.zero_grad()
         del ddp
     ddp = DDP(model, process_group=group)
-    ddp(batch(rank_of(group))).square().mean().backward()
+    run_backward(ddp, group)
     return grads(model)
 
 
@@ -272,3 +274,65 @@ def test_another_group_keeps_the_hook(ranks: RankPool) -> None:
     first, second = ranks.run(2, other_group)
     assert first[0]
     assert first == second
+
+
+# Strides
+
+
+class Convolutions(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 2))
+        self.double()
+        with torch.no_grad():
+            for i, param in enumerate(self.parameters()):
+                param.copy_(rand(*param.shape, seed=i) / 3)
+
+
+def convert(module: nn.Module, step: int, rank: int) -> None:
+    if step in (2, 4):
+        module.to(memory_format=torch.channels_last if step == 2 else torch.contiguous_format)
+    if step == 3 and rank == 1:
+        module[0].weight.data = module[0].weight.data.transpose(0, 3).clone().transpose(0, 3)
+    if step == 5:  # elements that do not lie side by side; gradients are then row-major
+        module[0].weight.data = torch.cat([module[0].weight.data] * 2, 1)[:, :3]
+
+
+def converted(group: Any, options: dict[str, Any]) -> list[Any]:
+    module = Convolutions()
+    ddp = DDP(module, process_group=group, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, fused=True)
+    strides = []
+    for step in range(7):
+        convert(module, step, rank_of(group))
+        optimizer.zero_grad()
+        ddp(rand(2, 3, 6, 6, seed=10 * step + rank_of(group))).square().sum().backward()
+        strides += [
+            (p.grad.stride(), None if step >= 5 and p is module[0].weight else p.stride())
+            for p in module.parameters()
+        ]
+        if step < 5:  # fused optimizers take dense parameters
+            optimizer.step()
+    return [{n: p.detach() for n, p in module.named_parameters()}, grads(module), strides]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": TINY_CAP_MB}],
+    ids=["default", "views", "small caps"],
+)
+def test_gradients_have_the_strides_of_changed_parameters(
+    launch: Launch, options: dict[str, Any]
+) -> None:
+    module = Convolutions()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    for step in range(7):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (module(rand(2, 3, 6, 6, seed=10 * step + rank)).square().sum() / 2).backward()
+        if step < 5:
+            optimizer.step()
+    for params, found, strides in launch(2, converted, options):
+        for name, param in module.named_parameters():
+            torch.testing.assert_close(params[name], param.detach())
+            torch.testing.assert_close(found[name], param.grad)
+        assert all(of_param in (of_grad, None) for of_grad, of_param in strides)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
@@ -23,8 +23,9 @@ from tests.support.twin_runs import (
     assert_no_difference,
     batches_of,
     both,
+    recorded,
     renamed,
-    train,
+    train_with,
     trained,
 )
 
@@ -111,7 +112,7 @@ def test_autocast_and_clipping(ranks: RankPool) -> None:
 
 
 def flat(rank: int, world_size: int) -> tuple[str, bool]:
-    """Gradients are slices of one tensor, which backward must go on writing."""
+    """Gradients are slices of one tensor, which backward must keep writing."""
     kept = []
 
     def run(ddp: DDP) -> list[runs.Shot]:
@@ -140,22 +141,14 @@ def test_gradients_in_one_tensor(ranks: RankPool) -> None:
 
 
 def threaded(rank: int, world_size: int) -> str:
-    """Every backward runs in a thread of its own."""
+    """Run every backward in a thread of its own."""
 
-    def run(ddp: DDP) -> list[runs.Shot]:
-        module = runs.built(MLP, rank)
-        model = ddp(module)
-        shots = []
-        for batch in batches_of(MLP, rank):
-            model.zero_grad()
-            loss = loss_of(model(batch))
-            thread = threading.Thread(target=loss.backward)
-            thread.start()
-            thread.join()
-            shots.append(runs.shot(module))
-        return shots
+    def backward(model: Any, batch: Tensor) -> None:
+        thread = threading.Thread(target=loss_of(model(batch)).backward)
+        thread.start()
+        thread.join()
 
-    return both(run)
+    return both(lambda ddp: recorded(ddp, rank, backward))
 
 
 def test_backward_in_a_thread(ranks: RankPool) -> None:
@@ -180,7 +173,7 @@ def compiled(rank: int, world_size: int, outside: bool) -> str:
         module = runs.built(WIDE, rank)
         model = wrap(ddp, module)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-        shots = [runs.shot(module) for _ in train(model, optimizer, batches_of(MLP, rank))]
+        shots = [runs.shot(module) for _ in train_with(model, optimizer, batches_of(MLP, rank))]
         return [*shots, runs.shot(module)]
 
     return both(run)
@@ -196,7 +189,7 @@ def test_compiled(ranks: RankPool, outside: bool) -> None:
 
 @contextlib.contextmanager
 def sync_in_backward(model: Any) -> Iterator[None]:
-    """What Accelerate's `trigger_sync_in_backward` does to a DDP object."""
+    """The effect of Accelerate's `trigger_sync_in_backward` on a DDP object."""
     before = model.require_backward_grad_sync, model.require_forward_param_sync
     model.require_backward_grad_sync = model.require_forward_param_sync = True
     model.reducer.prepare_for_backward([])
@@ -207,7 +200,7 @@ def sync_in_backward(model: Any) -> Iterator[None]:
 
 
 def accelerated(rank: int, world_size: int) -> str:
-    """Forwards under `no_sync`; the last backward is told to synchronise."""
+    """Forwards under `no_sync`; the last backward is set to synchronise."""
 
     def run(ddp: DDP) -> list[runs.Shot]:
         module = runs.built(MLP, rank)
@@ -234,7 +227,7 @@ def test_accelerate(ranks: RankPool) -> None:
 
 
 def prepared(model: Any) -> None:
-    """What Lightning does between forward and backward where users step optimizers themselves."""
+    """Lightning's preparation of backward under manual optimization."""
     if not (torch.is_grad_enabled() and model.require_backward_grad_sync):
         model.require_forward_param_sync = False
         return

@@ -1,4 +1,4 @@
-"""A wrapped module that is saved, loaded, copied and let go of: as with stock DDP."""
+"""A wrapped module that is saved, loaded, copied and released: as with stock DDP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import fddp
 import tests.support.parity_runs as runs
 from tests.support.parity_models import MODELS, loss_of
 from tests.support.ranks import RankPool
-from tests.support.twin_runs import DDP, MLP, assert_no_difference, batches_of, both, train
+from tests.support.twin_runs import DDP, MLP, assert_no_difference, batches_of, both, train_with
 
 # Saving and copying
 
@@ -37,7 +37,7 @@ def checkpointed(rank: int, world_size: int, directory: str) -> str:
 
     batches = batches_of(MLP, rank)
     _, model, optimizer = start(fddp.DistributedDataParallel, rank)
-    list(train(model, optimizer, batches[:4]))
+    list(train_with(model, optimizer, batches[:4]))
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     assert all(not path.startswith("module.") for path in state["model"])
     dcp.save(state, checkpoint_id=directory)
@@ -52,7 +52,7 @@ def checkpointed(rank: int, world_size: int, directory: str) -> str:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        shots = [runs.shot(module) for _ in train(model, optimizer, batches[4:])]
+        shots = [runs.shot(module) for _ in train_with(model, optimizer, batches[4:])]
         return [*shots, runs.shot(module)]
 
     return both(resume)
@@ -82,13 +82,15 @@ def copied(rank: int, world_size: int, name: str) -> tuple[str, bool]:
     def run(ddp: DDP) -> list[runs.Shot]:
         first = ddp(runs.built(MLP, rank), gradient_as_bucket_view=True)
         optimizer = torch.optim.SGD(first.parameters(), lr=0.02)
-        list(train(first, optimizer, batches_of(MLP, rank, 3)))
+        list(train_with(first, optimizer, batches_of(MLP, rank, 3)))
         optimizer.zero_grad()
         second = COPIES[name](first)
         own = {id(parameter) for parameter in first.parameters()}
         shared.append(any(id(parameter) in own for parameter in second.parameters()))
         optimizer = torch.optim.SGD(second.parameters(), lr=0.02)
-        shots = [runs.shot(second.module) for _ in train(second, optimizer, batches_of(MLP, rank))]
+        shots = [
+            runs.shot(second.module) for _ in train_with(second, optimizer, batches_of(MLP, rank))
+        ]
         # The first one still works.
         loss_of(first(MLP.batch(rank, 5))).backward()
         return [*shots, runs.shot(first.module)]
@@ -136,7 +138,7 @@ def test_state_dict(ranks: RankPool) -> None:
 
 
 def alive_after(rank: int, world_size: int, views: bool, finished: bool) -> list[str]:
-    """What is still alive after `del`, without the garbage collector."""
+    """Return the objects that are still alive after `del`, without the garbage collector."""
     # The first step of a process imports much, in frames that refer to what it was given.
     warm = torch.zeros(1, requires_grad=True)
     warm.sum().backward()

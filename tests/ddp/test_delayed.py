@@ -14,8 +14,8 @@ from torch.autograd import Variable
 
 import fddp
 from fddp.ddp.delayed_all_reduce import Delayed
-from tests.collectives.test_broadcast import rank_of
 from tests.support.endings import ending
+from tests.support.groups import rank_of
 from tests.support.models import rand, same_bits
 from tests.support.ranks import Launch
 

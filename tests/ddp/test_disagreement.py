@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fddp
-from tests.collectives.test_broadcast import rank_of
 from tests.support.endings import Ending, ending
+from tests.support.groups import rank_of
 from tests.support.ranks import launch_over
 
 
@@ -87,5 +87,5 @@ def wrap_in_another_order(group: Any) -> tuple[list[float], list[float]]:
 def test_the_order_of_buffers_does_not_count(
     request: pytest.FixtureRequest, transport: str
 ) -> None:
-    told = launch_over(transport, request)(2, wrap_in_another_order)
-    assert told == [([0.0, 1.0], [10.0, 11.0])] * 2
+    outcome = launch_over(transport, request)(2, wrap_in_another_order)
+    assert outcome == [([0.0, 1.0], [10.0, 11.0])] * 2

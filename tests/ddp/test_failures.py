@@ -1,4 +1,4 @@
-"""What ranks of a wrapped module learn of one that fails outside of backward, or is lost."""
+"""Errors on all ranks after one rank of a wrapped module fails outside of backward, or is lost."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 import fddp
+from tests.support.backward_calls import call_in_backward
+from tests.support.groups import rank_of
 from tests.support.ranks import RankPool, run_fresh
 from tests.support.wrapped_net import (
     DDP,
     TINY_CAP_MB,
     WIDTH,
     Net,
-    Refusing,
     assert_close,
     batch,
+    fail_in_backward,
     grads,
     net,
-    rank_of,
 )
 
 BAD = 1  # the rank that fails
@@ -37,23 +38,23 @@ STEPS = 4
 PLACES = ("input", "micro-batch", "forward", "loss", "graph", "backward", "update")
 
 
-class Refuser(Net):
-    """A net, with buffers if wanted, that can refuse to go forward."""
+class FailingNet(Net):
+    """A net, optionally with buffers, whose forward and backward can be made to fail."""
 
     def __init__(self, *, with_buffers: bool) -> None:
         super().__init__()
         self.load_state_dict(net().state_dict())
         self.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64) if with_buffers else nn.Identity()
-        self.refuses_input = False
+        self.fails_in_forward = False
 
     def forward(self, x: Tensor, through: tuple[int, ...] = (0, 1, 2)) -> Tensor:
-        if self.refuses_input:
+        if self.fails_in_forward:
             raise ValueError("no forward here")
         return self.norm(super().forward(x, through))
 
 
 class Run(NamedTuple):
-    """What a rank saw."""
+    """Results of one rank."""
 
     said: str  # the error of the step that failed
     grads: list[dict[str, Any]]  # of the other steps
@@ -73,19 +74,19 @@ def take(ddp: Any, rank: int, number: int, place: str, *, in_parts: bool) -> Non
                 if place == "micro-batch":
                     raise ValueError("no micro-batch here")
                 out.square().mean().backward()
-        model.refuses_input, model.refuses = place == "forward", place == "backward"
+        model.fails_in_forward, model.fails_in_backward = place == "forward", place == "backward"
         out = ddp(batch(rank, number))
         if place == "loss":
             raise ValueError("no loss here")
         if place == "graph":
-            out = Refusing.apply(out)
+            out = call_in_backward(out, fail_in_backward)
         out.square().mean().backward()
         if place == "update":
             raise ValueError("no update here")
 
 
 def steps(group: Any, place: str, buffers: str, in_parts: bool) -> Run:
-    model = Refuser(with_buffers=buffers != "none")
+    model = FailingNet(with_buffers=buffers != "none")
     ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
     if buffers == "after":
         ddp._register_buffer_comm_hook(ddp, take_first, _BufferCommHookLocation.POST_FORWARD)
@@ -96,7 +97,7 @@ def steps(group: Any, place: str, buffers: str, in_parts: bool) -> Run:
             take(ddp, rank, number, fails, in_parts=in_parts)
         except (ValueError, fddp.PeerError) as error:
             said = f"{type(error).__name__}: {error}"
-        model.refuses_input = model.refuses = False
+        model.fails_in_forward = model.fails_in_backward = False
         if number != FAILING:
             found.append(grads(model))
     ddp.eval()
@@ -134,8 +135,8 @@ def test_errors_in_a_step_are_raised_on_all_ranks(place: str, buffers: str) -> N
         elif place == "update":  # the step had ended, on all ranks
             assert found.said == ""
         else:
-            told = f"rank {BAD} failed at step {FAILING}: {runs[BAD].said}; no gradients"
-            assert found.said.startswith(f"PeerError: {told}")
+            answer = f"rank {BAD} failed at step {FAILING}: {runs[BAD].said}; no gradients"
+            assert found.said.startswith(f"PeerError: {answer}")
         for mine, other in zip(found.grads, wanted[rank].grads, strict=True):
             assert_close(mine, other)
         assert_close(found.buffers, runs[0].buffers)
@@ -158,7 +159,7 @@ def test_processes_report_failures(ranks: RankPool, place: str) -> None:
 # Beside operators
 
 
-class Meeting(Refuser):
+class Meeting(FailingNet):
     """Averages in the midst of its forward pass, and so in its backward pass."""
 
     def __init__(self, group: Any) -> None:
@@ -170,7 +171,7 @@ class Meeting(Refuser):
 
 
 def steps_beside_operators(group: Any, place: str, hooked: bool) -> tuple[list[str], float, Any]:
-    model = Refuser(with_buffers=True) if hooked else Meeting(group)
+    model = FailingNet(with_buffers=True) if hooked else Meeting(group)
     ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
     if hooked:  # operators of hooks, which run on ranks that have failed as well
         own = fddp.Communicator(group)
@@ -250,7 +251,7 @@ def joining(ddp: Any, rank: int, batches: int, fails: str = "", **options: Any) 
 
 def uneven_steps(group: Any, fails: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Rank 0 joins early; the last rank fails where others still have input."""
-    model = Refuser(with_buffers=True)
+    model = FailingNet(with_buffers=True)
     ddp = DDP(model, process_group=group)
     rank = rank_of(group)
     said = ""
@@ -275,9 +276,9 @@ def test_failing_rank_makes_all_leave_join() -> None:
 def going_on(
     group: Any, bad: str, leaves: tuple[int, ...] = (), batches: tuple[int, ...] = (1, 5, 3)
 ) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
-    """Loops over unequal inputs; the last rank's last step is bad. All but `leaves` go on."""
+    """Loops over unequal inputs; the last rank's last step is bad. All but `leaves` continue."""
     rank, said = rank_of(group), []
-    model = Refuser(with_buffers=True)
+    model = FailingNet(with_buffers=True)
     policy = "raise" if bad == "number" else "propagate"
     ddp = DDP(model, process_group=group, nonfinite=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -367,7 +368,7 @@ def test_exhausted_rank_makes_all_leave_join() -> None:
 
 
 def killed_in_join(rank: int, world_size: int, transport: Any) -> tuple[Any, ...]:
-    ddp = DDP(Refuser(with_buffers=True), transport=transport)
+    ddp = DDP(FailingNet(with_buffers=True), transport=transport)
     try:
         joining(ddp, rank, (1, 5, 3)[rank], "kill" if rank == 2 else "")
     except fddp.RankLostError as error:
@@ -412,7 +413,7 @@ def test_joined_ranks_name_lost_ranks() -> None:
 
 
 def after_a_loss(group: Any, how: str) -> list[str]:
-    ddp = DDP(Refuser(with_buffers=True), process_group=group, bucket_cap_mb=TINY_CAP_MB)
+    ddp = DDP(FailingNet(with_buffers=True), process_group=group, bucket_cap_mb=TINY_CAP_MB)
     rank = rank_of(group)
     out = ddp(batch(rank))
     if rank == BAD:

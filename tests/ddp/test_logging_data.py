@@ -1,9 +1,9 @@
-"""Logging data: torch's keys and values, as far as torch has the same to tell."""
+"""Logging data: torch's keys and values, where torch has them."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from fddp.core.plan.plan import BucketPlan, plan_leaves
 from fddp.core.timeline import BucketTimes, StepTimes
 from fddp.ddp.arguments import Arguments, checked
-from fddp.ddp.logging_data import Log, StaticLoggingData, Step, is_sampled, start_log
+from fddp.ddp.logging_data import Recorder, is_sampled
+from fddp.telemetry.step_info import SyncInfo, Trace
 from fddp.tree.planner import plan_buckets
 from tests.support.ranks import RankPool
 
@@ -42,21 +43,21 @@ def plan_of(module: nn.Module, **given: Any) -> BucketPlan:
     return plan_leaves(plan.leaves, order=plan.order, caps_bytes=caps_bytes, from_back=True)
 
 
-def facts_of(module: nn.Module, **given: Any) -> StaticLoggingData:
-    return StaticLoggingData(
+def recorder_of(module: nn.Module, backend_name: str = "gloo", **given: Any) -> Recorder:
+    recorder = Recorder()
+    recorder.start(
+        checked(module, Arguments(**given)),
+        plan_of(module, **given),
+        [name for name, _ in module.named_parameters()],
+        backend_name,
         module_name=type(module).__name__,
         rank=0,
         world_size=1,
-        backend_name="gloo",
-        backend_threads=2,
-        options=checked(module, Arguments(**given)),
-        plan=plan_of(module, **given),
-        names=tuple(name for name, _ in module.named_parameters()),
-        environment=os.environ,
     )
+    return recorder
 
 
-def step_of(plan: BucketPlan, iteration: int, **changes: Any) -> Step:
+def times_of(plan: BucketPlan) -> StepTimes:
     """Gradients of the last registered parameters come first."""
     names = [name for name, _ in Net().named_parameters()]
     leaves_s = tuple(11.0 - names.index(path) / 10 for path in plan.paths)
@@ -64,16 +65,35 @@ def step_of(plan: BucketPlan, iteration: int, **changes: Any) -> Step:
         BucketTimes(number, bucket.nbytes, 11.0 + number, 11.0 + number, 13.0 + number)
         for number, bucket in enumerate(plan.buckets)
     )
-    step = Step(
-        iteration=iteration,
-        plan=plan,
-        has_rebuilt=iteration > 1,
-        times=StepTimes(buckets, 10.0, 12.5, 15.0, leaves_s),
-        forward_start_s=9.0,
-        clock_ns=1_000_000_000_000,
-        reduced=len(buckets),
+    return StepTimes(buckets, 10.0, 12.5, 15.0, leaves_s)
+
+
+def record(
+    recorder: Recorder,
+    plan: BucketPlan,
+    iteration: int,
+    *,
+    times: StepTimes | None = None,
+    has_rebuilt: bool = False,
+    forward_start_s: float = 9.0,
+) -> None:
+    info = SyncInfo(
+        step=iteration,
+        world_size=1,
+        active=1,
+        total_weight=1.0,
+        used=plan.paths,
+        unused=(),
+        grad_norm=1.0,
+        all_finite=True,
+        repaired=(),
+        transport="loopback",
+        transport_reason="",
+        timeline=times or times_of(plan),
+        trace=Trace((), (), (), ()),
     )
-    return replace(step, **changes)
+    recorder.forward_start_s = forward_start_s
+    recorder.record(info, plan, has_rebuilt=has_rebuilt, reduced=len(plan.buckets))
 
 
 GIVEN: list[dict[str, Any]] = [
@@ -88,9 +108,9 @@ GIVEN: list[dict[str, Any]] = [
 @pytest.mark.parametrize("given", GIVEN)
 def test_a_new_log_is_that_of_torch(ranks: RankPool, given: dict[str, Any]) -> None:
     (runs,) = ranks.run(1, torchs_data, given)
-    log = start_log(facts_of(Net(), **given))
+    recorder = recorder_of(Net(), **given)
     # The ranks' processes have their own environment and threads.
-    assert dict(log.data) == runs[0] | {"gloo_num_threads": 2}
+    assert recorder.data == runs[0] | {"gloo_num_threads": 2}
 
 
 def torchs_data(rank: int, world_size: int, given: dict[str, Any]) -> list[dict[str, Any]]:
@@ -109,21 +129,21 @@ def test_steps_add_the_keys_of_torch(ranks: RankPool, given: dict[str, Any]) -> 
     # With a static graph torch does so one step later.
     rebuilds = not {"static_graph", "find_unused_parameters"} & given.keys()
     module = Net()
-    log = start_log(facts_of(module, **given))
+    recorder = recorder_of(module, **given)
     options = checked(module, Arguments(**given))
     plan = plan_of(module, **given)
-    assert runs[1] == dict(log.data) | {"gloo_num_threads": runs[1]["gloo_num_threads"]}
-    log = log.recorded(step_of(plan, 1, has_rebuilt=False))
-    check_keys(runs[2], log)
+    assert runs[1] == recorder.data | {"gloo_num_threads": runs[1]["gloo_num_threads"]}
+    record(recorder, plan, 1)
+    check_keys(runs[2], recorder)
     if rebuilds:
         plan = plan_leaves(plan.leaves, order=plan.order, caps_bytes=options.rebuilt_caps_bytes)
-    log = log.recorded(step_of(plan, 2, has_rebuilt=rebuilds))
-    check_keys(runs[3], log)
+    record(recorder, plan, 2, has_rebuilt=rebuilds)
+    check_keys(runs[3], recorder)
 
 
-def check_keys(torchs: dict[str, Any], log: Log) -> None:
+def check_keys(torchs: dict[str, Any], recorder: Recorder) -> None:
     """All keys, and the values of those that do not depend on the clock."""
-    ours = dict(log.data)
+    ours = dict(recorder.data)
     if torchs["num_buckets_reduced"] == 0:  # torch does not look at a static graph's first step
         del ours["prev_iteration_grad_ready_order_indices"]
         torchs["num_buckets_reduced"] = ours["num_buckets_reduced"]
@@ -145,7 +165,7 @@ def of_all_dtypes() -> nn.Module:
 
 def test_dtypes_are_named_as_by_torch(ranks: RankPool) -> None:
     (torchs,) = ranks.run(1, torchs_dtypes)
-    assert start_log(facts_of(of_all_dtypes())).data["dtypes"] == torchs
+    assert recorder_of(of_all_dtypes()).data["dtypes"] == torchs
 
 
 def torchs_dtypes(rank: int, world_size: int) -> str:
@@ -158,11 +178,15 @@ def is_timed(key: str) -> bool:
     return "_time" in key
 
 
-def test_times_are_nanoseconds() -> None:
-    facts = facts_of(Net())
-    log = start_log(facts).recorded(step_of(facts.plan, 1))
+def test_times_are_nanoseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = SimpleNamespace(
+        time_ns=lambda: 1_000_000_000_007, perf_counter_ns=lambda: 7, perf_counter=lambda: 0.0
+    )
+    monkeypatch.setattr("fddp.ddp.logging_data.time", clocks)
+    recorder = recorder_of(Net())
+    record(recorder, plan_of(Net()), 1)
     second = 1_000_000_000
-    times = {key: value for key, value in log.data.items() if is_timed(key)}
+    times = {key: value for key, value in recorder.data.items() if is_timed(key)}
     durations = {
         "forward_compute_time": second,
         "backward_compute_time": 2.5 * second,
@@ -181,57 +205,66 @@ def test_times_are_nanoseconds() -> None:
 
 
 def test_communication_after_backward_overlaps_nothing() -> None:
-    facts = facts_of(Net())
-    step = step_of(facts.plan, 1)
-    step = replace(step, times=replace(step.times, backward_end_s=10.5))
-    log = start_log(facts).recorded(step)
-    assert log.data["backward_compute_comm_overlap_time"] == 0
-    assert log.data["backward_compute_time"] == 500_000_000
+    recorder, plan = recorder_of(Net()), plan_of(Net())
+    record(recorder, plan, 1, times=replace(times_of(plan), backward_end_s=10.5))
+    assert recorder.data["backward_compute_comm_overlap_time"] == 0
+    assert recorder.data["backward_compute_time"] == 500_000_000
 
 
 def test_averages_run_over_the_recorded_steps() -> None:
-    facts = facts_of(Net())
-    log = start_log(facts)
+    recorder, plan = recorder_of(Net()), plan_of(Net())
     for iteration, start_s in enumerate((9.0, 8.0, 4.0)):
-        log = log.recorded(step_of(facts.plan, iteration, forward_start_s=start_s))
-    assert log.samples == 3
-    assert log.data["forward_compute_time"] == 6_000_000_000
-    assert log.data["avg_forward_compute_time"] == 3_000_000_000
-    assert log.data["avg_backward_compute_time"] == 2_500_000_000
+        record(recorder, plan, iteration, forward_start_s=start_s)
+    assert recorder.data["forward_compute_time"] == 6_000_000_000
+    assert recorder.data["avg_forward_compute_time"] == 3_000_000_000
+    assert recorder.data["avg_backward_compute_time"] == 2_500_000_000
 
 
 def test_unused_parameters_have_a_size() -> None:
-    facts = facts_of(Net())
-    step = step_of(facts.plan, 1)
+    recorder, plan = recorder_of(Net()), plan_of(Net())
+    times = times_of(plan)
     leaves_s = tuple(
         NAN if path in ("a.weight", "wide.bias") else s
-        for path, s in zip(facts.plan.paths, step.times.leaves_s, strict=True)
+        for path, s in zip(plan.paths, times.leaves_s, strict=True)
     )
-    log = start_log(facts).recorded(replace(step, times=replace(step.times, leaves_s=leaves_s)))
-    assert log.data["unused_parameter_size"] == 16 * 4 + 8 * 4
-    assert log.data["prev_iteration_grad_ready_order_indices"] == "4, 3, 1, 0"
+    record(recorder, plan, 1, times=replace(times, leaves_s=leaves_s))
+    assert recorder.data["unused_parameter_size"] == 16 * 4 + 8 * 4
+    assert recorder.data["prev_iteration_grad_ready_order_indices"] == "4, 3, 1, 0"
     # A step whose gradients were not timed says nothing of use or order.
-    log = start_log(facts).recorded(replace(step, times=replace(step.times, leaves_s=())))
-    assert log.data["unused_parameter_size"] == 0
-    assert "prev_iteration_grad_ready_order_indices" not in log.data
+    recorder = recorder_of(Net())
+    record(recorder, plan, 1, times=replace(times, leaves_s=()))
+    assert recorder.data["unused_parameter_size"] == 0
+    assert "prev_iteration_grad_ready_order_indices" not in recorder.data
 
 
 def test_notes() -> None:
-    log = start_log(facts_of(Net()))
-    later = log.noting(comm_hook="fp16_compress", join_uneven_inputs=1)
-    assert later.data["comm_hook"] == "fp16_compress"
-    assert "comm_hook" not in log.data
-    failed = later.noting_error("<class 'ValueError'>: no", 7)
-    assert failed.data["join_uneven_inputs"] == 1
-    assert (failed.data["has_error"], failed.data["iteration"]) == (1, 7)
-    assert failed.data["error"] == "<class 'ValueError'>: no"
+    recorder, plan = recorder_of(Net()), plan_of(Net())
+    assert "comm_hook" not in recorder.data
+    recorder.note(comm_hook="fp16_compress", join_uneven_inputs=1)
+    assert recorder.data["comm_hook"] == "fp16_compress"
+    record(recorder, plan, 7)
+    recorder.iterations = 9
+    recorder.set_error_and_log("<class 'ValueError'>: no")
+    assert recorder.data["join_uneven_inputs"] == 1
+    assert (recorder.data["has_error"], recorder.data["iteration"]) == (1, 9)
+    assert recorder.data["error"] == "<class 'ValueError'>: no"
 
 
-def test_environment_and_devices() -> None:
-    facts = facts_of(nn.Linear(2, 2, device="meta"), device_ids=[3])
-    environment = {"NCCL_DEBUG": "INFO", "NCCL_BLOCKING_WAIT": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
-    facts = replace(facts, backend_name="nccl", backend_threads=None, environment=environment)
-    data = start_log(facts).data
+def test_nothing_is_logged_before_a_plan_is_known() -> None:
+    recorder = Recorder()
+    recorder.note(comm_hook="fp16_compress")
+    record(recorder, plan_of(Net()), 1)
+    assert recorder.data == {}
+    assert recorder.info is not None
+
+
+def test_environment_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("NCCL_BLOCKING_WAIT", "0")
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    monkeypatch.delenv("NCCL_NTHREADS", raising=False)
+    module = nn.Linear(2, 2, device="meta")
+    data = recorder_of(module, backend_name="nccl", device_ids=[3]).data
     assert (data["nccl_debug"], data["nccl_nthreads"]) == ("INFO", "N/A")
     assert data["nccl_blocking_wait"] == "1"
     assert not any(key.startswith("gloo") for key in data)

@@ -22,8 +22,9 @@ from tests.support.twin_runs import (
     assert_no_difference,
     batches_of,
     both,
+    recorded,
     renamed,
-    train,
+    train_with,
 )
 
 
@@ -71,7 +72,7 @@ def nested(rank: int, world_size: int) -> str:
         )
         model = ddp(outer)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-        loop = train(model, optimizer, batches_of(MLP, rank))
+        loop = train_with(model, optimizer, batches_of(MLP, rank))
         return [*(runs.shot(outer) for _ in loop), runs.shot(outer)]
 
     return both(run)
@@ -109,7 +110,7 @@ def hooked(rank: int, world_size: int) -> tuple[str, bool]:
         module[2].weight.register_post_accumulate_grad_hook(noted("accumulated"))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
         batches = [batch.requires_grad_() for batch in batches_of(MLP, rank)]
-        return [runs.shot(module) for _ in train(model, optimizer, batches)]
+        return [runs.shot(module) for _ in train_with(model, optimizer, batches)]
 
     difference = both(run)
     return difference, calls[True] == calls[False] and len(calls[True]) > 10 * STEPS
@@ -150,7 +151,8 @@ TRANSFORMS: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 def transformed(rank: int, world_size: int, name: str) -> tuple[float, float]:
-    """How far the wrapper is from the module, and a step after it from one process."""
+    """Return the differences between wrapper and module under a transform, and between a step after
+    it and one process."""
     torch.manual_seed(0)
     module = Scaled()
     model = fddp.DistributedDataParallel(module)
@@ -177,20 +179,13 @@ def test_transforms(ranks: RankPool, name: str) -> None:
 
 
 def called_functionally(rank: int, world_size: int) -> str:
-    """Through `functional_call` with the module's own parameters."""
+    """Call the model by `functional_call`, with the module's own parameters."""
 
-    def run(ddp: DDP) -> list[runs.Shot]:
-        module = runs.built(MLP, rank)
-        model = ddp(module)
-        shots = []
-        for batch in batches_of(MLP, rank):
-            model.zero_grad()
-            own = dict(model.named_parameters())
-            loss_of(torch.func.functional_call(model, own, (batch,))).backward()
-            shots.append(runs.shot(module))
-        return shots
+    def backward(model: Any, batch: Tensor) -> None:
+        own = dict(model.named_parameters())
+        loss_of(torch.func.functional_call(model, own, (batch,))).backward()
 
-    return both(run)
+    return both(lambda ddp: recorded(ddp, rank, backward))
 
 
 def test_functional_call(ranks: RankPool) -> None:
@@ -214,7 +209,7 @@ def inferred(rank: int, world_size: int) -> tuple[str, bool]:
             with torch.no_grad():
                 outputs.append(model(batch))
             model.train()
-            shots += [runs.shot(module) for _ in train(model, optimizer, [batch])]
+            shots += [runs.shot(module) for _ in train_with(model, optimizer, [batch])]
         return shots
 
     difference = both(run)

@@ -16,7 +16,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import fddp
-from tests.support.called import collectives_called
+from tests.support.collectives import collectives_called
+from tests.support.groups import rank_of
 from tests.support.models import rand, same_bits
 from tests.support.ranks import Launch, RankPool
 
@@ -35,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Net(nn.Module):
-    """Layers by name; `forward` goes through those that it is told to, times a factor."""
+    """Layers by name; `forward` applies those of `through`, and scales the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,10 +51,6 @@ class Net(nn.Module):
         for i in through:
             x = torch.tanh(self.layers[f"l{i}"](x)) + x
         return x * factor
-
-
-def rank_of(group: Any) -> int:
-    return group.rank if isinstance(group.rank, int) else group.rank()
 
 
 def loss(ddp: Any, rank: int, step: int = 0, factor: float = 1.0, **kwargs: Any) -> Tensor:
@@ -370,7 +367,7 @@ class _Mean(NamedTuple):
 def _alone(
     step: int, factors: list[float], through: list[tuple[int, ...]]
 ) -> tuple[bool, list[_Mean | None]]:
-    """Whether the step is to be skipped, and the mean of gradients, in one process."""
+    """Return whether the step is to be skipped, and the mean gradients, from one process."""
     own = []
     for rank, (factor, path) in enumerate(zip(factors, through, strict=True)):
         model = Net()
@@ -473,7 +470,7 @@ def test_gradients_in_a_context_of_distributed_autograd(monkeypatch: pytest.Monk
         assert text.startswith("nonfinite='skip' can't skip a step whose gradients are in")
 
 
-def test_ranks_must_ask_for_the_same() -> None:
+def test_ranks_must_request_the_same_policy() -> None:
     def run(group: Any) -> str:
         with pytest.raises(fddp.PlanMismatchError) as caught:
             DDP(Net(), process_group=group, nonfinite=("skip", "raise")[group.rank])

@@ -30,7 +30,7 @@ NO_ARGUMENTS: Mapping[str, Any] = {}
 
 
 class Option(NamedTuple):
-    """How a model is wrapped and trained."""
+    """A way to wrap and train a model."""
 
     arguments: Mapping[str, Any] = NO_ARGUMENTS  # of the constructor
     loop: runs.Loop = runs.plain
@@ -106,6 +106,8 @@ _FLAGGED = {
         option for option in OPTIONS if option.startswith("find") and option != "find, skip"
     ],
     "re-entrant": ["static_graph", "static_graph, no_sync"],
+    "undefined gradients": list(OPTIONS),
+    "undefined by batch": [option for option in OPTIONS if not option.startswith("static_graph")],
 }
 _PLAIN = [option for option in OPTIONS if not option.startswith("find, ")]
 _LEFT_OUT = {
@@ -117,8 +119,9 @@ _LEFT_OUT = {
     ("mixed dtypes", "PowerSGD hook"),
     # Stock DDP shows hooks such gradients with their elements in the order of memory.
     ("channels last", "PowerSGD hook"),
-    # There a rank that has run out of inputs goes on telling what its last batch used.
+    # There an exhausted rank keeps reporting the parameters of its last batch.
     ("unused by batch", "find, join"),
+    ("undefined by batch", "find, join"),
 }
 CASES = [
     (model, option)
@@ -129,7 +132,7 @@ CASES = [
 
 
 class Verdict(NamedTuple):
-    """Where the runs of one rank part; see `first_difference`."""
+    """Differences between the runs of one rank; see `first_difference`."""
 
     from_stock: str
     from_one_process: str

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import fddp
+from tests.support.groups import rank_of
 from tests.support.ranks import Launch
 from tests.support.wrapped_net import (
     DDP,
@@ -19,12 +22,12 @@ from tests.support.wrapped_net import (
     grads,
     mean_of,
     net,
-    rank_of,
+    run_backward,
 )
 
 
 def differing_branches(group: Any, steps: list[list[tuple[int, ...]]]) -> list[Any]:
-    """Which layers each rank goes through at each step."""
+    """Gradients of steps in which each rank applies the given layers."""
     ddp = DDP(net(), process_group=group, bucket_cap_mb=TINY_CAP_MB, find_unused_parameters=True)
     found = []
     for number, through in enumerate(steps):
@@ -36,7 +39,7 @@ def differing_branches(group: Any, steps: list[list[tuple[int, ...]]]) -> list[A
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
-def test_whatever_ranks_use_is_synchronised(launch: Launch) -> None:
+def test_layers_that_any_rank_uses_are_synchronised(launch: Launch) -> None:
     steps = [
         [(0, 1, 2), (0, 1, 2)],
         [(0, 1), (1, 2)],
@@ -60,7 +63,7 @@ def test_whatever_ranks_use_is_synchronised(launch: Launch) -> None:
 def unused_here(group: Any) -> tuple[str, dict[str, Any]]:
     ddp = DDP(net(), process_group=group)
     through = (0, 1, 2) if rank_of(group) == 0 else (0, 2)
-    ddp(batch(rank_of(group)), through=through).square().mean().backward()
+    run_backward(ddp, group, through=through)
     found = grads(ddp.module)
     with pytest.raises(RuntimeError, match="Expected to have finished reduction") as caught:
         ddp(batch(rank_of(group)))
@@ -88,8 +91,8 @@ def test_ddps_error_follows_on_every_rank_and_names_parameters(launch: Launch) -
 def use_without_sync_counts(group: Any) -> list[Any]:
     ddp = DDP(net(), process_group=group)
     with ddp.no_sync():
-        ddp(batch(rank_of(group)), through=(1,)).square().mean().backward()
-    ddp(batch(rank_of(group), 1), through=(0, 2)).square().mean().backward()
+        run_backward(ddp, group, through=(1,))
+    run_backward(ddp, group, 1, through=(0, 2))
     ddp(batch(rank_of(group), 1))  # raises nothing
     return [grads(ddp.module)]
 
@@ -153,3 +156,152 @@ def untouched(group: Any) -> list[Any]:
 
 def test_globally_unused_parameters_keep_their_gradient(launch: Launch) -> None:
     assert launch(2, untouched) == [[True, [7.0]], [True, [8.0]]]
+
+
+# Use outside of the step
+
+
+def use_bare(ddp: DDP, x: Tensor) -> None:
+    ddp.module(x, through=(1,)).sum().backward()
+
+
+def use_without_sync(ddp: DDP, x: Tensor) -> None:
+    with ddp.no_sync():
+        ddp(x, through=(1,)).sum().backward()
+
+
+def is_rank_1(x: Tensor) -> bool:
+    return bool(x[0, 0] == batch(1)[0, 0])
+
+
+def use_before_failure(ddp: DDP, x: Tensor) -> None:
+    def failing(x: Tensor) -> None:
+        out = ddp(x, through=(1, 2))
+        if is_rank_1(x):
+            raise ValueError("no loss")
+        out.sum().backward()
+
+    with pytest.raises((ValueError, fddp.PeerError)), ddp.in_step():
+        failing(x)
+
+
+def use_before_failed_backward(ddp: DDP, x: Tensor) -> None:
+    ddp.module.refuses = is_rank_1(x)
+    with pytest.raises((ValueError, fddp.PeerError)), ddp.in_step():
+        ddp(x, through=(0, 1)).sum().backward()
+    ddp.module.refuses = False
+
+
+def dropped_use(group: Any, use: Callable[[Any, Tensor], None], zeroes: bool) -> list[Any]:
+    """Which gradients are None after steps without a layer that was used outside of them, and
+    whether it has kept its parameters; with what `_get_local_used_map` says."""
+    ddp = DDP(net(), process_group=group, bucket_cap_mb=TINY_CAP_MB, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    found: list[Any] = []
+    for _ in range(2):
+        use(ddp, batch(rank_of(group)))
+        if zeroes:
+            optimizer.zero_grad()
+        ddp(batch(rank_of(group)), through=(0, 2)).sum().backward()
+        optimizer.step()
+        found.append([name for name, grad in grads(ddp.module).items() if grad is None])
+        optimizer.zero_grad()
+    found.append(torch.equal(ddp.module.layers["l1"].weight, net().layers["l1"].weight))
+    return [*found, ddp.reducer._get_local_used_map().tolist()]
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
+@pytest.mark.parametrize(
+    ("use", "zeroes"),
+    [
+        (use_bare, True),
+        (use_without_sync, True),
+        (use_before_failure, False),
+        (use_before_failed_backward, False),
+        (use_before_failed_backward, True),
+    ],
+)
+def test_gradients_dropped_before_a_step_are_no_use(launch: Launch, use: Any, zeroes: bool) -> None:
+    unused = ["layers.l1.weight", "layers.l1.bias"]
+    wanted = [unused, unused, True, [2, 2, 0, 0, 2, 2]]
+    assert launch(2, dropped_use, use, zeroes) == [wanted] * 2
+
+
+# Static graphs
+
+
+def changing_graph(group: Any, steps: list[list[tuple[int, ...]]], is_late: bool) -> list[Any]:
+    """The error of each step, or its gradients."""
+    ddp = DDP(net(), process_group=group, bucket_cap_mb=TINY_CAP_MB, static_graph=not is_late)
+    if is_late:
+        ddp._set_static_graph()
+    found: list[Any] = []
+    for number, through in enumerate(steps):
+        ddp.zero_grad(set_to_none=number % 2 == 0)
+        try:
+            out = ddp(batch(rank_of(group), number), through=through[rank_of(group)])
+            out.square().mean().backward()
+        except RuntimeError as error:
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            found.append(grads(ddp.module))
+    return found
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("changed", [(0, 2), (0, 1, 2), (0,)])
+@pytest.mark.parametrize("where", [(1,), (0,), (0, 1)])
+def test_a_static_graph_that_changes_is_one_error_on_all_ranks(
+    launch: Launch, changed: tuple[int, ...], where: tuple[int, ...], is_late: bool
+) -> None:
+    usual = [(0, 1), (0, 1)]
+    other = [changed if rank in where else (0, 1) for rank in range(2)]
+    steps = [usual, usual, other, usual, other, other, usual]
+    for number, (first, second) in enumerate(
+        zip(*launch(2, changing_graph, steps, is_late), strict=True)
+    ):
+        if steps[number] == usual:
+            wanted = mean_of(
+                2,
+                lambda model, rank, number=number: (
+                    model(batch(rank, number), through=(0, 1)).square().mean()
+                ),
+            )
+            assert_close(first, wanted)
+            assert_close(second, wanted)
+            continue
+        assert first == second
+        assert first.startswith("RuntimeError: ")
+        assert "not compatible with static_graph set to True" in first
+        for rank in where:
+            if 2 in changed:
+                assert f"Newly used on rank {rank}: layers.l2.bias, layers.l2.weight" in first
+            if 1 not in changed:
+                unused = "layers.l1.weight, layers.l1.bias"
+                assert f"did not receive grad for rank {rank}: {unused}" in first
+
+
+def passes_of_a_static_graph(group: Any) -> list[Any]:
+    """Two backward passes of one forward, which use different layers."""
+    ddp = DDP(net(), process_group=group, bucket_cap_mb=TINY_CAP_MB, static_graph=True)
+    found: list[Any] = []
+    for number in range(3):
+        ddp.zero_grad()
+        x = batch(rank_of(group), number).requires_grad_()
+        first, second = ddp(x, through=(0,)), ddp(x, through=(1, 2))
+        first.square().mean().backward()
+        second.square().mean().backward()
+        found.append(grads(ddp.module))
+    return found
+
+
+def test_passes_of_a_static_graph_may_use_different_parameters(launch: Launch) -> None:
+    for found in launch(2, passes_of_a_static_graph):
+        for number, step in enumerate(found):
+
+            def loss(model: Net, rank: int, number: int = number) -> Tensor:
+                x = batch(rank, number)
+                first, second = model(x, through=(0,)), model(x, through=(1, 2))
+                return first.square().mean() + second.square().mean()
+
+            assert_close(step, mean_of(2, loss))

@@ -1,4 +1,4 @@
-"""What the README says of stock DistributedDataParallel and of fddp, on the same numbers."""
+"""The README's comparison of stock DistributedDataParallel and fddp, on the same numbers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def functional(rank: int, world_size: int) -> tuple[float, float, float]:
 
 
 def test_functional_gradients(ranks: RankPool) -> None:
-    # On a wrapped model each rank keeps its own gradient, and nothing says so.
+    # On a wrapped model each rank keeps its own gradient, without an error.
     assert ranks.run(2, functional) == [(1.0, 1.0, 1.5), (2.0, 2.0, 1.5)]
 
 
@@ -209,7 +209,7 @@ def not_finite(rank: int, world_size: int) -> tuple[bool, bool]:
 
 
 def test_nan_on_one_rank(ranks: RankPool) -> None:
-    # DDP hands NaN to every rank and tells none.
+    # DDP passes NaN to every rank without an error.
     assert ranks.run(2, not_finite) == [(True, False)] * 2
 
 
@@ -256,7 +256,7 @@ def fewer_batches(rank: int, world_size: int) -> tuple[int, float, str]:
     model = DistributedDataParallel(linear(), process_group=short_group())
     model(rows(rank)).mean().backward()
     theirs = message(lambda: model(rows(rank)).mean().backward()) if rank == 1 else ""
-    dist.barrier()  # rank 0 stays: were it gone, rank 1 would be told
+    dist.barrier()  # rank 0 stays; if it left, rank 1 would get an error
     return rounds, grads["weight"][0, 0].item(), theirs
 
 
@@ -268,7 +268,7 @@ def test_fewer_batches_on_a_rank(ranks: RankPool) -> None:
 
 
 def caps(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Whether the gradients of two bucket caps have the same bits: torch's, and ours."""
+    """Return whether gradients under two bucket caps have the same bits: torch's, and ours."""
 
     def model() -> nn.Sequential:
         torch.manual_seed(0)

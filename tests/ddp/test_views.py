@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fddp
 from fddp.native.buffer_pool import BufferPool
+from tests.support.groups import rank_of
 from tests.support.ranks import Launch
 
 WIDTH = 8
@@ -41,10 +42,6 @@ def mean_gradients(ranks: int, step: int) -> list[Tensor]:
     return [param.grad for param in reference.parameters() if param.grad is not None]
 
 
-def rank_of(group: Any) -> int:
-    return int(group.rank() if callable(group.rank) else group.rank)
-
-
 def wrapped(group: Any, module: nn.Module) -> nn.Module:
     return fddp.DistributedDataParallel(
         module, process_group=group, bucket_cap_mb=0.0005, gradient_as_bucket_view=True
@@ -60,7 +57,7 @@ def test_gradients_stay_where_they_are(launch: Launch, zeroed: bool) -> None:
 
 
 def kept_gradients(group: Any, zeroed: bool) -> int:
-    """How often gradients moved in nine steps, after the one in which the plan was rebuilt."""
+    """Count the gradients that moved in nine steps after the rebuild of the plan."""
     module = model()
     ddp = wrapped(group, module)
     total = [torch.zeros_like(param) for param in module.parameters()]
@@ -110,7 +107,7 @@ def test_held_gradients_are_not_overwritten(how: str) -> None:
     fddp.loopback(2, run)
 
 
-def test_without_views_what_was_there_is_written() -> None:
+def test_without_views_existing_gradients_are_written() -> None:
     def run(group: Any) -> None:
         module = model()
         ddp = fddp.DistributedDataParallel(module, process_group=group)
@@ -210,7 +207,8 @@ def test_a_step_that_fails_leaves_no_half_made_gradients(launch: Launch, in_plac
 
 
 def dropped_by_a_failed_step(group: Any, in_place: bool) -> int:
-    """How many kept gradients a failed step drops; the others are as before, or the rank's own."""
+    """Count the kept gradients that a failed step drops; the others are unchanged, or the rank's
+    own."""
     module = model()
     ddp = fddp.DistributedDataParallel(
         module, process_group=group, bucket_cap_mb=0.0005, gradient_as_bucket_view=in_place

@@ -26,13 +26,13 @@ from tests.support.wrapped_net import (
     grads,
     mean_of,
     net,
-    rank_of,
+    run_backward,
 )
 
 
 def one_step(group: Any, options: dict[str, Any]) -> dict[str, Any]:
     ddp = DDP(net(), process_group=group, **options)
-    ddp(batch(rank_of(group))).square().mean().backward()
+    run_backward(ddp, group)
     return grads(ddp.module)
 
 
@@ -59,10 +59,10 @@ def test_gradients_are_the_mean(launch: Launch, options: dict[str, Any]) -> None
 def keeps_tensors(group: Any, as_view: bool) -> tuple[bool, bool, dict[str, Any]]:
     ddp = DDP(net(), process_group=group, gradient_as_bucket_view=as_view)
     weight = ddp.module.layers["l0"].weight
-    ddp(batch(rank_of(group))).square().mean().backward()
+    run_backward(ddp, group)
     before = weight.grad
     seen = before.clone()
-    ddp(batch(rank_of(group), 1)).square().mean().backward()
+    run_backward(ddp, group, 1)
     return weight.grad is before, torch.equal(before, seen), grads(ddp.module)
 
 
@@ -84,7 +84,7 @@ def let_go(group: Any) -> list[bool]:
     gc.disable()
     try:
         for step in range(3):
-            ddp(batch(rank_of(group), step)).square().mean().backward()
+            run_backward(ddp, group, step)
         grad = weakref.ref(model.layers["l0"].weight.grad)
         wrapper, steps = weakref.ref(ddp), weakref.ref(ddp.steps)
         ddp.zero_grad()
@@ -103,8 +103,8 @@ def observed(group: Any) -> list[Any]:
     ddp = DDP(net(), process_group=group, bucket_cap_mb=TINY_CAP_MB)
     with pytest.raises(ValueError, match="no step"):
         ddp.timeline()
-    ddp(batch(rank_of(group))).square().mean().backward()
-    ddp(batch(rank_of(group))).square().mean().backward()
+    run_backward(ddp, group)
+    run_backward(ddp, group)
     timeline = ddp.timeline()
     data = ddp._get_ddp_logging_data()
     return [len(ddp.plan.buckets), type(timeline).__name__, data["iteration"], data["world_size"]]
@@ -134,7 +134,7 @@ def test_wrapper_is_an_instance_of_torchs_class(ranks: RankPool) -> None:
 
 
 def resumed(group: Any, interrupted: bool) -> list[Any]:
-    """Steps under a hook with state; `interrupted` saves all after three, and goes on from that."""
+    """Steps under a hook with state; `interrupted` saves all after three, and resumes from that."""
 
     def wrapped(model: Net) -> Any:
         ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
@@ -153,7 +153,7 @@ def resumed(group: Any, interrupted: bool) -> list[Any]:
             ddp = wrapped(model)
             ddp.comm_hook_state = states
         ddp.zero_grad()
-        ddp(batch(rank_of(group), number)).square().mean().backward()
+        run_backward(ddp, group, number)
         with torch.no_grad():
             for param in ddp.module.parameters():
                 param -= 0.1 * param.grad
@@ -247,7 +247,7 @@ def test_an_overflow_does_not_stay_in_the_state_of_a_hook(launch: Launch) -> Non
 
 
 def frees_under_lock(group: Any) -> bool:
-    """Gradients that Python knows are let go of while another thread wants the lock."""
+    """Gradients that Python references are released while another thread waits for the lock."""
     model = nn.Linear(512, 512)
     ddp = DDP(model, process_group=group)
     seen: list[int] = []

@@ -85,8 +85,8 @@ def half_written(rank: int, world_size: int, folder: str) -> tuple[int, bool, li
 
 
 def test_half_a_checkpoint_is_none(ranks: RankPool, folder: Path) -> None:
-    for told in ranks.run(2, half_written, str(folder)):
-        assert told == (3, True, ["step-000006", "step-000007"])
+    for outcome in ranks.run(2, half_written, str(folder)):
+        assert outcome == (3, True, ["step-000006", "step-000007"])
 
 
 def test_kills() -> None:
@@ -100,19 +100,17 @@ def test_kills() -> None:
     assert len(places) == 5
 
 
-def test_a_kill_that_did_not_happen_shows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_kill_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [{"begun": 0}, {"step": 0, "digest": "0" * 16}]
     for name in ("whole", "disturbed"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "log.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
         (tmp_path / name / "errors.txt").write_text("what torchrun said")
     assert elastic.show(asked(1), tmp_path / "whole", tmp_path / "disturbed", [0, 0]) == 1
-    told = capsys.readouterr()
-    assert "NOT DONE" in told.out
-    assert "0 restarts: FAILED" in told.out
-    assert told.err == "what torchrun said\n"
+    printed = capsys.readouterr()
+    assert "NOT DONE" in printed.out
+    assert "0 restarts: FAILED" in printed.out
+    assert printed.err == "what torchrun said\n"
 
 
 # torchft

@@ -28,7 +28,7 @@ NAMES = ("maml", "hvp_cg", "dp_sgd", "ensemble", "physics")
 
 
 def local(tree: Any) -> Any:
-    """What a rank has by itself, in place of a collective."""
+    """A collective of one rank: its own value."""
     return tree
 
 
@@ -132,7 +132,7 @@ def differing(rank: int, world_size: int) -> tuple[float, float]:
     return same, difference_between_ranks(tree)
 
 
-def test_a_rank_that_parts_is_seen_by_all(ranks: RankPool) -> None:
+def test_a_diverged_rank_is_reported_on_all(ranks: RankPool) -> None:
     assert ranks.run(3, differing) == [(0.0, 0.5)] * 3
     assert difference({"a": torch.tensor([1.0, 2.0])}, {"a": torch.tensor([1.0, 2.5])}) == 0.5
 

@@ -28,7 +28,7 @@ def uniform(batch: Any) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ranks_do_what_one_process_does(ranks: RankPool, name: str) -> None:
+def test_ranks_match_one_process(ranks: RankPool, name: str) -> None:
     for report in ranks.run(2, run, name, {"epochs": 1}):
         assert report.passed, report.checks
         assert len(report.checks) >= 2

@@ -51,10 +51,10 @@ def test_shell_commands(command: str) -> None:
 
 
 def _check_options(words: list[str]) -> None:
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, *words[1:4], "--help"], check=True, capture_output=True, text=True
     ).stdout
-    assert not [word for word in words if word.startswith("--") and word not in told]
+    assert not [word for word in words if word.startswith("--") and word not in printed]
 
 
 def _check_install(source: str, options: list[str]) -> None:

@@ -33,7 +33,9 @@ def test_twenty_generated_faults(nursery: Nursery, part: int) -> None:
         for fault, run in carry_out(faults, nursery, SIDE_BY_SIDE)
     }
     assert len(found) == 10
-    assert not any(found.values()), {text: told for text, told in found.items() if told}
+    assert not any(found.values()), {
+        text: judgement for text, judgement in found.items() if judgement
+    }
 
 
 # The generator
@@ -78,7 +80,7 @@ LOST = Seen(exitcode=-9, fault_s=100.0)
 
 
 def judged(*, rank: int = 0, hung: tuple[int, ...] = (), children: int = 0, **seen: object) -> str:
-    """What is found where one rank has shown something else."""
+    """Problems found after one rank's observations are changed."""
     ranks = [SURVIVOR, LOST, replace(SURVIVOR, exitcode=42)]
     ranks[rank] = replace(ranks[rank], **seen)  # type: ignore[arg-type]
     return "; ".join(problems(FAULT, Run(tuple(ranks), hung, children), "other"))
@@ -129,7 +131,7 @@ def test_a_wrong_end_is_a_problem(change: dict[str, object], problem: str) -> No
     assert problem in judged(**change)  # type: ignore[arg-type]
 
 
-def test_a_run_that_is_to_go_on_must_end_as_without_the_fault() -> None:
+def test_a_run_that_survives_a_fault_must_end_as_without_it() -> None:
     fault = replace(FAULT, kind="short stop")
     went_on = [replace(SURVIVOR, exitcode=40 + rank, errors=()) for rank in range(3)]
     went_on[1] = replace(went_on[1], fault_s=100.0)
@@ -143,7 +145,7 @@ def test_a_run_that_is_to_go_on_must_end_as_without_the_fault() -> None:
 def test_a_wrapped_module_promises_less_outside_of_backward() -> None:
     for kind, by_module in ("error in loss", "lost"), ("error in data", "lost"):
         fault = replace(FAULT, kind=kind, stage=STAGES[kind][0])
-        assert promise(fault) == "told"
+        assert promise(fault) == "reported"
         assert promise(replace(fault, way="module")) == by_module
     for kind in "no bucket memory", "kill", "long stop", "short stop", "closed socket":
         assert promise(replace(FAULT, kind=kind, way="module")) == promise(

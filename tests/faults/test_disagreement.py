@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,9 @@ from fddp.collectives.communicator import communicator_of
 from fddp.transport import open_transport
 from tests.support.disagreement import KINDS, Case, Seen, cases, play, problems
 from tests.support.endings import Ending, ending
+from tests.support.process_resources import open_file_count
 from tests.support.ranks import Launch, RankPool, launch_over, split_into_hosts
+from tests.support.source_lines import line_of
 
 MANY = int(os.environ.get("DISAGREEMENTS", "0")) or len(KINDS)
 LATE_S = 2.0
@@ -83,7 +84,7 @@ def play_all(group: Any, played: list[Case]) -> list[Seen]:
 
 
 def test_the_checks_can_fail() -> None:
-    """What the generated cases are held against tells right from wrong."""
+    """The oracle of the generated cases rejects wrong outcomes."""
     case = Case(0, "shape", 2, 1)
     good = Seen(
         "DesyncError", ("DesyncError", "FddpError"), "rank 0 has ..., rank 1 has ...", "", ""
@@ -133,7 +134,7 @@ def test_errors_name_the_pending_operations(ranks: RankPool, transport: str) -> 
         assert seen.kinds[0] == "SyncTimeoutError"
         assert "GradSync #1" in seen.text
         assert "GradSync #2" in seen.text
-        called = line_of("(second if rank else first)(W)")
+        called = line_of(__file__, "(second if rank else first)(W)")
         assert f"test_disagreement.py:{called} in <lambda>, from " in seen.text
         assert f"test_disagreement.py:{called} in waiting" in seen.text, "who called that"
     assert f"rank 0: {one}" in first.text
@@ -141,18 +142,13 @@ def test_errors_name_the_pending_operations(ranks: RankPool, transport: str) -> 
     assert f"rank 1: {two}" in second.text
 
 
-def line_of(text: str) -> int:
-    lines = Path(__file__).read_text().splitlines()
-    return next(number for number, line in enumerate(lines, 1) if text in line)
-
-
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
 def test_a_rank_that_computes(ranks: RankPool, transport: str) -> None:
-    """Its line is told, and what it finished last."""
+    """The error names its line, and its last finished operation."""
     seen, _ = ranks.run(2, waiting, transport, "busy")
     assert seen.kinds[0] == "SyncTimeoutError"
     assert "rank 0: waiting for bucket 0 (w) of step 1 of GradSync #1, called at" in seen.text
-    line = line_of("time.sleep(2.5)")
+    line = line_of(__file__, "time.sleep(2.5)")
     assert (
         f"rank 1: at {__file__}:{line} in waiting, from "  # the lines of tests/support/ranks.py
         in seen.text
@@ -160,7 +156,7 @@ def test_a_rank_that_computes(ranks: RankPool, transport: str) -> None:
     assert "in _serve, after bucket 0 (w) of step 0 of GradSync #2" in seen.text
 
 
-def test_a_rank_that_opens_something_else(ranks: RankPool) -> None:
+def test_a_rank_that_opens_another_transport(ranks: RankPool) -> None:
     first, second = ranks.run(2, waiting, "c10d", "operator")
     assert "rank 1: " in first.text
     assert "the opening of a Communicator" in first.text
@@ -204,8 +200,8 @@ def test_different_operations_over_gloo(ranks: RankPool) -> None:
 
 
 def quiet(rank: int, n: int) -> None:
-    """Nobody asks and nobody answers where all is well, and nothing is left of it."""
-    descriptors = len(os.listdir("/proc/self/fd"))
+    """Without a failure no rank asks or answers, and no resources remain."""
+    descriptors = open_file_count()
     with fddp.GradSync(W, timeout_s=4.0) as sync:
         board = sync._engine.transport.status.board
         for _ in range(3):
@@ -217,7 +213,7 @@ def quiet(rank: int, n: int) -> None:
         assert thread.is_alive()
     thread.join(10.0)
     assert not thread.is_alive()
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert open_file_count() <= descriptors
 
 
 def test_agreeing_ranks_raise_nothing(ranks: RankPool) -> None:
@@ -235,7 +231,7 @@ def quiet_once_warm(rank: int, n: int) -> None:
 
 
 def failing_beside_operators(rank: int, n: int, transport: Any) -> list[Any]:
-    told: list[Any] = []
+    outcome: list[Any] = []
     with fddp.GradSync(W, transport=transport, timeout_s=30.0) as sync:
 
         def loss(params: Any, x: float) -> torch.Tensor:
@@ -247,16 +243,16 @@ def failing_beside_operators(rank: int, n: int, transport: Any) -> list[Any]:
         step = sync.value_and_grad(loss)
         for x in (1.0, 10.0, 2.0):
             begin_s = time.perf_counter()
-            seen = ending(lambda: told.append(step(W, x + rank)[1]["w"].tolist()))  # noqa: B023
-            told.append((seen, time.perf_counter() - begin_s))
-    return told
+            seen = ending(lambda: outcome.append(step(W, x + rank)[1]["w"].tolist()))  # noqa: B023
+            outcome.append((seen, time.perf_counter() - begin_s))
+    return outcome
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
 def test_a_rank_that_fails_beside_an_operator(ranks: RankPool, transport: str) -> None:
-    """The others hear of it in the operator, long before its time is over, and all go on."""
-    for rank, told in enumerate(ranks.run(3, failing_beside_operators, transport)):
-        first, _, (seen, took_s), last, _ = told
+    """The others get the error in the operator, long before its timeout, and all continue."""
+    for rank, outcome in enumerate(ranks.run(3, failing_beside_operators, transport)):
+        first, _, (seen, took_s), last, _ = outcome
         assert first == pytest.approx([4.0] * 3)
         assert last == pytest.approx([6.0] * 3)
         assert took_s < 10.0
@@ -272,7 +268,7 @@ def test_a_rank_that_fails_beside_an_operator(ranks: RankPool, transport: str) -
 
 def operator_on_one_rank(group: Any, transport: str) -> list[Any]:
     """Rank 1 alone calls an operator in its loss, until the step's time is over on the others."""
-    told: list[Any] = [fddp.pmean(W, group)["w"].tolist()]
+    outcome: list[Any] = [fddp.pmean(W, group)["w"].tolist()]
     with fddp.GradSync(W, group=group, transport=transport, timeout_s=LATE_S) as sync:
         rank = sync.rank
 
@@ -281,15 +277,15 @@ def operator_on_one_rank(group: Any, transport: str) -> list[Any]:
             return (fddp.pmean(own, group) if rank == 1 else own).sum()
 
         begin_s = time.perf_counter()
-        told.append(ending(lambda: sync.value_and_grad(loss)(W)))
-        told.append(time.perf_counter() - begin_s)
+        outcome.append(ending(lambda: sync.value_and_grad(loss)(W)))
+        outcome.append(time.perf_counter() - begin_s)
     for number in (1.0, 2.0):
-        told.append(fddp.pmean(torch.tensor(rank + number), group).item())
-    return told
+        outcome.append(fddp.pmean(torch.tensor(rank + number), group).item())
+    return outcome
 
 
 def operator_on_one_process(rank: int, n: int, transport: str) -> list[Any]:
-    group = dist.new_group(list(range(n)))  # others may go on with the default one
+    group = dist.new_group(list(range(n)))  # others may keep using the default one
     return operator_on_one_rank(group, transport)
 
 
@@ -363,8 +359,8 @@ def swap_amid_buckets(rank: int, n: int, transport: Any) -> list[Ending]:
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
 def test_swapped_calls_amid_buckets(ranks: RankPool, transport: str) -> None:
-    for told in ranks.run(3, swap_amid_buckets, transport):
-        for seen in told:
+    for outcome in ranks.run(3, swap_amid_buckets, transport):
+        for seen in outcome:
             assert seen.kinds[0] == "DesyncError", seen
             assert re.search(
                 "rank 0 all_(reduce|gather) of .*, rank 1 all_(reduce|gather)", seen.text
@@ -395,8 +391,8 @@ def test_swapped_calls_on_threads_are_raised_on_every_rank() -> None:
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
 def test_swapped_calls_of_one_sync(ranks: RankPool, transport: str, deterministic: bool) -> None:
     """Sizes differ of what meets: gloo would end the process of such ranks."""
-    for told in ranks.run(2, swap_calls, transport, deterministic):
-        for seen in told:
+    for outcome in ranks.run(2, swap_calls, transport, deterministic):
+        for seen in outcome:
             assert seen.kinds[0] == "DesyncError", seen
             assert "rank 0" in seen.text
             assert "rank 1" in seen.text
@@ -415,7 +411,7 @@ def swap_methods(group: Any) -> list[Ending]:
         ]
         for pair in pairs:
             seen.append(ending(pair[sync.rank % 2]))
-            seen.append(ending(lambda: sync(params)))  # all can go on
+            seen.append(ending(lambda: sync(params)))  # the group is usable
         # A rank that brings nothing may meet any call.
         call = (lambda: sync(hundreds, weight=0.0)) if sync.rank == 1 else lambda: step(params)[1]
         assert call()["w"].tolist() == [1.0] * 4
@@ -423,15 +419,15 @@ def swap_methods(group: Any) -> list[Ending]:
 
 
 def test_swapped_methods_of_one_sync(launch: Launch) -> None:
-    """The same leaves in the same step: only the calls tell that they have nothing in common."""
+    """The same leaves in the same step: only the calls show the difference."""
     words = [
         "step 0 is sync(grads) on rank 0 and a step of value_and_grad on rank 1",
         "step 2 is reduce_(grads) on rank 0 and sync(grads) on rank 1",
         "step 4 is a step of value_and_grad on rank 0 and update(grads, state) on rank 1",
     ]
-    for told in launch(3, swap_methods):
-        assert [seen.kinds[:1] for seen in told] == [("DesyncError",), ("no error",)] * 3
-        for text, seen in zip(words, told[::2], strict=True):
+    for outcome in launch(3, swap_methods):
+        assert [seen.kinds[:1] for seen in outcome] == [("DesyncError",), ("no error",)] * 3
+        for text, seen in zip(words, outcome[::2], strict=True):
             assert text in seen.text
 
 
@@ -451,8 +447,8 @@ def go_on_unequally(group: Any) -> list[Ending]:
 
 
 def test_operators_fail_out_of_step() -> None:
-    for told in fddp.loopback(2, go_on_unequally):
-        for seen in told:
+    for outcome in fddp.loopback(2, go_on_unequally):
+        for seen in outcome:
             assert seen.kinds[0] == "DesyncError"
             assert "the number of calls is 1 on rank 0 and 2 on rank 1; " in seen.text
 
@@ -514,8 +510,8 @@ def uneven_hooks(rank: int, n: int, transport: Any) -> list[Ending]:
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
 def test_hooks_that_hand_over_other_sizes(ranks: RankPool, transport: str) -> None:
-    for told in ranks.run(2, uneven_hooks, transport):
-        for seen in told:
+    for outcome in ranks.run(2, uneven_hooks, transport):
+        for seen in outcome:
             assert seen.kinds[0] == "DesyncError", seen
             assert "(5,)" in seen.text or "(10,)" in seen.text
             assert "(6,)" in seen.text or "(12,)" in seen.text

@@ -1,11 +1,10 @@
-"""Input from outside: whatever it is, a documented error comes of it or a value that is sound."""
+"""Fuzzed input from outside: a documented error, or a valid value."""
 
 from __future__ import annotations
 
 import ast
 import fcntl
 import json
-import math
 import os
 import pickle
 import random
@@ -24,7 +23,6 @@ from torch import Tensor
 
 import fddp
 from fddp.cli.main import main
-from fddp.core.plan.plan import LeafSpec, plan_leaves
 from fddp.core.sim.cost import CostModel
 from fddp.native import extension
 from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp
@@ -35,27 +33,15 @@ from fddp.transport.shm.fd_passing import FdListener, connect
 from fddp.transport.shm.host_discovery import StagedExchange, _HostDiscovery, _is_arena_offset
 from fddp.tree.pytree import tree_map
 from tests.faults.fuzz.targets import TARGETS, one_input
+from tests.support.example_plans import example_plan, example_schedule
 from tests.support.hook_models import SMALL
+from tests.support.json_documents import JSON, mutants
+from tests.support.process_resources import open_files
 from tests.support.ranks import RankPool
 
 MIB = 1 << 20
 
 # Documents
-
-
-def plan() -> fddp.BucketPlan:
-    leaves = [
-        LeafSpec("a", (3, 2), "float32", strides=(1, 3)),
-        LeafSpec("b", (), "float64"),
-        LeafSpec("c", (0, 5), "float32"),
-        LeafSpec("n", (4,), "int64"),
-        LeafSpec("table", (9, 2), "float32", sparse=True),
-    ]
-    return plan_leaves(leaves, order=(4, 2, 1, 0), caps_bytes=(16, 64))
-
-
-def schedule() -> fddp.Schedule:
-    return fddp.make_schedule(plan(), fddp.Topology(host=2, local=2), algorithm="hierarchical")
 
 
 def flight() -> Flight:
@@ -65,90 +51,18 @@ def flight() -> Flight:
 
 
 class Reader(NamedTuple):
-    """What reads a document, and one that it takes."""
+    """A reader of documents, and a document that it accepts."""
 
     read: Callable[[str], Any]
     text: str
 
 
 READERS = {
-    "plan": Reader(fddp.BucketPlan.from_json, plan().to_json()),
-    "schedule": Reader(fddp.Schedule.from_json, schedule().to_json()),
+    "plan": Reader(fddp.BucketPlan.from_json, example_plan().to_json()),
+    "schedule": Reader(fddp.Schedule.from_json, example_schedule().to_json()),
     "cost": Reader(CostModel.from_json, fddp.PRESETS["nvlink4"].to_json()),
     "flight": Reader(Flight.from_json, flight().to_json()),
 }
-
-_NUMBERS = st.one_of(
-    st.integers(-3, 5),
-    st.sampled_from([2**31, 2**32, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30, 10**400]),
-    st.sampled_from([0.0, -0.0, 1e308, 5e-324, math.inf, -math.inf, math.nan]),
-)
-_TEXTS = st.one_of(
-    st.sampled_from(["", "self", "float32", "all_reduce", "\x1b[31m", "\ud800", "__class__"]),
-    st.text(max_size=6),
-)
-_SCALARS = st.one_of(st.none(), st.booleans(), _NUMBERS, _TEXTS)
-JSON = st.recursive(
-    _SCALARS,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.dictionaries(_TEXTS, inner, max_size=4)
-    ),
-    max_leaves=12,
-)
-
-
-def places(document: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The ways to all values in a document."""
-    entries: Any = ()
-    if isinstance(document, dict):
-        entries = document.items()
-    elif isinstance(document, list):
-        entries = enumerate(document)
-    return [way, *(p for key, value in entries for p in places(value, (*way, key)))]
-
-
-def replaced(document: Any, way: tuple[Any, ...], change: Callable[[Any], Any]) -> Any:
-    """A document with another value at the end of a way."""
-    if not way:
-        return change(document)
-    copy = document.copy()
-    copy[way[0]] = replaced(document[way[0]], way[1:], change)
-    return copy
-
-
-def without(value: Any, key: Any) -> Any:
-    """An object without a key; a list without its last entry."""
-    if isinstance(value, dict):
-        return {name: entry for name, entry in value.items() if name != key}
-    return value[:-1]
-
-
-def mutated(document: Any, way: tuple[Any, ...], new: Any, how: int) -> Any:
-    """A document with one change."""
-    if how == 0:
-        return replaced(document, way, lambda old: [old, old])
-    if how == 1 and way:
-        return replaced(document, way[:-1], lambda old: without(old, way[-1]))
-    if how == 2:
-        return replaced(
-            document, way, lambda old: {**old, "more": new} if isinstance(old, dict) else old
-        )
-    return replaced(document, way, lambda _: new)
-
-
-@st.composite
-def mutants(draw: st.DrawFn, text: str) -> str:
-    """A document with some values, keys or characters changed."""
-    document = json.loads(text)
-    for _ in range(draw(st.integers(1, 3))):
-        way = draw(st.sampled_from(places(document)))
-        document = mutated(document, way, draw(JSON), draw(st.integers(0, 5)))
-    changed = json.dumps(document)
-    if draw(st.integers(0, 3)) == 0:
-        at = draw(st.integers(0, len(changed)))
-        piece = draw(st.sampled_from(["", "[", '"', "\x00", "1e999", "{", "\ud800"]))
-        changed = changed[:at] + piece + (text[at:] if draw(st.booleans()) else "")
-    return changed
 
 
 def check(reader: Reader, text: str) -> None:
@@ -192,7 +106,7 @@ def test_arbitrary_text_is_read_or_refused(name: str, text: str) -> None:
 
 
 def odd_states(group: Any) -> list[tuple[Any, str]]:
-    """What is handed in as state, and how it ended."""
+    """States to restore, and the outcome of each."""
     params = {"w": torch.ones(6), "b": torch.ones(3, dtype=torch.float64)}
     ended: list[tuple[Any, str]] = []
     with fddp.GradSync(params, group=group, hook=fddp.hooks.power_sgd(1), **SMALL) as sync:
@@ -282,17 +196,17 @@ def test_malformed_store_values_are_refused(payload: bytes) -> None:
     calls[0].report(Report("timeout", (0, 1)))
     store.set("report/1", payload)
     store.set("alarm", payload)
-    told = calls[0].reports(0.0)
-    assert told[0] == Report("timeout", (0, 1))
-    assert all(type(rank) is int for rank in told.get(1, told[0]).ranks)
+    outcome = calls[0].reports(0.0)
+    assert outcome[0] == Report("timeout", (0, 1))
+    assert all(type(rank) is int for rank in outcome.get(1, outcome[0]).ranks)
     assert calls[0].read_step_failure(3) is None or payload.startswith(b"[3")
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.one_of(PAYLOADS, st.sampled_from([b"[9]", b"[0, 0]", b"[Infinity]"])), st.integers(0, 5))
-def test_parcels_of_descriptors(note: bytes, count: int) -> None:
+def test_messages_of_descriptors(note: bytes, count: int) -> None:
     """Whatever is sent through the socket, no descriptor is left open."""
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_files()
     with ExitStack() as sockets:
         listener = FdListener()
         sockets.callback(listener.close)
@@ -309,7 +223,7 @@ def test_parcels_of_descriptors(note: bytes, count: int) -> None:
         with suppress(ValueError, OSError):
             search._receive_all((0, 1))
         search.processes.close()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 # Shared memory of a peer
@@ -326,7 +240,7 @@ SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @pytest.mark.parametrize(
-    ("size", "seals", "told", "why"),
+    ("size", "seals", "outcome", "why"),
     [
         (4096, SEALED, 8192, "the file has 4096 bytes, expected 8192"),
         (8192, SEALED, 4096, "the file has 8192 bytes, expected 4096"),
@@ -336,11 +250,11 @@ SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         (1 << 50, SEALED, 1 << 50, "the span of 1125899906842624 bytes is invalid"),
     ],
 )
-def test_memory_that_is_no_arena(size: int, seals: int, told: int, why: str) -> None:
+def test_memory_that_is_no_arena(size: int, seals: int, outcome: int, why: str) -> None:
     fd = memfd(size, seals)
     try:
         with pytest.raises(ValueError, match=why):
-            view_arena(fd, told)
+            view_arena(fd, outcome)
     finally:
         os.close(fd)
 
@@ -395,7 +309,7 @@ def hostile_arguments(rank: int, world_size: int) -> dict[str, int]:
 
 
 def test_layouts_live_as_long_as_slots_that_are_armed() -> None:
-    """What AddressSanitizer found: the memory of a layout that Python had let go of was read."""
+    """A use after free that AddressSanitizer found: Python had released the layout."""
     module = extension.load()
     leaves = module.LeafSet([torch.ones(3)])
     buffer = torch.zeros(3)
@@ -479,7 +393,7 @@ _UNPICKLING = re.compile(r"((gather|broadcast|scatter|send|recv)_object(_list)?|
 
 
 def unpickling(source: str) -> list[str]:
-    """Where a module may unpickle what it is given, or run it as code."""
+    """Places in which a module may unpickle its input, or run it as code."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

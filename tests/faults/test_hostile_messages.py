@@ -1,4 +1,4 @@
-"""What other ranks say: read where it is what they write, else an error that names them."""
+"""Messages of other ranks: read if well-formed, else an error that names the sender."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fddp.core.protocol.messages import AnyOf, MappingOf, decode, optional
 from fddp.runtime.agreement import Rebuild, SyncConfig
 from fddp.runtime.failures import exchange_reports
 from fddp.runtime.nonfinite import COUNTS, Count, NonFiniteCounts
-from fddp.sync.autotune import _PLAN, _plan_from_json, _plan_to_json
-from fddp.sync.terms_codec import terms_from_json, terms_to_json
-from fddp.transport import byte_exchange
+from fddp.sync.terms_codec import plan_on_leaves, terms_from_json, terms_to_json
+from fddp.transport import base
 from fddp.transport.base import Transport
 from fddp.transport.liveness.status import RankStatus, format_statuses
 from fddp.transport.liveness.status_store import StoreStatusBoard
-from tests.faults.test_fuzz import JSON, mutants, plan, schedule
+from tests.support.example_plans import example_plan, example_schedule
 from tests.support.hook_models import SMALL
+from tests.support.json_documents import JSON, mutants
 
 # Forms
 
@@ -91,13 +91,13 @@ class Wants(NamedTuple):
 
 def terms() -> SyncConfig:
     return SyncConfig(
-        plan=plan(),
+        plan=example_plan(),
         given=False,
         transport="auto",
         reduce_dtype="float32",
         algorithm="hierarchical",
         topology=fddp.Topology(host=2, local=2),
-        schedule=schedule(),
+        schedule=example_schedule(),
         rebuild=Rebuild((16, 64), True),
         nonfinite="skip",
     )
@@ -121,11 +121,13 @@ def counts(text: str) -> NonFiniteCounts:
 
 
 def tuned(text: str) -> fddp.BucketPlan:
-    return _plan_from_json(decode(text, _PLAN), plan())
+    found = fddp.BucketPlan.from_json(text)
+    plan_on_leaves(found, example_plan().leaves)
+    return found
 
 
 class Written(NamedTuple):
-    """What reads a text of another rank, one that is right, and what writes the value again."""
+    """A reader of messages, a well-formed message, and the writer."""
 
     read: Callable[[str], Any]
     text: str
@@ -139,9 +141,7 @@ WRITTEN = {
     "counts": Written(
         counts, json.dumps(FOUND.to_json()), lambda found: json.dumps(found.to_json())
     ),
-    "tuned plan": Written(
-        tuned, json.dumps(_plan_to_json(plan())), lambda found: json.dumps(_plan_to_json(found))
-    ),
+    "tuned plan": Written(tuned, example_plan().to_json(), fddp.BucketPlan.to_json),
 }
 
 
@@ -186,9 +186,10 @@ def test_arbitrary_text_is_refused(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("text", [b"", b"7", b"a\nb", b"\xff\xfe"])
 def test_malformed_reports_of_failures_do_not_hide_the_others(text: bytes) -> None:
-    board = SimpleNamespace(abandoned={}, close_abandoned=lambda keys: None)
     transport: Any = SimpleNamespace(
-        status=SimpleNamespace(board=board), exchange=lambda payload, topic: [payload, text]
+        abandoned=[],
+        close_abandoned=lambda keys: None,
+        exchange=lambda payload, topic: [payload, text],
     )
     own, other = exchange_reports(transport, "3", "abc", "step", "no: 1\n2")
     assert own == ("3", "abc", "step", [], "no: 1\n2")
@@ -270,7 +271,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"failure":1}', b"[[null]]", b"\xff", b"[1,2,3]"])
-def test_nonsense_is_named_on_every_rank(
+def test_invalid_arguments_are_raised_on_every_rank(
     name: str, text: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call, end, number = CALLS[name]
@@ -291,29 +292,29 @@ def test_nonsense_is_named_on_every_rank(
             call(group)
         return str(caught.value)
 
-    for told in fddp.loopback(2, ended):
-        assert "rank 1 sent a malformed '" in told
-        assert told.endswith("run the same version of fddp on every rank")
+    for outcome in fddp.loopback(2, ended):
+        assert "rank 1 sent a malformed '" in outcome
+        assert outcome.endswith("run the same version of fddp on every rank")
 
 
-def test_a_length_that_makes_no_sense_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_length_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anybody makes room for it."""
-    own = byte_exchange.gather_bytes
+    own = base.gather_bytes
 
     def gather(transport: Any, payload: bytes, width: int, what: str) -> list[bytes]:
         if transport.rank == 1 and payload.startswith(b"terms"):
             payload = payload[:16] + (2**62).to_bytes(8, "big") + payload[24:]
         return own(transport, payload, width, what)
 
-    monkeypatch.setattr(byte_exchange, "gather_bytes", gather)
+    monkeypatch.setattr(base, "gather_bytes", gather)
 
     def ended(group: Any) -> str:
         with pytest.raises(fddp.DesyncError) as caught:
             broadcast(group)
         return str(caught.value)
 
-    for told in fddp.loopback(2, ended):
-        assert f"rank 1 sent a malformed 'terms' message: it has {2**62} bytes" in told
+    for outcome in fddp.loopback(2, ended):
+        assert f"rank 1 sent a malformed 'terms' message: it has {2**62} bytes" in outcome
 
 
 # What lies in the store of a job
@@ -330,10 +331,10 @@ ANSWERS = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(answer=ANSWERS, question=st.one_of(st.just(b"0"), st.binary(max_size=20)), since=st.just(1))
-def test_status_is_reported_whatever_the_store_holds(
+def test_status_is_reported_under_any_store_content(
     answer: bytes, question: bytes, since: int
 ) -> None:
-    """What explains another failure never fails itself."""
+    """Explaining another failure never fails itself."""
     store = dist.HashStore()
     board = StoreStatusBoard(store, 0, 2)
     board._store.set("answer/1", answer)
@@ -347,9 +348,9 @@ def test_status_is_reported_whatever_the_store_holds(
     assert theirs is None or all(
         type(text) is str for text in (*theirs.waits, theirs.last, theirs.at)
     )
-    told = format_statuses({f"rank {rank}": doing for rank, doing in found.items()})
-    assert len(told) < 20_000
-    assert "\x1b" not in told
+    outcome = format_statuses({f"rank {rank}": doing for rank, doing in found.items()})
+    assert len(outcome) < 20_000
+    assert "\x1b" not in outcome
 
 
 def test_answers_are_quoted_verbatim() -> None:
@@ -357,6 +358,6 @@ def test_answers_are_quoted_verbatim() -> None:
     desks = [StoreStatusBoard(store, rank, 2) for rank in range(2)]
     desks[1].gave_up = "giving up bucket 0"
     desks[1].answer(desks[1]._store, desks[0].query() + 1)
-    told = desks[0].answers([1], 0, 0.0)[1]
-    assert told is not None
-    assert told.last == "giving up bucket 0"
+    outcome = desks[0].answers([1], 0, 0.0)[1]
+    assert outcome is not None
+    assert outcome.last == "giving up bucket 0"

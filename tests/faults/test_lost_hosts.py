@@ -32,7 +32,7 @@ TREE = {"w": torch.ones(4)}
 
 
 class Seen(NamedTuple):
-    """How a call ended on a rank."""
+    """Outcome of a call on a rank."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -97,13 +97,13 @@ def test_a_rank_that_is_killed_while_the_others_connect() -> None:
         outcomes = run_fresh(3, die_while_connecting, lost, how)
         assert outcomes[lost].exitcode == -signal.SIGKILL
         for rank in {0, 1, 2} - {lost}:
-            told, error, exitcode = outcomes[rank]
+            answer, error, exitcode = outcomes[rank]
             assert (error, exitcode) == (None, 0)
-            assert (told.kind, told.ranks) == ("RankLostError", (lost,)), told
-            assert told.took_s < PROMISED_S
+            assert (answer.kind, answer.ranks) == ("RankLostError", (lost,)), answer
+            assert answer.took_s < PROMISED_S
 
 
-# A rank is killed of which nothing but a connection tells
+# A killed rank that only a connection reveals
 
 
 def die_beside_one_that_computes(rank: int, world_size: int) -> Seen | None:
@@ -120,9 +120,9 @@ def die_beside_one_that_computes(rank: int, world_size: int) -> Seen | None:
 def test_a_rank_that_computes_is_not_taken_for_lost() -> None:
     outcomes = run_fresh(3, die_beside_one_that_computes)
     for rank in (0, 2):
-        told, error, _ = outcomes[rank]
+        answer, error, _ = outcomes[rank]
         assert error is None, error
-        assert (told.kind, told.ranks) == ("RankLostError", (1,)), told
+        assert (answer.kind, answer.ranks) == ("RankLostError", (1,)), answer
 
 
 # The rank that hosts the store is stopped, or gone
@@ -136,26 +136,26 @@ def stop_the_host(rank: int, world_size: int) -> list[Seen]:
     if rank == 0:
         later(STOPPED_S, signal.SIGCONT)
         os.kill(os.getpid(), signal.SIGSTOP)
-    told = [seen(lambda sync=sync: sync(TREE)) for sync in syncs]
+    answer = [seen(lambda sync=sync: sync(TREE)) for sync in syncs]
     if rank != 0:
-        told.append(seen(lambda: fddp.GradSync(TREE, timeout_s=TIMEOUT_S)))
+        answer.append(seen(lambda: fddp.GradSync(TREE, timeout_s=TIMEOUT_S)))
     for sync in syncs:
         sync.close()
-    return told
+    return answer
 
 
 def test_the_store_of_a_rank_that_is_stopped() -> None:
     outcomes = run_fresh(3, stop_the_host)
     assert [outcome.error for outcome in outcomes] == [None] * 3
-    assert all(told.kind for told in outcomes[0].result), "it raises, too, once it goes on"
+    assert all(answer.kind for answer in outcomes[0].result), "it raises, too, once it goes on"
     for rank in (1, 2):
         assert len(outcomes[rank].result) == 3
-        for told in outcomes[rank].result:
-            assert (told.kind, told.ranks) == ("SyncTimeoutError", (0,)), told
-            assert f"on rank {rank} of 3" in told.text
-            assert told.took_s < PROMISED_S, told
-        for told in outcomes[rank].result[1:]:
-            assert "rank 0: stopped, or ended; the group's store does not answer" in told.text
+        for answer in outcomes[rank].result:
+            assert (answer.kind, answer.ranks) == ("SyncTimeoutError", (0,)), answer
+            assert f"on rank {rank} of 3" in answer.text
+            assert answer.took_s < PROMISED_S, answer
+        for answer in outcomes[rank].result[1:]:
+            assert "rank 0: stopped, or ended; the group's store does not answer" in answer.text
 
 
 def lose_the_host(rank: int, world_size: int, transport: str) -> list[Seen]:
@@ -174,11 +174,11 @@ def lose_the_host(rank: int, world_size: int, transport: str) -> list[Seen]:
 
 def test_the_store_of_a_rank_that_is_killed() -> None:
     outcomes = run_fresh(2, lose_the_host, "shm")
-    told, error, _ = outcomes[1]
+    answer, error, _ = outcomes[1]
     assert error is None, error
-    assert [each.kind for each in told] == ["RankLostError"] * 4, told
-    assert told[0].ranks == (0,)
-    for each in told[1:]:
+    assert [each.kind for each in answer] == ["RankLostError"] * 4, answer
+    assert answer[0].ranks == (0,)
+    for each in answer[1:]:
         assert "the rank or agent that hosts it is gone: start the job again" in each.text
         assert each.took_s < PROMISED_S
 
@@ -211,23 +211,28 @@ def fail_in_a_handler(rank: int, world_size: int, transport: str) -> str:
 
 def test_a_handler_error_is_raised_from_a_wait(ranks: RankPool) -> None:
     for transport in ("shm", "c10d"):
-        told = ranks.run(2, fail_in_a_handler, transport)
-        assert told[0] == "PreemptedError: by the scheduler"
+        answer = ranks.run(2, fail_in_a_handler, transport)
+        assert answer[0] == "PreemptedError: by the scheduler"
 
 
 @contextlib.contextmanager
-def failing_at(number: int) -> Iterator[None]:
-    """Raise as a signal handler would, once as many functions were entered or have returned."""
+def failing_at(number: int) -> Iterator[list[int]]:
+    """Raise as a signal handler would, once as many functions were entered or have returned.
+
+    Yields a list that holds `number` from then on.
+    """
     signal.signal(signal.SIGUSR2, preempt)
     events = itertools.count(1)
+    raised: list[int] = []
 
     def count(frame: Any, event: str, _: Any) -> None:
         if event in ("call", "c_return", "c_exception") and next(events) == number:
+            raised.append(number)
             preempt(signal.SIGUSR2, frame)
 
     sys.setprofile(count)
     try:
-        yield
+        yield raised
     finally:
         sys.setprofile(None)
 
@@ -237,19 +242,20 @@ def fail_at_calls(rank: int, world_size: int, transport: str, numbers: range) ->
     for number in numbers:
         with fddp.GradSync(TREE, timeout_s=20.0, transport=transport) as sync:
             sync(TREE)
+            raised = []
             try:
                 if rank == 0:
                     with (
                         mock.patch.object(backends, "_CHECK_INTERVAL", timedelta(milliseconds=1)),
                         mock.patch.object(shm, "_CHECK_INTERVAL_S", 0.001),
                         mock.patch.object(peer_monitor, "_CHECK_PROCESSES_AFTER_S", 0.0),
-                        failing_at(number),
+                        failing_at(number) as raised,
                     ):
                         sync(TREE)
                 else:
                     time.sleep(0.02)
                     sync(TREE)
-                endings.append("no error")
+                endings.append("suppressed" if raised else "no error")
             except RuntimeError as error:
                 endings.append(type(error).__name__)
         dist.barrier()
@@ -261,7 +267,9 @@ def test_a_handler_error_is_raised_from_any_call(ranks: RankPool, transport: str
     """Code that suppresses errors of stores and backends lets those of signal handlers through."""
     numbers = range(5, 400, 10)
     first, second = ranks.run(2, fail_at_calls, transport, numbers)
-    assert dict(zip(numbers, first, strict=True)) == dict.fromkeys(numbers, "PreemptedError")
+    # On a busy machine, rank 1 may be there before rank 0 has waited for as many calls.
+    assert set(first) <= {"PreemptedError", "no error"}, dict(zip(numbers, first, strict=True))
+    assert first.count("PreemptedError") > len(numbers) // 2
     # Rank 1 may have met rank 0 before that failed.
     assert set(second) <= {"RankLostError", "PeerError", "no error"}
 

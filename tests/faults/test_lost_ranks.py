@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fddp
 from fddp.hooks import Hook
+from tests.support.backward_calls import call_in_backward
 from tests.support.endings import BoomError, Ending, ending
 from tests.support.models import batch, mlp, mlp_loss
 from tests.support.ranks import RankPool, run_fresh
@@ -24,20 +25,6 @@ from tests.support.ranks import RankPool, run_fresh
 TIMEOUT_S = 6.0
 LOST = 1
 SMALL = {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0003}
-
-
-class Stops(torch.autograd.Function):
-    """Ends its process, or stalls, when backward comes by."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, how: str) -> Tensor:
-        ctx.how = how
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        stop(ctx.how)
-        return grad, None
 
 
 def stop(how: str) -> None:
@@ -55,13 +42,13 @@ def stopping_loss(p: Any, x: Tensor, where: str, how: str) -> Tensor:
         stop(how)
     for name, layer in p.items():
         if name == "layer2" and where == "backward":
-            x = Stops.apply(x, how)
+            x = call_in_backward(x, lambda: stop(how))
         x = torch.tanh(x @ layer["weight"] + layer["bias"])
     return x.square().mean()
 
 
 class Place(NamedTuple):
-    """What an error says of where it was met, and what the plan says of that bucket."""
+    """Position of a failure: as the error names it, and as the plan describes the bucket."""
 
     ranks: tuple[int, ...]
     bucket: int
@@ -71,7 +58,7 @@ class Place(NamedTuple):
 
 
 def placed(call: Callable[[], Any], sync: fddp.GradSync) -> tuple[Ending, Place | None]:
-    """How a step ends on a rank that others leave, and where."""
+    """Outcome and position of a step on a rank that others leave."""
     places = []
 
     def noted() -> None:
@@ -102,7 +89,7 @@ def lose_a_rank(rank: int, world_size: int, transport: str, where: str, how: str
     closed = ending(lambda: step(params, batch(rank, 3)))
     unchanged = fddp.tree_map(torch.equal, params, mlp())
 
-    # The ranks that are left go on in a group of their own.
+    # The surviving ranks continue in a group of their own.
     left = [r for r in range(world_size) if r != LOST]
     group = dist.new_group(left, use_local_synchronization=True)
     with fddp.GradSync(params, group=group, timeout_s=TIMEOUT_S) as sync:
@@ -150,7 +137,7 @@ def stall(rank: int, world_size: int, transport: str, where: str) -> Any:
     else:
         seen, place = placed(lambda: step(mlp(), batch(rank, 1)), sync)
     took_s = time.perf_counter() - begin_s
-    dist.barrier()  # all are alive: the same group goes on
+    dist.barrier()  # all are alive: the same group is usable
     with fddp.GradSync(mlp(), timeout_s=20.0) as sync:
         after = sync.value_and_grad(mlp_loss)(mlp(), batch(0, 0))[1]
     return seen, place, took_s, torch.func.grad(mlp_loss)(mlp(), batch(0, 0)), after
@@ -159,8 +146,8 @@ def stall(rank: int, world_size: int, transport: str, where: str) -> Any:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
 def test_a_rank_that_stalls_mid_step(ranks: RankPool, transport: str, where: str) -> None:
-    for rank, told in enumerate(ranks.run(3, stall, transport, where)):
-        seen, place, took_s, expected, after = told
+    for rank, outcome in enumerate(ranks.run(3, stall, transport, where)):
+        seen, place, took_s, expected, after = outcome
         if rank == LOST:
             assert seen.kinds[0] == "SyncTimeoutError", seen
             assert re.search(
@@ -188,10 +175,10 @@ def absent(rank: int, world_size: int) -> Any:
 
 
 def test_a_rank_that_does_not_build_its_sync(ranks: RankPool) -> None:
-    for rank, told in enumerate(ranks.run(3, absent)):
+    for rank, outcome in enumerate(ranks.run(3, absent)):
         if rank == LOST:
             continue
-        seen, took_s = told
+        seen, took_s = outcome
         assert seen.kinds[0] == "SyncTimeoutError"
         assert "rank 1" in seen.text
         assert f"opening a GradSync on rank {rank} of 3: rank 1 did not" in seen.text
@@ -287,7 +274,7 @@ def fail_in_a_hook(rank: int, world_size: int, transport: str, index: int) -> An
 def test_a_failing_rank_is_reported_and_the_group_continues(
     ranks: RankPool, transport: str, index: int
 ) -> None:
-    """What it would have sent next is not taken for what the others wait for."""
+    """Its next collective does not match the one that the others wait for."""
     for rank, (kind, named, took_s) in enumerate(ranks.run(3, fail_in_a_hook, transport, index)):
         assert kind == ("BoomError" if rank == LOST else "RankLostError")
         assert named == (None if rank == LOST else (LOST,))

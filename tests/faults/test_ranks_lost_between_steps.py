@@ -25,7 +25,7 @@ LOST = 1
 
 
 def calls(sync: fddp.GradSync) -> dict[str, Callable[[], Any]]:
-    """What ranks do again after one is lost; those behind close what those before have opened."""
+    """Calls of the surviving ranks; later ones close what earlier ones opened."""
     group, params = dist.group.WORLD, mlp()
     return {
         "reconcile": lambda: fddp.reconcile(params, step=0, timeout_s=TIMEOUT_S),
@@ -48,15 +48,15 @@ def lose_a_rank(rank: int, world_size: int, transport: str) -> Any:
         dist.barrier()
         if rank == LOST:
             os.kill(os.getpid(), signal.SIGKILL)
-        told = {}
+        answer = {}
         for name, call in again.items():
             begin_s = time.perf_counter()
             with pytest.raises(fddp.FddpError) as caught:
                 call()
             took_s = time.perf_counter() - begin_s
             error = caught.value
-            told[name] = type(error).__name__, getattr(error, "ranks", None), took_s, str(error)
-        return told
+            answer[name] = type(error).__name__, getattr(error, "ranks", None), took_s, str(error)
+        return answer
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
@@ -72,8 +72,8 @@ def test_a_rank_that_ends_between_two_calls_is_lost(transport: str) -> None:
 
 
 def leave_a_loop(group: Any, busy: bool) -> Any:
-    """Rank 1 makes one step less, closes its GradSync, and goes on to the next one. Rank 2 may not
-    even be able to say that it lives."""
+    """Rank 1 makes one step less, closes its GradSync, and continues with the next one. Rank 2 may
+    not even be able to report that it is alive."""
     with fddp.GradSync(mlp(), group=group, timeout_s=TIMEOUT_S) as sync:
         rank, begin_s = sync.rank, 0.0
         sync(mlp())
@@ -94,9 +94,9 @@ def leave_a_loop(group: Any, busy: bool) -> Any:
 def test_a_rank_that_has_closed_in_order_is_named(
     launch: str, busy: bool, request: pytest.FixtureRequest
 ) -> None:
-    """It is alive, and answers who asks where it is; what ends there is told apart from a crash."""
-    told = launch_over(launch, request)(3, leave_a_loop, busy)
-    for seen, took_s in (told[0], told[2]):
+    """It is alive and reports its status; ending in order is distinguished from a crash."""
+    answer = launch_over(launch, request)(3, leave_a_loop, busy)
+    for seen, took_s in (answer[0], answer[2]):
         assert seen.kinds[0] == "RankLostError", seen
         assert "rank 2" not in seen.text.replace("on rank 2", "")
         assert re.search(r"lost rank 1 \(?(it closed|left) its transport", seen.text), seen.text

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import gc
-import os
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import fddp
-from tests.faults.soak.rank import Soak, Told, run_rank
+from tests.faults.soak.rank import RankResult, Soak, run_rank
 from tests.faults.soak.resources import FLOORS, Usage, growths
 from tests.faults.soak.script import SHARES, draw
+from tests.support.process_resources import open_file_count
 from tests.support.ranks import RankPool
 
 STEPS = 120
 
 
-def soak_on_rank(rank: int, world_size: int) -> Told:
+def soak_on_rank(rank: int, world_size: int) -> RankResult:
     return run_rank(Soak(steps=STEPS, minutes=5.0, seed=3, samples=12, shown=False))
 
 
 def test_nothing_grows_and_replicas_stay_equal(ranks: RankPool) -> None:
-    told = ranks.run(2, soak_on_rank)
-    assert [one.turns for one in told] == [STEPS, STEPS]
-    assert told[0].digest == told[1].digest
-    assert told[0].compared > 10
-    assert len(told[0].kinds) >= len(SHARES) - 3  # of the rare ones, some are not drawn
-    for one in told:
+    results = ranks.run(2, soak_on_rank)
+    assert [one.turns for one in results] == [STEPS, STEPS]
+    assert results[0].digest == results[1].digest
+    assert results[0].compared > 10
+    assert len(results[0].kinds) >= len(SHARES) - 3  # of the rare ones, some are not drawn
+    for one in results:
         grown = [growth for growth in growths(one.usages) if not growth.is_flat]
         # What a process allocates for the first time is not over in so few steps.
         assert not [growth for growth in grown if not growth.name.endswith("_bytes")]
@@ -43,7 +43,7 @@ def wrappers_on_rank(rank: int, world_size: int) -> list[int]:
         del wrapped
         gc.collect()
         dist.barrier()
-        counts.append(len(os.listdir("/proc/self/fd")))
+        counts.append(open_file_count())
     return counts
 
 

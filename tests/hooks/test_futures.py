@@ -10,7 +10,7 @@ from fddp.hooks import Future
 
 
 class Started:
-    """Something in flight: there once it is told so."""
+    """An operation in flight that completes on request."""
 
     def __init__(self, value: Any) -> None:
         self.is_there = False
@@ -89,14 +89,14 @@ def test_a_stage_may_have_stages_of_its_own() -> None:
     assert future.wait() == (1, 2)
 
 
-def test_done_means_that_nothing_is_left_to_start() -> None:
+def test_done_means_that_all_stages_have_started() -> None:
     future = Future.of(1).then(Future.of)
     assert not future.done
     future.advance(block=False)
     assert future.done
 
 
-def test_waiting_starts_what_is_left() -> None:
+def test_waiting_starts_the_remaining_stages() -> None:
     assert Future.of(1).then(Future.of).map(lambda n: n + 1).then(Future.of).wait() == 2
 
 

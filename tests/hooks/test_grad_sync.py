@@ -33,6 +33,7 @@ from tests.support.hook_models import (
     Same,
     grads,
     late_loss,
+    name_of,
     params,
     same_leaves,
     weight,
@@ -53,16 +54,12 @@ EXACT = [allreduce, Same(), Halves(), top_k(1.0), power_sgd(100)]
 MESH = fddp.Topology(host=2, local=2)
 
 
-def name_of(value: Any) -> str:
-    return value.name if isinstance(value, Hook) else str(value)
-
-
 # Every way to synchronise
 
 
 @pytest.mark.parametrize("hook", EXACT, ids=name_of)
 def test_steps_during_backward(launch: Launch, hook: Hook[Any]) -> None:
-    runs = launch(2, train, hook)
+    runs = launch(2, gradients_during_backward, hook)
     for step in range(4):
         wanted = mean_gradients(
             mlp_loss,
@@ -75,7 +72,7 @@ def test_steps_during_backward(launch: Launch, hook: Hook[Any]) -> None:
     assert [packed for _, packed in runs] == [runs[0][1]] * 2
 
 
-def train(group: Any, hook: Hook[Any]) -> Any:
+def gradients_during_backward(group: Any, hook: Hook[Any]) -> Any:
     with fddp.GradSync(mlp(), group=group, hook=hook, **SMALL) as sync:
         number = iter(range(4))
         step = sync.value_and_grad(
@@ -299,7 +296,7 @@ def test_between_hosts_such_weights_are_an_error_once() -> None:
     fddp.loopback(4, run)
 
 
-def test_a_step_that_is_not_finite_leaves_the_state() -> None:
+def test_a_nonfinite_step_keeps_the_state() -> None:
     def run(group: Any) -> None:
         own = {"w": torch.tensor([1.0, 5.0])}
         bad = {"w": torch.tensor([1.0, torch.nan if group.rank else 5.0])}
@@ -413,7 +410,7 @@ def test_state_where_there_is_no_hook() -> None:
 
 
 @pytest.mark.parametrize("hook", [top_k(0.3), power_sgd(1), Halves()], ids=name_of)
-def test_a_step_that_fails_leaves_the_state(hook: Hook[Any]) -> None:
+def test_a_failed_step_keeps_the_state(hook: Hook[Any]) -> None:
     def run(group: Any, fails: bool) -> Any:
         with fddp.GradSync(params(), group=group, hook=hook, **SMALL) as sync:
             _, state = sync.update(grads(sync.rank, 0), sync.init_state())

@@ -91,7 +91,7 @@ def test_stages_run_during_backward(stages: int) -> None:
         # The gradient is seen by the test before its bucket is: the first stage comes after it.
         expected += [f"w{LAYERS - 1 - bucket}", (bucket, 0)]
         expected += [(bucket - n, n) for n in range(1, stages) if bucket >= n]
-    # Then rounds of what is left, so that stages of different buckets go on side by side.
+    # Then rounds of the remaining stages, so that stages of different buckets overlap.
     for done in range(stages):
         expected += [(b, LAYERS - b + done) for b in range(LAYERS) if LAYERS - b + done < stages]
     assert log == expected
@@ -196,7 +196,7 @@ def test_the_control_word_does_not_wait_for_stages() -> None:
     assert control == last_first_stage + 1
 
 
-def test_results_are_right_whatever_the_number_of_stages() -> None:
+def test_results_are_correct_for_any_number_of_stages() -> None:
     def run(group: Any, hook: Hook[Any]) -> Any:
         with fddp.GradSync(params(), group=group, hook=hook, **ONE_EACH) as sync:
             x = rand(3, 8, seed=group.rank)

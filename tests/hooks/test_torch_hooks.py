@@ -40,7 +40,7 @@ from tests.support.ranks import Launch, RankPool
 STEPS = 4
 
 
-def train(hook: Hook[Any] | None, **options: Any) -> list[dict[str, Tensor]]:
+def gradients_under(hook: Hook[Any] | None, **options: Any) -> list[dict[str, Tensor]]:
     """Synchronised gradients of some steps during backward, in several buckets."""
     rank, own = dist.get_rank(), matrices(params(torch.float32))
     with fddp.GradSync(own, hook=hook, **{**SMALL, **options}) as sync:
@@ -73,16 +73,20 @@ def test_default_hooks(ranks: RankPool) -> None:
 
 def run_default_hooks(rank: int, world_size: int) -> Any:
     world, hooks = dist.group.WORLD, default_hooks
-    plain, half, brain = train(None), train(fp16_compress), train(bf16_compress)
+    plain, half, brain = (
+        gradients_under(None),
+        gradients_under(fp16_compress),
+        gradients_under(bf16_compress),
+    )
     for group in (None, world):
-        assert same_bits([plain, train(TorchHook(group, hooks.allreduce_hook))])
-        assert same_bits([half, train(TorchHook(group, hooks.fp16_compress_hook))])
-        assert same_bits([brain, train(TorchHook(group, hooks.bf16_compress_hook))])
+        assert same_bits([plain, gradients_under(TorchHook(group, hooks.allreduce_hook))])
+        assert same_bits([half, gradients_under(TorchHook(group, hooks.fp16_compress_hook))])
+        assert same_bits([brain, gradients_under(TorchHook(group, hooks.bf16_compress_hook))])
     wrapped = hooks.fp16_compress_wrapper(hooks.allreduce_hook)
-    assert same_bits([half, train(TorchHook(world, wrapped))])
+    assert same_bits([half, gradients_under(TorchHook(world, wrapped))])
     wrapped = hooks.bf16_compress_wrapper(hooks.allreduce_hook)
-    assert same_bits([brain, train(TorchHook(world, wrapped))])
-    assert same_bits([plain, train(allreduce)])
+    assert same_bits([brain, gradients_under(TorchHook(world, wrapped))])
+    assert same_bits([plain, gradients_under(allreduce)])
     return [plain]
 
 
@@ -102,7 +106,11 @@ def run_power_sgd(rank: int, world_size: int, wrap: bool) -> Any:
         own: Any = powerSGD_hook.powerSGD_hook
         return TorchHook(state, default_hooks.fp16_compress_wrapper(own) if wrap else own)
 
-    return train(None), train(hook()), train(hook(), bucket_cap_mb=25, first_bucket_mb=25)
+    return (
+        gradients_under(None),
+        gradients_under(hook()),
+        gradients_under(hook(), bucket_cap_mb=25, first_bucket_mb=25),
+    )
 
 
 def test_power_sgd_of_full_rank_is_the_mean(ranks: RankPool) -> None:
@@ -114,7 +122,7 @@ def run_full_rank(rank: int, world_size: int) -> Any:
     state = powerSGD_hook.PowerSGDState(
         dist.group.WORLD, 30, start_powerSGD_iter=2, min_compression_rate=0.01
     )
-    return train(None), train(TorchHook(state, powerSGD_hook.powerSGD_hook))
+    return gradients_under(None), gradients_under(TorchHook(state, powerSGD_hook.powerSGD_hook))
 
 
 def test_post_local_sgd(ranks: RankPool) -> None:
@@ -126,7 +134,9 @@ def test_post_local_sgd(ranks: RankPool) -> None:
 def run_post_local_sgd(rank: int, world_size: int) -> Any:
     alone, _ = dist.new_subgroups(1)
     state = post_localSGD_hook.PostLocalSGDState(dist.group.WORLD, alone, 2)
-    return train(None), train(TorchHook(state, post_localSGD_hook.post_localSGD_hook))
+    return gradients_under(None), gradients_under(
+        TorchHook(state, post_localSGD_hook.post_localSGD_hook)
+    )
 
 
 def test_noop_hook(ranks: RankPool) -> None:
@@ -135,7 +145,7 @@ def test_noop_hook(ranks: RankPool) -> None:
 
 
 def run_no_op(rank: int, world_size: int) -> Any:
-    return train(TorchHook(None, debugging_hooks.noop_hook))
+    return gradients_under(TorchHook(None, debugging_hooks.noop_hook))
 
 
 @pytest.mark.parametrize("name", ["quantization_pertensor_hook", "quantization_perchannel_hook"])
@@ -157,11 +167,11 @@ def run_quantization(rank: int, world_size: int, name: str) -> Any:
 
     hook = TorchHook(dist.group.WORLD, getattr(quantization_hooks, name))
     with mock.patch.object(dist, "all_gather", Stacked):
-        return train(None), train(hook)
+        return gradients_under(None), gradients_under(hook)
 
 
 class Descent:
-    """What torch calls a functional optimizer."""
+    """A functional optimizer, as torch defines it."""
 
     def step_param(self, param: Tensor, grad: Tensor) -> None:
         with torch.no_grad():
@@ -183,7 +193,7 @@ def run_optimizer_overlap(rank: int, world_size: int, only: list[str] | None) ->
     hook = optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, state)
     with fddp.GradSync(own, hook=TorchHook(None, hook, own), **SMALL) as sync:
         sync(own_grads(rank)[0])
-    return own, train(None)[0]
+    return own, gradients_under(None)[0]
 
 
 def test_builtin_hooks() -> None:
@@ -203,7 +213,7 @@ def finished(value: Any) -> Any:
 
 
 def with_hook(hook: Callable[..., Any], own: Mapping[str, Tensor], ranks: int = 2) -> list[Any]:
-    """What ranks get for their gradients."""
+    """Return each rank's reduced gradients."""
 
     def run(group: Any) -> Any:
         step_hook = TorchHook(group.rank, hook, own)
@@ -232,7 +242,7 @@ def test_grad_bucket_attributes() -> None:
         assert all(torch.equal(result[name], leaf + rank) for name, leaf in own.items())
 
 
-def test_gradients_have_their_shapes_whatever_the_order_of_memory() -> None:
+def test_gradients_have_their_shapes_in_any_memory_order() -> None:
     last = torch.arange(24.0).view(1, 4, 3, 2).to(memory_format=torch.channels_last)
     own = {"a": torch.arange(3.0), "b": last}
 

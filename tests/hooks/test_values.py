@@ -1,4 +1,4 @@
-"""What each hook computes, against one process, and the laws that hold for all of them."""
+"""Results of each hook, compared with one process, and laws of all hooks."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from tests.support.hook_models import (
     Halves,
     Same,
     grads,
+    name_of,
     params,
     same_leaves,
     steps,
@@ -59,10 +60,6 @@ LOSSY = [
     chain(power_sgd(2), error_feedback(int8(5))),
 ]
 HOOKS = [allreduce, Halves(), *LOSSY]
-
-
-def name_of(value: Any) -> str:
-    return value.name if isinstance(value, Hook) else str(value)
 
 
 # On every transport
@@ -213,7 +210,7 @@ def test_power_sgd_finds_a_matrix_of_its_rank_at_once_and_gets_out_of_zeros() ->
         assert torch.allclose(mean, wanted, rtol=1e-9, atol=1e-20)
 
 
-def test_power_sgd_leaves_alone_what_would_not_get_smaller() -> None:
+def test_power_sgd_skips_matrices_that_would_not_shrink() -> None:
     means, (state,) = run_leaf(power_sgd(3), random_inputs(1, 6, 6, steps=1))
     assert state[0]["inner"] == []
     assert torch.equal(means[0], random_inputs(1, 6, 6, steps=1)[0][0])
@@ -267,7 +264,7 @@ def test_bytes_on_the_wire_are_those_of_the_docstrings(hook: Hook[Any] | None, n
         (lambda: cast(torch.int32), "dtype must be a floating dtype of torch, got torch.int32"),
     ],
 )
-def test_parameters_that_make_no_sense(make: Any, problem: str) -> None:
+def test_invalid_parameters(make: Any, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         make()
 

@@ -1,4 +1,4 @@
-"""What goes wrong in and around compiled programs of JAX is named, on every rank."""
+"""Errors in and around compiled programs of JAX are raised on every rank, with a cause."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.support.ranks import RankPool
 HERE = re.escape(__file__)
 
 
-def told(world_size: int, program: Callable[[LoopbackGroup], Any]) -> list[str]:
-    """The kind and text of what each rank raises; ranks go on with a sum that must be right."""
+def outcome(world_size: int, program: Callable[[LoopbackGroup], Any]) -> list[str]:
+    """Return the kind and text of each rank's error; afterwards a sum must be correct."""
 
     def on_rank(group: LoopbackGroup) -> str:
         with pytest.raises(fddp.FddpError) as caught, named_errors():
@@ -117,7 +117,7 @@ def test_differing_leaves_are_reported() -> None:
     def program(group: LoopbackGroup) -> None:
         jax.jit(lambda x: psum({"w": x}, group))(jnp.ones(2 + group.rank))
 
-    for text in told(2, program):
+    for text in outcome(2, program):
         assert re.match(
             rf"DesyncError: ranks met in different operators: rank 0: psum of 1 leaf \('w'\), "
             rf"called at {HERE}:\d+; rank 1: .*rank 0 has leaf 'w' of shape \(2,\), float32 on cpu "
@@ -136,7 +136,7 @@ def test_ranks_in_other_derivatives_are_reported() -> None:
         else:
             jax.jit(jax.grad(loss))(1.0)
 
-    for text in told(2, program):
+    for text in outcome(2, program):
         assert re.match(
             rf"DesyncError: .*rank 0: backward of psum of 1 leaf \(''\), called at {HERE}:(\d+); "
             rf"rank 1: psum of 1 leaf \(''\), called at {HERE}:\1",
@@ -195,7 +195,7 @@ def test_programs_of_two_threads_over_one_group(monkeypatch: pytest.MonkeyPatch)
     assert fddp.loopback(1, program) == [1.0]
 
 
-def test_without_named_errors_the_text_is_in_what_jax_raises() -> None:
+def test_without_named_errors_jax_raises_the_text() -> None:
     def program(group: LoopbackGroup) -> str:
         with pytest.raises(jax.errors.JaxRuntimeError, match="DesyncError: ranks met") as caught:
             jax.block_until_ready(jax.jit(lambda x: psum(x, group))(jnp.ones(2 + group.rank)))

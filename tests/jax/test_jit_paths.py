@@ -68,7 +68,7 @@ def test_both_paths_give_the_same_result(path: str) -> None:
         np.testing.assert_array_equal(mean, 2 * turned)
 
 
-def test_a_loop_that_carries_just_what_is_reduced(path: str) -> None:
+def test_a_loop_that_carries_only_reduced_values(path: str) -> None:
     def doubled(group: LoopbackGroup) -> Any:
         return jax.jit(lambda: jax.lax.while_loop(lambda x: x < 10, lambda x: psum(x, group), 1.0))
 
@@ -91,7 +91,7 @@ def test_both_name_errors(path: str) -> None:
         assert re.search(rf"psum of 1 leaf \('w'\), called at {re.escape(__file__)}:\d+", text)
 
 
-def test_a_loan_ends_with_its_call() -> None:
+def test_borrowed_memory_is_returned_after_the_call() -> None:
     """Memory is XLA's again once the handler has returned; who kept the loan is refused."""
     kept = []
     unpatched = lowering.calls._reduce

@@ -40,7 +40,7 @@ def test_operators_of_the_extension_keep_torchs_rules(dtype: torch.dtype) -> Non
     opcheck(OPS.scale.default, (buffer, 0.5))
 
 
-def test_operators_of_the_extension_compute_what_the_reference_does() -> None:
+def test_operators_of_the_extension_match_the_reference() -> None:
     leaves = leaves_of(torch.bfloat16)
     shapes = torch_ops.shapes_of(NDIMS, SIZES)
     layout = Layout(tuple(OFFSETS), shapes, ((2, 1), (), (4, 1)), 20)

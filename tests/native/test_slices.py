@@ -102,7 +102,7 @@ def test_copies_are_independent(buffer: Tensor) -> None:
     assert torch.equal(buffer, torch.arange(23.0))
 
 
-def test_sharing_one_moves_it_to_shared_memory_and_lets_go_of_the_buffer(buffer: Tensor) -> None:
+def test_sharing_one_moves_it_to_shared_memory_and_releases_the_buffer(buffer: Tensor) -> None:
     matrix = slices(buffer, LAYOUT)[2]
     expected = matrix.clone()
     matrix.share_memory_()

@@ -8,31 +8,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.rooms import MODULES, ROOMS, room_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PACKAGE = Path(__file__).parents[2] / "fddp"
-
-# Each may import those before it. The folders of the package are these rooms.
-ROOMS = (
-    *("errors", "core", "native", "tree", "telemetry", "transport", "hooks", "runtime"),
-    *("collectives", "sync", "ddp", "jax", "testing", "viz", "cli"),
-)
 NAMES = ("__init__", "__main__")
 TOOLS = ("testing", "viz", "cli")  # which use the library as its users do
 # By package, the rooms that import it.
 ONLY_IN = {"optree": {"tree"}, "fddp._C": {"native"}}
 CORE_IMPORTS_NONE_OF = ("torch", "optree", "jax")
 WITHOUT_PROCESS_GROUPS = {"core", "native", "tree"}
-
-MODULES = {
-    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in sorted(PACKAGE.rglob("*.py"))
-}
-
-
-def room_of(module: str) -> str:
-    return module.split(".")[0]
 
 
 def imports(module: str) -> Iterator[str]:
@@ -108,6 +94,15 @@ def test_imports_run_one_way(module: str) -> None:
 def test_no_circle_of_files() -> None:
     edges = {m: {own for name in imports(m) if (own := own_module(name))} - {m} for m in MODULES}
     assert circles(edges) == []
+
+
+def test_test_modules_do_not_import_each_other() -> None:
+    """They share what is in `tests/support`."""
+    tests = Path(__file__).parents[1]
+    for path in sorted(tests.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            assert not (name.startswith("tests.") and ".test_" in name), f"{path} imports {name}"
 
 
 def test_circles_are_found() -> None:

@@ -1,4 +1,4 @@
-"""What a step makes, counted: allocations, copies, page faults, Python objects. No times."""
+"""Allocations, copies, page faults and Python objects of a step. No times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fddp
 from fddp.native.buffer_pool import BufferPool
-from fddp.runtime.bucket import BucketState
+from fddp.runtime.state import BucketState
 from fddp.transport import Transport
 from fddp.transport.loopback import LoopbackTransport
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import fddp
-from tests.runtime.test_deterministic import digest
+from tests.support.digests import digest
 from tests.support.models import rand
 from tests.support.pages import ROOT, read
 from tests.support.ranks import Launch, RankPool
@@ -239,7 +239,7 @@ def test_other_axes_have_other_bits() -> None:
     assert mean_digest(4, options=square) != mean_digest(4, options={"deterministic": True})
 
 
-def test_ranks_that_change_places_have_other_bits() -> None:
+def test_permuted_ranks_have_other_bits() -> None:
     deterministic = {"deterministic": True}
     changed = mean_digest(3, lambda rank: gradients([1, 2, 0][rank]), options=deterministic)
     assert changed != mean_digest(3, options=deterministic)

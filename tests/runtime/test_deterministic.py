@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from itertools import product
 from typing import Any
 
@@ -19,7 +18,7 @@ from fddp.core.schedule.builder import make_schedule
 from fddp.core.schedule.schedule import Schedule
 from fddp.transport import open_transport
 from fddp.transport.ordered_sum import sum_in_order_
-from fddp.tree.pytree import flatten
+from tests.support.digests import digest
 from tests.support.models import rand
 from tests.support.oracle import find_fault
 from tests.support.ranks import Launch, RankPool
@@ -214,8 +213,8 @@ def test_arguments_that_do_not_go_with_it() -> None:
 
     def run(group: Any) -> None:
         grads = {"w": torch.ones(4)}
-        told = r"sums in its own order, which deterministic=True does not allow"
-        with pytest.raises(ValueError, match=told):
+        outcome = r"sums in its own order, which deterministic=True does not allow"
+        with pytest.raises(ValueError, match=outcome):
             fddp.GradSync(grads, group=group, deterministic=True, hook=fddp.hooks.bf16_compress)
         with pytest.raises(TypeError, match=r"deterministic must be True or False, got 1"):
             fddp.GradSync(grads, group=group, deterministic=1)
@@ -228,7 +227,7 @@ def test_arguments_that_do_not_go_with_it() -> None:
         with pytest.raises(fddp.PlanMismatchError, match=r"deterministic is True on rank 0 and"):
             fddp.GradSync(grads, group=group, deterministic=group.rank == 0)
         with fddp.GradSync(grads, group=group, deterministic=True) as sync:
-            with pytest.raises(ValueError, match=told):
+            with pytest.raises(ValueError, match=outcome):
                 sync._engine.set_hook(fddp.hooks.bf16_compress)
             assert torch.equal(sync(grads)["w"], grads["w"])
 
@@ -294,16 +293,6 @@ def digests(group: Any, options: dict[str, Any]) -> list[str]:
 def weight_of(p: Any, x: Tensor, rank: int, step: int) -> float:
     """None of these sums is exact in float64; in one step a rank has no weight."""
     return 0.0 if (rank, step) == (2, 1) else 0.1 + rank * 1.7 + step * 3.3
-
-
-def digest(tree: Any) -> str:
-    seen = hashlib.md5(usedforsecurity=False)
-    leaves, treedef = flatten(tree)
-    for leaf, path in zip(leaves, treedef.paths, strict=True):
-        dense = None if leaf is None else leaf.to_dense().contiguous().flatten()
-        seen.update(path.encode())
-        seen.update(b"" if dense is None else dense.view(torch.uint8).numpy().tobytes())
-    return seen.hexdigest()
 
 
 TINY = {"bucket_cap_mb": 1e-5, "first_bucket_mb": 1e-5}
@@ -440,7 +429,7 @@ def test_drawn_trees_have_the_same_bits_under_any_algorithm(case: Any) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["all_reduce", "hierarchical"])
-def test_the_mean_is_what_was_added_up_by_hand(algorithm: Any) -> None:
+def test_the_mean_equals_a_sum_by_hand(algorithm: Any) -> None:
     """A quarter is exact, so that only the sums round."""
     parts = [wild(rank, (37,), torch.float32) for rank in range(4)]
 

@@ -15,63 +15,33 @@ from torch.utils.checkpoint import checkpoint
 
 import fddp
 from fddp.core.protocol.readiness import Action, on_backward_end, on_control, on_ready, start
+from tests.support.backward_calls import call_in_backward
+from tests.support.branches import (
+    LEAVES,
+    WIDTH,
+    Branch,
+    branch_loss,
+    branch_params,
+    mean_of_branches,
+    train_branches,
+)
 from tests.support.models import batch, largest_difference, mean_gradients, mlp, rand, same_bits
 from tests.support.ranks import Launch, RankPool
 
 SMALL = {"bucket_cap_mb": 0.0002, "first_bucket_mb": 0.0001}  # one or two leaves a bucket
-LEAVES = 6
-WIDTH = 4
 
 
-class Branch(list[tuple[int, str]]):
-    """The layers that a loss function goes through, and how: one rank's graph of one step."""
-
-
-def params() -> dict[str, Tensor]:
-    return {f"w{i}": rand(WIDTH, WIDTH, seed=i) / 2 for i in range(LEAVES)}
-
-
-def branch_loss(p: dict[str, Tensor], x: Tensor, branch: Branch) -> Tensor:
-    x = x.clone().requires_grad_()
-    for leaf, how in branch:
-        x = _layer(p[f"w{leaf}"], x, how)
-    return x.square().mean()
-
-
-def plain_loss(p: dict[str, Tensor], x: Tensor, branch: Branch) -> Tensor:
-    return branch_loss(p, x, Branch((leaf, "plain") for leaf, _ in branch))
-
-
-def _layer(w: Tensor, x: Tensor, how: str) -> Tensor:
-    def layer(h: Tensor) -> Tensor:
-        return torch.tanh(h @ w) + h
-
-    if how == "reentrant":
-        return checkpoint(layer, x, use_reentrant=True)
-    if how == "checkpoint":
-        return checkpoint(layer, x, use_reentrant=False)
-    return layer(x)
-
-
-def train(group: Any, steps: list[list[Branch]]) -> list[tuple[Any, fddp.SyncInfo]]:
-    with fddp.GradSync(params(), group=group, **SMALL) as sync:
-        step = sync.value_and_grad(branch_loss, with_info=True)
-        results = []
-        for number, branches in enumerate(steps):
-            _, grads, info = step(
-                params(), batch(sync.rank, number, width=WIDTH), branches[sync.rank]
-            )
-            results.append((grads, info))
-        return results
+def gradients_of_branches(group: Any, steps: list[list[Branch]]) -> list[tuple[Any, fddp.SyncInfo]]:
+    with fddp.GradSync(branch_params(), group=group, **SMALL) as sync:
+        return list(train_branches(sync, steps))
 
 
 def check(launch: Launch, steps: list[list[Branch]]) -> list[list[tuple[Any, fddp.SyncInfo]]]:
     """Runs the steps and holds every rank's gradients against one process's mean."""
     world_size = len(steps[0])
-    runs = launch(world_size, train, steps)
+    runs = launch(world_size, gradients_of_branches, steps)
     for number, branches in enumerate(steps):
-        inputs = [(batch(r, number, width=WIDTH), branches[r]) for r in range(world_size)]
-        expected = mean_gradients(plain_loss, params(), inputs, [1.0] * world_size)
+        expected = mean_of_branches(number, branches)
         for run in runs:
             assert largest_difference(run[number][0], expected) < 1e-12
         assert same_bits([run[number][0] for run in runs])
@@ -143,7 +113,7 @@ def _on_process(rank: int, world_size: int, fn: Any, *args: Any) -> Any:
 @given(programs())
 def test_the_trace_is_that_of_the_pure_reducer(steps: list[list[Branch]]) -> None:
     world_size = len(steps[0])
-    runs = fddp.loopback(world_size, train, steps)
+    runs = fddp.loopback(world_size, gradients_of_branches, steps)
     for number in range(len(steps)):
         traces = [run[number][1].trace for run in runs]
         repaired = runs[0][number][1].repaired
@@ -183,7 +153,7 @@ def test_an_unused_head_does_not_stop_the_overlap() -> None:
         assert arrivals_before_first_launch < 5
 
 
-def test_first_bucket_leaves_before_the_last_gradient_exists() -> None:
+def test_first_bucket_is_launched_before_the_last_gradient_exists() -> None:
     branch = Branch([(i, "plain") for i in range(LEAVES)])
     for _, info in check(_Threads(), [[branch, branch]] * 2)[0]:
         events = info.trace.events
@@ -209,8 +179,8 @@ def foreign_grads(group: Any, checkpoints: int) -> tuple[Any, ...]:
         x = hidden(x)
         return (x @ p["w1"]).square().mean()
 
-    with fddp.GradSync(params(), group=group, **SMALL) as sync:
-        _, grads = sync.value_and_grad(loss_fn)(params(), batch(sync.rank, 0, width=WIDTH))
+    with fddp.GradSync(branch_params(), group=group, **SMALL) as sync:
+        _, grads = sync.value_and_grad(loss_fn)(branch_params(), batch(sync.rank, 0, width=WIDTH))
     assert outside.grad is before
     assert torch.equal(outside.grad, torch.full_like(outside, 7.0))
     return grads["w0"], grads["w1"]
@@ -272,14 +242,16 @@ def test_the_callers_own_hooks_on_leaves_run_and_hide_nothing() -> None:
                 leaf.register_post_accumulate_grad_hook(count)
             return branch_loss(p, x, Branch((i, "plain") for i in range(LEAVES)))
 
-        with fddp.GradSync(fddp.plan_buckets(params(), **SMALL), group=group) as sync:
+        with fddp.GradSync(fddp.plan_buckets(branch_params(), **SMALL), group=group) as sync:
             step = sync.value_and_grad(loss_fn)
             x = batch(sync.rank, 0, width=WIDTH)
-            return [step(params(), x)[1] for _ in range(3)], calls
+            return [step(branch_params(), x)[1] for _ in range(3)], calls
 
     inputs = [(batch(rank, 0, width=WIDTH),) for rank in range(2)]
     every = Branch((i, "plain") for i in range(LEAVES))
-    expected = mean_gradients(lambda p, x: branch_loss(p, x, every), params(), inputs, [1.0, 1.0])
+    expected = mean_gradients(
+        lambda p, x: branch_loss(p, x, every), branch_params(), inputs, [1.0, 1.0]
+    )
     for results, calls in fddp.loopback(2, run):
         assert calls == 3 * LEAVES
         for grads in results:
@@ -296,18 +268,6 @@ class _Nothing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:  # type: ignore[override]
         return None
-
-
-class _Same(torch.autograd.Function):
-    """The identity, written in Python."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad
 
 
 def test_a_custom_function_without_a_gradient_uses_nothing() -> None:
@@ -333,7 +293,7 @@ def test_graphs_of_others_can_still_be_used() -> None:
         h.retain_grad()
         p = {"w": torch.ones(2)}
         with fddp.GradSync(p, group=group) as sync:
-            sync.value_and_grad(lambda q: (_Same.apply(q["w"]) * h).sum())(p)
+            sync.value_and_grad(lambda q: (call_in_backward(q["w"], lambda: None) * h).sum())(p)
         assert h.grad is None
         assert outside.grad is None
         h.sum().backward()

@@ -1,4 +1,4 @@
-"""What becomes of a step with NaN or infinity in it."""
+"""Steps with NaN or infinity in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fddp
 from fddp.runtime.nonfinite import MOST_NAMED, Count, NonFiniteCounts, nonfinite_error
-from tests.support.called import collectives_called
+from tests.support.collectives import collectives_called
 from tests.support.models import same_bits
 from tests.support.ranks import launch_over
 from tests.support.spoiled_trees import (
@@ -54,13 +54,13 @@ def test_all_ranks_skip_the_same_step(way: str, bad: float, buckets: dict[str, A
             return averaged(sync, way, tree(2.0 + group.rank))
 
     wanted = fddp.loopback(3, plain)
-    for ((mean, info), (after, told)), (usual, _) in zip(
+    for ((mean, info), (after, outcome)), (usual, _) in zip(
         fddp.loopback(3, run), wanted, strict=True
     ):
         assert mean == {"a": None, "b": None, "c": None}
         assert (info.skipped, info.all_finite) == (True, False)
         assert math.isnan(info.grad_norm)
-        assert (told.skipped, told.all_finite, told.step) == (False, True, 1)
+        assert (outcome.skipped, outcome.all_finite, outcome.step) == (False, True, 1)
         assert same_bits([after, usual])
 
 
@@ -149,7 +149,7 @@ def test_propagate_keeps_results_unchanged() -> None:
 # What does not count
 
 
-def test_a_rank_of_weight_0_has_no_vote() -> None:
+def test_a_rank_of_weight_0_is_ignored() -> None:
     def run(group: Any) -> Any:
         with fddp.GradSync(tree(), group=group, nonfinite="raise") as sync:
             own = spoiled(NAN) if group.rank == 0 else tree(2.0)
@@ -210,17 +210,17 @@ def test_the_error_names_ranks_leaves_and_counts() -> None:
                 sync(own)
             error = caught.value
             assert isinstance(error, ArithmeticError)
-            told = error.step, error.ranks, error.paths, error.counts, error.overflowed
-            return str(error), told, sync(tree(group.rank))
+            outcome = error.step, error.ranks, error.paths, error.counts, error.overflowed
+            return str(error), outcome, sync(tree(group.rank))
 
     runs = fddp.loopback(3, run)
-    for text, told, after in runs:
+    for text, outcome, after in runs:
         assert text == (
             "step 1: gradients are not finite: rank 0 has 2 NaN in leaf 'a', 1 infinity in leaf "
             "'c'; rank 2 has 6 infinities in leaf 'b'; no rank got any gradients, and the group "
             "can go on: leave this batch out, or ask for nonfinite='skip'"
         )
-        assert told == (
+        assert outcome == (
             1,
             (0, 2),
             {0: ("a", "c"), 2: ("b",)},
@@ -232,7 +232,7 @@ def test_the_error_names_ranks_leaves_and_counts() -> None:
 
 @pytest.mark.parametrize("size", [3, 100_000], ids=["together", "on arrival"])
 def test_gradients_that_backward_brings_are_named(size: int) -> None:
-    """Large ones are packed as they arrive, and let go of."""
+    """Large ones are packed on arrival, and released."""
 
     def run(group: Any) -> Any:
         params = {"w": torch.ones(size), "v": torch.ones(size)}
@@ -326,7 +326,7 @@ def test_gradients_that_come_late(policy: Any) -> None:
 # Arguments
 
 
-def test_ranks_must_ask_for_the_same() -> None:
+def test_ranks_must_request_the_same_policy() -> None:
     def run(group: Any) -> Any:
         with pytest.raises(fddp.PlanMismatchError) as caught:
             fddp.GradSync(tree(), group=group, nonfinite=("skip", "raise")[group.rank])

@@ -1,4 +1,4 @@
-"""What becomes of a step whose sums over ranks, or what a hook makes of them, overflow."""
+"""Steps whose sums over ranks, or the results of a hook, overflow."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.support.spoiled_trees import INF, NAN, dot, overflow, tree
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("way", ["__call__", "reduce_", "reduce_scatter"])
 def test_sums_that_overflow(dtype: torch.dtype, way: str) -> None:
-    def told(group: Any) -> Any:
+    def outcome(group: Any) -> Any:
         return overflow(group, "skip", dtype, way, with_info=True)
 
     for mean, _, after in fddp.loopback(2, overflow, "skip", dtype, way):
         assert mean == {"a": None, "b": None, "c": None}
         assert after
-    for mean, info, after in fddp.loopback(2, told):
+    for mean, info, after in fddp.loopback(2, outcome):
         assert mean == {"a": None, "b": None, "c": None}
         assert info.skipped
         assert not info.all_finite
@@ -50,8 +50,8 @@ def test_sums_that_overflow(dtype: torch.dtype, way: str) -> None:
         assert after
 
 
-def test_the_way_out_of_an_overflow_is_one() -> None:
-    """What overflows as float16 by a hook, or sum by sum, does not in float32."""
+def test_the_suggested_remedy_for_an_overflow_works() -> None:
+    """An overflow in float16, by a hook or sum by sum, does not occur in float32."""
 
     def run(group: Any) -> Any:
         own = tree(1.0, torch.float16)
@@ -117,7 +117,7 @@ def steps_apart(group: Any, policy: Any, hook: fddp.hooks.TorchHook, name: str) 
 
 
 def decided_alike(policy: str, name: str) -> list[Any]:
-    """What `steps_apart` sees on each rank under a hook of this name."""
+    """Return the result of `steps_apart` on each rank, under the named hook."""
     if policy == "skip":
         return [(True, True, False), (True, True, False), (False, False, True)]
     texts = [
@@ -208,7 +208,7 @@ def test_leaves_that_overflow_as_they_are_packed_are_not_at_fault(way: str, size
 
 
 @pytest.mark.parametrize("way", ["__call__", "value_and_grad"])
-def test_the_way_out_of_weights_that_jump_is_one(way: str) -> None:
+def test_the_suggested_remedy_for_jumping_weights_works(way: str) -> None:
     def run(group: Any) -> Any:
         params = {"w": torch.ones(3)}
         own = {"w": torch.full((3,), 1e38)}

@@ -7,30 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - as everywhere
 
 import fddp
 from fddp.tree.pytree import flatten
+from tests.support.dtypes import DTYPES
+from tests.support.means import ddp_mean, synced
 from tests.support.models import largest_difference, mean_gradients, rand, same_bits
 from tests.support.ranks import RankPool
-from tests.sync.test_grad_sync import DTYPES, ddp_mean, synced
-
-
-def embedding_loss(p: dict[str, Tensor], index: Tensor | None) -> Tensor:
-    x = p["w"].square().sum()
-    if index is not None:
-        x = x + (F.embedding(index, p["emb"], sparse=True) * p["w"]).square().sum()
-    return x
-
-
-def dense_loss(p: dict[str, Tensor], index: Tensor | None) -> Tensor:
-    x = p["w"].square().sum()
-    return x if index is None else x + (p["emb"][index] * p["w"]).square().sum()
-
-
-def embedding_params(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    return {"emb": rand(10, 4, seed=0, dtype=dtype), "w": rand(4, seed=1, dtype=dtype)}
-
+from tests.support.sparse_models import dense_loss, embedding_loss, embedding_params
 
 INDICES = {
     "overlapping": [[1, 2, 2, 5], [2, 7]],

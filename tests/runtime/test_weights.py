@@ -148,7 +148,7 @@ _WEIGHTS = st.lists(
 def test_bits_do_not_depend_on_the_weights_of_earlier_steps(
     earlier: list[list[float]], last: list[float], dtype: torch.dtype, deterministic: bool
 ) -> None:
-    """So that a run which goes on from a checkpoint needs nothing of them."""
+    """So a run that resumes from a checkpoint does not need them."""
 
     def run(group: Any, steps: list[list[float]]) -> Any:
         grads = {"w": rand(50, seed=group.rank, dtype=dtype)}
@@ -428,7 +428,7 @@ def test_leaves_used_only_in_accumulated_gradients_count_as_used() -> None:
         assert info.total_weight == 4.0
 
 
-def test_weight_zero_now_leaves_what_was_accumulated() -> None:
+def test_weight_zero_now_keeps_accumulated_gradients() -> None:
     def run(group: Any) -> Any:
         params = {"a": torch.ones(2)}
         with fddp.GradSync(params, group=group) as sync:

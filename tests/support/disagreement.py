@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import fddp
-from tests.collectives.test_broadcast import rank_of
+from tests.support.groups import rank_of
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 
@@ -30,7 +30,7 @@ class Case(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """How one rank ended.
+    """Outcome of one rank.
 
     Attributes:
         error: the error's type; empty where there was none.
@@ -67,7 +67,7 @@ class WrongError(Exception):
 
 
 class Scene:
-    """What one rank of a case works with; drawn alike on all ranks.
+    """Data of one rank of a case; drawn alike on all ranks.
 
     Attributes:
         late_s: seconds that ranks wait for those that never come.
@@ -398,7 +398,7 @@ def replicas_apart(scene: Scene) -> None:
 
 
 class Kind(NamedTuple):
-    """What one rank does otherwise.
+    """A way in which one rank deviates.
 
     Attributes:
         act: what all ranks do.
@@ -503,12 +503,12 @@ def play(group: Any, case: Case, late_s: float) -> Seen:
 
 
 def names_sides(case: Case, own: Seen) -> bool:
-    """Whether a rank's error says who differs; where the weights of all are 0 nobody does."""
+    """Return True if a rank's error names the odd rank; if all weights are 0 there is none."""
     return case.kind == "no weight" or f"rank {case.odd}" in own.text
 
 
 def problems(case: Case, seen: list[Seen]) -> list[str]:
-    """What does not hold of a case; none if all does."""
+    """Return the expectations that do not hold."""
     kind, found = KINDS[case.kind], []
     for rank, own in enumerate(seen):
         named = "FddpError" in own.bases or (rank == case.odd and own.error in kind.kinds)

@@ -73,7 +73,7 @@ def steps(
 
 
 def same_leaves(a: Any, b: Any) -> bool:
-    """Whether two trees hold the same tensors and numbers, whatever their containers."""
+    """Return True if two trees hold the same tensors and numbers, in any containers."""
 
     def key(leaf: Any) -> bytes:
         return torch.as_tensor(leaf).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -83,7 +83,7 @@ def same_leaves(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True)
 class Same(Hook[tuple[()]]):
-    """What `allreduce` does, as another hook, which `chain` does not leave out."""
+    """`allreduce`, as another hook, which `chain` does not leave out."""
 
     def init(self, spec: BucketSpec) -> tuple[()]:
         return ()
@@ -131,3 +131,8 @@ def weighted_sum(trees: Sequence[dict[str, Tensor]], weights: Sequence[float]) -
         )
         for name in trees[0]
     }
+
+
+def name_of(value: Any) -> str:
+    """Return the id of a parameter that may be a hook."""
+    return value.name if isinstance(value, Hook) else str(value)

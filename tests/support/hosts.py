@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 LINK = "fddp0"  # the interface of either host to the other one
-_STORE = "tcp://10.77.0.1:29400"  # on the first host; nobody else is in its network
+_STORE = "tcp://10.77.0.1:29400"  # on the first host; its network has no other users
 _START_S = 10.0
 # Who asks for names is refused at once, instead of waiting for an answer from another network.
 _KEEPER = """
@@ -36,8 +36,8 @@ ip link set lo up && echo ready && exec cat > /dev/null
 """
 
 
-class Told(NamedTuple):
-    """What a rank returned, or the traceback of what it raised."""
+class _Answer(NamedTuple):
+    """A rank's result, or the traceback of its error."""
 
     result: Any
     error: str | None
@@ -67,7 +67,7 @@ class Hosts:
             for keeper, share in zip(self._keepers, shares, strict=True)
         ]
         try:
-            told = [
+            answers = [
                 answer
                 for process, share in zip(started, shares, strict=True)
                 for answer in _answers(process, len(share), timeout_s)
@@ -76,9 +76,9 @@ class Hosts:
             for process in started:
                 process.kill()
                 process.communicate()
-        for rank, (_, error) in enumerate(told):
+        for rank, (_, error) in enumerate(answers):
             assert error is None, f"rank {rank} of two hosts raised:\n{error}"
-        return [result for result, _ in told]
+        return [result for result, _ in answers]
 
 
 @pytest.fixture(scope="session")
@@ -96,7 +96,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def crossed_bytes() -> int:
-    """What has left and entered this host through its link to the other one, headers included."""
+    """Bytes sent and received over this host's link to the other one, headers included."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.strip().partition(":")
         if name == LINK:
@@ -155,13 +155,13 @@ def _start(keeper: int, calls: list[_Call]) -> subprocess.Popen[bytes]:
     return process
 
 
-def _answers(process: subprocess.Popen[bytes], number: int, timeout_s: float) -> list[Told]:
+def _answers(process: subprocess.Popen[bytes], number: int, timeout_s: float) -> list[_Answer]:
     try:
         output, _ = process.communicate(timeout=timeout_s)
         answers: list[bytes] = pickle.loads(output)
     except (subprocess.TimeoutExpired, EOFError, pickle.UnpicklingError) as error:
-        return [Told(None, f"no answer: {error!r}")] * number
-    return [pickle.loads(a) if a else Told(None, "the process ended") for a in answers]
+        return [_Answer(None, f"no answer: {error!r}")] * number
+    return [pickle.loads(a) if a else _Answer(None, "the process ended") for a in answers]
 
 
 # What follows runs on the hosts.
@@ -175,7 +175,7 @@ def _serve() -> None:
     for call in calls:
         end, own_end = os.pipe()
         if os.fork() == 0:
-            os.write(own_end, pickle.dumps(_told(call)))
+            os.write(own_end, pickle.dumps(_answer(call)))
             os._exit(0)
         os.close(own_end)
         ends.append(os.fdopen(end, "rb"))
@@ -183,7 +183,7 @@ def _serve() -> None:
     output.close()
 
 
-def _told(call: _Call) -> Told:
+def _answer(call: _Call) -> _Answer:
     try:
         dist.init_process_group(
             "gloo", init_method=_STORE, rank=call.rank, world_size=call.world_size
@@ -192,5 +192,5 @@ def _told(call: _Call) -> Told:
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
-        return Told(None, traceback.format_exc())
-    return Told(result, None)
+        return _Answer(None, traceback.format_exc())
+    return _Answer(result, None)

@@ -1,4 +1,4 @@
-"""What JAX's own collectives give, in every way to run them; a program of its own.
+"""Results of JAX's own collectives, in every way to run them; a program of its own.
 
 `python jax_reference.py RANKS FILE`, with as many devices as ranks, writes a pickled dictionary.
 JAX makes its devices when it starts, so this can't run in a process that has used JAX.
@@ -110,7 +110,7 @@ def everything(world_size: int, x: Any, t: Any, weights: Any) -> dict[str, Any]:
 
 
 def refusals(world_size: int) -> dict[str, str]:
-    """What fddp's own reductions say in programs that run on several devices of one process."""
+    """Errors of fddp's reductions in programs that run on several devices of one process."""
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -121,7 +121,7 @@ def refusals(world_size: int) -> dict[str, str]:
     spec = PartitionSpec(AXIS)
     x = jax.device_put(np.arange(float(world_size)), NamedSharding(mesh, spec))
 
-    def told(group: Any) -> dict[str, str]:
+    def errors(group: Any) -> dict[str, str]:
         programs = {
             "jit": jax.jit(lambda y: psum(y, group)),
             "shard_map": jax.jit(
@@ -137,7 +137,7 @@ def refusals(world_size: int) -> dict[str, str]:
                 texts[name] = f"{type(error).__name__}: {error}"
         return texts
 
-    (texts,) = fddp.loopback(1, told)
+    (texts,) = fddp.loopback(1, errors)
     return texts
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fddp.tree.pytree import flatten
+from fddp.tree.pytree import flatten, tree_map
 
 Params = dict[str, Any]
 
@@ -41,6 +41,11 @@ def batch(rank: int, step: int, rows: int = 4, width: int = 8) -> Tensor:
     return rand(rows, width, seed=1000 * step + rank)
 
 
+def descend(params: Any, grads: Any, lr: float) -> Any:
+    """Return the parameters after a step of gradient descent."""
+    return tree_map(lambda p, g: p - lr * g, params, grads)
+
+
 def mean_gradients(
     loss_fn: Callable[..., Tensor], params: Any, inputs: list[tuple[Any, ...]], weights: list[float]
 ) -> Any:
@@ -71,7 +76,7 @@ def largest_difference(a: Any, b: Any) -> float:
 
 
 def same_bits(trees: list[Any]) -> bool:
-    """Whether all trees hold the same bits, None in the same places."""
+    """Return True if all trees hold the same bits, with None in the same places."""
     first = flatten(trees[0])[0]
     for tree in trees[1:]:
         for x, y in zip(first, flatten(tree)[0], strict=True):

@@ -8,13 +8,20 @@ from typing import Any
 import pytest
 
 import fddp
+from fddp.core.timeline import StepTimes
+from fddp.telemetry.stragglers import StepRecord
 from tests.support.models import batch, mlp, mlp_loss
 
 DELAY_S = 0.05
 STEPS = 10
 
 
-def train(group: Any, steps: int, **options: Any) -> tuple[fddp.Monitor, list[Any]]:
+def record_of(step: int, phases_s: dict[str, float]) -> StepRecord:
+    """Return the record of a step without buckets."""
+    return StepRecord(step, phases_s, StepTimes((), 1.0, 2.0, 3.0, begun_s=0.5))
+
+
+def train_monitored(group: Any, steps: int, **options: Any) -> tuple[fddp.Monitor, list[Any]]:
     with fddp.GradSync(mlp(), group=group) as sync:
         step, monitor = (
             sync.value_and_grad(mlp_loss, with_info=True),

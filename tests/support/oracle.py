@@ -29,18 +29,18 @@ Pick = Callable[[Sequence[int]], int]
 
 
 class Fate(NamedTuple):
-    """What the control word says of a bucket."""
+    """Decisions of the control word about a bucket."""
 
     late: bool
     unfit: bool
 
 
 class WrongError(Exception):
-    """What went wrong."""
+    """A wrong result."""
 
 
 def find_fault(schedule: Schedule, *, tries: int = 3, seed: int = 0) -> str | None:
-    """What goes wrong in some order of some branch; None where nothing was found."""
+    """Return a fault in some order of some branch; None if none was found."""
     rng = np.random.default_rng(seed)
     try:
         _check_launches(schedule)
@@ -81,7 +81,7 @@ def _check_launches(schedule: Schedule) -> None:
         launched.add(position)
         packed_later |= op.kind == "control"
         if packed_later and op.kind == "pack" and op.when == "always":
-            raise WrongError(f"nobody is told what op {position} found")
+            raise WrongError(f"op {position} reports to no rank")
     controls = [i for i, op in enumerate(schedule.ops) if op.kind == "control"]
     if len(controls) != 1:
         raise WrongError("not one control word")
@@ -151,7 +151,7 @@ class _Run:
     # Order
 
     def run(self, pick: Pick) -> None:
-        """Runs all operations; `pick` says which of those that may go on does.
+        """Runs all operations; `pick` chooses the next of those that may run.
 
         Raises:
             WrongError: a result is not what it must be, or ranks part.
@@ -231,7 +231,7 @@ class _Run:
                 owners[:] = rank
 
     def taken_by(self, op: Op) -> Residues:
-        """What a pack takes: of what is not retained, each gradient once."""
+        """Return the gradients that a pack takes: those not retained, each once."""
         b = op.bucket
         if op.when == "again" or b in self.schedule.retained:
             source = self.packed[b] + (op.when == "again") * self.late[b]

@@ -224,6 +224,45 @@ class UnusedLayers(nn.Module):
         return self.heads[head](torch.tanh(self.first(x)))
 
 
+class ScaledPair(torch.autograd.Function):
+    """Scales a tensor by two factors. The gradient of the second is undefined without `both`, and
+    that of a factor whose output is not used."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, first: Tensor, second: Tensor, both: bool) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, first, second)
+        ctx.both = both
+        return x * first, x * second
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, other: Tensor | None) -> Any:
+        x, first, second = ctx.saved_tensors
+        own = None if grad is None else (grad * x).sum(0)
+        others = None if other is None or not ctx.both else (other * x).sum(0)
+        inputs = [g * s for g, s in ((grad, first), (other, second)) if g is not None]
+        return sum(inputs), own, others, None
+
+
+class UndefinedGradients(nn.Module):
+    """One scale's output is not in the loss. The gradient of another is undefined, too, except for
+    batches whose first number is positive, with `by_batch`."""
+
+    def __init__(self, *, by_batch: bool) -> None:
+        super().__init__()
+        self.by_batch = by_batch
+        self.first = nn.Linear(WIDTH, 8, dtype=torch.float64)
+        self.scales = nn.ParameterList(torch.rand(8, dtype=torch.float64) for _ in range(4))
+        self.last = nn.Linear(8, 2, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.by_batch and bool(x[0, 0] > 0)
+        hidden = torch.tanh(self.first(x))
+        a, b = ScaledPair.apply(hidden, self.scales[0], self.scales[1], both)
+        c, _ = ScaledPair.apply(hidden, self.scales[2], self.scales[3], True)
+        return self.last(a + b + c)
+
+
 class Checkpointed(nn.Module):
     """Segments that are computed again in backward."""
 
@@ -278,6 +317,12 @@ MODELS = {
     "reparametrised": Model(reparametrised, rows),
     # Stock DDP takes the following only with a flag.
     "unused layers": Model(lambda: UnusedLayers(by_batch=False), rows),
+    "undefined gradients": Model(
+        lambda: UndefinedGradients(by_batch=False),
+        rows,
+        per_row=False,  # one process leaves such gradients None
+    ),
+    "undefined by batch": Model(lambda: UndefinedGradients(by_batch=True), rows, per_row=False),
     "unused by batch": Model(lambda: UnusedLayers(by_batch=True), rows, per_row=False),
     "re-entrant": Model(lambda: Checkpointed(reentrant=True), rows),
 }

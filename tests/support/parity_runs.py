@@ -29,7 +29,7 @@ Loop = Callable[[Run, Batches], Iterator[None]]
 
 
 class OneProcess(nn.Module):
-    """What replaces the wrapper in one process."""
+    """Substitute for the wrapper in one process."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def record(
     loop: Loop,
     batches: Batches,
 ) -> list[Shot]:
-    """What a training run leaves in the module, after each backward and at the end."""
+    """Return a shot of the module after each backward, and one at the end."""
     model = wrap(module)
     run = Run(model, torch.optim.SGD(model.parameters(), lr=0.02))
     shots = [shot(module) for _ in loop(run, batches)]
@@ -81,7 +81,7 @@ def joined(batches: Sequence[Batches]) -> list[Tensor]:
 
 
 def first_difference(theirs: Sequence[Shot], ours: Sequence[Shot], tolerance: float = 0.0) -> str:
-    """Where two runs part, by step and path; empty if they do not.
+    """Return the first difference between two runs, by step and path; empty if there is none.
 
     Without a tolerance bits, dtypes and strides must be equal.
     """

@@ -32,6 +32,7 @@ from tests.support.polling import HANG_S
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
+TRANSPORTS = ("c10d", "shm", "loopback")
 _FAILURE_GRACE_S = 10.0  # what the others get to end once a rank has failed
 _END_S = 5.0  # what idle processes get to end in order
 # Importing torch is most of what starting a process takes, so one process does it for all.
@@ -44,7 +45,7 @@ class RanksFailedError(AssertionError):
 
 
 class Outcome(NamedTuple):
-    """How one rank of `run_fresh` ended."""
+    """Outcome of one rank of `run_fresh`."""
 
     result: Any  # what the function returned; None where it did not
     error: str | None  # traceback of what it raised
@@ -177,14 +178,22 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-@pytest.fixture(params=["c10d", "loopback"])
-def launch(request: pytest.FixtureRequest) -> Launch:
-    """A test that takes this runs on processes over c10d, and on threads."""
-    return launch_over(request.param, request)
+def launch_fixture(*names: str) -> Any:
+    """Return a fixture, to be named `launch`, that runs a test over each of these transports."""
+
+    @pytest.fixture(params=names)
+    def launch(request: pytest.FixtureRequest) -> Launch:
+        return launch_over(request.param, request)
+
+    return launch
+
+
+launch = launch_fixture("c10d", "loopback")
+"""The default: processes over c10d, and threads."""
 
 
 def launch_over(name: str, request: pytest.FixtureRequest) -> Launch:
-    """What runs functions on ranks over the transport of this name."""
+    """Return the launcher of ranks over the transport of this name."""
     if name == "loopback":
         return LaunchThreads()
     return LaunchProcesses(name, request.getfixturevalue("ranks"))

@@ -37,7 +37,8 @@ def made(world_size: int, *, steps: int = 0, tree: Any = None, **options: Any) -
 
 
 def rebuilt(syncs: list[Any], then: Any = lambda sync: sync, **options: Any) -> list[Any]:
-    """What `then` gives on each rank of a new group; None in place of a rank that joins."""
+    """Return the results of `then` by rank of a new group; None in `syncs` stands for a rank that
+    joins."""
 
     def run(group: Any) -> Any:
         sync = syncs[group.rank]

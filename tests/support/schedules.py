@@ -37,7 +37,7 @@ def plan_of(*leaves: LeafSpec, cap_bytes: int = 1) -> BucketPlan:
 
 @st.composite
 def built(draw: st.DrawFn) -> Schedule:
-    """What `make_schedule` makes, of all kinds."""
+    """Schedules of `make_schedule`, of all kinds."""
     algorithm = draw(st.sampled_from(get_args(Algorithm)))
     topology = draw(st.sampled_from(TOPOLOGIES))
     if algorithm == "hierarchical" and len(topology.axes) == 1:
@@ -73,7 +73,7 @@ Step = tuple[Any, tuple[str, ...], tuple[str, ...]]
 
 
 class Chain(NamedTuple):
-    """What one bucket goes through, each collective after the one before."""
+    """The collectives of one bucket, in order."""
 
     topology: Topology
     leaf: LeafSpec
@@ -222,8 +222,8 @@ def without(schedule: Schedule, *positions: int) -> Schedule:
 
 
 def after(schedule: Schedule, position: int, **fields: Any) -> Schedule:
-    """The schedule, with a copy of an operation right after it, changed as told; what depended on
-    the first depends on the second."""
+    """Return the schedule with a changed copy of an operation right after it. Operations that
+    depended on the first depend on the copy."""
     ops = schedule.ops
     shifted = (
         op._replace(deps=tuple(d + (d >= position) for d in op.deps)) for op in ops[position + 1 :]
@@ -255,7 +255,7 @@ def gather() -> Schedule:
 
 
 def reduced_with_its_bucket(*, added_before: bool) -> Schedule:
-    """What came late joins the bucket as it is, and the average of averages is taken of all."""
+    """Late gradients join the bucket unreduced, and the average of averages is taken."""
     *chain, pack, reduce, add, unpack = flat(scaling="average").ops
     whole = chain[1]._replace(when="late")
     ops = [*chain, pack, add._replace(deps=(3,))]
@@ -266,8 +266,17 @@ def reduced_with_its_bucket(*, added_before: bool) -> Schedule:
     return replace(flat(scaling="average"), ops=tuple(ops))
 
 
+def problem_of(schedule: Schedule) -> str | None:
+    """Return the error of `check_schedule`; None if it accepts the schedule."""
+    try:
+        check_schedule(schedule)
+    except ScheduleError as error:
+        return str(error)
+    return None
+
+
 def assert_refused(schedule: Schedule, text: str) -> None:
-    """Whether `check_schedule` says this of a schedule, and of which ranks."""
+    """Assert the error of `check_schedule`, which names the ranks."""
     with pytest.raises(ScheduleError) as caught:
         check_schedule(schedule)
     if not caught.value.ranks:

@@ -57,7 +57,7 @@ def overflow(
     group: Any, policy: Any, dtype: torch.dtype, way: str, *, with_info: bool = False
 ) -> Any:
     """Each rank's gradients are finite; their sum isn't, in one element of "b". Without an info
-    nobody looks at results of himself."""
+    results are not inspected."""
     large = 0.75 * torch.finfo(dtype).max
     own = tree(1.0, dtype)
     own["b"].view(-1)[-1] = large

@@ -21,7 +21,7 @@ def batches_of(model: Model, rank: int, steps: int = STEPS) -> list[Tensor]:
     return [model.batch(rank, step) for step in range(steps)]
 
 
-def train(model: Any, optimizer: Any, batches: Sequence[Tensor]) -> Iterator[None]:
+def train_with(model: Any, optimizer: Any, batches: Sequence[Tensor]) -> Iterator[None]:
     """As `runs.plain`, with any optimizer."""
     return runs.plain(runs.Run(model, optimizer), batches)
 
@@ -29,12 +29,24 @@ def train(model: Any, optimizer: Any, batches: Sequence[Tensor]) -> Iterator[Non
 def trained(ddp: DDP, rank: int, make_optimizer: Any, **arguments: Any) -> list[runs.Shot]:
     module = runs.built(MLP, rank)
     model = ddp(module, **arguments)
-    loop = train(model, make_optimizer(model.parameters()), batches_of(MLP, rank))
+    loop = train_with(model, make_optimizer(model.parameters()), batches_of(MLP, rank))
     return [*(runs.shot(module) for _ in loop), runs.shot(module)]
 
 
+def recorded(ddp: DDP, rank: int, backward: Callable[[Any, Tensor], None]) -> list[runs.Shot]:
+    """Return a shot after each batch's `backward(model, batch)`; nothing is updated."""
+    module = runs.built(MLP, rank)
+    model = ddp(module)
+    shots = []
+    for batch in batches_of(MLP, rank):
+        model.zero_grad()
+        backward(model, batch)
+        shots.append(runs.shot(module))
+    return shots
+
+
 def both(fn: Callable[[DDP], list[runs.Shot]]) -> str:
-    """Where a run with stock DDP and one with fddp's part."""
+    """Return the first difference between a run with stock DDP and one with fddp's."""
     return runs.first_difference(fn(StockDDP), fn(fddp.DistributedDataParallel))
 
 

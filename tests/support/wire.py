@@ -27,7 +27,7 @@ class Traffic(NamedTuple):
 
 
 def traffic() -> Traffic:
-    """What the connections that are open now have carried since they were opened; Linux only.
+    """Return the payload carried by the TCP connections that are open now; Linux only.
 
     Example:
         >>> server = socket.create_server(("127.0.0.1", 0))

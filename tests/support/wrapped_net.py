@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fddp
+from tests.support.backward_calls import call_in_backward
+from tests.support.groups import rank_of
 from tests.support.models import rand
 
 DDP = fddp.DistributedDataParallel
@@ -16,24 +18,17 @@ WIDTH = 6
 TINY_CAP_MB = 1e-4  # about one parameter a bucket
 
 
-class Refusing(torch.autograd.Function):
-    """Has a backward that raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ValueError("no backward here")
+def fail_in_backward() -> None:
+    """Raise the error of a backward pass that fails."""
+    raise ValueError("no backward here")
 
 
 class Net(nn.Module):
-    """Layers by name; `forward` goes through those that it is told to."""
+    """Layers by name; `forward` applies those of `through`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.refuses = False
+        self.fails_in_backward = False
         self.layers = nn.ModuleDict(
             {f"l{i}": nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for i in range(3)}
         )
@@ -41,7 +36,8 @@ class Net(nn.Module):
     def forward(self, x: Tensor, through: tuple[int, ...] = (0, 1, 2)) -> Tensor:
         for i in through:
             x = torch.tanh(self.layers[f"l{i}"](x)) + x
-            x = Refusing.apply(x) if self.refuses and i == 0 else x
+            if self.fails_in_backward and i == 0:
+                x = call_in_backward(x, fail_in_backward)
         return x
 
 
@@ -54,14 +50,13 @@ def net() -> Net:
     return model
 
 
-def rank_of(group: Any) -> int:
-    """The rank that a group of either kind belongs to."""
-    rank = group.rank
-    return rank() if callable(rank) else rank
-
-
 def batch(rank: int, step: int = 0) -> Tensor:
     return rand(4, WIDTH, seed=100 * step + rank).double()
+
+
+def run_backward(ddp: nn.Module, group: Any, step: int = 0, **inputs: Any) -> None:
+    """Run forward and backward of the mean square, on this rank's batch of a step."""
+    ddp(batch(rank_of(group), step), **inputs).square().mean().backward()
 
 
 def grads(module: nn.Module) -> dict[str, Tensor | None]:

@@ -1,4 +1,5 @@
-"""Bad input for algorithms, meshes, schedules and shards: told on every rank, which then go on."""
+"""Bad input for algorithms, meshes, schedules and shards: errors on every rank of a usable
+group."""
 
 from __future__ import annotations
 
@@ -137,11 +138,11 @@ ALIKE: dict[str, tuple[Build, str, tuple[str, ...]]] = {
 
 def build(group: Any, name: str) -> Ending:
     end = ending(lambda: ALIKE[name][0](group))
-    goes_on(group)
+    assert_usable(group)
     return end
 
 
-def goes_on(group: Any) -> None:
+def assert_usable(group: Any) -> None:
     """A right one works on the same group."""
     with fddp.GradSync(params(), group=group, mesh=GRID, algorithm="hierarchical") as good:
         assert_mean(good, [{"a": rand(3, seed=r).float(), "b": None} for r in range(4)])
@@ -209,7 +210,7 @@ def build_differently(group: Any, name: str) -> Ending:
     first, other, _ = MISMATCHES[name]
     last = (group.rank if hasattr(group, "_state") else group.rank()) == 3
     end = ending(lambda: (other if last else first)(group))
-    goes_on(group)
+    assert_usable(group)
     return end
 
 
@@ -229,7 +230,7 @@ def test_mistake_on_one_rank_is_raised_on_the_others() -> None:
     def run(group: Any) -> Ending:
         mesh = Topology(host=3) if group.rank == 2 else GRID
         end = ending(lambda: fddp.GradSync(params(), group=group, mesh=mesh))
-        goes_on(group)
+        assert_usable(group)
         return end
 
     for rank, end in enumerate(fddp.loopback(4, run)):
@@ -379,12 +380,12 @@ def wrong_on_one_rank(group: Any, algorithm: Any, wrong: str) -> tuple[str, list
     grads = {"a": torch.arange(4.0)}
     with fddp.GradSync(grads, group=group, algorithm=algorithm) as sync:
         right = sync.reduce_scatter if algorithm == "reduce_scatter" else sync
-        told = ""
+        outcome = ""
         try:
             (getattr(sync, wrong) if sync.rank == 1 else right)(grads)
         except (ValueError, PeerError) as error:
-            told = f"{type(error).__name__}: {error}"
-        return told, right(grads)["a"].tolist()
+            outcome = f"{type(error).__name__}: {error}"
+        return outcome, right(grads)["a"].tolist()
 
 
 @pytest.mark.parametrize(
@@ -396,9 +397,11 @@ def wrong_on_one_rank(group: Any, algorithm: Any, wrong: str) -> tuple[str, list
         ("all_reduce", "all_gather"),
     ],
 )
-def test_a_call_of_another_form_on_one_rank(launch: Launch, algorithm: str, wrong: str) -> None:
-    (told, first), (own, second) = launch(2, wrong_on_one_rank, algorithm, wrong)
-    assert told.startswith("PeerError: rank 1 failed at step 0: ValueError:")
+def test_a_call_with_another_signature_on_one_rank(
+    launch: Launch, algorithm: str, wrong: str
+) -> None:
+    (outcome, first), (own, second) = launch(2, wrong_on_one_rank, algorithm, wrong)
+    assert outcome.startswith("PeerError: rank 1 failed at step 0: ValueError:")
     assert own.startswith("ValueError: ")
     assert "needs a GradSync whose schedule gives a" in own
     whole = [0.0, 1.0, 2.0, 3.0]

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - as everywhere
 from torch.utils.checkpoint import checkpoint
 
 import fddp
@@ -17,8 +16,16 @@ from fddp.core.schedule.op import is_collective
 from fddp.runtime.program import Program
 from fddp.testing import assert_mean
 from fddp.tree.pytree import flatten
-from tests.runtime.test_dynamic_graphs import Branch, branch_loss, params, plain_loss
+from tests.support.branches import (
+    Branch,
+    branch_params,
+    mean_of_branches,
+    train_branches,
+)
+from tests.support.collectives import Issued, record_issued
+from tests.support.dtypes import DTYPES
 from tests.support.endings import BoomError, Ending, ending
+from tests.support.groups import size_of
 from tests.support.models import (
     batch,
     largest_difference,
@@ -29,17 +36,10 @@ from tests.support.models import (
     same_bits,
 )
 from tests.support.ranks import Launch
+from tests.support.sparse_models import dense_loss, embedding_loss, embedding_params
 
 SMALL = {"bucket_cap_mb": 0.0003, "first_bucket_mb": 0.0001}
 FEW = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0001}
-DTYPES = {
-    "f32": torch.float32,
-    "f64": torch.float64,
-    "bf16": torch.bfloat16,
-    "f16": torch.float16,
-    "c64": torch.complex64,
-    "c128": torch.complex128,
-}
 
 
 class Variant(NamedTuple):
@@ -70,10 +70,6 @@ def world_of(launch: Launch) -> int:
 
 def grid(world_size: int) -> Topology:
     return Topology(host=2, local=world_size // 2)
-
-
-def size_of(group: Any) -> int:
-    return group.size if isinstance(group.size, int) else int(group.size())
 
 
 def opened(
@@ -140,14 +136,12 @@ def test_trees_of_every_dtype(launch: Launch, name: str) -> None:
 # During backward
 
 
-def train(group: Any, name: str, steps: list[list[Branch]]) -> Any:
-    with opened(group, params(), name) as sync:
-        step, results = sync.value_and_grad(branch_loss, with_info=True), []
-        for number, branches in enumerate(steps):
-            x = batch(sync.rank, number, width=4)
-            _, grads, info = step(params(), x, branches[sync.rank])
-            results.append((whole(sync, grads), info, len(sync.plan.buckets)))
-        return results
+def gradients_of_branches(group: Any, name: str, steps: list[list[Branch]]) -> Any:
+    with opened(group, branch_params(), name) as sync:
+        return [
+            (whole(sync, grads), info, len(sync.plan.buckets))
+            for grads, info in train_branches(sync, steps)
+        ]
 
 
 def branches_of(world_size: int) -> list[list[Branch]]:
@@ -165,10 +159,9 @@ def branches_of(world_size: int) -> list[list[Branch]]:
 def test_unused_and_late_gradients(launch: Launch, name: str) -> None:
     world_size = world_of(launch)
     steps = branches_of(world_size)
-    runs = launch(world_size, train, name, steps)
+    runs = launch(world_size, gradients_of_branches, name, steps)
     for number, branches in enumerate(steps):
-        inputs = [(batch(r, number, width=4), branches[r]) for r in range(world_size)]
-        expected = mean_gradients(plain_loss, params(), inputs, [1.0] * world_size)
+        expected = mean_of_branches(number, branches)
         assert same_bits([run[number][0] for run in runs])
         assert largest_difference(runs[0][number][0], expected) < 1e-12
         infos = [run[number][1] for run in runs]
@@ -184,37 +177,13 @@ def test_unused_and_late_gradients(launch: Launch, name: str) -> None:
 def test_gradients_packed_on_arrival(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fddp.runtime.program._EAGER_BYTES", 1)
     steps = branches_of(8)
-    for run in fddp.loopback(8, train, name, steps):
+    for run in fddp.loopback(8, gradients_of_branches, name, steps):
         for number, branches in enumerate(steps):
-            inputs = [(batch(r, number, width=4), branches[r]) for r in range(8)]
-            expected = mean_gradients(plain_loss, params(), inputs, [1.0] * 8)
+            expected = mean_of_branches(number, branches)
             assert largest_difference(run[number][0], expected) < 1e-12
 
 
 # What is issued
-
-
-class Issued(NamedTuple):
-    kind: str
-    ranks: tuple[int, ...]
-    dtype: str
-    numel: int
-
-
-def record(sync: fddp.GradSync) -> list[Issued]:
-    """Notes what the transport is asked for from now on."""
-    issued: list[Issued] = []
-    transport = sync._engine.transport
-    start = transport._start
-
-    def noting(operation: Any) -> Any:
-        tensor = operation.tensor
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        issued.append(Issued(operation.kind, operation.ranks, dtype, tensor.numel()))
-        return start(operation)
-
-    transport._start = noting  # type: ignore[method-assign]
-    return issued
 
 
 def listed(sync: fddp.GradSync, program: Program, late: tuple[int, ...]) -> list[Issued]:
@@ -226,7 +195,7 @@ def listed(sync: fddp.GradSync, program: Program, late: tuple[int, ...]) -> list
             continue
         if op.kind == "control":
             everyone = tuple(range(sync.world_size))
-            issued.append(Issued("all_reduce", everyone, "float64", program.control.size))
+            issued.append(Issued("all_reduce", "float64", program.control.size, everyone))
             continue
         # What an all-gather fills; what the others work on.
         cuts = op.region.shard[:-1] if op.kind == "all_gather" else op.region.shard
@@ -234,13 +203,13 @@ def listed(sync: fddp.GradSync, program: Program, late: tuple[int, ...]) -> list
         if op is schedule.ops[schedule.piggyback_op]:
             numel += program.control.size
         ranks = topology.group(op.axes, sync.rank)
-        issued.append(Issued(op.kind, ranks, schedule.wire_dtypes[op.bucket], numel))
+        issued.append(Issued(op.kind, schedule.wire_dtypes[op.bucket], numel, ranks))
     return issued
 
 
 def issue(group: Any, name: str) -> Any:
     with opened(group, mlp(dtype=torch.float32), name) as sync:
-        issued, checked = record(sync), []
+        issued, checked = record_issued(sync), []
         step = sync.value_and_grad(mlp_loss, with_info=True)
         for number in range(3):
             program = sync._engine.program  # another one after the first step
@@ -275,7 +244,7 @@ def test_issued_operations_match_the_schedule(launch: Launch, name: str) -> None
 def test_collectives_of_each_bucket(name: str, chain: list[str]) -> None:
     def run(group: Any) -> None:
         with opened(group, mlp(), name) as sync:
-            issued, buckets = record(sync), len(sync.plan.buckets)
+            issued, buckets = record_issued(sync), len(sync.plan.buckets)
             sync.value_and_grad(mlp_loss)(mlp(), batch(sync.rank, 0))
             found = Counter(operation.kind for operation in issued)
             word = [] if name == "all_reduce" else ["all_reduce"]  # where it does not ride
@@ -382,7 +351,7 @@ def test_nan_is_reported_on_every_rank(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "hierarchical", "reduce_scatter"])
-def test_the_norm_is_that_of_what_a_rank_gets(name: str) -> None:
+def test_the_norm_is_that_of_a_ranks_results(name: str) -> None:
     def run(group: Any) -> tuple[float, float]:
         with opened(group, mlp(), name) as sync:
             _, grads, info = sync.value_and_grad(mlp_loss, with_info=True)(
@@ -400,15 +369,8 @@ def test_the_norm_is_that_of_what_a_rank_gets(name: str) -> None:
     assert shards == pytest.approx(total if name == "reduce_scatter" else 8 * total, rel=1e-12)
 
 
-def embedding_loss(p: Any, index: Tensor | None) -> Tensor:
-    x = p["w"].square().sum()
-    if index is not None:
-        x = x + (F.embedding(index, p["emb"], sparse=True) * p["w"]).square().sum()
-    return x
-
-
 def embed(group: Any, name: str) -> Any:
-    p = {"emb": rand(10, 4, seed=0), "w": rand(4, seed=1)}
+    p = embedding_params()
     with opened(group, p, name, sparse=("emb",)) as sync:
         _, grads = sync.value_and_grad(embedding_loss)(p, index_of(sync.rank))
         return {**grads, "emb": grads["emb"].to_dense()}
@@ -418,15 +380,10 @@ def index_of(rank: int) -> Tensor | None:
     return None if rank == 1 else torch.tensor([rank, 2, 2, 9 - rank])
 
 
-def dense_loss(p: Any, index: Tensor | None) -> Tensor:
-    x = p["w"].square().sum()
-    return x if index is None else x + (p["emb"][index] * p["w"]).square().sum()
-
-
 @pytest.mark.parametrize("name", [n for n, v in VARIANTS.items() if v[0] != "reduce_scatter"])
 def test_sparse_leaves(launch: Launch, name: str) -> None:
     world_size = world_of(launch)
-    p = {"emb": rand(10, 4, seed=0), "w": rand(4, seed=1)}
+    p = embedding_params()
     inputs = [(index_of(rank),) for rank in range(world_size)]
     expected = mean_gradients(dense_loss, p, inputs, [1.0] * world_size)
     runs = launch(world_size, embed, name)

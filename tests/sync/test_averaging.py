@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fddp
 from fddp.sync.averaging import WORLD, Averager, Periodic, average
-from tests.collectives.test_broadcast import rank_of
 from tests.support.endings import Ending, ending
+from tests.support.groups import rank_of
 from tests.support.models import rand, same_bits
 from tests.support.ranks import Launch, RankPool
 
@@ -64,7 +64,7 @@ def test_inner_axes_are_due_whenever_outer_ones_are(
         ({"host": 2, "local": 4}, 0, "axes go from the outermost on"),
     ],
 )
-def test_periods_that_make_no_sense(period: Any, warmup: int, text: str) -> None:
+def test_invalid_periods(period: Any, warmup: int, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Periodic(period, warmup_steps=warmup)
 
@@ -174,7 +174,7 @@ def repeated(group: Any) -> tuple[Any, Any]:
     return once, average(once, group=group)
 
 
-def test_only_what_is_due_is_averaged() -> None:
+def test_only_due_averages_are_taken() -> None:
     for results in fddp.loopback(2, over_steps):
         due = [step for step, same in enumerate(results) if same]
         assert due == [1, 4]
@@ -217,7 +217,7 @@ def in_place(group: Any) -> tuple[bool, Tensor]:
 # As torch's
 
 
-def train(averager: Any, module: nn.Module, steps: int) -> list[list[Tensor]]:
+def train_averaged(averager: Any, module: nn.Module, steps: int) -> list[list[Tensor]]:
     """Parameters after each step."""
     seen = []
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -243,10 +243,14 @@ def test_parity_with_torchs_periodic_averager(ranks: RankPool, warmup: int) -> N
 
 def periodic(rank: int, world_size: int, warmup: int) -> Any:
     stock = PeriodicModelAverager(period=4, warmup_steps=warmup)
-    expected = train(lambda module, _: stock.average_parameters(module.parameters()), model(), 12)
+    expected = train_averaged(
+        lambda module, _: stock.average_parameters(module.parameters()), model(), 12
+    )
     module = model()
     with Averager(named(module), Periodic(4, warmup_steps=warmup)) as averager:
-        ours = train(lambda module, step: averager.average_(named(module), step), module, 12)
+        ours = train_averaged(
+            lambda module, step: averager.average_(named(module), step), module, 12
+        )
     return ours, expected
 
 
@@ -263,12 +267,16 @@ def hierarchical(rank: int, world_size: int) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stock = HierarchicalModelAverager(OrderedDict({2: 2, 4: 4}), warmup_steps=4)
-    expected = train(lambda module, _: stock.average_parameters(module.parameters()), model(), 10)
+    expected = train_averaged(
+        lambda module, _: stock.average_parameters(module.parameters()), model(), 10
+    )
     module = model()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local"))
     when = Periodic({"host": 4, "local": 2}, warmup_steps=4)
     with Averager(named(module), when, mesh=mesh) as averager:
-        ours = train(lambda module, step: averager.average_(named(module), step), module, 10)
+        ours = train_averaged(
+            lambda module, step: averager.average_(named(module), step), module, 10
+        )
     return ours, expected
 
 
@@ -328,7 +336,10 @@ def test_ranks_must_average_at_the_same_steps(launch: Launch) -> None:
     sides = "at step 0 (the average after step 4)", "at step 0 (the average after step 5)"
     for made, averaged, value in launch(2, at_other_steps):
         assert made.kinds[0] == "PlanMismatchError"
-        assert "by Periodic(periods=(('world', 2),), warmup_steps=0) on rank 0 and by" in made.text
+        assert (
+            "the period of averages is Periodic(periods=(('world', 2),), warmup_steps=0) on rank 0 "
+            "and Periodic(" in made.text
+        )
         assert averaged.kinds[0] == "DesyncError"
         assert all(side in averaged.text for side in sides)
         assert value == 0.5, "all can go on"
@@ -345,12 +356,12 @@ def at_other_steps(group: Any) -> tuple[Ending, Ending, float]:
 
 def test_averages_of_parameters_and_of_gradients_do_not_meet(launch: Launch) -> None:
     once, often, value = "parameter average", "periodic average", 0.5
-    for told in launch(2, averaging_what_others_do_not):
-        assert [end.kinds[0] for end in told[:-1]] == ["DesyncError"] * 3
+    for outcome in launch(2, averaging_what_others_do_not):
+        assert [end.kinds[0] for end in outcome[:-1]] == ["DesyncError"] * 3
         sides = [("GradSync", once), (once, often), (often, "GradSync")]
-        for end, (first, second) in zip(told[:-1], sides, strict=True):
+        for end, (first, second) in zip(outcome[:-1], sides, strict=True):
             assert f"rank 0 opens a {first} where rank 1 opens a {second}" in end.text
-        assert told[-1] == value, "all can go on"
+        assert outcome[-1] == value, "all can go on"
 
 
 def averaging_what_others_do_not(group: Any) -> list[Any]:

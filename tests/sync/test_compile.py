@@ -17,10 +17,10 @@ import fddp
 from examples.compiled import Size, example
 from fddp.runtime.untraced import untraced
 from fddp.tree import pytree as fddp_tree
-from tests.collectives.test_compile import largest_difference
+from tests.support.models import largest_difference
 from tests.support.pages import run_script
+from tests.support.random_trees import trees
 from tests.support.ranks import RankPool
-from tests.tree.test_pytrees import trees
 
 OPTIONAL = ["torch._dynamo", "torch._inductor", "jax", "optax", "flax", "equinox", "torchopt"]
 
@@ -81,7 +81,7 @@ def test_trees_have_the_same_paths_in_graphs(tree: Any) -> None:
     try:
         leaves, treedef = fddp_tree.flatten(tree)
     except ValueError as error:
-        assert "rename keys" in str(error)  # noqa: PT017  # clashes that nothing tells apart
+        assert "rename keys" in str(error)  # noqa: PT017  # clashes that cannot be distinguished
         return
     traced_leaves, traced = fddp_tree._traced(tree)
     assert (traced.paths, traced_leaves) == (treedef.paths, leaves)
@@ -127,7 +127,7 @@ def synchronise(rank: int, world_size: int) -> Any:
         broken = torch.compile(whole, backend="aot_eager")(params)
         by_hand = fddp.tree_map(lambda w, g: w - g, params, wanted[1])
         text = ""
-        torch._dynamo.reset()  # whose cache does not tell the two apart
+        torch._dynamo.reset()  # whose cache does not distinguish the two
         try:
             torch.compile(whole, backend="aot_eager", fullgraph=True)(params)
         except torch._dynamo.exc.Unsupported as error:
@@ -167,7 +167,7 @@ def test_the_page_runs_on_two_ranks(tmp_path: Path) -> None:
 
 
 def count_graphs(rank: int, world_size: int) -> tuple[int, list[int]]:
-    """How far buckets are spread over graphs: when each was ready, among the ends of graphs."""
+    """Return when each bucket was ready, among the ends of graphs."""
     torch._dynamo.reset()
     graphs: list[int] = []
 
@@ -195,7 +195,7 @@ def count_graphs(rank: int, world_size: int) -> tuple[int, list[int]]:
     return early, ready
 
 
-def test_buckets_leave_between_graphs(ranks: RankPool) -> None:
+def test_buckets_are_launched_between_graphs(ranks: RankPool) -> None:
     for early, ready in ranks.run(2, count_graphs):
         assert ready == sorted(ready)
         assert early >= 3  # of 4; the last one waits for the end of backward

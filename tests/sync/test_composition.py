@@ -1,4 +1,4 @@
-"""What callers do beside and around a step: compile it, nest it, share things, change defaults."""
+"""Steps that are compiled or nested, that share things, or run under other defaults."""
 
 from __future__ import annotations
 

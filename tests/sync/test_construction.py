@@ -1,4 +1,4 @@
-"""What ranks must agree on is compared when a `GradSync` is built, and told on every rank."""
+"""Arguments that ranks must agree on: compared when a `GradSync` is built, errors on every rank."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import Tensor
 
 import fddp
 from tests.support.endings import Ending, ending
+from tests.support.groups import rank_of, size_of
 from tests.support.ranks import Launch
-from tests.sync.test_errors import grads, params, step
+from tests.support.simple_step import grads, params, step
 
 MIB = 1048576
 
@@ -120,8 +121,8 @@ def transport_of(group: Any) -> Any:
 
 def build(group: Any, name: str) -> tuple[Ending, Any]:
     first, second, _ = MISMATCHES[name]
-    rank = group.rank if isinstance(group.rank, int) else group.rank()
-    size = group.size if isinstance(group.size, int) else group.size()
+    rank = rank_of(group)
+    size = size_of(group)
     seen = ending(lambda: (second if rank == size - 1 else first)(group))
     with fddp.GradSync(params(), group=group) as sync:
         return seen, step(sync)[1]
@@ -225,7 +226,7 @@ TREES: dict[str, tuple[Any, str, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", [*ARGUMENTS, *TREES])
 @pytest.mark.parametrize("on_all", [False, True])
-def test_arguments_that_make_no_sense(name: str, on_all: bool) -> None:
+def test_invalid_arguments(name: str, on_all: bool) -> None:
     def run(group: Any) -> tuple[Ending, Any]:
         bad = on_all or group.rank == 1
         options = ARGUMENTS[name][0] if bad and name in ARGUMENTS else {}

@@ -67,7 +67,8 @@ def test_donated_memory_is_reused_in_the_next_step(launch: Launch) -> None:
 
 
 def addresses_of_steps(group: Any) -> tuple[int, int]:
-    """How many places gradients had, with and without donating, while all were referred to."""
+    """Return the number of addresses that gradients had, with and without donation, while all were
+    referenced."""
     found = []
     for donates in (True, False):
         with fddp.GradSync(grads(), group=group) as sync:

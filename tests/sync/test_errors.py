@@ -1,4 +1,4 @@
-"""What bad input gets: an error on every rank that says all, and a group that goes on."""
+"""Bad input: a complete error on every rank, after which the group is still usable."""
 
 from __future__ import annotations
 
@@ -12,34 +12,18 @@ import torch
 from torch import Tensor
 
 import fddp
+from tests.support.backward_calls import call_in_backward
 from tests.support.endings import BoomError, Ending, ending
 from tests.support.models import same_bits
 from tests.support.ranks import Launch
+from tests.support.simple_step import grads, loss_fn, params, step
 
 SMALL = {"bucket_cap_mb": 1e-5, "first_bucket_mb": 1e-5}
-
-
-def params() -> dict[str, Tensor]:
-    return {"a": torch.ones(3), "b": torch.full((2,), 2.0), "step": torch.tensor(3)}
-
-
-def loss_fn(p: dict[str, Tensor], *_: Any) -> Tensor:
-    return (p["a"] ** 2).sum() + (p["b"] ** 2).sum()
 
 
 class MuteError(Exception):
     def __str__(self) -> str:
         raise ValueError("an error without a text")
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise BoomError(7, "in backward")
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
@@ -49,13 +33,18 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return fails
 
 
+def fail_in_backward() -> None:
+    raise BoomError(7, "in backward")
+
+
 def early_failure(p: dict[str, Tensor]) -> Tensor:
-    return FailsInBackward.apply(loss_fn(p))
+    return call_in_backward(loss_fn(p), fail_in_backward)
 
 
 def late_failure(p: dict[str, Tensor]) -> Tensor:
     """The gradient of b arrives first, then backward fails on the way to a."""
-    return FailsInBackward.apply(p["a"] * 1.0).sum() + (p["b"] ** 2).sum()
+    a = call_in_backward(p["a"] * 1.0, fail_in_backward)
+    return a.sum() + (p["b"] ** 2).sum()
 
 
 def inner_sync_fails(sync: fddp.GradSync) -> Callable[..., Any]:
@@ -69,15 +58,6 @@ class Case(NamedTuple):
     call: Callable[[fddp.GradSync], Any]
     kind: str
     texts: tuple[str, ...]
-
-
-def step(sync: fddp.GradSync, fn: Any = loss_fn, *args: Any, **options: Any) -> Any:
-    return sync.value_and_grad(fn, **options)(params(), *args)
-
-
-def grads(**changes: Any) -> dict[str, Any]:
-    tree = {"a": torch.ones(3), "b": torch.ones(2), "step": None, **changes}
-    return {key: leaf for key, leaf in tree.items() if leaf is not Ellipsis}
 
 
 PLAN_HAS_A = ("'a'", "float32", "(3,)")

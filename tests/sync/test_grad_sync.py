@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -19,6 +16,9 @@ from torch.nn import functional as F  # noqa: N812 - as everywhere
 import fddp
 from fddp.core.schedule.piggyback import with_separate_word
 from fddp.tree.pytree import flatten
+from tests.support.dtypes import DTYPES
+from tests.support.groups import rank_of
+from tests.support.means import ddp_mean, synced
 from tests.support.models import (
     batch,
     largest_difference,
@@ -30,33 +30,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import Launch, RankPool
 
-DTYPES = {
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "f32": torch.float32,
-    "f64": torch.float64,
-    "c64": torch.complex64,
-    "c128": torch.complex128,
-}
 SMALL = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0001}
-
-
-def synced(
-    world_size: int, grads_of: Callable[[int], Any], *, params: Any = None, **options: Any
-) -> list[Any]:
-    """`sync(grads_of(rank))` on each rank; the gradients stand for parameters not given."""
-
-    def run(group: Any) -> Any:
-        grads = grads_of(group.rank)
-        with fddp.GradSync(grads if params is None else params, group=group, **options) as sync:
-            return sync(grads)
-
-    return fddp.loopback(world_size, run)
-
-
-def ddp_mean(grads: list[Tensor]) -> Tensor:
-    """The bits of DDP: each scaled by 1/N in its own dtype, then summed in rank order."""
-    return functools.reduce(operator.add, [grad * (1.0 / len(grads)) for grad in grads])
 
 
 # Dtypes and bits
@@ -384,15 +358,11 @@ def order_of(rank: int) -> list[str]:
 
 
 def in_another_order(group: Any, kind: Callable[[Any], Any]) -> tuple[Any, str]:
-    rank = fddp_rank(group)
+    rank = rank_of(group)
     params = kind((name, torch.zeros(2)) for name in order_of(rank))
     grads = kind((name, torch.full((2,), 8.0 * int(name[1]) + 2 * rank)) for name in order_of(rank))
     with fddp.GradSync(params, group=group, first_bucket_mb=1e-5, bucket_cap_mb=2e-5) as sync:
         return sync(grads), sync.plan.digest
-
-
-def fddp_rank(group: Any) -> int:
-    return group.rank if isinstance(group.rank, int) else dist.get_rank(group)
 
 
 def test_gradients_may_sit_in_other_containers_than_the_parameters() -> None:

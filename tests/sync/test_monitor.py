@@ -19,15 +19,11 @@ from fddp.telemetry.report import MonitorReport
 from fddp.telemetry.stragglers import RankSummary, StepRecord, summarize
 from tests.support.endings import ending
 from tests.support.models import batch, mlp, mlp_loss
-from tests.support.monitored import DELAY_S, STEPS, check_events, train
-
-
-def record_of(step: int, phases_s: dict[str, float]) -> StepRecord:
-    return StepRecord(step, phases_s, StepTimes((), 1.0, 2.0, 3.0, begun_s=0.5))
+from tests.support.monitored import DELAY_S, STEPS, check_events, record_of, train_monitored
 
 
 def test_reports_come_every_so_many_steps() -> None:
-    for _, observed in fddp.loopback(2, lambda group: train(group, 7, every=3)):
+    for _, observed in fddp.loopback(2, lambda group: train_monitored(group, 7, every=3)):
         assert [type(one) for one in observed] == [
             MonitorReport if number in (2, 5) else type(None) for number in range(7)
         ]
@@ -35,7 +31,7 @@ def test_reports_come_every_so_many_steps() -> None:
 
 
 def test_phases_add_up_to_the_time_between_ends_of_steps() -> None:
-    monitor, _ = fddp.loopback(1, lambda group: train(group, 5))[0]
+    monitor, _ = fddp.loopback(1, lambda group: train_monitored(group, 5))[0]
     assert [record.step for record in monitor.steps] == list(range(5))
     assert "input" not in monitor.steps[0].phases_s
     for before, record in zip(monitor.steps, monitor.steps[1:], strict=False):
@@ -47,7 +43,7 @@ def test_phases_add_up_to_the_time_between_ends_of_steps() -> None:
 
 
 def test_the_window_is_bounded() -> None:
-    monitor, _ = fddp.loopback(1, lambda group: train(group, 9, window=4))[0]
+    monitor, _ = fddp.loopback(1, lambda group: train_monitored(group, 9, window=4))[0]
     assert [record.step for record in monitor.steps] == [5, 6, 7, 8]
 
 
@@ -73,7 +69,7 @@ def test_named_phases_belong_to_the_step_that_follows() -> None:
 def test_invalid_calls_are_refused() -> None:
     def run(group: Any) -> list[str]:
         monitor = fddp.Monitor(group)
-        told = [
+        outcome = [
             ending(lambda: fddp.Monitor(group, every=0)).text,
             ending(lambda: monitor.phase("wait").__enter__()).text,
             ending(monitor.report).text,
@@ -82,7 +78,7 @@ def test_invalid_calls_are_refused() -> None:
         if group.rank == 0:
             (record,) = train_record()
             monitor._steps.append(record)
-        return [*told, ending(monitor.report).text]
+        return [*outcome, ending(monitor.report).text]
 
     for every, phase, report, trace, half in fddp.loopback(2, run):
         assert every == "every must be 1 or more, got 0"
@@ -145,7 +141,7 @@ def test_phases_within_phases_count_once() -> None:
         ({"exporters": [3]}, "TypeError"),
     ],
 )
-def test_options_that_make_no_sense(options: dict[str, Any], kind: str) -> None:
+def test_invalid_options(options: dict[str, Any], kind: str) -> None:
     assert fddp.loopback(1, lambda g: ending(lambda: fddp.Monitor(g, **options)).kinds[0]) == [kind]
 
 
@@ -206,16 +202,16 @@ class Full:
         raise AssertionError("not after a step that failed")
 
 
-def test_an_exporter_that_fails_on_one_rank_leaves_the_others_their_report() -> None:
+def test_a_failing_exporter_on_one_rank_does_not_affect_other_reports() -> None:
     def run(group: Any) -> Any:
         with fddp.GradSync(mlp(), group=group) as sync, fddp.Communicator(group, timeout_s=5) as of:
             exporters = [Full()] if group.rank == 0 else []
             monitor = fddp.Monitor(of, every=1, exporters=exporters)
-            told = []
+            outcome = []
             for _ in range(2):
                 _, info = sync(mlp(), with_info=True)
-                told.append(ending(lambda info=info: monitor.observe(info)).kinds)
-            return told, len(monitor.report().ranks) if group.rank else monitor._make_report()
+                outcome.append(ending(lambda info=info: monitor.observe(info)).kinds)
+            return outcome, len(monitor.report().ranks) if group.rank else monitor._make_report()
 
     full, well = fddp.loopback(2, run)
     assert [kinds[0] for kinds in full[0]] == ["OSError", "OSError"]
@@ -241,7 +237,7 @@ def check_steps_add_up(steps: Sequence[StepRecord]) -> None:
 
 @pytest.mark.parametrize("slow", [None, 0, 1])
 def test_exporter_time_is_not_a_phase_of_the_rank(slow: int | None) -> None:
-    """They are slow on rank 0, and are told apart from the input of the same rank, or another's."""
+    """Slow ones on rank 0 are distinguished from its own input, and from other ranks' input."""
 
     def run(group: Any) -> tuple[fddp.Monitor, MonitorReport]:
         exporters = [Leisurely()] if group.rank == 0 else []
@@ -331,12 +327,12 @@ def test_waiting_between_steps_is_not_slow() -> None:
                 monitor.observe(step(mlp(), x)[2])
             return monitor.steps, monitor.report()
 
-    told = fddp.loopback(2, run)
-    for steps, _ in told:
+    outcome = fddp.loopback(2, run)
+    for steps, _ in outcome:
         for before, record in itertools.pairwise(steps):
             took_s = record.times.end_s - before.times.end_s
             assert sum(record.phases_s.values()) == pytest.approx(took_s)
-    quick, slow = (rank.phases for rank in told[0][1].ranks)
+    quick, slow = (rank.phases for rank in outcome[0][1].ranks)
     assert slow["input"].median_s >= DELAY_S
     assert slow["metrics"].median_s >= DELAY_S
     assert quick["wait"].median_s > DELAY_S
@@ -348,7 +344,7 @@ def test_waiting_between_steps_is_not_slow() -> None:
 def test_steps_of_several_syncs_may_be_observed_by_one_monitor() -> None:
     """A critic and a generator, whose steps have numbers of their own."""
 
-    def train(group: Any) -> tuple[int, int]:
+    def train_monitored(group: Any) -> tuple[int, int]:
         params = {"w": torch.ones(3)}
         with fddp.GradSync(params, group=group) as often, fddp.GradSync(params, group=group) as now:
             monitor = fddp.Monitor(group, window=4)
@@ -357,7 +353,7 @@ def test_steps_of_several_syncs_may_be_observed_by_one_monitor() -> None:
             (own, _) = monitor.report().ranks
             return own.first, own.last
 
-    assert fddp.loopback(2, train) == [(7, 1)] * 2
+    assert fddp.loopback(2, train_monitored) == [(7, 1)] * 2
 
 
 def test_rank_in_another_call_is_reported() -> None:
@@ -365,7 +361,7 @@ def test_rank_in_another_call_is_reported() -> None:
         monitor = fddp.Monitor(group)
         monitor._steps.extend(train_record())
         seen = ending(lambda: monitor.report() if group.rank else fddp.pmean(torch.ones(3), group))
-        fddp.pmean(torch.ones(3), group)  # and the group goes on
+        fddp.pmean(torch.ones(3), group)  # and the group is usable
         return seen
 
     for seen in fddp.loopback(2, run):

@@ -16,28 +16,16 @@ from torch import Tensor
 import fddp
 from fddp.core.schedule.op import Op
 from fddp.hooks import AllReduce, Bucket, BucketSpec, Future, Hook
-from fddp.runtime.bucket import BucketState
+from fddp.runtime.state import BucketState
+from tests.support.backward_calls import call_in_backward
 from tests.support.models import batch, mlp, mlp_loss
 from tests.support.monitored import DELAY_S, STEPS, check_events
 from tests.support.ranks import RankPool
 
 
-class Delayed(torch.autograd.Function):
-    """Lets backward take longer."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        time.sleep(DELAY_S)
-        return grad
-
-
 @dataclass(frozen=True)
 class Sluggish(Hook[tuple[()]]):
-    """The sum as it is, from a hook that takes its time where `HERE` says so."""
+    """The plain sum, from a hook that is slow in the phase of `HERE`."""
 
     def init(self, spec: BucketSpec) -> tuple[()]:
         return ()
@@ -53,6 +41,10 @@ class Sluggish(Hook[tuple[()]]):
             return total, state
 
         return all_reduce(bucket.buffer.clone()).map(take)
+
+
+def delay_backward() -> None:
+    time.sleep(DELAY_S)
 
 
 HERE = {"where": ""}  # what takes longer on this rank
@@ -98,7 +90,7 @@ def loss(params: Any, x: Tensor) -> Tensor:
     if HERE["pmean"]:
         # Ranks that wait here for another's input or forward are not slow themselves.
         value = value + 0.0 * fddp.pmean(x.sum())
-    return Delayed.apply(value) if HERE["where"] == "backward" else value
+    return call_in_backward(value, delay_backward) if HERE["where"] == "backward" else value
 
 
 def watched(rank: int, world_size: int, transport: str, cases: Sequence[tuple[int, str]]) -> Any:
@@ -136,8 +128,8 @@ def test_a_delay_is_attributed_to_its_rank_and_phase(
     cases = [(1, "input"), (0, "forward"), (last, "backward"), (0, "update"), (1, "pack")]
     cases += [(0, "pack in backward"), (last, "unpack"), (1, "hook"), (0, "hook in backward")]
     cases += [(last, "end of hook"), (1, "before a pmean")]
-    told = ranks.run(world_size, watched, transport, cases)
-    for found in told:
+    outcome = ranks.run(world_size, watched, transport, cases)
+    for found in outcome:
         for slow, where, straggler, text, trace in found:
             assert straggler is not None, f"{where}: {text}"
             phase = PHASE_OF.get(where, where)
@@ -148,7 +140,9 @@ def test_a_delay_is_attributed_to_its_rank_and_phase(
             names = [e["name"] for e in check_events(trace) if e["pid"] == slow]
             assert ("hook" in names) == ("hook" in where)
             assert set(names) >= {"input", "forward", "backward", "sync"}
-    assert [case[3:] for case in told[0]] == [case[3:] for case in told[1]], "alike on all ranks"
+    assert [case[3:] for case in outcome[0]] == [case[3:] for case in outcome[1]], (
+        "alike on all ranks"
+    )
 
 
 def wrapped(rank: int, world_size: int, cases: Sequence[tuple[int, str]]) -> Any:
@@ -179,7 +173,7 @@ class Slow(torch.nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         pause("forward")
         value = super().forward(x)
-        return Delayed.apply(value) if HERE["where"] == "backward" else value
+        return call_in_backward(value, delay_backward) if HERE["where"] == "backward" else value
 
 
 def test_delays_of_wrapped_modules_are_attributed(ranks: RankPool) -> None:

@@ -11,12 +11,12 @@ import fddp
 from fddp.core.timeline import BucketTimes, StepTimes
 from fddp.telemetry.perfetto import chrome_trace, steps_from_json, steps_to_json
 from fddp.telemetry.stragglers import StepRecord
-from tests.support.monitored import check_events, train
+from tests.support.monitored import check_events, train_monitored
 
 
 def test_a_trace_holds_all_ranks_and_steps() -> None:
     def run(group: Any) -> str:
-        monitor, _ = train(group, 6)
+        monitor, _ = train_monitored(group, 6)
         return monitor.trace(4)
 
     one, two = fddp.loopback(2, run)
@@ -50,7 +50,7 @@ def test_clocks_are_set_by_the_ends_of_collectives() -> None:
 
 
 def test_steps_travel_as_they_are() -> None:
-    monitor, _ = fddp.loopback(1, lambda group: train(group, 3))[0]
+    monitor, _ = fddp.loopback(1, lambda group: train_monitored(group, 3))[0]
     read = steps_from_json(steps_to_json(monitor.steps), 0)
     for one, two in zip(read, monitor.steps, strict=True):
         assert (one.step, one.phases_s) == (two.step, two.phases_s)

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 import fddp
+from tests.support.means import synced
 from tests.support.models import largest_difference, mean_gradients, rand, same_bits
 from tests.support.ranks import Launch
-from tests.sync.test_grad_sync import SMALL, synced
+
+SMALL = {"bucket_cap_mb": 0.0005, "first_bucket_mb": 0.0001}
 
 # Leaves that stay local
 

@@ -45,7 +45,7 @@ def test_plan_and_means_over_any_numbers_of_ranks(data: Any, before: int, after:
             assert torch.allclose(values, torch.full_like(values, (1 + after) / 2))
 
 
-def test_ranks_that_parted_take_the_plan_of_the_one_that_is_ahead() -> None:
+def test_diverged_ranks_take_the_plan_of_the_most_advanced() -> None:
     behind, ahead = made(3), made(3, steps=1)
     assert behind[0].plan != ahead[0].plan
     syncs = rebuilt([behind[0], ahead[1], behind[2]])
@@ -112,10 +112,10 @@ def test_after_a_timeout_and_into_a_new_loop() -> None:
         batches = [batch(group.rank, n) for n in range(2 + group.rank)]
         return end.kinds[0], [step(mlp(), one)[1] for one in fddp.uneven(batches, sync)]
 
-    told = fddp.loopback(3, train)
-    assert [kind for kind, _ in told] == ["SyncTimeoutError", "no error", "SyncTimeoutError"]
-    assert [len(grads) for _, grads in told] == [4] * 3
-    assert same_bits([grads for _, grads in told])
+    outcome = fddp.loopback(3, train)
+    assert [kind for kind, _ in outcome] == ["SyncTimeoutError", "no error", "SyncTimeoutError"]
+    assert [len(grads) for _, grads in outcome] == [4] * 3
+    assert same_bits([grads for _, grads in outcome])
 
 
 def test_objects_of_the_old_sync_name_the_new_one() -> None:
@@ -180,7 +180,7 @@ def test_carried_state_of_hooks() -> None:
 
 
 def test_state_of_hooks_on_the_ranks_that_are_left() -> None:
-    """What callers carry, and what engines do, goes on with 0 and 2 of three ranks."""
+    """Ranks 0 and 2 of three keep the callers' states and the engines'."""
     hook = hooks.top_k(0.25)
 
     def grads_of(rank: int, step: int) -> Any:
@@ -237,14 +237,14 @@ def test_shards_stay_where_the_ranks_do() -> None:
     whole = rebuilt(old, lambda sync: sync.all_gather(sync.reduce_scatter(mlp())))
     assert largest_difference(whole[0], mlp()) < 1e-15
 
-    for rank, told in enumerate(refused([*made(2, algorithm="reduce_scatter"), None])):
-        assert told.kinds[0] == ("ValueError" if rank < 2 else "PlanMismatchError")
+    for rank, outcome in enumerate(refused([*made(2, algorithm="reduce_scatter"), None])):
+        assert outcome.kinds[0] == ("ValueError" if rank < 2 else "PlanMismatchError")
         own = rank % 2
         assert f"rank {own} of Topology(world=2) would be rank {own} of Topology(world=3)" in (
-            told.text
+            outcome.text
         )
-        assert "GradSync(sync.plan, algorithm='reduce_scatter', group=group)" in told.text
-        assert "sync.shard(tree)" in told.text
+        assert "GradSync(sync.plan, algorithm='reduce_scatter', group=group)" in outcome.text
+        assert "sync.shard(tree)" in outcome.text
 
 
 def test_meshes() -> None:
@@ -256,10 +256,10 @@ def test_meshes() -> None:
     same = rebuilt(fddp.loopback(4, begin), lambda sync: (sync.schedule.topology, sync(mlp())))
     assert {str(axes) for axes, _ in same} == {str(mesh)}
     assert largest_difference(same[3][1], mlp()) < 1e-15
-    for told in refused(fddp.loopback(4, begin)[:2]):
-        assert "pass mesh= with the axes of the new group" in told.text
-    for told in refused(fddp.loopback(4, begin)[:2], mesh=fddp.Topology(world=2)):
-        assert "'hierarchical' needs a mesh of at least two axes" in told.text
+    for outcome in refused(fddp.loopback(4, begin)[:2]):
+        assert "pass mesh= with the axes of the new group" in outcome.text
+    for outcome in refused(fddp.loopback(4, begin)[:2], mesh=fddp.Topology(world=2)):
+        assert "'hierarchical' needs a mesh of at least two axes" in outcome.text
 
     left = fddp.loopback(4, begin)[:2]
 

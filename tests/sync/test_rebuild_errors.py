@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fddp
 from fddp import hooks
+from tests.support.backward_calls import call_in_backward
 from tests.support.endings import ending
 from tests.support.models import batch, largest_difference, mlp, mlp_loss
 from tests.support.rebuilding import SMALL, made, rebuilt, refused, scrambled
@@ -22,26 +23,26 @@ def test_another_plan_is_named() -> None:
         return fddp.loopback(3, lambda group: fddp.GradSync(plan, group=group))
 
     one, other = begin(small), begin(large)
-    for told in refused([one[0], one[1], other[2]]):
-        assert "PlanMismatchError" in told.kinds
-        assert "caps is [1048576, 1048] on rank 0 and [1048576, 26214400] on rank 2" in told.text
+    for outcome in refused([one[0], one[1], other[2]]):
+        assert "PlanMismatchError" in outcome.kinds
+        assert "caps is [1048576, 1048] on rank 0 and [1048576, 26214400] on rank 2" in outcome.text
     order = fddp.rebucket(small, [3, 1])
-    for told in refused([one[0], one[1], begin(order)[2]]):
-        assert "ranks 0 and 2 have the same leaves but other buckets or order" in told.text
+    for outcome in refused([one[0], one[1], begin(order)[2]]):
+        assert "ranks 0 and 2 have the same leaves but other buckets or order" in outcome.text
     wider = {**mlp(), "layer0": {"weight": torch.zeros(8, 8), "bias": torch.zeros(9)}}
-    for told in refused([made(2)[0], made(2, tree=wider)[1]]):
-        assert "leaf 'layer0.bias' of shape (8,), float64 on cpu" in told.text
-        assert "where rank 1 has leaf 'layer0.bias' of shape (9,)" in told.text
+    for outcome in refused([made(2)[0], made(2, tree=wider)[1]]):
+        assert "leaf 'layer0.bias' of shape (8,), float64 on cpu" in outcome.text
+        assert "where rank 1 has leaf 'layer0.bias' of shape (9,)" in outcome.text
 
 
 def test_options_that_differ_are_named() -> None:
-    for told in refused([made(2)[0], made(2, deterministic=True)[1]]):
-        assert "PlanMismatchError" in told.kinds
-        assert "deterministic is False on rank 0 and True on rank 1" in told.text
-    for told in refused([made(2, hook=hooks.fp16_compress)[0], None], hook=hooks.bf16_compress):
-        assert "the same hook" in told.text
-    for told in refused([None, None]):
-        assert "none of the 2 ranks has a GradSync to go on with" in told.text
+    for outcome in refused([made(2)[0], made(2, deterministic=True)[1]]):
+        assert "PlanMismatchError" in outcome.kinds
+        assert "deterministic is False on rank 0 and True on rank 1" in outcome.text
+    for outcome in refused([made(2, hook=hooks.fp16_compress)[0], None], hook=hooks.bf16_compress):
+        assert "the same hook" in outcome.text
+    for outcome in refused([None, None]):
+        assert "none of the 2 ranks has a GradSync to go on with" in outcome.text
 
 
 def test_new_sync_does_not_meet_continuing_ones() -> None:
@@ -52,23 +53,25 @@ def test_new_sync_does_not_meet_continuing_ones() -> None:
             return ending(lambda: fddp.GradSync(scrambled(), group=group, **SMALL))
         return ending(lambda: old[group.rank].rebuild(group))
 
-    for told in fddp.loopback(3, run):
-        assert told.kinds[0] == "DesyncError"
-        assert "progress" in told.text
-        assert "terms" in told.text
+    for outcome in fddp.loopback(3, run):
+        assert outcome.kinds[0] == "DesyncError"
+        assert "progress" in outcome.text
+        assert "terms" in outcome.text
 
 
 def test_local_failures_are_raised_on_all_ranks() -> None:
     kinds = []
-    for told in refused([made(1)[0], None], params=[torch.zeros(3)]):
-        assert "has the leaf 'layer1.bias' of shape (8,), float64, and params has no" in told.text
-        kinds.append(told.kinds[0])
+    for outcome in refused([made(1)[0], None], params=[torch.zeros(3)]):
+        assert (
+            "has the leaf 'layer1.bias' of shape (8,), float64, and params has no" in outcome.text
+        )
+        kinds.append(outcome.kinds[0])
     assert kinds == ["PlanMismatchError"] * 2
-    for told in refused([made(1)[0], None], timeout_s=-1.0):
-        assert "rank 1" in told.text
-        assert "timeout_s must be above 0" in told.text
-    for told in refused([made(1)[0], None], mesh=fddp.Topology(host=2, local=2)):
-        assert "the mesh Topology(host=2, local=2) has 4 ranks, and the group 2" in told.text
+    for outcome in refused([made(1)[0], None], timeout_s=-1.0):
+        assert "rank 1" in outcome.text
+        assert "timeout_s must be above 0" in outcome.text
+    for outcome in refused([made(1)[0], None], mesh=fddp.Topology(host=2, local=2)):
+        assert "the mesh Topology(host=2, local=2) has 4 ranks, and the group 2" in outcome.text
 
 
 def test_a_schedule_that_was_passed_in_is_for_its_ranks() -> None:
@@ -78,25 +81,17 @@ def test_a_schedule_that_was_passed_in_is_for_its_ranks() -> None:
     grads = rebuilt(old, lambda sync: sync(mlp()))
     assert largest_difference(grads[1], mlp()) < 1e-15
     old = fddp.loopback(2, lambda group: fddp.GradSync(schedule, group=group))
-    for told in refused([*old, None]):
-        assert "the schedule was passed in for Topology(world=2), and the group has" in told.text
+    for outcome in refused([*old, None]):
+        assert "the schedule was passed in for Topology(world=2), and the group has" in outcome.text
 
 
 def test_not_within_a_backward_pass() -> None:
     def run(group: Any) -> Any:
         sync = fddp.GradSync(mlp(), group=group, **SMALL)
 
-        class Rebuilds(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor) -> Tensor:
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx: Any, grad: Tensor) -> Tensor:
-                sync.rebuild(group)
-                return grad
-
-        step = sync.value_and_grad(lambda p, x: Rebuilds.apply(mlp_loss(p, x)))
+        step = sync.value_and_grad(
+            lambda p, x: call_in_backward(mlp_loss(p, x), lambda: sync.rebuild(group))
+        )
         seen = ending(lambda: step(mlp(), batch(0, 0)))
         return seen, sync(mlp())  # it is as it was
 
@@ -119,16 +114,16 @@ def test_not_within_a_loss_function() -> None:
 
         step = sync.value_and_grad(loss_fn)
         x = batch(0, 0)
-        told = [
+        outcome = [
             ending(lambda: step(mlp(), x, lambda: None)),
             ending(lambda: step(mlp(), x, lambda: plain(mlp(), x))),
         ]
         after = sync(mlp())  # it is as it was
-        told.append(ending(lambda: step(mlp(), x, sync.close)))
-        return told, after, sync.rebuild(group)(mlp())
+        outcome.append(ending(lambda: step(mlp(), x, sync.close)))
+        return outcome, after, sync.rebuild(group)(mlp())
 
-    for told, *_ in fddp.loopback(2, run):
-        alone, nested, _ = told
+    for outcome, *_ in fddp.loopback(2, run):
+        alone, nested, _ = outcome
         for seen in (alone, nested):
             assert seen.kinds[0] == "ReentryError"
             assert "rebuild was called while the loss function of a step runs" in seen.text
@@ -170,8 +165,8 @@ def test_a_rank_that_is_lost_meanwhile() -> None:
             return None
         return ending(lambda: old[group.rank].rebuild(group))
 
-    for told in fddp.loopback(3, run)[:2]:
-        assert "RankLostError" in told.kinds
-        assert "rank 2" in told.text
-    # Those that are left go on without it, too.
+    for outcome in fddp.loopback(3, run)[:2]:
+        assert "RankLostError" in outcome.kinds
+        assert "rank 2" in outcome.text
+    # The survivors continue without it, too.
     assert [sync.plan for sync in rebuilt(old[:2])] == [old[0].plan] * 2

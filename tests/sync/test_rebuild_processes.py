@@ -7,12 +7,12 @@ import signal
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import fddp
 from fddp import hooks
+from tests.support.backward_calls import call_in_backward
 from tests.support.endings import ending
 from tests.support.models import batch, largest_difference, mean_gradients, mlp, mlp_loss, same_bits
 from tests.support.ranks import run_fresh
@@ -22,21 +22,14 @@ TIMEOUT_S = 6.0
 LOST, LATE = 1, 3
 
 
-class Kills(torch.autograd.Function):
-    """Ends its process when backward comes by."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return grad
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def dying_loss(p: Any, x: Tensor) -> Tensor:
-    return mlp_loss({**p, "layer2": fddp.tree_map(Kills.apply, p["layer2"])}, x)
+    """`mlp_loss`, which ends its process in backward."""
+    layer = fddp.tree_map(lambda leaf: call_in_backward(leaf, kill_self), p["layer2"])
+    return mlp_loss({**p, "layer2": layer}, x)
 
 
 def among(ranks: list[int]) -> Any:
@@ -51,7 +44,7 @@ def anew_with(rank: int, world_size: int, store_port: int) -> None:
 
 
 def lose_one_and_take_one_in(rank: int, world_size: int, transport: str, store_port: int) -> Any:
-    """Ranks 0 to 2 train; 1 is killed; 0 and 2 go on; 3 joins them, with nothing of its own."""
+    """Ranks 0 to 2 train; 1 is killed; 0 and 2 continue; 3 joins them without a state."""
     hook = hooks.power_sgd(2)
     options = {"transport": transport, "timeout_s": TIMEOUT_S}
     params, state, step, seen = mlp(), None, None, {}

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fddp
 from fddp.tree.pytree import flatten
-from tests.core.test_schedule import Issued, record
-from tests.support.models import largest_difference, rand, same_bits
+from tests.support.collectives import Issued, record_issued
+from tests.support.models import descend, largest_difference, rand, same_bits
 from tests.support.ranks import Launch, RankPool
 
 STEPS = 50
@@ -128,21 +128,19 @@ def joined(model: Model, numbers: range) -> Any:
     return torch.stack(rows)
 
 
-def descend(params: Params, grads: Params) -> Params:
-    return fddp.tree_map(lambda p, g: p - LR * g, params, grads)
-
-
 def numbers_of(step: int, rank: int, world_size: int) -> range:
     first = (step * world_size + rank) * ROWS
     return range(first, first + ROWS)
 
 
-def train(group: Any, name: str, way: str) -> tuple[Params, list[list[Issued]], list[float]]:
+def train_on_rank(
+    group: Any, name: str, way: str
+) -> tuple[Params, list[list[Issued]], list[float]]:
     """Parameters after the run; collectives and global loss of each step."""
     model = MODELS[name]
     params, issued_by_step, losses = model.params(), [], []
     with fddp.GradSync(params, group=group, bucket_cap_mb=0.001, first_bucket_mb=0.0003) as sync:
-        issued = record(sync)
+        issued = record_issued(sync)
         step = sync.value_and_grad(model.loss)
         for number in range(STEPS):
             batch = joined(model, numbers_of(number, sync.rank, sync.world_size))
@@ -151,7 +149,7 @@ def train(group: Any, name: str, way: str) -> tuple[Params, list[list[Issued]], 
             else:
                 loss, grads = local(model, params, batch)
                 grads = sync.reduce_(grads) if way == "reduce_" else sync(grads)
-            params = descend(params, grads)
+            params = descend(params, grads, LR)
             losses.append(loss.item())
             issued_by_step.append(list(issued))
             issued.clear()
@@ -174,7 +172,7 @@ def reference(name: str, world_size: int) -> tuple[Params, list[float]]:
         first = numbers_of(number, 0, world_size).start
         batch = joined(model, range(first, first + ROWS * world_size))
         loss, grads = local(model, params, batch)
-        params = descend(params, grads)
+        params = descend(params, grads, LR)
         losses.append(loss.item())
     return params, losses
 
@@ -194,18 +192,21 @@ def check(runs: list[Any], name: str) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ["linear", "mlp"])
 def test_fifty_steps_match_one_process(launch: Launch, name: str, world_size: int) -> None:
-    check(launch(world_size, train, name, "value_and_grad"), name)
+    check(launch(world_size, train_on_rank, name, "value_and_grad"), name)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_other_models_and_world_sizes(name: str, world_size: int) -> None:
-    check(fddp.loopback(world_size, train, name, "value_and_grad"), name)
+    check(fddp.loopback(world_size, train_on_rank, name, "value_and_grad"), name)
 
 
 @pytest.mark.parametrize("way", ["sync", "reduce_"])
 def test_syncing_a_tree_after_backward(way: str) -> None:
-    check(fddp.loopback(2, train, "convolution and embedding", way), "convolution and embedding")
+    check(
+        fddp.loopback(2, train_on_rank, "convolution and embedding", way),
+        "convolution and embedding",
+    )
 
 
 def test_all_models_on_real_processes(ranks: RankPool) -> None:
@@ -215,13 +216,13 @@ def test_all_models_on_real_processes(ranks: RankPool) -> None:
 
 
 def train_all(rank: int, world_size: int) -> list[Any]:
-    return [train(None, name, "value_and_grad") for name in MODELS]
+    return [train_on_rank(None, name, "value_and_grad") for name in MODELS]
 
 
 def test_the_steady_state_takes_no_repair() -> None:
     """Each step has one all-reduce for each bucket and one for the control word."""
     for name in MODELS:
-        _, issued, _ = fddp.loopback(2, train, name, "value_and_grad")[0]
+        _, issued, _ = fddp.loopback(2, train_on_rank, name, "value_and_grad")[0]
         steady = issued[3]
         assert all(step == steady for step in issued[3:])
         assert {operation.kind for operation in steady} == {"all_reduce"}

@@ -48,7 +48,7 @@ def chain(sync: fddp.GradSync) -> Any:
     return torchopt.chain(fddp.as_transform(sync), torchopt.adam(1e-2))
 
 
-def train(
+def train_with_chain(
     group: Any, hook: str, start: int, stop: int, saved: bytes | None, inplace: bool = False
 ) -> tuple[Params, Any, bytes]:
     """Some steps, from parameters and state as they were saved; those at the end."""
@@ -71,7 +71,7 @@ def train(
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_chain_of_torchopt_is_that_of_one_process(inplace: bool) -> None:
-    runs = fddp.loopback(WORLD_SIZE, train, "no hook", 0, STEPS, None, inplace)
+    runs = fddp.loopback(WORLD_SIZE, train_with_chain, "no hook", 0, STEPS, None, inplace)
     params, optimizer = mlp(), torchopt.adam(1e-2)
     state = optimizer.init(params)
     for step in range(STEPS):
@@ -98,7 +98,7 @@ def test_the_state_of_a_hook_is_the_optimizers(hook: str) -> None:
                 params = apply(params, updates)
         return params, state
 
-    runs = fddp.loopback(WORLD_SIZE, train, hook, 0, STEPS, None)
+    runs = fddp.loopback(WORLD_SIZE, train_with_chain, hook, 0, STEPS, None)
     for (params, state, _), (expected, kept) in zip(
         runs, fddp.loopback(WORLD_SIZE, by_hand), strict=True
     ):
@@ -109,8 +109,8 @@ def test_the_state_of_a_hook_is_the_optimizers(hook: str) -> None:
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_saved_run_resumes_bit_for_bit(hook: str) -> None:
-    whole = fddp.loopback(WORLD_SIZE, train, hook, 0, STEPS, None)
-    halves = fddp.loopback(WORLD_SIZE, train, hook, 0, STEPS // 2, None)
+    whole = fddp.loopback(WORLD_SIZE, train_with_chain, hook, 0, STEPS, None)
+    halves = fddp.loopback(WORLD_SIZE, train_with_chain, hook, 0, STEPS // 2, None)
 
     def go_on(group: Any, forgetful: bool) -> tuple[Params, Any, bytes]:
         saved = halves[group.rank][2]
@@ -121,7 +121,7 @@ def test_saved_run_resumes_bit_for_bit(hook: str) -> None:
             file = io.BytesIO()
             torch.save((params, state), file)
             saved = file.getvalue()
-        return train(group, hook, STEPS // 2, STEPS, saved)
+        return train_with_chain(group, hook, STEPS // 2, STEPS, saved)
 
     ends = fddp.loopback(WORLD_SIZE, go_on, False)
     for (params, state, _), (expected, wanted, _) in zip(ends, whole, strict=True):
@@ -136,7 +136,7 @@ def test_an_optimizer_object_of_torchopt() -> None:
     """`torchopt.Optimizer` hands its parameters over as a tuple."""
 
     def run(group: Any) -> list[Tensor]:
-        torch.manual_seed(0)  # on threads: made before any rank goes on
+        torch.manual_seed(0)  # on threads: made before any rank continues
         leaves = [leaf.clone().requires_grad_() for leaf in flatten(mlp())[0]]
         treedef = flatten(mlp())[1]
         with fddp.GradSync(tuple(leaves), group=group, hook=top_k(0.25), **SMALL) as sync:
@@ -262,9 +262,9 @@ def test_a_state_that_does_not_fit_is_an_error_on_every_rank(
             update(grads, init(grads))
             return seen
 
-    (peer, told), (own, message) = fddp.loopback(2, run)
+    (peer, outcome), (own, message) = fddp.loopback(2, run)
     assert (peer, own) == ("PeerError", kind)
-    assert text in told
+    assert text in outcome
     assert text in message
 
 

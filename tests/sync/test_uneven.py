@@ -15,9 +15,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import fddp
-from tests.core.test_schedule import record
+from tests.support.collectives import record_issued
 from tests.support.endings import BoomError, Ending, ending
-from tests.support.models import largest_difference, mean_gradients, mlp, mlp_loss, rand, same_bits
+from tests.support.groups import rank_of
+from tests.support.models import (
+    descend,
+    largest_difference,
+    mean_gradients,
+    mlp,
+    mlp_loss,
+    rand,
+    same_bits,
+)
 from tests.support.ranks import Launch
 
 SMALL = {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0005}
@@ -33,24 +42,20 @@ def rows(params: Any, x: Any) -> int:
     return x.shape[0]
 
 
-def descend(params: Any, grads: Any) -> Any:
-    return fddp.tree_map(lambda p, g: p - LR * g, params, grads)
-
-
 def reference(rounds: list[list[list[Tensor]]], weighted: bool) -> Any:
     """One process: `rounds[n]` has, by rank, the batches of round n."""
     params = mlp()
     for turn in rounds:
         inputs = [(torch.cat(own),) for own in turn if own]
         weights = [float(x.shape[0]) if weighted else 1.0 for (x,) in inputs]
-        params = descend(params, mean_gradients(mlp_loss, params, inputs, weights))
+        params = descend(params, mean_gradients(mlp_loss, params, inputs, weights), LR)
     return params
 
 
-def train(group: Any, counts: list[int], weighted: bool, every: int) -> Any:
+def train_unevenly(group: Any, counts: list[int], weighted: bool, every: int) -> Any:
     params, losses, actives = mlp(), [], []
     with fddp.GradSync(params, group=group, **SMALL) as sync:
-        issued = record(sync)
+        issued = record_issued(sync)
         step = sync.value_and_grad(mlp_loss, with_info=True, weight_fn=rows if weighted else None)
         per_round = 0
         for batch in fddp.uneven(batches(sync.rank, counts[sync.rank]), sync, every=every):
@@ -59,7 +64,7 @@ def train(group: Any, counts: list[int], weighted: bool, every: int) -> Any:
             before = len(issued)
             joined = torch.cat(batch) if isinstance(batch, tuple) else batch
             loss, grads, info = step(params, joined)
-            params = descend(params, grads)
+            params = descend(params, grads, LR)
             losses.append(None if loss is None else loss.item())
             actives.append(info.active)
             assert len(issued) - before == per_round
@@ -93,14 +98,19 @@ COUNTS = [[2, 4], [4, 2], [0, 3], [3, 3], [5], [3, 0, 1, 2]]
 def test_as_one_process_with_the_same_weights(
     launch: Launch, counts: list[int], weighted: bool
 ) -> None:
-    check(launch(len(counts), train, counts, weighted, 1), counts, weighted, 1)
+    check(launch(len(counts), train_unevenly, counts, weighted, 1), counts, weighted, 1)
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(1, 3), st.booleans())
 def test_random_lengths_and_groups(counts: list[int], every: int, weighted: bool) -> None:
     if any(counts):
-        check(fddp.loopback(len(counts), train, counts, weighted, every), counts, weighted, every)
+        check(
+            fddp.loopback(len(counts), train_unevenly, counts, weighted, every),
+            counts,
+            weighted,
+            every,
+        )
 
 
 def test_rounds_of_several_batches_come_as_tuples() -> None:
@@ -123,7 +133,7 @@ def test_collectives_are_one_vote_and_one_step_a_round() -> None:
         with fddp.GradSync(mlp(), group=group, **SMALL) as sync:
             step = sync.value_and_grad(mlp_loss)
             step(mlp(), torch.ones(1, 8).double())  # the plan is rebuilt after it
-            issued = record(sync)
+            issued = record_issued(sync)
             for batch in fddp.uneven(batches(group.rank, 2 + 2 * group.rank), sync):
                 step(mlp(), batch)
             return len(issued), 4 * len(sync.plan.buckets) + 1
@@ -336,7 +346,7 @@ def test_wrong_bodies_on_real_processes(launch: Launch) -> None:
 
 def failing_source(group: Any, how: str, culprits: tuple[int, ...]) -> Any:
     def stream() -> Iterator[Tensor]:
-        for number, x in enumerate(batches(group_rank(group), 3)):
+        for number, x in enumerate(batches(rank_of(group), 3)):
             if how == f"item {number}":
                 raise BoomError(number, "in the source")
             yield x
@@ -366,10 +376,6 @@ def failing_source(group: Any, how: str, culprits: tuple[int, ...]) -> Any:
         after = step(mlp(), batches(sync.rank, 1)[0])[1]
         again = sum(1 for x in fddp.uneven(batches(0, 2), sync) if step(mlp(), x))
         return seen, rounds, after, again
-
-
-def group_rank(group: Any) -> int:
-    return group.rank if isinstance(group.rank, int) else group.rank()
 
 
 SOURCES = {
@@ -408,7 +414,7 @@ def check_source(runs: list[Any], how: str, culprits: tuple[int, ...]) -> None:
 
 def failing_source_beside_operators(group: Any) -> tuple[Ending, float, float]:
     """Rank 1 has no batch for the second round, where the others average in their loss function."""
-    rank = group_rank(group)
+    rank = rank_of(group)
 
     def source() -> Iterator[float]:
         yield 1.0

@@ -94,7 +94,7 @@ def test_the_four_shapes_of_a_result() -> None:
     fddp.loopback(2, run)
 
 
-def test_weight_fn_sees_what_the_loss_function_sees() -> None:
+def test_weight_fn_receives_the_arguments_of_the_loss_function() -> None:
     def run(group: Any) -> None:
         seen = []
 
@@ -112,7 +112,7 @@ def test_weight_fn_sees_what_the_loss_function_sees() -> None:
     fddp.loopback(1, run)
 
 
-# What is told of a step
+# Info of a step
 
 
 def test_info() -> None:
@@ -291,7 +291,7 @@ def test_a_loss_that_is_a_parameter_and_one_that_is_a_constant() -> None:
 
 
 def test_functions_of_one_sync_take_turns() -> None:
-    """What one function's gradients taught of arrival does no harm to the other's."""
+    """Arrival orders learned from one function do not affect the other."""
     names = [f"layer{i}" for i in range(4)]
 
     def using(chosen: list[str]) -> Any:

@@ -281,9 +281,9 @@ CALLS = {
 AROUND = {
     f"{call} under {name}": Around(
         lambda sync, t=transform, m=make: t(m(sync)),
-        (text, f"'w' of the {tree}" if text.endswith("tangent") else told, "fddp.pmean"),
+        (text, f"'w' of the {tree}" if text.endswith("tangent") else outcome, "fddp.pmean"),
     )
-    for call, (make, told, tree) in CALLS.items()
+    for call, (make, outcome, tree) in CALLS.items()
     for name, (transform, text) in TRANSFORMS.items()
 }
 
@@ -301,8 +301,8 @@ def linearized(rank: int, world_size: int) -> dict[str, Any]:
     """Apart from the others: it calls the function, which is a step, before it traces it."""
     with fddp.GradSync(point(), timeout_s=20.0) as sync:
         return {
-            told: ending(lambda s, m=make: linearize(m(s), point()), sync)
-            for make, told, _ in CALLS.values()
+            outcome: ending(lambda s, m=make: linearize(m(s), point()), sync)
+            for make, outcome, _ in CALLS.values()
         }
 
 
@@ -338,9 +338,9 @@ def test_a_step_within_a_transform_is_an_error_on_every_rank(
 
 def test_a_step_is_not_linearized(ranks: RankPool) -> None:
     for seen in ranks.run(WORLD_SIZE, linearized):
-        for told, (kind, text, after) in seen.items():
-            assert (kind, after) == ("TransformError", [0.5, 0.5]), (told, text)
-            assert told in text
+        for outcome, (kind, text, after) in seen.items():
+            assert (kind, after) == ("TransformError", [0.5, 0.5]), (outcome, text)
+            assert outcome in text
             assert "torch.func.linearize" in text
 
 
@@ -408,7 +408,7 @@ def test_derivatives_do_not_end_at_a_mean_in_a_loss_function(
 
 
 def values(rank: int, world_size: int) -> list[Any]:
-    """What looks alike and has a meaning: values, whatever they were made from."""
+    """Inputs that look alike but differ in meaning."""
     with fddp.GradSync(point()) as sync, fddp.GradSync(point()) as outer:
         w = point()["w"].requires_grad_()
         own = sync.value_and_grad(square)({"w": w * (1.0 + rank)})[1]  # of a loop that records

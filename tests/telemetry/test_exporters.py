@@ -1,4 +1,4 @@
-"""What a monitor hands to TensorBoard and Prometheus, read back from them; and the figure."""
+"""Exports to TensorBoard and Prometheus, read back from them; and the figure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fddp.viz import plot_ranks
 STEPS = 4
 
 
-def train(group: Any, *exporters: Any) -> fddp.Monitor:
+def train_and_export(group: Any, *exporters: Any) -> fddp.Monitor:
     params = {"w": torch.tensor([3.0, 4.0])}
     with fddp.GradSync(params, group=group) as sync:
         step = sync.value_and_grad(lambda p: p["w"].square().sum() / 2, with_info=True)
@@ -42,10 +42,10 @@ def make_report(*forward_s: float, first: int = 0, steps: int = 9) -> MonitorRep
     return MonitorReport.of(summaries)
 
 
-def test_prometheus_serves_what_was_observed() -> None:
+def test_prometheus_serves_the_observations() -> None:
     registry = client.CollectorRegistry()
     exporter = Prometheus(0, registry=registry)
-    fddp.loopback(1, train, exporter)
+    fddp.loopback(1, train_and_export, exporter)
     exporter.report(make_report(0.01, 0.06))
     text = client.generate_latest(registry).decode()
     lines = text.splitlines()
@@ -79,7 +79,7 @@ def test_writers_without_scalars_are_refused(bad: Any) -> None:
         TensorBoard(bad)
 
 
-def test_tensorboard_reads_what_was_observed_and_is_imported_late(
+def test_tensorboard_reads_the_observations_and_is_imported_late(
     tmp_path: Path,
 ) -> None:
     """In a process of its own: the libraries that tensorboard loads warn, and stay loaded."""
@@ -87,9 +87,9 @@ def test_tensorboard_reads_what_was_observed_and_is_imported_late(
         "import pathlib, sys, fddp, fddp.telemetry.exporters, fddp.viz, torch\n"
         "assert not {'prometheus_client', 'tensorboard', 'matplotlib'} & set(sys.modules)\n"
         "from fddp.telemetry.exporters import TensorBoard\n"
-        "from tests.telemetry.test_exporters import train\n"
+        "from tests.telemetry.test_exporters import train_and_export\n"
         "board = TensorBoard(pathlib.Path(sys.argv[1]))\n"
-        "fddp.loopback(1, train, board)\n"
+        "fddp.loopback(1, train_and_export, board)\n"
         "board._writer.close()\n"
         "from tensorboard.backend.event_processing.event_accumulator import EventAccumulator\n"
         "read = EventAccumulator(sys.argv[1]).Reload()\n"
@@ -114,7 +114,7 @@ def test_any_writer_of_scalars_serves() -> None:
         def add_scalar(self, tag: str, scalar_value: Any, global_step: int | None = None) -> None:
             written.append((tag, scalar_value, global_step))
 
-    fddp.loopback(1, train, TensorBoard(Writer(), prefix="run"))
+    fddp.loopback(1, train_and_export, TensorBoard(Writer(), prefix="run"))
     assert ("run/grad_norm", 5.0, 0) in written
     assert ("run/rank0/behind_s", 0.0, STEPS - 1) in written
     assert all(isinstance(value, float) for _, value, _ in written)
@@ -127,7 +127,7 @@ def test_figures_of_a_report() -> None:
     assert figures["rank1/behind_s"] == pytest.approx(0.05)
 
 
-def test_figures_of_a_step_name_what_it_was() -> None:
+def test_figures_of_a_step_name_the_step() -> None:
     def run(group: Any) -> dict[str, float]:
         with fddp.GradSync({"w": torch.ones(2)}, group=group, nonfinite="skip") as sync:
             _, info = sync({"w": torch.full((2,), float("nan"))}, with_info=True)
@@ -155,7 +155,7 @@ def test_a_missing_library_is_named(
         make()
 
 
-def test_the_figure_frames_what_holds_the_others_up() -> None:
+def test_the_figure_frames_the_stragglers_phase() -> None:
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Rectangle
 

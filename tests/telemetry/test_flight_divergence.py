@@ -37,33 +37,33 @@ def lined_up(*ops_by_rank: tuple[FlightOp, ...]) -> Divergence:
 
 
 def test_ranks_that_are_together() -> None:
-    told = lined_up(*[(op_of(6), op_of(7))] * 3)
-    assert (told.number, told.ranks) == (-1, ())
-    assert "all ranks agree up to operation 7" in told.text
+    found = lined_up(*[(op_of(6), op_of(7))] * 3)
+    assert (found.number, found.ranks) == (-1, ())
+    assert "all ranks agree up to operation 7" in found.text
 
 
-def test_a_rank_that_does_something_else() -> None:
-    told = lined_up((op_of(6), op_of(7)), (op_of(6), op_of(7)), (op_of(6), op_of(7, nbytes=16)))
-    assert (told.number, told.ranks) == (7, (2,))
+def test_a_rank_in_another_collective() -> None:
+    found = lined_up((op_of(6), op_of(7)), (op_of(6), op_of(7)), (op_of(6), op_of(7, nbytes=16)))
+    assert (found.number, found.ranks) == (7, (2,))
     assert (
         "operation 7 is all_reduce of bucket 0 (w0) of step 5, 8 bytes, on ranks 0, 1; all_reduce "
         "of bucket 0 (w0) of step 5, 16 bytes, on rank 2"
-    ) in told.text
+    ) in found.text
 
 
 def test_a_rank_that_has_not_come() -> None:
-    told = lined_up((op_of(6), op_of(7, state="failed")), (op_of(6),), (op_of(6), op_of(7)))
-    assert (told.number, told.ranks) == (7, (1,))
-    assert "rank 1 has not reached operation 7" in told.text
-    assert "step 5, and rank 0 waits" in told.text
+    found = lined_up((op_of(6), op_of(7, state="failed")), (op_of(6),), (op_of(6), op_of(7)))
+    assert (found.number, found.ranks) == (7, (1,))
+    assert "rank 1 has not reached operation 7" in found.text
+    assert "step 5, and rank 0 waits" in found.text
 
 
 def test_ranks_that_wait_for_one_without_a_flight() -> None:
     waits = (op_of(6), op_of(7, state="failed"))
-    told = lined_up(waits, waits)
-    assert (told.number, told.ranks) == (7, (0, 1))
-    assert "ranks 0, 1 wait for 7, all_reduce of bucket 0 (w0) of step 5" in told.text
-    assert "rank 2: no flight" in told.text
+    found = lined_up(waits, waits)
+    assert (found.number, found.ranks) == (7, (0, 1))
+    assert "ranks 0, 1 wait for 7, all_reduce of bucket 0 (w0) of step 5" in found.text
+    assert "rank 2: no flight" in found.text
 
 
 def test_failures_are_reported_with_reason_and_delay() -> None:
@@ -74,14 +74,14 @@ def test_failures_are_reported_with_reason_and_delay() -> None:
     late = log_of(1, op_of(7, state="failed"), size=2)
     other = replace(flight_of(late, taken_s=1.8e9 + 5.0), reason="s" * 999)
     for flights in ([first, ended, other], [ended, other, first]):
-        (told,) = find_divergences(flights)
-        lines = told.text.splitlines()
+        (found,) = find_divergences(flights)
+        lines = found.text.splitlines()
         assert lines[2] == "    no word from rank 1"
         assert lines[4] == f"    5.0 s later: {'s' * 238}.."
         assert len(lines) == 5
     again = flight_of(replace(log, made_s=1.8e9 + 1.0), taken_s=1.8e9 + 9.0)
-    (told,) = find_divergences([first, again])
-    assert "no word from rank 1" not in told.text, "that was a run before"
+    (found,) = find_divergences([first, again])
+    assert "no word from rank 1" not in found.text, "that was a run before"
 
 
 def test_operations_not_waited_for_are_not_reported_as_pending() -> None:
@@ -89,22 +89,22 @@ def test_operations_not_waited_for_are_not_reported_as_pending() -> None:
     ops = (op_of(6, state="failed", waited_s=None), op_of(7, state="failed"))
     assert lined_up(ops, ops, ops).number == 7
     only = (op_of(6, state="failed", waited_s=None),)
-    told = lined_up(only, (op_of(6),), (op_of(6),))
-    assert (told.number, told.ranks) == (6, (0,))
-    assert "operation 6, all_reduce of bucket 0 (w0) of step 5, failed on rank 0" in told.text
+    found = lined_up(only, (op_of(6),), (op_of(6),))
+    assert (found.number, found.ranks) == (6, (0,))
+    assert "operation 6, all_reduce of bucket 0 (w0) of step 5, failed on rank 0" in found.text
 
 
-def test_only_what_all_remember_is_compared() -> None:
-    told = lined_up(*[tuple(op_of(n) for n in range(start, 20)) for start in (0, 9, 12)])
-    assert told.number == -1
+def test_only_operations_recorded_on_all_ranks_are_compared() -> None:
+    found = lined_up(*[tuple(op_of(n) for n in range(start, 20)) for start in (0, 9, 12)])
+    assert found.number == -1
 
 
 def test_of_several_flights_of_a_rank_the_newest_counts() -> None:
     old = flight_of(log_of(0, op_of(1, bucket=3), size=1), taken_s=1.0)
     new = flight_of(log_of(0, op_of(1), size=1), taken_s=2.0)
     for order in ([old, new], [new, old]):
-        (told,) = find_divergences(order)
-        assert "bucket 0" in told.text
+        (found,) = find_divergences(order)
+        assert "bucket 0" in found.text
 
 
 def test_groups_of_the_same_ranks_are_distinguished_by_order() -> None:
@@ -124,25 +124,25 @@ def test_flights_of_a_run_before_are_left_out() -> None:
     first = [of_run(100.0, 4000.0, r, op_of(5000, state="failed")) for r in (0, 2)]
     second = [of_run(4100.0, 8000.0, r, op_of(39), op_of(40, state="failed")) for r in (0, 1)]
     for order in ([*first, *second], [*second, *first]):
-        (told,) = find_divergences(order)
-        assert (told.number, told.ranks) == (40, (0, 1))
-        assert told.text.splitlines()[-1] == (
+        (found,) = find_divergences(order)
+        assert (found.number, found.ranks) == (40, (0, 1))
+        assert found.text.splitlines()[-1] == (
             "  rank 2: no flight; one of an earlier run is ignored, taken 100.0 s before the "
             "others' GradSync #1 was created"
         )
-    (told,) = find_divergences(first)
-    assert "no flight; one" not in told.text
+    (found,) = find_divergences(first)
+    assert "no flight; one" not in found.text
 
 
 def test_ranks_that_were_made_one_after_the_other_are_of_one_run() -> None:
     flights = [of_run(100.0 + r, 200.0 + r, r, op_of(5)) for r in range(3)]
-    (told,) = find_divergences(flights)
-    assert "all ranks agree up to operation 5" in told.text
+    (found,) = find_divergences(flights)
+    assert "all ranks agree up to operation 5" in found.text
 
 
 def test_a_clock_that_was_set_back_leaves_flights_to_look_at() -> None:
-    (told,) = find_divergences([of_run(100.0, 50.0, 0, op_of(5))])
-    assert "  rank 0: at step 5" in told.text
+    (found,) = find_divergences([of_run(100.0, 50.0, 0, op_of(5))])
+    assert "  rank 0: at step 5" in found.text
 
 
 def test_ranks_of_a_part_of_the_job_have_both_numbers() -> None:
@@ -153,8 +153,8 @@ def test_ranks_of_a_part_of_the_job_have_both_numbers() -> None:
         flight_of(log(0, op_of(6), op_of(7, state="failed"))),
         flight_of(log(1, op_of(6))),
     ]
-    (told,) = find_divergences(flights)
-    assert told.text.splitlines() == [
+    (found,) = find_divergences(flights)
+    assert found.text.splitlines() == [
         "GradSync #1, ranks 0 to 2 (global 0, 2, 9): rank 1 (global 2) has not reached operation "
         "7, all_reduce of bucket 0 (w0) of step 5, and rank 0 waits",
         "  rank 0: at step 5, in backward; last: 7, all_reduce of bucket 0 (w0) of step 5, failed",
@@ -165,8 +165,8 @@ def test_ranks_of_a_part_of_the_job_have_both_numbers() -> None:
     ]
     assert "GradSync #1: rank 1 (global 2) of 3 over shm" in str(flights[1])
     many = replace(log(0), members=tuple(range(1, 400)))
-    (told,) = find_divergences([flight_of(many)])
-    assert told.text.startswith("GradSync #1, ranks 0 to 398 (global 1, 2, 3, 4, 5, 6, .., 399): ")
+    (found,) = find_divergences([flight_of(many)])
+    assert found.text.startswith("GradSync #1, ranks 0 to 398 (global 1, 2, 3, 4, 5, 6, .., 399): ")
 
 
 ops = st.builds(

@@ -1,4 +1,4 @@
-"""What monitors tell each other as JSON: read as it was written, or refused by rank and field."""
+"""JSON messages between monitors: round trips, or errors that name the rank and the field."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fddp.core.timeline import BucketTimes, Interval, StepTimes
 from fddp.telemetry.perfetto import chrome_trace, steps_from_json, steps_to_json
 from fddp.telemetry.phases import IntervalIndex, step_phases
 from fddp.telemetry.stragglers import RankSummary, StepRecord, summarize
+from tests.support.json_documents import places, replaced
 
 _seconds = st.floats(0.0, 1e6)
 _intervals = st.lists(_seconds, max_size=8, unique=True).map(
@@ -50,7 +51,7 @@ _records = st.lists(
 
 
 class Reader(NamedTuple):
-    """What reads a text as rank 3's, and what writes it again."""
+    """Reader of a message as rank 3's, and its writer."""
 
     read: Callable[[str], Any]
     write: Callable[[Any], str]
@@ -96,30 +97,13 @@ _json = st.recursive(
 )
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The way to each value within a document."""
-    if isinstance(value, list):
-        value = dict(enumerate(value))
-    inner = value.items() if isinstance(value, dict) else ()
-    return [path, *(place for key, one in inner for place in places(one, (*path, key)))]
-
-
-def put(document: Any, place: tuple[Any, ...], value: Any) -> Any:
-    """The document with another value in one place."""
-    if not place:
-        return value
-    copy = dict(document) if isinstance(document, dict) else list(document)
-    copy[place[0]] = put(document[place[0]], place[1:], value)
-    return copy
-
-
 @given(_records, st.data())
 @settings(max_examples=120)
 def test_malformed_messages_are_refused_by_rank(records: list[StepRecord], data: Any) -> None:
     reader, text = data.draw(st.sampled_from(texts(records)))
     document = json.loads(text)
     place = data.draw(st.sampled_from(places(document)))
-    changed = json.dumps(put(document, place, data.draw(_json)))
+    changed = json.dumps(replaced(document, place, lambda _: data.draw(_json)))
     cut = text[: data.draw(st.integers(0, len(text) - 1))]
     for given_text in (changed, cut):
         problem, read = outcome(reader, given_text)
@@ -143,14 +127,14 @@ def changed(place: tuple[Any, ...], value: Any, reader: Reader) -> str:
     phases_s = {"input": 0.5, "backward": 2.0, "wait": 1.0}
     times = StepTimes((BucketTimes(0, 8, 1.0, 1.0, 2.0),), 1.0, 3.0, 4.0, begun_s=0.5)
     found = dict(texts([StepRecord(0, phases_s, times)]))
-    return json.dumps(put(json.loads(found[reader]), place, value))
+    return json.dumps(replaced(json.loads(found[reader]), place, lambda _: value))
 
 
 FIELDS = "rank, first, last, phases, own, step, buckets"
 
 
 @pytest.mark.parametrize(
-    ("reader", "place", "value", "told"),
+    ("reader", "place", "value", "problem"),
     [
         (SUMMARY, (), [], f"the value is [], expected an object with the fields {FIELDS}"),
         (SUMMARY, ("rank",), 2, "it is of rank 2"),
@@ -171,11 +155,11 @@ FIELDS = "rank, first, last, phases, own, step, buckets"
     ],
 )
 def test_errors_name_the_field(
-    reader: Reader, place: tuple[Any, ...], value: Any, told: str
+    reader: Reader, place: tuple[Any, ...], value: Any, problem: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(reader.problem)) as caught:
         reader.read(changed(place, value, reader))
-    assert str(caught.value) == f"{reader.problem}{told}"
+    assert str(caught.value) == f"{reader.problem}{problem}"
 
 
 # Phases

@@ -1,4 +1,4 @@
-"""Who holds the others up, by pure functions."""
+"""Detection of stragglers, by pure functions."""
 
 from __future__ import annotations
 
@@ -10,24 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fddp.core.timeline import StepTimes
 from fddp.telemetry.report import MonitorReport
 from fddp.telemetry.stragglers import (
     RankSummary,
     RobustStats,
-    StepRecord,
     find_slow_monitors,
     find_stragglers,
     summarize,
 )
-
-
-def record_of(step: int, phases_s: dict[str, float]) -> StepRecord:
-    return StepRecord(step, phases_s, StepTimes((), 1.0, 2.0, 3.0, begun_s=0.5))
+from tests.support.monitored import record_of
 
 
 def summary_of(rank: int, own_s: Sequence[dict[str, float]]) -> RankSummary:
-    """Of a rank whose own phases took so long; it waits for nobody."""
+    """Summary of a rank with these times of its own phases; it waits for no other."""
     return summarize(rank, [record_of(n, {**of, "wait": 1e-3}) for n, of in enumerate(own_s)])
 
 
@@ -51,7 +46,7 @@ def steps_from(noises: Sequence[tuple[float, ...]], scale_s: float) -> list[dict
     st.floats(0.02, 1.0),
 )
 @settings(max_examples=40)
-def test_a_delay_is_found_whatever_the_noise(
+def test_a_delay_is_found_under_any_noise(
     noises: list[Any], data: st.DataObject, phase: str, delay_s: float
 ) -> None:
     """Noise of a millisecond at most, in any distribution."""
@@ -75,7 +70,7 @@ def test_ranks_that_are_alike_have_no_straggler(noises: list[Any], world_size: i
 
 
 def test_noise_makes_no_straggler() -> None:
-    """Of 200 draws with 30% of noise, fewer than one in a hundred may name somebody."""
+    """Of 200 draws with 30% of noise, fewer than one in a hundred may name a rank."""
     random = torch.Generator().manual_seed(7)
     named = 0
     for _ in range(200):
@@ -86,21 +81,29 @@ def test_noise_makes_no_straggler() -> None:
     assert named <= 2
 
 
-def test_a_monitor_is_no_part_of_its_rank() -> None:
+def test_monitor_time_is_reported_apart_from_its_rank() -> None:
     def report_of(*monitor_s: float, slow: int | None = None) -> MonitorReport:
         return MonitorReport.of(
             summary_of(r, [{"input": 0.03 if r == slow else 0.01, "monitor": s}] * 9)
             for r, s in enumerate(monitor_s)
         )
 
-    told = "exporters of the monitor take 20.0 ms a step (65% of it) longer on rank 0 than on the "
+    slow_monitor = (
+        "exporters of the monitor take 20.0 ms a step (65% of it) longer on rank 0 than on the "
+    )
     none = "no straggler: no rank takes longer for its own part than the others"
     slow = "holds the others up by 20.0 ms a step ({}% of it), most of all in input (+20.0 ms)"
     assert report_of(0.04, 0.02).finding.splitlines()[0] == none
-    assert report_of(0.04, 0.02, 0.02).finding == f"{none}\n{told}others"
-    assert report_of(0.04, 0.02, 0.02, slow=0).finding == f"rank 0 {slow.format(65)}\n{told}others"
-    told = told.replace("65%", "39%")  # of a longer median step
-    assert report_of(0.04, 0.02, 0.02, slow=1).finding == f"rank 1 {slow.format(39)}\n{told}others"
+    assert report_of(0.04, 0.02, 0.02).finding == f"{none}\n{slow_monitor}others"
+    assert (
+        report_of(0.04, 0.02, 0.02, slow=0).finding
+        == f"rank 0 {slow.format(65)}\n{slow_monitor}others"
+    )
+    slow_monitor = slow_monitor.replace("65%", "39%")  # of a longer median step
+    assert (
+        report_of(0.04, 0.02, 0.02, slow=1).finding
+        == f"rank 1 {slow.format(39)}\n{slow_monitor}others"
+    )
     assert report_of(1e-4, 0.0).finding == none
     assert find_slow_monitors([summary_of(0, [{"input": 0.01, "monitor": 1.0}] * 9)]) == ()
     assert find_slow_monitors([summary_of(r, [{"monitor": 1.0 - r}] * 8) for r in range(2)]) == ()
@@ -128,8 +131,8 @@ def test_few_steps_make_no_strong_claim() -> None:
     assert find_stragglers([summary_of(0, [{"forward": 0.01}] * 9)]) == ()
 
 
-def test_little_noise_of_few_steps_names_nobody() -> None:
-    """Of 400 draws with 10% of noise, the fewest steps of which something is said."""
+def test_little_noise_in_few_steps_makes_no_straggler() -> None:
+    """Of 400 draws with 10% of noise, over the fewest steps that are judged."""
     random = torch.Generator().manual_seed(3)
     named = 0
     for _ in range(400):
@@ -140,7 +143,7 @@ def test_little_noise_of_few_steps_names_nobody() -> None:
     assert named <= 4
 
 
-def test_a_tenth_of_a_millisecond_names_nobody() -> None:
+def test_a_tenth_of_a_millisecond_makes_no_straggler() -> None:
     def found(behind_s: float) -> Any:
         return find_stragglers(
             [summary_of(r, [{"forward": 0.002 + r * behind_s}] * 20) for r in range(2)]

@@ -34,6 +34,7 @@ from fddp.testing import (
 )
 from fddp.tree.pytree import flatten
 from tests.support.endings import Ending, ending
+from tests.support.groups import size_of
 from tests.support.models import rand
 from tests.support.ranks import Launch
 
@@ -212,7 +213,7 @@ def repaired_before_it_is_known(schedule: fddp.Schedule) -> fddp.Schedule:
     return replace(schedule, ops=(*others, control))
 
 
-def test_a_repair_before_the_control_word_lets_ranks_part() -> None:
+def test_a_repair_before_the_control_word_makes_ranks_diverge() -> None:
     bad = repaired_before_it_is_known(with_separate_word(one_schedule()))
     assert_same_collectives(bad, [[1, 0], [0, 1]])
     with pytest.raises(AssertionError) as caught:
@@ -277,7 +278,8 @@ def weights_of(ranks: int) -> st.SearchStrategy[list[float]]:
 
 
 def on_every_rank(world_size: int, call: Callable[[fddp.GradSync, int], Any]) -> list[Ending]:
-    """How `call(sync, rank)` ends on each rank, and that the ranks are in step afterwards."""
+    """Return the outcome of `call(sync, rank)` by rank, and check that ranks are in step
+    afterwards."""
 
     def run(group: Any) -> Ending:
         with fddp.GradSync(own_trees(1)[0], group=group) as sync:
@@ -401,17 +403,13 @@ def test_a_users_own_hook(launch: Launch) -> None:
 def a_users_schedule(group: Any) -> Any:
     averaging = fddp.make_schedule(
         fddp.plan_buckets(own_trees(1)[0], **SMALL),
-        fddp.Topology(world=group_size(group)),
+        fddp.Topology(world=size_of(group)),
         scaling="average",
     )
     assert_schedule_ok(averaging)
     with fddp.GradSync(averaging, group=group) as sync:
         assert sync.schedule == averaging
         return assert_mean(sync, own_trees(sync.world_size))
-
-
-def group_size(group: Any) -> int:
-    return group.size if isinstance(group.size, int) else int(group.size())
 
 
 def test_a_users_own_schedule(launch: Launch) -> None:

@@ -14,8 +14,9 @@ import torch
 from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError, PlanMismatchError, SyncTimeoutError
 from fddp.transport import loopback, open_transport
-from tests.support.ranks import launch_over
-from tests.transport.test_contract import MOVED, SUMMED, TRANSPORTS
+from tests.support.chunks import AXES, SQUARE, own_chunk, part, total
+from tests.support.dtypes import MOVED, SUMMED
+from tests.support.ranks import TRANSPORTS, launch_fixture
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,30 +26,11 @@ if TYPE_CHECKING:
     from fddp.transport import Group, Transport
     from tests.support.ranks import Launch
 
-SQUARE = Topology(host=2, local=2)
-AXES = [("host",), ("local",)]
 LENGTHS = [0, 1, 7]  # of a chunk
 AVERAGED = [dtype for dtype in SUMMED if dtype.is_floating_point or dtype.is_complex]
 
 
-@pytest.fixture(params=TRANSPORTS)
-def launch(request: pytest.FixtureRequest) -> Launch:
-    """A test that takes this runs over every transport."""
-    return launch_over(request.param, request)
-
-
-def part(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """What a rank brings: small numbers, whose sums every dtype holds."""
-    values = (torch.arange(numel) + 3 * rank) % 7
-    return (values * (1 + 1j) if dtype.is_complex else values).to(dtype)
-
-
-def total(ranks: tuple[int, ...], numel: int, dtype: torch.dtype) -> Tensor:
-    return torch.stack([part(rank, numel, dtype) for rank in ranks]).sum(0).to(dtype)
-
-
-def own_chunk(buffer: Tensor, ranks: tuple[int, ...], rank: int) -> Tensor:
-    return buffer.tensor_split(len(ranks))[ranks.index(rank)]
+launch = launch_fixture(*TRANSPORTS)
 
 
 # Numbers
@@ -320,8 +302,8 @@ BAD_CALLS: dict[str, tuple[Callable[[Transport], object], type[Exception], str]]
     "disagreement": (
         lambda t: t.open_subgroups(SQUARE, AXES[: 2 - t.rank // 2]),
         PlanMismatchError,
-        r"rank 0 has Topology\(host=2, local=2\) divided along \[\('host',\), \('local',\)\], "
-        r"rank 2 has .* along \[\('host',\)\]; pass the same",
+        r"the mesh is Topology\(host=2, local=2\) divided along \[\('host',\), \('local',\)\] on "
+        r"rank 0 and .* along \[\('host',\)\] on rank 2; pass the same",
     ),
     "scatter of a matrix": (
         lambda t: t.reduce_scatter(torch.ones(4, 4)),
@@ -399,7 +381,7 @@ def late_on_rank(group: Group) -> None:
                 transport.all_reduce(torch.ones(1), axes=("host",))
         else:
             work.wait("bucket 3 of step 17")
-    with open_transport(group, timeout_s=20) as fresh:  # the group goes on
+    with open_transport(group, timeout_s=20) as fresh:  # the group is usable
         fresh.open_subgroups(SQUARE, AXES)
         tensor = torch.ones(1)
         fresh.all_reduce(tensor, axes=("local",)).wait("the sum of the next attempt")
@@ -426,5 +408,5 @@ def close_in_flight_on_rank(group: Group) -> None:
     transport.close()
 
 
-def test_closing_gives_up_what_is_in_flight_along_axes(launch: Launch) -> None:
+def test_closing_abandons_operations_in_flight_along_axes(launch: Launch) -> None:
     launch(4, close_in_flight_on_rank)

@@ -55,7 +55,7 @@ def test_a_silent_store_is_not_waited_for(host: Host) -> None:
     begin_s = time.perf_counter()
     with pytest.raises(StoreTimeoutError, match="the group's store does not answer"):
         store.add("b", 1)
-    for _ in range(5):  # behind a question that is open for too long nobody waits anew
+    for _ in range(5):  # no query waits behind one that is open for too long
         with pytest.raises(StoreTimeoutError):
             store.within(1.0).add("c", 1)
     assert time.perf_counter() - begin_s < 4.0, "1 s for all of them"
@@ -77,8 +77,8 @@ def test_the_thread_ends_when_idle(host: Any) -> None:
         assert soon(lambda: client._serving_pid == 0)
 
 
-def test_an_opening_ends_with_what_is_seen_meanwhile() -> None:
-    """Here a rank would wait for an address that nobody sets."""
+def test_an_opening_ends_with_failures_seen_meanwhile() -> None:
+    """Here a rank would wait for an address that is never set."""
     threads: list[threading.Thread] = []
 
     def connect(meeting: AbortableStore) -> bytes:
@@ -92,7 +92,7 @@ def test_an_opening_ends_with_what_is_seen_meanwhile() -> None:
     with pytest.raises(PeerFailureError):
         connect_with_abort(connect, dist.HashStore(), LONG_S, look)
     threads[0].join(LONG_S / 2)
-    assert not threads[0].is_alive(), "its store has told it that it was given up"
+    assert not threads[0].is_alive(), "its store has reported the abort"
     assert time.perf_counter() - begin_s < LONG_S / 2
 
 
@@ -103,7 +103,7 @@ def test_an_opening_ends_in_time() -> None:
     done.set()
 
 
-def test_an_opening_gives_what_was_made() -> None:
+def test_an_opening_returns_the_created_object() -> None:
     store = dist.HashStore()
 
     def connect(meeting: AbortableStore) -> tuple[bytes, bool]:

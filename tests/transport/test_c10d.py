@@ -1,4 +1,4 @@
-"""What c10d promises beyond the contract of `Transport` (tests/transport/test_contract.py).
+"""Promises of c10d beyond the contract of `Transport` (tests/transport/test_contract.py).
 
 Functions named `*_on_rank` run on ranks, which are processes, as `fn(rank, world_size, *args)`.
 """
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError, FddpError, RankLostError, SyncTimeoutError
 from fddp.transport import open_transport
+from tests.support.chunks import AXES, SQUARE
 from tests.support.ranks import run_fresh
 
 if TYPE_CHECKING:
@@ -74,10 +75,6 @@ def test_a_killed_rank_is_named_within_seconds(world_size: int, dead: int, numel
         assert "start the job again from a checkpoint" in text
         assert lost == (dead,)
         assert elapsed_s < 6
-
-
-SQUARE = Topology(host=2, local=2)
-AXES = [("host",), ("local",)]
 
 
 def killed_in_a_group_on_rank(rank: int, world_size: int) -> tuple[str, tuple[int, ...], float]:
@@ -201,7 +198,7 @@ def test_a_dimension_of_a_device_mesh_is_a_group(ranks: RankPool) -> None:
     ranks.run(4, mesh_on_rank)
 
 
-def test_without_a_group_the_ways_to_one_are_named() -> None:
+def test_a_missing_group_error_names_the_remedies() -> None:
     with pytest.raises(FddpError, match=r"torchrun.*init_process_group.*fddp\.loopback"):
         open_c10d()
 
@@ -263,7 +260,7 @@ def open_and_close_on_rank(rank: int, world_size: int) -> None:
     before = cycle()
     for _ in range(20):
         after = cycle()
-    # Threads end a moment after they were told to, also those of earlier tests.
+    # Threads end a moment after they were asked to, also those of earlier tests.
     deadline_s = time.perf_counter() + 60
     while grown(before, after) and time.perf_counter() < deadline_s:
         time.sleep(0.05)

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fddp.errors import ClosedError, SyncTimeoutError
-from fddp.transport import LoopbackGroup, open_transport
-from tests.support.ranks import launch_over
+from fddp.transport import open_transport
+from tests.support.dtypes import MOVED, SUMMED
+from tests.support.groups import rank_of
+from tests.support.ranks import TRANSPORTS, launch_fixture
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,27 +25,9 @@ if TYPE_CHECKING:
     from fddp.transport import Group, Transport
     from tests.support.ranks import Launch
 
-TRANSPORTS = ["c10d", "shm", "loopback"]
 WORLD_SIZES = [1, 2, 3, 4]
 SHAPES = [(5,), (2, 3), (), (0,), (4, 0)]
-SUMMED = [
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-]
-MOVED = [*SUMMED, torch.bool, torch.int16]
-
-
-@pytest.fixture(params=TRANSPORTS)
-def launch(request: pytest.FixtureRequest) -> Launch:
-    """A test that takes this runs over every transport."""
-    return launch_over(request.param, request)
+launch = launch_fixture(*TRANSPORTS)
 
 
 def filled(shape: tuple[int, ...], value: complex, dtype: torch.dtype) -> Tensor:
@@ -162,8 +145,8 @@ def exchange_on_rank(group: Group) -> None:
     with open_transport(group, timeout_s=20) as transport:
         for factor in (0, 1, 1000):
             payload = bytes([transport.rank]) * (transport.rank * factor)
-            told = transport.exchange(payload)
-            assert told == [bytes([r]) * (r * factor) for r in range(transport.world_size)]
+            outcome = transport.exchange(payload)
+            assert outcome == [bytes([r]) * (r * factor) for r in range(transport.world_size)]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -295,8 +278,26 @@ def close_in_flight_on_rank(group: Group) -> None:
     transport.close()
 
 
-def test_closing_gives_up_what_is_in_flight(launch: Launch) -> None:
+def test_closing_abandons_operations_in_flight(launch: Launch) -> None:
     launch(2, close_in_flight_on_rank)
+
+
+def close_abandoned_on_rank(group: Group) -> None:
+    with open_transport(group, timeout_s=20) as transport:
+        closed: list[int] = []
+        transport.on_abandoned(lambda: closed.append(transport.rank))
+        assert transport.abandoned == []
+        transport.close_abandoned_in_interrupted_step()  # there was none
+        transport.close_abandoned(["another"])
+        assert closed == []
+        transport.close_abandoned([transport.status.key])
+        assert closed == [transport.rank]
+        transport.all_reduce(torch.ones(1)).wait("a sum after it")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_abandoned_transports_are_closed_by_key(launch: Launch, world_size: int) -> None:
+    launch(world_size, close_abandoned_on_rank)
 
 
 # Ranks that do not come
@@ -322,7 +323,7 @@ def late_on_rank(group: Group) -> float | None:
             works[1].wait("bucket 4 of step 17")
         with pytest.raises(ClosedError, match="bucket 3 of step 17 failed"):
             transport.all_reduce(torch.ones(1))
-    with open_transport(group, timeout_s=20) as fresh:  # the group goes on
+    with open_transport(group, timeout_s=20) as fresh:  # the group is usable
         total = torch.ones(1)
         fresh.all_reduce(total).wait("the sum of the next attempt")
         assert total.item() == fresh.world_size
@@ -339,7 +340,7 @@ def test_a_late_rank_is_named_within_the_timeout(launch: Launch, world_size: int
 
 def opening_late_on_rank(group: Group) -> None:
     """Rank 0 comes when the others have given up twice; then all meet."""
-    rank = group.rank if isinstance(group, LoopbackGroup) else dist.get_rank(group)  # type: ignore[arg-type]
+    rank = rank_of(group)
     if rank == 0:
         time.sleep(1.5)
     else:

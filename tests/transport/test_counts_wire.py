@@ -1,4 +1,4 @@
-"""What a step costs that can be counted: collectives, bytes over the wire, bucket memory.
+"""Countable costs of a step: collectives, bytes over the wire, bucket memory.
 
 Counted where they leave fddp (what the transport is asked for, what torch's backend is handed) and
 where they leave the process (what the kernel says that its TCP connections have carried).
@@ -53,7 +53,7 @@ def _model(dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], Calla
 
 @contextmanager
 def _handed() -> Iterator[list[tuple[str, int]]]:
-    """What torch's backends are handed within the block."""
+    """Record the tensors handed to torch's backends within the block."""
     noted: list[tuple[str, int]] = []
     issue = Communicator.issue
 
@@ -165,7 +165,7 @@ def test_gloo_carries_the_gradients_and_little_else(ranks: RankPool, world_size:
     assert 0.99 * least <= counts.traffic.received <= 1.02 * least
 
 
-def test_shared_memory_leaves_sockets_alone(ranks: RankPool) -> None:
+def test_shared_memory_uses_no_sockets(ranks: RankPool) -> None:
     counts = _of(ranks, 2, _functional, "shm", torch.float32)
     assert len(counts.asked) == STEPS * len(counts.buckets_bytes)
     assert counts.handed == []
@@ -173,7 +173,9 @@ def test_shared_memory_leaves_sockets_alone(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_a_word_that_can_not_ride_takes_one_collective(ranks: RankPool, transport: str) -> None:
+def test_a_word_that_cannot_be_piggybacked_takes_one_collective(
+    ranks: RankPool, transport: str
+) -> None:
     counts = _of(ranks, 2, _functional, transport, torch.bfloat16)
     assert len(counts.asked) == STEPS * (1 + len(counts.buckets_bytes))
     assert counts.asked[-1][1] < 1024

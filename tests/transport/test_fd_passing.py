@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,6 +21,7 @@ from fddp.transport.shm.fd_passing import (
     connect,
 )
 from fddp.transport.shm.host_discovery import _hosts
+from tests.support.process_resources import open_file_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +49,7 @@ def ends_of(listener: FdListener) -> tuple[FdConnection, FdConnection]:
 
 def test_notes_and_files_arrive(listener: FdListener) -> None:
     mine, theirs = ends_of(listener)
-    before = open_files()
+    before = open_file_count()
     with ExitStack() as stack:
         stack.callback(mine.close)
         stack.callback(theirs.close)
@@ -70,48 +71,44 @@ def test_notes_and_files_arrive(listener: FdListener) -> None:
         mine.close()
         with pytest.raises(OSError, match="the other process closed its connection"):
             theirs.receive()
-    assert open_files() == before - 2
+    assert open_file_count() == before - 2
 
 
-def test_as_many_files_as_a_parcel_holds(listener: FdListener) -> None:
+def test_the_most_descriptors_of_a_message(listener: FdListener) -> None:
     mine, theirs = ends_of(listener)
-    with mine, theirs:
+    with closing(mine), closing(theirs):
         mine.send(b"many", [0] * MOST_DESCRIPTORS)
         message = theirs.receive()
         assert len(message.descriptors) == MOST_DESCRIPTORS
         message.close()
 
 
-def test_files_that_do_not_fit_are_an_error_and_left_to_nobody(listener: FdListener) -> None:
+def test_excess_descriptors_are_an_error_and_are_closed(listener: FdListener) -> None:
     """As where a process may open no more files."""
     mine, theirs = ends_of(listener)
-    with mine, theirs:
-        before = open_files()
+    with closing(mine), closing(theirs):
+        before = open_file_count()
         raw = mine._socket.dup()
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, bytes(4 * (MOST_DESCRIPTORS + 5)))]
         raw.sendmsg([b"too many"], rights)
         raw.close()
         with pytest.raises(OSError, match=r"the message was truncated; .* \(ulimit -n\)"):
             theirs.receive()
-        assert open_files() == before
+        assert open_file_count() == before
 
 
-def test_a_door_that_is_closed_is_out_of_reach(listener: FdListener) -> None:
-    assert connect("nobody's") is None
+def test_a_closed_listener_is_unreachable(listener: FdListener) -> None:
+    assert connect("unknown") is None
     listener.close()
     assert connect(listener.name) is None
 
 
-def test_doors_have_names_of_their_own() -> None:
+def test_listeners_have_unique_names() -> None:
     one, two = FdListener(), FdListener()
     assert one.name != two.name
-    assert len(one.name) == 32, "128 bits, so that nobody guesses it"
+    assert len(one.name) == 32, "128 bits, not to be guessed"
     one.close()
     two.close()
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 # Other users

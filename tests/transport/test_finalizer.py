@@ -1,4 +1,4 @@
-"""What was dropped without having been closed is closed on a thread of its own."""
+"""Objects that were dropped without having been closed are closed on a thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ONE = torch.ones(4)
 
 
 class Thing:
-    """What can be dropped."""
+    """An object to be dropped."""
 
 
 def collect_where_a_lock_is_held(world: Any) -> None:
@@ -49,7 +49,7 @@ def test_the_collector_waits_for_no_lock(request: pytest.FixtureRequest, transpo
     launch_over(transport, request)(2, collect_where_a_lock_is_held)
 
 
-def test_the_thread_is_there_for_as_long_as_it_may_be_wanted() -> None:
+def test_the_thread_runs_while_it_may_be_needed() -> None:
     closer, closed = _Closer(), []
     things = [Thing(), Thing()]
     for number, thing in enumerate(things):

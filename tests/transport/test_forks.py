@@ -95,7 +95,7 @@ def fork(rank: int, world_size: int, transport: str) -> dict[str, int | None]:
             with may_have_children():
                 process.start()
             codes[f"{do.__name__}, {leave.__name__}"] = ended(process)
-            # And its parent goes on.
+            # And its parent continues.
             grads = held["step"](mlp(), batch(rank, 0))[1]
             same = fddp.tree_map(torch.equal, grads, before)
             assert all(all(layer.values()) for layer in same.values())
@@ -111,7 +111,7 @@ def may_have_children() -> Any:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_forked_processes_end_and_leave_their_parent_alone(transport: str) -> None:
+def test_forked_processes_end_without_affecting_their_parent(transport: str) -> None:
     """On processes of their own: of those of other tests, torch's groups may be left in garbage,
     which a child that collects it frees, without their threads."""
     for outcome in run_fresh(2, fork, transport):

@@ -1,4 +1,4 @@
-"""What loopback promises beyond the contract of `Transport` (test_contract.py)."""
+"""Promises of loopback beyond the contract of `Transport` (test_contract.py)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
-from fddp.core.schedule.topology import Topology
 from fddp.errors import DesyncError, RankLostError
 from fddp.transport import LoopbackGroup, loopback, open_transport
+from tests.support.chunks import AXES, SQUARE
 
 
 def test_results_come_in_rank_order() -> None:
@@ -33,7 +33,7 @@ def test_threads_see_the_callers_context() -> None:
     assert loopback(2, lambda group: setting.get()) == ["the caller's"] * 2
 
 
-def test_no_thread_is_left() -> None:
+def test_no_threads_remain() -> None:
     before = threading.active_count()
     loopback(4, lambda group: open_transport(group).close())
     assert threading.active_count() == before
@@ -131,7 +131,7 @@ def test_mismatched_operations_are_raised_on_every_rank(
         assert caught.match(f"rank 1 {text}")
         assert caught.match(r"rank [02] all_reduce of torch.float32 \(2,\)")
         assert mine.tolist() == [1.0, 1.0]
-        assert transport.exchange(b"goes on") == [b"goes on"] * 3
+        assert transport.exchange(b"usable") == [b"usable"] * 3
 
     loopback(3, mismatched)
 
@@ -150,10 +150,6 @@ def test_an_operation_does_not_block_its_issuer() -> None:
     assert loopback(2, asynchronous)[0] < 0.1
 
 
-SQUARE = Topology(host=2, local=2)
-AXES = [("host",), ("local",)]
-
-
 def test_mismatched_operations_of_a_group_are_raised_on_its_ranks() -> None:
     def mismatched(group: LoopbackGroup) -> None:
         transport, rank = open_transport(group), group.rank
@@ -168,7 +164,7 @@ def test_mismatched_operations_of_a_group_are_raised_on_its_ranks() -> None:
             assert work.done
             with pytest.raises(DesyncError, match=r"rank 3 averaging reduce_scatter of .* \(4,\)"):
                 work.wait("bucket 0")
-        assert transport.exchange(b"goes on") == [b"goes on"] * 4
+        assert transport.exchange(b"usable") == [b"usable"] * 4
 
     loopback(4, mismatched)
 

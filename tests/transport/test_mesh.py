@@ -101,19 +101,19 @@ def groups_and_topologies(rank: int, world_size: int) -> list[str]:
     """A topology laid over a group that is not the default one."""
     own = [0, 1] if rank < 2 else [2, 3]
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    told = []
+    outcome = []
     for mesh in (Topology(a=1, b=2), Topology(a=2, b=1)):
         with fddp.GradSync(
             trees([0])[0], group=groups[rank // 2], mesh=mesh, algorithm="hierarchical"
         ) as sync:
             assert_mean(sync, trees(own))
-            told.append(str(sync.schedule.topology))
-    return told
+            outcome.append(str(sync.schedule.topology))
+    return outcome
 
 
 def test_a_topology_over_a_group(ranks: RankPool) -> None:
-    for told in ranks.run(4, groups_and_topologies):
-        assert told == ["Topology(a=1, b=2)", "Topology(a=2, b=1)"]
+    for outcome in ranks.run(4, groups_and_topologies):
+        assert outcome == ["Topology(a=1, b=2)", "Topology(a=2, b=1)"]
 
 
 def training(rank: int, world_size: int) -> Any:
@@ -148,7 +148,7 @@ def bad_meshes(rank: int, world_size: int) -> dict[str, Ending]:
     shuffled = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("host", "local"))
     params = trees([0])[0]
     group = dist.group.WORLD
-    told = {
+    outcome = {
         "with a group": ending(lambda: fddp.GradSync(params, group=group, mesh=mesh)),
         "as a group": ending(lambda: fddp.GradSync(params, group=mesh)),
         "shuffled": ending(lambda: fddp.GradSync(params, mesh=shuffled)),
@@ -158,7 +158,7 @@ def bad_meshes(rank: int, world_size: int) -> dict[str, Ending]:
         ),
     }
     checked(mesh, [0, 1, 2, 3], "hierarchical")
-    return told
+    return outcome
 
 
 BAD = {
@@ -170,8 +170,8 @@ BAD = {
 
 
 def test_bad_meshes(ranks: RankPool) -> None:
-    for rank, told in enumerate(ranks.run(4, bad_meshes)):
+    for rank, outcome in enumerate(ranks.run(4, bad_meshes)):
         for name, (kind, text) in BAD.items():
-            assert told[name].kinds[0] == kind
-            assert text in told[name].text
-        assert told["mixed"].kinds[0] == ("PlanMismatchError" if rank else "ValueError")
+            assert outcome[name].kinds[0] == kind
+            assert text in outcome[name].text
+        assert outcome["mixed"].kinds[0] == ("PlanMismatchError" if rank else "ValueError")

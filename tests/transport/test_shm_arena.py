@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from fddp.native import extension
 from tests.support.crews import MIB, crew_of, run
+from tests.support.process_resources import arena_mappings, open_file_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,25 +77,21 @@ def test_a_full_arena_gives_none() -> None:
         arena.empty(2**62, torch.float64)
 
 
-def mapped_arenas() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:fddp")
-
-
-def test_memory_lives_as_long_as_it_is_used() -> None:
+def test_memory_lives_as_long_as_its_users() -> None:
     gc.collect()
-    before = mapped_arenas(), len(os.listdir("/proc/self/fd"))
+    before = arena_mappings(), open_file_count()
     crew = crew_of(2)
     tensor = crew.arenas[0].empty(1000, torch.float64)
     other = torch.empty(1000, dtype=torch.float64)
     run(crew, "broadcast", [tensor.fill_(2.5), other], src=0)
     del crew
     gc.collect()
-    assert mapped_arenas() == before[0] + 1
+    assert arena_mappings() == before[0] + 1
     view = tensor[10:20]
     del tensor
     assert bool((view == 2.5).all())
     del view
-    assert (mapped_arenas(), len(os.listdir("/proc/self/fd"))) == before
+    assert (arena_mappings(), open_file_count()) == before
 
 
 def test_only_an_arena_is_adopted() -> None:
@@ -114,8 +111,8 @@ def test_only_an_arena_is_adopted() -> None:
         os.truncate(arena.fd, 2 * MIB)
     view = _C.ShmView(arena.fd, 4 * MIB)
     offset = arena.allocate_zeroed(16)
-    view.write(offset, b"told to the peer")
-    assert arena.read(offset, 16) == b"told to the peer"
+    view.write(offset, b"sent to the peer")
+    assert arena.read(offset, 16) == b"sent to the peer"
     for begin, count in [(4 * MIB - 8, 16), (2**63, 1), (8, 2**64 - 8)]:
         with pytest.raises(ValueError, match="lie outside an arena of 4194304 bytes"):
             view.read(begin, count)
@@ -136,7 +133,7 @@ def test_a_control_block_is_checked_before_it_is_used() -> None:
 
 
 def _system(root: Path, available_kib: int, groups: str, files: dict[str, str]) -> int:
-    """What is available on a system whose files say so."""
+    """Memory available on a system with these files."""
     texts = {
         "proc/meminfo": f"MemTotal: 9 kB\nMemAvailable:   {available_kib} kB\n",
         "proc/self/cgroup": groups,

@@ -132,7 +132,7 @@ def test_operations_finished_by_others_are_finished(numel: int) -> None:
     assert crew.groups[2].failure[:2] == (_C.SHM_LOST, (1,))
 
 
-def test_leaving_ends_what_is_pending_here() -> None:
+def test_leaving_ends_pending_operations() -> None:
     crew = crew_of(2)
     operation = crew.groups[0].start("all_reduce", torch.ones(IN_PLACE))
     crew.groups[0].leave()
@@ -188,7 +188,7 @@ _CONTROL_BLOCK, _SLOT, _RING = 128, 128 + 64 * 128, 128
 
 
 def _spoilt(crew: Crew, at: int, data: bytes) -> tuple[int, tuple[int, ...]]:
-    """How rank 0 fares, and whom it blames, where rank 1's descriptor was spoilt."""
+    """Return rank 0's outcome, and the rank that it blames, if rank 1's descriptor is corrupt."""
     tensors = [arena.empty(IN_PLACE, torch.float32) for arena in crew.arenas]
     operation = crew.groups[1].start("all_reduce", tensors[1], wait_soon=True)
     descriptor = crew.control_block + _CONTROL_BLOCK + _SLOT + _RING
@@ -217,7 +217,7 @@ def _spoilt(crew: Crew, at: int, data: bytes) -> tuple[int, tuple[int, ...]]:
         (48, struct.pack("q", 2**60), "SHM_MISMATCH"),  # more elements than there are
     ],
 )
-def test_a_spoilt_descriptor_is_an_error(at: int, data: bytes, status: str) -> None:
+def test_a_corrupt_descriptor_is_an_error(at: int, data: bytes, status: str) -> None:
     crew = crew_of(2)
     found, blamed = _spoilt(crew, at, data)
     assert found == getattr(_C, status)
@@ -298,7 +298,7 @@ _FORKING = """
 
 
 def test_forks_limits_and_exits() -> None:
-    """A forked child ends, and its parent's group goes on; a limit on files is no signal."""
+    """A forked child ends, and its parent's group remains usable; a limit on files is no signal."""
     script = textwrap.dedent(_FORKING).format(tests=str(Path(__file__).parents[2]))
     ended = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script],

@@ -1,4 +1,4 @@
-"""Ranks that die, stop, leave or meet elsewhere, over shared memory: told to all others in time.
+"""Ranks that die, stop, leave or go elsewhere, over shared memory: raised on all others in time.
 
 Functions named `*_on_rank` run on ranks, which are processes, as `fn(rank, world_size, *args)`.
 """
@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from fddp.errors import ClosedError, FddpError, RankLostError, SyncTimeoutError
 from fddp.transport import open_transport
+from tests.support.chunks import AXES, SQUARE
 from tests.support.polling import soon
+from tests.support.process_resources import resources
 from tests.support.ranks import run_fresh, split_into_hosts
-from tests.transport.test_axes import AXES, SQUARE
-from tests.transport.test_shm import held
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,7 @@ NOTICED_S = 2.5  # a second, and what a busy machine takes
 
 
 class Ended(NamedTuple):
-    """How an operation ended on a rank that waited for it."""
+    """Outcome of an operation on a rank that waited for it."""
 
     error: str
     text: str
@@ -49,7 +49,7 @@ class Ended(NamedTuple):
 
 
 def ended(transport: Transport, *, numel: int = 10, axes: tuple[str, ...] = ()) -> Ended:
-    """How a sum ends that some rank does not come to."""
+    """Return the outcome of a sum that some rank does not join."""
     start_s = time.perf_counter()
     with pytest.raises(FddpError) as caught:
         transport.all_reduce(torch.ones(numel), axes=axes).wait("bucket 3 of step 17")
@@ -225,7 +225,7 @@ def dead_across_on_rank(rank: int, world_size: int, dead: int) -> Ended:
 
 
 @pytest.mark.parametrize("dead", [2, 3])
-def test_a_death_crosses_between_shared_memory_and_gloo(dead: int) -> None:
+def test_a_lost_rank_is_raised_across_shared_memory_and_gloo(dead: int) -> None:
     """Rank 3 is missed in shared memory by 2 only; rank 2 in gloo by 0, in shared memory by 3."""
     outcomes = run_fresh(4, dead_across_on_rank, dead)
     for rank, seen in survivors(outcomes, dead):
@@ -247,7 +247,7 @@ def late_across_on_rank(rank: int, world_size: int) -> Ended | None:
         return ended(transport, axes=("host",) if rank == 0 else ("local",))
 
 
-def test_a_late_rank_crosses_from_shared_memory_to_gloo(ranks: RankPool) -> None:
+def test_a_late_rank_is_raised_across_shared_memory_and_gloo(ranks: RankPool) -> None:
     for rank, seen in enumerate(ranks.run(4, late_across_on_rank)):
         if seen is not None:
             assert seen.error == "SyncTimeoutError"
@@ -295,7 +295,7 @@ def test_a_rank_that_is_stopped_for_long_is_late() -> None:
             assert 1.9 < seen.took_s < 2.0 + NOTICED_S
 
 
-def test_a_rank_that_is_stopped_for_a_moment_goes_on() -> None:
+def test_a_rank_stopped_for_a_moment_continues() -> None:
     for outcome in run_fresh(3, stopped_on_rank, 0.9):
         assert outcome.error is None, outcome.error
         assert outcome.result[0] is None
@@ -324,8 +324,8 @@ def test_a_rank_that_closes_while_others_wait(ranks: RankPool, numel: int) -> No
 
 
 def late_again_on_rank(rank: int, world_size: int) -> None:
-    """The rank that others gave up is told so, and the group goes on."""
-    earlier = held().mappings  # of groups whose communicators other tests have opened
+    """The abandoned rank gets an error, and the group remains usable."""
+    earlier = resources().mappings  # of groups whose communicators other tests have opened
     transport = open_transport(timeout_s=0.5)
     if rank == 1:
         time.sleep(1.5)
@@ -345,10 +345,12 @@ def late_again_on_rank(rank: int, world_size: int) -> None:
         assert value.tolist() == [3.0] * 3
     transport.close()
     dist.barrier()
-    assert soon(lambda: held().mappings <= earlier), "nothing is left of a transport that failed"
+    assert soon(lambda: resources().mappings <= earlier), (
+        "nothing is left of a transport that failed"
+    )
 
 
-def test_the_group_goes_on_after_a_failure(ranks: RankPool) -> None:
+def test_the_group_is_usable_after_a_failure(ranks: RankPool) -> None:
     ranks.run(3, late_again_on_rank)
 
 

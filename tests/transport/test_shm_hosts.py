@@ -35,7 +35,8 @@ def params() -> dict[str, torch.Tensor]:
 
 
 def expected_bytes(schedule: Schedule) -> tuple[float, int]:
-    """What `schedule` sends across hosts in both directions, and in how many operations."""
+    """Return the bytes that `schedule` sends across hosts in both directions, and the number of
+    operations."""
     total, operations = 0.0, 0
     for op in schedule.ops:
         moves = op.kind in ("all_reduce", "reduce_scatter", "all_gather") and op.when == "always"
@@ -48,7 +49,7 @@ def expected_bytes(schedule: Schedule) -> tuple[float, int]:
 
 
 class Run(NamedTuple):
-    """What one rank saw of some steps."""
+    """Observations of one rank over some steps."""
 
     transport: str
     reason: str

@@ -1,4 +1,4 @@
-"""What ranks that wait in vain hear of the others, and what hearing of them costs."""
+"""Status of other ranks, as reported to waiting ranks, and its cost."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from fddp.transport.liveness.status_store import StoreStatusBoard
 from tests.support.endings import Ending, ending
 from tests.support.polling import soon
 from tests.support.ranks import RankPool
+from tests.support.source_lines import line_of
 
 W = {"w": torch.ones(3)}
 
@@ -30,11 +31,6 @@ def board_of(sync: fddp.GradSync) -> StoreStatusBoard:
     board = sync._engine.transport.status.board
     assert isinstance(board, StoreStatusBoard)
     return board
-
-
-def line_of(text: str) -> int:
-    lines = Path(__file__).read_text().splitlines()
-    return next(number for number, line in enumerate(lines, 1) if text in line)
 
 
 # Ranks that pause for longer between their looks than others wait for answers
@@ -61,10 +57,13 @@ def pause_for_long(rank: int, n: int) -> Ending:
 
 
 def test_ranks_that_are_asked_stay_awake(ranks: RankPool) -> None:
-    """For as long as somebody waits: the answer comes soon when the time is over."""
+    """While a rank waits: the answer comes soon after the timeout."""
     seen, _ = ranks.run(2, pause_for_long)
     assert seen.kinds[0] == "SyncTimeoutError"
-    assert f"rank 1: at {__file__}:{line_of('time.sleep(4.0)')} in pause_for_long" in seen.text
+    assert (
+        f"rank 1: at {__file__}:{line_of(__file__, 'time.sleep(4.0)')} in pause_for_long"
+        in seen.text
+    )
 
 
 @pytest.mark.parametrize("timeout_s", [0.5, 1.5, 8.0, 40.0, 60.0, 1800.0])
@@ -87,7 +86,7 @@ def test_a_store_serves_jobs_of_any_size() -> None:
 
 
 def ask_in_each_wait(rank: int, n: int, transport: Any) -> list[int]:
-    asked, told = 0, []
+    asked, outcome = 0, []
     with fddp.GradSync(W, transport=transport, timeout_s=2.0) as sync:
         board = board_of(sync)
         put = board.query
@@ -101,8 +100,8 @@ def ask_in_each_wait(rank: int, n: int, transport: Any) -> list[int]:
             for _ in range(2):
                 time.sleep(1.2 * rank)
                 sync(W)
-                told.append(asked)
-    return told
+                outcome.append(asked)
+    return outcome
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
@@ -163,14 +162,14 @@ def names_of_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate()]
 
 
-def test_looks_write_nothing(ranks: RankPool, tmp_path: Path) -> None:
+def test_queries_write_nothing(ranks: RankPool, tmp_path: Path) -> None:
     """A file store appends a record for each write, also for one that changes nothing."""
     for grown, threads in ranks.run(2, over_a_file, str(tmp_path / "two")):
         assert grown == 0
         assert "fddp-status" in threads
 
 
-def test_a_rank_alone_looks_for_nothing(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_single_rank_checks_nothing(ranks: RankPool, tmp_path: Path) -> None:
     ((grown, threads),) = ranks.run(1, over_a_file, str(tmp_path / "one"))
     assert grown == 0
     assert "fddp-status" not in threads
@@ -184,7 +183,7 @@ def alone_and_dropped(rank: int, n: int) -> bool:
     return soon(lambda: not board.open_statuses and not board._timeouts_s)
 
 
-def test_a_rank_alone_keeps_nothing(ranks: RankPool) -> None:
+def test_a_single_rank_keeps_nothing(ranks: RankPool) -> None:
     assert ranks.run(1, alone_and_dropped) == [True]
 
 
@@ -208,7 +207,7 @@ def answer_after_an_error(rank: int, n: int) -> str:
         return str(found.get(1))
 
 
-def test_an_error_that_passes_silences_nobody(ranks: RankPool) -> None:
+def test_a_passing_error_does_not_stop_the_reports(ranks: RankPool) -> None:
     heard, _ = ranks.run(2, answer_after_an_error)
     assert "in answer_after_an_error, from " in heard
 
@@ -234,14 +233,14 @@ def go_on_after_the_end(rank: int, n: int) -> tuple[bool, bool]:
 
 
 def test_opening_a_transport_restarts_answers(ranks: RankPool) -> None:
-    """Where the store was gone for a while."""
+    """After the store was unreachable for a while."""
     assert ranks.run(2, go_on_after_the_end) == [(True, True)] * 2
 
 
 # Where threads are
 
 
-def test_the_line_is_the_users() -> None:
+def test_the_named_line_is_the_users() -> None:
     """Not that of the standard library's which it calls."""
     mail: queue.Queue[int] = queue.Queue()
 
@@ -257,7 +256,7 @@ def test_the_line_is_the_users() -> None:
         text = status.line_of(thread.ident)
     mail.put(1)
     thread.join()
-    assert text == f"{__file__}:{line_of('mail.get(timeout=120.0)')} in wait"
+    assert text == f"{__file__}:{line_of(__file__, 'mail.get(timeout=120.0)')} in wait"
 
 
 # Names of transports

@@ -1,4 +1,4 @@
-"""How the library's threads begin and end: under no lock, and before the interpreter."""
+"""Start and end of the library's threads: under no lock, and before the interpreter ends."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ from fddp.transport.liveness.bounded_store import client_of
 from fddp.transport.liveness.status import StatusBoard
 from tests.support.endings import Ending, ending
 from tests.support.polling import HANG_S
-from tests.support.ranks import Launch, launch_over
+from tests.support.ranks import Launch, launch_fixture, launch_over
 
 W = {"w": torch.ones(3)}
 NAMES = ("fddp-closer", "fddp-status")
 
 
-@pytest.fixture(params=["c10d", "shm"])
-def launch(request: pytest.FixtureRequest) -> Launch:
-    return launch_over(request.param, request)
+launch = launch_fixture("c10d", "shm")
 
 
 # At the end of the process
@@ -86,8 +84,8 @@ def test_a_run_that_ends_in_order_ends_with_0(tmp_path: Path) -> None:
             for rank in range(2)
         ]
         for rank in ranks:
-            _, told = rank.communicate(timeout=HANG_S)
-            assert (rank.returncode, told) == (0, b"")
+            _, outcome = rank.communicate(timeout=HANG_S)
+            assert (rank.returncode, outcome) == (0, b"")
 
 
 # At their beginning
@@ -103,7 +101,7 @@ def open_and_close(world: Any) -> None:
 
 
 def start_under_no_lock(world: Any) -> dict[str, bool]:
-    """Whether a lock was held that what a collection closes takes, by name of the thread."""
+    """Return, by name of the thread, whether a lock was held that a collection may also take."""
     held: dict[str, bool] = {}
     start = threads.start_thread
     locks: list[Any] = [status_store._lock, _closer._lock, client_of(world)._lock]
@@ -126,7 +124,7 @@ def test_threads_are_started_under_no_lock(launch: Launch) -> None:
 
 
 def fail_to_start(world: Any) -> list[tuple[str, Ending, bool]]:
-    start, told = threads.start_thread, []
+    start, outcome = threads.start_thread, []
     for name in NAMES:
         failures = iter([True])
 
@@ -154,16 +152,16 @@ def fail_to_start(world: Any) -> list[tuple[str, Ending, bool]]:
         answers = transport.status.board.answers([0, 1], 0, 5.0)
         del sync
         dist.barrier()
-        told.append((name, seen, result == [1.0] * 3 and None not in answers.values()))
+        outcome.append((name, seen, result == [1.0] * 3 and None not in answers.values()))
         del transport
-    return told
+    return outcome
 
 
 def test_a_thread_that_can_not_be_started_is_started_next_time(
     request: pytest.FixtureRequest,
 ) -> None:
-    for told in launch_over("c10d", request)(2, fail_to_start):
-        for name, seen, well in told:
+    for outcome in launch_over("c10d", request)(2, fail_to_start):
+        for name, seen, well in outcome:
             assert seen.kinds[0] == "RuntimeError", (name, seen)
             assert well, name
 
@@ -193,12 +191,12 @@ def interrupt_an_opening(world: Any) -> tuple[Ending, float, list[float]]:
 
 
 def test_an_opening_that_is_interrupted_ends_on_all_ranks(launch: Launch) -> None:
-    (first, took_s, _), (second, _, _), _ = told = launch(3, interrupt_an_opening)
+    (first, took_s, _), (second, _, _), _ = outcome = launch(3, interrupt_an_opening)
     assert second.kinds[0] == "KeyboardInterrupt"
     assert first.kinds[0] == "RankLostError"
     assert "lost rank 1" in first.text
     assert took_s < 10.0
-    assert all(mean == [1.0] * 3 for _, _, mean in told)
+    assert all(mean == [1.0] * 3 for _, _, mean in outcome)
 
 
 # Beside other threads

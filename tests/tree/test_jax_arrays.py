@@ -18,14 +18,13 @@ from fddp.native.pack import storage_use_count
 from fddp.sync.averaging import average
 from fddp.tree import jax_arrays
 from fddp.tree.foreign import holds_foreign
-from tests.support.ranks import Launch, launch_over, run_fresh
+from tests.support.groups import rank_of
+from tests.support.ranks import TRANSPORTS, Launch, launch_fixture, launch_over, run_fresh
 
 WORLD_SIZE = 2
 
 
-@pytest.fixture(params=["shm", "c10d", "loopback"])
-def launch(request: pytest.FixtureRequest) -> Launch:
-    return launch_over(request.param, request)
+launch = launch_fixture(*TRANSPORTS)
 
 
 def params() -> dict[str, Any]:
@@ -84,7 +83,7 @@ def test_same_bits_as_tensors(launch: Launch) -> None:
 
 
 def both_on_rank(group: Any) -> Any:
-    rng = np.random.default_rng(group.rank() if callable(group.rank) else group.rank)
+    rng = np.random.default_rng(rank_of(group))
     grads = {f"l{i}": rng.standard_normal((i + 1, 7)).astype(np.float32) for i in range(9)}
     tensors = jax.tree.map(torch.from_numpy, grads)
     with fddp.GradSync(tensors, group=group) as sync:
@@ -253,7 +252,7 @@ def test_broadcast_and_averages(launch: Launch) -> None:
 
 
 def sent_on_rank(group: Any) -> Any:
-    rank = group.rank() if callable(group.rank) else group.rank
+    rank = rank_of(group)
     tree = {"i": jnp.arange(3) + rank, "b": jnp.ones(2, jnp.bfloat16) * rank, "n": None}
     sent = fddp.broadcast(tree, 1, group=group)
     assert sent.pop("n") is None
@@ -271,7 +270,7 @@ def test_operators_outside_of_programs(launch: Launch) -> None:
 
 
 def operators_on_rank(group: Any) -> Any:
-    rank = group.rank() if callable(group.rank) else group.rank
+    rank = rank_of(group)
     mean = fddp.pmean({"w": jnp.ones(3) * rank, "n": None}, group)
     total = fddp.psum(jnp.arange(2) + jnp.array([0, 1]) * rank + jnp.array([rank, 0]), group)
     gathered = fddp.all_gather(jnp.ones(2) * rank, group)
@@ -299,7 +298,7 @@ def test_one_rank_of_tensors_and_one_of_arrays(launch: Launch) -> None:
 
 
 def mixed_on_rank(group: Any) -> Any:
-    rank = group.rank() if callable(group.rank) else group.rank
+    rank = rank_of(group)
     ones: Any = jnp.ones if rank else torch.ones
     tree = {"w": ones((4, 16)), "b": ones(3)}
     with fddp.GradSync(tree, group=group) as sync:
@@ -313,7 +312,7 @@ def test_public_functions_serve_where_jaxlib_hides_its_own() -> None:
             np.testing.assert_array_equal(outcome[0]["bias"], np.full(10, 1.5))
 
 
-# Mistakes: each is made on rank 1, is told on all ranks, and leaves the group usable.
+# Mistakes: each is made on rank 1, is raised on all ranks, and leaves the group usable.
 
 MISTAKES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "float8": (
@@ -439,7 +438,7 @@ def devices_on_rank(rank: int, world_size: int) -> tuple[str, str, str]:
         return str(spread.value), str(elsewhere.value), str(second.device)
 
 
-def test_trees_of_tensors_have_nothing_foreign() -> None:
+def test_trees_of_tensors_have_no_foreign_leaves() -> None:
     assert not holds_foreign([torch.ones(1), None, np.ones(1)])
     assert holds_foreign([torch.ones(1), None, jnp.ones(1)])
 

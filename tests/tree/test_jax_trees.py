@@ -85,7 +85,7 @@ def as_jax_has_them(tree: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_nodes_of_jax_are_taken_apart(name: str) -> None:
+def test_nodes_of_jax_are_flattened(name: str) -> None:
     tree, paths = TREES[name]
     leaves, treedef = flatten(tree)
     assert treedef.paths == paths
@@ -181,7 +181,7 @@ def test_modules_in_a_step(ranks: RankPool, kind: str, node: str) -> None:
         np.testing.assert_allclose(kernel, wanted, rtol=1e-5)
 
 
-def test_a_container_that_nobody_knows() -> None:
+def test_an_unregistered_container() -> None:
     class Box:
         def __init__(self) -> None:
             self.inside = jnp.ones(2)

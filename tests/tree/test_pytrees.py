@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections import OrderedDict, defaultdict, deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fddp.core.plan.leaf import dense_strides
+from fddp.core.plan.leaf import LeafSpec, dense_strides
 from fddp.errors import TreeMismatchError
-from fddp.tree.describe import leaf_spec, leaf_specs
+from fddp.tree.describe import leaf_specs
 from fddp.tree.pytree import check_paths, flatten, insertion_order, map_leaves, tree_map
-
-
-class Point(NamedTuple):
-    y: Any
-    x: Any
+from tests.support.random_trees import Point, trees
 
 
 class Node:
@@ -45,21 +41,6 @@ def node() -> Any:
     )
     yield Node
     optree.unregister_pytree_node(Node, namespace=optree.registry.__GLOBAL_NAMESPACE)
-
-
-keys = st.one_of(st.text("ab.", max_size=2), st.integers(-3, 12), st.sampled_from([1.5, (1, 2)]))
-trees = st.recursive(
-    st.integers() | st.none(),
-    lambda below: st.one_of(
-        st.lists(below, max_size=3),
-        st.lists(below, max_size=3).map(tuple),
-        st.lists(below, max_size=3).map(deque),
-        st.builds(Point, below, below),
-        st.dictionaries(keys, below, max_size=3),
-        st.dictionaries(keys, below, max_size=3).map(OrderedDict),
-    ),
-    max_leaves=12,
-)
 
 
 def refilled(tree: Any) -> Any:
@@ -274,6 +255,11 @@ def test_dense_strides_are_those_of_torch(order: list[int], shape: list[int]) ->
         assert dense_strides(tuple(tensor.shape), strides) == strides
 
 
+def leaf_spec(path: str, leaf: Any, *, sparse: bool = False) -> LeafSpec:
+    (spec,) = leaf_specs([path], [leaf], [path] if sparse else [])
+    return spec
+
+
 def test_strides_are_recorded_where_a_bucket_can_keep_them() -> None:
     image = torch.zeros(2, 3, 4, 5)
     assert leaf_spec("w", image).strides is None
@@ -327,7 +313,7 @@ def test_leaves_that_are_no_arrays(leaf: object) -> None:
 
 @dataclasses.dataclass
 class OnDevice:
-    """What is read of a torch tensor."""
+    """The attributes of a torch tensor that are read."""
 
     device: torch.device
     shape: tuple[int, ...] = (2,)

@@ -276,7 +276,7 @@ def test_missing_matplotlib_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         plot_plan(make_plan(1.0))
 
 
-def test_pyplot_is_left_alone_and_nothing_is_imported_before_it_is_needed() -> None:
+def test_pyplot_is_not_used_and_imports_are_lazy() -> None:
     script = (
         "import sys, fddp.viz\n"
         "assert 'matplotlib' not in sys.modules\n"

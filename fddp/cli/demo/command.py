@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from fddp.cli.common import PROG, Commands, Printer, add_ranks, cap, launched, require, whole
+from fddp.cli import common
 
 if TYPE_CHECKING:
     from fddp.cli.demo.rank import Options
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _MAX_RANKS = 16  # with many more, some would have no images
 
 
-def add(commands: Commands) -> None:
+def add(commands: common.Commands) -> None:
     """Declare the command."""
     parser = commands.add_parser(
         "demo",
@@ -21,26 +21,16 @@ def add(commands: Commands) -> None:
         description="Train a small convolutional network on scikit-learn's digits, and compare it "
         "with one process. Exit code 1 if a check fails.",
     )
-    add_ranks(parser, _MAX_RANKS)
-    parser.add_argument(
-        "--epochs",
-        type=whole(1),
-        default=8,
-        metavar="N",
-        help="number of passes over the data (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--bucket-cap-mb",
-        type=cap,
-        default=0.25,
-        metavar="MIB",
-        help="size at which a bucket is closed, in MiB (default: %(default)s)",
+    common.add_ranks(parser, _MAX_RANKS)
+    common.add_value(parser, "--epochs", common.whole(1), 8, "number of passes over the data")
+    common.add_value(
+        parser, "--bucket-cap-mb", common.cap, 0.25, "size at which a bucket is closed, in MiB"
     )
     parser.set_defaults(run=_run, parser=parser)
 
 
 def _run(args: argparse.Namespace) -> int:
-    require("rich", "sklearn")
+    common.require("rich", "sklearn")
     from fddp.cli.demo.rank import Options
 
     return run_demo(Options(args.ranks, args.epochs, args.bucket_cap_mb))
@@ -51,7 +41,7 @@ def run_demo(options: Options) -> int:
     from fddp.cli.demo.rank import run_rank
     from fddp.cli.demo.report import checks, table
 
-    report = launched(f"{PROG} demo", options.ranks, run_rank, options)
+    report = common.launched(f"{common.PROG} demo", options.ranks, run_rank, options)
     assert report is not None  # it is rank 0's
-    Printer().show(table(report))
+    common.Printer().show(table(report))
     return 0 if all(check.passed for check in checks(report).values()) else 1

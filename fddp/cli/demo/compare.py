@@ -22,12 +22,7 @@ _WARM_UP = 5
 
 
 class StepTimes(NamedTuple):
-    """Median times of a loss and its synchronised gradients, on one rank.
-
-    Attributes:
-        fddp_s: seconds with fddp.
-        ddp_s: seconds with torch's DDP.
-    """
+    """Median times of a loss and its synchronised gradients, on one rank."""
 
     fddp_s: float
     ddp_s: float

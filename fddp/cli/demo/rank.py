@@ -20,19 +20,12 @@ _FIRST_STEPS = 2  # the buckets are not yet in their final order
 
 
 class Options(NamedTuple):
-    """Options of the command line.
-
-    Attributes:
-        ranks: number of processes.
-        epochs: number of passes over the data.
-        bucket_cap_mb: size in MiB at which a bucket is closed, including the first one.
-        train: the training loop; tests pass a faulty one.
-    """
+    """Options of the command line."""
 
     ranks: int
     epochs: int
-    bucket_cap_mb: float
-    train: Callable[..., Trained] = train
+    bucket_cap_mb: float  # also of the first bucket
+    train: Callable[..., Trained] = train  # tests pass a faulty one
 
 
 def run_rank(options: Options) -> Report | None:

@@ -22,11 +22,8 @@ class Report:
     """A finished run, from rank 0.
 
     Attributes:
-        ranks: number of processes.
-        epochs: number of passes over the data.
         images: number of training images.
         steps: number of steps of each rank.
-        transport: name of the transport.
         score: score on the held-out images.
         between_ranks: largest absolute difference of a parameter from rank 0.
         from_one_process: the same between rank 0 and one process with the whole batches.

@@ -16,12 +16,7 @@ _LEARNING_RATE = 0.1
 
 
 class Trained(NamedTuple):
-    """Result of training on a rank.
-
-    Attributes:
-        params: the final parameters.
-        infos: measurements of each step.
-    """
+    """Final parameters of a rank, and the measurements of each step."""
 
     params: Params
     infos: list[fddp.SyncInfo]
@@ -47,7 +42,7 @@ def train(
         after_epoch: called with the parameters so far.
     """
     infos = []
-    step = sync.value_and_grad(loss_fn, weight_fn=_images, with_info=True)
+    step = sync.value_and_grad(loss_fn, weight_fn=lambda _, batch: batch.size, with_info=True)
     for epoch in range(epochs):
         batches = own_batches(data, epoch, sync.rank, sync.world_size)
         for batch in fddp.uneven(batches, sync):
@@ -76,7 +71,3 @@ def train_alone(
 
 def _descend(param: Tensor, grad: Tensor) -> Tensor:
     return param - _LEARNING_RATE * grad
-
-
-def _images(params: Params, batch: Batch) -> int:
-    return batch.size

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fddp.collectives.replicas.divergence import format_pair
+from fddp.collectives.operator_program import batches
 from fddp.core.plan.leaf import LeafSpec
+from fddp.core.protocol.differences import LEAVES, check_equal
 from fddp.core.protocol.messages import Schema
 from fddp.errors import PlanMismatchError, TransformError, error_text
-from fddp.runtime.agreement import LEAF_DETAILS, exchange, leaf_details, leaf_difference
+from fddp.runtime.agreement import check_equal_leaves, exchange
 from fddp.runtime.inputs import check_no_transform, outside_transforms
 from fddp.transport import Group, open_transport
 from fddp.transport.base import Transport
@@ -27,7 +28,7 @@ AT_ONCE_BYTES = 250 * 1024 * 1024
 # Size of the temporary buffer of a broadcast that writes into existing tensors.
 _WRITTEN_AT_ONCE_BYTES = 32 * 1024 * 1024
 
-_REPORT: Schema = (str, object, LEAF_DETAILS)  # error, source, leaves
+_REPORT: Schema = (str, object, LEAVES)  # error, source, leaves
 
 
 def broadcast(
@@ -65,16 +66,16 @@ def broadcast(
         transformed = error
     with outside_transforms(), open_transport(group, "auto", timeout_s, "broadcast") as transport:
         failure: Exception | None = None
-        details: list[list[object]] = []
+        specs: list[LeafSpec] = []
         try:
             if transformed is not None:
                 raise transformed
             src = index(src)
             leaves, treedef = adapted(*flatten(tree), "tree")
-            details = leaf_details(_specs(treedef.paths, leaves))
+            specs = _specs(treedef.paths, leaves)
         except Exception as error:
             failure = error
-        _check_alike(transport, details, src, failure)
+        _check_alike(transport, specs, src, failure)
         tensors = [
             leaf.detach().resolve_conj().resolve_neg() for leaf in leaves if leaf is not None
         ]
@@ -95,20 +96,15 @@ def _specs(paths: Sequence[str], leaves: Sequence[Any]) -> list[LeafSpec]:
 
 
 def _check_alike(
-    transport: Transport, details: list[list[object]], src: int, failure: Exception | None
+    transport: Transport, specs: list[LeafSpec], src: int, failure: Exception | None
 ) -> None:
     problem = error_text(failure) if failure else ""
-    received = exchange(transport, [problem, None if failure else src, details], _REPORT)
-    for rank, (theirs_problem, theirs_src, theirs) in enumerate(received):
-        if theirs_problem:
-            raise PlanMismatchError(f"rank {rank} can't take part: {theirs_problem}") from failure
-        if theirs_src != received[0][1]:
-            raise PlanMismatchError(
-                f"src is {format_pair(0, received[0][1], rank, theirs_src)}; pass the same src on "
-                f"every rank"
-            )
-        if theirs != received[0][2]:
-            raise PlanMismatchError(leaf_difference(rank, received[0][2], theirs))
+    received = exchange(transport, [problem, None if failure else src, specs], _REPORT)
+    for rank, (theirs, *_) in enumerate(received):
+        if theirs:
+            raise PlanMismatchError(f"rank {rank} can't take part: {theirs}") from failure
+    check_equal("src", [theirs for _, theirs, _ in received], "pass the same src on every rank")
+    check_equal_leaves([theirs for *_, theirs in received])
     if src not in range(transport.world_size):
         raise PlanMismatchError(
             f"src={src!r} is out of range; the group has {transport.world_size} ranks, numbered "
@@ -120,42 +116,35 @@ def broadcast_tensors(transport: Transport, tensors: Sequence[Tensor], src: int)
     """New tensors with rank `src`'s values. Tensors of one dtype and device are sent together."""
     copies: dict[int, Tensor] = {}
     for members in _batches(tensors, AT_ONCE_BYTES):
-        together = _broadcast(transport, [tensors[i] for i in members], src)
-        copies.update(zip(members, together, strict=True))
+        like = [tensors[i] for i in members]
+        parts = _received(transport, like, src, "the broadcast of a tree")
+        made = [torch.empty_like(own).copy_(part) for own, part in zip(like, parts, strict=True)]
+        copies.update(zip(members, made, strict=True))
+        del parts  # before the buffer of the next batch is allocated
     return [copies[i] for i in range(len(tensors))]
 
 
 def broadcast_(transport: Transport, tensors: Sequence[Tensor], src: int) -> None:
     """Write rank `src`'s tensors into the tensors of all ranks, a batch at a time."""
     for members in _batches(tensors, _WRITTEN_AT_ONCE_BYTES):
-        flat = torch.cat([tensors[i].reshape(-1) for i in members])
-        transport.broadcast(flat, src).wait("the broadcast of a module")
+        own = [tensors[i] for i in members]
+        parts = _received(transport, own, src, "the broadcast of a module")
         if transport.rank == src:
             continue
-        parts = torch.split(flat, [tensors[i].numel() for i in members])
-        for i, part in zip(members, parts, strict=True):
-            tensors[i].copy_(part.view(tensors[i].shape))
+        for tensor, part in zip(own, parts, strict=True):
+            tensor.copy_(part)
+
+
+def _received(
+    transport: Transport, tensors: list[Tensor], src: int, what: str
+) -> tuple[Tensor, ...]:
+    """Values of rank `src`'s tensors, which have one dtype and device, in one buffer."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    transport.broadcast(flat, src).wait(what)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return tuple(part.view(own.shape) for own, part in zip(tensors, parts, strict=True))
 
 
 def _batches(tensors: Sequence[Tensor], most_bytes: int) -> list[list[int]]:
-    """Positions of tensors by batch: of one dtype and device, about `most_bytes` large."""
-    batches: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    for i, tensor in enumerate(tensors):
-        kind = (tensor.dtype, tensor.device)
-        if kind not in batches or sizes[kind] >= most_bytes:
-            batches.setdefault(kind, []).append([])
-            sizes[kind] = 0
-        batches[kind][-1].append(i)
-        sizes[kind] += tensor.nbytes
-    return [batch for group in batches.values() for batch in group]
-
-
-def _broadcast(transport: Transport, tensors: list[Tensor], src: int) -> list[Tensor]:
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    transport.broadcast(flat, src).wait("the broadcast of a tree")
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return [
-        torch.empty_like(tensor).copy_(part.view(tensor.shape))
-        for tensor, part in zip(tensors, parts, strict=True)
-    ]
+    kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
+    return batches(kinds, [tensor.nbytes for tensor in tensors], most_bytes)

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from operator import index
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from fddp.collectives import handshake
 from fddp.collectives.communicator import Communicator, communicator_of
-from fddp.collectives.replicas.divergence import (
+from fddp.collectives.replicas.snapshot import check_dense
+from fddp.core.plan.leaf import LeafSpec
+from fddp.core.protocol.differences import (
     format_digests,
     format_ranks,
     format_values,
@@ -27,8 +29,7 @@ from fddp.collectives.replicas.divergence import (
 )
 from fddp.errors import DesyncError
 from fddp.native.digest import bytes_of, digest_of, element_at, hash_words
-from fddp.runtime.guards import outside_tracing
-from fddp.runtime.inputs import check_no_transform
+from fddp.runtime.inputs import check_no_transform, outside_tracing
 from fddp.runtime.untraced import untraced
 from fddp.telemetry.call_site import call_chain
 from fddp.transport import Group
@@ -116,28 +117,19 @@ def check_replicas(
 
 
 class _LocalDigest(NamedTuple):
-    """Digests of this rank's tree.
+    """Digests of this rank's tree. The lists have one entry for each leaf that is not None."""
 
-    Attributes:
-        text: the call, for errors.
-        when: step and period, for errors; empty for the defaults.
-        leaves: tensors, one for each leaf that is not None.
-        numbers: the Python number of each leaf that is one, else None.
-        details: path, shape, dtype and device of each leaf, as in reports of operators.
-        digests: digest of each leaf.
-    """
-
-    text: str
-    when: str
+    text: str  # the call
+    when: str  # step and period; empty for the defaults
     leaves: list[Tensor]
-    numbers: list[Any]
-    details: list[list[object]]
+    numbers: list[Any]  # the leaf, if it is a Python number, else None
+    specs: list[LeafSpec]  # without strides; the dtype of a Python number is its type
     digests: list[int]
 
     @property
     def fingerprint(self) -> int:
         """Signed 64-bit hash, equal on ranks that compare trees of one structure at one step."""
-        return _signed(hashlib.sha256(json.dumps([self.details, self.when]).encode()).digest())
+        return _signed(hashlib.sha256(json.dumps([self.specs, self.when]).encode()).digest())
 
     @property
     def value(self) -> int:
@@ -146,7 +138,7 @@ class _LocalDigest(NamedTuple):
 
     def report(self) -> dict[str, Any]:
         """The report that ranks exchange if they differ."""
-        details = ["check_replicas", [], -1, False, self.details, []]
+        details = ["check_replicas", [], -1, False, self.specs, []]
         report = {"text": self.text, "details": details}
         return {**report, "digests": self.digests, "when": self.when}
 
@@ -192,45 +184,24 @@ def _own(tree: Any, when: str) -> _LocalDigest:
             paths.append(path)
             leaves.append(_tensor(path, leaf))
             numbers.append(None if isinstance(leaf, Tensor) else leaf)
-    specs = leaf_specs(paths, leaves)
-    details: list[list[object]] = [
-        [spec.path, list(spec.shape), spec.dtype, spec.device]
+    specs = [
+        spec._replace(strides=None)
         if number is None
-        else [spec.path, [], type(number).__name__, "cpu"]
-        for spec, number in zip(specs, numbers, strict=True)
+        else LeafSpec(spec.path, (), type(number).__name__)
+        for spec, number in zip(leaf_specs(paths, leaves), numbers, strict=True)
     ]
     count = "1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves"
     text = f"check_replicas of {count}{when}, called at {call_chain()}"
-    return _LocalDigest(text, when, leaves, numbers, details, [digest_of(leaf) for leaf in leaves])
+    return _LocalDigest(text, when, leaves, numbers, specs, [digest_of(leaf) for leaf in leaves])
 
 
 def _tensor(path: str, leaf: Any) -> Tensor:
     """A leaf as a tensor. A Python number becomes the bytes of its text."""
     if isinstance(leaf, bool | int | float | complex | str):
-        return torch.tensor(list(_text(leaf).encode()), dtype=torch.uint8)
-    if not isinstance(leaf, Tensor):
-        raise TypeError(
-            f"check_replicas: leaf {path!r} is a {type(leaf).__name__}; leaves are tensors, "
-            f"arrays, numbers or None"
-        )
-    if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout is not torch.strided:
-        kind = type(leaf).__name__ if leaf.layout is torch.strided else str(leaf.layout)
-        raise TypeError(
-            f"check_replicas: leaf {path!r} is a {kind}; pass a plain, dense tensor (of a DTensor, "
-            f"its to_local())"
-        )
-    if leaf.is_quantized:
-        raise TypeError(
-            f"check_replicas: leaf {path!r} is quantized ({leaf.dtype}), and its bytes do not "
-            f"contain its scale; pass its int_repr(), scales and zero points"
-        )
-    if leaf.device.type == "meta":
-        raise TypeError(f"check_replicas: leaf {path!r} is on the meta device, and has no values")
-    return leaf
-
-
-def _text(number: object) -> str:
-    return number.hex() if isinstance(number, float) else repr(number)
+        text = leaf.hex() if isinstance(leaf, float) else repr(leaf)
+        return torch.tensor(list(text.encode()), dtype=torch.uint8)
+    check_dense(f"check_replicas: leaf {path!r}", leaf)
+    return leaf  # type: ignore[no-any-return]
 
 
 def _error(
@@ -238,36 +209,24 @@ def _error(
 ) -> DesyncError:
     """The error of trees that differ, the same on every rank. Collective: searches the element."""
     columns = zip(*(digests[rank] for rank in sorted(digests)), strict=True)
-    leaf, column = next((i, c) for i, c in enumerate(columns) if len(set(c)) > 1)
-    path, shape, dtype, _ = own.details[leaf]
-    differing = [i for i in range(len(own.details)) if len({d[i] for d in digests.values()}) > 1]
+    differing = {leaf: column for leaf, column in enumerate(columns) if len(set(column)) > 1}
+    leaf, column = next(iter(differing.items()))
+    spec = own.specs[leaf]
     groups = ranks_by_value(column)
     tensor, number = own.leaves[leaf], own.numbers[leaf]
     if number is None:
-        place = _first_difference(communicator, tensor, own.text)
+        position, values = _first_difference(communicator, tensor, own.text)
     else:
-        place = _Place(0, _values(communicator, own.text, repr(number)))
+        position, values = 0, _values(communicator, own.text, repr(number))
     others = len(differing) - 1
     more = f"; {others} more leaves differ" if others > 1 else "; one more leaf differs" * others
     return DesyncError(
-        f"{own.text}: replicas differ, first in leaf {path!r} of shape "
-        f"{tuple(cast(list[int], shape))}, {dtype}: {format_digests(groups, column)}"
-        f"{_at(place, groups, tuple(cast(list[int], shape)))}{more}; {_WAY_OUT}",
-        path=str(path),
+        f"{own.text}: replicas differ, first in leaf {spec.path!r} of shape {spec.shape}, "
+        f"{spec.dtype}: {format_digests(groups, column)}; {_index(position, spec.shape)}: "
+        f"{format_values(groups, values)}{more}; {_WAY_OUT}",
+        path=spec.path,
         ranks=minority_ranks(groups),
     )
-
-
-class _Place(NamedTuple):
-    """The first element that differs between ranks.
-
-    Attributes:
-        position: flat index of the element.
-        values: full text of each rank's value, by rank.
-    """
-
-    position: int
-    values: list[str]
 
 
 def _values(communicator: Communicator, what: str, own: str) -> list[str]:
@@ -276,8 +235,9 @@ def _values(communicator: Communicator, what: str, own: str) -> list[str]:
     return [text.decode() for text in texts]
 
 
-def _first_difference(communicator: Communicator, leaf: Tensor, what: str) -> _Place:
-    """Find the first element of a leaf that differs between ranks. A collective call."""
+def _first_difference(communicator: Communicator, leaf: Tensor, what: str) -> tuple[int, list[str]]:
+    """Flat index of a leaf's first element that differs, and each rank's value. A collective
+    call."""
     place, flat, itemsize = communicator.place(()), bytes_of(leaf), leaf.element_size()
     start, stop = 0, flat.numel() // itemsize
     while (stop - start) * itemsize > _SMALL_BYTES:
@@ -298,7 +258,7 @@ def _first_difference(communicator: Communicator, leaf: Tensor, what: str) -> _P
     bits = [row[element].tobytes()[::-1].hex() for row in rows]  # memory is little-endian
     if len(set(values)) < len(set(bits)):
         values = [f"{text} (0x{bit})" for text, bit in zip(values, bits, strict=True)]
-    return _Place(start + element, values)
+    return start + element, values
 
 
 def _first_apart(rows: Sequence[np.ndarray[Any, Any]]) -> int:
@@ -307,10 +267,11 @@ def _first_apart(rows: Sequence[np.ndarray[Any, Any]]) -> int:
     return int(apart.argmax())
 
 
-def _at(place: _Place, groups: list[list[int]], shape: tuple[int, ...]) -> str:
-    spot = tuple(int(i) for i in np.unravel_index(place.position, shape)) if shape else ()
-    where = f"at index {spot if len(spot) != 1 else spot[0]}" if spot else "its value"
-    return f"; {where}: {format_values(groups, place.values)}"
+def _index(position: int, shape: tuple[int, ...]) -> str:
+    if not shape:
+        return "its value"
+    spot = tuple(int(i) for i in np.unravel_index(position, shape))
+    return f"at index {spot if len(spot) != 1 else spot[0]}"
 
 
 def _signed(word: bytes) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,34 +17,23 @@ MOST_TEXT_BYTES = 2**31
 """Longer texts are rejected as malformed before memory is allocated for them."""
 
 
-class ByteRange(NamedTuple):
-    """A range of bytes of one of several runs.
-
-    Attributes:
-        run: index of the run.
-        start: first byte.
-        stop: byte after the last.
-    """
-
-    run: int
-    start: int
-    stop: int
-
-
-def chunks(sizes: Sequence[int], most: int) -> Iterator[list[ByteRange]]:
+def chunks(sizes: Sequence[int], most: int) -> Iterator[list[tuple[int, int, int]]]:
     """Split the concatenation of runs of these sizes into chunks of at most `most` bytes.
 
+    Yields:
+        Ranges of bytes: the index of a run, the first byte, and the byte after the last.
+
     Example:
-        >>> [[tuple(stretch) for stretch in piece] for piece in chunks([3, 0, 6], 4)]
+        >>> [*chunks([3, 0, 6], 4)]
         [[(0, 0, 3), (2, 0, 1)], [(2, 1, 5)], [(2, 5, 6)]]
     """
-    piece: list[ByteRange] = []
+    piece: list[tuple[int, int, int]] = []
     room = most
     for run, size in enumerate(sizes):
         start = 0
         while start < size:
             stop = min(size, start + room)
-            piece.append(ByteRange(run, start, stop))
+            piece.append((run, start, stop))
             room -= stop - start
             start = stop
             if room == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 from fddp.core.protocol.messages import decode
@@ -64,12 +63,8 @@ def _made(node: Any, depth: int) -> Any:
     if isinstance(name, str) and name in _SEQUENCES:
         return _SEQUENCES[name](_made(child, depth + 1) for child in children)
     if isinstance(name, str) and name in _DICTS:
-        return _DICTS[name](_items(children, depth))
+        for child in children:
+            if not (isinstance(child, list) and len(child) == 2 and type(child[0]) in (str, int)):
+                raise ValueError("the description of a tree has an entry without a key")
+        return _DICTS[name]((key, _made(value, depth + 1)) for key, value in children)
     raise ValueError(f"the description of a tree has a container {name!r:.40}")
-
-
-def _items(children: list[Any], depth: int) -> Iterator[tuple[str | int, Any]]:
-    for child in children:
-        if not (isinstance(child, list) and len(child) == 2 and type(child[0]) in (str, int)):
-            raise ValueError("the description of a tree has an entry without a key")
-        yield child[0], _made(child[1], depth + 1)

@@ -81,7 +81,11 @@ def reconciled(
     own = None
     try:
         if problem is None and tree is not None:
-            own = _snapshot(tree, step)
+            if type(step) is not int or not 0 <= step < _MAX_STEP:
+                raise ValueError(
+                    f"step must be an int of at least 0 if tree is not None, got {step!r}"
+                )
+            own = Snapshot.of(tree)
     except Exception as error:
         problem = error
     newest = _newest(transport, own, step, problem)
@@ -93,12 +97,6 @@ class _Newest(NamedTuple):
     rank: int
     step: int
     steps: Sequence[int | None]  # of all ranks
-
-
-def _snapshot(tree: Any, step: int | None) -> Snapshot:
-    if type(step) is not int or not 0 <= step < _MAX_STEP:
-        raise ValueError(f"step must be an int of at least 0 if tree is not None, got {step!r}")
-    return Snapshot.of(tree)
 
 
 def _newest(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from fddp.collectives.replicas.containers import containers_from_json, containers_to_json
 from fddp.core.plan.leaf import MAX_COUNT
 from fddp.core.protocol.messages import AnyOf, Schema, decode
+from fddp.native.digest import bytes_of
 from fddp.tree.foreign import ForeignTreeDef, adapted
 from fddp.tree.pytree import TreeDef, flatten
 
@@ -59,12 +60,8 @@ class Snapshot:
         pairs = zip(leaves, tensors, strict=True)
         converted = [leaf if _is_plain(leaf) else tensor for leaf, tensor in pairs]
         for path, leaf in zip(treedef.paths, converted, strict=True):
-            kind = "" if _is_plain(leaf) else _not_dense(leaf)
-            if kind:
-                raise TypeError(
-                    f"leaf {path!r} is a {kind}; leaves are plain, dense tensors with memory (of a "
-                    f"DTensor, its to_local()), numbers, text or None"
-                )
+            if not _is_plain(leaf):
+                check_dense(f"leaf {path!r}", leaf)
         return cls(converted, treedef, *_containers(tree, treedef.paths))
 
     def tree(self) -> Any:
@@ -88,7 +85,7 @@ class Snapshot:
 
     def runs(self) -> list[Tensor]:
         """Bytes of each tensor, shape `(n,)`; views of the tensors that are contiguous."""
-        return [_bytes_of(leaf) for leaf in self.leaves if isinstance(leaf, Tensor)]
+        return [bytes_of(leaf) for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def digests(self) -> list[str]:
         """Prefix of the SHA-256 of each leaf's type and contents."""
@@ -138,15 +135,23 @@ def _is_plain(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, (bool, int, float, str))
 
 
-def _not_dense(leaf: Any) -> str:
-    """Kind of an unsupported leaf; empty for a dense tensor."""
+def check_dense(name: str, leaf: Any) -> None:
+    """Raise a `TypeError` for a leaf that is not a plain, dense tensor with memory."""
+    kind = ""
     if type(leaf) not in (Tensor, torch.nn.Parameter):
-        return type(leaf).__name__
-    if leaf.layout is not torch.strided:
-        return str(leaf.layout)
-    if leaf.is_quantized:  # scale and zero point are not among its bytes
-        return f"quantized tensor ({leaf.dtype})"
-    return "meta tensor" if leaf.is_meta else ""
+        kind = type(leaf).__name__
+    elif leaf.layout is not torch.strided:
+        kind = str(leaf.layout)
+    elif leaf.is_quantized:  # scale and zero point are not among its bytes
+        kind = f"quantized tensor ({leaf.dtype})"
+    elif leaf.is_meta:
+        kind = "meta tensor"
+    if kind:
+        raise TypeError(
+            f"{name} is a {kind}; leaves are plain, dense tensors with memory (of a DTensor, its "
+            f"to_local(); of a quantized tensor, its int_repr(), scales and zero points), arrays, "
+            f"numbers, text or None"
+        )
 
 
 def _containers(tree: Any, paths: Sequence[str]) -> tuple[str, str]:
@@ -215,23 +220,12 @@ def _laid_out(leaf: Leaf, like: Leaf) -> Leaf:
     return torch.empty_like(like).copy_(leaf)
 
 
-def _bytes_of(leaf: Tensor) -> Tensor:
-    plain = leaf.detach().resolve_conj().resolve_neg()
-    return plain.contiguous().reshape(-1).view(torch.uint8)
-
-
 def _digest(leaf: Leaf) -> str:
     found = hashlib.sha256()
     if isinstance(leaf, Tensor):
-        kind = _described(leaf)
-        found.update(json.dumps(kind[:2]).encode())  # not where it is
-        for part in _parts(_bytes_of(leaf)):
+        found.update(json.dumps(_described(leaf)[:2]).encode())  # not where it is
+        for part in torch.split(bytes_of(leaf), _HASHED_BYTES):
             found.update(part.cpu().numpy().data)
     else:
         found.update(json.dumps(_described(leaf)).encode())
     return found.hexdigest()[:_DIGEST_CHARS]
-
-
-def _parts(run: Tensor) -> Iterator[Tensor]:
-    for start in range(0, run.numel(), _HASHED_BYTES):
-        yield run[start : start + _HASHED_BYTES]

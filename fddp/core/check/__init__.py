@@ -9,6 +9,7 @@ order operations (`ordering.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
 
 from fddp.core.check.dataflow import Flow
 from fddp.core.check.ordering import Order, check_order, check_reads_of_control
@@ -35,9 +36,6 @@ def check_schedule(schedule: Schedule) -> None:
     - no operation uses memory of an unfinished one, see [Note: required dependencies].
 
     The cost does not depend on the number of ranks.
-
-    Args:
-        schedule: any schedule.
 
     Raises:
         ScheduleError: the schedule is wrong; the text names the operation, bucket, leaf and ranks.
@@ -72,13 +70,7 @@ def check_schedule(schedule: Schedule) -> None:
 
 
 def _batches(by_bucket: Mapping[int, Sequence[int]]) -> Iterator[list[int]]:
-    batch: list[int] = []
-    size = 0
-    for bucket, positions in by_bucket.items():
-        batch.append(bucket)
-        size += len(positions)
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+    before = accumulate(map(len, by_bucket.values()), initial=0)
+    number = {bucket: count // _BATCH for bucket, count in zip(by_bucket, before, strict=False)}
+    for _, batch in groupby(by_bucket, key=number.__getitem__):
+        yield list(batch)

@@ -21,23 +21,14 @@ from fddp.core.schedule.schedule import Schedule
 
 
 class _Piece(NamedTuple):
-    """Elements with the same history.
-
-    Attributes:
-        start: first element.
-        stop: element after the last.
-        shard: axes of size above 1 that divide the elements, outer cut first.
-        value: symbolic value of each element.
-        last: position of the last operation on the elements.
-        unpacked: True if that operation unpacked them.
-    """
+    """Elements with the same history."""
 
     start: int
     stop: int
-    shard: tuple[str, ...]
-    value: Value
-    last: int
-    unpacked: bool = False
+    shard: tuple[str, ...]  # axes of size above 1 that divide the elements, outer cut first
+    value: Value  # of each element
+    last: int  # position of the last operation on the elements
+    unpacked: bool = False  # by that operation
 
     def clip(self, start: int, stop: int) -> _Piece:
         return self._replace(start=max(start, self.start), stop=min(stop, self.stop))
@@ -74,15 +65,7 @@ class _Memory:
 
 
 class Flow:
-    """Symbolic execution of one bucket for one decision of the control word.
-
-    Args:
-        schedule: the schedule.
-        bucket: index of the bucket.
-        branch: decision of the control word.
-        algebra: arithmetic of symbolic values.
-        order: partial order of the bucket's operations.
-    """
+    """Symbolic execution of one bucket for one decision of the control word."""
 
     def __init__(
         self, schedule: Schedule, bucket: int, branch: Branch, algebra: Algebra, order: Order
@@ -216,19 +199,15 @@ class Flow:
             is_padding = piece.start >= self._numel
             if not is_padding and self._algebra.unpacked(piece.value) != expected:
                 self._fail_result(at, piece)
-        self._memory["bucket"].put(
-            op.region.start, op.region.stop, [piece._replace(unpacked=True) for piece in pieces]
-        )
+        done = [piece._replace(unpacked=True) for piece in pieces]
+        self._memory["bucket"].put(op.region.start, op.region.stop, done)
 
     # Inputs of operations
 
     def _take(self, at: Location, op: Op, buffer: Buffer) -> list[_Piece]:
         """Check the pieces of an operation's region and return them as used by the operation."""
-        start, stop, shard = (
-            op.region.start,
-            op.region.stop,
-            nontrivial(self._schedule, op.region.shard),
-        )
+        start, stop = op.region.start, op.region.stop
+        shard = nontrivial(self._schedule, op.region.shard)
         taken, end = [], start
         for piece in self._memory[buffer].find(start, stop):
             if piece.start > end:
@@ -292,9 +271,9 @@ class Flow:
         problem = explain(self._schedule.topology, got, expected)
         stop = min(piece.stop, self._numel)
         paths = paths_in(self._schedule, self._bucket, piece.start, stop)
-        leaves = (
-            f"leaf {paths[0]!r}" if len(paths) == 1 else f"leaves {paths[0]!r} to {paths[-1]!r}"
-        )
+        leaves = f"leaf {paths[0]!r}"
+        if len(paths) > 1:
+            leaves = f"leaves {paths[0]!r} to {paths[-1]!r}"
         at.fail(
             f"rank 0 ends with bucket {self._bucket}, {leaves} (elements {piece.start}:{stop})"
             f"{self._branch.text}, {problem.text}",
@@ -310,12 +289,9 @@ class Flow:
             end = piece.stop
         if end < self._numel:
             paths = paths_in(self._schedule, self._bucket, end, end + 1)
-            fail_bucket(
-                self._schedule,
-                self._bucket,
-                f"no operation unpacks its elements from {end}, leaf {paths[0]!r}; unpack every "
-                f"element",
-            )
+            first = f"{end}, leaf {paths[0]!r}"
+            problem = f"no operation unpacks its elements from {first}; unpack every element"
+            fail_bucket(self._schedule, self._bucket, problem)
 
 
 def _divided(shard: tuple[str, ...]) -> str:

@@ -13,15 +13,10 @@ _SHOWN = 3  # ranks listed in a message
 
 
 class Problem(NamedTuple):
-    """Description of a wrong result.
+    """Description of a wrong result."""
 
-    Attributes:
-        text: continuation of "rank 0 ends with leaf 'w' ...".
-        ranks: the first ranks whose gradients are missing in it.
-    """
-
-    text: str
-    ranks: tuple[int, ...] = ()
+    text: str  # continuation of "rank 0 ends with leaf 'w' ..."
+    ranks: tuple[int, ...] = ()  # the first ranks whose gradients are missing in it
 
 
 def explain(topology: Topology, got: Value, expected: Value) -> Problem:

@@ -16,11 +16,7 @@ class Location(NamedTuple):
     position: int
 
     def fail(
-        self,
-        problem: str,
-        *,
-        paths: tuple[str, ...] | None = None,
-        ranks: tuple[int, ...] = (),
+        self, problem: str, *, paths: tuple[str, ...] | None = None, ranks: tuple[int, ...] = ()
     ) -> NoReturn:
         """Raise an error about the operation. Without `ranks`, it affects all ranks alike."""
         schedule, bucket = self.schedule, self.schedule.ops[self.position].bucket

@@ -22,12 +22,8 @@ from fddp.errors import ScheduleError
 
 
 class Order:
-    """Partial order of operations by their dependencies.
-
-    Args:
-        ops: all operations; dependencies point backwards.
-        positions: positions that can be passed to `holds` as `earlier`.
-    """
+    """Partial order of operations by their dependencies, which point backwards. `positions` can be
+    passed to `holds` as `earlier`."""
 
     def __init__(self, ops: Sequence[Op], positions: Sequence[int]) -> None:
         self._bits = {position: 1 << number for number, position in enumerate(positions)}
@@ -39,8 +35,7 @@ class Order:
             self._before.append(before)
 
     def holds(self, earlier: int, later: int) -> bool:
-        """Return True if `later` starts after the end of `earlier`, whichever others are
-        skipped."""
+        """Return True if `later` starts after the end of `earlier`, whatever is skipped."""
         return bool(self._before[later] & self._bits[earlier])
 
 
@@ -93,22 +88,18 @@ def _check_piggyback(schedule: Schedule, control: int) -> int:
     problem = piggyback_problem(schedule, bucket)
     if problem is not None:
         Location(schedule, control).fail(f"{problem}; or set bucket -1 and axes")
-    op, names = ops[carrier], schedule.topology.names
-    if nontrivial(schedule, op.axes) != nontrivial(schedule, names):
+    names = schedule.topology.names
+    axes, (buffer, start, stop, shard) = ops[carrier].axes, ops[carrier].region
+    if nontrivial(schedule, axes) != nontrivial(schedule, names):
         Location(schedule, carrier).fail(
             f"it carries the control word, which all ranks must reduce; run it along "
             f"{join_names(names)}"
         )
     end = schedule.buffer_numels[bucket]
-    if (
-        op.region.buffer != "bucket"
-        or op.region.stop != end
-        or nontrivial(schedule, op.region.shard)
-    ):
+    if buffer != "bucket" or stop != end or nontrivial(schedule, shard):
         Location(schedule, carrier).fail(
             f"it carries the control word, which lies behind element {end} of the bucket's buffer, "
-            f"but its own elements are {op.region.start}:{op.region.stop}; make the last piece "
-            f"carry it, not sharded"
+            f"but its own elements are {start}:{stop}; make the last piece carry it, not sharded"
         )
     return carrier
 
@@ -158,17 +149,15 @@ def check_reads_of_control(
     for position in positions:
         op = schedule.ops[position]
         conditional = op.when != "always"
-        if not conditional and op.kind not in ("gather", "unpack"):
+        reads = conditional or op.kind in ("gather", "unpack")
+        if not reads or order.holds(control, position):
             continue
-        if order.holds(control, position):
-            continue
+        problem = "it reads the control word but does not depend on it"
         if conditional:
             problem = (
                 f"it runs only {op.when!r}, as the control word decides, but does not depend on "
                 f"the word: ranks would take different branches and deadlock"
             )
-        else:
-            problem = "it reads the control word but does not depend on it"
         Location(schedule, position).fail(
             f"{problem}; make it depend on op {control}, directly or indirectly"
         )

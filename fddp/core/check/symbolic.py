@@ -10,7 +10,10 @@ ranks.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from fractions import Fraction
+from functools import cache
 from typing import Literal, NamedTuple
 
 from fddp.core.schedule.op import When
@@ -22,17 +25,11 @@ shards to be gathered."""
 
 
 class Term(NamedTuple):
-    """Gradients or shards of some ranks.
-
-    Attributes:
-        source: kind of the gradients.
-        summed: axes along which the term is the sum over all ranks.
-        owned: axes along which the term is a copy of the element of the owning rank.
-    """
+    """Gradients or shards of some ranks."""
 
     source: Source
-    summed: frozenset[str] = frozenset()
-    owned: frozenset[str] = frozenset()
+    summed: frozenset[str] = frozenset()  # axes along which it is the sum over all ranks
+    owned: frozenset[str] = frozenset()  # axes along which it is a copy of the owner's element
 
 
 Value = frozenset[tuple[Term, Fraction]]
@@ -40,19 +37,17 @@ Value = frozenset[tuple[Term, Fraction]]
 
 
 class Branch(NamedTuple):
-    """Decision of the control word about one bucket.
+    """Decision of the control word about one bucket."""
 
-    Attributes:
-        whens: conditions whose operations run.
-        late: True if gradients were late.
-        unfit: True if the weight unit may have been unsuitable for the first packing.
-        text: description for errors; empty for a step without repairs.
-    """
+    whens: frozenset[When]  # conditions whose operations run
+    late: bool  # True if gradients were late
+    unfit: bool  # True if the weight unit may have been unsuitable for the first packing
+    text: str  # description for errors; empty for a step without repairs
 
-    whens: frozenset[When]
-    late: bool
-    unfit: bool
-    text: str
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Gradients that the result must hold."""
+        return ("packed", "late") if self.late else ("packed",)
 
 
 _ON_TIME = Branch(frozenset({"always"}), False, False, "")
@@ -86,8 +81,8 @@ class Algebra:
         ranks = 1 if self._shards else schedule.topology.world_size
         self._before = Fraction(1, ranks if schedule.scaling == "before" else 1)
         self._after = Fraction(1, ranks if schedule.scaling == "after" else 1)
-        # A cache: the buckets of a schedule share about ten values.
-        self._reduced: dict[tuple[Value, tuple[str, ...]], Value] = {}
+        #: value after a reduction along axes; cached, as buckets share about ten values
+        self.reduced = cache(self._reduce)
 
     def packed(self, when: When, branch: Branch) -> Value:
         """Value after packing."""
@@ -97,30 +92,23 @@ class Algebra:
         if when == "always":
             sources = ("unfit" if branch.unfit else "packed",)
         elif when == "again":
-            sources = ("packed", "late") if branch.late else ("packed",)
+            sources = branch.sources
         return frozenset((Term(source), self._before) for source in sources)
 
     def gathered_sparse(self, branch: Branch) -> Value:
         """Value of a gathered sparse bucket: the sum, scaled as by packing."""
         return frozenset((term, factor / self._after) for term, factor in self.expected(branch))
 
-    def reduced(self, value: Value, axes: tuple[str, ...]) -> Value:
-        """Value after a reduction along `axes`."""
-        key = (value, axes)
-        if key not in self._reduced:
-            self._reduced[key] = self._reduce(value, self.axes.intersection(axes))
-        return self._reduced[key]
-
-    def _reduce(self, value: Value, axes: frozenset[str]) -> Value:
-        total: dict[Term, Fraction] = {}
+    def _reduce(self, value: Value, axes: tuple[str, ...]) -> Value:
+        wide = self.axes.intersection(axes)
+        reduced = []
         for term, factor in value:
-            same = axes & (term.summed | term.owned)  # ranks along these axes hold the same
-            new = term._replace(summed=term.summed | (axes - same))
+            same = wide & (term.summed | term.owned)  # ranks along these axes hold the same
             factor *= self._topology.size(same)
             if self._average:
-                factor /= self._topology.size(axes)
-            total[new] = total.get(new, Fraction(0)) + factor
-        return frozenset(total.items())
+                factor /= self._topology.size(wide)
+            reduced.append((term._replace(summed=term.summed | (wide - same)), factor))
+        return _total(reduced)
 
     def gathered(self, value: Value, axes: tuple[str, ...]) -> Value:
         """Value after an all-gather along `axes`: elements not summed are copies of the owner's."""
@@ -132,10 +120,7 @@ class Algebra:
 
     def added(self, one: Value, other: Value) -> Value:
         """Sum of two values."""
-        total = dict(one)
-        for term, factor in other:
-            total[term] = total.get(term, Fraction(0)) + factor
-        return frozenset(total.items())
+        return _total((*one, *other))
 
     def unpacked(self, value: Value) -> Value:
         """Value of results after unpacking."""
@@ -145,6 +130,12 @@ class Algebra:
         """Required value of results."""
         if self._shards:
             return frozenset({(Term("shard", owned=self.axes), Fraction(1))})
-        sources: tuple[Source, ...] = ("packed", "late") if branch.late else ("packed",)
         factor = Fraction(1, self._topology.world_size)
-        return frozenset((Term(source, self.axes), factor) for source in sources)
+        return frozenset((Term(source, self.axes), factor) for source in branch.sources)
+
+
+def _total(terms: Iterable[tuple[Term, Fraction]]) -> Value:
+    total: defaultdict[Term, Fraction] = defaultdict(Fraction)
+    for term, factor in terms:
+        total[term] += factor
+    return frozenset(total.items())

@@ -68,11 +68,11 @@ def check_form(schedule: Schedule) -> dict[int, list[int]]:
     for position, op in enumerate(schedule.ops):
         at = Location(schedule, position)
         _check_axes(at, op)
+        if op.bucket not in by_bucket and (op.kind != "control" or is_piggybacked(op)):
+            at.fail(f"bucket must be an index of the {len(by_bucket)} buckets")
         if op.kind == "control":
             _check_control(at, op)
             continue
-        if op.bucket not in by_bucket:
-            at.fail(f"bucket must be an index of the {len(by_bucket)} buckets")
         if schedule.deterministic:
             _check_deterministic(at, op)
         _check_place(at, op)
@@ -84,24 +84,17 @@ def check_form(schedule: Schedule) -> dict[int, list[int]]:
 
 
 def _check_dtypes(schedule: Schedule) -> None:
-    for b, (bucket, wire) in enumerate(
-        zip(schedule.plan.buckets, schedule.wire_dtypes, strict=True)
-    ):
-        holders = _HOLDERS[bucket.dtype]
-        if wire not in holders:
-            fail_bucket(
-                schedule,
-                b,
-                f"the wire dtype {wire} can't hold its {bucket.dtype} elements; use "
-                f"{' or '.join(holders)}",
+    for b, wire in enumerate(schedule.wire_dtypes):
+        dtype = schedule.plan.buckets[b].dtype
+        problem = None
+        if wire not in _HOLDERS[dtype]:
+            problem = f"can't hold its {dtype} elements; use {' or '.join(_HOLDERS[dtype])}"
+        elif schedule.deterministic and wire in _NARROW:
+            problem = (
+                "rounds partial sums, but the schedule is deterministic; use float32 or float64"
             )
-        if schedule.deterministic and wire in _NARROW:
-            fail_bucket(
-                schedule,
-                b,
-                f"the wire dtype {wire} rounds partial sums, but the schedule is deterministic; "
-                f"use float32 or float64",
-            )
+        if problem is not None:
+            fail_bucket(schedule, b, f"the wire dtype {wire} {problem}")
 
 
 def _check_deterministic(at: Location, op: Op) -> None:
@@ -149,9 +142,6 @@ def _check_control(at: Location, op: Op) -> None:
         )
     if not is_piggybacked(op):
         _check_whole_world(at, op)
-    elif op.bucket >= len(at.schedule.plan.buckets):
-        buckets = len(at.schedule.plan.buckets)
-        at.fail(f"bucket must be an index of the {buckets} buckets")
 
 
 def _check_whole_world(at: Location, op: Op) -> None:

@@ -36,15 +36,8 @@ RANGES |= {"complex64": RANGES["float32"], "complex128": RANGES["float64"]}
 
 @lru_cache
 def max_safe_magnitude(wire: str, result: str, ranks: int) -> float:
-    """Return the largest magnitude of contributions for which the sum of all ranks is finite.
-
-    Args:
-        wire: dtype of the sums.
-        result: dtype of the results.
-        ranks: number of contributions.
-
-    Returns:
-        The bound; 0 if a dtype is unknown.
+    """Return the largest magnitude of contributions of `ranks` ranks for which sums in the dtype
+    `wire` and results in the dtype `result` are finite; 0 if a dtype is unknown.
 
     Example:
         >>> max_safe_magnitude("float16", "float16", ranks=2)

@@ -8,21 +8,42 @@ be printed, compared, hashed, saved, sent to another rank and tested without a p
 from __future__ import annotations
 
 import hashlib
+import json
 import reprlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from math import prod
 from operator import index
 from sys import intern
 from types import MappingProxyType
+from typing import Any
 
-from fddp.core.plan import text as plan_text
 from fddp.core.plan.bucket import Bucket as Bucket
+from fddp.core.plan.bucket import assign_buckets
+from fddp.core.plan.defaults import MIB
 from fddp.core.plan.leaf import ITEM_BYTES, MAX_COUNT, is_counts, leaf_problem
 from fddp.core.plan.leaf import LeafSpec as LeafSpec
+from fddp.core.protocol.messages import Schema, decode, optional
+from fddp.core.tables import abridged, html_table, plain_table
+
+_FORMAT = "fddp.BucketPlan/1"  # name and version: the first field of every document
+_SCHEMA: Schema = {
+    "format": _FORMAT,
+    "caps_bytes": [object],
+    "order": [object],
+    "leaves": [
+        dict.fromkeys(LeafSpec._fields, object) | {"shape": [object], "strides": optional([object])}
+    ],
+    "buckets": [
+        dict.fromkeys(Bucket.__dataclass_fields__, object)
+        | {"leaves": [object], "offsets": [object]}
+    ],
+}
+
+_SHOWN_BUCKETS = 20
+_HEADER = ("bucket", "leaves", "first leaf", "last leaf", "dtype", "device", "MiB", "cap MiB")
+_NUMERIC_COLUMNS = (0, 1, 6, 7)
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,11 +124,28 @@ class BucketPlan:
     @cached_property
     def shared_digest(self) -> str:
         """SHA-256 of the fields that ranks must agree on: all but leaves in no bucket."""
-        return hashlib.sha256(plan_text.shared_json(self).encode()).hexdigest()
+        # Leaves in no bucket shift leaf indices, so bucketed leaves are written out.
+        leaves = {index: self.leaves[index]._asdict() for index in self.order}
+        text = self._json(
+            order=[self.leaves[index].path for index in self.order],
+            buckets=[
+                {**vars(bucket), "leaves": [leaves[index] for index in bucket.leaves]}
+                for bucket in self.buckets
+            ],
+        )
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Return the plan as JSON text. `from_json` restores an equal plan."""
-        return plan_text.to_json(self)
+        """Return the plan as JSON, equal in all processes. `from_json` restores an equal plan."""
+        return self._json(
+            order=self.order,
+            leaves=[leaf._asdict() for leaf in self.leaves],
+            buckets=[vars(bucket) for bucket in self.buckets],
+        )
+
+    def _json(self, **fields: Any) -> str:
+        document = {"format": _FORMAT, "caps_bytes": self.caps_bytes, **fields}
+        return json.dumps(document, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> BucketPlan:
@@ -117,83 +155,61 @@ class BucketPlan:
             ValueError: the text is malformed or the plan is inconsistent; the message names the
                 field.
         """
-        return cls(**plan_text.parse(text))
+        document = decode(text, _SCHEMA, "plan JSON")
+        return cls(
+            tuple(LeafSpec(**_with_tuples(leaf)) for leaf in document["leaves"]),
+            tuple(Bucket(**_with_tuples(bucket)) for bucket in document["buckets"]),
+            tuple(document["caps_bytes"]),
+            tuple(document["order"]),
+        )
 
     def __repr__(self) -> str:
-        return plan_text.table(self)
+        table = plain_table(_HEADER, self._rows(), _NUMERIC_COLUMNS)
+        return f"BucketPlan: {summary(self)}\n{table}"
 
     def _repr_html_(self) -> str:
-        return plan_text.html_table(self)
+        return html_table(f"BucketPlan: {summary(self)}", _HEADER, self._rows())
 
+    def _rows(self) -> list[tuple[str, ...]]:
+        left_out = ("…", "", "({} more buckets)")
+        return abridged(len(self.buckets), self._row, _SHOWN_BUCKETS, left_out)
 
-class _OpenBucket:
-    """Open bucket of one dtype and device."""
-
-    __slots__ = ("closed", "last_position", "leaves", "numel", "offsets")
-
-    def __init__(self) -> None:
-        self.closed = 0  # number of closed buckets of this dtype and device
-        self.last_position = 0  # of its last leaf, in the order of assignment
-        self.leaves: list[int] = []
-        self.offsets: list[int] = []
-        self.numel = 0
-
-    def close(self, dtype: str, device: str, cap_bytes: int) -> Bucket:
-        """Return the bucket and open the next one."""
-        bucket = Bucket(
-            tuple(self.leaves), tuple(self.offsets), self.numel, dtype, device, cap_bytes
+    def _row(self, number: int) -> tuple[str, ...]:
+        bucket = self.buckets[number]
+        return (
+            str(number),
+            str(len(bucket.leaves)),
+            _shown_path(self.leaves[bucket.leaves[0]].path),
+            _shown_path(self.leaves[bucket.leaves[-1]].path),
+            bucket.dtype,
+            bucket.device,
+            _mib(bucket.nbytes),
+            "sparse" if bucket.sparse else _mib(bucket.cap_bytes),
         )
-        self.closed += 1
-        self.leaves, self.offsets, self.numel = [], [], 0
-        return bucket
 
 
-def assign_buckets(
-    leaves: Sequence[LeafSpec], order: Iterable[int], caps_bytes: Sequence[int]
-) -> list[Bucket]:
-    """Assign leaves to buckets in order, as DDP does.
+def summary(plan: BucketPlan) -> str:
+    """Return the totals of a plan in one line."""
+    total_bytes = sum(bucket.nbytes for bucket in plan.buckets)
+    caps = ", ".join(_mib(cap) for cap in plan.caps_bytes[:4])
+    more_caps = ", …" if len(plan.caps_bytes) > 4 else ""
+    return (
+        f"{len(plan.buckets)} buckets, {len(plan.order)} of {len(plan.leaves)} leaves, "
+        f"{_mib(total_bytes)} MiB, caps {caps}{more_caps} MiB"
+    )
 
-    Each dtype and device has its own open bucket, which closes when it reaches its cap. The next
-    bucket of that dtype and device has the next cap; the last cap repeats. A sparse leaf has its
-    own bucket. Buckets are returned in the order in which they closed. Buckets below their cap
-    follow in the order of their last leaf, which is the order in which they become ready.
-    `torch.distributed._compute_bucket_assignment_by_size` returns the same buckets, but the order
-    of the last ones depends on a hash table.
 
-    Args:
-        leaves: all leaves; those in `order` are reducible.
-        order: indices of the leaves to assign.
-        caps_bytes: one or more caps.
+def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {k: tuple(value) if isinstance(value, list) else value for k, value in fields.items()}
 
-    >>> leaves = [LeafSpec(name, (4,), "float32") for name in "abc"]
-    >>> buckets = assign_buckets(leaves, order=(2, 1, 0), caps_bytes=(16, 64))
-    >>> [(bucket.leaves, bucket.offsets, bucket.cap_bytes) for bucket in buckets]
-    [((2,), (0,), 16), ((1, 0), (0, 4), 64)]
-    """
-    buckets: list[Bucket] = []
-    open_buckets: dict[tuple[str, str], _OpenBucket] = {}
-    last_cap = len(caps_bytes) - 1
-    for position, leaf in enumerate(order):
-        _, shape, dtype, _, device, sparse = leaves[leaf]
-        if sparse:
-            buckets.append(Bucket((leaf,), (0,), prod(shape), dtype, device, 0, sparse=True))
-            continue
-        open_bucket = open_buckets.get((dtype, device))
-        if open_bucket is None:
-            open_bucket = open_buckets[dtype, device] = _OpenBucket()
-        open_bucket.leaves.append(leaf)
-        open_bucket.offsets.append(open_bucket.numel)
-        open_bucket.numel += prod(shape)
-        open_bucket.last_position = position
-        cap_bytes = caps_bytes[min(open_bucket.closed, last_cap)]
-        if open_bucket.numel * ITEM_BYTES[dtype] >= cap_bytes:
-            buckets.append(open_bucket.close(dtype, device, cap_bytes))
-    for (dtype, device), left in sorted(
-        open_buckets.items(), key=lambda item: item[1].last_position
-    ):
-        if left.leaves:
-            buckets.append(left.close(dtype, device, caps_bytes[min(left.closed, last_cap)]))
-    return buckets
+
+def _shown_path(path: str) -> str:
+    # The path of a tree that is a single leaf is empty; JSON may contain control characters.
+    return path if path and path.isprintable() else repr(path)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / MIB:.4g}"
 
 
 def plan_leaves(
@@ -224,10 +240,8 @@ def plan_leaves(
     leaves, order, caps_bytes = tuple(leaves), tuple(map(index, order)), tuple(caps_bytes)
     _check_caps(caps_bytes)
     _check_indices(order, leaves, "order")
-    if from_back:
-        buckets = tuple(reversed(assign_buckets(leaves, order[::-1], caps_bytes)))
-    else:
-        buckets = tuple(assign_buckets(leaves, order, caps_bytes))
+    step = -1 if from_back else 1
+    buckets = tuple(assign_buckets(leaves, order[::step], caps_bytes)[::step])
     return BucketPlan(leaves, buckets, caps_bytes, order)
 
 
@@ -267,8 +281,7 @@ def rebucket(
                 f"ready_order holds {_name(leaf, plan.leaves)}, which is in no bucket of the plan; "
                 f"plan.reduced lists the {len(bucketed)} bucketed leaves"
             )
-    seen = set(ready)
-    order = ready + tuple(leaf for leaf in plan.order if leaf not in seen)
+    order = tuple(dict.fromkeys((*ready, *plan.order)))
     caps_bytes = plan.caps_bytes if caps_bytes is None else caps_bytes
     return plan_leaves(plan.leaves, order=order, caps_bytes=caps_bytes, from_back=from_back)
 
@@ -355,18 +368,18 @@ def _check_bucket(bucket: Bucket, leaves: Sequence[LeafSpec], where: str) -> Non
 
 def _check_extent(bucket: Bucket, leaves: Sequence[LeafSpec], where: str) -> None:
     # Any other layout leaves gaps of uninitialised memory, which would be reduced.
-    *offsets, numel = accumulate((leaves[leaf].numel for leaf in bucket.leaves), initial=0)
-    if not is_counts(bucket.offsets) or bucket.offsets != tuple(offsets):
+    cap_bytes = bucket.cap_bytes
+    packed = Bucket.of(leaves, bucket.leaves, cap_bytes)
+    if not is_counts(bucket.offsets) or bucket.offsets != packed.offsets:
         raise ValueError(
-            f"{where}.offsets must be {reprlib.repr(tuple(offsets))} for its leaves, "
+            f"{where}.offsets must be {reprlib.repr(packed.offsets)} for its leaves, "
             f"got {reprlib.repr(bucket.offsets)}"
         )
-    if type(bucket.numel) is not int or bucket.numel != numel or bucket.nbytes > MAX_COUNT:
+    if type(bucket.numel) is not int or bucket.numel != packed.numel or bucket.nbytes > MAX_COUNT:
         raise ValueError(
-            f"{where}.numel must be {numel} for its leaves, and its bytes must fit 64 bits, "
+            f"{where}.numel must be {packed.numel} for its leaves, and its bytes must fit 64 bits, "
             f"got {reprlib.repr(bucket.numel)}"
         )
-    cap_bytes = bucket.cap_bytes
     if not is_counts((cap_bytes,)) or (cap_bytes == 0) is not bucket.sparse:
         raise ValueError(
             f"{where}.cap_bytes must be {'0' if bucket.sparse else 'a positive 64-bit int'} where "

@@ -184,17 +184,12 @@ def encode(layout: ControlLayout, word: ControlWord) -> npt.NDArray[np.floating[
     """
     vector = np.zeros(layout.size, dtype=layout.format)
     fields, bits = layout.fields, layout.limb_bits
-    if bits:
-        prints = fields["fingerprint"]
-        vector[prints] = _limbs_of(word.fingerprint, bits, prints.stop)
-        for name, value in ("weight", word.weight), ("weight_squared", word.weight * word.weight):
-            lowest, limbs = _fixed_limbs(value, bits)
-            first = fields[name].start + lowest
-            vector[first : first + len(limbs)] = limbs
-    else:
-        vector[fields["fingerprint"].start] = word.fingerprint
-        vector[fields["weight"].start] = word.weight
-        vector[fields["weight_squared"].start] = word.weight * word.weight
+    prints = fields["fingerprint"]
+    vector[prints] = _limbs_of(word.fingerprint, bits or _FINGERPRINT_BITS, prints.stop)
+    for name, value in ("weight", word.weight), ("weight_squared", word.weight * word.weight):
+        lowest, limbs = _fixed_limbs(value, bits) if bits else (0, (value,))
+        first = fields[name].start + lowest
+        vector[first : first + len(limbs)] = limbs
     if word.weight > 0.0:
         vector[fields["active"]] = 1.0
         vector[fields["method"]] = word.method > 0, word.method, word.method**2

@@ -12,19 +12,12 @@ from typing import NamedTuple
 
 
 class Arrivals(NamedTuple):
-    """Observations of one backward pass, by leaf.
+    """Observations of one backward pass."""
 
-    Attributes:
-        visible: True if the graph behind the loss led to the leaf.
-        counts: number of gradients that arrived.
-        as_expected: True if `counts` matched the prediction.
-        opaque: as in `expected_counts`.
-    """
-
-    visible: Sequence[bool]
-    counts: Sequence[int]
-    as_expected: bool = False
-    opaque: bool = False
+    visible: Sequence[bool]  # for each leaf, True if the graph behind the loss led to it
+    counts: Sequence[int]  # for each leaf, the number of gradients that arrived
+    as_expected: bool = False  # True if `counts` matched the prediction
+    opaque: bool = False  # as in `expected_counts`
 
 
 def expected_counts(

@@ -48,12 +48,12 @@ def optional(schema: Schema) -> AnyOf:
     return AnyOf((None, schema))
 
 
-def decode(text: bytes | str, schema: Schema) -> Any:
+def decode(text: bytes | str, schema: Schema, what: str = "") -> Any:
     """Parse JSON and validate it.
 
     Args:
-        text: JSON.
         schema: form that the value must have exactly.
+        what: name of the document, for errors.
 
     Raises:
         ValueError: the value does not fit the schema; the message has its path and value.
@@ -65,26 +65,22 @@ def decode(text: bytes | str, schema: Schema) -> Any:
         Traceback (most recent call last):
         ValueError: [1][1] is '2', expected an int
     """
+    prefix = f"{what}: " if what else ""
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"invalid JSON: {error}") from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{prefix}invalid JSON: {error}") from error
     problem = _schema_error(value, schema, "")
     if problem is not None:
-        raise ValueError(problem)
+        raise ValueError(prefix + problem)
     return value
 
 
 def decode_all(texts: Sequence[bytes], decoder: Callable[[bytes], T], what: str) -> list[T]:
-    """Decode the messages of all ranks, in rank order.
-
-    Args:
-        texts: one message per rank, the same on all ranks.
-        decoder: decodes one message; raises a `ValueError` if it is malformed.
-        what: name of the message, for the error.
+    """Decode the messages `what` of all ranks, in rank order; `texts` is the same on all ranks.
 
     Raises:
-        DesyncError: a message is malformed; names the rank.
+        DesyncError: `decoder` raises a `ValueError`; names the rank.
 
     Example:
         >>> decode_all([b'"ready"', b'{"ready": 1}'], lambda text: decode(text, str), "states")

@@ -36,27 +36,16 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class ReducerState:
-    """State of one rank within a step.
+    """State of one rank within a step."""
 
-    Attributes:
-        sequence: buckets that take part in backward, in launch order.
-        bucket_of: for each leaf, its bucket; -1 if it is not reduced.
-        expected: for each leaf, the number of gradients that its bucket waits for.
-        arrived: for each leaf, the number of gradients that arrived.
-        launched: number of buckets of `sequence` that have launched.
-        ended: True once backward has ended.
-        late: buckets that received a gradient after their launch on this rank.
-        done: True once all actions of the step have been issued.
-    """
-
-    sequence: tuple[int, ...]
-    bucket_of: tuple[int, ...]
-    expected: tuple[int, ...]
-    arrived: tuple[int, ...]
-    launched: int = 0
-    ended: bool = False
-    late: frozenset[int] = frozenset()
-    done: bool = False
+    sequence: tuple[int, ...]  # buckets that take part in backward, in launch order
+    bucket_of: tuple[int, ...]  # for each leaf, its bucket; -1 if it is not reduced
+    expected: tuple[int, ...]  # for each leaf, the number of gradients that its bucket waits for
+    arrived: tuple[int, ...]  # for each leaf, the number of gradients that arrived
+    launched: int = 0  # number of buckets of `sequence` that have launched
+    ended: bool = False  # True once backward has ended
+    late: frozenset[int] = frozenset()  # buckets with a gradient after their launch on this rank
+    done: bool = False  # True once all actions of the step have been issued
 
     def complete(self, bucket: int) -> bool:
         """Return True if all gradients that the bucket waits for have arrived."""

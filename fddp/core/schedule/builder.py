@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
+from fddp.core.plan.defaults import MIB
 from fddp.core.plan.leaf import ITEM_BYTES
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.schedule.op import CONTROL_REGION, Buffer, Kind, Op, Region, When
@@ -21,31 +22,19 @@ _RESULTS: dict[Algorithm, Result] = {
 
 
 class _Stage(NamedTuple):
-    """One local operation or collective on a piece of a bucket.
-
-    Attributes:
-        kind: kind of the operation.
-        axes: axes of a collective; () for a local operation.
-        shard: axes that divide the region before the operation.
-    """
+    """One local operation or collective on a piece of a bucket."""
 
     kind: Kind
-    axes: tuple[str, ...] = ()
-    shard: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()  # of a collective
+    shard: tuple[str, ...] = ()  # axes that divide the region before the operation
 
 
 class _Chain(NamedTuple):
-    """Collectives on each piece of a bucket.
+    """Collectives on each piece of a bucket."""
 
-    Attributes:
-        packed: axes that divide the packed region.
-        stages: collectives in order.
-        unpacked: axes that divide the unpacked region.
-    """
-
-    packed: tuple[str, ...]
+    packed: tuple[str, ...]  # axes that divide the packed region
     stages: tuple[_Stage, ...]
-    unpacked: tuple[str, ...]
+    unpacked: tuple[str, ...]  # axes that divide the unpacked region
 
 
 def make_schedule(
@@ -133,10 +122,8 @@ def make_schedule(
 
 
 def make_all_gather_schedule(schedule: Schedule) -> Schedule:
-    """Build the schedule that gathers the shards of another schedule to whole leaves.
-
-    Args:
-        schedule: a schedule with the result "sharded_mean" and all shards cut along the same axes.
+    """Build the schedule that gathers the shards of another one, which has the result
+    "sharded_mean" and all shards cut along the same axes, to whole leaves.
 
     Raises:
         ValueError: the schedule leaves no shards, or cuts them along different axes.
@@ -178,10 +165,7 @@ def _check(
     reduce_dtype: str | None,
     split_mb: float | None,
 ) -> None:
-    for name, value, choice in (
-        ("algorithm", algorithm, Algorithm),
-        ("scaling", scaling, Scaling),
-    ):
+    for name, value, choice in ("algorithm", algorithm, Algorithm), ("scaling", scaling, Scaling):
         if value not in get_args(choice):
             raise ValueError(f"{name} must be one of {', '.join(get_args(choice))}, got {value!r}")
     if reduce_dtype not in (None, "float32", "float64"):
@@ -232,14 +216,11 @@ def _ordered_chain(algorithm: Algorithm, topology: Topology) -> _Chain:
     all-gather."""
     unordered = _chain(algorithm, topology)
     stages: list[_Stage] = []
-    for kind, axes, shard in unordered.stages:
-        if kind == "all_reduce":
-            stages += [
-                _Stage("reduce_scatter", axes, shard),
-                _Stage("all_gather", axes, (*shard, *axes)),
-            ]
-        else:
-            stages.append(_Stage(kind, axes, shard))
+    for stage in unordered.stages:
+        if stage.kind == "all_reduce":
+            stages.append(stage._replace(kind="reduce_scatter"))
+            stage = _Stage("all_gather", stage.axes, (*stage.shard, *stage.axes))
+        stages.append(stage)
     return unordered._replace(stages=tuple(stages))
 
 
@@ -259,7 +240,7 @@ def _cut(
     units = -(-numel // divisor)
     count = 1
     if split_mb is not None:
-        units_each = int(split_mb * 2**20) // (divisor * item_bytes)
+        units_each = int(split_mb * MIB) // (divisor * item_bytes)
         count = max(1, -(-units // max(1, units_each)))
     edges = [units * i // count * divisor for i in range(count + 1)]
     return [_Piece(bucket, edges[i], edges[i + 1]) for i in range(count)]
@@ -307,16 +288,15 @@ class _Builder:
     def append_repair(self, bucket: int, *, again: bool) -> None:
         """Append the conditional repair of a bucket with late gradients."""
         pieces = self._pieces[bucket]
-        buffer: Buffer = "bucket" if again else "repair"
         when: When = "again" if again else "late"
         deps = (*self._ends_of(pieces), self._control)
-        packed = self._append(_Stage("pack"), _whole(pieces), deps, buffer, when)
+        packed = self._append(_Stage("pack"), _whole(pieces), deps, when)
         for piece in pieces:
             self._ends[piece] = packed
             for stage in self._chain.stages:
-                self._extend(piece, stage, buffer, when)
+                self._extend(piece, stage, when)
             if not again:
-                self._extend(piece, _Stage("add", shard=self._chain.unpacked), when=when)
+                self._extend(piece, _Stage("add", shard=self._chain.unpacked), when)
 
     def append_gathers(self) -> None:
         """Append the gathering of sparse buckets."""
@@ -328,10 +308,7 @@ class _Builder:
                 self._ends[whole] = self._append(gather, whole, (self._control,))
 
     def append_unpacks(self) -> None:
-        """Append one unpacking per bucket, or one per piece if ranks keep shards.
-
-        All of them read the control word.
-        """
+        """Append one unpacking per bucket, or one per piece if ranks keep shards."""
         shard = self._chain.unpacked
         for b in range(len(self._plan.buckets)):
             pieces = self._pieces[b]
@@ -349,29 +326,22 @@ class _Builder:
 
     def _append_control(self, last_bucket: int) -> None:
         """Append the control word after the packing of the last bucket, which completes it."""
-        packs = [
-            i for i, op in enumerate(self._ops) if op.kind == "pack" and op.bucket == last_bucket
-        ]
+        positions = enumerate(self._ops)
+        packs = tuple(i for i, op in positions if op.kind == "pack" and op.bucket == last_bucket)
         self._control = len(self._ops)
-        self._ops.append(Op("control", -1, self._axes, CONTROL_REGION, tuple(packs)))
+        self._ops.append(Op("control", -1, self._axes, CONTROL_REGION, packs))
 
     def _ends_of(self, pieces: list[_Piece]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(self._ends[piece] for piece in pieces))
 
-    def _extend(
-        self, piece: _Piece, stage: _Stage, buffer: Buffer = "bucket", when: When = "always"
-    ) -> None:
+    def _extend(self, piece: _Piece, stage: _Stage, when: When = "always") -> None:
         """Append an operation that depends on the last one on the same piece."""
-        self._ends[piece] = self._append(stage, piece, (self._ends[piece],), buffer, when)
+        self._ends[piece] = self._append(stage, piece, (self._ends[piece],), when)
 
     def _append(
-        self,
-        stage: _Stage,
-        piece: _Piece,
-        deps: tuple[int, ...],
-        buffer: Buffer = "bucket",
-        when: When = "always",
+        self, stage: _Stage, piece: _Piece, deps: tuple[int, ...], when: When = "always"
     ) -> int:
+        buffer: Buffer = "repair" if when == "late" and stage.kind != "add" else "bucket"
         region = Region(buffer, piece.start, piece.stop, stage.shard)
         self._ops.append(Op(stage.kind, piece.bucket, stage.axes, region, deps, when))
         return len(self._ops) - 1

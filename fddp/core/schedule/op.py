@@ -113,10 +113,7 @@ def is_texts(value: object) -> bool:
 def chunk(start: int, stop: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Return a rank's chunk of [start, stop); see [Note: regions].
 
-    Args:
-        start: first element.
-        stop: element after the last.
-        cuts: size of each shard axis and the rank's coordinate on it.
+    `cuts` holds the size of each shard axis and the rank's coordinate on it.
 
     Example:
         >>> chunk(0, 12, [(2, 1), (3, 0)])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import cast
 
 from fddp.core.protocol.control_word import (
@@ -41,12 +40,8 @@ def piggyback_problem(schedule: Schedule, bucket: int) -> str | None:
 
 
 def control_layout(schedule: Schedule, *, with_order: bool) -> ControlLayout:
-    """Return the layout of a schedule's control word; see [Note: limbs] in `control_word.py`.
-
-    Args:
-        schedule: the schedule.
-        with_order: include the ready order of rank 0.
-    """
+    """Return the layout of a schedule's control word, `with_order` including the ready order of
+    rank 0; see [Note: limbs] in `control_word.py`."""
     leaves, buckets = len(schedule.plan.reduced), len(schedule.plan.buckets)
     fmt: Format = "float64"
     if schedule.piggyback_op >= 0:
@@ -118,8 +113,7 @@ def with_separate_word(schedule: Schedule) -> Schedule:
 
 
 def _possible_carrier(schedule: Schedule) -> int:
-    """Return the position of the last bucket's last all-reduce if it can carry the control word,
-    else -1."""
+    """Return the position of the last bucket's last all-reduce, or -1 if it can't be a carrier."""
     if not schedule.sequence:
         return -1
     ops, bucket = schedule.ops, schedule.sequence[-1]
@@ -156,9 +150,7 @@ def _depends_indirectly(ops: Sequence[Op], position: int, target: int) -> bool:
 
 
 def _reordered(
-    ops: Sequence[Op],
-    order: Sequence[int],
-    instead: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+    ops: Sequence[Op], order: Sequence[int], instead: Mapping[int, tuple[int, ...]]
 ) -> list[Op]:
     """Return the operations in another order, with their dependencies renumbered. A dependency in
     `instead` is replaced by the operations given there."""

@@ -8,14 +8,17 @@ operations. `fddp.make_schedule` builds a schedule; `fddp.check_schedule` verifi
 from __future__ import annotations
 
 import hashlib
+import json
+import reprlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from fddp.core.plan.plan import BucketPlan
-from fddp.core.schedule import text as schedule_text
-from fddp.core.schedule.op import Op, is_collective, is_piggybacked, is_texts, op_problem
+from fddp.core.protocol.messages import Schema, decode
+from fddp.core.schedule.op import Op, Region, is_collective, is_piggybacked, is_texts, op_problem
 from fddp.core.schedule.topology import Topology as Topology
+from fddp.core.tables import abridged, html_table, plain_table
 
 Scaling = Literal["before", "after", "average"]
 Result = Literal["replicated_mean", "sharded_mean", "replicated"]
@@ -24,6 +27,29 @@ Result = Literal["replicated_mean", "sharded_mean", "replicated"]
 # Gradients of such a bucket are retained until the control word is reduced, and the bucket is
 # reduced again if necessary.
 RETAINED_DTYPES = frozenset({"float16"})
+
+_FORMAT = "fddp.Schedule/2"  # name and version: the first field of every document
+_OP_SCHEMA: Schema = (
+    object,
+    object,
+    [object],
+    (object, object, object, [object]),
+    [object],
+    object,
+)
+_SCHEMA: Schema = {
+    "format": _FORMAT,
+    "plan": str,
+    "axes": [(str, object)],
+    "ops": [_OP_SCHEMA],
+    "wire_dtypes": [object],
+    "scaling": object,
+    "result": object,
+    "deterministic": object,
+}
+_HEADER = ("op", "kind", "bucket", "along", "buffer", "elements", "shard", "when", "after")
+_NUMERIC_COLUMNS = (0, 2)
+_SHOWN_IN_HTML = 60
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,10 +93,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for name, kind in (("plan", BucketPlan), ("topology", Topology), ("ops", tuple)):
-            if not isinstance(getattr(self, name), kind):
-                raise ValueError(
-                    f"{name} must be a {kind.__name__}, got {type(getattr(self, name)).__name__}"
-                )
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
         for position, op in enumerate(self.ops):
             problem = op_problem(op)
             if problem is not None:
@@ -82,11 +107,9 @@ class Schedule:
                 f"got {self.wire_dtypes!r}"
             )
         for name, choice in (("scaling", Scaling), ("result", Result)):
-            if getattr(self, name) not in get_args(choice):
-                raise ValueError(
-                    f"{name} must be one of {', '.join(get_args(choice))}, "
-                    f"got {getattr(self, name)!r}"
-                )
+            value, choices = getattr(self, name), get_args(choice)
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"deterministic must be True or False, got {self.deterministic!r}")
 
@@ -95,8 +118,7 @@ class Schedule:
 
     def __reduce__(self) -> tuple[type[Schedule], tuple[object, ...]]:
         # Drops cached properties, and validates the fields again on loading.
-        fields = (self.plan, self.topology, self.ops, self.wire_dtypes, self.scaling, self.result)
-        return type(self), (*fields, self.deterministic)
+        return type(self), tuple(getattr(self, name) for name in self.__dataclass_fields__)
 
     @cached_property
     def sequence(self) -> tuple[int, ...]:
@@ -150,13 +172,24 @@ class Schedule:
     @cached_property
     def shared_digest(self) -> str:
         """SHA-256 of the fields that ranks must agree on: all but leaves in no bucket."""
-        document = schedule_text.to_json(self, plan=self.plan.shared_digest)
-        return hashlib.sha256(document.encode()).hexdigest()
+        return hashlib.sha256(self._json(self.plan.shared_digest).encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Return the schedule and its plan as one line of JSON. `from_json` restores an equal
-        schedule."""
-        return schedule_text.to_json(self, plan=self.plan.to_json())
+        """Return schedule and plan as one line of JSON. `from_json` restores an equal schedule."""
+        return self._json(self.plan.to_json())
+
+    def _json(self, plan: str) -> str:
+        document = {
+            "format": _FORMAT,
+            "plan": plan,
+            "axes": self.topology.axes,
+            "ops": self.ops,
+            "wire_dtypes": self.wire_dtypes,
+            "scaling": self.scaling,
+            "result": self.result,
+            "deterministic": self.deterministic,
+        }
+        return json.dumps(document, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
@@ -165,8 +198,18 @@ class Schedule:
         Raises:
             ValueError: the text is malformed; the message names the field.
         """
-        fields = schedule_text.parse(text)
-        return cls(**{**fields, "plan": BucketPlan.from_json(fields["plan"])})
+        document = decode(text, _SCHEMA, "schedule JSON")
+        axes = dict(document["axes"])
+        if len(axes) < len(document["axes"]):
+            names = [name for name, _ in document["axes"]]
+            raise ValueError(f"schedule JSON: .axes needs unique names, got {reprlib.repr(names)}")
+        return cls(
+            BucketPlan.from_json(document["plan"]),
+            Topology(**axes),
+            tuple(map(_parse_op, document["ops"])),
+            tuple(document["wire_dtypes"]),
+            **{name: document[name] for name in ("scaling", "result", "deterministic")},
+        )
 
     def describe(self, position: int) -> str:
         """Describe an operation for error messages.
@@ -205,7 +248,31 @@ class Schedule:
         )
 
     def __str__(self) -> str:
-        return schedule_text.table(self)
+        """Table of the operations."""
+        rows = map(self._row, range(len(self.ops)))
+        return f"{self!r}\n{plain_table(_HEADER, rows, _NUMERIC_COLUMNS)}"
 
     def _repr_html_(self) -> str:
-        return schedule_text.html_table(self)
+        left_out = ("…", "({} more operations)")
+        rows = abridged(len(self.ops), self._row, _SHOWN_IN_HTML, left_out)
+        return html_table(repr(self), _HEADER, rows)
+
+    def _row(self, position: int) -> tuple[str, ...]:
+        op = self.ops[position]
+        return (
+            str(position),
+            op.kind,
+            "-" if op.bucket < 0 else str(op.bucket),
+            " x ".join(op.axes) or "-",
+            op.region.buffer,
+            "-" if op.kind == "control" else f"{op.region.start}:{op.region.stop}",
+            " / ".join(op.region.shard) or "-",
+            op.when,
+            ", ".join(map(str, op.deps)) or "-",
+        )
+
+
+def _parse_op(op: list[Any]) -> Op:
+    kind, bucket, axes, (buffer, start, stop, shard), deps, when = op
+    region = Region(buffer, start, stop, tuple(shard))
+    return Op(kind, bucket, tuple(axes), region, tuple(deps), when)

@@ -61,15 +61,10 @@ class Sample(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Factors of alpha and beta in the cost of a collective.
+    """Factors of alpha and beta in the cost of a collective."""
 
-    Attributes:
-        steps: number of messages in sequence; each costs alpha.
-        share: fraction of the group's buffer that each rank sends; each byte costs beta.
-    """
-
-    steps: float
-    share: float
+    steps: float  # number of messages in sequence; each costs alpha
+    share: float  # fraction of the group's buffer that each rank sends; each byte costs beta
 
 
 @dataclass(frozen=True)
@@ -141,8 +136,7 @@ class CostModel:
     def worst(cls, models: Sequence[CostModel]) -> CostModel:
         """Return the model of a group that spans several kinds of links, limited by the slowest.
 
-        Args:
-            models: one model per axis, outermost first. The result has the first one's algorithm.
+        There is one model per axis, outermost first. The result has the first one's algorithm.
 
         Example:
             >>> CostModel.worst([CostModel(1e-5, 1e-9), CostModel(1e-6, 1e-8, overlap=0.5)])
@@ -197,11 +191,7 @@ class CostModel:
         Raises:
             ValueError: the text is malformed; the message names the field.
         """
-        try:
-            document = decode(text, dict.fromkeys(cls.__dataclass_fields__, object))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"cost JSON: {error}") from error
-        return cls(**document)
+        return cls(**decode(text, dict.fromkeys(cls.__dataclass_fields__, object), "cost JSON"))
 
 
 def factors(kind: CollectiveKind, ranks: int, algorithm: LinkAlgorithm) -> Factors:
@@ -248,15 +238,13 @@ def _quartiles(samples: Iterable[Sample]) -> tuple[_Measured, _Measured]:
 
 def _least_relative(measured: _Measured, algorithm: LinkAlgorithm) -> tuple[float, float]:
     """Return the alpha and beta that minimise the squared relative error."""
-    rows = [
-        (steps, share * nbytes)
-        for kind, nbytes, ranks in measured
-        for steps, share in [factors(kind, ranks, algorithm)]
-    ]
-    times_s = np.array([*measured.values()])[:, None]
+    of_samples = [factors(kind, ranks, algorithm) for kind, _, ranks in measured]
+    nbytes = [size for _, size, _ in measured]
+    rows = [(of.steps, of.share * size) for of, size in zip(of_samples, nbytes, strict=True)]
+    times_s = np.array([*measured.values()])
     matrix = np.array(rows, dtype=np.float64).reshape(-1, 2) / times_s.reshape(-1, 1)
     lengths = np.linalg.norm(matrix, axis=0)
-    sizes = sorted({nbytes for _, nbytes, _ in measured})
+    sizes = sorted(set(nbytes))
     if len(sizes) < 2 or not lengths.all() or np.linalg.matrix_rank(matrix / lengths) < 2:
         raise ValueError(
             "a fit of latency and bandwidth needs idle samples of at least two sizes, "
@@ -285,10 +273,9 @@ def _overlap(idle_s: _Measured, busy_s: _Measured) -> float:
 
 
 def _check_algorithm(algorithm: str) -> None:
-    if algorithm not in get_args(LinkAlgorithm):
-        raise ValueError(
-            f"algorithm must be one of {', '.join(get_args(LinkAlgorithm))}, got {algorithm!r}"
-        )
+    choices = get_args(LinkAlgorithm)
+    if algorithm not in choices:
+        raise ValueError(f"algorithm must be one of {', '.join(choices)}, got {algorithm!r}")
 
 
 def _is_number(value: object) -> bool:

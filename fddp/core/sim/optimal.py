@@ -21,14 +21,17 @@ simulated step wins. The plans of DistributedDataParallel are always among the c
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from fddp.core.plan.bucket import Bucket, assign_buckets
+from fddp.core.plan.defaults import MIB
 from fddp.core.plan.leaf import ITEM_BYTES, LeafSpec
-from fddp.core.plan.plan import Bucket, BucketPlan, assign_buckets, plan_leaves
+from fddp.core.plan.plan import BucketPlan, plan_leaves
 from fddp.core.schedule.builder import Algorithm, make_schedule
 from fddp.core.schedule.op import is_collective
 from fddp.core.schedule.schedule import Schedule
@@ -43,8 +46,7 @@ from fddp.core.sim.simulator import (
     simulate,
 )
 
-_MIB_BYTES = 2**20
-_DDP_CAPS_BYTES = (_MIB_BYTES, 25 * _MIB_BYTES)
+_DDP_CAPS_BYTES = (MIB, 25 * MIB)
 _ROUNDS = 4  # of optimisation of classes in turn; most converge in two
 _HALVINGS = 10  # of the cap, for schedules that are not described by one channel
 _ROUNDING = 1e-12  # relative tolerance of times
@@ -54,15 +56,9 @@ Ends = tuple[int, ...]  # of the buckets of a class, as numbers of leaves of the
 
 
 class Target(NamedTuple):
-    """Cost model, topology and algorithm of an optimised plan.
+    """Cost model of an optimised plan, and arguments of `make_schedule`."""
 
-    Attributes:
-        cost: model of the links, or one model per axis.
-        topology: ranks and axes.
-        algorithm, deterministic: as in `make_schedule`.
-    """
-
-    cost: Cost
+    cost: Cost  # model of the links, or one model per axis
     topology: Topology
     algorithm: Algorithm = "all_reduce"
     deterministic: bool = False
@@ -388,14 +384,10 @@ def _plan(
         ),
         key=lambda positions: positions[-1],
     )
-    buckets = [_bucket(leaves, [order[position] for position in bucket]) for bucket in members]
+    buckets = []
+    for positions in members:
+        bucket = Bucket.of(leaves, [order[position] for position in positions], 0)
+        buckets.append(replace(bucket, cap_bytes=max(1, bucket.nbytes)))
     buckets += assign_buckets(leaves, [leaf for leaf in order if leaves[leaf].sparse], (1,))
     caps_bytes = (max((bucket.cap_bytes for bucket in buckets), default=0) or 1,)
     return BucketPlan(leaves, tuple(buckets), caps_bytes, tuple(order))
-
-
-def _bucket(leaves: Sequence[LeafSpec], members: Sequence[int]) -> Bucket:
-    *offsets, numel = np.cumsum([0, *(leaves[leaf].numel for leaf in members)]).tolist()
-    spec = leaves[members[0]]
-    cap_bytes = max(1, numel * ITEM_BYTES[spec.dtype])
-    return Bucket(tuple(members), tuple(offsets), numel, spec.dtype, spec.device, cap_bytes)

@@ -19,9 +19,9 @@ assumed to move as many bytes as the dense leaf has.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -44,13 +44,6 @@ MOST_SPREAD = 10.0
 _DURING_BACKWARD = frozenset({"pack", "all_reduce", "reduce_scatter", "all_gather"})
 _MOST_RANKS = 2**22  # simulated with jitter: about 100 bytes per rank and group of axes
 _AFTER_CONTROL = frozenset({"gather", "unpack"})
-_COUNTED_AS: dict[str, CollectiveKind] = {
-    "all_reduce": "all_reduce",
-    "reduce_scatter": "reduce_scatter",
-    "all_gather": "all_gather",
-    "control": "control",
-    "gather": "all_gather",
-}
 
 
 @dataclass(frozen=True)
@@ -86,8 +79,7 @@ class Jitter:
             )
 
     def draw(self, ranks: int, seed: int) -> FloatArray:
-        """Return the slowdown of each rank: float64 of shape `(ranks,)`, deterministic in
-        `seed`."""
+        """Return the slowdown of each rank: float64, shape `(ranks,)`, deterministic in `seed`."""
         generator = np.random.default_rng(seed)
         factors = generator.lognormal(0.0, self.spread, ranks)
         stragglers = generator.random(ranks) < self.straggler_rate
@@ -155,7 +147,11 @@ def simulate(
     rank = 0 if jitter is None else int(np.argmax(_run(tasks, buckets_s, slowdown)))
     spans: list[Span] = []
     coordinates = topology.coordinates(rank)
-    steps_s = _run(tasks, buckets_s, slowdown, recorder=_Recorder(schedule, coordinates, spans))
+
+    def record(task: _Task, times: Sequence[FloatArray]) -> None:
+        spans.append(_span(schedule, task, [_at(time, coordinates) for time in times]))
+
+    steps_s = _run(tasks, buckets_s, slowdown, record)
     backward_end_s = max(buckets_s, default=0.0) * _at(slowdown, coordinates)
     return Timeline(
         (backward_span(backward_end_s), *spans),
@@ -237,8 +233,7 @@ def group_model(cost: Cost, topology: Topology, axes: Collection[str]) -> CostMo
 
 
 def collective_bytes(schedule: Schedule, op: Op) -> float:
-    """Return the bytes of the group's whole buffer in a collective, including a piggybacked control
-    word."""
+    """Return the bytes of the group's whole buffer, including a piggybacked control word."""
     if op.kind == "control":
         return _word_bytes(schedule)
     # The region of an all-gather is sharded by its own axes, the buffer of the group is not.
@@ -258,11 +253,11 @@ def _word_bytes(schedule: Schedule) -> float:
 
 def collective_time_s(schedule: Schedule, op: Op, model: CostModel) -> float:
     """Return the time in seconds of a collective outside of backward."""
-    ranks, kind = schedule.topology.size(op.axes), _COUNTED_AS[op.kind]
-    time_s = model.time_s(kind, collective_bytes(schedule, op), ranks)
+    ranks, nbytes = schedule.topology.size(op.axes), collective_bytes(schedule, op)
     if op.kind == "gather":  # counts and indices travel before the values
-        time_s += 2.0 * model.time_s(kind, 0.0, ranks)
-    return time_s
+        empty_s = model.time_s("all_gather", 0.0, ranks)
+        return model.time_s("all_gather", nbytes, ranks) + 2.0 * empty_s
+    return model.time_s(cast("CollectiveKind", op.kind), nbytes, ranks)
 
 
 class _Task(NamedTuple):
@@ -330,37 +325,22 @@ def _check_names(schedule: Schedule, position: int) -> None:
         )
 
 
-class _Recorder(NamedTuple):
-    """Records the spans of one rank."""
-
-    schedule: Schedule
-    coordinates: tuple[int, ...]
-    spans: list[Span]
-
-    def record_(self, task: _Task, launch: FloatArray, start: FloatArray, end: FloatArray) -> None:
-        op = self.schedule.ops[task.position]
-        label = op.kind if op.kind == "control" else f"{op.kind} {op.bucket}"
-        self.spans.append(
-            Span(
-                task.position,
-                op.kind,
-                op.bucket,
-                COMPUTE if task.group is None else "+".join(op.axes) or "alone",
-                label if op.when == "always" else f"{label} ({op.when})",
-                _at(launch, self.coordinates),
-                _at(start, self.coordinates),
-                _at(end, self.coordinates),
-            )
-        )
+def _span(schedule: Schedule, task: _Task, times_s: Sequence[float]) -> Span:
+    """Return the span of a task, given its launch, start and end on one rank."""
+    op = schedule.ops[task.position]
+    lane = COMPUTE if task.group is None else "+".join(op.axes) or "alone"
+    label = op.kind if op.kind == "control" else f"{op.kind} {op.bucket}"
+    label = label if op.when == "always" else f"{label} ({op.when})"
+    return Span(task.position, op.kind, op.bucket, lane, label, *times_s)
 
 
 def _run(
     tasks: Sequence[_Task],
     buckets_s: Sequence[float],
     slowdown: FloatArray,
-    recorder: _Recorder | None = None,
+    record: Callable[[_Task, Sequence[FloatArray]], None] = lambda task, times: None,
 ) -> FloatArray:
-    """Return the end of the step of each rank.
+    """Return the end of each rank's step. `record` receives launch, start and end of each task.
 
     Arrays have one dimension per axis of the topology, of length 1 if all ranks along the axis have
     the same value, such as the ranks of one group.
@@ -383,8 +363,7 @@ def _run(
             start = np.maximum(cursor.max(axis=task.group, keepdims=True), free[task.group])
             end = _end(start, task.work_s, task.overlap, group_ends[task.group])
             free[task.group] = done[task.position] = end
-        if recorder is not None:
-            recorder.record_(task, cursor, start, end)
+        record(task, (cursor, start, end))
     finish = np.maximum(cursor, backward_end)
     for last in free.values():
         np.maximum(finish, last, out=finish)

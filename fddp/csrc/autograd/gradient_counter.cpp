@@ -149,22 +149,24 @@ size_t GradientCounter::arrival_count() const {
   return arrivals_.size();
 }
 
-void GradientCounter::on_gradient(size_t leaf) {
+void GradientCounter::on_gradient(size_t leaf, bool is_undefined) {
   int64_t complete = kNoBucket;
   at::Tensor packed;  // released without the mutex: a gradient known to Python may need the GIL
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!armed_ || !leaves_[leaf].grad().defined()) return;
+    if (!armed_ || !(is_undefined || leaves_[leaf].grad().defined())) return;
     ++counts_[leaf];
     arrivals_.push_back(static_cast<int64_t>(leaf));
     arrival_times_.push_back(perf_counter_s());
     const int64_t bucket = bucket_of_[leaf];
     if (bucket == kNoBucket) return;
     record_stream(bucket, leaves_[leaf].device());
-    if (taken_[bucket]) {
-      late_[bucket] = true;
-    } else if (eager_of_[leaf] != kNotEager && may_release(leaf)) {
-      packed = pack_on_arrival(leaf, bucket);
+    if (!is_undefined) {
+      if (taken_[bucket]) {
+        late_[bucket] = true;
+      } else if (eager_of_[leaf] != kNotEager && may_release(leaf)) {
+        packed = pack_on_arrival(leaf, bucket);
+      }
     }
     if (counts_[leaf] <= expected_[leaf] && --pending_[bucket] == 0) complete = bucket;
   }

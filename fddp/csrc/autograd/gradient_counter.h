@@ -86,8 +86,8 @@ class GradientCounter {
   static constexpr int64_t kNoBucket = -1;
   static constexpr int64_t kNotEager = -1;
 
-  // Called for each gradient that has arrived.
-  void on_gradient(size_t leaf);
+  // Called for each gradient that has arrived. An undefined one stands for zeros.
+  void on_gradient(size_t leaf, bool is_undefined = false);
 
   // Release a leaf's gradient after it was taken. Overridden where it must be preserved. Called
   // with the mutex held.

@@ -13,9 +13,11 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/utils/grad_layout_contract.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 #if FDDP_HAS_RPC
+#include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/autograd/context/context.h>
 #endif
 
@@ -63,6 +65,12 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
     watching_ = on;
   }
 
+  // Set whether an undefined gradient stands for zeros. Otherwise it is ignored.
+  void count_undefined(bool on) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    counts_undefined_ = on;
+  }
+
   // Return true if all hooks are still in place. A parameter whose dtype or device has changed has
   // a new AccumulateGrad node.
   bool intact() const {
@@ -77,14 +85,19 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
     std::vector<at::Tensor> saved(size());
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      for (size_t i = 0; i < size(); ++i) had_grad_before_[i] = leaves_[i].grad().defined();
+      for (size_t i = 0; i < size(); ++i) {
+        had_grad_before_[i] = leaves_[i].grad().defined();
+        // A gradient from before the step that was set to None since is not part of it.
+        used_[i] = used_[i] && had_grad_before_[i];
+      }
+      used_before_ = used_;
       saved_grads_.swap(saved);
     }
     GradientCounter::arm(std::move(members), std::move(expected), std::move(eager), std::move(on_bucket));
   }
 
   // Return, for each parameter, true if a gradient arrived since `reset_used`, during steps or
-  // between them.
+  // between them. Gradients that no longer exist when a step is armed do not count.
   std::vector<bool> used() const { return copy_of(used_); }
   void reset_used() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -94,7 +107,7 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
   // Assign `results` as gradients. Tensors that were gradients before this backward keep their
   // identity and are written in place, unless `replace` is set. Parameters without a result get
   // their previous gradient back. A gradient with an autograd graph keeps the graph and takes the
-  // value of the result.
+  // value of the result. New gradients have the strides that their parameters have now.
   void assign(const std::vector<std::optional<at::Tensor>>& results, bool replace) {
     TORCH_CHECK_VALUE(results.size() == size(), "expected ", size(), " gradients, got ", results.size());
     for (size_t i = 0; i < size(); ++i) {
@@ -105,15 +118,26 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
         if (own.defined()) grad = own;
         continue;
       }
-      grad = own.defined() ? merged(own, *results[i], replace) : *results[i];
+      grad = own.defined() ? merged(own, *results[i], leaves_[i], replace) : laid_out(*results[i], leaves_[i]);
     }
   }
 
-  // Restore the gradients that were taken, after a failed step.
+  // Restore the gradients that were taken, after a failed step. Those that did not exist before it
+  // are dropped.
   void restore() {
+    bool was_armed = false;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      was_armed = armed_;
+      if (armed_) used_ = used_before_;
+    }
     for (size_t i = 0; i < size(); ++i) {
       at::Tensor own = std::exchange(saved_grads_[i], {});
       at::Tensor& grad = leaves_[i].mutable_grad();
+      if (was_armed && !had_grad_before_[i]) {
+        grad.reset();
+        continue;
+      }
       if (own.defined() && own.unsafeGetTensorImpl() != grad.unsafeGetTensorImpl()) {
         const at::AutoGradMode no_grad(false);
         grad = grad.defined() ? own + grad : own;
@@ -152,12 +176,13 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
     (*on_begin_)();
   }
 
-  void after_accumulation(size_t leaf) {
+  void after_accumulation(size_t leaf, bool is_undefined) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
+      if (is_undefined && !(armed_ && counts_undefined_)) return;
       used_[leaf] = true;
     }
-    on_gradient(leaf);
+    on_gradient(leaf, is_undefined);
   }
 
  protected:
@@ -176,14 +201,21 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
  private:
   void hook();
 
-  static at::Tensor merged(const at::Tensor& own, const at::Tensor& result, bool replace) {
+  // Return the result with the strides of its parameter.
+  static at::Tensor laid_out(const at::Tensor& result, const at::Tensor& param) {
+    if (result.layout() != at::kStrided || torch::autograd::utils::obeys_layout_contract(result, param)) return result;
+    const at::AutoGradMode no_grad(false);
+    return torch::autograd::utils::clone_obey_contract(result, param);
+  }
+
+  static at::Tensor merged(const at::Tensor& own, const at::Tensor& result, const at::Tensor& param, bool replace) {
     if (own.requires_grad()) {
       const at::AutoGradMode with_grad(true);
       return result + (own - own.detach());
     }
     const bool fits = own.layout() == at::kStrided && result.layout() == at::kStrided &&
         own.sizes() == result.sizes() && own.scalar_type() == result.scalar_type();
-    if (replace || !fits) return result;
+    if (replace || !fits) return laid_out(result, param);
     const at::AutoGradMode no_grad(false);
     own.copy_(result);
     return own;
@@ -193,8 +225,10 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
   std::vector<bool> had_grad_before_;    // by leaf: had a gradient when the step opened
   std::vector<at::Tensor> saved_grads_;  // by leaf: gradient that was taken and must be preserved
   std::vector<bool> used_;               // by leaf
+  std::vector<bool> used_before_;        // by leaf: when the step was armed
   std::unique_ptr<py::object> on_begin_;
   bool watching_ = false;
+  bool counts_undefined_ = false;
 };
 
 class PreAccumulateHook : public FunctionPreHook {
@@ -214,9 +248,7 @@ class PostAccumulateHook : public FunctionPostHook {
  public:
   PostAccumulateHook(std::weak_ptr<ParamSet> set, size_t leaf) : set_(std::move(set)), leaf_(leaf) {}
   variable_list operator()(const variable_list& outputs, const variable_list& grads) override {
-    if (!grads.empty() && grads[0].defined()) {
-      if (const auto set = set_.lock()) set->after_accumulation(leaf_);
-    }
+    if (const auto set = set_.lock()) set->after_accumulation(leaf_, grads.empty() || !grads[0].defined());
     return outputs;
   }
   void compiled_args(CompiledNodeArgs&) const override {}
@@ -259,6 +291,16 @@ std::optional<int64_t> distributed_context() {
   return std::nullopt;
 }
 
+// Add gradients of parameters to a context of distributed autograd.
+void add_to_context([[maybe_unused]] int64_t context_id,
+                    [[maybe_unused]] const std::vector<std::pair<at::Tensor, at::Tensor>>& grads) {
+#if FDDP_HAS_RPC
+  const auto context = torch::distributed::autograd::DistAutogradContainer::getInstance().retrieveContext(context_id);
+  c10::Dict<at::Tensor, at::Tensor> shared = context->getGradients();  // copies of a Dict share their entries
+  for (const auto& [param, grad] : grads) shared.insert_or_assign(param, grad);
+#endif
+}
+
 }  // namespace
 }  // namespace fddp
 
@@ -266,9 +308,11 @@ void bind_params(py::module_& m) {
   using namespace fddp;
   m.def("has_explicit_inputs", &has_explicit_inputs);
   m.def("distributed_context", &distributed_context);
+  m.def("add_to_context", &add_to_context, py::arg("context"), py::arg("grads"));
   py::class_<ParamSet, GradientCounter, std::shared_ptr<ParamSet>>(m, "ParamSet")
       .def(py::init(&ParamSet::make), py::arg("params"), py::arg("on_begin"))
       .def("watch", &ParamSet::watch, py::arg("on"))
+      .def("count_undefined", &ParamSet::count_undefined, py::arg("on"))
       .def("intact", &ParamSet::intact)
       .def("arm", &ParamSet::arm, py::arg("members"), py::arg("expected"), py::arg("eager"),
            py::arg("on_bucket"))

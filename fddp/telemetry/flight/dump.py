@@ -24,8 +24,6 @@ from fddp.telemetry.flight.recorder import flight
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from typing_extensions import Self
-
 _BREAKS = (DesyncError, RankLostError, SyncTimeoutError)  # after these, ranks are out of step
 _REQUEST_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # after which the process continues
 _HARMLESS = (  # signals that do not end the process by default or by request
@@ -43,7 +41,7 @@ _partial_files: set[Path] = set()  # files that are being written
 _installed: list[FlightDumps] = []  # the last one is in effect
 
 
-class FlightDumps:
+class FlightDumps(contextlib.AbstractContextManager["FlightDumps"]):
     """Writer of flights, in effect from `dump_flights` until `stop`.
 
     Attributes:
@@ -98,14 +96,14 @@ class FlightDumps:
                     later._previous = self._previous
         _installed.remove(self)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _install(self) -> None:
-        _probe(self.directory)
+        # Raises an OSError now, rather than at the first failure, if nothing can be written.
+        with tempfile.NamedTemporaryFile(dir=self.directory, prefix="probe-") as file:
+            file.write(b"probe")
+            file.flush()
         if self._signal is not None:
             self._previous = signal.signal(self._signal, self._handle)
         _installed.append(self)
@@ -243,13 +241,6 @@ def _terminate(number: int) -> None:
             half.unlink()
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
-
-
-def _probe(directory: Path) -> None:
-    """Raise an OSError now, rather than at the first failure, if the directory is not writable."""
-    with tempfile.NamedTemporaryFile(dir=directory, prefix="probe-") as file:
-        file.write(b"probe")
-        file.flush()
 
 
 def _remove_stale_pid_files(directory: Path) -> None:

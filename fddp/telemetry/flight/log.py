@@ -81,13 +81,9 @@ class FlightOp(NamedTuple):
     @property
     def what(self) -> str:
         """Description of the operation."""
-        where = (
-            f" of bucket {self.bucket} ({escape_control_chars(self.leaves)})"
-            if self.bucket >= 0
-            else ""
-        )
+        bucket = f" of bucket {self.bucket} ({self.leaves})" if self.bucket >= 0 else ""
         step = f" of step {self.step}" if self.step >= 0 else ""
-        return f"{escape_control_chars(self.kind)}{where}{step}"
+        return escape_control_chars(f"{self.kind}{bucket}{step}")
 
 
 @dataclass(frozen=True)
@@ -121,13 +117,12 @@ class FlightLog:
     def at(self) -> str:
         """Position of the rank in words."""
         step = f"at step {self.step}, " if self.step >= 0 else ""
-        return f"{step}{escape_control_chars(self.phase)}"
+        return escape_control_chars(f"{step}{self.phase}")
 
     def __str__(self) -> str:
-        head = (
-            f"{escape_control_chars(self.name)}: {names((self.rank,), self.members)} of "
-            f"{len(self.members)} over {escape_control_chars(self.transport)}, "
-            f"timeout {self.timeout_s:g} s, {self.at}"
+        head = escape_control_chars(
+            f"{self.name}: {names((self.rank,), self.members)} of {len(self.members)} over "
+            f"{self.transport}, timeout {self.timeout_s:g} s, {self.at}"
         )
         if not self.ops:
             return f"{head}\n(no operation yet)"
@@ -166,8 +161,7 @@ class Flight:
     logs: tuple[FlightLog, ...]
 
     def __str__(self) -> str:
-        host, reason = escape_control_chars(self.host), escape_control_chars(self.reason)
-        head = f"process {self.pid} on {host}: {reason}"
+        head = escape_control_chars(f"process {self.pid} on {self.host}: {self.reason}")
         return "\n\n".join([head, *map(str, self.logs)])
 
     def to_json(self) -> str:
@@ -231,20 +225,10 @@ def escape_control_chars(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def _row(op: FlightOp) -> tuple[str, ...]:
-    return (
-        str(op.number),
-        str(op.step) if op.step >= 0 else "",
-        escape_control_chars(op.kind),
-        str(op.bucket) if op.bucket >= 0 else "",
-        escape_control_chars(op.leaves),
-        str(op.nbytes) if op.nbytes >= 0 else "",
-        f"-{op.launched_s:.4f} s",
-        _after(op.waited_s),
-        _after(op.done_s),
-        op.state,
-    )
-
-
-def _after(seconds: float | None) -> str:
-    return "" if seconds is None else f"+{seconds * 1e3:.2f} ms"
+def _row(op: FlightOp) -> list[str]:
+    numbers = (op.number, op.step, op.bucket, op.nbytes)
+    number, step, bucket, nbytes = (str(n) if n >= 0 else "" for n in numbers)
+    waited, done = ("" if s is None else f"+{s * 1e3:.2f} ms" for s in (op.waited_s, op.done_s))
+    launched = f"-{op.launched_s:.4f} s"
+    row = (number, step, op.kind, bucket, op.leaves, nbytes, launched, waited, done, op.state)
+    return [escape_control_chars(cell) for cell in row]

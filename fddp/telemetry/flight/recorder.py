@@ -18,6 +18,7 @@ import socket
 import time
 import weakref
 from collections import deque
+from dataclasses import replace
 from math import prod
 from time import perf_counter
 from typing import Protocol
@@ -94,12 +95,18 @@ class Recorder:
     """
 
     def __init__(self, kind: str, owner: Recorded, transport: Recordable) -> None:
-        self._members = transport.members
-        self._rank = transport.rank
-        self._transport = transport.name
-        self._timeout_s = transport.timeout_s
-        self._made_s = time.time()
         self.name = transport.label or kind
+        self._empty = FlightLog(
+            name=self.name,
+            members=transport.members,
+            rank=transport.rank,
+            transport=transport.name,
+            timeout_s=transport.timeout_s,
+            step=-1,
+            phase="",
+            ops=(),
+            made_s=time.time(),
+        )
         self._serial = next(_serials)
         self._owner = weakref.ref(owner)
         self.ring: deque[Entry] = deque(maxlen=SIZE)
@@ -129,22 +136,12 @@ class Recorder:
         owner = self._owner()
         step, phase = (0, "gone") if owner is None else owner.at()
         ops = tuple(_op(entry, now_s) for entry in list(self.ring))
-        return FlightLog(
-            name=self.name,
-            members=self._members,
-            rank=self._rank,
-            transport=self._transport,
-            timeout_s=self._timeout_s,
-            step=step,
-            phase=phase,
-            ops=ops,
-            made_s=self._made_s,
-        )
+        return replace(self._empty, step=step, phase=phase, ops=ops)
 
     @property
     def order(self) -> tuple[str, int, int]:
         """Sort key of logs; those of one name and rank sort by creation."""
-        return self.name, self._rank, self._serial
+        return self.name, self._empty.rank, self._serial
 
 
 def flight(*of: object, reason: str = "requested") -> Flight:
@@ -203,17 +200,13 @@ def _recorder_of(one: object) -> Recorder:
 
 def _op(entry: Entry, now_s: float) -> FlightOp:
     launched_s, waited_s, done_s = entry.launched_s, entry.waited_s, entry.done_s
-    kind, bucket, leaves, nbytes = _describe(entry.source, entry.position)
     state: State = "waited for" if waited_s else "in flight"
     if done_s:
         state = "failed" if math.isinf(done_s) else "done"
     return FlightOp(
-        number=entry.number,
-        step=entry.step,
-        kind=kind,
-        bucket=bucket,
-        leaves=leaves,
-        nbytes=nbytes,
+        entry.number,
+        entry.step,
+        *_describe(entry.source, entry.position),
         launched_s=now_s - launched_s,
         waited_s=waited_s - launched_s if waited_s else None,
         done_s=done_s - launched_s if state == "done" else None,

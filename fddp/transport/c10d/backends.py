@@ -20,8 +20,11 @@ from torch.distributed import distributed_c10d as c10d
 from fddp.native import extension
 from fddp.transport.c10d.rendezvous import connect_with_abort
 from fddp.transport.lifetime.fork import register_fork_owner
-from fddp.transport.liveness.interrupts import DeadlineExceededError
-from fddp.transport.liveness.user_code import from_user_code, ignore_backend_errors
+from fddp.transport.liveness.interrupts import (
+    DeadlineExceededError,
+    from_user_code,
+    ignore_backend_errors,
+)
 from fddp.transport.ordered_sum import sum_in_order_
 
 if TYPE_CHECKING:
@@ -37,23 +40,14 @@ _CHECK_INTERVAL = timedelta(seconds=0.25)  # between two checks of the other ran
 
 
 class CommunicatorSpec(NamedTuple):
-    """Parameters of a new communicator.
+    """Parameters of a new communicator of a transport."""
 
-    Attributes:
-        group: the transport's group.
-        rank: this rank in the transport.
-        ranks: members of the communicator in ascending order, as ranks in the transport.
-        membership: the transport's membership.
-        timeout_s: time limit of one operation.
-        check_peers: called repeatedly while ranks connect; may raise.
-    """
-
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup  # of the transport
     rank: int
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # members in ascending order, as ranks in the transport
     membership: Membership
     timeout_s: float
-    check_peers: Callable[[], None]
+    check_peers: Callable[[], None]  # called repeatedly while ranks connect; may raise
 
     @property
     def place(self) -> int:
@@ -75,7 +69,7 @@ class PendingCollective(NamedTuple):
     """An operation in flight."""
 
     works: tuple[dist.Work, ...]
-    finish: Callable[[], None] | None = None  # called once all works have finished
+    finish: Callable[[], object] | None = None  # called once all works have finished
 
     @property
     def arrived(self) -> bool:
@@ -136,7 +130,7 @@ class Communicator:
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
         work = self._backend.allreduce([_reals_of(tensor)], options)
         if operation.average and not self._averages:
-            return PendingCollective((work,), partial(_divide_, tensor, len(operation.ranks)))
+            return PendingCollective((work,), partial(tensor.div_, len(operation.ranks)))
         return PendingCollective((work,))
 
     def _reduce_scatter(self, operation: Operation) -> PendingCollective:
@@ -177,11 +171,7 @@ class Communicator:
 
     def wait(self, collective: PendingCollective, check_peers: Callable[[], None]) -> None:
         """Block until `collective` has finished (on accelerators: make the current stream wait).
-
-        Args:
-            collective: the operation.
-            check_peers: called repeatedly during a long wait; may raise RuntimeError.
-        """
+        During a long wait `check_peers` is called repeatedly, and may raise RuntimeError."""
         self._await(collective.works, check_peers)
         if collective.finish is not None:
             collective.finish()
@@ -205,14 +195,12 @@ class Communicator:
         return arrived_s
 
     def free(self, *, failed: bool, over: threading.Event) -> Callable[[], None]:
-        """Release the backend; no further operations may be issued.
+        """Release the backend; no further operations may be issued. Returns a blocking function
+        that completes the release, see [Note: freeing waits].
 
         Args:
             failed: True if ranks may be lost.
             over: set when the process is about to end.
-
-        Returns:
-            A blocking function that completes the release. See [Note: freeing waits].
         """
         backend, self._backend = self._backend, None
         return partial(self._end, backend, failed=failed)
@@ -411,16 +399,9 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _divide_(tensor: Tensor, divisor: int) -> None:
-    tensor.div_(divisor)
-
-
 def _add_up_(mine: Sequence[Tensor], theirs: Sequence[Tensor], place: int) -> None:
-    """Sum all ranks' chunks into this rank's own, in rank order; overwrites `theirs`.
-
-    The own chunk is added to the sum of the chunks before it: the operands of one addition are
-    swapped, which does not change the result.
-    """
+    """Sum all ranks' chunks into this rank's own, in rank order; overwrites `theirs`. The operands
+    of one addition are swapped, which does not change the result."""
     own = mine[place]
     if place > 0:
         before = theirs[0]

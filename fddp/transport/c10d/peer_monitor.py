@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING
 
-from fddp.transport.c10d.diagnosis import diagnose
-from fddp.transport.liveness.failure import Failure
+from fddp.transport.liveness.bounded_store import StoreTimeoutError
+from fddp.transport.liveness.failure import CLOSED, Failure
 from fddp.transport.liveness.interrupts import (
+    DeadlineExceededError,
     PeerAbortedError,
     PeerFailureError,
     ProcessExitedError,
+    from_user_code,
+    ignore_backend_errors,
 )
 from fddp.transport.liveness.membership import Report
-from fddp.transport.liveness.user_code import ignore_backend_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fddp.transport.liveness.failure_detector import FailureDetector
     from fddp.transport.liveness.membership import Membership, Verdict
     from fddp.transport.liveness.status import TransportStatus
@@ -77,27 +82,65 @@ class PeerMonitor:
             wait.query(self._status.board, now_s)
 
     def diagnose(self, error: Exception, ranks: tuple[int, ...], at: tuple[int, str]) -> Failure:
-        """Exchange reports with the other ranks and return the cause of a failure.
-
-        Args:
-            error: raised by the backend or by `check`.
-            ranks: participants of the failed operation.
-            at: its position among the operations of these ranks, and its description.
-        """
+        """Exchange reports with the other ranks and return the cause of a failure; arguments as for
+        `C10dTransport.fail`."""
+        report = Report("notified", ranks, *at)
         peer = self._status.board.step_failure(self._status)
         if peer is not None:
-            self.report(Report("notified", ranks, *at))
+            self.report(report)
             return Failure(str(error), late=False, silent=(), peer=peer)
         if isinstance(error, ProcessExitedError):
             self.report(Report("dead", error.ranks))
             return Failure(str(error), late=False, silent=error.ranks)
-        waited_s, report = time.perf_counter() - self._began_s, Report("notified", ranks, *at)
-        failure = diagnose(self._membership, self._detector, error, report)
+        waited_s = time.perf_counter() - self._began_s
+        failure = self._cause(error, report)
         if failure.store:
             return failure._replace(silent=self._detector.ended_or_stopped())
         if failure.gave_up:
             failure = failure._replace(waited_s=waited_s)
         return self._with_statuses(failure)
+
+    def _cause(self, error: Exception, report: Report) -> Failure:
+        """Complete and publish this rank's report, and derive the cause from those of all ranks.
+
+        A missing report alone does not mean that a rank is lost: a rank that takes no part in the
+        operation may be busy elsewhere.
+        """
+        # Strip gloo's source location and its general advice.
+        text = re.sub(r"^\[[^\]]*\] |\. This is typically.*", "", str(error).split("\n", 1)[0])
+        verdict: Verdict = "broken"
+        if isinstance(error, PeerFailureError):
+            verdict = "notified"
+        elif isinstance(error, (DeadlineExceededError, StoreTimeoutError)) or _is_late(text):
+            verdict = "timeout"
+        late, detector = verdict == "timeout", self._detector
+        try:
+            self._membership.report(report._replace(verdict=verdict))
+            reports = self._membership.reports(detector.grace_s, detector.ended)
+            gone = tuple(rank for rank in detector.ended() if rank not in reports)
+            if gone:
+                self._membership.report(report._replace(verdict="dead", ranks=gone))
+        except StoreTimeoutError:
+            return Failure(text, late, (), store="silent")
+        except RuntimeError as problem:
+            if from_user_code(problem):
+                raise
+            return Failure(text, late, (), store="gone")
+        awaited = {r for one in reports.values() if one.verdict != "notified" for r in one.ranks}
+        dead = {r for one in reports.values() if one.verdict == "dead" for r in one.ranks}
+        dead |= set(gone)
+        timed_out = tuple(rank for rank in sorted(reports) if reports[rank].verdict == "timeout")
+        silent = tuple(sorted(dead or awaited - reports.keys()))
+        if not dead and not timed_out:
+            lost, closed = detector.unresponsive(silent)
+            silent, text = (closed, CLOSED) if closed else (lost, text)
+        return Failure(
+            text,
+            late=bool(timed_out) and not gone,
+            silent=silent,
+            mismatch="" if dead else _mismatch(reports, report),
+            gave_up=() if late else timed_out,
+        )
 
     def adopt(self, failure: Failure) -> Failure:
         """Report a failure that was detected outside the backend, and add the ranks' statuses."""
@@ -124,3 +167,22 @@ class PeerMonitor:
         # Ranks that gave up before this one sent any query published their status then.
         since = self._status.since or (1 if failure.gave_up else 0)
         return failure._replace(statuses=self._detector.describe_status(failure.silent, since))
+
+
+def _is_late(text: str) -> bool:
+    # gloo also reports a timeout after several refused connections.
+    words = text.lower()
+    return ("timeout" in words or "timed out" in words) and "refused" not in words
+
+
+def _mismatch(reports: Mapping[int, Report], own: Report) -> str:
+    """Return the different operations that ranks issued at one position; empty if none differ."""
+    issued = {
+        rank: other.operation
+        for rank, other in sorted(reports.items())
+        if other.place >= 0 and (other.ranks, other.place) == (own.ranks, own.place)
+    }
+    first = next(iter(issued.values()), "")
+    if all(operation == first for operation in issued.values()):
+        return ""
+    return ", ".join(f"rank {rank} {operation}" for rank, operation in issued.items())

@@ -73,12 +73,8 @@ def connect_with_abort(
     Args:
         connect: creates the backend; called on another thread.
         store: part of the group's store for this backend only.
-        timeout_s: time limit.
+        timeout_s: time limit, after which DeadlineExceededError is raised.
         check_peers: called repeatedly during the wait; an exception aborts the connection.
-
-    Raises:
-        DeadlineExceededError: the time limit was exceeded.
-        RuntimeError: raised by `connect` or `check_peers`.
     """
     abortable = AbortableStore(store, timeout_s)
     deadline_s = time.perf_counter() + timeout_s

@@ -33,8 +33,8 @@ from fddp.transport.liveness import status_store
 from fddp.transport.liveness.bounded_store import client_of
 from fddp.transport.liveness.failure import to_error
 from fddp.transport.liveness.failure_detector import FailureDetector
+from fddp.transport.liveness.interrupts import from_user_code
 from fddp.transport.liveness.membership import Membership, Report
-from fddp.transport.liveness.user_code import from_user_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

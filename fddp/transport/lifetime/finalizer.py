@@ -88,11 +88,7 @@ _closer = _Closer()
 def on_finalize(thing: object, close: Callable[[], None]) -> Callable[[], None]:
     """Call `close` on another thread after `thing` was collected, unless the process ends first.
 
-    Args:
-        thing: object that supports weak references.
-        close: callback; must not refer to `thing`.
-
-    Returns:
-        A function that cancels the callback; a second call does nothing.
+    `close` must not refer to `thing`. Returns a function that cancels the callback; a second call
+    of it does nothing.
     """
     return _closer.watch(thing, close)

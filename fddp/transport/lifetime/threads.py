@@ -25,15 +25,11 @@ _running: dict[threading.Thread, Callable[[], None]] = {}
 
 
 def start_thread(run: Callable[[], None], name: str, stop: Callable[[], None]) -> threading.Thread:
-    """Start a thread that is stopped before the interpreter ends.
+    """Start a thread that is stopped before the interpreter ends. `stop` makes `run` return soon;
+    it is called on another thread.
 
     Do not hold locks: the garbage collector may run on the new thread and finalize objects that
     take them.
-
-    Args:
-        run: target of the thread.
-        name: name of the thread.
-        stop: makes `run` return soon; called on another thread.
     """
     thread = threading.Thread(target=_run, args=(run,), name=name, daemon=True)
     _running[thread] = stop
@@ -65,11 +61,7 @@ def _end_all() -> None:
 
 
 class Call(Generic[T]):
-    """A call of `fn` on another thread.
-
-    Attributes:
-        ended: held until the call has ended.
-    """
+    """A call of `fn` on another thread. The lock `ended` is held until the call has ended."""
 
     def __init__(self, fn: Callable[[], T]) -> None:
         self.ended = threading.Lock()

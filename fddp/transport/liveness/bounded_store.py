@@ -111,10 +111,7 @@ class _Request(threads.Call[T]):
 
 class BoundedStore:
     """A store, or a part of it, whose requests have a time limit. Errors of the store propagate.
-
-    Attributes:
-        raw: the wrapped store.
-    """
+    `raw` is the wrapped store."""
 
     def __init__(
         self, store: dist.Store, client: StoreClientThread, within_s: float = REQUEST_S

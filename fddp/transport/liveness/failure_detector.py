@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fddp.transport.liveness.interrupts import PeerFailureError, ProcessExitedError
 from fddp.transport.liveness.processes import has_ended, is_stopped
@@ -18,30 +18,9 @@ if TYPE_CHECKING:
 _GRACE_S = 2.0
 
 
-class UnresponsiveRanks(NamedTuple):
-    """Ranks that will not take part in an operation.
-
-    Attributes:
-        lost: unresponsive ranks. Ranks whose process is known to be alive are listed only if no
-            other is unresponsive: they may be unable to answer for a while, or have closed all
-            their transports.
-        closed: ranks that closed this transport without an error and continue elsewhere.
-    """
-
-    lost: tuple[int, ...] = ()
-    closed: tuple[int, ...] = ()
-
-
 class FailureDetector:
-    """Liveness and status of the other ranks of a transport.
-
-    Args:
-        membership: failure reports of the ranks.
-        status: status of this rank on the transport.
-        board_ranks: numbers of the ranks on the status board.
-        global_ranks: numbers of the ranks in the job.
-        timeout_s: time limit of one operation.
-    """
+    """Liveness and status of the other ranks of a transport, whose numbers on the status board are
+    `board_ranks`, and in the job `global_ranks`."""
 
     def __init__(
         self,
@@ -72,14 +51,11 @@ class FailureDetector:
         self._processes = {rank: known[number] for rank, number in ranks if number in known}
 
     def check_alive(self, among: Sequence[int] | None, *, refresh: bool) -> None:
-        """Raise if the process of a rank `among` these (None: of any rank) has ended.
+        """Raise ProcessExitedError if the process of a rank `among` these (None: of any rank) has
+        ended, or PeerFailureError if it has reported a failure before.
 
         Connections do not reveal this before they are established, or while a forked process holds
         them.
-
-        Raises:
-            ProcessExitedError: processes have ended without a report.
-            PeerFailureError: they had reported a failure.
         """
         if refresh:
             self.refresh_processes()
@@ -102,13 +78,16 @@ class FailureDetector:
         known = self._processes or {}
         return tuple(rank for rank, process in known.items() if holds(process))
 
-    def unresponsive(self, silent: tuple[int, ...]) -> UnresponsiveRanks:
-        """Query `silent` ranks, and return those that will not take part in the operation.
+    def unresponsive(self, silent: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Query `silent` ranks, and return those that will not take part in the operation: lost
+        ones, and those that closed this transport without an error and continue elsewhere.
 
-        A silent rank that answers is still computing, and does not know of the failure yet.
+        A silent rank that answers is still computing, and does not know of the failure yet. Ranks
+        whose process is known to be alive are lost only if no other is: they may be unable to
+        answer for a while, or have closed all their transports.
         """
         if not silent:
-            return UnresponsiveRanks()
+            return (), ()
         answers = self._status.board.answers(
             [self._board_ranks[r] for r in silent], 0, self.grace_s
         )
@@ -122,16 +101,11 @@ class FailureDetector:
             if status is not None and self._status.key not in status.transports
         )
         # A rank that closes because of a failure reports it first.
-        return UnresponsiveRanks(lost, self._membership.unreported(closed))
+        return lost, self._membership.unreported(closed)
 
     def describe_status(self, first: tuple[int, ...], since: int) -> str:
-        """Query the ranks and return their statuses as text.
-
-        Args:
-            first: ranks to list first if there are too many.
-            since: number of a query; ranks that gave up count as answering if they have published
-                a status since then.
-        """
+        """Query the ranks and return their statuses as text; `first` are listed first if there are
+        too many. `since` is as for `StatusBoard.answers`."""
         ordered = [*first, *(rank for rank in range(len(self._board_ranks)) if rank not in first)]
         some = sorted(ordered[:MAX_RANKS_SHOWN])
         numbers = {rank: self._board_ranks[rank] for rank in some}

@@ -18,8 +18,7 @@ from fddp.transport.liveness.bounded_store import (
     BoundedStore,
     StoreClientThread,
 )
-from fddp.transport.liveness.interrupts import PeerFailureError
-from fddp.transport.liveness.user_code import ignore_backend_errors
+from fddp.transport.liveness.interrupts import PeerFailureError, ignore_backend_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,19 +35,12 @@ _REPORT: Schema = (AnyOf(get_args(Verdict)), [int], int, str)
 
 
 class Report(NamedTuple):
-    """Report of a failed operation by one rank.
-
-    Attributes:
-        verdict: cause of the failure.
-        ranks: participants of the operation; for "dead", the dead ranks.
-        place: position of the operation among those of the same ranks; -1 if unknown.
-        operation: description of the operation.
-    """
+    """Report of a failed operation by one rank."""
 
     verdict: Verdict
-    ranks: tuple[int, ...]
-    place: int = -1
-    operation: str = ""
+    ranks: tuple[int, ...]  # participants of the operation; for "dead", the dead ranks
+    place: int = -1  # position of the operation among those of the same ranks; -1 if unknown
+    operation: str = ""  # its description
 
 
 class Membership:
@@ -131,11 +123,8 @@ class Membership:
             raise PeerFailureError("another rank reported a failure")
 
     def forget(self, addresses: Sequence[str]) -> None:
-        """Delete the keys that this rank set for the opening, once all ranks are connected.
-
-        Args:
-            addresses: further keys of this transport, with this rank's addresses.
-        """
+        """Delete this rank's keys of the opening and of its `addresses`, once all ranks are
+        connected."""
         keys = [f"here/{self._rank}", *addresses, *(["outcome"] if self._rank == 0 else [])]
         with ignore_backend_errors(NotImplementedError):
             self.store.within(GLANCE_S).delete(keys)

@@ -16,15 +16,10 @@ _STATE, _BEGAN = 0, 19  # fields of /proc/PID/stat after the name of the program
 
 
 class Process(NamedTuple):
-    """A process of this host.
-
-    Attributes:
-        pid: process ID.
-        began: start time in ticks of the system's clock; 0 if unknown.
-    """
+    """A process of this host."""
 
     pid: int
-    began: int
+    began: int  # start time in ticks of the system's clock; 0 if unknown
 
 
 def own_line(rank: int) -> str:

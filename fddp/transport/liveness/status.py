@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from fddp.telemetry.call_site import own_lines
@@ -135,11 +135,7 @@ class TransportStatus:
 
 
 class _PendingWait:
-    """A long wait.
-
-    Attributes:
-        since: number of the first query for it; 0 if there was none.
-    """
+    """A long wait. `since` is the number of the first query for it; 0 if there was none."""
 
     __slots__ = ("_queried_s", "since", "thread", "what")
 
@@ -171,7 +167,7 @@ class StatusBoard:
         last_query_s: time of the last received query, by `time.perf_counter`.
         abandoned: statuses by key of transports that a failure has closed here, and that other
             ranks may consider open.
-        doubtful_s: time of the last interrupted step, by `time.perf_counter`. None once the
+        interrupted_s: time of the last interrupted step, by `time.perf_counter`. None once the
             transports that other ranks abandoned in it are closed.
     """
 
@@ -181,7 +177,7 @@ class StatusBoard:
         self.gave_up = ""
         self.last_query_s = float("-inf")
         self.abandoned: dict[str, TransportStatus] = {}
-        self.doubtful_s: float | None = None
+        self.interrupted_s: float | None = None
 
     @property
     def open_statuses(self) -> list[TransportStatus]:
@@ -208,11 +204,8 @@ class StatusBoard:
             self.last = None
 
     def own_status(self, main_thread: int | None = None) -> RankStatus:
-        """Return the current status of this rank.
-
-        Args:
-            main_thread: thread whose current line is reported. None for the process's main thread.
-        """
+        """Return the current status of this rank, with the current line of `main_thread`; None for
+        the process's main thread."""
         waits = []
         statuses = self.open_statuses
         for status in statuses:
@@ -226,10 +219,8 @@ class StatusBoard:
         return RankStatus(tuple(sorted(waits)), self.gave_up or done, line_of(ident), keys)
 
     def step_failure(self, own: TransportStatus) -> str | None:
-        """Return the failure of another rank that prevents operations on `own`, or None.
-
-        This is the failure of a step in whose loss function this rank is.
-        """
+        """Return the failure of another rank, in a step in whose loss function this rank is, that
+        prevents operations on `own`; or None."""
         for status in self.open_statuses:
             if status is not own and status.in_step is not None:
                 failure = status.read_step_failure(status.in_step)
@@ -237,7 +228,7 @@ class StatusBoard:
                     return f"{failure} in step {status.in_step} of {status.label or 'its sync'}"
         return None
 
-    def close_abandoned(self, keys: Sequence[str]) -> None:
+    def close_abandoned(self, keys: Collection[str]) -> None:
         """Close the transports with these keys, which some rank has abandoned within a call."""
         for status in [*self.open_statuses, *self.abandoned.values()]:
             if status.key in keys and status.close is not None:
@@ -245,15 +236,15 @@ class StatusBoard:
         for key in keys:
             self.abandoned.pop(key, None)
 
-    def close_abandoned_communicators(self) -> None:
+    def close_abandoned_in_interrupted_step(self) -> None:
         """Close the transports that some rank has abandoned within a call of an interrupted step.
 
         Ranks could not exchange the keys of these transports in that step. A rank that waited in
         such a call notices the end of the step later than the others.
         """
-        if self.doubtful_s is None:
+        if self.interrupted_s is None:
             return
-        until_s, self.doubtful_s = self.doubtful_s + _STEP_FAILURE_S, None
+        until_s, self.interrupted_s = self.interrupted_s + _STEP_FAILURE_S, None
         statuses = [status for status in self.open_statuses if status.close is not None]
         keys = [*(status.key for status in statuses), *self.abandoned]
         found = self.find_abandoned(keys)

@@ -24,6 +24,7 @@ from fddp.transport.liveness.bounded_store import (
     StoreClientThread,
     client_of,
 )
+from fddp.transport.liveness.interrupts import ignore_backend_errors
 from fddp.transport.liveness.processes import Process, own_line, parsed, pid_namespace
 from fddp.transport.liveness.status import (
     QUERY_INTERVAL_S,
@@ -31,7 +32,6 @@ from fddp.transport.liveness.status import (
     StatusBoard,
     TransportStatus,
 )
-from fddp.transport.liveness.user_code import ignore_backend_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

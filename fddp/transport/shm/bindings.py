@@ -74,11 +74,8 @@ class ShmGroup(Protocol):
         wait_soon: bool = ...,
         record_time: bool = ...,
     ) -> ShmWork:
-        """Start an operation. Never blocks.
-
-        Raises:
-            TypeError, ValueError: unsuitable tensor. The other members are not affected.
-        """
+        """Start an operation. Never blocks. Raises TypeError or ValueError if the tensor is
+        unsuitable, which does not affect the other members."""
 
     def fail(self, status: int, members: Sequence[int]) -> None: ...
     def leave(self) -> None: ...
@@ -108,19 +105,11 @@ def make_shm_group(
     timeout_s: float,
     waiters_on_host: int,
 ) -> ShmGroup:
-    """Joins the group whose control block lies in its first member's arena.
+    """Join the group whose control block lies in its first member's arena.
 
-    Args:
-        arena: this member's.
-        views: of the members' arenas, None at `index`.
-        index: this member's place.
-        control_block_offset: of the group's control block.
-        pidfds: of the members' processes, -1 at `index`.
-        timeout_s: the longest that an operation may take.
-        waiters_on_host: processes on this host that may wait at the same time.
-
-    Raises:
-        OSError, RuntimeError: pages could not be reserved.
+    Views and pidfds are those of the members, None and -1 at this member's `index`.
+    `waiters_on_host` is the number of processes of this host that may wait at the same time.
+    Raises OSError or RuntimeError if pages can't be reserved.
     """
     made = extension.load().ShmGroup(
         arena, views, index, control_block_offset, pidfds, timeout_s, waiters_on_host

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from typing_extensions import Self
-
 MOST_DESCRIPTORS = 240  # in one message; the kernel passes 253
 _MAX_NOTE_BYTES = 4096
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: process, user, group
@@ -62,6 +60,7 @@ class FdConnection:
 
     def receive(self) -> FdMessage:
         """Return the next message. Raises OSError if there is none."""
+        # Not `socket.recv_fds`, which ignores its flags.
         room = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
         wanted = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         note, ancillary, flags, _ = self._socket.recvmsg(_MAX_NOTE_BYTES, room, wanted)
@@ -81,12 +80,6 @@ class FdConnection:
 
     def close(self) -> None:
         self._socket.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class FdListener:

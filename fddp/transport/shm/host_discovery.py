@@ -98,11 +98,8 @@ class Processes(dict[int, int]):
 
 
 class StagedExchange:
-    """A sequence of local steps, after each of which ranks exchange the outcomes.
-
-    Attributes:
-        problems: errors that stopped ranks, by rank, the same on all ranks.
-    """
+    """A sequence of local steps, after each of which ranks exchange the outcomes. `problems` are
+    errors that stopped ranks, by rank, the same on all ranks."""
 
     def __init__(self, transport: Transport) -> None:
         self.problems: dict[int, str] = {}
@@ -120,12 +117,8 @@ class StagedExchange:
         """Run `do` on each rank without a problem and return all ranks' results, as decoded JSON.
 
         The result of a rank with a problem is None. An operating-system error in `do` becomes the
-        problem of this rank. A malformed message becomes the problem of its sender, on all ranks.
-
-        Args:
-            do: local step.
-            schema: form of its result.
-            is_valid: further check of the result.
+        problem of this rank. A message that does not fit `schema`, or is not valid, becomes the
+        problem of its sender, on all ranks.
         """
         problem, result = self.problems.get(self._transport.rank), None
         if problem is None:
@@ -155,11 +148,7 @@ def _malformed(text: bytes) -> str:
 
 
 def discover_hosts(transport: Transport) -> HostGroups:
-    """Find the ranks that share this rank's host; a collective call of `transport`; blocks.
-
-    Raises:
-        FddpError: a failed operation of `transport`.
-    """
+    """Find the ranks that share this rank's host; a collective call of `transport`; blocks."""
     exchange = StagedExchange(transport)
     with ExitStack() as sockets:
         search = _HostDiscovery(transport.rank, sockets)

@@ -22,6 +22,7 @@ from fddp.transport.base import Transport, Work
 from fddp.transport.lifetime.fork import register_fork_owner
 from fddp.transport.liveness.failure import CLOSED, Failure, mismatch_error
 from fddp.transport.liveness.interrupts import PeerFailureError
+from fddp.transport.operation import describe
 from fddp.transport.shm.bindings import Status, make_shm_group
 from fddp.transport.shm.host_discovery import StagedExchange
 
@@ -158,13 +159,9 @@ class ShmTransport(Transport):
         self._c10d.close()
 
     def _open_shm_groups(self, groups: Sequence[tuple[int, ...]]) -> bool:
-        """Open an shm group for each of these groups of this rank whose ranks share a host.
-
-        A collective call. Teams in which a rank fails are not opened on any rank.
-
-        Returns:
-            Whether some rank may have tensors that do not go through shm groups.
-        """
+        """Open an shm group for each of these groups of this rank whose ranks share a host; a
+        collective call. Teams in which a rank fails are not opened on any rank. Returns True if
+        some rank may have tensors that do not go through shm groups."""
         wanted = [
             ranks
             for ranks in groups
@@ -270,10 +267,8 @@ class ShmTransport(Transport):
                 shm_group.fail(Status.TIMEOUT if failure.late else Status.LOST, members)
 
 
-#: groups, and the offset of the board of each
-
-
 _CONTROL_BLOCKS: Schema = [([int], int)]
+"""Groups, and the offset of the control block of each."""
 
 
 def _weakly(method: weakref.WeakMethod[Callable[[str], None]]) -> Callable[[str], None]:
@@ -369,19 +364,12 @@ def _failure(entry: _GroupEntry, own_rank: int, waited_s: float) -> Failure | No
     return Failure(CLOSED if left else "its process has ended", False, ranks)
 
 
-def _describe(descriptor: dict[str, Any], ranks: tuple[int, ...]) -> str:
-    """Format an operation as `Operation.__str__` does."""
-    kind, place = descriptor["kind"], descriptor["src"]
-    source = f" from rank {ranks[place] if place < len(ranks) else '?'}"
-    source = source if kind == "broadcast" else ""
-    averaging = "averaging " if descriptor["average"] else ""
-    order = (
-        " in order " + " x ".join(map(str, descriptor["association"]))
-        if descriptor["association"]
-        else ""
-    )
-    what = f"{averaging}{kind}{source}{order}"
-    return f"{what} of {descriptor['dtype']} {tuple(descriptor['shape'])}"
+def _describe(found: dict[str, Any], ranks: tuple[int, ...]) -> str:
+    kind, place, src = found["kind"], found["src"], None
+    if kind == "broadcast":
+        src = ranks[place] if place < len(ranks) else "?"
+    form = found["association"], found["dtype"], tuple(found["shape"])
+    return describe(kind, src, found["average"], *form)
 
 
 def _first_mismatch(descriptions: list[str]) -> str:

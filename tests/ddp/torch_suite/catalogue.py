@@ -124,7 +124,7 @@ def _makers(tree: ast.Module) -> set[str]:
 
 
 def _is_helper(node: ast.AST) -> TypeGuard[ast.ClassDef]:
-    """Whether this is a class that holds no tests; those are looked at one by one."""
+    """Return True for a class without tests of its own."""
     return isinstance(node, ast.ClassDef) and not any(
         isinstance(child, ast.FunctionDef) and child.name.startswith("test_")
         for child in ast.walk(node)

@@ -164,7 +164,7 @@ def _barrier(case: Any, **options: Any) -> None:
 
 
 def _new_group_file(case: Any) -> str:
-    """Where groups that tests make meet; a second group cannot use the first one's file."""
+    """A new rendezvous file; a second group cannot reuse the first one's."""
     return f"file://{case.file_name} {case.barriers}"
 
 

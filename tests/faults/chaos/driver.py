@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch.distributed as dist
 
 from tests.faults.chaos.faults import Fault
-from tests.faults.chaos.verdict import GOES_ON, TOLD, Error, Run, Seen, problems, promise
+from tests.faults.chaos.verdict import CONTINUES, REPORTED, Error, Run, Seen, problems, promise
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -49,16 +49,16 @@ class Nursery:
         self._rest = b""
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._out, selectors.EVENT_READ)
-        told = self.told(_START_S)
-        assert told == [["ready"]], told
+        messages = self.messages(_START_S)
+        assert messages == [["ready"]], messages
 
     def start(self, *call: object) -> None:
         """Forks a rank."""
         self._in.write(json.dumps(call).encode() + b"\n")
         self._in.flush()
 
-    def told(self, within_s: float) -> list[list[Any]]:
-        """What it has told since, waiting at most so long for something."""
+    def messages(self, within_s: float) -> list[list[Any]]:
+        """Return the messages since the last call; wait at most so long for one."""
         self._selector.select(within_s)
         *lines, self._rest = (self._rest + (self._out.read() or b"")).split(b"\n")
         return [json.loads(line) for line in lines]
@@ -103,7 +103,7 @@ def carry_out(
             while waiting and len(cases) < side_by_side:
                 number, fault = waiting.pop(0)
                 cases[number] = _begin(fault, nursery, f"{folder}/{number}", number)
-            for what, number, rank, value in nursery.told(0.1):
+            for what, number, rank, value in nursery.messages(0.1):
                 known = cases[number].pids if what == "started" else cases[number].exitcodes
                 known[rank] = value
             for case in cases.values():
@@ -114,12 +114,12 @@ def carry_out(
 
 
 def undisturbed(nursery: Nursery, faults: Iterable[Fault], side_by_side: int) -> Digests:
-    """What ranks end with without a fault, as a digest, by transport and number of ranks.
+    """Digests at the end of runs without a fault, by transport and number of ranks.
 
     Only where some of `faults` are to end with the same.
     """
     digests: Digests = {}
-    kept = [fault for fault in faults if promise(fault) in (GOES_ON, TOLD)]
+    kept = [fault for fault in faults if promise(fault) in (CONTINUES, REPORTED)]
     calm = [
         Fault("none", 0, "none", 0, transport, size, timeout_s=60.0, way=way)
         for transport, size, way in dict.fromkeys(map(ways, kept))
@@ -134,7 +134,7 @@ def undisturbed(nursery: Nursery, faults: Iterable[Fault], side_by_side: int) ->
 
 
 def ways(fault: Fault) -> tuple[str, int, str]:
-    """What carries the buckets, the number of ranks, and how these train."""
+    """Transport, number of ranks, and kind of training."""
     falls_back = (fault.kind, fault.stage) == ("full shm", "construction")
     return "c10d" if falls_back else fault.transport, fault.world_size, fault.way
 
@@ -165,7 +165,7 @@ def _gathered(case: _Case) -> Run:
 
 
 def _seen(case: _Case, rank: int) -> Seen:
-    told: dict[str, Any] = {}
+    logged: dict[str, Any] = {}
     errors = []
     log, words = Path(f"{case.folder}/{rank}.log"), Path(f"{case.folder}/{rank}.err")
     for line in log.read_text().splitlines() if log.exists() else ():
@@ -173,17 +173,17 @@ def _seen(case: _Case, rank: int) -> Seen:
         if "error" in entry:
             error = {k: tuple(v) if isinstance(v, list) else v for k, v in entry["error"].items()}
             errors.append(Error(**error))
-        told |= {k: v for k, v in entry.items() if k in ("fault_s", "left", "crash")}
+        logged |= {k: v for k, v in entry.items() if k in ("fault_s", "left", "crash")}
         if "left" in entry:
-            told["digest"] = entry["digest"]
+            logged["digest"] = entry["digest"]
     return Seen(
         exitcode=case.exitcodes.get(rank),
-        fault_s=told.get("fault_s"),
+        fault_s=logged.get("fault_s"),
         errors=tuple(errors),
-        digest=told.get("digest"),
-        left=tuple(told["left"]) if "left" in told else None,
+        digest=logged.get("digest"),
+        left=tuple(logged["left"]) if "left" in logged else None,
         stderr=words.read_text() if words.exists() else "",
-        crash=told.get("crash", ""),
+        crash=logged.get("crash", ""),
     )
 
 

@@ -53,7 +53,7 @@ EXCHANGES = 3
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens, where, and when.
+    """A fault, with its rank and time.
 
     Attributes:
         kind: of `STAGES`, or "none".
@@ -90,10 +90,10 @@ def parse(text: str) -> Fault:
     >>> parse(Fault("kill", 1, "unpack", 2, "shm", 3).text)
     Fault(kind='kill', rank=1, stage='unpack', step=2, transport='shm', world_size=3, ...)
     """
-    told = dict(part.split("=", 1) for part in text.split(","))
+    values = dict(part.split("=", 1) for part in text.split(","))
     types = {"int": int, "float": float, "str": str}
     return Fault(
-        **{field.name: types[str(field.type)](told[field.name]) for field in fields(Fault)}
+        **{field.name: types[str(field.type)](values[field.name]) for field in fields(Fault)}
     )
 
 

@@ -63,7 +63,7 @@ def serve() -> int:
 
 
 def preload() -> None:
-    """What every rank would import at its first step otherwise."""
+    """Import the modules that every rank would otherwise import at its first step."""
     fddp.native.extension.load()
     leaf = torch.zeros(1)
     leaf.grad = torch.zeros(1)
@@ -71,7 +71,7 @@ def preload() -> None:
 
 
 def become(fault: faults.Fault, rank: int, store_port: int, folder: str, ask: int) -> int:
-    """What a forked process does in the rank's place."""
+    """Run a rank in a forked process."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # with a driver that was ended
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -84,9 +84,9 @@ def become(fault: faults.Fault, rank: int, store_port: int, folder: str, ask: in
     return program.main(fault, rank, store_port, log, ask)
 
 
-def tell(*told: object) -> None:
+def tell(*message: object) -> None:
     """One line to the driver."""
-    os.write(1, json.dumps(told).encode() + b"\n")
+    os.write(1, json.dumps(message).encode() + b"\n")
 
 
 if __name__ == "__main__":

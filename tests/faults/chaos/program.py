@@ -1,4 +1,4 @@
-"""What a rank runs: training, in which the fault strikes; what it saw goes into a log, as JSON."""
+"""Program of a rank: training, in which the fault strikes; observations go into a log, as JSON."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ import torch.distributed as dist
 import fddp
 from tests.faults.chaos import training
 from tests.faults.chaos.faults import STEPS
-from tests.faults.chaos.striking import Striker, open_files
-from tests.faults.chaos.verdict import BUILDS_ANEW, TOLD, Error, exitcode, promise
+from tests.faults.chaos.striking import Striker
+from tests.faults.chaos.verdict import BUILDS_ANEW, REPORTED, Error, exitcode, promise
 from tests.support.models import batch, mlp, mlp_loss
+from tests.support.process_resources import open_files
 
 if TYPE_CHECKING:
     from tests.faults.chaos.faults import Fault
@@ -47,8 +48,8 @@ class Program:
         training.STRIKERS[:] = [self.striker]
         self.store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
 
-    def log(self, **told: Any) -> None:
-        os.write(self._log_fd, json.dumps(told).encode() + b"\n")
+    def log(self, **entry: Any) -> None:
+        os.write(self._log_fd, json.dumps(entry).encode() + b"\n")
 
     def optimize(self) -> None:
         """Makes an optimizer for the leaves, which keeps what it had found before."""
@@ -132,7 +133,7 @@ class Program:
                     assert way is not None
                     way.close()
                     way = self.striker.engine = None
-                elif promise(self.fault) != TOLD or self.caught > _ENOUGH:
+                elif promise(self.fault) != REPORTED or self.caught > _ENOUGH:
                     break
         if way is not None:
             way.close()
@@ -142,7 +143,7 @@ class Program:
         self, error: BaseException, way: training.Functional | training.Wrapped | None
     ) -> None:
         at_s, step = time.monotonic(), -1 if way is None else way.engine.step - 1
-        told = Error(
+        observed = Error(
             tuple(kind.__name__ for kind in type(error).__mro__),
             str(error),
             getattr(error, "ranks", None),
@@ -154,7 +155,7 @@ class Program:
             self.before,
             self.digest(),
         )
-        self.log(error=asdict(told))
+        self.log(error=asdict(observed))
         self.caught += 1
 
 
@@ -188,7 +189,7 @@ def held() -> dict[str, list[str]]:
 
 
 def _text(path: Path) -> str:
-    """What a file of a thread says; nothing if it has ended meanwhile."""
+    """Return the text of a thread's file; empty if the thread has ended."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -196,7 +197,8 @@ def _text(path: Path) -> str:
 
 
 def settled(before: dict[str, list[str]], within_s: float) -> list[str]:
-    """What is held beyond `before`, once it is nothing, or after that time."""
+    """Return the resources held beyond `before`, as soon as there are none, or after a time
+    limit."""
     deadline_s = time.monotonic() + within_s
     while True:
         gc.collect()

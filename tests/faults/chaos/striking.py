@@ -17,9 +17,10 @@ from unittest import mock
 import torch
 
 from fddp.native.buffer_pool import BufferPool
-from fddp.runtime.bucket import HANDLERS, BucketState
+from fddp.runtime.state import HANDLERS, BucketState
 from fddp.runtime.step import Step
 from fddp.transport.base import Transport
+from tests.support.process_resources import open_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -196,11 +197,6 @@ class Striker:
             return "", {0: "first bucket", 1: "between buckets"}.get(sent, "")
         is_first = not any(o.kind == "unpack" for o in step.program.schedule.ops[:position])
         return ("unpack" if op.kind == "unpack" and is_first else ""), ""
-
-
-def open_files() -> set[int]:
-    """Numbers of this process's open files."""
-    return {int(name) for name in os.listdir("/proc/self/fd")}
 
 
 def _shut_down(file: int, is_meant: Callable[[int], bool]) -> None:

@@ -1,4 +1,4 @@
-"""What a run showed, as a value, and what of it breaks a promise."""
+"""Observations of a run, as a value, and the promises that they break."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 GRACE_S = 5.0  # that a survivor may take beyond the timeout
 
-#: promises: all go on as if nothing had happened; the rank is lost; the rank is late; the rank's
-#: error is told to all, who go on; a connection is gone, but no rank
-GOES_ON, LOST, LATE, TOLD, CUT = "goes on", "lost", "late", "told", "cut"
+#: promises: all continue as if nothing had happened; the rank is lost; the rank is late; the rank's
+#: error is reported to all, who continue; a connection is gone, but no rank
+CONTINUES, LOST, LATE, REPORTED, CUT = "continues", "lost", "late", "reported", "cut"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Error:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank showed.
+    """Observations of one rank.
 
     Attributes:
         exitcode: of its process; below 0: the signal that ended it.
@@ -58,7 +58,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Run:
-    """What all ranks showed; `hung` are those that had to be ended."""
+    """Observations of all ranks; `hung` lists those that had to be killed."""
 
     ranks: tuple[Seen, ...]
     hung: tuple[int, ...] = ()
@@ -66,9 +66,9 @@ class Run:
 
 
 def promise(fault: Fault) -> str:
-    """Which of the promises holds under a fault."""
+    """Return the promise that holds under a fault."""
     kept = _promise(fault)
-    if fault.way == "module" and kept == TOLD and fault.kind != "no bucket memory":
+    if fault.way == "module" and kept == REPORTED and fault.kind != "no bucket memory":
         return LOST  # outside of backward nothing of a wrapped module runs; the program ends
     return kept
 
@@ -76,23 +76,23 @@ def promise(fault: Fault) -> str:
 def _promise(fault: Fault) -> str:
     if fault.kind in ("interrupt", "huge tensor"):
         # Elsewhere it ends the program, or comes in the middle of a step's operations.
-        return TOLD if fault.stage == "forward" else LOST
+        return REPORTED if fault.stage == "forward" else LOST
     if fault.kind == "closed socket":
         # Shared memory has no connection that a step would use.
-        return CUT if fault.transport == "c10d" else GOES_ON
+        return CUT if fault.transport == "c10d" else CONTINUES
     return {
         "kill": LOST,
         "long stop": LATE,
-        "error in loss": TOLD,
+        "error in loss": REPORTED,
         "error in hook": LOST,
-        "error in data": TOLD,
-        "address space": TOLD,
-        "no bucket memory": TOLD,
+        "error in data": REPORTED,
+        "address space": REPORTED,
+        "no bucket memory": REPORTED,
         "no bucket memory at all": LOST,
-    }.get(fault.kind, GOES_ON)
+    }.get(fault.kind, CONTINUES)
 
 
-#: with these all ranks are alive and at one step, and go on with a new GradSync on the same group
+#: with these all ranks are alive, at one step, and continue with a new GradSync on the same group
 BUILDS_ANEW = ("error in hook", "no bucket memory at all")
 #: what a rank itself ends with
 OWN = {
@@ -113,7 +113,7 @@ def exitcode(rank: int) -> int:
 
 
 def problems(fault: Fault, run: Run, undisturbed: str) -> list[str]:
-    """What breaks a promise; `undisturbed` is the digest of a run without the fault."""
+    """Return the broken promises; `undisturbed` is the digest of a run without the fault."""
     kept = promise(fault)
     found = [f"rank {rank} hung" for rank in run.hung]
     if run.children:
@@ -154,16 +154,16 @@ def _of_rank(
         for error in seen.errors
         if error.before != error.after
     ]
-    goes_on = kept in (GOES_ON, TOLD) or fault.kind in BUILDS_ANEW
+    continues = kept in (CONTINUES, REPORTED) or fault.kind in BUILDS_ANEW
     # A new plan, or a hook, may sum in another order.
     expected = run.ranks[0].digest if fault.kind in BUILDS_ANEW else undisturbed
-    if goes_on and seen.digest != expected:
+    if continues and seen.digest != expected:
         found.append("its result is not that of an undisturbed run")
-    if kept == GOES_ON:
+    if kept == CONTINUES:
         return found + [f"unexpected {error.text}" for error in seen.errors]
     if not seen.errors:
         return [*found, "no error"]
-    if goes_on and len(seen.errors) > 1:
+    if continues and len(seen.errors) > 1:
         found.append(f"a further error: {seen.errors[1].text}")
     error = seen.errors[0]
     fault_s = run.ranks[fault.rank].fault_s or 0.0
@@ -182,7 +182,7 @@ def _own(fault: Fault, error: Error) -> list[str]:
 
 def _others(fault: Fault, kept: str, error: Error) -> list[str]:
     lost = (fault.rank,)
-    if kept == TOLD:
+    if kept == REPORTED:
         named = f"rank {fault.rank} failed at step {error.at_step}" in error.text
         right = error.kinds[0] == "PeerError" and named
         return [] if right else [f"no PeerError that names it: {error.kinds[0]}: {error.text}"]

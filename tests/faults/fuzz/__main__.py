@@ -30,7 +30,7 @@ _REPORT_S = 30.0
 
 
 class Record:
-    """What is being tried, in a file that outlives the process."""
+    """The current input, in a file that outlives the process."""
 
     def __init__(self) -> None:
         _RECORD.write_bytes(bytes(_LONGEST + 8))
@@ -52,12 +52,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.extension is None:
         faulthandler.enable()
-    else:  # sanitizers tell more of a crash
+    else:  # sanitizers report more about a crash
         _take_extension(args.extension)
     print(f"the extension is {extension.load().__file__}", flush=True)
     if args.replay is not None:
-        told = args.replay.read_bytes()
-        print(one_input(told[8 : 8 + int.from_bytes(told[:8], "little")]))
+        record = args.replay.read_bytes()
+        print(one_input(record[8 : 8 + int.from_bytes(record[:8], "little")]))
     elif args.atheris:
         _by_atheris(args.seconds, args.seed)
     else:

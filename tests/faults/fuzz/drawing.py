@@ -74,7 +74,7 @@ class Draw:
         return tensor if self.likely() else self.one_of(_FORMS)(tensor, self)
 
     def anything(self) -> Any:
-        """What has no business here."""
+        """Draw an argument of a wrong type."""
         makers: tuple[Callable[[], Any], ...] = (
             lambda: None,
             self.tensor,

@@ -36,7 +36,7 @@ def one_input(data: bytes) -> str:
         except REFUSALS:
             pass
         except MemoryError:
-            # Sizes are told, and one that is too large is refused before anything is allocated.
+            # Sizes are checked before anything is allocated.
             pass
     return name
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fddp.cli.launch import launch
-from tests.faults.soak.rank import Soak, Told, run_rank
+from tests.faults.soak.rank import RankResult, Soak, run_rank
 from tests.faults.soak.resources import MIB, growths
 
 if TYPE_CHECKING:
@@ -41,33 +41,33 @@ def main() -> int:
     args = parser.parse_args()
     soak = Soak(args.steps, args.minutes, args.seed, SAMPLES, shown=True)
     began_s = time.monotonic()
-    told = launch(args.ranks, run_rank, soak)
+    results = launch(args.ranks, run_rank, soak)
     took_s = time.monotonic() - began_s
     if args.json is not None:
-        args.json.write_text(json.dumps([rank._asdict() for rank in told]))
+        args.json.write_text(json.dumps([rank._asdict() for rank in results]))
     console = Console(highlight=False)
-    problems = _problems(soak, told)
-    console.print(_table(told))
-    console.print(_summary(told, took_s))
+    problems = _problems(soak, results)
+    console.print(_table(results))
+    console.print(_summary(results, took_s))
     for problem in problems:
         console.print(problem, markup=False)
     return 1 if problems else 0
 
 
-def _problems(soak: Soak, told: Sequence[Told]) -> list[str]:
+def _problems(soak: Soak, results: Sequence[RankResult]) -> list[str]:
     problems = [
         f"rank {rank}: {growth.name} grew from {growth.middle:.0f} to {growth.last:.0f}, by more "
         f"than {growth.limit:.0f}"
-        for rank, one in enumerate(told)
+        for rank, one in enumerate(results)
         for growth in growths(one.usages)
         if not growth.is_flat
     ]
-    if told[0].turns < _FEWEST * soak.steps:
-        problems.append(f"only {told[0].turns} of {soak.steps} turns in {soak.minutes} minutes")
+    if results[0].turns < _FEWEST * soak.steps:
+        problems.append(f"only {results[0].turns} of {soak.steps} turns in {soak.minutes} minutes")
     return problems
 
 
-def _table(told: Sequence[Told]) -> Table:
+def _table(results: Sequence[RankResult]) -> Table:
     table = Table(
         title="medians of the middle and the last third of the run",
         box=box.SIMPLE_HEAVY,
@@ -75,7 +75,7 @@ def _table(told: Sequence[Told]) -> Table:
     )
     for heading in ("rank", "resource", "middle", "last", "limit", ""):
         table.add_column(heading, justify="left" if heading in ("resource", "") else "right")
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(results):
         for growth in growths(one.usages):
             unit, form = (MIB, ".2f") if growth.name.endswith("_bytes") else (1, ".0f")
             numbers = (growth.middle, growth.last, growth.limit)
@@ -86,11 +86,11 @@ def _table(told: Sequence[Told]) -> Table:
     return table
 
 
-def _summary(told: Sequence[Told], took_s: float) -> str:
-    first = told[0]
+def _summary(results: Sequence[RankResult], took_s: float) -> str:
+    first = results[0]
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(first.kinds.items()))
     return (
-        f"{first.turns} turns in {took_s / 60:.1f} minutes on {len(told)} ranks: {kinds}\n"
+        f"{first.turns} turns in {took_s / 60:.1f} minutes on {len(results)} ranks: {kinds}\n"
         f"replicas compared {first.compared} times, equal to the bit; digest {first.digest[:16]}"
     )
 

@@ -17,7 +17,7 @@ from tests.faults.soak.work import Rig
 
 
 class Soak(NamedTuple):
-    """What to do.
+    """Parameters of a run.
 
     Attributes:
         steps: the most turns to take.
@@ -34,8 +34,8 @@ class Soak(NamedTuple):
     shown: bool
 
 
-class Told(NamedTuple):
-    """What a rank brings back.
+class RankResult(NamedTuple):
+    """Results of a rank.
 
     Attributes:
         turns: how many it took.
@@ -56,7 +56,7 @@ class ReplicasDifferError(AssertionError):
     """Replicas came apart."""
 
 
-def run_rank(soak: Soak) -> Told:
+def run_rank(soak: Soak) -> RankResult:
     """Takes turns until there are enough or time is up; a collective call.
 
     Raises:
@@ -91,13 +91,13 @@ def run_rank(soak: Soak) -> Told:
     _compare(rig, turns, False)
     digest = rig.digest().hex()
     rig.close()
-    return Told(turns, usages, compared + 1, digest, kinds)
+    return RankResult(turns, usages, compared + 1, digest, kinds)
 
 
 def _compare(rig: Rig, number: int, is_late: bool) -> bool:
     """Holds the replicas against each other; whether rank 0 says that time is up."""
-    told = hashlib.sha256(rig.digest()).digest() + bytes([is_late])
-    own = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+    state = hashlib.sha256(rig.digest()).digest() + bytes([is_late])
+    own = torch.frombuffer(bytearray(state), dtype=torch.uint8)
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, own)
     differ = [

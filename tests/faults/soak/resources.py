@@ -1,4 +1,4 @@
-"""What a process holds, and whether it holds more in the end than before."""
+"""Resources of a process, and their growth over a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 class Usage(NamedTuple):
-    """What a process holds at one moment, after a collection of garbage.
+    """Resources of a process at one moment, after a garbage collection.
 
     Attributes:
         rss_bytes: resident set.
@@ -79,7 +79,7 @@ class Growth(NamedTuple):
 
     @property
     def is_flat(self) -> bool:
-        """Whether it has not grown."""
+        """True if it has not grown."""
         return self.last - self.middle <= self.limit
 
 
@@ -174,5 +174,5 @@ def _libc() -> ctypes.CDLL:
 def _heap_bytes() -> float:
     asking = _libc().mallinfo2  # of glibc 2.33
     asking.restype = _Mallinfo
-    told = asking()
-    return float(told.uordblks + told.hblkhd)
+    info = asking()
+    return float(info.uordblks + info.hblkhd)

@@ -1,4 +1,4 @@
-"""What happens in each turn of a run: pure functions of the seed, the turn and the rank."""
+"""Script of a run, turn by turn: pure functions of the seed, the turn and the rank."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def draw(seed: int, number: int, ranks: int) -> Turn:
 
 
 def own_chance(seed: int, number: int, rank: int) -> random.Random:
-    """What only this rank draws in a turn: the leaves that it uses, and in which order."""
+    """Random numbers of this rank in a turn: the leaves that it uses, and their order."""
     return random.Random(f"{seed}/{number}/{rank}")
 
 

@@ -1,4 +1,4 @@
-"""What a rank does in each turn, on a model of many kinds of leaves."""
+"""Work of a rank in each turn, on a model of many kinds of leaves."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def make_params(seed: int) -> dict[str, Tensor]:
 
 
 class Layers(nn.Module):
-    """Goes through those of its layers that it is told."""
+    """Applies the layers that it is given."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,13 +1,82 @@
-"""Formatting of differences between ranks: groups of ranks and their values."""
+"""Differences between ranks as text: the ranks, their values, and the leaf that they belong to."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+from fddp.core.protocol.messages import Schema, optional
+from fddp.errors import FddpError, PlanMismatchError
+
+LEAVES: Schema = [(str, [int], str, optional([int]), str, bool)]
+"""Schema of leaves in a message: the JSON of a `LeafSpec` each."""
 
 _LONGEST = 56  # characters shown of a value
 _BEFORE = 8  # of these, characters before the first difference
 _MOST_RANKS = 8  # ranks named in one group, and groups named
+
+
+def check_equal(
+    subject: str,
+    values: Sequence[object],
+    way_out: str,
+    error: type[FddpError] = PlanMismatchError,
+) -> None:
+    """Check that all ranks have the same value.
+
+    Args:
+        subject: name of the value, for the error.
+        values: each rank's value, by rank.
+        way_out: advice to the caller, for the error.
+        error: type of the error.
+
+    Raises:
+        FddpError: two values differ; of type `error`.
+
+    Example:
+        >>> check_equal("every", [3, 3, 2], "pass the same every on all ranks")
+        Traceback (most recent call last):
+        fddp.errors.PlanMismatchError: every is 3 on rank 0 and 2 on rank 2; pass the same every on
+        all ranks
+    """
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise error(f"{subject} is {format_pair(0, values[0], rank, value)}; {way_out}")
+
+
+def leaf_difference(one: int, first: Sequence[Any], two: int, second: Sequence[Any]) -> str | None:
+    """Text with the first difference between the leaves of two ranks; None if they are equal.
+
+    Args:
+        one, two: the ranks.
+        first, second: leaves of each of them, as `LEAVES` or `LeafSpec`.
+
+    Example:
+        >>> w, b = ["w", [2], "float32", None, "cpu", False], ["b", [], "none", None, "none", False]
+        >>> leaf_difference(0, [w], 3, [b])
+        "rank 0 has leaf 'w' of shape (2,), float32 on cpu where rank 3 has leaf 'b', which is None"
+        >>> leaf_difference(0, [w], 3, [])
+        "rank 0 has 1 leaves and rank 3 has 0; only rank 0 has leaf 'w' of shape (2,), float32 on
+        cpu"
+    """
+    for mine, theirs in zip_longest(first, second):
+        if mine is None or theirs is None:
+            counts = f"rank {one} has {len(first)} leaves and rank {two} has {len(second)}"
+            return f"{counts}; only rank {one if mine else two} has {_leaf(mine or theirs)}"
+        if mine != theirs:
+            return f"rank {one} has {_leaf(mine)} where rank {two} has {_leaf(theirs)}"
+    return None
+
+
+def _leaf(leaf: Sequence[Any]) -> str:
+    path, shape, dtype, strides, device, sparse = leaf
+    if dtype == "none":
+        return f"leaf {path!r}, which is None"
+    text = f"leaf {path!r} of shape {tuple(shape)}, {dtype} on {device}"
+    text += f" with strides {tuple(strides)}" if strides else ""
+    return f"{text}, declared sparse" if sparse else text
 
 
 def ranks_by_value(column: Sequence[int]) -> list[list[int]]:
@@ -105,8 +174,8 @@ def _cut(one: str, two: str) -> tuple[str, str]:
     >>> _cut("a" * 70 + "b", "a" * 70 + "c")
     ('...aaaaaaaab', '...aaaaaaaac')
     """
-    pairs = zip(one, two, strict=False)
-    apart = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(two)))
+    pairs = enumerate(zip(one, two, strict=False))
+    apart = next((i for i, (a, b) in pairs if a != b), min(len(one), len(two)))
     start = 0 if max(len(one), len(two)) <= _LONGEST else max(0, apart - _BEFORE)
     return _from(one, start), _from(two, start)
 

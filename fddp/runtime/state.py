@@ -1,0 +1,467 @@
+"""State of one step on one rank: its constants, its buckets and its outcome.
+
+A step runs the operations of its schedule through the methods of `BucketState`: `pack` fills the
+buffer, `launch` starts a collective, `wait` blocks until it has finished, `unpack` turns the buffer
+into results.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fddp.core.numerics.weighting import WeightScale
+from fddp.core.protocol.calls import Method
+from fddp.core.protocol.control_word import ControlReport
+from fddp.core.protocol.readiness import Action
+from fddp.core.schedule.op import Op
+from fddp.core.timeline import Interval
+from fddp.errors import FddpError, InternalError, error_text
+from fddp.native.buffer_pool import BufferPool
+from fddp.native.layout import Stats
+from fddp.native.pack import native_slices
+from fddp.runtime.contributions import NOTHING, Contributions
+from fddp.runtime.failures import pack_error
+from fddp.runtime.finite_check import FiniteCheck
+from fddp.runtime.hook_binding import BoundHook
+from fddp.runtime.nonfinite import Policy
+from fddp.runtime.program import BucketProgram, Program
+from fddp.runtime.results import Devices, Results
+from fddp.runtime.sparse import gather_sparse
+from fddp.telemetry.flight.recorder import Entry, Recorder
+from fddp.transport.base import Transport, Work
+
+
+class Outcome(NamedTuple):
+    """Outcome of a step.
+
+    Attributes:
+        leaves: the synchronised gradients, by leaf; local ones for leaves that are not reduced.
+        report: the control word summed over ranks.
+        stats: squared norm and finiteness of the synchronised gradients; None unless requested.
+        skipped: True if all ranks skipped the step because of a non-finite number; all leaves are
+            then None.
+    """
+
+    leaves: list[Tensor | None]
+    report: ControlReport
+    stats: Stats | None
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """Constants of one step.
+
+    Attributes:
+        program: program to execute.
+        transport: transport of the collectives.
+        pool: memory for buckets.
+        scale: the agreed unit of weight.
+        step: number of the step.
+        method: the call that opened it.
+        with_stats: True to record times, norm and finiteness.
+        recorder: flight recorder of the operations.
+        bound_hook: the communication hook, if there is one.
+        idle: buckets that are left out because no rank used them in the previous step; a gradient
+            for one makes it late. The same on all ranks.
+        nonfinite: policy for non-finite numbers.
+        when: suffix of `moment` that callers may set; the same on all ranks.
+    """
+
+    program: Program
+    transport: Transport
+    pool: BufferPool
+    scale: WeightScale
+    step: int
+    method: Method
+    with_stats: bool
+    recorder: Recorder
+    bound_hook: BoundHook | None = None
+    idle: frozenset[int] = frozenset()
+    nonfinite: Policy = "propagate"
+    when: str = ""
+
+    @property
+    def moment(self) -> str:
+        """Text that identifies the step; the same on all ranks in step."""
+        return f"{self.step}{self.when}"
+
+
+class StepState:
+    """State of one synchronisation, which its buckets share.
+
+    Attributes:
+        number: number of the synchronisation.
+        method: the call, which must be the same on all ranks that contribute.
+        contributions: gradients and weight of this rank; none until `begin`.
+        source: contributions to pack; none on a rank that has failed.
+        has_next: True if this rank has input for another step.
+        hook_states: state of the communication hook by bucket, replaced by the new state once the
+            step has succeeded; () if the hook is stateless.
+        allow_idle_ranks: True to let ranks of weight 0 contribute zeros under a hook that divides
+            by the number of ranks; the same on all ranks that have input.
+        failure: error of this rank.
+        is_orderly: True once the step has ended, in success or failure, with all collectives done.
+        report: the control word summed over ranks, once it was read.
+        failures: error text of each rank, once they were exchanged; "" for ranks without one.
+        buckets: state of each bucket.
+        leaves: results by leaf.
+        measures: True to check results as they are unpacked.
+        record_time: True to record times, norm and finiteness.
+        opened_s: time at which the step was opened, on the clock of `time.perf_counter`.
+        hook_spans: times at which the hook ran or waited, with `record_time` only.
+        log: actions, each with the number of gradients that had arrived; with `record_time` only.
+    """
+
+    def __init__(self, context: StepContext) -> None:
+        program = context.program
+        self.context = context
+        self.program, self.transport, self.pool = program, context.transport, context.pool
+        self.recorder, self.number, self.method = context.recorder, context.step, context.method
+        self.record_time, self.scale = context.with_stats, context.scale
+        self.averages = program.schedule.scaling == "average"
+        self.applies_scale = program.schedule.result != "replicated"
+        self.devices = Devices()
+        self.leaves: list[Tensor | None] = [None] * len(program.plan.leaves)
+        self.measures = self.record_time
+        self.contributions = self.source = NOTHING
+        self.has_next = True
+        self.hook_states: Sequence[Any] = ()
+        self.allow_idle_ranks = False
+        self.failure: BaseException | None = None
+        self.failures: list[str] = []
+        self.is_orderly = self.backward_ended = False
+        self.report: ControlReport | None = None
+        self.after = 1.0
+        self.word: Tensor | None = None
+        self.opened_s = self._begun_s = perf_counter()
+        self.hook_spans: Sequence[Interval] = ()
+        self.log: list[tuple[int, Action]] = []
+        self._is_finite, self._may_overflow = True, False
+        self._failure_text = ""
+        moment = f"{program.schedule.shared_digest}:{context.moment}"
+        self._fingerprint = zlib.crc32(moment.encode())  # equal on ranks in the same step
+        self._check: FiniteCheck | None = None  # None if non-finite numbers are propagated
+        if context.nonfinite != "propagate":
+            hook = None if context.bound_hook is None else context.bound_hook.hook
+            self.measures = True
+            self._check = FiniteCheck(context.nonfinite, program, self.results, hook, self.recorder)
+        self.buckets: Sequence[BucketState] = [*map(BucketState, program.buckets)]
+
+    @cached_property
+    def results(self) -> Results:
+        """Results that are not plain views of their buffers."""
+        return Results(self.program, self.leaves, self.devices, self.pool, measure=self.record_time)
+
+    @property
+    def phase(self) -> str:
+        """Phase of the step, for error texts of other ranks."""
+        if self.is_orderly:
+            return "between steps"
+        return "after backward" if self.backward_ended else "in forward"
+
+    def begin(self, contributions: Contributions, leaves: Sequence[Tensor | None]) -> None:
+        """Set this rank's contributions; `leaves` determine the devices of the buckets."""
+        self._begun_s = perf_counter()
+        self.contributions = contributions
+        if self.failure is None:
+            self.source = contributions
+        if self.context.nonfinite == "raise":
+            contributions.retain_sources()
+        for bucket in self.program.buckets:
+            if bucket.device not in self.devices:
+                leaf = leaves[bucket.leaves[0]]
+                if leaf is not None:
+                    self.devices[bucket.device] = leaf.device
+
+    def ready_times_s(self) -> dict[int, float]:
+        """Time of the last gradient of each differentiable leaf, on the clock of
+        `time.perf_counter`; NaN for leaves without gradient."""
+        leaves = self.program.differentiated
+        times_s = self.contributions.ready_times_s() or [self._begun_s] * len(leaves)
+        return dict(zip(leaves, times_s, strict=True))
+
+    def fail(self, error: BaseException) -> None:
+        """Fail the step on this rank; see [Note: a rank that fails]."""
+        if self.failure is not None:
+            return
+        self.failure, self.source = error, NOTHING
+        self._failure_text = error_text(error)
+        if isinstance(error, FddpError):
+            rank = self.transport.rank
+            error.args = (f"rank {rank} at step {self.number}: {error}", *error.args[1:])
+
+    # For buckets
+
+    def buffer_of(self, bucket: int) -> Tensor:
+        """Buffer of a dense bucket."""
+        state = self.buckets[bucket]
+        return state.memory(self) if state.buffer is None else state.buffer
+
+    def recover_memory(self, error: BaseException) -> None:
+        """Fail the step on this rank for lack of memory, and free the pool. Raises `error` if it is
+        too late to report it in the control word."""
+        if self.report is not None:
+            raise error
+        self.fail(error)
+        self.pool.clear()
+
+    def note_magnitude(self, bucket: BucketProgram, buffer: Tensor, peak: float, op: Op) -> None:
+        """Note a packed bucket with large, non-finite or unknown numbers. `peak` is a bound on the
+        magnitudes; NaN if unknown."""
+        if op.when == "again":
+            return  # noted when it was packed first
+        self._is_finite = self._is_finite and not math.isinf(peak)
+        self._may_overflow = True
+        if self._check is not None:
+            self._check.packed(bucket, buffer, self.source, finite=not math.isinf(peak))
+
+    def note_sparse(self, leaf: int, sources: list[Tensor | None]) -> None:
+        """Check this rank's gradients of a sparse leaf, after their sum."""
+        if self._check is not None:
+            self._check.gathered(leaf, sources)
+
+    def log_packed(self, op: Op) -> None:
+        """Add a packed bucket to the step's trace."""
+        if op.when != "always":
+            self.log.append((self.contributions.arrived(), Action("repair", op.bucket)))
+        elif op.region.start == 0:
+            self.log.append((self.contributions.arrived(), Action("launch", op.bucket)))
+
+    def pack_scale(self, bucket: BucketProgram, *, repairs: bool) -> WeightScale:
+        """Scale of gradients that are packed after the control word was read: the agreed one, or
+        one that fits for a bucket that is reduced again. `repairs` is True if the packed gradients
+        are reduced after a first reduction of the bucket."""
+        report, scale = self.report, self.context.scale
+        if report is None or not bucket.rescaled:
+            return scale
+        if scale.keeps_range(report.total_weight, report.active):
+            return scale
+        return scale.fitting(report.total_weight, report.active)
+
+    def result_factor(self, bucket: BucketProgram) -> float:
+        """Factor on a bucket that may have been reduced twice."""
+        if self.report is None or not self.applies_scale:
+            return 1.0
+        return self.pack_scale(bucket, repairs=False).after(self.report.total_weight)
+
+
+class BucketState:
+    """A bucket that is reduced by the collectives of its schedule.
+
+    Attributes:
+        program: constants of the bucket.
+        buffer: memory of the bucket; None until it is needed, and in a step without the bucket.
+        repair: memory of the late gradients; None if there are none.
+        ready_s: time at which all expected gradients had arrived, on the clock of
+            `time.perf_counter`; infinite before.
+        launch_s: time at which the first collective was started; NaN before.
+        work: the collective that was started last.
+        works: collectives in flight, by position in the schedule.
+    """
+
+    __slots__ = ("buffer", "launch_s", "program", "ready_s", "repair", "work", "works")
+
+    def __init__(self, program: BucketProgram) -> None:
+        self.program = program
+        self.buffer: Tensor | None = None
+        self.repair: Tensor | None = None
+        self.ready_s = math.inf
+        self.launch_s = math.nan
+        self.work: Work | None = None
+        self.works: dict[int, tuple[Any, Entry]] = {}
+
+    # Memory
+
+    def memory(self, step: StepState) -> Tensor:
+        """Buffer of the bucket, taken from the pool at the first call."""
+        if self.buffer is not None:
+            return self.buffer
+        bucket, device = self.program, step.devices[self.program.device]
+        if step.source.aliases_buffer is not None:
+            self.buffer = step.source.aliased_memory(bucket.index, step.pool)
+            if self.buffer is not None:
+                return self.buffer
+        spec = bucket.index, bucket.buffer_numel, bucket.wire_dtype, device
+        try:
+            self.buffer = step.pool.acquire(*spec)
+        except (RuntimeError, MemoryError) as error:
+            # This rank finishes the step with zeros, in memory freed by the call.
+            step.recover_memory(error)
+            self.buffer = step.pool.acquire(*spec)
+        return self.buffer
+
+    def release(self, pool: BufferPool) -> None:
+        """Return the buffers to the pool, which reuses them once no result uses them."""
+        if self.repair is not None:
+            pool.release(self.program.index, self.repair)
+        if self.buffer is not None:
+            pool.release(self.program.index, self.buffer)
+
+    # Operations
+
+    def pack(self, step: StepState, position: int, op: Op) -> None:
+        """Write this rank's contribution into the buffer, with zeros for missing gradients."""
+        bucket = self.program
+        if op.region.buffer == "repair":
+            buffer = self.repair = step.pool.acquire(
+                bucket.index, bucket.buffer_numel, bucket.wire_dtype, step.devices[bucket.device]
+            )
+        else:
+            buffer = self.memory(step) if self.buffer is None else self.buffer
+        if bucket.numel < bucket.padded_numel:
+            buffer[bucket.numel : bucket.padded_numel].zero_()
+        try:
+            peak = self._write(step, step.source, buffer, position, op)
+            if not peak <= bucket.max_safe_magnitude:
+                step.note_magnitude(bucket, buffer, peak, op)
+        except Exception as error:
+            if step.report is not None:
+                raise  # too late to report it in the control word
+            step.fail(pack_error(step.program, bucket.index, buffer, step.source, error))
+            self._write(step, NOTHING, buffer, position, op)
+        if step.record_time:
+            step.log_packed(op)
+
+    def _write(
+        self, step: StepState, source: Contributions, buffer: Tensor, position: int, op: Op
+    ) -> float:
+        bucket = self.program
+        chunk = step.program.shards.chunks.get(position)
+        if chunk is not None:
+            return source.pack_chunk_(chunk, buffer)
+        scale = step.scale
+        if step.report is not None:
+            scale = step.pack_scale(bucket, repairs=op.when != "always")
+        if op.when == "late":
+            return source.pack_late_(bucket.index, buffer, bucket.layout, scale)
+        return source.pack_(bucket.index, buffer, bucket.layout, scale)
+
+    def launch(self, step: StepState, position: int, op: Op) -> None:
+        """Start a collective on the buffer, including a piggybacked control word."""
+        entry = step.recorder.launched(step.program.schedule, step.number, position)
+        if op.when == "always" and self.launch_s != self.launch_s:
+            self.launch_s = entry.launched_s
+        own = self.operand(step, position, op)
+        transport, wait_soon = step.transport, step.backward_ended
+        if op.kind == "all_reduce":
+            work = transport.all_reduce(
+                own,
+                axes=op.axes,
+                average=step.averages,
+                record_time=step.record_time,
+                wait_soon=wait_soon,
+            )
+        elif op.kind == "reduce_scatter":
+            work = transport.reduce_scatter(
+                own,
+                axes=op.axes,
+                average=step.averages,
+                ordered=step.program.schedule.deterministic,
+                record_time=step.record_time,
+                wait_soon=wait_soon,
+            )
+        else:
+            work = transport.all_gather_in_place(
+                own, axes=op.axes, record_time=step.record_time, wait_soon=wait_soon
+            )
+        self.work = work
+        self.works[position] = work, entry
+
+    def operand(self, step: StepState, position: int, op: Op) -> Tensor:
+        """Tensor to reduce, including a piggybacked control word."""
+        if position != step.program.schedule.piggyback_op:
+            start, stop = step.program.extents[position]
+            memory = self.repair if op.region.buffer == "repair" else self.buffer
+            if memory is None:
+                raise InternalError(f"{op.kind} of bucket {op.bucket} before it was packed")
+            return memory[start:stop]
+        if self.buffer is not None:
+            return self.buffer[op.region.start :]
+        if step.word is None:
+            raise InternalError("the control word was sent before it was written")
+        return step.word  # the bucket is left out, and the word travels alone
+
+    def is_done(self, position: int) -> bool:
+        """Return True if the collective at a position, if there is one, has finished."""
+        pending = self.works.get(position)
+        return pending is None or pending[0].done
+
+    def wait(self, step: StepState, position: int) -> None:
+        """Block until the collective at a position has finished; a second call does nothing."""
+        pending = self.works.pop(position, None)
+        if pending is None:
+            return
+        work, entry = pending
+        entry.waited_s = perf_counter()
+        work.wait(f"{self.program.text} of step {step.number}")
+        entry.done_s = perf_counter()
+
+    def add_repair(self, step: StepState, position: int, op: Op) -> None:
+        """Add the reduced late gradients to the reduced bucket."""
+        if self.buffer is None:  # the bucket was left out
+            self.memory(step).zero_()
+        if self.buffer is None or self.repair is None:
+            raise InternalError(f"the repair of bucket {op.bucket} was added before it was packed")
+        start, stop = step.program.extents[position]
+        self.buffer[start:stop].add_(self.repair[start:stop])
+
+    def gather(self, step: StepState, position: int, op: Op) -> None:
+        """Sum the sparse gradients of all ranks."""
+        report = step.report
+        if report is None:
+            raise InternalError("sparse gradients were gathered before the control word was read")
+        (leaf,) = self.program.leaves
+        spec = step.program.plan.leaves[leaf]
+        parts = [
+            (part.sources[0], part.weight / report.total_weight)
+            for part in step.source.parts(op.bucket)
+        ]
+        entry = step.recorder.launched(step.program.schedule, step.number, position)
+        entry.waited_s = entry.launched_s
+        gathered = gather_sparse(
+            spec,
+            step.program.schedule.wire_dtypes[op.bucket],
+            step.devices[self.program.device],
+            [(source, factor) for source, factor in parts if source is not None],
+            step.transport,
+            f"{self.program.text} of step {step.number}",
+        )
+        entry.done_s = perf_counter()
+        step.results.put_sparse(leaf, gathered)
+        step.note_sparse(leaf, [source for source, _ in parts])
+
+    def unpack(self, step: StepState, position: int, op: Op) -> None:
+        """Turn the reduced buffer into results; views of it if no cast or factor is needed."""
+        bucket = self.program
+        if bucket.sparse:
+            return  # gathered in its final form
+        buffer = self.memory(step) if self.buffer is None else self.buffer
+        after = step.result_factor(bucket) if bucket.rescaled else step.after
+        if bucket.is_plain and after == 1.0 and not step.measures:
+            for leaf, result in zip(
+                bucket.leaves, native_slices()(buffer, bucket.layout.native), strict=True
+            ):
+                step.leaves[leaf] = result
+        else:
+            step.results.unpack(position, bucket.index, buffer, after)
+
+
+HANDLERS: Mapping[str, str] = {
+    "pack": "pack",
+    "all_reduce": "launch",
+    "reduce_scatter": "launch",
+    "all_gather": "launch",
+    "add": "add_repair",
+    "gather": "gather",
+    "unpack": "unpack",
+}
+"""Method of `BucketState` that runs each kind of operation."""

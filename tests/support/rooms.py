@@ -1,0 +1,19 @@
+"""Rooms of the package, which are its folders, and the modules in them."""
+
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "fddp"
+
+# Each may import those before it. The folders of the package are these rooms.
+ROOMS = (
+    *("errors", "core", "native", "tree", "telemetry", "transport", "hooks", "runtime"),
+    *("collectives", "sync", "ddp", "jax", "testing", "viz", "cli"),
+)
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[0]
