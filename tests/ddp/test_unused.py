@@ -186,10 +186,10 @@ def use_before_failure(ddp: DDP, x: Tensor) -> None:
 
 
 def use_before_failed_backward(ddp: DDP, x: Tensor) -> None:
-    ddp.module.refuses = is_rank_1(x)
+    ddp.module.fails_in_backward = is_rank_1(x)
     with pytest.raises((ValueError, fddp.PeerError)), ddp.in_step():
         ddp(x, through=(0, 1)).sum().backward()
-    ddp.module.refuses = False
+    ddp.module.fails_in_backward = False
 
 
 def dropped_use(group: Any, use: Callable[[Any, Tensor], None], zeroes: bool) -> list[Any]:
