@@ -151,7 +151,16 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
         )
         steps = BackwardDriver(runner, self._switch)
         log_initialised(self._options.cap_bytes, self._options.first_cap_bytes)
-        self._start_log(steps)
+        transport = steps.engine.transport
+        self.logger.start(
+            self._options,
+            steps.engine.program.plan,
+            runner.usage.names,
+            _backend_of(self.process_group),
+            module_name=type(self.module).__name__,
+            rank=transport.rank,
+            world_size=transport.world_size,
+        )
         wire = wire_dtype(self.mixed_precision) if self.mixed_precision else None
         if wire is not None:
             steps.engine.set_hook(cast_hook(wire))
@@ -166,19 +175,6 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
             last_is_small=os.environ.get("DDP_SET_LAST_BUCKET_CAP", "0") == "1",
             transport=self._transport,
             nonfinite=self._nonfinite,
-        )
-
-    def _start_log(self, steps: BackwardDriver) -> None:
-        group, transport = self.process_group, steps.engine.transport
-        backend = dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "loopback"
-        self.logger.start(
-            self._options,
-            steps.engine.program.plan,
-            steps.runner.usage.names,
-            backend,
-            module_name=type(self.module).__name__,
-            rank=transport.rank,
-            world_size=transport.world_size,
         )
 
     @property
@@ -296,3 +292,7 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
         self._delayed = self._delay(*self._delays)
         if hook is not None and self.steps.engine.hook is None:
             self.steps.engine.set_hook(hook)
+
+
+def _backend_of(group: Any) -> str:
+    return dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "loopback"
