@@ -63,7 +63,7 @@ class WeightError(FddpError, ValueError):
 
 
 class TransformError(FddpError):
-    """A call that fddp does not support inside a `torch.func` transform."""
+    """A call that fddp does not support inside a `torch.func` transform or `autograd.grad`."""
 
 
 class ReentryError(FddpError):

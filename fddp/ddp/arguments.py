@@ -25,6 +25,12 @@ from fddp.errors import NoGradientError
 from fddp.runtime.nonfinite import Policy
 from fddp.transport import LoopbackGroup
 
+STATIC_FINDS_UNUSED = (
+    "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` will "
+    "detect unused parameters automatically, so you do not need to set "
+    "find_unused_parameters=true"
+)
+
 _TO_CALLER = 4  # frames from a warning to the call of the constructor
 
 
@@ -212,7 +218,7 @@ def checked(module: nn.Module, arguments: Arguments) -> Options:
             f"SyncBatchNorm layers only work with GPU modules, and {batch_norms[0]!r} is on the "
             f"CPU; use BatchNorm there"
         )
-    _warn_of_deprecated(arguments)
+    _warn_of_needless(arguments)
     forward_sync, init_sync = _buffer_syncs(arguments)
     cap_bytes, first_cap_bytes, listed_caps_bytes = _caps(arguments)
     return Options(
@@ -249,10 +255,16 @@ def _delayed(arguments: Arguments) -> dict[str, Tensor]:
 
 
 def _ignored_names(module: nn.Module) -> frozenset[str]:
-    """Return the names set by `_set_params_and_buffers_to_ignore_for_model`."""
-    names: Iterable[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    # Torch's recipe for these names joins the root's empty name and a dot.
-    return frozenset(name.removeprefix(".") for name in names)
+    """Return the names set by `_set_params_and_buffers_to_ignore_for_model`.
+
+    Names set on a submodule are relative to it.
+    """
+    return frozenset(
+        # Torch's recipe for these names joins the root's empty name and a dot.
+        f"{path}.{name.removeprefix('.')}".removeprefix(".")
+        for path, part in module.named_modules()
+        for name in getattr(part, "_ddp_params_and_buffers_to_ignore", ())
+    )
 
 
 def _check_parameters(own: Mapping[str, nn.Parameter], has_delayed: bool) -> None:
@@ -301,7 +313,7 @@ def _device_indices(
     return None, None
 
 
-def _warn_of_deprecated(arguments: Arguments) -> None:
+def _warn_of_needless(arguments: Arguments) -> None:
     if arguments.broadcast_buffers is not None:
         warnings.warn(
             "`broadcast_buffers` is deprecated; its value is ignored, because "
@@ -320,6 +332,8 @@ def _warn_of_deprecated(arguments: Arguments) -> None:
             FutureWarning,
             stacklevel=_TO_CALLER,
         )
+    if arguments.static_graph and arguments.find_unused_parameters:
+        warnings.warn(STATIC_FINDS_UNUSED, stacklevel=_TO_CALLER)
 
 
 def _buffer_syncs(arguments: Arguments) -> tuple[bool, bool]:

@@ -33,8 +33,15 @@ from torch.utils.hooks import RemovableHandle
 from fddp.ddp.request import ModuleRequest
 from fddp.ddp.step_runner import StepRunner
 from fddp.ddp.weak_callback import weak_callback
+from fddp.errors import TransformError
 from fddp.native.autograd_leaves import distributed_context, has_explicit_inputs
 from fddp.sync.engine import Engine
+
+_CAPTURED = (
+    "torch.autograd.grad was called for parameters of a DistributedDataParallel, which averages "
+    "gradients only in backward(); use fddp.GradSync(params).value_and_grad(loss_fn) for their "
+    "mean, or call it within `with ddp.no_sync():` for the gradients of this rank alone"
+)
 
 
 @dataclass
@@ -108,11 +115,14 @@ class BackwardDriver:
     def _on_output_grad(self) -> None:
         with self._lock:
             if self._switch.is_on and not self.is_stopped:
+                has_inputs = has_explicit_inputs()
+                if has_inputs and self.runner.parameters.are_captured():
+                    raise TransformError(_CAPTURED)
                 if not self._is_reached:
                     self._reached_s = time.perf_counter()
                 self._is_reached = True
                 self.runner.parameters.hooks.watch(True)
-                self._queue_end(required=not has_explicit_inputs())
+                self._queue_end(required=not has_inputs)
 
     def _on_first_grad(self) -> None:
         with self._lock:

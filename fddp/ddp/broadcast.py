@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn import Module
@@ -27,6 +28,7 @@ def broadcast_module(
     Raises:
         PlanMismatchError: names, shapes or dtypes differ between ranks; on every rank, before any
             broadcast.
+        RuntimeError: a parameter or buffer is a sparse tensor.
     """
     own: dict[str, Tensor] = {
         name: param for name, param in module.named_parameters() if name not in ignored
@@ -38,6 +40,7 @@ def broadcast_module(
     received = exchange(transport, _shapes(names, tensors), _SHAPES, "module")
     way_out = "build the module alike on all ranks, or pass init_sync=False"
     _check_equal(received, way_out, PlanMismatchError)
+    _check_dense(names, tensors)
     broadcast_(transport, tensors, src)
 
 
@@ -55,7 +58,8 @@ def broadcast_buffers(
     step still needs is replaced by a new tensor instead.
 
     Raises:
-        DesyncError: buffers differ between ranks in name, shape or dtype; on every rank.
+        DesyncError: buffers differ between ranks in name, shape, dtype or layout; on every rank.
+        RuntimeError: a buffer is a sparse tensor.
     """
     named = buffers_of(module, ignored)
     names = sorted(named)
@@ -97,12 +101,28 @@ def _check_alike(transport: Transport, names: list[str], tensors: list[Tensor]) 
     received = exchange(transport, _shapes(names, tensors), _SHAPES, "buffers")
     way_out = "keep buffers alike on all ranks, or pass broadcast_buffers=False"
     _check_equal(received, way_out, DesyncError)
+    _check_dense(names, tensors)
     transport.size_cache["buffers"] = known
+
+
+def _check_dense(names: list[str], tensors: list[Tensor]) -> None:
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.layout is not torch.strided:
+            raise RuntimeError(
+                f"No support for sparse tensors. {name!r} of the module has the layout "
+                f"{tensor.layout}; make it dense, or name it in "
+                f"_set_params_and_buffers_to_ignore_for_model"
+            )
 
 
 def _shapes(names: list[str], tensors: list[Tensor]) -> dict[str, str]:
     pairs = zip(names, tensors, strict=True)
-    return {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in pairs}
+    return {name: _shape(tensor) for name, tensor in pairs}
+
+
+def _shape(tensor: Tensor) -> str:
+    text = f"{tensor.dtype} {tuple(tensor.shape)}"
+    return text if tensor.layout is torch.strided else f"{text}, {tensor.layout}"
 
 
 def _check_equal(received: list[dict[str, str]], way_out: str, error: type[FddpError]) -> None:

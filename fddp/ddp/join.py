@@ -36,9 +36,18 @@ _HAS_INPUT, _SYNCS, _LEAVES = 1, 2, 4  # flags of a vote
 
 
 class ModuleJoinHook(JoinHook):
-    """Hook that `Join` calls on a rank without further input."""
+    """Hook that `Join` calls on a rank without further input.
+
+    Raises:
+        AssertionError: `ddp` is no wrapped module.
+    """
 
     def __init__(self, ddp: WrapperState, divide_by_initial_world_size: bool) -> None:
+        if not isinstance(ddp, WrapperState):
+            raise AssertionError(
+                f"DDP join hook requires passing in a DistributedDataParallel instance as the "
+                f"state, got {type(ddp).__name__}; pass the wrapped module"
+            )
         self._ddp = ddp
         self._steps = ddp.steps
         self._weight = 1.0 if divide_by_initial_world_size else 0.0
@@ -170,6 +179,13 @@ class UnevenInputs(WrapperState):
         broadcast_module(
             transport, self.module, self._options.ignored, src, buffers=self.forward_sync_buffers
         )
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        """Take part in the others' step without gradients. A collective call."""
+        self.steps.take_part(1.0)
+
+    def _match_unused_params_allreduce(self) -> None:
+        """No-op. Every step exchanges the use of parameters."""
 
 
 def notify(ddp: WrapperState) -> None:

@@ -59,6 +59,7 @@ class Recorder:
             in time in nanoseconds.
         sample_rate: period of recorded steps after the first ten.
         keeps_all: True if all other steps are measured, too, without logging them.
+        iterations: number of forward passes that took part in synchronisation.
         forward_start_s: start of the last forward, on the clock of `time.perf_counter`.
         info: the last measured step.
     """
@@ -67,6 +68,7 @@ class Recorder:
         self.data: dict[str, Entry] = {}
         self.sample_rate = SAMPLE_RATE
         self.keeps_all = False
+        self.iterations = 0
         self.forward_start_s = time.perf_counter()
         self.info: SyncInfo | None = None
         self._numbers: Mapping[str, int] = {}
@@ -160,8 +162,8 @@ class Recorder:
             self.data |= entries
 
     def set_error_and_log(self, text: str) -> None:
-        """Log an error. The name is that of DDP's logger."""
-        self.note(has_error=1, error=text)
+        """Log an error and the number of forward passes. The name is that of DDP's logger."""
+        self.note(has_error=1, error=text, iteration=self.iterations)
 
 
 def is_sampled(iteration: int, sample_rate: int = SAMPLE_RATE) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -57,6 +58,17 @@ class ParameterWatch:
             is_swapped = any(not isinstance(e, Parameter) for e in there if isinstance(e, Tensor))
             return "swapped" if is_swapped else "changed"
         return "changed" if any(param.requires_grad for param in self._frozen) else "none"
+
+    @property
+    def are_others_tracked(self) -> bool:
+        """True if tensors are differentiated that `functional_call` has put in place."""
+        is_tracked = torch._C._functorch.is_gradtrackingtensor
+        there: list[Tensor | None] = [e for table in self._tables for e in table.values()]
+        return any(
+            entry.requires_grad or is_tracked(entry)
+            for entry in there
+            if entry is not None and not isinstance(entry, Parameter)
+        )
 
     @property
     def all_frozen(self) -> bool:

@@ -14,6 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fddp.ddp.state import WrapperState
+from fddp.hooks import allreduce
+from fddp.hooks.flat import real
+from fddp.hooks.torch_adapter import GradBucket
+from fddp.runtime.hook_binding import BoundHook
 
 
 class Reducer:
@@ -61,6 +65,19 @@ class Reducer:
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         self._wrapper._set_ddp_runtime_logging_sample_rate(sample_rate)
+
+    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
+        """Return the buckets in launch order, with zeros for gradients."""
+        ddp = self._wrapper
+        bound = BoundHook.of(allreduce, ddp.steps.engine.program)
+        return [
+            GradBucket(
+                spec,
+                real(torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device)),
+                ddp._watch.latest,
+            )
+            for spec in bound.specs.values()
+        ]
 
     def _run_allreduce_hook(self, bucket: Any) -> torch.futures.Future[Any]:
         """Start the sum of a bucket over the wrapper's group."""

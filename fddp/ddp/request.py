@@ -37,7 +37,7 @@ class ModuleRequest:
 
     timeout_s = None  # the group's own
     is_foreign = False
-    title = "GradSync"
+    title = "DistributedDataParallel"
 
     def terms(self, transport: Transport) -> SyncConfig:
         """Return the configuration that ranks must have in common.

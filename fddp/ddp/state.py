@@ -19,6 +19,7 @@ from fddp.core.plan.plan import BucketPlan
 from fddp.core.timeline import Timeline
 from fddp.ddp.arguments import AS_GIVEN, Arguments, Options, group_of, managed
 from fddp.ddp.backward_steps import BackwardDriver, Switch
+from fddp.ddp.debug_logs import log_initialised
 from fddp.ddp.delayed_all_reduce import Delayed
 from fddp.ddp.logging_data import Recorder
 from fddp.ddp.mixed_precision import wire_dtype
@@ -149,7 +150,17 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
             recorder=self.logger,
         )
         steps = BackwardDriver(runner, self._switch)
-        self._start_log(steps)
+        log_initialised(self._options.cap_bytes, self._options.first_cap_bytes)
+        transport = steps.engine.transport
+        self.logger.start(
+            self._options,
+            steps.engine.program.plan,
+            runner.usage.names,
+            _backend_of(self.process_group),
+            module_name=type(self.module).__name__,
+            rank=transport.rank,
+            world_size=transport.world_size,
+        )
         wire = wire_dtype(self.mixed_precision) if self.mixed_precision else None
         if wire is not None:
             steps.engine.set_hook(cast_hook(wire))
@@ -164,19 +175,6 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
             last_is_small=os.environ.get("DDP_SET_LAST_BUCKET_CAP", "0") == "1",
             transport=self._transport,
             nonfinite=self._nonfinite,
-        )
-
-    def _start_log(self, steps: BackwardDriver) -> None:
-        group, transport = self.process_group, steps.engine.transport
-        backend = dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "loopback"
-        self.logger.start(
-            self._options,
-            steps.engine.program.plan,
-            steps.runner.usage.names,
-            backend,
-            module_name=type(self.module).__name__,
-            rank=transport.rank,
-            world_size=transport.world_size,
         )
 
     @property
@@ -248,7 +246,11 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Return DDP's logging data under DDP's keys; sizes in bytes, times in nanoseconds."""
-        return dict(self.logger.data) if self.steps else {}  # which starts the log
+        usage = self.steps.runner.usage  # starts the log, too
+        data: dict[str, Any] = dict(self.logger.data)
+        if usage.last is not None:
+            data["can_set_static_graph"] = int(usage.is_static)
+        return data
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Record one in `sample_rate` steps, after the first ten."""
@@ -290,3 +292,7 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
         self._delayed = self._delay(*self._delays)
         if hook is not None and self.steps.engine.hook is None:
             self.steps.engine.set_hook(hook)
+
+
+def _backend_of(group: Any) -> str:
+    return dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "loopback"

@@ -16,9 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from fddp.core.protocol.calls import Method
+from fddp.ddp.debug_logs import log_rebuilt
 from fddp.ddp.logging_data import Recorder
 from fddp.ddp.request import ModuleRequest
 from fddp.ddp.unused_parameters import GraphChangedError, ParameterUse, Usage
@@ -71,6 +74,17 @@ class HookedParameters:
         self._all_names = frozenset(self.names)
         self._counts: Sequence[int] = ()
         self._ranks: Mapping[str, int] = {}  # the same counts by name
+
+    def are_captured(self) -> bool:
+        """Return True if the running `autograd.grad` returns a parameter's gradient."""
+        leaves = (leaf for leaf in self.leaves if leaf.requires_grad)
+        try:
+            for leaf in leaves:
+                # Raises for leaves whose gradients autograd.grad captures.
+                torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+        except RuntimeError:
+            return True
+        return False
 
     def used_names(self) -> frozenset[str]:
         """Names of the parameters that received a gradient on this rank."""
@@ -224,14 +238,7 @@ class StepRunner:
             return
         contributions = TreeContributions(self.engine.program, own, 1.0)
         self.step.begin(contributions, params)
-
-        def write(results: Sequence[Tensor | None]) -> None:
-            _copy_to(own, results)
-            rows = zip(params, own, results, strict=True)
-            new = [(p, result) for p, grad, result in rows if grad is None and result is not None]
-            add_to_context(context, new)
-
-        self._write = write
+        self._write = partial(_add_to_context, context, params, own)
 
     def finish(self, reached_s: float) -> None:
         """Close the step after backward has ended, and write its results.
@@ -251,9 +258,12 @@ class StepRunner:
                 outcome = self._repeat()
         except BaseException:
             self.restore_grads()
-            self._raise_changed_graph()
+            _raise_changed_graph(self.step.failures if self.step else ())
             raise
         step, report = self.step, outcome.report
+        if step.program.control.with_order and not self.engine.program.control.with_order:
+            plan = self.engine.program.plan
+            log_rebuilt(len(plan.buckets), plan.caps_bytes)
         self._write(outcome.leaves)
         if outcome.skipped:
             # Gradients accumulated before the step are part of the sum, and go, too.
@@ -281,16 +291,6 @@ class StepRunner:
         problem = self.usage.problem(here)
         if problem is not None and self.step is not None:
             self.step.fail(problem)
-
-    def _raise_changed_graph(self) -> None:
-        """Raise one error on all ranks if a graph changed that was declared static, and no rank
-        failed for another reason."""
-        kind = f"{GraphChangedError.__name__}: "
-        texts = [text for text in (self.step.failures if self.step else ()) if text]
-        if texts and all(text.startswith(kind) for text in texts):
-            advice = "No rank has gradients of this step; the group is in step and can go on"
-            changes = [text.removeprefix(kind) for text in texts]
-            raise RuntimeError("\n".join([*changes, advice])) from None
 
     def close_step(self) -> Outcome:
         """Close the open step and return its outcome.
@@ -401,6 +401,30 @@ def _engine(request: ModuleRequest) -> Engine:
     engine.label = "this DistributedDataParallel"
     engine.advice = "make a new one of its module, on a working group"
     return engine
+
+
+def _raise_changed_graph(failures: Sequence[str]) -> None:
+    """Raise one error on all ranks if a graph changed that was declared static, and no rank failed
+    for another reason."""
+    kind = f"{GraphChangedError.__name__}: "
+    texts = [text for text in failures if text]
+    if texts and all(text.startswith(kind) for text in texts):
+        advice = "No rank has gradients of this step; the group is in step and can go on"
+        changes = [text.removeprefix(kind) for text in texts]
+        raise RuntimeError("\n".join([*changes, advice])) from None
+
+
+def _add_to_context(
+    context: int,
+    params: Sequence[Tensor],
+    own: Sequence[Tensor | None],
+    results: Sequence[Tensor | None],
+) -> None:
+    """Write results over a context's own gradients, and add those that it does not have."""
+    _copy_to(own, results)
+    rows = zip(params, own, results, strict=True)
+    new = [(p, result) for p, grad, result in rows if grad is None and result is not None]
+    add_to_context(context, new)
 
 
 def _copy_to(targets: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> None:

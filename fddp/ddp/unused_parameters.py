@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from fddp.ddp.debug_logs import log_unused
 from fddp.errors import FddpError
 
 _UNFINISHED = (
@@ -130,6 +131,9 @@ class Usage:
 
     def note(self, use: ParameterUse) -> None:
         """Record the use of parameters by a closed step."""
+        is_first_static = self.static and self._first is None and self.last is None
+        unused = self._unused(use.here)
+        log_unused(unused, self.params, self._rank, is_first_static=is_first_static)
         self.last = use if self.last is None or self._is_closed else self.last.joined(use)
         self._passes.append(use.here)
         self._is_closed = self._was_refused = False
@@ -170,7 +174,7 @@ def _unused_error(
     return (
         f"{_UNFINISHED}This error indicates that your module has parameters that were not used "
         f"in producing loss. You can enable unused parameter detection by passing the keyword "
-        f"argument `find_unused_parameters=True` to `torch.nn.parallel.DistributedDataParallel`, "
+        f"argument `find_unused_parameters=True` to `fddp.DistributedDataParallel`, "
         f"and by making sure all `forward` function outputs participate in calculating loss. "
         f"Gradients of that step were synchronised nevertheless: fddp needs no flag for it, and "
         f"only repeats DDP's error.\n"
@@ -198,6 +202,8 @@ def _static_used_error(used: Collection[str], rank: int) -> str:
 
 def _without_gradient(unused: Collection[str], order: Sequence[str], rank: int) -> str:
     """List the parameters by number, as in DDP, and by name."""
+    if not unused:
+        return f"Parameter indices which did not receive grad for rank {rank}: none"
     numbers = " ".join(str(i) for i, name in enumerate(order) if name in unused)
     names = ", ".join(name for name in order if name in unused)
     text = (
@@ -208,6 +214,5 @@ def _without_gradient(unused: Collection[str], order: Sequence[str], rank: int) 
         return text
     return (
         f"{text}\n In addition, you can set the environment variable TORCH_DISTRIBUTED_DEBUG to "
-        f"either INFO or DETAIL to print out information about which particular parameters did not "
-        f"receive gradient on this rank as part of this error"
+        f"either INFO or DETAIL to log them in the step in which they are unused"
     )

@@ -20,7 +20,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 
-from fddp.ddp.arguments import Arguments, check_policy, checked, group_of
+from fddp.ddp.arguments import STATIC_FINDS_UNUSED, Arguments, check_policy, checked, group_of
 from fddp.ddp.broadcast import broadcast_buffers, broadcast_module, buffers_of
 from fddp.ddp.comm_hooks import CommHooks
 from fddp.ddp.failure_scope import FailurePropagation
@@ -32,6 +32,12 @@ from fddp.ddp.tensor_parallel import make_local_
 from fddp.runtime.nonfinite import Policy
 from fddp.telemetry.flight.dump import dump_failures
 from fddp.transport import TransportName
+
+_LOCAL_GRADIENTS = (
+    "gradients of tensors that torch.func.functional_call puts in place of a "
+    "DistributedDataParallel's parameters stay local to this rank; use fddp.GradSync for their "
+    "mean, or call it within `with ddp.no_sync():` if local gradients are wanted"
+)
 
 
 class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
@@ -48,7 +54,8 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         broadcast_buffers: deprecated name of `forward_sync_buffers`. False also leaves out the
             broadcast of buffers at the start.
         init_sync: compare shapes and broadcast parameters at the start. If False, the constructor
-            is not a collective call, and the first forward sets up the communicator.
+            is not a collective call, and the first forward with gradients enabled sets up the
+            communicator.
         process_group: a group of `torch.distributed`, or the group that `fddp.loopback` passes to
             its function; None for the default group.
         bucket_cap_mb: size in MiB at which a bucket is closed; by default 25, and 1 for the first
@@ -167,13 +174,29 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _pre_forward(self) -> bool:
         """Prepare for the module's forward. Return False if it takes no part in synchronisation."""
-        if self._all_delayed or torch._C._functorch.peek_interpreter_stack() is not None:
+        if self._all_delayed:
             return False
         change = self._watch.change()
         if change == "swapped":
+            if self._syncs and self._watch.are_others_tracked:
+                warnings.warn(_LOCAL_GRADIENTS, stacklevel=3)
+            return False
+        if torch._C._functorch.peek_interpreter_stack() is not None or self._is_local_forward():
             return False
         self._prepare(change == "changed")
         return True
+
+    def _is_local_forward(self) -> bool:
+        """Return True if this forward needs no communicator, and there is none yet.
+
+        Copies have none at first, and may be evaluated on one rank alone.
+        """
+        return (
+            self._steps is None
+            and not torch.is_grad_enabled()
+            and not self._join_config.enable
+            and not self.will_sync_module_buffers()
+        )
 
     def _prepare(self, changed: bool) -> None:
         self.logger.forward_start_s = time.perf_counter()
@@ -182,7 +205,10 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         if not self._lazy_init_ran:
             self._lazy_init()
         if syncs:
+            self.logger.iterations += 1
+        if torch.is_grad_enabled():
             self._raise_pending()
+        if syncs:
             steps.runner.usage.begin_forward()
         steps.runner.usage.joining = self._join_config.enable
         if changed or not steps.runner.parameters.hooks.intact():
@@ -287,11 +313,11 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
                 "You've set static_graph to be True, no need to set it again.", stacklevel=2
             )
             return
-        if self._steps is not None and self._steps.engine.step:
+        if self.logger.iterations:
             self._log_and_throw(
                 RuntimeError,
                 f"_set_static_graph() should be called before training loop starts, and this "
-                f"wrapper has taken {self._steps.engine.step} steps",
+                f"wrapper has run {self.logger.iterations} forward passes",
             )
         self.static_graph = True
         static = replace(self._options.arguments, static_graph=True)
@@ -299,12 +325,7 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         self.steps.runner.declare_static()
         self.logger.note(static_graph=1)
         if self.find_unused_parameters:
-            warnings.warn(
-                "You passed find_unused_parameters=true to DistributedDataParallel, "
-                "`_set_static_graph` will detect unused parameters automatically, so you do not "
-                "need to set it",
-                stacklevel=2,
-            )
+            warnings.warn(STATIC_FINDS_UNUSED, stacklevel=2)
 
     def _remove_autograd_hooks(self) -> None:
         self.steps.stop()

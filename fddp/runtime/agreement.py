@@ -244,8 +244,9 @@ def check_equal_leaves(received: Sequence[Sequence[Any]]) -> None:
         difference = leaf_difference(0, received[0], rank, leaves)
         if difference is not None:
             raise PlanMismatchError(
-                f"{difference}; build every rank's parameters alike, or decline the leaf with "
-                f"select="
+                f"{difference}; build every rank's parameters alike, or leave it out on every "
+                f"rank: select= of a GradSync, _set_params_and_buffers_to_ignore_for_model of a "
+                f"wrapped module"
             )
 
 

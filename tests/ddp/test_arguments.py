@@ -192,6 +192,7 @@ def test_threads_have_groups() -> None:
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("cap", [None, 0, 1e-9, 1.5, 25])
 @pytest.mark.parametrize("caps", [None, [], [1], [2, 0.5]])
+@pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true")
 def test_caps_are_those_of_torch(
     find_unused: bool, static: bool, cap: float | None, caps: list[float] | None
 ) -> None:

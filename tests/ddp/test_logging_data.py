@@ -243,9 +243,10 @@ def test_notes() -> None:
     recorder.note(comm_hook="fp16_compress", join_uneven_inputs=1)
     assert recorder.data["comm_hook"] == "fp16_compress"
     record(recorder, plan, 7)
+    recorder.iterations = 9
     recorder.set_error_and_log("<class 'ValueError'>: no")
     assert recorder.data["join_uneven_inputs"] == 1
-    assert (recorder.data["has_error"], recorder.data["iteration"]) == (1, 7)
+    assert (recorder.data["has_error"], recorder.data["iteration"]) == (1, 9)
     assert recorder.data["error"] == "<class 'ValueError'>: no"
 
 

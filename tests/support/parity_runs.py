@@ -187,7 +187,8 @@ def retained(run: Run, batches: Batches) -> Iterator[None]:
         loss = loss_of(run.model(batch))
         loss.backward(retain_graph=True)
         used = [p for p in run.model.parameters() if p.requires_grad]
-        torch.autograd.grad(loss, used, allow_unused=True)
+        with run.model.no_sync():
+            torch.autograd.grad(loss, used, allow_unused=True)
         yield
         run.optimizer.step()
 

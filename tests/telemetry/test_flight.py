@@ -503,4 +503,4 @@ def test_a_rank_that_is_lost_to_a_wrapped_forward_leaves_a_flight(tmp_path: Path
     text = fddp.loopback(2, run)[0]
     (path,) = tmp_path.glob("*.txt")
     assert text.endswith(f"; the flight of this process is in {str(path)!r}")
-    assert "GradSync #" in path.read_text()
+    assert "DistributedDataParallel #" in path.read_text()
