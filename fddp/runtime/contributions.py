@@ -81,7 +81,7 @@ class Contributions:
 
     def used(self, program: Program) -> list[bool]:
         """For each reduced leaf, True if there is a gradient."""
-        return [False] * len(program.reduced)
+        return [False] * len(program.plan.reduced)
 
     def late(self, program: Program) -> list[bool]:
         """For each bucket, True if a gradient arrived after it was packed."""
@@ -128,7 +128,7 @@ class TreeContributions(Contributions):
     def used(self, program: Program) -> list[bool]:
         if not self.weight:
             return super().used(program)
-        return [self._leaves[i] is not None for i in program.reduced]
+        return [self._leaves[i] is not None for i in program.plan.reduced]
 
     def local(self, leaf: int) -> Tensor | None:
         grad = self._leaves[leaf]
@@ -148,7 +148,7 @@ class ShardContributions(Contributions):
         return pack_(buffer, chunk.layout, chunk.sources(self._shards), 1.0)
 
     def used(self, program: Program) -> list[bool]:
-        return [self._shards[i] is not None for i in program.reduced]
+        return [self._shards[i] is not None for i in program.plan.reduced]
 
     def unreduced(self, program: Program) -> Sequence[int]:
         bucketed = program.plan.bucket_of
@@ -235,7 +235,7 @@ class BackwardContributions(Contributions):
         new_slot, members = eager_slot_type(), self._program.member_numbers
         eager = [
             new_slot(members[bucket][position], buffer_of(bucket), slot.native, factor)
-            for bucket, leaves in self._program.early.items()
+            for bucket, leaves in self._program.packing.early.items()
             if bucket not in self._idle
             if not (self._retains and self._may_overflow(bucket, scale))
             for position, slot in leaves
@@ -267,7 +267,13 @@ class BackwardContributions(Contributions):
         return ready_s
 
     def parts(self, bucket: int) -> list[WeightedGradients]:
-        return [*self._taken(bucket), *self._earlier(bucket)]
+        return [*self.late_parts(bucket), *self._earlier(bucket)]
+
+    def late_parts(self, bucket: int) -> list[WeightedGradients]:
+        if self._leaf_set is None:
+            return []
+        keep = bucket in self._program.schedule.retained
+        return [WeightedGradients(self._leaf_set.take(bucket, keep), self._own_weight)]
 
     def pack_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
         if (
@@ -278,7 +284,7 @@ class BackwardContributions(Contributions):
             return _pack_parts_(buffer, layout, self._noted(bucket, self.parts(bucket)), scale)
         keep = bucket in self._program.schedule.retained
         factor = self._factor if scale is self._scale else scale.before(self._own_weight)
-        packing = self._program.packing[bucket]
+        packing = self._program.packing.native[bucket]
         peak = self._leaf_set.pack(bucket, buffer, packing, keep, factor)
         if self._accumulated is not None:
             for sums, weight in self._earlier(bucket):
@@ -294,9 +300,6 @@ class BackwardContributions(Contributions):
         if memory is not None:
             self.in_place.append(bucket)
         return memory
-
-    def late_parts(self, bucket: int) -> list[WeightedGradients]:
-        return self._taken(bucket)
 
     def pack_late_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
         return _pack_parts_(buffer, layout, self._noted(bucket, self.late_parts(bucket)), scale)
@@ -319,12 +322,6 @@ class BackwardContributions(Contributions):
             self._retained = {bucket: parts}
         return parts
 
-    def _taken(self, bucket: int) -> list[WeightedGradients]:
-        if self._leaf_set is None:
-            return []
-        keep = bucket in self._program.schedule.retained
-        return [WeightedGradients(self._leaf_set.take(bucket, keep), self._own_weight)]
-
     def _earlier(self, bucket: int) -> list[WeightedGradients]:
         if self._accumulated is None:
             return []
@@ -333,14 +330,18 @@ class BackwardContributions(Contributions):
         return [WeightedGradients([self._accumulated.sums[i] for i in members], 1.0)]
 
     def used(self, program: Program) -> list[bool]:
-        if self._leaf_set and not self._accumulated and program.reduced == program.differentiated:
+        if (
+            self._leaf_set
+            and not self._accumulated
+            and program.plan.reduced == program.differentiated
+        ):
             return self._leaf_set.used()
         used = [False] * len(program.plan.leaves)
         if self._leaf_set:
             for leaf, flag in zip(program.differentiated, self._leaf_set.used(), strict=True):
                 used[leaf] = flag
         sums = self._accumulated.sums if self._accumulated else [None] * len(used)
-        return [used[i] or sums[i] is not None for i in program.reduced]
+        return [used[i] or sums[i] is not None for i in program.plan.reduced]
 
     def late(self, program: Program) -> list[bool]:
         if self._leaf_set is None:
@@ -354,7 +355,8 @@ class BackwardContributions(Contributions):
 
     def order(self, program: Program) -> Sequence[int]:
         arrived = dict.fromkeys(program.differentiated[k] for k in self.arrival_log())
-        return [program.slot[leaf] for leaf in arrived if leaf in program.slot]
+        slots = {leaf: slot for slot, leaf in enumerate(program.plan.reduced)}
+        return [slots[leaf] for leaf in arrived if leaf in slots]
 
     def arrived(self) -> int:
         return self._leaf_set.arrival_count() if self._leaf_set else 0

@@ -25,7 +25,7 @@ def donate(program: Program, pool: BufferPool, grads: Any) -> None:
         TreeMismatchError: the tree has other leaves, or one that is no result. No leaf is donated.
     """
     leaves, treedef = program.trees.flatten(grads)
-    check_paths(treedef, program.paths, "donated gradients")
+    check_paths(treedef, program.plan.paths, "donated gradients")
     taken: dict[int, Tensor] = {}  # by storage: one result may stand for several leaves
     # Shards of several pieces, and empty ones, have memory of their own.
     may_lie_elsewhere = program.schedule.result == "sharded_mean"
@@ -34,18 +34,17 @@ def donate(program: Program, pool: BufferPool, grads: Any) -> None:
             grad = leaves[leaf]
             if grad is None:
                 continue
+            where = f"leaf {program.plan.paths[leaf]!r} (bucket {number}) of the donated gradients"
             if is_foreign(grad):
                 raise TreeMismatchError(
-                    f"leaf {program.paths[leaf]!r} (bucket {number}) of the donated gradients is a "
-                    f"JAX array, whose memory JAX owns; drop the arrays: their bucket is reused "
-                    f"once nothing refers to them"
+                    f"{where} is a JAX array, whose memory JAX owns; drop the arrays: their bucket "
+                    f"is reused once nothing refers to them"
                 )
             if isinstance(grad, Tensor) and pool.is_view(grad):
                 taken[grad.untyped_storage()._cdata] = grad
             elif not (isinstance(grad, Tensor) and may_lie_elsewhere):
                 raise TreeMismatchError(
-                    f"leaf {program.paths[leaf]!r} (bucket {number}) of the donated gradients is "
-                    f"no result of this GradSync, or was donated before; pass the unchanged tree "
-                    f"that a step returned"
+                    f"{where} is no result of this GradSync, or was donated before; pass the "
+                    f"unchanged tree that a step returned"
                 )
     invalidate(taken.values(), _TEXT)

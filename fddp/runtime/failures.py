@@ -87,7 +87,8 @@ def locate(error: BaseException, program: Program, op: Op | None, step: int) -> 
     error.step = step
     if error.bucket >= 0:
         words = program.buckets[error.bucket].text
-        error.paths = tuple(program.paths[i] for i in program.plan.buckets[error.bucket].leaves)
+        plan = program.plan
+        error.paths = tuple(plan.paths[i] for i in plan.buckets[error.bucket].leaves)
     else:
         words = "the exchange of failures" if op is None else "the control word"
     where = f"{words} of step {step}"
@@ -140,9 +141,10 @@ def pack_error(
     for part in contributions.parts(bucket):
         for leaf, source in zip(program.plan.buckets[bucket].leaves, part.sources, strict=True):
             if source is not None and source.device != buffer.device:
+                path = program.plan.paths[leaf]
                 return TreeMismatchError(
-                    f"the gradient of leaf {program.paths[leaf]!r} is on {source.device} where its "
-                    f"bucket is on {buffer.device}; move it there"
+                    f"the gradient of leaf {path!r} is on {source.device} where its bucket is on "
+                    f"{buffer.device}; move it there"
                 )
     return problem
 
@@ -162,10 +164,10 @@ def incompatible_contributions_error(
     if program.schedule.result != "replicated":
         return None
     ranks = program.schedule.topology.world_size
-    for leaf, users in zip(program.reduced, report.users, strict=True):
+    for leaf, users in zip(program.plan.reduced, report.users, strict=True):
         if 0 < users < ranks:
             return TreeMismatchError(
-                f"step {step}: leaf {program.paths[leaf]!r} of the shards is None on "
+                f"step {step}: leaf {program.plan.paths[leaf]!r} of the shards is None on "
                 f"{ranks - users} of {ranks} ranks; pass its shard on every rank, or None on all"
             )
     return None

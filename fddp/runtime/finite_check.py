@@ -165,9 +165,9 @@ class FiniteCheck:
             return None
         program, leaves = self._program, self._results.leaves
         tallies = sorted(self._tallies, key=lambda pair: pair[0])
-        sums = [(i, tally(leaf)) for i in program.reduced if (leaf := leaves[i]) is not None]
+        sums = [(i, tally(leaf)) for i in program.plan.reduced if (leaf := leaves[i]) is not None]
         counts, overflowed = (
-            counted((program.paths[i], numbers) for i, numbers in found)
+            counted((program.plan.paths[i], numbers) for i, numbers in found)
             for found in (tallies, sums)
         )
         own = NonFiniteCounts(counts, overflowed).to_json()
@@ -176,7 +176,7 @@ class FiniteCheck:
         received = exchange(transport, own, COUNTS, "counts")
         entry.done_s = time.perf_counter()
         wires = {
-            program.paths[leaf]: program.schedule.wire_dtypes[number]
+            program.plan.paths[leaf]: program.schedule.wire_dtypes[number]
             for number, bucket in enumerate(program.plan.buckets)
             for leaf in bucket.leaves
         }

@@ -158,7 +158,7 @@ def _spec(program: Program, bucket: int, position: int) -> BucketSpec:
         if low > high or (low == high and offset < end):
             continue
         is_cut = (low, high) != (offset, end)
-        paths.append(program.paths[leaf])
+        paths.append(program.plan.paths[leaf])
         shapes.append((high - low,) if is_cut else shape)
         strides.append((1,) if is_cut else stride)
         offsets.append(low - start)

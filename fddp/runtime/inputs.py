@@ -35,7 +35,7 @@ def matched_leaves(
         TreeMismatchError: other paths, shapes or dtypes, or a leaf that is no tensor.
     """
     leaves, treedef = program.trees.flatten(tree)
-    check_paths(treedef, program.paths, what)
+    check_paths(treedef, program.plan.paths, what)
     position = program.leaf_types.first_mismatch(leaves, differentiable)
     if program.foreign or (position >= 0 and holds_foreign(leaves)):
         leaves, treedef = _adapted(leaves, treedef, what, differentiable)
@@ -63,12 +63,12 @@ def matched_shards(tree: Any, program: Program) -> tuple[list[Tensor | None], Tr
         TreeMismatchError: other paths, sizes or dtypes, or a leaf that is no tensor.
     """
     leaves, treedef = adapted(*flatten(tree), "shards", always=program.foreign)
-    check_paths(treedef, program.paths, "shards")
+    check_paths(treedef, program.plan.paths, "shards")
     bucketed = program.plan.bucket_of
     for leaf, spec in enumerate(program.plan.leaves):
         if leaf not in bucketed and not isinstance(leaves[leaf], Tensor | None):
             raise TreeMismatchError(_misfit(leaves[leaf], spec, "shards"))
-    for leaf in program.reduced:
+    for leaf in program.plan.reduced:
         shard, spec, numel = leaves[leaf], program.plan.leaves[leaf], program.shards.numels[leaf]
         found = (
             f"{str(shard.dtype).removeprefix('torch.')} of shape {tuple(shard.shape)}"
@@ -264,7 +264,7 @@ def check_no_derivatives(
     position = program.leaf_types.first_differentiated(leaves, recorded)
     if position < 0:
         return
-    where = f"leaf {program.paths[position]!r} of the {what}"
+    where = f"leaf {program.plan.paths[position]!r} of the {what}"
     node = getattr(leaves[position], "grad_fn", None) if recorded else None
     if node is not None:
         raise TransformError(

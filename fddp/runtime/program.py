@@ -86,6 +86,58 @@ class Instruction(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Packing:
+    """The way in which gradients are packed into buckets: as they arrive, or together.
+
+    Attributes:
+        schedule, with_order: as in `Program`.
+        layouts: for each bucket, the slices of its leaves.
+    """
+
+    schedule: Schedule
+    layouts: tuple[Layout, ...]
+    with_order: bool
+
+    @cached_property
+    def early(self) -> dict[int, tuple[tuple[int, Layout], ...]]:
+        """Buckets with leaves that are packed as they arrive: the positions of these leaves in the
+        bucket, and the slice of each."""
+        plan, found = self.schedule.plan, {}
+        for bucket, layout in enumerate(self.layouts):
+            least, leaves = self._eager_bytes(bucket), plan.buckets[bucket].leaves
+            large = [p for p, i in enumerate(leaves) if plan.leaves[i].nbytes >= least]
+            if large:
+                found[bucket] = tuple((position, layout.part((position,))) for position in large)
+        return found
+
+    def _eager_bytes(self, bucket: int) -> float:
+        """Smallest size of leaves that are packed as they arrive."""
+        spec = self.schedule.plan.buckets[bucket]
+        is_retained = bucket in self.schedule.retained
+        if spec.device not in ("cpu", "meta") or spec.sparse or is_retained:
+            # Accelerators are faster with many copies in one launch. Retained contributions can't
+            # be released early.
+            return math.inf
+        # Small gradients that wait fragment the memory of large ones freed between them. A plan
+        # that is about to be rebuilt may be a single bucket, in which all would wait.
+        nbytes = [self.schedule.plan.leaves[leaf].nbytes for leaf in spec.leaves]
+        is_large = sum(nbytes) >= _EAGER_BYTES * len(nbytes)
+        return 0 if self.with_order or is_large else _EAGER_BYTES
+
+    @cached_property
+    def native(self) -> tuple[NativePacking, ...]:
+        """For each bucket, the leaves that are packed early and those packed together, in the
+        extension."""
+        made = []
+        for bucket, layout in enumerate(self.layouts):
+            early = self.early.get(bucket, ())
+            alone = {position for position, _ in early}
+            together = tuple(p for p in range(len(layout.shapes)) if p not in alone)
+            made.append(packing(together, layout.part(together), early))
+        return tuple(made)
+
+
+@dataclass(frozen=True)
 class Program:
     """Schedule of a step, prepared for one rank, and constants derived from it.
 
@@ -105,16 +157,6 @@ class Program:
     def plan(self) -> BucketPlan:
         """The bucket plan."""
         return self.schedule.plan
-
-    @cached_property
-    def paths(self) -> tuple[str, ...]:
-        """The path of each leaf, in canonical order."""
-        return self.plan.paths
-
-    @cached_property
-    def reduced(self) -> tuple[int, ...]:
-        """Leaves that are reduced, in canonical order; the slots of the control word."""
-        return self.plan.reduced
 
     @cached_property
     def differentiated(self) -> tuple[int, ...]:
@@ -152,29 +194,7 @@ class Program:
     @cached_property
     def buckets(self) -> tuple[BucketProgram, ...]:
         """Constants of each bucket."""
-        return tuple(map(self._bucket, range(len(self.plan.buckets))))
-
-    def _bucket(self, index: int) -> BucketProgram:
-        schedule, planned = self.schedule, self.plan.buckets[index]
-        wire = schedule.wire_dtypes[index]
-        first, last = self.paths[planned.leaves[0]], self.paths[planned.leaves[-1]]
-        return BucketProgram(
-            index=index,
-            text=f"bucket {index} ({first if first == last else f'{first} .. {last}'})",
-            leaves=planned.leaves,
-            layout=self.layouts[index],
-            numel=self.layouts[index].numel,
-            padded_numel=schedule.buffer_numels[index],
-            buffer_numel=self.buffer_numels[index],
-            wire_dtype=getattr(torch, wire),
-            device=planned.device,
-            sparse=planned.sparse,
-            is_plain=wire == planned.dtype and schedule.result != "sharded_mean",
-            rescaled=wire in RETAINED_DTYPES and index in schedule.retained,
-            max_safe_magnitude=max_safe_magnitude(
-                wire, planned.dtype, schedule.topology.world_size
-            ),
-        )
+        return tuple(_bucket_program(self, index) for index in range(len(self.plan.buckets)))
 
     @cached_property
     def instructions(self) -> tuple[Instruction, ...]:
@@ -225,52 +245,14 @@ class Program:
         return tuple(extents)
 
     @cached_property
-    def early(self) -> dict[int, tuple[tuple[int, Layout], ...]]:
-        """Buckets with leaves that are packed as they arrive: the positions of these leaves in the
-        bucket, and the slice of each."""
-        found = {}
-        for bucket, layout in enumerate(self.layouts):
-            least, leaves = self._eager_bytes(bucket), self.plan.buckets[bucket].leaves
-            large = [p for p, i in enumerate(leaves) if self.plan.leaves[i].nbytes >= least]
-            if large:
-                found[bucket] = tuple((position, layout.part((position,))) for position in large)
-        return found
-
-    def _eager_bytes(self, bucket: int) -> float:
-        """Smallest size of leaves that are packed as they arrive."""
-        spec = self.plan.buckets[bucket]
-        is_retained = bucket in self.schedule.retained
-        if spec.device not in ("cpu", "meta") or spec.sparse or is_retained:
-            # Accelerators are faster with many copies in one launch. Retained contributions can't
-            # be released early.
-            return math.inf
-        # Small gradients that wait fragment the memory of large ones freed between them. A plan
-        # that is about to be rebuilt may be a single bucket, in which all would wait.
-        nbytes = [self.plan.leaves[leaf].nbytes for leaf in spec.leaves]
-        is_large = sum(nbytes) >= _EAGER_BYTES * len(nbytes)
-        return 0 if self.with_order or is_large else _EAGER_BYTES
-
-    @cached_property
-    def packing(self) -> tuple[NativePacking, ...]:
-        """For each bucket, the leaves that are packed early and those packed together, in the
-        extension."""
-        made = []
-        for bucket, layout in enumerate(self.layouts):
-            early = self.early.get(bucket, ())
-            alone = {position for position, _ in early}
-            together = tuple(p for p in range(len(layout.shapes)) if p not in alone)
-            made.append(packing(together, layout.part(together), early))
-        return tuple(made)
+    def packing(self) -> Packing:
+        """The way in which gradients are packed into buckets."""
+        return Packing(self.schedule, self.layouts, self.with_order)
 
     @cached_property
     def number(self) -> dict[int, int]:
         """For each differentiated leaf, its position among them."""
         return {leaf: k for k, leaf in enumerate(self.differentiated)}
-
-    @cached_property
-    def slot(self) -> dict[int, int]:
-        """For each reduced leaf, its position in the control word."""
-        return {leaf: k for k, leaf in enumerate(self.reduced)}
 
     @cached_property
     def buffer_numels(self) -> tuple[int, ...]:
@@ -299,6 +281,27 @@ class Program:
     def leaf_types(self) -> LeafTypes:
         """Shapes and dtypes of the leaves, in the extension."""
         return leaf_types(self.plan.leaves)
+
+
+def _bucket_program(program: Program, index: int) -> BucketProgram:
+    schedule, planned = program.schedule, program.plan.buckets[index]
+    wire = schedule.wire_dtypes[index]
+    first, last = program.plan.paths[planned.leaves[0]], program.plan.paths[planned.leaves[-1]]
+    return BucketProgram(
+        index=index,
+        text=f"bucket {index} ({first if first == last else f'{first} .. {last}'})",
+        leaves=planned.leaves,
+        layout=program.layouts[index],
+        numel=program.layouts[index].numel,
+        padded_numel=schedule.buffer_numels[index],
+        buffer_numel=program.buffer_numels[index],
+        wire_dtype=getattr(torch, wire),
+        device=planned.device,
+        sparse=planned.sparse,
+        is_plain=wire == planned.dtype and schedule.result != "sharded_mean",
+        rescaled=wire in RETAINED_DTYPES and index in schedule.retained,
+        max_safe_magnitude=max_safe_magnitude(wire, planned.dtype, schedule.topology.world_size),
+    )
 
 
 def _own(

@@ -85,7 +85,7 @@ class Results:
         program = self._program
         if self._parts:
             self.leaves[:] = program.shards.joined(program.plan, self._parts, self._devices)
-        for leaf, flag in zip(program.reduced, used, strict=True):
+        for leaf, flag in zip(program.plan.reduced, used, strict=True):
             if not flag:
                 self.leaves[leaf] = None
         for leaf in contributions.unreduced(program):

@@ -183,6 +183,8 @@ class Step(StepState):
     def _send_control(self, position: int, op: Op) -> None:
         """Write this rank's control word into its bucket's buffer, or send it by itself."""
         layout, source = self.program.control, self.source
+        # Rank 0's order of gradients is that of the rebuilt plan.
+        has_order = layout.with_order and self.transport.rank == 0 and not self.failure
         word = ControlWord(
             fingerprint=self._fingerprint,
             method=self.method,
@@ -193,7 +195,7 @@ class Step(StepState):
             nonfinite=not self._is_finite,
             may_overflow=self._may_overflow,
             failed=self.failure is not None,
-            order=self._arrival_order() if layout.with_order else (),
+            order=tuple(self.contributions.order(self.program)) if has_order else (),
         )
         vector = torch.from_numpy(encode(layout, word))
         if op.bucket < 0:
@@ -209,12 +211,6 @@ class Step(StepState):
             self.word.copy_(vector)
         if self.record_time:
             self.log.append((self.contributions.arrived(), Action("control")))
-
-    def _arrival_order(self) -> tuple[int, ...]:
-        """Order of rank 0's gradients, for the rebuild of the plan."""
-        if self.transport.rank != 0 or self.failure:
-            return ()
-        return tuple(self.contributions.order(self.program))
 
     def _read_report(self, position: int) -> bool:
         """Wait for the control word, and act on it. Return True if there are repairs: the cursor

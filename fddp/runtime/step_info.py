@@ -31,14 +31,14 @@ def make_info(
     end_s = time.perf_counter()
     stats = outcome.stats or Stats(math.nan, False)
     begun_s = min(begun_s, step.opened_s, backward_s[0])
-    flags = list(zip(program.reduced, report.used, strict=True))
+    flags = list(zip(program.plan.reduced, report.used, strict=True))
     return SyncInfo(
         step=step.number,
         world_size=transport.world_size,
         active=report.active,
         total_weight=report.total_weight,
-        used=tuple(program.paths[leaf] for leaf, used in flags if used),
-        unused=tuple(program.paths[leaf] for leaf, used in flags if not used),
+        used=tuple(program.plan.paths[leaf] for leaf, used in flags if used),
+        unused=tuple(program.plan.paths[leaf] for leaf, used in flags if not used),
         grad_norm=math.sqrt(stats.sq_norm),
         all_finite=stats.finite and report.nonfinite == 0,
         repaired=tuple(action.bucket for _, action in step.log if action.kind == "repair"),

@@ -220,7 +220,7 @@ class Engine(EngineConfiguration):
             self._watch.append(step)
         report = self._apply_report(step)
         if report.order and self.program.control.with_order:
-            reduced = self.program.reduced
+            reduced = self.program.plan.reduced
             order = [reduced[slot] for slot in report.order]
             self.set_plan(self.terms.rebuilt(self.program.plan, order))
         if self.terms.skips_unused:
@@ -243,7 +243,7 @@ class Engine(EngineConfiguration):
 
     def _unused_buckets(self, report: ControlReport) -> frozenset[int]:
         program = self.program
-        users = dict(zip(program.reduced, report.users, strict=True))
+        users = dict(zip(program.plan.reduced, report.users, strict=True))
         return frozenset(
             number
             for number, bucket in enumerate(program.plan.buckets)

@@ -49,8 +49,8 @@ _MAX_PAYLOAD_BYTES = 2**31  # longer payloads are rejected before memory is allo
 _REAL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
-class Transport(ABC):
-    """One rank's end of a communicator over a group of ranks; see the module's text.
+class Endpoint(ABC):
+    """One rank's end of a communicator over a group of ranks: its name, life and failures.
 
     Attributes:
         name: "shm", "c10d", "shm+c10d" (shm within hosts, c10d across) or "loopback".
@@ -71,7 +71,6 @@ class Transport(ABC):
     timeout_s: float
     control_device: torch.device
     closed_by: str = ""
-    _subgroups = Subgroups()
 
     @property
     def label(self) -> str:
@@ -174,7 +173,11 @@ class Transport(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Collectives
+
+class Transport(Endpoint):
+    """Collectives over a group of ranks; see the module's text."""
+
+    _subgroups = Subgroups()
 
     def open_subgroups(self, topology: Topology, groups: Collection[Axes]) -> None:
         """Open the groups along each of `groups`, tuples of axes; a collective call; blocks.
