@@ -11,7 +11,7 @@ ranks that differ from this one in these axes only. Each such group has its own 
 groups do not wait for each other.
 
 This module validates arguments and forms the `Operation` for all transports. A backend implements
-`_start`, `_connect` and `_release`.
+`_start`, `_connect`, `_release` and `publish_step_failure`.
 """
 
 from __future__ import annotations

@@ -38,6 +38,14 @@ def test_links_lead_somewhere(page: str) -> None:
             assert heading in _anchors(path.read_text(encoding="utf-8")), f"{page}: {target}"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_named_files_exist(page: str) -> None:
+    """Paths in backticks, from the top of the project or of the package."""
+    for name in re.findall(r"`((?:[\w.]+/)+\w+\.(?:py|cpp|h|md))`", read(page)):
+        places = [ROOT / name, ROOT / "fddp" / name]
+        assert any(place.exists() for place in places), f"{page} names {name}"
+
+
 def _anchors(text: str) -> set[str]:
     """Of the headings, as code forges make them."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)

@@ -160,7 +160,7 @@ class ShmTransport(Transport):
 
     def _open_shm_groups(self, groups: Sequence[tuple[int, ...]]) -> bool:
         """Open an shm group for each of these groups of this rank whose ranks share a host; a
-        collective call. Teams in which a rank fails are not opened on any rank. Returns True if
+        collective call. Groups in which a rank fails are not opened on any rank. Returns True if
         some rank may have tensors that do not go through shm groups."""
         wanted = [
             ranks
