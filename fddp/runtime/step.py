@@ -330,9 +330,9 @@ class Step(StepState):
         if report is None or self._check is None:
             raise InternalError("a step was stopped before the control word was read")
         self._current = None
-        error = self._check.error(self.transport, self.number)
+        self.failure = self._check.error(self.transport, self.number)
         self._close()
-        if error is not None:
-            self._raise(error)
+        if self.failure is not None:
+            self._raise(self.failure)
         nothing: list[Tensor | None] = [None] * len(self.leaves)
         return Outcome(nothing, report, Stats(math.nan, False), skipped=True)

@@ -84,8 +84,8 @@ class Endpoint(ABC):
 
     @cached_property
     def size_cache(self) -> dict[object, object]:
-        """Sizes on which all ranks have already agreed, by purpose. Entries are the same on all
-        ranks, so that a hit on one rank is a hit on all."""
+        """Sizes on which the ranks that communicate have already agreed, by purpose and axes.
+        Entries are the same on these ranks, so that a hit on one is a hit on all."""
         return {}
 
     @cached_property

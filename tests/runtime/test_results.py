@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import math
 import os
 import weakref
 from collections.abc import Callable
@@ -207,8 +208,8 @@ def no_gc() -> Any:
 
 
 @pytest.mark.usefixtures("no_gc")
-@pytest.mark.parametrize("fails", [False, True])
-def test_results_are_freed_without_the_garbage_collector(fails: bool) -> None:
+@pytest.mark.parametrize("fault", ["none", "error", "nan"])
+def test_results_are_freed_without_the_garbage_collector(fault: str) -> None:
     def run(group: Any) -> list[bool]:
         seen: list[weakref.ref[Any]] = []
 
@@ -216,18 +217,18 @@ def test_results_are_freed_without_the_garbage_collector(fails: bool) -> None:
             seen.extend(weakref.ref(leaf) for leaf in flatten(p)[0])
             hidden = torch.tanh(x @ p["layer0"]["weight"])
             seen.append(weakref.ref(hidden))
-            if fails:
+            if fault == "error":
                 raise ValueError("no loss today")
-            return mlp_loss(p, hidden)
+            return mlp_loss(p, hidden * (math.nan if fault == "nan" else 1.0))
 
-        with fddp.GradSync(mlp(), group=group, **SMALL) as sync:
+        with fddp.GradSync(mlp(), group=group, nonfinite="raise", **SMALL) as sync:
             for number in range(3):
                 try:
                     _, grads = sync.value_and_grad(loss_fn)(mlp(), batch(group.rank, number))
                     seen.extend(weakref.ref(leaf) for leaf in flatten(grads)[0])
                     seen.extend(weakref.ref(leaf) for leaf in flatten(sync(grads))[0])
                     del grads
-                except ValueError:
+                except (ValueError, fddp.NonFiniteError):
                     pass
             return [ref() is None for ref in seen]
 
