@@ -118,10 +118,10 @@ class PeakPss:
     Example:
         >>> before = pss_bytes()
         >>> with PeakPss() as peak:
-        ...     memory = b"x" * (32 * MIB)
+        ...     memory = b"x" * (256 * MIB)
         ...     peak.look()
         ...     del memory
-        >>> peak.highest - before > 16 * MIB
+        >>> peak.highest - before > 64 * MIB  # another process may share pages meanwhile
         True
     """
 
