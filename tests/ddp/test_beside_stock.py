@@ -242,13 +242,18 @@ def test_a_rank_shadows_a_backward_pass(ranks: RankPool) -> None:
 # Errors
 
 
+def with_unused() -> nn.Module:
+    """A layer with a further parameter, which its forward does not use."""
+    module = nn.Linear(2, 2)
+    module.unused = nn.Parameter(torch.ones(2))
+    return module
+
+
 def iterations(rank: int, world_size: int) -> list[list[int]]:
     """Per class: logged iterations of steps, of an error between steps, and of one in forward."""
     found = []
     for wrapped in CLASSES:
-        module = nn.Linear(2, 2)
-        module.unused = nn.Parameter(torch.ones(2))
-        model = wrapped(module, find_unused_parameters=True)
+        model = wrapped(with_unused(), find_unused_parameters=True)
         model._set_ddp_runtime_logging_sample_rate(1000)
         for _ in range(13):
             model(torch.ones(1, 2)).sum().backward()
@@ -277,9 +282,7 @@ def unused_iteration(rank: int, world_size: int) -> list[int]:
     """Per class: the logged iteration of the error about unused parameters."""
     found = []
     for wrapped in CLASSES:
-        module = nn.Linear(2, 2)
-        module.unused = nn.Parameter(torch.ones(2))
-        model = wrapped(module)
+        model = wrapped(with_unused())
         model(torch.ones(1, 2)).sum().backward()
         with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
             model(torch.ones(1, 2))
@@ -344,9 +347,7 @@ def refusals(rank: int, world_size: int) -> list[list[Ending]]:
     """Per class: errors at the forward after a step with an unused parameter, and of settings."""
     found = []
     for wrapped in CLASSES:
-        module = nn.Linear(2, 2)
-        module.unused = nn.Parameter(torch.ones(2))
-        model = wrapped(module)
+        model = wrapped(with_unused())
         model(torch.ones(1, 2)).sum().backward()
 
         def forward(context: Any) -> None:
