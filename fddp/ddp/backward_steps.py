@@ -64,7 +64,7 @@ class BackwardDriver:
         self.is_stopped = False
         self._switch = switch
         self._lock = threading.RLock()
-        self._end: weakref.ref[_End] | None = None
+        self._end: weakref.ref[_End] | None = None  # a dead reference after the pass was aborted
         self._reached_s = math.inf  # time at which the running backward pass reached an output
         self._is_reached = False  # the running backward pass has reached an output
         self._context: int | None = None  # of distributed autograd
@@ -133,6 +133,8 @@ class BackwardDriver:
                 self._context = distributed_context()
                 if self._context is None:
                     self.runner.open()
+                else:
+                    self.runner.parameters.hooks.begin()
 
     def _queue_end(self, *, required: bool) -> None:
         """Queue the end of the step; see `finish`."""
@@ -140,8 +142,17 @@ class BackwardDriver:
             self.abort_stale_step()
         if self._end is None:
             end = _End(self, required)
-            self._end = weakref.ref(end)
+            self._end = weakref.ref(end, weak_callback(self._restore_aborted))
             Variable._execution_engine.queue_callback(end)
+
+    def _restore_aborted(self) -> None:
+        """Restore the gradients when a backward pass is aborted.
+
+        The loop may clear or keep them before the next forward pass, which completes the step.
+        """
+        with self._lock:
+            if not self._runs_backward:
+                self.runner.restore_grads()
 
     def finish(self, *, required: bool) -> None:
         """Close the step at the end of backward, and make its results the gradients.

@@ -56,7 +56,7 @@ class _NoGraphInfo(NamedTuple):
 class HookedParameters:
     """Parameters in the order of the plan's leaves, with hooks for their gradients.
 
-    The hooks are removed when this object is freed. They call `on_first_grad` before the first
+    The hooks do nothing after this object is freed. They call `on_first_grad` before the first
     gradient of a step. With `undefined_counts`, an undefined gradient stands for zeros.
     """
 
@@ -162,7 +162,7 @@ class StepRunner:
     def change_parameters(self, request: ModuleRequest, on_first_grad: Callable[[], None]) -> None:
         """Replace the parameters; see [Note: changed parameters]."""
         self.parameters.hooks.watch(False)
-        del self.parameters  # removes the hooks, also from parameters that stay
+        del self.parameters  # the next set removes its hooks from parameters that stay
         self._request = request
         self.set_parameters(on_first_grad)
         self.usage.params = request.params
@@ -183,8 +183,11 @@ class StepRunner:
 
         Does not raise, because backward is running; errors are raised at the end of backward.
         """
+        hooks = self.parameters.hooks
         try:
             self._begun_s = time.perf_counter()
+            if not again:
+                hooks.begin()
             number = self.engine.step
             step = self.step = self.engine.open(
                 Method.MODULE, with_stats=self.recorder.wants(number)
@@ -197,7 +200,6 @@ class StepRunner:
             if self._changed and not again:
                 step.fail(ParametersChangedError("the parameters are not those of the plan"))
                 return
-            hooks = self.parameters.hooks
             contributions = BackwardContributions(
                 self.engine.program,
                 weight=1.0,
@@ -225,18 +227,19 @@ class StepRunner:
         """Open a step over the gradients in a context of distributed autograd.
 
         Backward has ended. Results are written over this rank's gradients in the context, and
-        added to it where this rank has none.
+        added to it where this rank has none. An undefined gradient stands for zeros.
         """
         from torch.distributed.autograd import get_gradients
 
         params = self.parameters.leaves
         grads = get_gradients(context)
         own = [grads.get(param) for param in params]
+        used = self.parameters.hooks.used()
         self.step = self.engine.open(Method.MODULE, with_stats=False)
         if self.engine.terms.nonfinite == "skip":
             self.step.fail(ValueError(_SKIP_IN_CONTEXT))
             return
-        contributions = TreeContributions(self.engine.program, own, 1.0)
+        contributions = TreeContributions(self.engine.program, _filled(own, used, params), 1.0)
         self.step.begin(contributions, params)
         self._write = partial(_add_to_context, context, params, own)
 
@@ -367,11 +370,12 @@ class StepRunner:
         self.step.fail(error)
 
     def restore_grads(self) -> None:
-        """Restore the gradients from before a failed step.
+        """Restore the gradients from before a failed step. Further calls have no effect.
 
         Gradients that were being reduced in place are lost. They become None.
         """
         self.parameters.hooks.restore()
+        self.parameters.hooks.disarm()
         if self.step is None:
             return
         contributions = self.step.contributions
@@ -380,6 +384,7 @@ class StepRunner:
             for bucket in contributions.in_place:
                 for number in program.member_numbers[bucket]:
                     self.parameters.leaves[program.differentiated[number]].grad = None
+            contributions.in_place.clear()
 
     def wait_for_work(self) -> None:
         """Wait for `work`, and clear it."""
@@ -412,6 +417,14 @@ def _raise_changed_graph(failures: Sequence[str]) -> None:
         advice = "No rank has gradients of this step; the group is in step and can go on"
         changes = [text.removeprefix(kind) for text in texts]
         raise RuntimeError("\n".join([*changes, advice])) from None
+
+
+def _filled(
+    grads: Sequence[Tensor | None], used: Sequence[bool], params: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Return the gradients, with zeros for parameters that were used and have none."""
+    rows = zip(grads, used, params, strict=True)
+    return [torch.zeros_like(p) if flag and grad is None else grad for grad, flag, p in rows]
 
 
 def _add_to_context(

@@ -117,7 +117,14 @@ class ParamSet(GradientCounter, Protocol):
         """Enable or disable `on_begin`, by which a backward pass opens a step."""
 
     def count_undefined(self, on: bool) -> None:
-        """Set whether an undefined gradient stands for zeros. Otherwise it is ignored."""
+        """Set whether an undefined gradient within a step stands for zeros. Otherwise it is
+        ignored."""
+
+    def hook_count(self) -> int:
+        """Return the number of hooks where gradients arrive, those of other owners included."""
+
+    def begin(self) -> None:
+        """Start a step, before its first gradient. It ends with `disarm`, with or without `arm`."""
 
     def intact(self) -> bool:
         """Return True if the hooks are still where gradients will arrive."""
@@ -135,7 +142,7 @@ class ParamSet(GradientCounter, Protocol):
         their parameters have now."""
 
     def restore(self) -> None:
-        """Restore, after a failed step, the gradients that existed before it."""
+        """Restore the gradients that existed before the step. No effect after `disarm`."""
 
 
 class LeafTypes(Protocol):
@@ -162,7 +169,7 @@ def leaf_set_type() -> Callable[[Sequence[Tensor | None]], LeafSet]:
 
 def param_set(params: Sequence[Tensor], on_begin: Callable[[], None]) -> ParamSet:
     """Register hooks on parameters. `on_begin` is called before the first gradient of a step. It
-    must neither raise nor call into the set."""
+    must not raise."""
     return cast(ParamSet, extension.load().ParamSet(params, on_begin))
 
 

@@ -26,6 +26,7 @@ from tests.support.wrapped_net import (
     grads,
     mean_of,
     net,
+    run_backward,
 )
 
 
@@ -49,6 +50,7 @@ def reentrant(group: Any, hide: bool) -> dict[str, Any]:
     return grads(ddp.module.net)
 
 
+@pytest.mark.filterwarnings("ignore:this module returns a function")
 @pytest.mark.parametrize("hide", [False, True])
 def test_reentrant_checkpoints_used_twice(launch: Launch, hide: bool) -> None:
     def loss(model: Net, rank: int) -> Tensor:
@@ -117,6 +119,31 @@ def test_interrupted_backward_fails_on_all_ranks_and_all_continue(launch: Launch
     assert first[0].startswith("PeerError: rank 1 failed at step 1: RuntimeError: backward was")
     assert second[0] == "ValueError: no backward here"
     assert first[1] == second[1]
+
+
+def cleared_after_an_abort(group: Any) -> list[dict[str, Any]]:
+    """Zeroed gradients after a backward pass that failed on rank 1, and those of the next step."""
+    model = net()
+    ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
+    run_backward(ddp, group)
+    ddp.zero_grad(set_to_none=False)
+    model.fails_in_backward = rank_of(group) == 1
+    with contextlib.suppress(ValueError, fddp.PeerError):
+        run_backward(ddp, group)
+    model.fails_in_backward = False
+    ddp.zero_grad(set_to_none=False)
+    cleared = grads(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the step of the aborted pass is given up
+        run_backward(ddp, group, 1)
+    return [cleared, grads(model)]
+
+
+def test_zeroed_gradients_of_an_aborted_backward_stay_zero(launch: Launch) -> None:
+    wanted = mean_of(2, lambda model, rank: model(batch(rank, 1)).square().mean())
+    for cleared, found in launch(2, cleared_after_an_abort):
+        assert all(grad is not None and not grad.any() for grad in cleared.values())
+        assert_close(found, wanted)
 
 
 def broken_then_eval(group: Any) -> str:

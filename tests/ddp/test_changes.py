@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fddp
 from tests.support.groups import rank_of
 from tests.support.models import rand
+from tests.support.parity_models import UndefinedGradients
 from tests.support.ranks import Launch, RankPool
 from tests.support.wrapped_net import (
     DDP,
@@ -71,20 +72,24 @@ def test_frozen_unfrozen_and_replaced_parameters(launch: Launch) -> None:
         assert "layers.l1.weight" in paths
 
 
-def unfrozen_on_one_rank(group: Any) -> str:
+def unfrozen_on_one_rank(group: Any) -> tuple[str, list[str]]:
+    """The error, and the names of gradients that the failed step left behind."""
     model = net()
     model.layers["l1"].requires_grad_(False)
     ddp = DDP(model, process_group=group)
     ddp(batch(rank_of(group))).sum().backward()
+    ddp.zero_grad()
     if rank_of(group) == 0:
         model.layers["l1"].requires_grad_(True)
     with pytest.raises(fddp.FddpError) as caught:
         ddp(batch(rank_of(group))).sum().backward()
-    return f"{type(caught.value).__name__}: {caught.value}"
+    left = [name for name, grad in grads(model).items() if grad is not None]
+    return f"{type(caught.value).__name__}: {caught.value}", left
 
 
 def test_parameters_that_change_on_one_rank_are_an_error_on_all(launch: Launch) -> None:
-    first, second = launch(2, unfrozen_on_one_rank)
+    (first, on_first), (second, on_second) = launch(2, unfrozen_on_one_rank)
+    assert on_first == on_second == []
     assert "the parameters of the wrapped module have changed on rank 0" in first
     assert "but not on rank 1" in first
     assert second.startswith("PeerError")
@@ -124,6 +129,30 @@ def test_failed_step_is_reported_after_parameters_changed(launch: Launch, place:
     wanted = mean_of(2, lambda model, rank: model(batch(rank)).square().mean())
     for *_, found in (first, second):
         assert_close(found, wanted)
+
+
+def undefined_after_unfreezing(group: Any) -> list[dict[str, Any]]:
+    """Gradients before and after a parameter is unfrozen; some of them are undefined."""
+    torch.manual_seed(0)
+    model = UndefinedGradients(by_batch=False)
+    model.last.requires_grad_(False)
+    ddp = DDP(model, process_group=group)
+    found = []
+    for frozen in (True, False):
+        model.last.requires_grad_(not frozen)
+        ddp.zero_grad()
+        run_backward(ddp, group)
+        found.append(grads(model))
+    return found
+
+
+def test_undefined_gradients_are_zeros_in_the_step_after_a_change(launch: Launch) -> None:
+    for before, after in launch(2, undefined_after_unfreezing):
+        for name in ("scales.1", "scales.3"):
+            assert not before[name].any()
+            assert not after[name].any()
+        assert before["last.weight"] is None
+        assert after["last.weight"].any()
 
 
 def heads(group: Any) -> bool:

@@ -4,7 +4,9 @@
 // Parameters live across steps. They are therefore hooked once, at their AccumulateGrad nodes.
 // Hooks of users on the tensors run before and cannot replace ours. A pre-hook opens the step,
 // while it is still known which gradients existed before. A post-hook counts gradients. Hooks hold
-// the set weakly; the set keeps the nodes alive.
+// the set weakly; the set keeps the nodes alive. A set that is destroyed leaves its hooks in place,
+// where they do nothing, because another thread may be iterating over the hooks of the node. The
+// next set over the same parameters removes them.
 
 #include <Python.h>
 
@@ -80,24 +82,38 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
     return true;
   }
 
-  void arm(std::shared_ptr<const BucketMembers> members, std::vector<int64_t> expected,
-           std::vector<EagerSlot> eager, py::object on_bucket) {
+  // Number of hooks on the nodes of the parameters, those of other owners included.
+  size_t hook_count() const {
+    size_t count = 0;
+    for (const Accumulator& node : accumulators_) count += node->pre_hooks().size() + node->post_hooks().size();
+    return count;
+  }
+
+  // Start a step: record which gradients exist, for `restore`. It may end without `arm`.
+  void begin() {
     std::vector<at::Tensor> saved(size());
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (size_t i = 0; i < size(); ++i) {
+      had_grad_before_[i] = leaves_[i].grad().defined();
+      // A gradient from before the step that was set to None since is not part of it.
+      used_[i] = used_[i] && had_grad_before_[i];
+    }
+    used_before_ = used_;
+    saved_grads_.swap(saved);
+    in_step_ = true;
+  }
+
+  // End the step, and counting with it.
+  void disarm() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      for (size_t i = 0; i < size(); ++i) {
-        had_grad_before_[i] = leaves_[i].grad().defined();
-        // A gradient from before the step that was set to None since is not part of it.
-        used_[i] = used_[i] && had_grad_before_[i];
-      }
-      used_before_ = used_;
-      saved_grads_.swap(saved);
+      in_step_ = false;
     }
-    GradientCounter::arm(std::move(members), std::move(expected), std::move(eager), std::move(on_bucket));
+    GradientCounter::disarm();
   }
 
   // Return, for each parameter, true if a gradient arrived since `reset_used`, during steps or
-  // between them. Gradients that no longer exist when a step is armed do not count.
+  // between them. Gradients that no longer exist when a step begins do not count.
   std::vector<bool> used() const { return copy_of(used_); }
   void reset_used() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -125,16 +141,16 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
   // Restore the gradients that were taken, after a failed step. Those that did not exist before it
   // are dropped.
   void restore() {
-    bool was_armed = false;
+    bool was_in_step = false;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      was_armed = armed_;
-      if (armed_) used_ = used_before_;
+      was_in_step = in_step_;
+      if (in_step_) used_ = used_before_;
     }
     for (size_t i = 0; i < size(); ++i) {
       at::Tensor own = std::exchange(saved_grads_[i], {});
       at::Tensor& grad = leaves_[i].mutable_grad();
-      if (was_armed && !had_grad_before_[i]) {
+      if (was_in_step && !had_grad_before_[i]) {
         grad.reset();
         continue;
       }
@@ -170,7 +186,7 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
   void before_accumulation() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (armed_ || !watching_) return;
+      if (in_step_ || !watching_) return;
     }
     py::gil_scoped_acquire gil;
     (*on_begin_)();
@@ -179,7 +195,7 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
   void after_accumulation(size_t leaf, bool is_undefined) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (is_undefined && !(armed_ && counts_undefined_)) return;
+      if (is_undefined && !(in_step_ && counts_undefined_)) return;
       used_[leaf] = true;
     }
     on_gradient(leaf, is_undefined);
@@ -222,10 +238,11 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
   }
 
   std::vector<Accumulator> accumulators_;
-  std::vector<bool> had_grad_before_;    // by leaf: had a gradient when the step opened
+  std::vector<bool> had_grad_before_;    // by leaf: had a gradient when the step began
   std::vector<at::Tensor> saved_grads_;  // by leaf: gradient that was taken and must be preserved
   std::vector<bool> used_;               // by leaf
-  std::vector<bool> used_before_;        // by leaf: when the step was armed
+  std::vector<bool> used_before_;        // by leaf: when the step began
+  bool in_step_ = false;                 // between `begin` and `disarm`
   std::unique_ptr<py::object> on_begin_;
   bool watching_ = false;
   bool counts_undefined_ = false;
@@ -234,6 +251,7 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
 class PreAccumulateHook : public FunctionPreHook {
  public:
   explicit PreAccumulateHook(std::weak_ptr<ParamSet> set) : set_(std::move(set)) {}
+  bool is_abandoned() const { return set_.expired(); }
   variable_list operator()(const variable_list& grads) override {
     if (const auto set = set_.lock()) set->before_accumulation();
     return grads;
@@ -247,6 +265,7 @@ class PreAccumulateHook : public FunctionPreHook {
 class PostAccumulateHook : public FunctionPostHook {
  public:
   PostAccumulateHook(std::weak_ptr<ParamSet> set, size_t leaf) : set_(std::move(set)), leaf_(leaf) {}
+  bool is_abandoned() const { return set_.expired(); }
   variable_list operator()(const variable_list& outputs, const variable_list& grads) override {
     if (const auto set = set_.lock()) set->after_accumulation(leaf_, grads.empty() || !grads[0].defined());
     return outputs;
@@ -258,10 +277,25 @@ class PostAccumulateHook : public FunctionPostHook {
   size_t leaf_;
 };
 
+// Remove hooks of type `Ours` whose set no longer exists.
+template <class Ours, class Hooks>
+void remove_abandoned(Hooks& hooks) {
+  const auto is_abandoned = [](const auto& hook) {
+    const auto* const ours = dynamic_cast<const Ours*>(hook.get());
+    return ours != nullptr && ours->is_abandoned();
+  };
+  hooks.erase(std::remove_if(hooks.begin(), hooks.end(), is_abandoned), hooks.end());
+}
+
 void ParamSet::hook() {
+  const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;
   for (size_t i = 0; i < size(); ++i) {
     Accumulator node = torch::autograd::impl::grad_accumulator(leaves_[i]);
     TORCH_CHECK_VALUE(node, "parameter ", i, " does not require grad");
+    if (!in_backward) {
+      remove_abandoned<PreAccumulateHook>(node->pre_hooks());
+      remove_abandoned<PostAccumulateHook>(node->post_hooks());
+    }
     node->add_pre_hook(std::make_unique<PreAccumulateHook>(weak_from_this()));
     node->add_post_hook(std::make_unique<PostAccumulateHook>(weak_from_this(), i));
     accumulators_.push_back(std::move(node));
@@ -314,8 +348,11 @@ void bind_params(py::module_& m) {
       .def("watch", &ParamSet::watch, py::arg("on"))
       .def("count_undefined", &ParamSet::count_undefined, py::arg("on"))
       .def("intact", &ParamSet::intact)
+      .def("hook_count", &ParamSet::hook_count)
+      .def("begin", &ParamSet::begin)
       .def("arm", &ParamSet::arm, py::arg("members"), py::arg("expected"), py::arg("eager"),
            py::arg("on_bucket"))
+      .def("disarm", &ParamSet::disarm)
       .def("used", &ParamSet::used)
       .def("reset_used", &ParamSet::reset_used)
       .def("aliases_buffer", &ParamSet::aliases_buffer, py::arg("leaves"), py::arg("buffer"), py::arg("layout"))
