@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -37,6 +38,12 @@ _LOCAL_GRADIENTS = (
     "gradients of tensors that torch.func.functional_call puts in place of a "
     "DistributedDataParallel's parameters stay local to this rank; use fddp.GradSync for their "
     "mean, or call it within `with ddp.no_sync():` if local gradients are wanted"
+)
+
+_HIDDEN = (
+    "this module returns a {}, which hides its tensors from DistributedDataParallel; backward() "
+    "averages gradients as usual, but torch.autograd.grad for parameters returns this rank's own "
+    "without an error; return the tensors themselves, or use fddp.GradSync"
 )
 
 
@@ -250,7 +257,11 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         self._sync_after_forward()
         self.require_forward_param_sync = self._syncs
         if self._syncs and not self._watch.all_frozen:
-            self.steps.expect(find_tensors(output))
+            tensors = find_tensors(output)
+            hides = not tensors and (callable(output) or isinstance(output, Iterator))
+            if hides and torch.is_grad_enabled():
+                warnings.warn(_HIDDEN.format(type(output).__name__), stacklevel=4)
+            self.steps.expect(tensors)
         return output
 
     def _sync_after_forward(self) -> None:

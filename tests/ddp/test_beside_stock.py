@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -176,6 +178,53 @@ def functional(rank: int, world_size: int) -> list[bool]:
 
 def test_gradients_of_other_tensors_are_not_local_in_silence(ranks: RankPool) -> None:
     assert ranks.run(2, functional) == [[True, True, True, False, False, False]] * 2
+
+
+def dropped(rank: int, world_size: int) -> list[int]:
+    """Hooks on the parameters of a wrapper, before and after others of its module come and go."""
+    module = nn.Linear(2, 1)
+    model = fddp.DistributedDataParallel(module)
+    hooks = model.steps.runner.parameters.hooks
+    counts = [hooks.hook_count()]
+    for _ in range(5):
+        fddp.DistributedDataParallel(module)(torch.ones(1, 2)).sum().backward()
+        gc.collect()
+        counts.append(hooks.hook_count())
+    return counts
+
+
+def test_hooks_of_dropped_wrappers_do_not_pile_up(ranks: RankPool) -> None:
+    # Two for each parameter and wrapper. Those of the wrapper dropped last stay.
+    assert ranks.run(2, dropped) == [[4, 8, 8, 8, 8, 8]] * 2
+
+
+class Lazy(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        out = super().forward(x)
+        return lambda: out
+
+
+def hidden(rank: int, world_size: int) -> list[bool]:
+    """Which modules warn that their outputs can't be seen."""
+    found = []
+    for module, is_grad_enabled in (
+        (Lazy(2, 1), True),
+        (Lazy(2, 1), False),
+        (nn.Linear(2, 1), True),
+    ):
+        model = fddp.DistributedDataParallel(module)
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            torch.set_grad_enabled(is_grad_enabled),
+        ):
+            warnings.simplefilter("always")
+            model(torch.ones(1, 2))
+        found.append(any("hides its tensors" in str(warning.message) for warning in caught))
+    return found
+
+
+def test_outputs_that_hide_their_tensors_bring_a_warning(ranks: RankPool) -> None:
+    assert ranks.run(2, hidden) == [[True, False, False]] * 2
 
 
 # Settings
