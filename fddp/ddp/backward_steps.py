@@ -152,6 +152,7 @@ class BackwardDriver:
         """
         with self._lock:
             if not self._runs_backward:
+                self._context = None
                 self.runner.restore_grads()
 
     def finish(self, *, required: bool) -> None:
