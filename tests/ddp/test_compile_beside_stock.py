@@ -12,11 +12,13 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 from torch.utils.checkpoint import checkpoint
 
 import fddp
+from tests.support.endings import ending
 from tests.support.models import rand
 from tests.support.ranks import RankPool
 
@@ -153,3 +155,35 @@ def test_replicas(ranks: RankPool) -> None:
     for (graphs, stock), (_, ours) in ranks.run(2, replicas_compiled, timeout_s=100.0):
         assert graphs > 1
         torch.testing.assert_close(ours, stock, rtol=0, atol=0)
+
+
+def compiled_backward(rank: int, world_size: int) -> list[Any]:
+    """Per class: the error in compiled autograd, and gradients without it."""
+    found = []
+    for wrapped in CLASSES:
+        torch._dynamo.reset()
+        model = wrapped(nn.Linear(2, 1, bias=False))
+        x = torch.full((1, 2), rank + 1.0)
+        loss = model(x).sum()
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            error = ending(loss.backward)
+        grads = []
+        # Stock's reducer still waits for the backward pass that failed.
+        for local in (True, False) if wrapped is not StockDDP else ():
+            model.zero_grad()
+            if local:
+                with model.no_sync():
+                    loss = model(x).sum()
+                    with compiled_autograd._enable(torch.compile(backend="eager")):
+                        loss.backward()
+            else:
+                model(x).sum().backward()
+            grads.append(model.module.weight.grad.tolist())
+        found.append((error.kinds[0], "ompiled autograd" in error.text, grads))
+    return found
+
+
+def test_compiled_autograd_is_refused(ranks: RankPool) -> None:
+    for rank, (stock, ours) in enumerate(ranks.run(2, compiled_backward)):
+        assert stock == ("RuntimeError", True, [])
+        assert ours == ("TransformError", True, [[[rank + 1.0] * 2], [[1.5, 1.5]]])
