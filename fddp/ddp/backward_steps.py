@@ -18,6 +18,7 @@ output is reached again. So calling the module without its wrapper takes no step
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 import warnings
@@ -37,6 +38,11 @@ from fddp.errors import TransformError
 from fddp.native.autograd_leaves import distributed_context, has_explicit_inputs
 from fddp.sync.engine import Engine
 
+_COMPILED = (
+    "compiled autograd runs a backward pass of a DistributedDataParallel, and calls none of the "
+    "hooks by which it averages gradients; run backward without compiled autograd, or call it "
+    "within `with ddp.no_sync():` for the gradients of this rank alone"
+)
 _CAPTURED = (
     "torch.autograd.grad was called for parameters of a DistributedDataParallel, which averages "
     "gradients only in backward(); use fddp.GradSync(params).value_and_grad(loss_fn) for their "
@@ -115,6 +121,8 @@ class BackwardDriver:
     def _on_output_grad(self) -> None:
         with self._lock:
             if self._switch.is_on and not self.is_stopped:
+                if _is_compiled():
+                    raise TransformError(_COMPILED)
                 has_inputs = has_explicit_inputs()
                 if has_inputs and self.runner.parameters.are_captured():
                     raise TransformError(_CAPTURED)
@@ -266,6 +274,12 @@ class BackwardDriver:
         """Free the communicator."""
         self.stop()
         self.engine.close("the wrapped module was closed")
+
+
+def _is_compiled() -> bool:
+    """Return True within a backward pass that compiled autograd runs."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and module.in_compiled_autograd_region
 
 
 class _End:

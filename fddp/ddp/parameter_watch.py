@@ -51,13 +51,22 @@ class ParameterWatch:
         """Return the change since `find_replaced`.
 
         "swapped" means that `functional_call` has put other tensors in the parameters' places.
-        Newly frozen parameters are no change.
+        Newly frozen parameters are no change, and neither are other modules with the same
+        parameters, such as those of `convert_sync_batchnorm`.
         """
         if not self._seen.matches():
             there = (entry for table in self._tables for entry in table.values())
-            is_swapped = any(not isinstance(e, Parameter) for e in there if isinstance(e, Tensor))
-            return "swapped" if is_swapped else "changed"
+            if any(not isinstance(e, Parameter) for e in there if isinstance(e, Tensor)):
+                return "swapped"
+            if not self._has_same_params():
+                return "changed"
+            self.find_replaced()
         return "changed" if any(param.requires_grad for param in self._frozen) else "none"
+
+    def _has_same_params(self) -> bool:
+        every = managed(self._module, self._ignored)
+        now = [(name, id(param)) for name, param in every.items() if param.requires_grad]
+        return now == [(name, id(param)) for name, param in self.params.items()]
 
     @property
     def are_others_tracked(self) -> bool:

@@ -264,8 +264,14 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """True if the plan follows the order in which gradients arrived."""
-        return self._steps is not None and not self._steps.engine.program.control.with_order
+        """True if the plan follows the order in which gradients arrived.
+
+        With `static_graph`, from the third forward pass on, as in torch. `hook_with_zero_step`
+        skips the optimizer until then.
+        """
+        if self._steps is None or (self.static_graph and self.logger.iterations < 3):
+            return False
+        return not self._steps.engine.program.control.with_order
 
     # Life cycle
 

@@ -174,13 +174,24 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         is communicated and gradients are this rank's own.
         """
         with torch.profiler.record_function("DistributedDataParallel.forward"):
-            is_synced = self._pre_forward()
-            output = self._run_ddp_forward(*inputs, **kwargs)
-            return self._post_forward(output) if is_synced else output
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
+    # torch's `replicate` calls this and `_post_forward` around the forward of a module of its own.
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def _pre_forward(self) -> bool:
-        """Prepare for the module's forward. Return False if it takes no part in synchronisation."""
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Prepare for the module's forward. Return its inputs, on the module's device."""
+        self._forward_is_synced = self._begin_forward()
+        if not self.device_ids:
+            return inputs, kwargs
+        device = torch.device(self.device_type, self.device_ids[0])
+        moved, moved_kwargs = _to_kwargs(
+            inputs, kwargs, device, self.use_side_stream_for_tensor_copies
+        )
+        return moved[0], moved_kwargs[0]
+
+    def _begin_forward(self) -> bool:
+        """Return False if the forward pass takes no part in synchronisation."""
         if self._all_delayed:
             return False
         change = self._watch.change()
@@ -239,12 +250,6 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
 
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self.device_ids:
-            device = torch.device(self.device_type, self.device_ids[0])
-            moved, moved_kwargs = _to_kwargs(
-                inputs, kwargs, device, self.use_side_stream_for_tensor_copies
-            )
-            inputs, kwargs = moved[0], moved_kwargs[0]
         # Dynamo recognises DDP by a global of torch's, which ranks that are threads share.
         is_process = isinstance(self.process_group, dist.ProcessGroup)
         with self._inside_ddp_forward() if is_process else nullcontext():
@@ -254,6 +259,8 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _post_forward(self, output: Any) -> Any:
+        if not self._forward_is_synced:
+            return output
         self._sync_after_forward()
         self.require_forward_param_sync = self._syncs
         if self._syncs and not self._watch.all_frozen:

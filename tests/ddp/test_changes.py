@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 import fddp
 from tests.support.groups import rank_of
@@ -175,6 +176,51 @@ def heads(group: Any) -> bool:
 
 def test_a_new_layer_is_noticed_at_any_address(launch: Launch) -> None:
     assert launch(2, heads) == [True, True]
+
+
+class Factor(torch.autograd.Function):
+    """As in SyncBatchNorm, the gradient of the factor is undefined for an empty batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(x, factor)
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, factor = ctx.saved_tensors
+        return grad * factor, (grad * x).sum(0) if len(x) else None
+
+
+class FactorLayer(nn.Module):
+    def __init__(self, factor: nn.Parameter) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Factor.apply(x, self.factor)
+
+
+def layer_replaced(rank: int, world_size: int) -> list[Any]:
+    """Per class: gradients after a layer was replaced by one with the same parameter."""
+    found = []
+    for wrapped in (StockDDP, DDP):
+        model = wrapped(nn.Sequential(FactorLayer(nn.Parameter(torch.ones(2)))))
+        engine = model.steps.engine if wrapped is DDP else None
+        model.module[0] = FactorLayer(model.module[0].factor)
+        seen = []
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(3 * rank, 2)).sum().backward()
+            seen.append(model.module[0].factor.grad.tolist())
+        found.append(seen)
+    return [*found, model.steps.engine is engine]
+
+
+def test_other_modules_with_the_same_parameters_are_no_change(ranks: RankPool) -> None:
+    for stock, ours, kept in ranks.run(2, layer_replaced):
+        assert ours == stock == [[1.5, 1.5]] * 3
+        assert kept
 
 
 def parameters_of_hooks(group: Any) -> set[tuple[int, ...]]:
