@@ -26,7 +26,6 @@ T = TypeVar("T")
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 
-PROG = "python -m fddp"
 STDOUT = Path("-")
 
 #: by module: the name of its package, and the extra of fddp that installs it

@@ -59,7 +59,7 @@ def _run(args: argparse.Namespace) -> int:
     common.require("rich", *(["matplotlib"] if args.png else []))
     options = Options(args.source, args.bucket_cap_mb, args.rounds)
     _check(_load_step(options.source), options)
-    report = common.launched(f"{common.PROG} tune", args.ranks, run_rank, options)
+    report = common.launched(args.parser.prog, args.ranks, run_rank, options)
     printer = common.Printer(args.json)
     printer.show(_table(report, args.ranks))
     printer.write_text(args.json, (report.after if report.adopted else report.before).to_json())
