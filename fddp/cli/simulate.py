@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from fddp.cli.sources import SOURCE_HELP, is_plan_file, load_plan, read
 from fddp.core.plan.defaults import MIB
 from fddp.core.plan.plan import BucketPlan, plan_leaves
 from fddp.core.schedule.builder import make_schedule
-from fddp.core.sim.cost import CostModel
+from fddp.core.sim.cost import preset_or_model
 from fddp.core.sim.optimal import Target, optimal_plan
 from fddp.core.sim.simulator import Jitter, ReadyTimes, ready_seconds, simulate
 from fddp.core.timeline import Timeline
@@ -186,11 +186,11 @@ def _table(cases: Sequence[_Case], best: _Case, target: Target, caption: str) ->
 
 def _json(cases: Sequence[_Case], best: _Case, target: Target) -> str:
     cost = target.cost
-    models = {"": cost} if isinstance(cost, CostModel) else cost
+    models = cost if isinstance(cost, Mapping) else {"": cost}
     document: dict[str, Any] = {
         "topology": dict(target.topology.axes),
         "algorithm": target.algorithm,
-        "cost": {axis: asdict(model) for axis, model in models.items()},
+        "cost": {axis: asdict(preset_or_model(model)) for axis, model in models.items()},
         "results": [
             {
                 "plan": case.name,

@@ -17,6 +17,7 @@ from fddp.core.sim.optimal import Target, optimal_plan
 from fddp.core.sim.simulator import Cost, ReadyTimes
 from fddp.errors import NoGradientError
 from fddp.tree.describe import leaf_specs
+from fddp.tree.modules import named_params
 from fddp.tree.pytree import flatten, insertion_order
 
 _INEXACT_PREFIXES = ("float", "bfloat", "complex")
@@ -39,7 +40,8 @@ def plan_buckets(
 
     Args:
         tree: any pytree of torch tensors (also on the meta device), NumPy arrays, JAX arrays and
-            `jax.ShapeDtypeStruct`; `None` is a leaf without gradient.
+            `jax.ShapeDtypeStruct`; `None` is a leaf without gradient. An `nn.Module` stands for
+            its parameters with `requires_grad`, by name.
         bucket_cap_mb: size in MB (of 1024 * 1024 bytes) at which a bucket is closed. A list has the
             caps of the first, second, ... bucket of each dtype and device; the last one repeats,
             and `first_bucket_mb` is ignored.
@@ -126,6 +128,7 @@ def _described(
     tree: Any, sparse: Iterable[str], select: Callable[[str], bool] | None
 ) -> tuple[Sequence[LeafSpec], list[int]]:
     """Describe all leaves, and list those to reduce in reverse insertion order."""
+    tree = named_params(tree)
     leaves, treedef = flatten(tree)
     specs = leaf_specs(treedef.paths, leaves, _sparse_paths(sparse, treedef.paths))
     for spec in specs:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from fddp.core.plan.defaults import MIB
 from fddp.core.plan.plan import Bucket, BucketPlan, summary
+from fddp.tree.planner import plan_buckets
 from fddp.viz import canvas
 
 if TYPE_CHECKING:
@@ -47,14 +48,14 @@ class _Segment(NamedTuple):
     bar: canvas.Bar
 
 
-def plot_plan(plan: BucketPlan, ax: Axes | None = None) -> Figure:
+def plot_plan(plan: Any, ax: Axes | None = None) -> Figure:
     """Plot a bucket plan: a bar for each bucket, in launch order from the top, stacked by leaf.
 
     Consecutive leaves differ in shade, dtypes and devices in colour. Large leaves have labels. A
     black line marks the cap of a bucket, unless it is far off.
 
     Args:
-        plan: the plan.
+        plan: the plan; or a tree or an `nn.Module`, for the plan of `plan_buckets`.
         ax: axes to draw into; None creates a figure.
 
     Raises:
@@ -66,6 +67,8 @@ def plot_plan(plan: BucketPlan, ax: Axes | None = None) -> Figure:
         >>> plot_plan(plan).axes[0].get_xlabel()
         'MiB'
     """
+    if not isinstance(plan, BucketPlan):
+        plan = plan_buckets(plan)
     if ax is None:
         (ax,) = canvas.new_figure(_height_in(plan))
     _draw_(ax, plan, summary(plan), _extent(plan))
