@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fddp.core.plan.defaults import CAP_MB, FIRST_MB
+from fddp.core.text import counted
 from fddp.hooks.hook import Hook
 from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.nonfinite import Policy
@@ -138,10 +139,9 @@ class GradSync(TreeSync):
         return self._engine.transport.name
 
     def __repr__(self) -> str:
-        return (
-            f"GradSync({len(self.plan.reduced)} leaves in {len(self.plan.buckets)} buckets, "
-            f"rank {self.rank} of {self.world_size} over {self.transport})"
-        )
+        what = counted(len(self.plan.reduced), "leaf"), counted(len(self.plan.buckets), "bucket")
+        where = f"rank {self.rank} of {self.world_size} over {self.transport}"
+        return f"GradSync({' in '.join(what)}, {where})"
 
     def value_and_grad(
         self,

@@ -15,6 +15,7 @@ from fddp.core.schedule.builder import Algorithm
 from fddp.core.schedule.topology import Topology
 from fddp.core.sim.optimal import Target, optimal_plan
 from fddp.core.sim.simulator import Cost, ReadyTimes
+from fddp.core.text import counted
 from fddp.errors import NoGradientError
 from fddp.tree.describe import leaf_specs
 from fddp.tree.modules import named_params
@@ -170,7 +171,8 @@ def _sparse_paths(sparse: Iterable[str], paths: Sequence[str]) -> frozenset[str]
     if unknown:
         close = difflib.get_close_matches(str(unknown[0]), paths)
         raise ValueError(
-            f"sparse holds {len(unknown)} paths that the tree of {len(paths)} leaves does not "
+            f"sparse holds {counted(len(unknown), 'path')} that the tree of "
+            f"{counted(len(paths), 'leaf')} does not "
             f"have; the first is {unknown[0]!r}; similar: {', '.join(map(repr, close)) or '-'}"
         )
     return declared
@@ -196,8 +198,9 @@ def _selected(specs: Sequence[LeafSpec], select: Callable[[str], bool] | None) -
         found = Counter(spec.dtype for spec in specs)
         there = ", ".join(f"{count} of {dtype}" for dtype, count in sorted(found.items()))
         raise NoGradientError(
-            f"there is nothing to reduce: the tree has {len(specs)} leaves ({there or 'empty'}), "
-            f"and no floating or complex leaf{' that select accepts' if select else ''}"
+            f"there is nothing to reduce: the tree has {counted(len(specs), 'leaf')} "
+            f"({there or 'empty'}), and no floating or complex leaf"
+            f"{' that select accepts' if select else ''}"
         )
     return selected
 
@@ -213,5 +216,6 @@ def _check_complete(plan: BucketPlan, selected: set[int]) -> None:
             leaf = min(leaves)
             raise ValueError(
                 f"order {problem} leaf {leaf} ({plan.leaves[leaf].path!r}) and {len(leaves) - 1} "
-                f"more; it has {len(offered)} leaves, and {len(selected)} are to be reduced"
+                f"more; it has {counted(len(offered), 'leaf')}, and {len(selected)} are to be "
+                f"reduced"
             )

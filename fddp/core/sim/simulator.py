@@ -32,6 +32,7 @@ from fddp.core.schedule.piggyback import control_layout
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
 from fddp.core.sim.cost import MOST_S, CollectiveKind, CostModel, FloatArray, preset_or_model
+from fddp.core.text import counted
 from fddp.core.timeline import COMPUTE, Span, Timeline, backward_span
 from fddp.errors import ScheduleError
 
@@ -212,7 +213,8 @@ def _by_path(
     if unknown or missing:
         what, which = ("does not have", unknown) if unknown else ("needs", missing)
         raise ValueError(
-            f"ready_times_s has {len(ready_times_s)} paths; the plan of {len(paths)} leaves {what} "
+            f"ready_times_s has {counted(len(ready_times_s), 'path')}; the plan of "
+            f"{counted(len(paths), 'leaf')} {what} "
             f"{which[0]!r} and {len(which) - 1} more; use NaN for a leaf without gradient"
         )
     return np.array([ready_times_s.get(path, math.nan) for path in paths], dtype=np.float64)
@@ -281,7 +283,7 @@ def _tasks(schedule: Schedule, cost: Cost, late: Collection[int]) -> list[_Task]
     buckets = len(schedule.plan.buckets)
     wrong = sorted(set(late) - set(range(buckets)))
     if wrong:
-        raise ValueError(f"late holds bucket {wrong[0]}; the plan has {buckets} buckets")
+        raise ValueError(f"late holds bucket {wrong[0]}; the plan has {counted(buckets, 'bucket')}")
     names = schedule.topology.names
     models = {axes: group_model(cost, schedule.topology, axes) for axes in schedule.groups}
     tasks: list[_Task] = []
