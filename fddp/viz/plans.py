@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import count, groupby
+from itertools import count, groupby, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -50,6 +50,7 @@ class _Part(NamedTuple):
 
     label: str
     nbytes: int
+    kind: str  # dtype and device
 
 
 class _Row(NamedTuple):
@@ -57,7 +58,6 @@ class _Row(NamedTuple):
 
     label: str
     note: str  # at its end
-    kind: str  # dtype and device
     cap_bytes: int  # 0 for none
     parts: Sequence[_Part]
 
@@ -187,9 +187,8 @@ def _layer_rows(plan: BucketPlan, firsts: Sequence[str]) -> list[_Row]:
     rows = []
     for layer, numbers in groupby(range(len(firsts)), key=firsts.__getitem__):
         buckets = [plan.buckets[number] for number in numbers]
-        parts = [_Part("", bucket.nbytes) for bucket in buckets]
-        note = counted(len(buckets), "bucket")
-        rows.append(_Row(names[layer], note, _class_of(buckets[0]), 0, parts))
+        parts = [_Part("", bucket.nbytes, _class_of(bucket)) for bucket in buckets]
+        rows.append(_Row(names[layer], counted(len(buckets), "bucket"), 0, parts))
     return rows
 
 
@@ -201,18 +200,18 @@ def _bucket_rows(plan: BucketPlan, layers: Sequence[str]) -> list[_Row]:
     layer_names = _without_prefix([layers[leaf] for leaf in plan.order])
     rows = []
     for number, bucket in enumerate(plan.buckets):
-        parts = []
+        parts, kind = [], _class_of(bucket)
         for layer, own in groupby(bucket.leaves, key=layers.__getitem__):
             leaves = list(own)
             sizes = [plan.leaves[leaf].nbytes for leaf in leaves]
             if by_layer and len(leaves) > 1:
-                parts.append(_Part(layer_names[layer], sum(sizes)))
+                parts.append(_Part(layer_names[layer], sum(sizes), kind))
             else:
                 labels = [names[plan.paths[leaf]] for leaf in leaves]
-                parts.extend(map(_Part, labels, sizes))
+                parts.extend(map(_Part, labels, sizes, repeat(kind)))
         note = counted(len(bucket.leaves), "leaf")
         cap_bytes = 0 if bucket.sparse else bucket.cap_bytes
-        rows.append(_Row(str(number), note, _class_of(bucket), cap_bytes, parts))
+        rows.append(_Row(str(number), note, cap_bytes, parts))
     return rows
 
 
@@ -248,7 +247,7 @@ def _draw_(ax: Axes, picture: _Picture, extent_bytes: int) -> None:
     row_in = height_in / rows
     bars = []
     for number, row in enumerate(picture.rows):
-        own = list(_bars(number, row, shades[row.kind], unit_bytes, _STRIPE * extent))
+        own = list(_bars(number, row, shades, unit_bytes, _STRIPE * extent))
         bars.extend(own)
         if row_in >= _LEAST_TEXT_IN:
             _name_parts_(ax, row, own, unit_bytes, x_inch)
@@ -267,20 +266,21 @@ def _tick_step(rows: int, height_in: float) -> int:
 
 def _shades(rows: Sequence[_Row]) -> dict[str, tuple[str, str]]:
     sparse = "sparse, as if dense"
-    kinds = sorted({row.kind for row in rows} - {sparse})
-    shades = {kind: _SHADES[number % len(_SHADES)] for number, kind in enumerate(kinds)}
-    return {**shades, sparse: _SPARSE_SHADES} if any(row.kind == sparse for row in rows) else shades
+    kinds = {part.kind for row in rows for part in row.parts}
+    dense = enumerate(sorted(kinds - {sparse}))
+    shades = {kind: _SHADES[number % len(_SHADES)] for number, kind in dense}
+    return {**shades, sparse: _SPARSE_SHADES} if sparse in kinds else shades
 
 
 def _bars(
-    number: int, row: _Row, shades: tuple[str, str], unit_bytes: int, stripe: float
+    number: int, row: _Row, shades: dict[str, tuple[str, str]], unit_bytes: int, stripe: float
 ) -> Iterator[canvas.Bar]:
     start, shade_start, shade = 0.0, 0.0, 0
     for part in row.parts:
         if start - shade_start >= stripe:
             shade_start, shade = start, 1 - shade
         width = part.nbytes / unit_bytes
-        yield canvas.Bar(number, start, width, shades[shade], "none")
+        yield canvas.Bar(number, start, width, shades[part.kind][shade], "none")
         start += width
 
 
