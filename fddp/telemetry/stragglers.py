@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 from fddp.core.protocol.messages import MappingOf, Schema
 from fddp.core.timeline import StepTimes
 from fddp.telemetry.decode import check_least, decode_from
-from fddp.telemetry.phases import INPUT, MONITOR, WAIT
+from fddp.telemetry.phases import INPUT, MONITOR, SYNC, WAIT
 
 _NOT_OWN = (WAIT, MONITOR)
 LEAST_STEPS = 9  # with fewer, noise of 10% yields a false straggler in over 1% of the reports
 _SIGMAS = 4.0  # standard errors by which a straggler must be behind
 _PHASE_SIGMAS = 5.0  # the same in one phase, of which there are several to be wrong about
-_PHASE_PART = 0.5  # of such a lead that the whole of the rank's time must have
+_PHASE_PART = 1 / 3  # of such a lead that the whole of the rank's time must have
 _LEAST_SHARE = 0.02  # of the step
 _LEAST_S = 5e-4  # differences below this are background load of the host
 _MAD_SIGMAS = 1.4826  # standard deviations of a normal distribution in its MAD
@@ -242,8 +242,8 @@ def find_stragglers(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
 
     A rank is a straggler if the median of its own time exceeds that of the others (their lower
     median, as up to half of them may be slow too) by 2% of the step and by half a millisecond, and
-    by 4 standard errors of the difference; or if one phase does, by 5 standard errors, as noise in
-    the other phases may hide it. Its phase is the one with the largest lead.
+    by 4 standard errors of the difference; or if one phase but "sync" does, by 5 standard errors,
+    as noise in the other phases may hide it. Its phase is the one with the largest lead.
 
     Args:
         summaries: summaries of all ranks. The result is empty unless they cover the same steps, at
@@ -279,12 +279,14 @@ def _own_leads(summaries: Sequence[RankSummary]) -> list[tuple[Straggler, bool]]
             if phase not in _NOT_OWN
         }
         phase = max(by_phase, key=lambda name: by_phase[name][0])
-        phase_s, error_s = by_phase[phase]
-        is_certain = lead.is_certain or (
+        # The last rank to arrive may run the sums for all, which makes its sync no cause.
+        is_certain = lead.is_certain or any(
             phase_s > max(_PHASE_SIGMAS * error_s, lead.least_s)
             and lead.behind_s > _PHASE_PART * phase_s
+            for name, (phase_s, error_s) in by_phase.items()
+            if name != SYNC
         )
-        one = Straggler(mine.rank, phase, lead.behind_s, phase_s, lead.share)
+        one = Straggler(mine.rank, phase, lead.behind_s, by_phase[phase][0], lead.share)
         found.append((one, is_certain))
     return found
 
