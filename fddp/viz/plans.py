@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import count, groupby, repeat
+from itertools import count as count_from
+from itertools import groupby, repeat
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -66,14 +68,6 @@ class _Row(NamedTuple):
         return sum(part.nbytes for part in self.parts)
 
 
-class _Picture(NamedTuple):
-    """Rows of a plan, and the meaning of their numbers."""
-
-    title: str
-    rows: Sequence[_Row]
-    what: str
-
-
 def plot_plan(plan: Any, ax: Axes | None = None) -> Figure:
     """Plot a bucket plan: a bar for each bucket, in launch order from the top, stacked by leaf.
 
@@ -98,10 +92,10 @@ def plot_plan(plan: Any, ax: Axes | None = None) -> Figure:
     """
     if not isinstance(plan, BucketPlan):
         plan = plan_buckets(plan)
-    picture = _picture(plan, summary(plan))
+    rows = _rows(plan)
     if ax is None:
-        (ax,) = canvas.new_figure(_height_in(picture))
-    _draw_(ax, picture, _extent(picture))
+        (ax,) = canvas.new_figure(_height_in(rows))
+    _draw_(ax, plan, rows, summary(plan), _extent(rows))
     return canvas.figure_of(ax)
 
 
@@ -123,31 +117,26 @@ def compare_plans(a: BucketPlan, b: BucketPlan, *, names: tuple[str, str] = ("a"
         >>> [ax.get_title() for ax in compare_plans(*plans, names=("1 MiB", "25 MiB")).axes]
         ['1 MiB: 2 buckets, largest 2 MiB', '25 MiB: 1 bucket, largest 4 MiB']
     """
-    pictures = [
-        _picture(plan, _title(plan, name)) for plan, name in zip((a, b), names, strict=True)
-    ]
-    axes = canvas.new_figure(max(map(_height_in, pictures)), columns=2)
-    extent = max(map(_extent, pictures))
-    for ax, picture in zip(axes, pictures, strict=True):
-        _draw_(ax, picture, extent)
+    rows = [_rows(plan) for plan in (a, b)]
+    axes = canvas.new_figure(max(map(_height_in, rows)), columns=2)
+    extent_bytes = max(map(_extent, rows))
+    for ax, own, plan, name in zip(axes, rows, (a, b), names, strict=True):
+        largest = size_text(max((bucket.nbytes for bucket in plan.buckets), default=0))
+        title = f"{name}: {counted(len(plan.buckets), 'bucket')}, largest {largest}"
+        _draw_(ax, plan, own, title, extent_bytes)
     right = max(ax.get_xlim()[1] for ax in axes)  # their widths may differ by a few pixels
     for ax in axes:
         ax.set_xlim(0.0, right)
     return canvas.figure_of(axes[0])
 
 
-def _title(plan: BucketPlan, name: str) -> str:
-    largest = max((bucket.nbytes for bucket in plan.buckets), default=0)
-    return f"{name}: {counted(len(plan.buckets), 'bucket')}, largest {size_text(largest)}"
-
-
-def _picture(plan: BucketPlan, title: str) -> _Picture:
+def _rows(plan: BucketPlan) -> list[_Row]:
     layers = [_layer(path) for path in plan.paths]
     firsts = [layers[bucket.leaves[0]] for bucket in plan.buckets]
-    bars = list(groupby(range(len(firsts)), key=firsts.__getitem__))
-    if len(firsts) > _MOST_BUCKETS and 2 * len(bars) < len(firsts):
-        return _Picture(title, _layer_rows(plan, firsts), "layer, with a part for each bucket")
-    return _Picture(title, _bucket_rows(plan, layers), "bucket")
+    bars = sum(1 for _ in groupby(firsts))
+    if len(firsts) > _MOST_BUCKETS and 2 * bars < len(firsts):
+        return _layer_rows(plan, firsts)
+    return _bucket_rows(plan, layers)
 
 
 def _layer(path: str) -> str:
@@ -185,10 +174,9 @@ def _without_prefix(paths: Sequence[str]) -> dict[str, str]:
 def _layer_rows(plan: BucketPlan, firsts: Sequence[str]) -> list[_Row]:
     names = _without_prefix(firsts)
     rows = []
-    for layer, numbers in groupby(range(len(firsts)), key=firsts.__getitem__):
-        buckets = [plan.buckets[number] for number in numbers]
-        parts = [_Part("", bucket.nbytes, _class_of(bucket)) for bucket in buckets]
-        rows.append(_Row(names[layer], counted(len(buckets), "bucket"), 0, parts))
+    for layer, own in groupby(zip(firsts, plan.buckets, strict=True), key=itemgetter(0)):
+        parts = [_Part("", bucket.nbytes, _class_of(bucket)) for _, bucket in own]
+        rows.append(_Row(names[layer], counted(len(parts), "bucket"), 0, parts))
     return rows
 
 
@@ -219,48 +207,49 @@ def _class_of(bucket: Bucket) -> str:
     return "sparse, as if dense" if bucket.sparse else f"{bucket.dtype} on {bucket.device}"
 
 
-def _height_in(picture: _Picture) -> float:
-    return min(_AROUND_IN + _ROW_IN * max(len(picture.rows), 2), _HIGHEST_IN)
+def _height_in(rows: Sequence[_Row]) -> float:
+    return min(_AROUND_IN + _ROW_IN * max(len(rows), 2), _HIGHEST_IN)
 
 
-def _extent(picture: _Picture) -> int:
-    largest = max((row.nbytes for row in picture.rows), default=0)
-    caps = (row.cap_bytes for row in picture.rows)
-    return max(largest, *(cap for cap in caps if cap <= _LONGEST_CAP * largest), 1)
+def _extent(rows: Sequence[_Row]) -> int:
+    largest = max((row.nbytes for row in rows), default=0)
+    return max(largest, *(r.cap_bytes for r in rows if r.cap_bytes <= _LONGEST_CAP * largest), 1)
 
 
-def _draw_(ax: Axes, picture: _Picture, extent_bytes: int) -> None:
+def _draw_(ax: Axes, plan: BucketPlan, rows: Sequence[_Row], title: str, extent_bytes: int) -> None:
     unit, unit_bytes = unit_of(extent_bytes)
     extent = extent_bytes / unit_bytes
-    shades = _shades(picture.rows)
-    rows = max(len(picture.rows), 1)
+    shades = _shades(rows)
+    count = max(len(rows), 1)
+    by_bucket = len(rows) == len(plan.buckets)
     ax.set_xlim(0.0, extent)
-    ax.set_ylim(rows - 0.5, -0.5)
-    step = _tick_step(rows, canvas.size_in(ax)[1])
-    ax.set_yticks(range(0, len(picture.rows), step), [row.label for row in picture.rows[::step]])
-    canvas.label_(ax, title=picture.title, x=unit, y=picture.what, grid="x")
-    canvas.explain_(ax, _legend(shades, has_caps=picture.what == "bucket"))
+    ax.set_ylim(count - 0.5, -0.5)
+    step = _tick_step(count, canvas.size_in(ax)[1])
+    ax.set_yticks(range(0, len(rows), step), [row.label for row in rows[::step]])
+    what = "bucket" if by_bucket else "layer, with a part for each bucket"
+    canvas.label_(ax, title=title, x=unit, y=what, grid="x")
+    canvas.explain_(ax, _legend(shades, has_caps=by_bucket))
     width_in, height_in = canvas.size_in(ax)
     x_inch = extent / max(width_in - _MARGIN_IN, _MARGIN_IN)
     ax.set_xlim(0.0, x_inch * width_in)
-    ax.set_ylim(max(rows, height_in / _MOST_ROW_IN) - 0.5, -0.5)
-    row_in = height_in / rows
+    ax.set_ylim(max(count, height_in / _MOST_ROW_IN) - 0.5, -0.5)
+    row_in = height_in / count
     bars = []
-    for number, row in enumerate(picture.rows):
+    for number, row in enumerate(rows):
         own = list(_bars(number, row, shades, unit_bytes, _STRIPE * extent))
         bars.extend(own)
         if row_in >= _LEAST_TEXT_IN:
             _name_parts_(ax, row, own, unit_bytes, x_inch)
             _write_note_(ax, number, row, unit_bytes, x_inch)
     canvas.fill_(ax, bars, height=1.0 - _GAP if row_in >= _LEAST_GAP_IN else 1.0)
-    caps = {n: row.cap_bytes / unit_bytes for n, row in enumerate(picture.rows) if row.cap_bytes}
+    caps = {n: row.cap_bytes / unit_bytes for n, row in enumerate(rows) if row.cap_bytes}
     near = {number: cap for number, cap in caps.items() if cap <= extent}
     edges = np.array([*near])
     ax.vlines([*near.values()], edges - 0.5, edges + 0.5, colors="black", linewidths=1.2)
 
 
 def _tick_step(rows: int, height_in: float) -> int:
-    steps = (digit * int(10**power) for power in count() for digit in (1, 2, 5))
+    steps = (digit * int(10**power) for power in count_from() for digit in (1, 2, 5))
     return next(step for step in steps if height_in * step / rows >= _LEAST_TICK_IN)
 
 
