@@ -314,21 +314,13 @@ def find_slow_monitors(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...
 
 
 class _Lead(NamedTuple):
-    """A lead that is not negligible.
+    """A lead that is not negligible."""
 
-    Attributes:
-        at: position of the rank.
-        behind_s: seconds.
-        least_s: smallest lead that is not negligible.
-        share: of the step.
-        is_certain: True if the lead is beyond noise.
-    """
-
-    at: int
+    at: int  # position of the rank
     behind_s: float
-    least_s: float
-    share: float
-    is_certain: bool
+    least_s: float  # the smallest lead that is not negligible
+    share: float  # of the step
+    is_certain: bool  # beyond noise
 
 
 def _leads(summaries: Sequence[RankSummary], spreads: Sequence[RobustStats]) -> list[_Lead]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -79,20 +78,16 @@ def _fit_(ax: Axes, times_s: Sequence[float]) -> None:
     """Fit the axis of times to them, with room for markers."""
     low_ms, high_ms = min(times_s) * 1e3, max(times_s) * 1e3
     if 0.0 < _FACTOR * low_ms < high_ms:
+        from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+
         ax.set_yscale("log")
         margin = (high_ms / low_ms) ** _MARGIN
         ax.set_ylim(low_ms / margin, high_ms * margin)
-        ax.set_yticks(ticks := _log_ticks(low_ms, high_ms), [f"{tick:g}" for tick in ticks])
-        ax.minorticks_off()
+        ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        ax.yaxis.set_major_formatter(ScalarFormatter())
+        ax.yaxis.set_minor_locator(NullLocator())
         return
     # At least a small part of the time, so that small differences look small.
     middle_ms, half_ms = (low_ms + high_ms) / 2.0, (high_ms - low_ms) / 2.0
     half_ms = max(half_ms, _LEAST_SPAN * high_ms / 2.0, 1e-9) * (1.0 + 2.0 * _MARGIN)
     ax.set_ylim(middle_ms - half_ms, middle_ms + half_ms)
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    """Return the numbers 1, 2 and 5 times powers of 10 within a range."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = (digit * 10.0**power for power in powers for digit in (1, 2, 5))
-    return [tick for tick in ticks if low <= tick <= high]

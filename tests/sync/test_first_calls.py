@@ -91,11 +91,11 @@ PLAN = fddp.plan_buckets({"w": torch.zeros(4)})
         ),
         (
             lambda: fddp.simulate(fddp.make_schedule(PLAN, 4), "nvlink", [0.01]),
-            "cost must be one of the presets ethernet-10g",
+            "cost must be a CostModel or one of the presets ethernet-10g",
         ),
         (
             lambda: fddp.simulate(fddp.make_schedule(PLAN, 4), 1e-9, [0.01]),
-            "cost must be a CostModel or the name of a preset",
+            "gloo-loopback, got 1e-09",
         ),
     ],
 )

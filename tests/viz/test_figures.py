@@ -291,7 +291,9 @@ def test_no_marker_of_times_is_clipped(slowest_s: float) -> None:
 def test_times_far_apart_have_a_logarithmic_axis() -> None:
     (ax,) = plot_caps({1.0: 0.3, 5.0: 0.02}).axes
     assert ax.get_yscale() == "log"
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["20", "50", "100", "200"]
+    low, high = ax.get_ylim()
+    assert [tick for tick in ax.get_yticks() if low <= tick <= high] == [20.0, 50.0, 100.0, 200.0]
+    assert {"20", "200"} <= {label.get_text() for label in ax.get_yticklabels()}
 
 
 # All
