@@ -67,6 +67,9 @@ def plan_buckets(
     ['bias', 'step', 'weight']
     >>> [bucket.leaves for bucket in plan.buckets]
     [(0,), (2,)]
+    >>> import torch
+    >>> plan_buckets(torch.nn.Linear(2, 3)).paths
+    ('bias', 'weight')
     """
     caps_bytes = _caps_bytes(bucket_cap_mb, first_bucket_mb)
     specs, offered = _described(tree, sparse, select)

@@ -128,9 +128,11 @@ def simulate(
         >>> from fddp.core.schedule.builder import make_schedule
         >>> leaves = [LeafSpec("a", (250_000,), "float32"), LeafSpec("b", (250_000,), "float32")]
         >>> plan = plan_leaves(leaves, order=[1, 0], caps_bytes=[1_000_000])
-        >>> schedule = make_schedule(plan, Topology(world=2))
+        >>> schedule = make_schedule(plan, 2)
         >>> simulate(schedule, CostModel(1e-5, 1e-9), {"b": 0.004, "a": 0.010})
         Timeline(rank 0, step 11.021 ms, backward 10.000 ms, exposed 1.021 ms, 50% hidden)
+        >>> simulate(schedule, "nvlink4", {"b": 0.004, "a": 0.010})
+        Timeline(rank 0, step 10.009 ms, backward 10.000 ms, exposed 0.009 ms, 50% hidden)
     """
     if not isinstance(schedule, Schedule):
         raise TypeError(
