@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,8 +53,15 @@ class Ratio(NamedTuple):
         Example:
             >>> Ratio(1.5, 1.0, 3.0).text()
             '1.50 (1.00-3.00)'
+            >>> Ratio(1.5, 1.0, math.inf).text()  # in some round to a time of nothing
+            '1.50 (1.00 and more)'
+            >>> Ratio(math.inf, 1.0, math.inf).text()
+            'none'
         """
-        return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
+        if math.isinf(self.median):
+            return "none"
+        highest = " and more" if math.isinf(self.high) else f"-{self.high:.{digits}f}"
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f}{highest})"
 
 
 def ratio(ours: Series, theirs: Series) -> Ratio:

@@ -44,6 +44,7 @@ from benchmarks.models import WORKLOADS, Workload, stack
 from benchmarks.scripts import numbers_table, options, publish
 from fddp.cli.launch import launch
 from fddp.cli.progress import Stages
+from fddp.core.text import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -262,7 +263,7 @@ def _both(pss: float, rss: float) -> Ratio:
 def _table(result: Result) -> Table:
     grads = result.grads_bytes
     table = numbers_table(
-        f"Peak memory a rank: {result.title} ({grads / MIB:.0f} MiB of gradients)",
+        f"Peak memory a rank: {result.title} ({size_text(grads)} of gradients)",
         ("via", "PSS", "sets", "settled", "RSS", "PSS / DDP", "settled", "RSS / DDP"),
         caption="above what a process has before it makes its model; PSS in MiB, the rest in sets "
         "of gradients; settled: from the fifth step on",

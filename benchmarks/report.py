@@ -131,6 +131,7 @@ class Report:
         load: average of the minute before.
         models: by name.
         small: by size.
+        quick: True if too few steps were timed for a judgement.
     """
 
     ranks: int
@@ -138,10 +139,14 @@ class Report:
     load: float
     models: dict[str, ModelResult]
     small: tuple[SmallResult, ...]
+    quick: bool = False
 
 
 def figures(report: Report) -> list[Figure]:
-    """Figures with a bound. With more ranks than cores, only the step has one."""
+    """Figures with a bound; none of a quick run. With more ranks than cores, only the step has
+    one."""
+    if report.quick:
+        return []
     crowded = report.ranks > (os.cpu_count() or 1)
     found = _crowded(report) if crowded else _exposed(report) + _over_gloo(report)
     return sorted(found, key=lambda figure: figure.what)
@@ -198,15 +203,18 @@ def _case(model: str, entry: Entry) -> str:
 
 def tables(report: Report) -> list[Table]:
     """For people; `benchmarks.bounds.WIDTH` columns wide at most."""
+    judged = figures(report)
     return [
         *map(_model_table, report.models.values()),
         _small_table(report.small),
-        figures_table(figures(report)),
+        *([figures_table(judged)] if judged else []),
     ]
 
 
 def warning(report: Report) -> str:
     """Warnings about the figures; empty if there are none."""
+    if report.quick:
+        return "A quick run: it shows that everything works, and judges no figure."
     if report.load < _BUSY_LOAD:
         return ""
     return (

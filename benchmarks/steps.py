@@ -45,7 +45,7 @@ def run_rank(options: Options) -> Report | None:
         small = tuple(_small(nbytes, options, stages.advance) for nbytes in _SMALL_BYTES)
     if dist.get_rank() != 0:
         return None
-    return Report(dist.get_world_size(), options.rounds, load, models, small)
+    return Report(dist.get_world_size(), options.rounds, load, models, small, options.quick)
 
 
 def _model(workload: Workload, options: Options, stages: Stages) -> ModelResult:

@@ -27,6 +27,7 @@ from benchmarks.measure import Series, medians_in_turns, ratio, timed
 from benchmarks.scripts import numbers_table, options, publish
 from fddp.cli.launch import launch
 from fddp.cli.progress import Stages
+from fddp.core.text import size_text
 from fddp.transport import Transport, open_transport
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -117,7 +118,7 @@ def run_rank(sizes: tuple[int, ...], rounds: int) -> Result:
         stages = stack.enter_context(Stages(shown=dist.get_rank() == 0))
         cases = []
         for nbytes in sizes:
-            stages.begin(_size(nbytes), rounds)
+            stages.begin(size_text(nbytes), rounds)
             series = _measure(_calls(nbytes, shm, gloos), nbytes, rounds, stages.advance)
             cases.append(Case(nbytes, series))
     return Result(dist.get_world_size(), rounds, reason, tuple(cases))
@@ -197,7 +198,7 @@ def figures(result: Result) -> list[Figure]:
         shm = case.series.get(SHM)
         if shm is None:
             continue
-        name = _size(case.nbytes)
+        name = size_text(case.nbytes)
         bound = {4 * MIB: 12.0, 64 * MIB: 5.0}.get(case.nbytes, 10.0)
         if case.nbytes <= 256 * KIB or case.nbytes in (4 * MIB, 64 * MIB):
             speedup = ratio(case.series[case.gloo], shm)
@@ -220,7 +221,7 @@ def _table(result: Result) -> Table:
         series, gloo, copy = case.series, case.series[case.gloo], case.series[COPY]
         shm = series.get(SHM)
         table.add_row(
-            _size(case.nbytes),
+            size_text(case.nbytes),
             *(_us(series.get(way)) for way in (SHM, SHM_BARRIER, SHM_ORDINARY)),
             _us(gloo),
             case.gloo.removeprefix("gloo, "),
@@ -246,13 +247,6 @@ def _values(result: Result) -> dict[str, Any]:
             for case in result.cases
         ],
     }
-
-
-def _size(nbytes: int) -> str:
-    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes // unit} {name}"
-    return f"{nbytes} B"
 
 
 def _us(series: Series | None) -> str:

@@ -1,75 +1,156 @@
-"""Functional data-parallel gradient synchronisation for PyTorch."""
+"""Functional data-parallel gradient synchronisation for PyTorch.
 
-from fddp import hooks as hooks
-from fddp.collectives.communicator import Communicator as Communicator
-from fddp.collectives.operators import all_gather as all_gather
-from fddp.collectives.operators import broadcast_from as broadcast_from
-from fddp.collectives.operators import pmax as pmax
-from fddp.collectives.operators import pmean as pmean
-from fddp.collectives.operators import psum as psum
-from fddp.collectives.operators import reduce_scatter as reduce_scatter
-from fddp.collectives.operators import sync_on_backward as sync_on_backward
-from fddp.collectives.replicas.broadcast import broadcast as broadcast
-from fddp.collectives.replicas.check import check_replicas as check_replicas
-from fddp.collectives.replicas.reconcile import reconcile as reconcile
-from fddp.core.check import check_schedule as check_schedule
-from fddp.core.numerics.loss_scale import LossScale as LossScale
-from fddp.core.numerics.loss_scale import next_loss_scale as next_loss_scale
-from fddp.core.numerics.norm_spikes import NormHistory as NormHistory
-from fddp.core.numerics.norm_spikes import NormVerdict as NormVerdict
-from fddp.core.numerics.norm_spikes import check_norm as check_norm
-from fddp.core.plan.plan import Bucket as Bucket
-from fddp.core.plan.plan import BucketPlan as BucketPlan
-from fddp.core.plan.plan import LeafSpec as LeafSpec
-from fddp.core.plan.plan import rebucket as rebucket
-from fddp.core.schedule.builder import make_schedule as make_schedule
-from fddp.core.schedule.op import Op as Op
-from fddp.core.schedule.op import Region as Region
-from fddp.core.schedule.schedule import Schedule as Schedule
-from fddp.core.schedule.topology import Topology as Topology
-from fddp.core.sim.cost import PRESETS as PRESETS
-from fddp.core.sim.cost import CostModel as CostModel
-from fddp.core.sim.cost import Sample as Sample
-from fddp.core.sim.simulator import Jitter as Jitter
-from fddp.core.sim.simulator import simulate as simulate
-from fddp.core.timeline import Timeline as Timeline
-from fddp.ddp import DistributedDataParallel as DistributedDataParallel
-from fddp.errors import ClosedError as ClosedError
-from fddp.errors import DesyncError as DesyncError
-from fddp.errors import ExtensionError as ExtensionError
-from fddp.errors import FddpError as FddpError
-from fddp.errors import HookError as HookError
-from fddp.errors import InternalError as InternalError
-from fddp.errors import LossError as LossError
-from fddp.errors import NoGradientError as NoGradientError
-from fddp.errors import NonFiniteError as NonFiniteError
-from fddp.errors import PeerError as PeerError
-from fddp.errors import PlanMismatchError as PlanMismatchError
-from fddp.errors import RankLostError as RankLostError
-from fddp.errors import ReentryError as ReentryError
-from fddp.errors import ScheduleError as ScheduleError
-from fddp.errors import SyncTimeoutError as SyncTimeoutError
-from fddp.errors import TransformError as TransformError
-from fddp.errors import TreeMismatchError as TreeMismatchError
-from fddp.errors import UnevenError as UnevenError
-from fddp.errors import WeightError as WeightError
-from fddp.sync import averaging as averaging
-from fddp.sync.autotune import TuneReport as TuneReport
-from fddp.sync.functional_module import functionalize as functionalize
-from fddp.sync.grad_sync import GradSync as GradSync
-from fddp.sync.measure import measure_cost as measure_cost
-from fddp.sync.monitor import Monitor as Monitor
-from fddp.sync.rounds import EXHAUSTED as EXHAUSTED
-from fddp.sync.transform import as_transform as as_transform
-from fddp.sync.uneven_inputs import uneven as uneven
-from fddp.telemetry.flight.dump import FlightDumps as FlightDumps
-from fddp.telemetry.flight.dump import dump_flights as dump_flights
-from fddp.telemetry.flight.log import Flight as Flight
-from fddp.telemetry.flight.recorder import flight as flight
-from fddp.telemetry.report import MonitorReport as MonitorReport
-from fddp.telemetry.step_info import SyncInfo as SyncInfo
-from fddp.telemetry.stragglers import Straggler as Straggler
-from fddp.transport import loopback as loopback
-from fddp.tree.planner import plan_buckets as plan_buckets
-from fddp.tree.planner import plan_optimal as plan_optimal
-from fddp.tree.pytree import tree_map as tree_map
+Training
+    GradSync                                 average gradients over ranks; `value_and_grad`, `tune`
+    uneven, EXHAUSTED                        loops over inputs of unequal length
+    functionalize                            a module as a pure function of its parameters
+    tree_map                                 map a function over the tensors of a tree
+    as_transform                             a `GradSync` as an optax or torchopt transformation
+    DistributedDataParallel                  the interface of torch's class
+    LossScale, next_loss_scale               loss scale of mixed precision, as a value
+    check_norm, NormHistory, NormVerdict     detection of spikes in the gradient norm
+    averaging                                averages of parameters, for local SGD
+    hooks                                    communication hooks that compress gradients
+
+Operators and replicas
+    pmean, psum, pmax, all_gather, reduce_scatter, broadcast_from
+                                             collectives with derivatives
+    sync_on_backward                         identity, whose backward averages
+    Communicator                             ranks and caps of operators
+    broadcast, check_replicas, reconcile     equal replicas: send, compare, repair
+
+Plans and schedules
+    plan_buckets, plan_optimal, rebucket     plan the buckets of a tree
+    BucketPlan, Bucket, LeafSpec             plans as values
+    make_schedule, check_schedule            the operations of a step; their proof
+    Schedule, Op, Region, Topology           schedules as values
+    simulate, Timeline, Jitter               the time of a step without ranks
+    CostModel, PRESETS, Sample, measure_cost
+                                             the time of collectives
+    TuneReport                               result of `GradSync.tune`
+
+Watching
+    SyncInfo                                 statistics and timeline of one step
+    Monitor, MonitorReport, Straggler        phases of steps on all ranks, and slow ranks
+    flight, Flight, dump_flights, FlightDumps
+                                             the newest operations, for diagnosis
+
+Tools
+    loopback                                 ranks as threads of this process
+    testing, viz, jax                        submodules with extras of their names
+
+Every error that is raised on purpose is a FddpError:
+    ClosedError, DesyncError, ExtensionError, HookError, InternalError, LossError,
+    NoGradientError, NonFiniteError, PeerError, PlanMismatchError, RankLostError, ReentryError,
+    ScheduleError, SyncTimeoutError, TransformError, TreeMismatchError, UnevenError,
+    WeightError.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from fddp import hooks
+from fddp.collectives.communicator import Communicator
+from fddp.collectives.operators import (
+    all_gather,
+    broadcast_from,
+    pmax,
+    pmean,
+    psum,
+    reduce_scatter,
+    sync_on_backward,
+)
+from fddp.collectives.replicas.broadcast import broadcast
+from fddp.collectives.replicas.check import check_replicas
+from fddp.collectives.replicas.reconcile import reconcile
+from fddp.core.check import check_schedule
+from fddp.core.numerics.loss_scale import LossScale, next_loss_scale
+from fddp.core.numerics.norm_spikes import NormHistory, NormVerdict, check_norm
+from fddp.core.plan.plan import Bucket, BucketPlan, LeafSpec, rebucket
+from fddp.core.schedule.builder import make_schedule
+from fddp.core.schedule.op import Op, Region
+from fddp.core.schedule.schedule import Schedule
+from fddp.core.schedule.topology import Topology
+from fddp.core.sim.cost import PRESETS, CostModel, Sample
+from fddp.core.sim.simulator import Jitter, simulate
+from fddp.core.timeline import Timeline
+from fddp.ddp import DistributedDataParallel
+from fddp.errors import (
+    ClosedError,
+    DesyncError,
+    ExtensionError,
+    FddpError,
+    HookError,
+    InternalError,
+    LossError,
+    NoGradientError,
+    NonFiniteError,
+    PeerError,
+    PlanMismatchError,
+    RankLostError,
+    ReentryError,
+    ScheduleError,
+    SyncTimeoutError,
+    TransformError,
+    TreeMismatchError,
+    UnevenError,
+    WeightError,
+)
+from fddp.sync import averaging
+from fddp.sync.autotune import TuneReport
+from fddp.sync.functional_module import functionalize
+from fddp.sync.grad_sync import GradSync
+from fddp.sync.measure import measure_cost
+from fddp.sync.monitor import Monitor
+from fddp.sync.rounds import EXHAUSTED
+from fddp.sync.transform import as_transform
+from fddp.sync.uneven_inputs import uneven
+from fddp.telemetry.flight.dump import FlightDumps, dump_flights
+from fddp.telemetry.flight.log import Flight
+from fddp.telemetry.flight.recorder import flight
+from fddp.telemetry.report import MonitorReport
+from fddp.telemetry.step_info import SyncInfo
+from fddp.telemetry.stragglers import Straggler
+from fddp.transport import loopback
+from fddp.tree.planner import plan_buckets, plan_optimal
+from fddp.tree.pytree import tree_map
+
+if TYPE_CHECKING:
+    from fddp import jax as jax
+    from fddp import testing as testing
+    from fddp import viz as viz
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "EXHAUSTED", "PRESETS", "Bucket", "BucketPlan", "ClosedError", "Communicator", "CostModel",
+    "DesyncError", "DistributedDataParallel", "ExtensionError", "FddpError", "Flight",
+    "FlightDumps", "GradSync", "HookError", "InternalError", "Jitter", "LeafSpec", "LossError",
+    "LossScale", "Monitor", "MonitorReport", "NoGradientError", "NonFiniteError", "NormHistory",
+    "NormVerdict", "Op", "PeerError", "PlanMismatchError", "RankLostError", "ReentryError",
+    "Region", "Sample", "Schedule", "ScheduleError", "Straggler", "SyncInfo", "SyncTimeoutError",
+    "Timeline", "Topology", "TransformError", "TreeMismatchError", "TuneReport", "UnevenError",
+    "WeightError", "all_gather", "as_transform", "averaging", "broadcast", "broadcast_from",
+    "check_norm", "check_replicas", "check_schedule", "dump_flights", "flight", "functionalize",
+    "hooks", "loopback", "make_schedule", "measure_cost", "next_loss_scale", "plan_buckets",
+    "plan_optimal", "pmax", "pmean", "psum", "rebucket", "reconcile", "reduce_scatter", "simulate",
+    "sync_on_backward", "tree_map", "uneven",
+]  # fmt: skip
+
+_ON_FIRST_USE = ("jax", "testing", "viz")  # each needs packages that fddp does not
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_ON_FIRST_USE, "__version__"])
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of the module's
+
+    def __getattr__(name: str) -> Any:
+        if name in _ON_FIRST_USE:
+            return importlib.import_module(f"fddp.{name}")
+        text = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(text, name=name, obj=sys.modules[__name__])

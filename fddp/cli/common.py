@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
@@ -16,17 +16,16 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from fddp.cli.launch import launch
 from fddp.core.plan.defaults import MIB
 from fddp.core.plan.leaf import MAX_COUNT
+from fddp.core.tables import plain_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import RenderableType
-    from rich.table import Table
 
 T = TypeVar("T")
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 
-PROG = "python -m fddp"
 STDOUT = Path("-")
 
 #: by module: the name of its package, and the extra of fddp that installs it
@@ -88,23 +87,28 @@ def launched(prog: str, ranks: int, fn: Callable[..., T], *args: Any) -> T:
 
 
 class Printer:
-    """Prints tables, and writes and reports files. Requires rich.
+    """Prints tables, and writes and reports files.
 
     Args:
         json: file of a command's JSON; for `STDOUT`, other output goes to the standard error.
-        width: columns of the output if it is no terminal.
+        width: columns of tables of rich if the output is no terminal.
     """
 
     def __init__(self, json: Path | None = None, width: int = 80) -> None:
+        self._to_stderr = json == STDOUT
+        self._width = width
+
+    def show(self, text: RenderableType) -> None:
+        """Print a text, or a table of rich."""
+        if isinstance(text, str):
+            print(text, file=sys.stderr if self._to_stderr else sys.stdout)
+            return
         from rich.console import Console
 
-        self._console = Console(highlight=False, stderr=json == STDOUT)
-        if not self._console.is_terminal:
-            self._console.width = width
-
-    def show(self, renderable: RenderableType) -> None:
-        """Print a table or a text."""
-        self._console.print(renderable, markup=False, soft_wrap=isinstance(renderable, str))
+        console = Console(highlight=False, stderr=self._to_stderr)
+        if not console.is_terminal:
+            console.width = self._width
+        console.print(text, markup=False)
 
     def write_text(self, path: Path | None, text: str) -> None:
         """Write a text if `path` is given."""
@@ -125,18 +129,17 @@ class Printer:
         self.show(f"written to {path}")
 
 
-def make_table(
-    title: str, caption: str, columns: Sequence[str], left: Sequence[str] = ("plan",)
-) -> Table:
-    """Return a table for `Printer.show`, in which only columns in `left` are left-aligned."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAVY)
-    for column in columns:
-        is_left = column in left
-        table.add_column(column, justify="left" if is_left else "right", overflow="fold")
-    return table
+def titled_table(
+    title: str,
+    caption: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    left: Sequence[str] = ("plan",),
+) -> str:
+    """Return a table with a title and a caption, in which only columns in `left` are left-aligned.
+    Cells are never broken."""
+    numeric = [number for number, name in enumerate(columns) if name not in left]
+    return f"{title}\n\n{plain_table(columns, rows, numeric)}\n\n{caption}"
 
 
 # Arguments

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fddp.cli.common import CallError, Commands
+from fddp.core.text import counted
 from fddp.telemetry.flight.divergence import find_divergences
 from fddp.telemetry.flight.log import Flight
 
@@ -34,8 +35,7 @@ def add(commands: Commands) -> None:
 def _run(args: argparse.Namespace) -> int:
     flights, unreadable = _all(args.source)
     processes = len({(f.host, f.pid) for _, f in flights})
-    counted = f"{len(flights)} flight{'s' if len(flights) > 1 else ''}"
-    print(f"{counted} of {processes} process{'es' if processes > 1 else ''}")
+    print(f"{counted(len(flights), 'flight')} of {counted(processes, 'process')}")
     for problem in unreadable:
         print(f"left out: {problem}")
     for divergence in find_divergences(flight for _, flight in flights):

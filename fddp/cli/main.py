@@ -1,4 +1,4 @@
-"""Command line `python -m fddp`.
+"""Command line `fddp`, also as `python -m fddp`.
 
 Exit codes: 0 success, 1 a check or a rank failed, 2 an invalid call or a missing library, 128 + n
 ended by signal n.
@@ -12,21 +12,27 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+import torch
+
+import fddp
 from fddp.cli import flight, plan, simulate, tune
-from fddp.cli.common import PROG, CallError
+from fddp.cli.common import CallError
 from fddp.cli.demo import command as demo
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "fddp") -> int:
     """Run a command and return the exit code.
 
     Args:
         argv: arguments without the program's name; None for those of the process.
+        prog: name of the program in messages.
 
     Raises:
-        SystemExit: an invalid argument or a missing library (code 2), or `--help` (0).
+        SystemExit: an invalid argument or a missing library (code 2), `--help` or `--version` (0).
     """
-    parser = Parser(prog=PROG, description="Functional distributed data parallelism.")
+    parser = Parser(prog=prog, description="Functional distributed data parallelism.")
+    version = f"fddp {fddp.__version__}, torch {torch.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (demo, plan, simulate, tune, flight):
         command.add(commands)

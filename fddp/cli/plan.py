@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from fddp.cli import common
 from fddp.cli.sources import SOURCE_HELP, is_plan_file, load_plan
-from fddp.core.plan.defaults import MIB
 from fddp.core.plan.plan import BucketPlan, summary
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from fddp.core.text import size_text
 
 
 def add(commands: common.Commands) -> None:
@@ -39,7 +35,7 @@ def add(commands: common.Commands) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    common.require("rich", *(["matplotlib"] if args.png else []))
+    common.require(*(["matplotlib"] if args.png else []))
     if is_plan_file(args.source) and (args.bucket_cap_mb or args.first_bucket_mb):
         raise common.CallError(f"{args.source!r} is a plan, so its caps are fixed")
     plan = load_plan(args.source, args.bucket_cap_mb or 25.0, args.first_bucket_mb or 1.0)
@@ -53,18 +49,20 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _table(plan: BucketPlan) -> Table:
+def _table(plan: BucketPlan) -> str:
     left = ("first to last leaf", "dtype, device")
-    columns = ("bucket", "leaves", *left, "MiB", "cap MiB")
-    table = common.make_table(summary(plan), f"digest {plan.digest}", columns, left)
+    columns = ("bucket", "leaves", *left, "size", "cap")
+    rows = []
     for number, bucket in enumerate(plan.buckets):
         ends = dict.fromkeys(plan.paths[leaf] for leaf in (bucket.leaves[0], bucket.leaves[-1]))
-        table.add_row(
-            str(number),
-            str(len(bucket.leaves)),
-            " to ".join(ends),
-            f"{bucket.dtype}, {bucket.device}",
-            f"{bucket.nbytes / MIB:.4g}",
-            "sparse" if bucket.sparse else f"{bucket.cap_bytes / MIB:.4g}",
+        rows.append(
+            (
+                str(number),
+                str(len(bucket.leaves)),
+                " to ".join(ends),
+                f"{bucket.dtype}, {bucket.device}",
+                size_text(bucket.nbytes),
+                "sparse" if bucket.sparse else size_text(bucket.cap_bytes),
+            )
         )
-    return table
+    return common.titled_table(summary(plan), f"digest {plan.digest}", columns, rows, left)

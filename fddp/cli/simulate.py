@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,15 +17,15 @@ from fddp.cli.sources import SOURCE_HELP, is_plan_file, load_plan, read
 from fddp.core.plan.defaults import MIB
 from fddp.core.plan.plan import BucketPlan, plan_leaves
 from fddp.core.schedule.builder import make_schedule
-from fddp.core.sim.cost import CostModel
+from fddp.core.sim.cost import preset_or_model
 from fddp.core.sim.optimal import Target, optimal_plan
 from fddp.core.sim.simulator import Jitter, ReadyTimes, ready_seconds, simulate
+from fddp.core.text import size_text
 from fddp.core.timeline import Timeline
 from fddp.errors import FddpError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.table import Table
 
 _FIRST_CAP_MB = 1.0
 
@@ -104,7 +104,7 @@ def add(commands: common.Commands) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    common.require("rich", *(["matplotlib"] if args.png else []))
+    common.require(*(["matplotlib"] if args.png else []))
     given = load_plan(args.source)
     target = Target(cost_of(args.cost, args.topology), args.topology, args.algorithm)
     times = (
@@ -163,34 +163,36 @@ def _plans(
     for cap_mb in caps_mb:
         caps_bytes = [int(cap * MIB) for cap in (min(_FIRST_CAP_MB, cap_mb), cap_mb)]
         plan = plan_leaves(leaves, order=order, caps_bytes=caps_bytes)
-        yield f"cap {cap_mb:.4g} MiB", cap_mb, plan
+        yield f"cap {size_text(cap_mb * MIB)}", cap_mb, plan
     yield "optimal", None, optimal_plan(leaves, given.order, times_s.tolist(), target)
 
 
-def _table(cases: Sequence[_Case], best: _Case, target: Target, caption: str) -> Table:
+def _table(cases: Sequence[_Case], best: _Case, target: Target, caption: str) -> str:
     columns = ("plan", "buckets", "step ms", "backward ms", "exposed ms", "hidden")
-    table = common.make_table(f"{target.algorithm} on {target.topology}", caption, columns)
+    rows = []
     for case in cases:
         timeline = case.timeline
-        table.add_row(
-            case.name,
-            str(len(case.plan.buckets)),
-            f"{timeline.step_s * 1e3:.3f}",
-            f"{timeline.backward_end_s * 1e3:.3f}",
-            f"{timeline.exposed_s * 1e3:.3f}",
-            f"{timeline.hidden_fraction:.0%}",
-            style="bold" if case is best else "",
+        rows.append(
+            (
+                case.name,
+                str(len(case.plan.buckets)),
+                f"{timeline.step_s * 1e3:.3f}",
+                f"{timeline.backward_end_s * 1e3:.3f}",
+                f"{timeline.exposed_s * 1e3:.3f}",
+                f"{timeline.hidden_fraction:.0%}",
+            )
         )
-    return table
+    title = f"{target.algorithm} on {target.topology}; fastest: {best.name}"
+    return common.titled_table(title, caption, columns, rows)
 
 
 def _json(cases: Sequence[_Case], best: _Case, target: Target) -> str:
     cost = target.cost
-    models = {"": cost} if isinstance(cost, CostModel) else cost
+    models = cost if isinstance(cost, Mapping) else {"": cost}
     document: dict[str, Any] = {
         "topology": dict(target.topology.axes),
         "algorithm": target.algorithm,
-        "cost": {axis: asdict(model) for axis, model in models.items()},
+        "cost": {axis: asdict(preset_or_model(model)) for axis, model in models.items()},
         "results": [
             {
                 "plan": case.name,

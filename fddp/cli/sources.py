@@ -32,8 +32,9 @@ def load_plan(source: str, bucket_cap_mb: float = 25.0, first_bucket_mb: float =
     try:
         if is_plan_file(source):
             return BucketPlan.from_json(read(source))
-        tree = _tree_of(load(source))
-        return plan_buckets(tree, bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb)
+        return plan_buckets(
+            load(source), bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb
+        )
     except (FddpError, TypeError, ValueError) as error:
         raise CallError(f"{source}: {error}") from error
 
@@ -77,13 +78,6 @@ def read(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise CallError(f"can't read {path!r}: {error.strerror}") from error
-
-
-def _tree_of(value: Any) -> Any:
-    """Return a module's trainable parameters by name, or any other value unchanged."""
-    if not isinstance(value, nn.Module):
-        return value
-    return {name: param for name, param in value.named_parameters() if param.requires_grad}
 
 
 def _load_module(where: str) -> ModuleType:

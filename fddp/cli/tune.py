@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fddp.cli import common
 from fddp.cli.sources import load
+from fddp.core.text import counted
 from fddp.errors import FddpError
 from fddp.sync.autotune import TuneReport
 from fddp.sync.grad_sync import GradSync
 from fddp.tree.planner import plan_buckets
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _MAX_RANKS = 64
 
@@ -56,10 +54,10 @@ def add(commands: common.Commands) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    common.require("rich", *(["matplotlib"] if args.png else []))
+    common.require(*(["matplotlib"] if args.png else []))
     options = Options(args.source, args.bucket_cap_mb, args.rounds)
     _check(_load_step(options.source), options)
-    report = common.launched(f"{common.PROG} tune", args.ranks, run_rank, options)
+    report = common.launched(args.parser.prog, args.ranks, run_rank, options)
     printer = common.Printer(args.json)
     printer.show(_table(report, args.ranks))
     printer.write_text(args.json, (report.after if report.adopted else report.before).to_json())
@@ -96,21 +94,21 @@ def _check(step: _Step, options: Options) -> None:
         raise common.CallError(f"{options.source}: {error}") from error
 
 
-def _table(report: TuneReport, ranks: int) -> Table:
+def _table(report: TuneReport, ranks: int) -> str:
     kept = "after" if report.adopted else "before"
     costs = (
         f"{axis}: {model.alpha_s * 1e6:.3g} µs and {model.beta_s_per_byte * 1e9:.3g} ns a byte, "
         f"overlap {model.overlap:.2f}"
         for axis, model in report.costs.items()
     )
-    title = f"a step on {ranks} ranks over gloo; kept: {kept}"
+    title = f"a step on {counted(ranks, 'rank')} over {report.transport}; kept: {kept}"
     columns = ("plan", "buckets", "simulated ms", "measured ms")
-    table = common.make_table(title, ", ".join(costs), columns)
+    rows = []
     for name, plan, simulated_s, measured_s in (
         ("before", report.before, report.simulated_before_s, report.measured_before_s),
         ("after", report.after, report.simulated_after_s, report.measured_after_s),
     ):
         times = (f"{seconds * 1e3:.2f}" for seconds in (simulated_s, measured_s))
-        table.add_row(name, str(len(plan.buckets)), *times)
-    table.add_row("gain", "", f"{report.expected_gain:+.1%}", f"{report.measured_gain:+.1%}")
-    return table
+        rows.append((name, str(len(plan.buckets)), *times))
+    rows.append(("gain", "", f"{report.expected_gain:+.1%}", f"{report.measured_gain:+.1%}"))
+    return common.titled_table(title, "\n".join(costs), columns, rows)

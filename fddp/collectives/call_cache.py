@@ -13,6 +13,7 @@ from fddp.collectives.group_position import OperatorArgs, checked_root
 from fddp.collectives.operator_program import GroupPosition, Operator, OperatorProgram, bucketed
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.plan.plan import BucketPlan
+from fddp.core.text import counted
 from fddp.errors import PlanMismatchError
 from fddp.native.operands import Operands, operands
 from fddp.telemetry.call_site import Site
@@ -275,8 +276,8 @@ def _planned(
             )
     if len(plan.leaves) <= max(present, default=-1):
         raise PlanMismatchError(
-            f"the plan is for {len(plan.leaves)} leaves, and the tree has more; make a plan for "
-            f"this tree (fddp.plan_buckets), or leave plan= out"
+            f"the plan is for {counted(len(plan.leaves), 'leaf')}, and the tree has more; make a "
+            f"plan for this tree (fddp.plan_buckets), or leave plan= out"
         )
     buckets = [tuple(there[leaf] for leaf in bucket.leaves) for bucket in plan.buckets]
     planned = {k for bucket in buckets for k in bucket}

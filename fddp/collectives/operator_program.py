@@ -20,6 +20,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from fddp.core.plan.leaf import ITEM_BYTES, LeafSpec
+from fddp.core.text import counted
 from fddp.native.layout import Layout, contiguous_strides
 
 #: `sum_to` is the transpose of `broadcast_from`: the sum at the root, zeros elsewhere
@@ -128,7 +129,7 @@ class OperatorProgram:
             return f"{name} of no leaves"
         first, last = self.units[0].path, self.units[-1].path
         paths = repr(first) if len(self.units) == 1 else f"{first!r} .. {last!r}"
-        count = "1 leaf" if len(self.units) == 1 else f"{len(self.units)} leaves"
+        count = counted(len(self.units), "leaf")
         return f"{name} of {count} ({paths})"
 
     @cached_property

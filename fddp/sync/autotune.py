@@ -42,6 +42,7 @@ class TuneReport:
             gradient arrived, on the slowest rank; NaN for leaves without gradient.
         simulated_before_s, simulated_after_s: seconds of a step in simulation.
         measured_before_s, measured_after_s: seconds of a step, median of the slowest rank's.
+        transport: name of the transport on which links and steps were measured.
     """
 
     before: BucketPlan
@@ -53,6 +54,7 @@ class TuneReport:
     simulated_after_s: float
     measured_before_s: float
     measured_after_s: float
+    transport: str
 
     @property
     def expected_gain(self) -> float:
@@ -71,6 +73,7 @@ class TuneReport:
             verdict = "the plan is the best already"
         return "\n".join(
             [
+                f"transport {self.transport}",
                 f"buckets   {len(self.before.buckets)} before, {len(self.after.buckets)} after",
                 f"expected  {_ms(self.simulated_before_s)} before, "
                 f"{_ms(self.simulated_after_s)} after ({self.expected_gain:+.1%} gain)",
@@ -101,7 +104,10 @@ def tune(engine: Engine, call: Callable[[], object], rounds: int) -> TuneReport:
         simulate(engine.terms.schedule_of(before), costs, ready_s).step_s,
         simulate(engine.terms.schedule_of(after), costs, ready_s).step_s,
     )
-    return TuneReport(before, after, adopted, costs, tuple(ready_s), *simulated, *timings)
+    transport = engine.transport.name
+    return TuneReport(
+        before, after, adopted, costs, tuple(ready_s), *simulated, *timings, transport
+    )
 
 
 def _check(engine: Engine, rounds: int) -> None:

@@ -23,6 +23,7 @@ from torch.nn import Module, RNNBase
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from fddp.core.text import counted
 from fddp.errors import FddpError, ReentryError, TreeMismatchError
 
 _Tensors: TypeAlias = Mapping[str, Tensor]
@@ -120,8 +121,9 @@ class Apply:
 
     def __repr__(self) -> str:
         return (
-            f"Apply({type(self._skeleton).__name__}, {len(self._params.names)} parameters, "
-            f"{len(self._buffers.names)} buffers)"
+            f"Apply({type(self._skeleton).__name__}, "
+            f"{counted(len(self._params.names), 'parameter')}, "
+            f"{counted(len(self._buffers.names), 'buffer')})"
         )
 
     # Dynamo would trace into the bookkeeping; the module's own code stays compiled.
@@ -229,7 +231,7 @@ def _in_order(given: _Tensors, names: list[str], what: str) -> list[Tensor]:
         missing = [name for name in names if name not in given]
         unexpected = [name for name in given if name not in set(names)]
         raise TreeMismatchError(
-            f"{what} has {len(given)} names where the module has {len(names)}; missing: "
+            f"{what} has {counted(len(given), 'name')} where the module has {len(names)}; missing: "
             f"{_some(missing)}; unexpected: {_some(unexpected)}. Pass a dict like the one that "
             f"functionalize returned"
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fddp.core.plan.defaults import CAP_MB, FIRST_MB
+from fddp.core.text import counted
 from fddp.hooks.hook import Hook
 from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.nonfinite import Policy
@@ -21,6 +22,7 @@ from fddp.sync.value_and_grad import ValueAndGrad
 from fddp.telemetry.flight.dump import dump_failures
 from fddp.transport import Group, TransportName
 from fddp.transport.mesh import Mesh, resolve_mesh
+from fddp.tree.modules import named_params
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,9 +36,9 @@ class GradSync(TreeSync):
     rebuilt once, in the order in which rank 0's gradients arrived in the first backward pass.
 
     Args:
-        params_or_plan: a tree of tensors, of which only shapes, dtypes and layouts are used; a
+        params_or_plan: a tree or `nn.Module`, of which only shapes, dtypes and layouts are used; a
             `BucketPlan`, which is never rebuilt; or a `Schedule`, which is checked.
-        group: a `torch.distributed` group or one-dimensional `DeviceMesh`, or a group of
+        group: a `torch.distributed` group or one-dimensional `DeviceMesh`, or one of
             `fddp.loopback`; None for the default group.
         mesh: axes of the ranks, for algorithms along axes: a `Topology` of `group`, or a torch
             `DeviceMesh`, which has its own group.
@@ -103,7 +105,7 @@ class GradSync(TreeSync):
         nonfinite: Policy = "propagate",
     ) -> None:
         request = Request(
-            source=params_or_plan,
+            source=named_params(params_or_plan),
             bucket_cap_mb=bucket_cap_mb,
             first_bucket_mb=first_bucket_mb,
             sparse=sparse,
@@ -137,10 +139,9 @@ class GradSync(TreeSync):
         return self._engine.transport.name
 
     def __repr__(self) -> str:
-        return (
-            f"GradSync({len(self.plan.reduced)} leaves in {len(self.plan.buckets)} buckets, "
-            f"rank {self.rank} of {self.world_size} over {self.transport})"
-        )
+        what = counted(len(self.plan.reduced), "leaf"), counted(len(self.plan.buckets), "bucket")
+        where = f"rank {self.rank} of {self.world_size} over {self.transport}"
+        return f"GradSync({' in '.join(what)}, {where})"
 
     def value_and_grad(
         self,

@@ -12,6 +12,7 @@ from fddp.core.plan.defaults import CAP_MB, FIRST_MB, timeout_error
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
+from fddp.core.text import counted
 from fddp.errors import NoGradientError
 from fddp.hooks.hook import Hook
 from fddp.runtime.agreement import Rebuild, SyncConfig
@@ -149,8 +150,8 @@ class Request:
         plan = self.source.plan if isinstance(self.source, Schedule) else self.source
         if not plan.buckets:
             raise NoGradientError(
-                f"the plan has {len(plan.leaves)} leaves and no bucket, so nothing would be "
-                f"averaged; pass a plan with buckets"
+                f"the plan has {counted(len(plan.leaves), 'leaf')} and no bucket, so nothing "
+                f"would be averaged; pass a plan with buckets"
             )
         options = (self.bucket_cap_mb, self.first_bucket_mb, len(self.sparse), self.select)
         if options != (CAP_MB, FIRST_MB, 0, None):
@@ -166,8 +167,8 @@ class Request:
         topology = self.span.topology or Topology(world=world_size)
         if topology.world_size != world_size:
             raise ValueError(
-                f"the mesh {topology} has {topology.world_size} ranks, and the group {world_size}; "
-                f"pass a mesh with as many ranks as the group"
+                f"the mesh {topology} has {counted(topology.world_size, 'rank')}, and the group "
+                f"{world_size}; pass a mesh with as many ranks as the group"
             )
         if self.algorithm == "hierarchical" and len(topology.axes) < 2:
             raise ValueError(
@@ -195,7 +196,7 @@ class Request:
         topology = schedule.topology
         if topology != (self.span.topology or topology) or topology.world_size != world_size:
             raise ValueError(
-                f"the schedule is for {topology}, and the group has {world_size} ranks"
+                f"the schedule is for {topology}, and the group has {counted(world_size, 'rank')}"
                 + (f" in {self.span.topology}" if self.span.topology else "")
                 + "; make a schedule for the group's topology"
             )

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NoReturn
 
 from fddp.errors import UnevenError
 
 
 class Exhausted:
     """Type of `EXHAUSTED`."""
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(
+            "this rank's input is exhausted, and fddp.EXHAUSTED can't be unpacked; write "
+            "`for batch in fddp.uneven(...): step(params, batch)`, and unpack the batch in the "
+            "loss function"
+        )
 
     def __repr__(self) -> str:
         return "fddp.EXHAUSTED"

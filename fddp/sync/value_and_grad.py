@@ -68,6 +68,7 @@ class ValueAndGrad:
     Raises of a call:
         LossError: the loss is not a real scalar tensor.
         TreeMismatchError: parameters or accumulated gradients differ from the plan.
+        TypeError: parameters are passed by name, or `accumulated` is no pair.
         WeightError: a weight is negative or not finite, or all weights are 0.
         NonFiniteError: a gradient or a sum is not finite, under `nonfinite="raise"`.
         TransformError: a `torch.func` transform or a tracer is active around the call, or a
@@ -136,7 +137,7 @@ class ValueAndGrad:
     ) -> _Computed:
         program = step.program
         params, treedef = matched_leaves(
-            self._params(args), program, "parameters", differentiable=True
+            self._params(args, kwargs), program, "parameters", differentiable=True
         )
         check_no_derivatives(params, program, "parameters", graphs=False)
         earlier = None if accumulated is None else _earlier(accumulated, program)
@@ -184,10 +185,17 @@ class ValueAndGrad:
             leaves.disarm()
         engine.arrivals = contributions.arrivals()
 
-    def _params(self, args: tuple[Any, ...]) -> Any:
-        if isinstance(self._argnums, int):
-            return args[self._argnums]
-        return tuple(args[i] for i in self._argnums)
+    def _params(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            if isinstance(self._argnums, int):
+                return args[self._argnums]
+            return tuple(args[i] for i in self._argnums)
+        except IndexError:
+            raise TypeError(
+                f"parameters must be passed by position, as in step(params, ...), at argnums="
+                f"{self._argnums}; got {len(args)} arguments by position, and by name: "
+                f"{', '.join(kwargs) or 'none'}"
+            ) from None
 
     def _replaced(self, args: tuple[Any, ...], params: Any) -> list[Any]:
         replaced = list(args)
@@ -223,6 +231,12 @@ def _has_exhausted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _earlier(accumulated: tuple[Any, float], program: Program) -> Accumulated | None:
+    if not isinstance(accumulated, tuple) or len(accumulated) != 2:
+        raise TypeError(
+            f"accumulated must be the pair (weighted_sum, weight), got a "
+            f"{type(accumulated).__name__}; write accumulated=(tree, weight), where weight is the "
+            f"total weight of the summed micro-batches"
+        )
     tree, weight = accumulated
     sums, _ = matched_leaves(tree, program, "accumulated gradients")
     checked = checked_weight(weight)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from fddp.core.tables import plain_table
+from fddp.core.tables import html_table, plain_table
+from fddp.core.text import counted
 from fddp.telemetry.flight.log import names
 from fddp.telemetry.phases import INPUT, MONITOR, OF_STEPS
 from fddp.telemetry.stragglers import (
@@ -16,10 +18,11 @@ from fddp.telemetry.stragglers import (
     Straggler,
     find_slow_monitors,
     find_stragglers,
+    find_suspects,
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MonitorReport:
     """Measurements of some steps of all ranks, equal on every rank; print it.
 
@@ -54,17 +57,29 @@ class MonitorReport:
         """Return the report as JSON."""
         return json.dumps(asdict(self))
 
+    def __repr__(self) -> str:
+        ranks = counted(len(self.ranks), "rank")
+        return f"MonitorReport({self._steps}, {ranks}: {'; '.join(self.finding.splitlines())})"
+
     def __str__(self) -> str:
         """Return a table of phases, one of buckets, and the finding."""
+        head, header, rows = self._phase_table()
+        table = plain_table(header, rows, numeric=range(len(header)))
+        return "\n\n".join([f"{head}\n{table}", *self._bucket_table(), self.finding])
+
+    def _repr_html_(self) -> str:
+        head, header, rows = self._phase_table()
+        return f"{html_table(head, header, rows)}<p>{html.escape(self.finding)}</p>"
+
+    def _phase_table(self) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+        """Return caption, header and rows."""
         phases = self.phases
         rows = []
         for rank in self.ranks:
             spreads = [rank.phases.get(name) for name in phases]
             rows.append((str(rank.rank), *map(_cell, spreads), _cell(rank.step)))
-        header = ("rank", *phases, "step")
-        head = f"{self._steps}, {len(self.ranks)} ranks; ms, median ± MAD"
-        table = plain_table(header, rows, numeric=range(len(header)))
-        return "\n\n".join([f"{head}\n{table}", *self._bucket_table(), self.finding])
+        head = f"{self._steps}, {counted(len(self.ranks), 'rank')}; ms, median ± MAD"
+        return head, ("rank", *phases, "step"), rows
 
     @property
     def finding(self) -> str:
@@ -78,8 +93,13 @@ class MonitorReport:
             return "no straggler: there is one rank"
         steps = min(rank.own.steps for rank in self.ranks)
         if steps < LEAST_STEPS:
-            return f"no finding: too few steps ({steps} of {LEAST_STEPS})"
-        none = "no straggler: no rank takes longer for its own part than the others"
+            return f"not certain: too few steps ({steps} of {LEAST_STEPS})"
+        none = ["no straggler: no rank takes longer for its own part than the others"]
+        unsure = [
+            f"not certain: rank {one.rank} may hold the others up by {one.behind_s * 1e3:.1f} ms a "
+            f"step ({one.share:.0%} of it), which is within the noise of {steps} steps"
+            for one in find_suspects(self.ranks)[:1]
+        ]
         lines = [
             f"rank {one.rank} holds the others up by {one.behind_s * 1e3:.1f} ms a step "
             f"({one.share:.0%} of it), most of all in {one.phase} "
@@ -92,7 +112,7 @@ class MonitorReport:
             f"it) longer on rank {one.rank} than on the others"
             for one in find_slow_monitors(self.ranks)
         ]
-        return "\n".join([*(lines or [none]), *exporters])
+        return "\n".join([*(lines or unsure or none), *exporters])
 
     @property
     def _steps(self) -> str:

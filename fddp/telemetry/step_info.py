@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fddp.core.protocol.readiness import Action
+from fddp.core.tables import html_table
+from fddp.core.text import counted
 from fddp.core.timeline import StepTimes
+
+_MOST_PATHS = 3  # in a repr
 
 
 @dataclass(frozen=True)
@@ -25,13 +29,15 @@ class Trace:
     events: tuple[int | Action, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SyncInfo:
     """Result of one synchronisation, equal on all ranks except for `timeline` and `trace`.
 
     If ranks hold different results, as with shards (`reduce_scatter`) or a `fddp.hooks.TorchHook`
     that returns different values, `grad_norm` and the part of `all_finite` on results are those of
     this rank. With `nonfinite="skip"` or "raise", `all_finite` is equal on all ranks in any case.
+
+    Its repr is a summary; the fields have the paths and times.
 
     Attributes:
         step: number of this synchronisation, from 0.
@@ -65,3 +71,29 @@ class SyncInfo:
     timeline: StepTimes
     trace: Trace
     skipped: bool = False
+
+    def __repr__(self) -> str:
+        return f"SyncInfo({', '.join(f'{name}: {text}' for name, text in self._rows())})"
+
+    def _repr_html_(self) -> str:
+        return html_table("SyncInfo", ("", ""), self._rows())
+
+    def _rows(self) -> list[tuple[str, str]]:
+        rows = [
+            ("step", str(self.step)),
+            ("active", f"{self.active} of {counted(self.world_size, 'rank')}"),
+            ("total weight", f"{self.total_weight:g}"),
+            ("used", counted(len(self.used), "leaf")),
+            ("gradient norm", f"{self.grad_norm:.4g}"),
+            ("transport", self.transport),
+            ("time", f"{(self.timeline.end_s - self.timeline.begun_s) * 1e3:.2f} ms"),
+        ]
+        if self.unused:
+            more = ", …" if len(self.unused) > _MOST_PATHS else ""
+            paths = ", ".join(map(repr, self.unused[:_MOST_PATHS]))
+            rows.insert(4, ("unused", f"{counted(len(self.unused), 'leaf')} ({paths}{more})"))
+        if not self.all_finite:
+            rows.append(("all finite", "no"))
+        if self.repaired:
+            rows.append(("repaired", counted(len(self.repaired), "bucket")))
+        return [*rows, ("skipped", "yes")] if self.skipped else rows

@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 from fddp.core.protocol.messages import MappingOf, Schema
 from fddp.core.timeline import StepTimes
 from fddp.telemetry.decode import check_least, decode_from
-from fddp.telemetry.phases import INPUT, MONITOR, WAIT
+from fddp.telemetry.phases import INPUT, MONITOR, SYNC, WAIT
 
 _NOT_OWN = (WAIT, MONITOR)
 LEAST_STEPS = 9  # with fewer, noise of 10% yields a false straggler in over 1% of the reports
 _SIGMAS = 4.0  # standard errors by which a straggler must be behind
+_PHASE_SIGMAS = 5.0  # the same in one phase, of which there are several to be wrong about
+_PHASE_PART = 1 / 3  # of such a lead that the whole of the rank's time must have
 _LEAST_SHARE = 0.02  # of the step
 _LEAST_S = 5e-4  # differences below this are background load of the host
 _MAD_SIGMAS = 1.4826  # standard deviations of a normal distribution in its MAD
@@ -239,8 +241,9 @@ def find_stragglers(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
     ignored.
 
     A rank is a straggler if the median of its own time exceeds that of the others (their lower
-    median, as up to half of them may be slow too) by 4 standard errors of the difference, by 2% of
-    the step and by half a millisecond. Its phase is the one with the largest lead.
+    median, as up to half of them may be slow too) by 2% of the step and by half a millisecond, and
+    by 4 standard errors of the difference; or if one phase but "sync" does, by 5 standard errors,
+    as noise in the other phases may hide it. Its phase is the one with the largest lead.
 
     Args:
         summaries: summaries of all ranks. The result is empty unless they cover the same steps, at
@@ -255,17 +258,37 @@ def find_stragglers(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
         >>> found.rank, found.phase, f"{found.behind_s * 1e3:.0f} ms"
         (1, 'forward', '50 ms')
     """
+    return tuple(one for one, is_certain in _own_leads(summaries) if is_certain)
+
+
+def find_suspects(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
+    """Return the ranks that may hold the others up, slowest first: their lead is as large as that
+    of a straggler, but within noise."""
+    return tuple(one for one, is_certain in _own_leads(summaries) if not is_certain)
+
+
+def _own_leads(summaries: Sequence[RankSummary]) -> list[tuple[Straggler, bool]]:
+    """Return the leads of ranks that are not negligible, largest first, and if they are beyond
+    noise."""
     found = []
-    for at, behind_s, share in _behind(summaries, [summary.own for summary in summaries]):
-        mine = summaries[at]
-        leads = {
-            phase: _lead([_of_phase(summary, phase) for summary in summaries], at)[0]
+    for lead in _leads(summaries, [summary.own for summary in summaries]):
+        mine = summaries[lead.at]
+        by_phase = {
+            phase: _lead([_of_phase(summary, phase) for summary in summaries], lead.at)
             for phase in mine.phases
             if phase not in _NOT_OWN
         }
-        phase = max(leads, key=lambda name: leads[name])
-        found.append(Straggler(mine.rank, phase, behind_s, leads[phase], share))
-    return tuple(found)
+        phase = max(by_phase, key=lambda name: by_phase[name][0])
+        # The last rank to arrive may run the sums for all, which makes its sync no cause.
+        is_certain = lead.is_certain or any(
+            phase_s > max(_PHASE_SIGMAS * error_s, lead.least_s)
+            and lead.behind_s > _PHASE_PART * phase_s
+            for name, (phase_s, error_s) in by_phase.items()
+            if name != SYNC
+        )
+        one = Straggler(mine.rank, phase, lead.behind_s, by_phase[phase][0], lead.share)
+        found.append((one, is_certain))
+    return found
 
 
 def find_slow_monitors(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...]:
@@ -284,27 +307,37 @@ def find_slow_monitors(summaries: Sequence[RankSummary]) -> tuple[Straggler, ...
     """
     taken = [_of_phase(summary, MONITOR) for summary in summaries]
     return tuple(
-        Straggler(summaries[at].rank, MONITOR, behind_s, behind_s, share)
-        for at, behind_s, share in _behind(summaries, taken)
+        Straggler(summaries[lead.at].rank, MONITOR, lead.behind_s, lead.behind_s, lead.share)
+        for lead in _leads(summaries, taken)
+        if lead.is_certain
     )
 
 
-def _behind(
-    summaries: Sequence[RankSummary], spreads: Sequence[RobustStats]
-) -> list[tuple[int, float, float]]:
-    """Return the ranks that are behind the others beyond noise, slowest first: position, seconds,
-    and their share of the step."""
+class _Lead(NamedTuple):
+    """A lead that is not negligible."""
+
+    at: int  # position of the rank
+    behind_s: float
+    least_s: float  # the smallest lead that is not negligible
+    share: float  # of the step
+    is_certain: bool  # beyond noise
+
+
+def _leads(summaries: Sequence[RankSummary], spreads: Sequence[RobustStats]) -> list[_Lead]:
+    """Return the leads that are not negligible, largest first."""
     if len(summaries) < 2 or min(summary.own.steps for summary in summaries) < LEAST_STEPS:
         return []
     if len({(summary.first, summary.last) for summary in summaries}) > 1:
         return []
     step_s = statistics.median(summary.step.median_s for summary in summaries)
+    least_s = max(_LEAST_SHARE * step_s, _LEAST_S)
     found = []
     for at in range(len(spreads)):
         behind_s, error_s = _lead(spreads, at)
-        if behind_s > max(_SIGMAS * error_s, _LEAST_SHARE * step_s, _LEAST_S):
-            found.append((at, behind_s, behind_s / step_s if step_s > 0.0 else 0.0))
-    return sorted(found, key=lambda one: -one[1])
+        if behind_s > least_s:
+            share = behind_s / step_s if step_s > 0.0 else 0.0
+            found.append(_Lead(at, behind_s, least_s, share, behind_s > _SIGMAS * error_s))
+    return sorted(found, key=lambda lead: -lead.behind_s)
 
 
 def _of_phase(summary: RankSummary, phase: str) -> RobustStats:

@@ -4,6 +4,7 @@ Hypothesis strategies: `param_trees`, `gradients`, `plans`, `topologies`, `sched
 Assertions: `assert_mean`, `assert_schedule_ok`, `assert_same_collectives`. `check_gradients`
 compares derivatives of functions that communicate with finite differences, and `check_adjoint`
 compares forward mode with reverse mode. `loopback` runs any number of ranks in one process.
+pytest leaves the frames of these functions out of tracebacks (`__tracebackhide__`).
 
 Example:
     >>> import torch

@@ -48,6 +48,7 @@ def check_adjoint(
     Raises:
         AssertionError: the sums differ by more; on every rank, with both numbers.
     """
+    __tracebackhide__ = True
     communicator = communicator_of(group, mesh)
     vector, at = _as_vector(fn, inputs)
     generator = torch.Generator().manual_seed(seed * communicator.world_size + communicator.rank)
@@ -97,6 +98,7 @@ def check_gradients(
         >>> fddp.loopback(2, f)
         [None, None]
     """
+    __tracebackhide__ = True
     communicator = communicator_of(group, mesh)
     n = communicator.world_size
     vector, at = _as_vector(fn, inputs)
@@ -104,6 +106,7 @@ def check_gradients(
         output = vector(at)
 
     def move(direction: Tensor) -> Tensor:
+        __tracebackhide__ = True
         with torch.no_grad():
             return (vector(at + direction) - vector(at - direction)) / (2 * _STEP)
 
@@ -143,6 +146,7 @@ def _columns(communicator: Communicator, like: Tensor, fn: Callable[[Tensor], An
 
     The shape is `(ranks, elements, ranks, outputs)`, with each pair flattened.
     """
+    __tracebackhide__ = True
     rows = []
     for rank in range(communicator.world_size):
         for element in range(like.numel()):
@@ -157,6 +161,7 @@ def _columns(communicator: Communicator, like: Tensor, fn: Callable[[Tensor], An
 
 
 def _compare(what: str, found: Tensor, wanted: Tensor, tol: float) -> None:
+    __tracebackhide__ = True
     off = (found - wanted).abs()
     worst = int(off.argmax())
     if float(off.flatten()[worst]) <= tol * max(float(wanted.abs().max()), 1.0):
@@ -180,6 +185,7 @@ def _as_vector(fn: Callable[[Any], Any], inputs: Any) -> tuple[_Vector, Tensor]:
     leaves, treedef = flatten(inputs)
 
     def vector(flat: Tensor) -> Tensor:
+        __tracebackhide__ = True
         parts = torch.split(flat, [leaf.numel() * (1 + leaf.is_complex()) for leaf in leaves])
         own = [_shaped(part, leaf) for part, leaf in zip(parts, leaves, strict=True)]
         results, _ = flatten(fn(treedef.unflatten(own)))

@@ -23,10 +23,11 @@ def assert_schedule_ok(schedule: Schedule) -> None:
         >>> plan = plan_buckets({"w": torch.zeros(4)})
         >>> assert_schedule_ok(make_schedule(plan, Topology(world=2)))
     """
+    __tracebackhide__ = True
     try:
         check_schedule(schedule)
     except ScheduleError as error:
-        raise AssertionError(str(error)) from error
+        raise AssertionError(str(error)) from error.with_traceback(None)
 
 
 def assert_same_collectives(
@@ -65,6 +66,7 @@ def assert_same_collectives(
         >>> [(op.kind, op.bucket, op.when) for op in ops]  # bucket 0 has leaf 1
         [('all_reduce', 0, 'always'), ('all_reduce', 1, 'always'), ('all_reduce', 0, 'late')]
     """
+    __tracebackhide__ = True
     if not arrivals:
         raise ValueError("arrivals must have a list for each rank, got none")
     counts = expected or [[1] * len(schedule.plan.leaves)] * len(arrivals)

@@ -66,6 +66,7 @@ def assert_mean(
         AssertionError: rank 0: leaf 'w' is off by ... times the mean of the ranks' magnitudes
         where at most 4.768e-07 ...
     """
+    __tracebackhide__ = True
     for name, values in (("trees", trees), ("weights", weights)):
         if values is not None and len(values) != sync.world_size:
             raise ValueError(f"{name} must have one for each of {sync.world_size} ranks")

@@ -64,6 +64,7 @@ def loopback(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float
     >>> loopback(4, mean_of_ranks)
     [1.5, 1.5, 1.5, 1.5]
     """
+    __tracebackhide__ = True  # of pytest: the error is that of a rank
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: a loopback group needs at least one rank")
     state = _SharedState(world_size, timeout_s)
@@ -71,6 +72,7 @@ def loopback(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float
     failures: list[tuple[int, BaseException]] = []  # in chronological order
 
     def run(rank: int) -> None:
+        __tracebackhide__ = True
         reason = "returned"
         try:
             results[rank] = fn(LoopbackGroup(rank, state), *args)

@@ -15,8 +15,10 @@ from fddp.core.schedule.builder import Algorithm
 from fddp.core.schedule.topology import Topology
 from fddp.core.sim.optimal import Target, optimal_plan
 from fddp.core.sim.simulator import Cost, ReadyTimes
+from fddp.core.text import counted
 from fddp.errors import NoGradientError
 from fddp.tree.describe import leaf_specs
+from fddp.tree.modules import named_params
 from fddp.tree.pytree import flatten, insertion_order
 
 _INEXACT_PREFIXES = ("float", "bfloat", "complex")
@@ -39,7 +41,8 @@ def plan_buckets(
 
     Args:
         tree: any pytree of torch tensors (also on the meta device), NumPy arrays, JAX arrays and
-            `jax.ShapeDtypeStruct`; `None` is a leaf without gradient.
+            `jax.ShapeDtypeStruct`; `None` is a leaf without gradient. An `nn.Module` stands for
+            its parameters with `requires_grad`, by name.
         bucket_cap_mb: size in MB (of 1024 * 1024 bytes) at which a bucket is closed. A list has the
             caps of the first, second, ... bucket of each dtype and device; the last one repeats,
             and `first_bucket_mb` is ignored.
@@ -64,6 +67,9 @@ def plan_buckets(
     ['bias', 'step', 'weight']
     >>> [bucket.leaves for bucket in plan.buckets]
     [(0,), (2,)]
+    >>> import torch
+    >>> plan_buckets(torch.nn.Linear(2, 3)).paths
+    ('bias', 'weight')
     """
     caps_bytes = _caps_bytes(bucket_cap_mb, first_bucket_mb)
     specs, offered = _described(tree, sparse, select)
@@ -126,6 +132,7 @@ def _described(
     tree: Any, sparse: Iterable[str], select: Callable[[str], bool] | None
 ) -> tuple[Sequence[LeafSpec], list[int]]:
     """Describe all leaves, and list those to reduce in reverse insertion order."""
+    tree = named_params(tree)
     leaves, treedef = flatten(tree)
     specs = leaf_specs(treedef.paths, leaves, _sparse_paths(sparse, treedef.paths))
     for spec in specs:
@@ -167,7 +174,8 @@ def _sparse_paths(sparse: Iterable[str], paths: Sequence[str]) -> frozenset[str]
     if unknown:
         close = difflib.get_close_matches(str(unknown[0]), paths)
         raise ValueError(
-            f"sparse holds {len(unknown)} paths that the tree of {len(paths)} leaves does not "
+            f"sparse holds {counted(len(unknown), 'path')} that the tree of "
+            f"{counted(len(paths), 'leaf')} does not "
             f"have; the first is {unknown[0]!r}; similar: {', '.join(map(repr, close)) or '-'}"
         )
     return declared
@@ -193,8 +201,9 @@ def _selected(specs: Sequence[LeafSpec], select: Callable[[str], bool] | None) -
         found = Counter(spec.dtype for spec in specs)
         there = ", ".join(f"{count} of {dtype}" for dtype, count in sorted(found.items()))
         raise NoGradientError(
-            f"there is nothing to reduce: the tree has {len(specs)} leaves ({there or 'empty'}), "
-            f"and no floating or complex leaf{' that select accepts' if select else ''}"
+            f"there is nothing to reduce: the tree has {counted(len(specs), 'leaf')} "
+            f"({there or 'empty'}), and no floating or complex leaf"
+            f"{' that select accepts' if select else ''}"
         )
     return selected
 
@@ -210,5 +219,6 @@ def _check_complete(plan: BucketPlan, selected: set[int]) -> None:
             leaf = min(leaves)
             raise ValueError(
                 f"order {problem} leaf {leaf} ({plan.leaves[leaf].path!r}) and {len(leaves) - 1} "
-                f"more; it has {len(offered)} leaves, and {len(selected)} are to be reduced"
+                f"more; it has {counted(len(offered), 'leaf')}, and {len(selected)} are to be "
+                f"reduced"
             )

@@ -115,19 +115,24 @@ def size_in(ax: Axes) -> tuple[float, float]:
     return box.width, box.height
 
 
-def shortened(text: str, width_in: float, least: int = 9) -> str:
-    """Return the end of the text that fits, or "" if fewer than `least` letters fit.
+def shortened(path: str, width_in: float, least: int = 9) -> str:
+    """Return the last keys of the path that fit, or "" if fewer than `least` letters fit.
 
     Example:
-        >>> shortened("layers.0.attention.weight", 1.0)
-        '…tention.weight'
+        >>> shortened("layers.0.attention.weight", 1.2)
+        '…attention.weight'
         >>> shortened("layers.0.attention.weight", 0.1)
         ''
     """
     fitting = int(width_in / (0.57 * SMALL_PT / 72.0))  # letters of average width
-    if len(text) <= fitting:
-        return text
-    return f"…{text[1 - fitting :].lstrip('.')}" if fitting >= least else ""
+    if len(path) <= fitting:
+        return path
+    rest = path
+    while "." in rest:
+        rest = rest.partition(".")[2]
+        if least <= len(rest) < fitting:
+            return f"…{rest}"
+    return ""
 
 
 def write_on_(ax: Axes, x: float, y: float, text: str, colour: str) -> None:

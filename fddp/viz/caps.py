@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from fddp.core.plan.defaults import MIB
+from fddp.core.text import size_text
 from fddp.viz import canvas
 
 if TYPE_CHECKING:
@@ -13,7 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _HEIGHT_IN = 3.4
-_SPAN = 0.85  # maximum ratio of the axis' ends, so that small differences look small
+_MARGIN = 0.08  # of the axis, above and below
+_LEAST_SPAN = 0.1  # of the longest time
+_FACTOR = 4.0  # between the shortest and the longest time, above which the axis is logarithmic
 _NOTHING: Mapping[float, float] = MappingProxyType({})
 _LEVELS = ((canvas.GREEN, "--"), (canvas.BLACK, ":"), (canvas.PURPLE, "-."))
 
@@ -61,11 +65,29 @@ def plot_caps(
     ax.set_xscale("log")
     ax.set_xticks(caps, [f"{cap:.4g}" for cap in caps])
     ax.minorticks_off()
-    low_ms, high_ms = ax.get_ylim()
-    ax.set_ylim(min(low_ms, _SPAN * high_ms), high_ms)
+    _fit_(ax, [*simulated_s.values(), *measured_s.values(), *levels_s.values()])
     best = min(simulated_s, key=lambda cap: simulated_s[cap])
-    least = f"{simulated_s[best] * 1e3:.2f} ms at {best:.4g} MiB"
+    least = f"{simulated_s[best] * 1e3:.2f} ms at {size_text(best * MIB)}"
     title = f"step time by bucket cap: least in simulation {least}"
     canvas.label_(ax, title=title, x="bucket cap, MiB", y="step, ms", grid="y")
     canvas.explain_(ax, ax.get_legend_handles_labels()[0])
     return canvas.figure_of(ax)
+
+
+def _fit_(ax: Axes, times_s: Sequence[float]) -> None:
+    """Fit the axis of times to them, with room for markers."""
+    low_ms, high_ms = min(times_s) * 1e3, max(times_s) * 1e3
+    if 0.0 < _FACTOR * low_ms < high_ms:
+        from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+
+        ax.set_yscale("log")
+        margin = (high_ms / low_ms) ** _MARGIN
+        ax.set_ylim(low_ms / margin, high_ms * margin)
+        ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        ax.yaxis.set_major_formatter(ScalarFormatter())
+        ax.yaxis.set_minor_locator(NullLocator())
+        return
+    # At least a small part of the time, so that small differences look small.
+    middle_ms, half_ms = (low_ms + high_ms) / 2.0, (high_ms - low_ms) / 2.0
+    half_ms = max(half_ms, _LEAST_SPAN * high_ms / 2.0, 1e-9) * (1.0 + 2.0 * _MARGIN)
+    ax.set_ylim(middle_ms - half_ms, middle_ms + half_ms)

@@ -100,7 +100,7 @@ def test_a_rank_that_fails_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 1
     printed = capfd.readouterr().err
     assert printed.index("rank 1 failed:\n") < printed.index("RuntimeError: out of luck")
-    assert printed.endswith("python -m fddp demo: a rank failed; its error is above\n")
+    assert printed.endswith("fddp demo: a rank failed; its error is above\n")
 
 
 @pytest.mark.parametrize("value", [1e-16, 1.0, float("nan"), float("inf")])

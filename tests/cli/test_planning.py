@@ -110,7 +110,7 @@ LINK = ("--topology", "world=4", "--cost", "1e-4,1e-9")
 def test_plan_of_a_module(source: str, run: Read, folder: Path) -> None:
     printed = run("plan", source, "--bucket-cap-mb", "1", "--json", "p.json", "--png", "p.png")
     plan = BucketPlan.from_json((folder / "p.json").read_text())
-    assert "2 buckets, 14 of 14 leaves, 1.757 MiB, caps 1, 1 MiB" in printed
+    assert "2 buckets, 14 of 14 leaves, 1.757 MiB, caps 1 MiB, 1 MiB" in printed
     assert "7.bias to 4.weight" in printed  # the frozen first layer is not there
     assert plan.digest in printed
     assert plan.caps_bytes == (2**20, 2**20)
@@ -130,7 +130,21 @@ def test_plan_of_a_tree_is_that_of_plan_buckets(run: Read) -> None:
 
 @pytest.mark.parametrize("name", ["module", "leaf"])
 def test_plan_of_a_value_that_is_no_function(name: str, run: Read) -> None:
-    assert "1 buckets" in run("plan", f"own_models:{name}")
+    assert "1 bucket, " in run("plan", f"own_models:{name}")
+
+
+def test_plans_and_simulations_need_no_extra(run: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("rich", "matplotlib", "sklearn"):
+        monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    assert "1 bucket, " in run("plan", "own_models:module")
+    assert "fastest: " in run(*SIMULATE, *LINK)
+
+
+def test_names_are_not_broken(run: Read, folder: Path) -> None:
+    names = [f"encoder.layers.{n}.self_attention.output_projection.weight" for n in range(2)]
+    with (folder / "own_models.py").open("a") as models:
+        models.write(f"deep = {{name: torch.zeros(3) for name in {names}}}\n")
+    assert f"{names[1]} to {names[0]}" in run("plan", "own_models:deep")
 
 
 def test_json_on_stdout_is_all_there_is(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -213,7 +227,7 @@ def documented(run: Read, *argv: str) -> dict[str, Any]:
 def test_simulate_compares_caps_and_the_best_plan(run: Read, folder: Path) -> None:
     printed = run(*SIMULATE, *LINK, "--json", "s.json", "--trace", "t.json", "--png", "s.png")
     document = json.loads((folder / "s.json").read_text())
-    names = ["cap 0.5 MiB", "cap 1 MiB", "cap 25 MiB", "optimal"]
+    names = ["cap 512 KiB", "cap 1 MiB", "cap 25 MiB", "optimal"]
     assert [row["plan"] for row in document["results"]] == names
     assert [row["cap_mb"] for row in document["results"]] == [0.5, 1.0, 25.0, None]
     for row in document["results"]:
@@ -363,7 +377,7 @@ def test_tune_measures_on_ranks(run: Read, folder: Path) -> None:
     printed = run(
         "tune", "own_models.py:step", "--rounds", "1", "--json", "p.json", "--png", "p.png"
     )
-    assert "a step on 2 ranks over gloo; kept: " in printed
+    assert "a step on 2 ranks over shm; kept: " in printed
     assert "simulated ms" in printed
     assert "measured ms" in printed
     plan = BucketPlan.from_json((folder / "p.json").read_text())

@@ -217,7 +217,7 @@ WRONG: dict[str, tuple[Callable[..., Any], str, str]] = {
     "plan of a smaller tree": (
         lambda ranks: fddp.psum({"v": ONE, "w": ONE}, ranks, plan=fddp.plan_buckets({"v": ONE})),
         "PlanMismatchError",
-        "the plan is for 1 leaves, and the tree has more",
+        "the plan is for 1 leaf, and the tree has more",
     ),
     "no plan": (
         lambda ranks: fddp.psum(ONE, ranks, plan=3),

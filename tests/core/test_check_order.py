@@ -198,7 +198,7 @@ TEXTS = {
     ),
     "a riding word of no bucket": (
         "op 1 (the control word, in the tail of bucket 1, which is not in the plan): bucket "
-        "must be an index of the 1 buckets"
+        "must be an index of the 1 bucket"
     ),
     "a riding word with elements": (
         "op 1 (the control word, in the tail of bucket 0, leaf 'w'): its region must be "
@@ -243,7 +243,7 @@ TEXTS = {
     ),
     "a carrier for too many": (
         "op 1 (the control word, in the tail of bucket 0, leaf 'w'): float32 holds the control "
-        "word of at most 65536 ranks and 16777216 leaves, got 131072 ranks and 1 leaves; or "
+        "word of at most 65536 ranks and 16777216 leaves, got 131072 ranks and 1 leaf; or "
         "set bucket -1 and axes"
     ),
     "a control word too early": (
@@ -275,7 +275,7 @@ TEXTS = {
     ),
     "an unknown bucket": (
         "op 1 (all_reduce of bucket 1, which is not in the plan, along host and local): bucket "
-        "must be an index of the 1 buckets"
+        "must be an index of the 1 bucket"
     ),
     "no elements": (
         "op 1 (all_reduce of bucket 0, leaf 'w', along host and local): its elements -1:8 must "

@@ -68,13 +68,13 @@ def test_first_different_value_is_named(values: list[Any], text: str) -> None:
         (
             [EMBEDDING],
             [],
-            "rank 1 has 1 leaves and rank 4 has 0; only rank 1 has leaf 'e' of shape (9, 2), "
+            "rank 1 has 1 leaf and rank 4 has 0; only rank 1 has leaf 'e' of shape (9, 2), "
             "bfloat16 on cpu, declared sparse",
         ),
         (
             [WEIGHT],
             [WEIGHT, NOTHING],
-            "rank 1 has 1 leaves and rank 4 has 2; only rank 4 has leaf 'b', which is None",
+            "rank 1 has 1 leaf and rank 4 has 2; only rank 4 has leaf 'b', which is None",
         ),
     ],
 )

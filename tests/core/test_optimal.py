@@ -257,7 +257,7 @@ def test_bad_arguments() -> None:
         plan_optimal(tree(), [0.0] * 4, cost, algorithm="hierarchical")
     with pytest.raises(ValueError, match="none of the axis 'world'"):
         plan_optimal(tree(), [0.0] * 4, {"host": cost})
-    with pytest.raises(ValueError, match="sparse holds 1 paths"):
+    with pytest.raises(ValueError, match="sparse holds 1 path"):
         plan_optimal(tree(), [0.0] * 4, cost, sparse=["x"])
     with pytest.raises(NoGradientError, match="there is nothing to reduce"):
         plan_optimal({"step": np.zeros((), np.int64)}, [0.0], cost)

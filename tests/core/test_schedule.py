@@ -147,7 +147,7 @@ def test_a_schedule_is_printed_as_a_table() -> None:
     )
     first, *lines = str(schedule).splitlines()
     assert first == (
-        "Schedule(11 operations, 1 buckets, Topology(host=2, local=2), scaling='before', "
+        "Schedule(11 operations, 1 bucket, Topology(host=2, local=2), scaling='before', "
         "result='replicated_mean')"
     )
     assert first == repr(schedule)

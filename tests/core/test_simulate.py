@@ -463,7 +463,7 @@ def test_ten_thousand_ranks() -> None:
         ([math.inf, 0.1], r"leaf 0 \('a'\) has inf"),
         ([-math.inf, 0.1], r"leaf 0 \('a'\) has -inf"),
         ([0.1, 1e10], r"must be from 0 to 1e\+09, .* leaf 1 \('b'\) has 10000000000.0"),
-        ({"a": 0.1}, "has 1 paths; the plan of 2 leaves needs 'b' and 0 more"),
+        ({"a": 0.1}, "has 1 path; the plan of 2 leaves needs 'b' and 0 more"),
         ({"a": 0.1, "b": 0.1, "c": 0.1}, "the plan of 2 leaves does not have 'c'"),
     ],
 )

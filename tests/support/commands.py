@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `python -m fddp *argv`, or `python -m benchmarks` if the first word is "bench"."""
     if argv and argv[0] == "bench":
         return benchmarks_cli.main(argv[1:])
-    return fddp_cli.main(argv)
+    return fddp_cli.main(argv, prog="python -m fddp")
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:

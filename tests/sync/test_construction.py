@@ -296,5 +296,5 @@ def test_a_rank_that_does_not_come() -> None:
 
 def test_a_plan_without_buckets() -> None:
     plan = fddp.BucketPlan((fddp.LeafSpec("w", (3,), "float32"),), (), (1024,), ())
-    with pytest.raises(fddp.NoGradientError, match="1 leaves and no bucket"):
+    with pytest.raises(fddp.NoGradientError, match="1 leaf and no bucket"):
         fddp.loopback(1, lambda group: fddp.GradSync(plan, group=group))

@@ -270,7 +270,7 @@ def test_another_thread_within_a_call_is_refused() -> None:
     [
         (
             lambda p: p.pop("bias"),
-            r"1 names where the module has 2; missing: 'bias'; unexp.*: none",
+            r"1 name where the module has 2; missing: 'bias'; unexp.*: none",
         ),
         (lambda p: p.update(b=p["bias"]), r"3 names .* missing: none; unexpected: 'b'"),
         (lambda p: p.update(bias=None), r"params has None for 'bias'"),
@@ -281,7 +281,7 @@ def test_wrong_names(change: Callable[[Any], Any], text: str) -> None:
     change(params)
     with pytest.raises(fddp.TreeMismatchError, match=text):
         apply(params, buffers, X)
-    with pytest.raises(fddp.TreeMismatchError, match="buffers has 1 names where the module has 0"):
+    with pytest.raises(fddp.TreeMismatchError, match="buffers has 1 name where the module has 0"):
         apply(dict(nn.Linear(4, 3).named_parameters()), {"b": X}, X)
 
 

@@ -182,7 +182,7 @@ def test_the_figure_matches_the_report() -> None:
             alike,
             "steps 0 to 8: no straggler: no rank takes longer for its own part than the others",
         ),
-        (few, "steps 0 to 7: no finding: too few steps (8 of 9)"),
+        (few, "steps 0 to 7: not certain: too few steps (8 of 9)"),
         (parted, parted.finding),
     ):
         ax = plot_ranks(report).axes[0]

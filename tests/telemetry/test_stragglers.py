@@ -16,6 +16,7 @@ from fddp.telemetry.stragglers import (
     RobustStats,
     find_slow_monitors,
     find_stragglers,
+    find_suspects,
     summarize,
 )
 from tests.support.monitored import record_of
@@ -114,6 +115,45 @@ def test_half_of_the_ranks_may_be_slow() -> None:
     found = find_stragglers([summary_of(r, slow if r < 2 else fast) for r in range(4)])
     assert [one.rank for one in found] == [0, 1]
     assert all(one.behind_s == pytest.approx(0.05) for one in found)
+
+
+def test_a_delay_of_one_phase_is_found_through_the_noise_of_others() -> None:
+    """Of 200 draws, with a sleep of 20 ms in 12 steps of 35 ms with noise of 8 ms."""
+    random = torch.Generator().manual_seed(5)
+    found = []
+    for _ in range(200):
+        noises = torch.randn(2, 12, 3, generator=random) * torch.tensor([0.1, 8.0, 8.0])
+        steps = [steps_from(of.tolist(), 0.001) for of in noises]
+        late = [{**step, "input": step["input"] + 0.02} for step in steps[1]]
+        stragglers = find_stragglers([summary_of(0, steps[0]), summary_of(1, late)])
+        found.append([one.rank for one in stragglers])
+    assert found.count([1]) >= 196
+    assert all(ranks in ([], [1]) for ranks in found)
+
+
+def test_a_delay_within_noise_is_not_certain() -> None:
+    """It is no straggler, and the ranks are not alike either."""
+    noise_s = (-0.03, 0.03, -0.01, 0.02, -0.02, 0.01, 0.0, 0.03, -0.03)
+    ranks = [summary_of(r, [{"forward": 0.1 + 0.01 * r + of} for of in noise_s]) for r in range(2)]
+    report = MonitorReport.of(ranks)
+    assert report.stragglers == ()
+    assert [(one.rank, one.phase) for one in find_suspects(ranks)] == [(1, "forward")]
+    assert report.finding == (
+        "not certain: rank 1 may hold the others up by 10.0 ms a step (9% of it), which is within "
+        "the noise of 9 steps"
+    )
+
+
+def test_a_report_has_a_short_repr_and_html() -> None:
+    report = MonitorReport.of(summary_of(r, [{"forward": 0.01 + 0.05 * r}] * 9) for r in range(2))
+    finding = (
+        "rank 1 holds the others up by 50.0 ms a step (139% of it), most of all in forward "
+        "(+50.0 ms)"
+    )
+    assert repr(report) == f"MonitorReport(steps 0 to 8, 2 ranks: {finding})"
+    shown = report._repr_html_()
+    assert f"<p>{finding}</p>" in shown
+    assert "<td>60.00 ± 0.00</td>" in shown
 
 
 def test_one_slow_step_makes_no_straggler() -> None:

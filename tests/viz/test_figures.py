@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.figure import Figure
@@ -74,7 +75,7 @@ def test_a_bar_holds_its_leaves_from_end_to_end() -> None:
     bottom, top = ax.get_ylim()
     assert top < 0 < 2 < bottom  # the first bucket is at the top
     assert {"1 leaf", "2 leaves"} <= texts(ax)
-    assert ax.get_title() == "3 buckets, 4 of 4 leaves, 3.25 MiB, caps 1 MiB"
+    assert ax.get_title() == "3 buckets, 4 of 4 leaves, 3.25 MiB, cap 1 MiB"
 
 
 def test_neighbours_differ_in_shade() -> None:
@@ -124,6 +125,36 @@ def test_classes_have_colours_of_their_own() -> None:
     assert legend(ax) == ["float32 on cpu", "float64 on cpu", "sparse, as if dense", "cap"]
     (bars,) = (one for one in ax.collections if isinstance(one, PolyCollection))
     assert len({tuple(colour) for colour in bars.get_facecolor()}) == 3
+
+
+def transformer(layers: int, cap_mb: float) -> BucketPlan:
+    """Plan of a model with a head and layers, under the prefix `model`, without memory."""
+    shapes = {"model.embed.weight": (128_256, 8192)}
+    for layer in range(layers):
+        for name, rows in (("q", 8192), ("k", 1024), ("o", 8192), ("up", 28_672), ("down", 28_672)):
+            shapes[f"model.layers.{layer}.{name}.weight"] = (rows, 8192)
+        shapes[f"model.layers.{layer}.norm.weight"] = (8192,)
+    shapes["head.weight"] = (128_256, 8192)
+    tree = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return fddp.plan_buckets(tree, bucket_cap_mb=cap_mb)
+
+
+def test_leaves_that_are_too_narrow_are_drawn_by_layer() -> None:
+    ax = plot_plan(transformer(80, 20_000.0)).axes[0]
+    assert len(boxes(ax)) < 120, "some 500 leaves"
+    assert {"head.weight", "layers.79", "layers.3"} <= texts(ax)
+    assert not [text for text in texts(ax) if text.startswith("model")]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("GiB", "bucket")
+
+
+def test_many_buckets_share_bars_by_layer() -> None:
+    plan = transformer(80, 25.0)
+    ax = plot_plan(plan).axes[0]
+    rows = {row for row, _, _ in boxes(ax)}
+    assert len(rows) < 100 < len(plan.buckets)
+    assert len(boxes(ax)) == len(plan.buckets)
+    assert "head" in [label.get_text() for label in ax.get_yticklabels()]
+    assert ax.get_ylabel() == "layer, with a part for each bucket"
 
 
 @pytest.mark.parametrize(
@@ -241,7 +272,28 @@ def test_caps_must_be_positive(simulated_s: dict[float, float]) -> None:
 
 def test_small_differences_look_small() -> None:
     low, high = plot_caps({1.0: 0.1000, 2.0: 0.1001}).axes[0].get_ylim()
-    assert low <= 0.85 * high
+    assert high - low == pytest.approx(0.116 * 100.1)
+
+
+@pytest.mark.parametrize("slowest_s", [0.021, 0.03, 0.5])
+def test_no_marker_of_times_is_clipped(slowest_s: float) -> None:
+    figure = plot_caps({1.0: 0.02, 5.0: slowest_s}, {5.0: slowest_s}, {"backward": 0.02})
+    (ax,) = figure.axes
+    figure.draw_without_rendering()
+    bottom, top = ax.transAxes.transform([(0.0, 0.0), (0.0, 1.0)])[:, 1]
+    _, highest = ax.transData.transform((5.0, slowest_s * 1e3))
+    _, lowest = ax.transData.transform((1.0, 20.0))
+    assert highest + 5.0 < top
+    assert lowest - 5.0 > bottom
+    assert highest - lowest > 0.4 * (top - bottom)
+
+
+def test_times_far_apart_have_a_logarithmic_axis() -> None:
+    (ax,) = plot_caps({1.0: 0.3, 5.0: 0.02}).axes
+    assert ax.get_yscale() == "log"
+    low, high = ax.get_ylim()
+    assert [tick for tick in ax.get_yticks() if low <= tick <= high] == [20.0, 50.0, 100.0, 200.0]
+    assert {"20", "200"} <= {label.get_text() for label in ax.get_yticklabels()}
 
 
 # All
@@ -291,7 +343,8 @@ def test_pyplot_is_not_used_and_imports_are_lazy() -> None:
     ("text", "width_in", "shown"),
     [
         ("abc", 1.0, "abc"),
-        ("layers.0.attention.weight", 1.0, "…tention.weight"),
+        ("layers.0.attention.weight", 1.2, "…attention.weight"),
+        ("layers.0.attention.weight", 1.0, ""),
         ("layers.10.weight", 0.65, "…10.weight"),
         ("layers.0.attention.weight", 0.3, ""),
         ("", 0.0, ""),

@@ -33,15 +33,15 @@ def _run(args: argparse.Namespace) -> int:
     common.require("rich", "sklearn")
     from fddp.cli.demo.rank import Options
 
-    return run_demo(Options(args.ranks, args.epochs, args.bucket_cap_mb))
+    return run_demo(Options(args.ranks, args.epochs, args.bucket_cap_mb), args.parser.prog)
 
 
-def run_demo(options: Options) -> int:
-    """Run the demo, print its table, and return the exit code."""
+def run_demo(options: Options, prog: str = "fddp demo") -> int:
+    """Run the demo, print its table, and return the exit code; `prog` names it in messages."""
     from fddp.cli.demo.rank import run_rank
     from fddp.cli.demo.report import checks, table
 
-    report = common.launched(f"{common.PROG} demo", options.ranks, run_rank, options)
+    report = common.launched(prog, options.ranks, run_rank, options)
     assert report is not None  # it is rank 0's
     common.Printer().show(table(report))
     return 0 if all(check.passed for check in checks(report).values()) else 1

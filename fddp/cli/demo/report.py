@@ -10,6 +10,7 @@ from rich.table import Table
 from fddp.cli.common import Check
 from fddp.cli.demo.compare import StepTimes
 from fddp.cli.demo.model import Score
+from fddp.core.text import size_text
 
 #: Bound on rounding errors of a parameter (float64, of magnitude 1). Ranks sum a batch's gradients
 #: in another order than one process, which changes the last bits (1e-16), and training amplifies
@@ -82,7 +83,7 @@ def table(report: Report) -> Table:
     rows.add_row("step with fddp", f"{report.times.fddp_s * 1e3:.2f} ms", "loss and gradients")
     rows.add_row("step with torch DDP", f"{report.times.ddp_s * 1e3:.2f} ms", "the same buckets")
     rows.add_row("fddp / DDP", f"{ratio:.2f}", "of medians, taken in turn")
-    sizes = ", ".join(f"{size / 1048576:.2f}" for size in report.bucket_bytes)
-    rows.add_row("buckets", f"{len(report.bucket_bytes)}", f"{sizes} MiB")
+    sizes = ", ".join(map(size_text, report.bucket_bytes))
+    rows.add_row("buckets", f"{len(report.bucket_bytes)}", sizes)
     rows.add_row("communication hidden", f"{report.hidden:.0%}", "behind backward, median step")
     return rows

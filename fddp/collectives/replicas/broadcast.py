@@ -20,6 +20,7 @@ from fddp.transport import Group, open_transport
 from fddp.transport.base import Transport
 from fddp.tree.describe import leaf_specs
 from fddp.tree.foreign import adapted
+from fddp.tree.modules import named_params
 from fddp.tree.pytree import flatten
 
 AT_ONCE_BYTES = 250 * 1024 * 1024
@@ -38,7 +39,8 @@ def broadcast(
 
     Args:
         tree: dense tensors of any dtype and strides; None stays None. Ranks must have the same
-            paths, shapes and dtypes. Not written.
+            paths, shapes and dtypes. An `nn.Module` stands for its parameters by name, frozen ones
+            included; broadcast `dict(module.named_buffers())` as well. Not written.
         src: source rank in the group.
         group: as in `GradSync`.
         timeout_s: as in `GradSync`.
@@ -71,7 +73,7 @@ def broadcast(
             if transformed is not None:
                 raise transformed
             src = index(src)
-            leaves, treedef = adapted(*flatten(tree), "tree")
+            leaves, treedef = adapted(*flatten(named_params(tree, frozen=True)), "tree")
             specs = _specs(treedef.paths, leaves)
         except Exception as error:
             failure = error

@@ -27,6 +27,7 @@ from fddp.core.protocol.differences import (
     minority_ranks,
     ranks_by_value,
 )
+from fddp.core.text import counted
 from fddp.errors import DesyncError
 from fddp.native.digest import bytes_of, digest_of, element_at, hash_words
 from fddp.runtime.inputs import check_no_transform, outside_tracing
@@ -190,7 +191,7 @@ def _own(tree: Any, when: str) -> _LocalDigest:
         else LeafSpec(spec.path, (), type(number).__name__)
         for spec, number in zip(leaf_specs(paths, leaves), numbers, strict=True)
     ]
-    count = "1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves"
+    count = counted(len(leaves), "leaf")
     text = f"check_replicas of {count}{when}, called at {call_chain()}"
     return _LocalDigest(text, when, leaves, numbers, specs, [digest_of(leaf) for leaf in leaves])
 

@@ -17,6 +17,7 @@ from fddp.core.schedule.op import (
     is_piggybacked,
 )
 from fddp.core.schedule.schedule import Schedule
+from fddp.core.text import counted
 
 _REDUCED: tuple[tuple[Buffer, When], ...] = (
     ("bucket", "always"),
@@ -69,7 +70,7 @@ def check_form(schedule: Schedule) -> dict[int, list[int]]:
         at = Location(schedule, position)
         _check_axes(at, op)
         if op.bucket not in by_bucket and (op.kind != "control" or is_piggybacked(op)):
-            at.fail(f"bucket must be an index of the {len(by_bucket)} buckets")
+            at.fail(f"bucket must be an index of the {counted(len(by_bucket), 'bucket')}")
         if op.kind == "control":
             _check_control(at, op)
             continue

@@ -21,11 +21,11 @@ from typing import Any
 
 from fddp.core.plan.bucket import Bucket as Bucket
 from fddp.core.plan.bucket import assign_buckets
-from fddp.core.plan.defaults import MIB
 from fddp.core.plan.leaf import ITEM_BYTES, MAX_COUNT, is_counts, leaf_problem
 from fddp.core.plan.leaf import LeafSpec as LeafSpec
 from fddp.core.protocol.messages import Schema, decode, optional
 from fddp.core.tables import abridged, html_table, plain_table
+from fddp.core.text import counted, size_text
 
 _FORMAT = "fddp.BucketPlan/1"  # name and version: the first field of every document
 _SCHEMA: Schema = {
@@ -42,7 +42,7 @@ _SCHEMA: Schema = {
 }
 
 _SHOWN_BUCKETS = 20
-_HEADER = ("bucket", "leaves", "first leaf", "last leaf", "dtype", "device", "MiB", "cap MiB")
+_HEADER = ("bucket", "leaves", "first leaf", "last leaf", "dtype", "device", "size", "cap")
 _NUMERIC_COLUMNS = (0, 1, 6, 7)
 
 
@@ -65,10 +65,10 @@ class BucketPlan:
     >>> leaves = (LeafSpec("bias", (2,), "float32"), LeafSpec("weight", (2, 3), "float32"))
     >>> plan = plan_leaves(leaves, order=(1, 0), caps_bytes=(16,))
     >>> plan
-    BucketPlan: 2 buckets, 2 of 2 leaves, 3.052e-05 MiB, caps 1.526e-05 MiB
-    bucket  leaves  first leaf  last leaf  dtype    device        MiB    cap MiB
-         0       1  weight      weight     float32  cpu     2.289e-05  1.526e-05
-         1       1  bias        bias       float32  cpu     7.629e-06  1.526e-05
+    BucketPlan: 2 buckets, 2 of 2 leaves, 32 B, cap 16 B
+    bucket  leaves  first leaf  last leaf  dtype    device  size   cap
+         0       1  weight      weight     float32  cpu     24 B  16 B
+         1       1  bias        bias       float32  cpu      8 B  16 B
     >>> BucketPlan.from_json(plan.to_json()) == plan
     True
     """
@@ -183,19 +183,20 @@ class BucketPlan:
             _shown_path(self.leaves[bucket.leaves[-1]].path),
             bucket.dtype,
             bucket.device,
-            _mib(bucket.nbytes),
-            "sparse" if bucket.sparse else _mib(bucket.cap_bytes),
+            size_text(bucket.nbytes),
+            "sparse" if bucket.sparse else size_text(bucket.cap_bytes),
         )
 
 
 def summary(plan: BucketPlan) -> str:
     """Return the totals of a plan in one line."""
     total_bytes = sum(bucket.nbytes for bucket in plan.buckets)
-    caps = ", ".join(_mib(cap) for cap in plan.caps_bytes[:4])
+    caps = ", ".join(map(size_text, plan.caps_bytes[:4]))
     more_caps = ", …" if len(plan.caps_bytes) > 4 else ""
     return (
-        f"{len(plan.buckets)} buckets, {len(plan.order)} of {len(plan.leaves)} leaves, "
-        f"{_mib(total_bytes)} MiB, caps {caps}{more_caps} MiB"
+        f"{counted(len(plan.buckets), 'bucket')}, {len(plan.order)} of "
+        f"{counted(len(plan.leaves), 'leaf')}, {size_text(total_bytes)}, "
+        f"cap{'s' if len(plan.caps_bytes) > 1 else ''} {caps}{more_caps}"
     )
 
 
@@ -206,10 +207,6 @@ def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
 def _shown_path(path: str) -> str:
     # The path of a tree that is a single leaf is empty; JSON may contain control characters.
     return path if path and path.isprintable() else repr(path)
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / MIB:.4g}"
 
 
 def plan_leaves(

@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from fddp.core.protocol.messages import Schema, optional
+from fddp.core.text import counted
 from fddp.errors import FddpError, PlanMismatchError
 
 LEAVES: Schema = [(str, [int], str, optional([int]), str, bool)]
@@ -61,13 +62,14 @@ def leaf_difference(one: int, first: Sequence[Any], two: int, second: Sequence[A
         >>> leaf_difference(0, [w], 3, [b])
         "rank 0 has leaf 'w' of shape (2,), float32 on cpu where rank 3 has leaf 'b', which is None"
         >>> leaf_difference(0, [w], 3, [])
-        "rank 0 has 1 leaves and rank 3 has 0; only rank 0 has leaf 'w' of shape (2,), float32 on
+        "rank 0 has 1 leaf and rank 3 has 0; only rank 0 has leaf 'w' of shape (2,), float32 on
         cpu"
     """
     for mine, theirs in zip_longest(first, second):
         if mine is None or theirs is None:
-            counts = f"rank {one} has {len(first)} leaves and rank {two} has {len(second)}"
-            return f"{counts}; only rank {one if mine else two} has {_leaf(mine or theirs)}"
+            counts = f"{counted(len(first), 'leaf')} and rank {two} has {len(second)}"
+            only = f"only rank {one if mine else two} has {_leaf(mine or theirs)}"
+            return f"rank {one} has {counts}; {only}"
         if mine != theirs:
             return f"rank {one} has {_leaf(mine)} where rank {two} has {_leaf(theirs)}"
     return None

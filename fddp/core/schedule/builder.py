@@ -39,7 +39,7 @@ class _Chain(NamedTuple):
 
 def make_schedule(
     plan: BucketPlan,
-    topology: Topology,
+    topology: Topology | int,
     *,
     algorithm: Algorithm = "all_reduce",
     scaling: Scaling = "before",
@@ -59,7 +59,7 @@ def make_schedule(
 
     Args:
         plan: bucket plan.
-        topology: ranks and axes.
+        topology: ranks and axes; or the number of ranks.
         algorithm: "all_reduce" (flat); "hierarchical": reduce-scatter along the inner axes,
             innermost first, all-reduce along the outermost axis, all-gather back, which divides the
             traffic between hosts by the ranks per host; "reduce_scatter": each rank ends with its
@@ -80,6 +80,7 @@ def make_schedule(
         ride: if False, the control word always has its own collective.
 
     Raises:
+        TypeError: `plan` is no plan, or `topology` neither a topology nor an int.
         ValueError: an unknown algorithm, scaling or reduce_dtype; a split_mb that is not above 0;
             "hierarchical" with a single axis; sparse buckets with a sharded algorithm;
             `deterministic` with scaling "average" or algorithm "all_gather".
@@ -93,6 +94,12 @@ def make_schedule(
         [('pack',), ('reduce_scatter', 'local'), ('control', 'host', 'local'),
          ('all_reduce', 'host'), ('all_gather', 'local'), ('unpack',)]
     """
+    if not isinstance(plan, BucketPlan):
+        raise TypeError(
+            f"plan must be a BucketPlan, got a {type(plan).__name__}; write "
+            f"make_schedule(fddp.plan_buckets(tree), topology)"
+        )
+    topology = Topology.of(topology)
     _check(plan, topology, algorithm, scaling, reduce_dtype, split_mb)
     if deterministic:
         _check_deterministic(algorithm, scaling)

@@ -18,6 +18,7 @@ from fddp.core.protocol.control_word import (
 )
 from fddp.core.schedule.op import Op, is_collective
 from fddp.core.schedule.schedule import Schedule
+from fddp.core.text import counted
 
 #: wire dtypes of buckets that can carry the control word
 FORMATS: frozenset[str] = frozenset({"float32", "float64"})
@@ -32,7 +33,7 @@ def piggyback_problem(schedule: Schedule, bucket: int) -> str | None:
     if wire == "float32" and (ranks > MOST_RANKS or leaves > MOST_LEAVES):
         return (
             f"float32 holds the control word of at most {MOST_RANKS} ranks and {MOST_LEAVES} "
-            f"leaves, got {ranks} ranks and {leaves} leaves"
+            f"leaves, got {counted(ranks, 'rank')} and {counted(leaves, 'leaf')}"
         )
     if schedule.scaling == "average":
         return "an averaging collective would divide it; set scaling to 'before' or 'after'"

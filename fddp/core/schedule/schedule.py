@@ -19,6 +19,7 @@ from fddp.core.protocol.messages import Schema, decode
 from fddp.core.schedule.op import Op, Region, is_collective, is_piggybacked, is_texts, op_problem
 from fddp.core.schedule.topology import Topology as Topology
 from fddp.core.tables import abridged, html_table, plain_table
+from fddp.core.text import counted
 
 Scaling = Literal["before", "after", "average"]
 Result = Literal["replicated_mean", "sharded_mean", "replicated"]
@@ -242,7 +243,8 @@ class Schedule:
 
     def __repr__(self) -> str:
         return (
-            f"Schedule({len(self.ops)} operations, {len(self.plan.buckets)} buckets, "
+            f"Schedule({counted(len(self.ops), 'operation')}, "
+            f"{counted(len(self.plan.buckets), 'bucket')}, "
             f"{self.topology}, scaling={self.scaling!r}, result={self.result!r}"
             f"{', deterministic=True' if self.deterministic else ''})"
         )

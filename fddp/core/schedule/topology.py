@@ -51,6 +51,27 @@ class Topology:
             raise ValueError(f"{self} has {self.world_size} ranks; the limit is {_LARGEST}")
 
     @classmethod
+    def of(cls, ranks: Topology | int) -> Topology:
+        """Return a topology unchanged, or that of a number of ranks, with the one axis "world".
+
+        Raises:
+            TypeError: `ranks` is neither.
+            ValueError: there is no rank.
+
+        Example:
+            >>> Topology.of(4)
+            Topology(world=4)
+        """
+        if isinstance(ranks, Topology):
+            return ranks
+        if type(ranks) is not int:
+            raise TypeError(
+                f"topology must be a Topology, such as Topology(host=4, local=8), or a number of "
+                f"ranks, got a {type(ranks).__name__}"
+            )
+        return cls(world=ranks)
+
+    @classmethod
     def from_group(cls, group: Any) -> Self:
         """Return the topology of a process group (one axis, "world") or of a torch `DeviceMesh`.
 

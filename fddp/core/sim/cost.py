@@ -301,7 +301,7 @@ PRESETS: Mapping[str, CostModel] = MappingProxyType(
         "gloo-loopback": CostModel(0.95e-3, 1 / 1.65e9),
     }
 )
-"""Models for links that can't be measured. `CostModel.fit` gives better ones.
+"""Models by name, for links that can't be measured. `CostModel.fit` gives better ones.
 
 All but "gloo-loopback" use the nominal one-way rate of the link, an upper bound that no collective
 reaches. All assume `overlap=1`; on a CPU, measure it. NCCL's figures are those of its choice of
@@ -309,3 +309,22 @@ algorithms (`src/graph/tuning.cc`: ring, protocol Simple, microseconds per step)
 B. Li, "MG-WFBP: Efficient data communication for distributed synchronous SGD algorithms", IEEE
 INFOCOM 2019.
 """
+
+
+def preset_or_model(cost: CostModel | str) -> CostModel:
+    """Return a model unchanged, or the preset of a name.
+
+    Raises:
+        ValueError: `cost` is neither.
+
+    Example:
+        >>> preset_or_model("nvlink4") is PRESETS["nvlink4"]
+        True
+    """
+    if isinstance(cost, CostModel):
+        return cost
+    if isinstance(cost, str) and cost in PRESETS:
+        return PRESETS[cost]
+    raise ValueError(
+        f"cost must be a CostModel or one of the presets {', '.join(PRESETS)}, got {cost!r}"
+    )

@@ -31,11 +31,12 @@ from fddp.core.schedule.op import Op, is_collective
 from fddp.core.schedule.piggyback import control_layout
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
-from fddp.core.sim.cost import MOST_S, CollectiveKind, CostModel, FloatArray
+from fddp.core.sim.cost import MOST_S, CollectiveKind, CostModel, FloatArray, preset_or_model
+from fddp.core.text import counted
 from fddp.core.timeline import COMPUTE, Span, Timeline, backward_span
 from fddp.errors import ScheduleError
 
-Cost = CostModel | Mapping[str, CostModel]
+Cost = CostModel | str | Mapping[str, CostModel | str]
 ReadyTimes = Sequence[float] | npt.NDArray[np.floating] | Mapping[str, float]
 
 MOST_SPREAD = 10.0
@@ -102,8 +103,8 @@ def simulate(
 
     Args:
         schedule: schedule to simulate.
-        cost: model of the links, or one model per axis of the topology. A group along several axes
-            has the worst of their models.
+        cost: model of the links, or one model per axis of the topology; names of `PRESETS` stand
+            for models. A group along several axes has the worst of their models.
         ready_times_s: seconds from the start of the step until the gradient of each leaf is ready,
             one per leaf of `schedule.plan.leaves`, or by path. NaN marks a leaf without a gradient,
             which delays nothing. Leaves in no bucket are ignored. The last time ends backward.
@@ -115,9 +116,10 @@ def simulate(
         Timeline of the last rank to finish, with the step time of each rank.
 
     Raises:
+        TypeError: `schedule` is no schedule.
         ValueError: times that are negative, above 1e9, missing or of the wrong length; an axis
-            without a model; a late bucket that is not in the plan; jitter on more than 4 million
-            ranks.
+            without a model; an unknown preset; a late bucket that is not in the plan; jitter on
+            more than 4 million ranks.
         ScheduleError: operations that depend on later ones, or have unknown buckets, axes or
             shards.
 
@@ -126,10 +128,17 @@ def simulate(
         >>> from fddp.core.schedule.builder import make_schedule
         >>> leaves = [LeafSpec("a", (250_000,), "float32"), LeafSpec("b", (250_000,), "float32")]
         >>> plan = plan_leaves(leaves, order=[1, 0], caps_bytes=[1_000_000])
-        >>> schedule = make_schedule(plan, Topology(world=2))
+        >>> schedule = make_schedule(plan, 2)
         >>> simulate(schedule, CostModel(1e-5, 1e-9), {"b": 0.004, "a": 0.010})
         Timeline(rank 0, step 11.021 ms, backward 10.000 ms, exposed 1.021 ms, 50% hidden)
+        >>> simulate(schedule, "nvlink4", {"b": 0.004, "a": 0.010})
+        Timeline(rank 0, step 10.009 ms, backward 10.000 ms, exposed 0.009 ms, 50% hidden)
     """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"schedule must be a Schedule, got a {type(schedule).__name__}; write "
+            f"simulate(fddp.make_schedule(plan, ranks), cost, ready_times_s)"
+        )
     plan, topology = schedule.plan, schedule.topology
     leaves_s = ready_seconds(plan.leaves, plan.reduced, ready_times_s)
     buckets_s = [float(np.max(leaves_s[list(b.leaves)])) for b in plan.buckets]
@@ -206,7 +215,8 @@ def _by_path(
     if unknown or missing:
         what, which = ("does not have", unknown) if unknown else ("needs", missing)
         raise ValueError(
-            f"ready_times_s has {len(ready_times_s)} paths; the plan of {len(paths)} leaves {what} "
+            f"ready_times_s has {counted(len(ready_times_s), 'path')}; the plan of "
+            f"{counted(len(paths), 'leaf')} {what} "
             f"{which[0]!r} and {len(which) - 1} more; use NaN for a leaf without gradient"
         )
     return np.array([ready_times_s.get(path, math.nan) for path in paths], dtype=np.float64)
@@ -218,8 +228,8 @@ def group_model(cost: Cost, topology: Topology, axes: Collection[str]) -> CostMo
     Raises:
         ValueError: an axis has no model.
     """
-    if isinstance(cost, CostModel):
-        return cost
+    if not isinstance(cost, Mapping):
+        return preset_or_model(cost)
     models = []
     for name, size in topology.axes:
         if name in axes and size > 1:
@@ -228,7 +238,7 @@ def group_model(cost: Cost, topology: Topology, axes: Collection[str]) -> CostMo
                     f"cost has models of {', '.join(map(repr, cost)) or 'no axis'}, and none of "
                     f"the axis {name!r} of {topology}"
                 )
-            models.append(cost[name])
+            models.append(preset_or_model(cost[name]))
     return CostModel.worst(models) if models else CostModel(0.0, 0.0)
 
 
@@ -275,7 +285,7 @@ def _tasks(schedule: Schedule, cost: Cost, late: Collection[int]) -> list[_Task]
     buckets = len(schedule.plan.buckets)
     wrong = sorted(set(late) - set(range(buckets)))
     if wrong:
-        raise ValueError(f"late holds bucket {wrong[0]}; the plan has {buckets} buckets")
+        raise ValueError(f"late holds bucket {wrong[0]}; the plan has {counted(buckets, 'bucket')}")
     names = schedule.topology.names
     models = {axes: group_model(cost, schedule.topology, axes) for axes in schedule.groups}
     tasks: list[_Task] = []

@@ -1,0 +1,38 @@
+"""Counts and sizes in words, for tables, figures and errors."""
+
+from __future__ import annotations
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_PLURALS = {"leaf": "leaves", "process": "processes"}  # others end in s
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    Example:
+        >>> counted(1, "bucket"), counted(2, "bucket"), counted(0, "leaf")
+        ('1 bucket', '2 buckets', '0 leaves')
+    """
+    return f"{number} {noun if number == 1 else _PLURALS.get(noun, noun + 's')}"
+
+
+def size_text(nbytes: float) -> str:
+    """Return a number of bytes with its unit; see `unit_of`.
+
+    Example:
+        >>> size_text(48), size_text(1.5 * 2**20), size_text(2**30), size_text(134_600 * 2**20)
+        ('48 B', '1.5 MiB', '1 GiB', '131.4 GiB')
+    """
+    name, unit_bytes = unit_of(nbytes)
+    return f"{nbytes / unit_bytes:.4g} {name}"
+
+
+def unit_of(nbytes: float) -> tuple[str, int]:
+    """Return the largest unit that is not above a number of bytes: its name, and its bytes.
+
+    Example:
+        >>> unit_of(5 * 2**30)
+        ('GiB', 1073741824)
+    """
+    power = max(power for power in range(len(_UNITS)) if power == 0 or nbytes >= 1024**power)
+    return _UNITS[power], 1024**power
