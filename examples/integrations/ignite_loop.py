@@ -1,0 +1,54 @@
+"""An engine of Ignite with fddp in `idist.auto_model`, and a mean over tokens."""
+
+from __future__ import annotations
+
+import ignite.distributed as idist
+import torch
+from ignite.engine import Engine
+from torch import Tensor
+
+from examples.integrations import task
+from fddp.integrations import TokenMean, install
+
+
+def train(*, by_tokens: bool) -> list[Tensor]:
+    """Train; with `by_tokens`, for the mean over all labels of a step."""
+    model = idist.auto_model(task.Tagger())
+    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=task.RATE))
+    tokens = TokenMean()
+
+    def step(engine: Engine, batch: dict[str, Tensor]) -> None:
+        output = model(batch["input_ids"], batch["labels"])
+        if by_tokens:
+            loss, count = task.loss_sum(output["logits"], batch["labels"])
+            loss.backward()
+            tokens.add(count)
+            tokens.scale_(model.parameters())
+        else:
+            output["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Engine(step).run(task.batches_of_rank(task.STEP // task.RANKS), max_epochs=1)
+    return task.values(model.parameters())
+
+
+def main(local_rank: int = 0) -> None:
+    """Compare stock's and fddp's parameters with those of one process."""
+    wanted = task.of_one_process(task.samples())
+    stock = train(by_tokens=False)
+    with install():
+        same, exact = train(by_tokens=False), train(by_tokens=True)
+    assert all(map(torch.equal, stock, same)), "fddp's class gave other bits than torch's"
+    task.report(
+        "ignite",
+        {
+            "torch's class, mean of means": (task.difference(stock, wanted), False),
+            "fddp's class and TokenMean": (task.difference(exact, wanted), True),
+        },
+    )
+
+
+if __name__ == "__main__":
+    idist.initialize("gloo")
+    task.under_torchrun(main)
