@@ -9,6 +9,12 @@ from transformers import Trainer
 
 from fddp.integrations.replace_ddp import install
 
+# Older ones divide every loss by the number of accumulated batches, without a way to say no.
+if not hasattr(Trainer, "loss_is_scaled_for_ga"):
+    raise ImportError(
+        "FddpTrainer needs a Trainer with loss_is_scaled_for_ga; upgrade transformers"
+    )
+
 
 class FddpTrainer(Trainer):  # type: ignore[misc]
     """`Trainer` with fddp's `DistributedDataParallel`, and means over labels for any model.
