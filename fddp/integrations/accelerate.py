@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Join, Joinable, _JoinConfig
 
 from fddp.integrations.replace_ddp import install
 from fddp.integrations.token_mean import TokenMean
@@ -58,10 +58,12 @@ class FddpAccelerator(Accelerator):  # type: ignore[misc]
         before = [(s, s.even_batches) for s in samplers if hasattr(s, "even_batches")]
         for sampler, _ in before:
             sampler.even_batches = is_even
-        joins = self.use_distributed and not is_even
+        joined = [*joinables, self.tokens] if self.use_distributed and not is_even else []
         try:
-            with Join([*joinables, self.tokens], enable=True) if joins else nullcontext():
+            with Join(joined) if joined else nullcontext():
                 yield
         finally:
+            for joinable in joined:  # torch leaves them in the context
+                joinable._join_config = _JoinConfig(False, False, False)
             for sampler, value in before:
                 sampler.even_batches = value
