@@ -15,7 +15,7 @@ TOOLS := $(VENV)/.tools
 INSTALLED := $(VENV)/.installed
 NATIVE := pyproject.toml $(wildcard fddp/csrc/* fddp/csrc/*/*)
 
-.PHONY: test quick demo lint bench bench-gpu sanitize chaos disagree soak fuzz fuzz-atheris fuzzed-extension clean
+.PHONY: test quick demo lint bench bench-gpu integrations sanitize chaos disagree soak fuzz fuzz-atheris fuzzed-extension clean
 
 # Two workers, because most tests wait: for processes to start, or for each other.
 test: lint
@@ -52,6 +52,17 @@ bench: $(INSTALLED)
 
 bench-gpu: $(INSTALLED)
 	$(RUN) -m benchmarks.gpu
+
+# Frameworks in a venv of their own over the installed torch: some five minutes.
+FRAMEWORKS := accelerate lightning pytorch-ignite transformers
+INTEGRATIONS := build/integrations
+PACKAGES_OF = $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+integrations: $(INSTALLED)
+	$(BIN)/python -m venv $(INTEGRATIONS)
+	echo "import site; site.addsitedir('$(call PACKAGES_OF,$(BIN)/..)')" > $(call PACKAGES_OF,$(INTEGRATIONS))/installed.pth
+	if $(INTEGRATIONS)/bin/python -m pip install --quiet $(FRAMEWORKS) "$(TORCH)"; then \
+	  OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest tests/integrations; \
+	else echo "integrations: skipped, because pip could not install $(FRAMEWORKS)"; fi
 
 # The shared-memory core alone, without torch: some five minutes. What a sanitizer finds is an error.
 SANITIZED := build/sanitize

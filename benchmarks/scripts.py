@@ -38,10 +38,11 @@ def publish(
     values: Mapping[str, Any],
     path: Path | None,
 ) -> None:
-    """Print the tables and the figures; write values and figures as JSON if a path is given."""
+    """Print tables, and figures if there are any; write values and figures to `path` as JSON."""
     show = console().print
     for table in tables:
         show(table)
-    show(figures_table(figures))
+    if figures:
+        show(figures_table(figures))
     if path is not None:
         path.write_text(json.dumps({**values, "figures": to_values(figures)}, indent=2))

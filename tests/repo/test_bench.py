@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import bounds, gpu, memory, packing, per_parameter, transports
+from benchmarks import bounds, ddp_comparison, gpu, memory, packing, per_parameter, transports
 from benchmarks import operators as functional
 from benchmarks.bounds import Figure, at_least, at_most, from_values, to_values
 from benchmarks.competitors import (
@@ -31,6 +32,7 @@ from benchmarks.report import Entry, ModelResult, Report, figures, warning
 from benchmarks.steps import check_gradients
 from fddp.cli.progress import Stages
 from tests.support import commands as cli
+from tests.support.pages import read
 
 if TYPE_CHECKING:
     from tests.support.ranks import RankPool
@@ -272,6 +274,27 @@ def test_figures_of_transports_are_against_gloos_faster_mode() -> None:
         ("64 MiB", pytest.approx(7.33, rel=1e-2), 5.0, True),
         ("64 MiB", 1.5, 1.2, False),
     ]
+
+
+# DDP, replicate, fddp
+
+
+def _compared(rank: int, world_size: int) -> ddp_comparison.Results:
+    return ddp_comparison.run_rank(1, ("small",))
+
+
+def test_cases_of_the_comparison_are_those_of_the_page(ranks: RankPool) -> None:
+    found, other = ranks.run(2, _compared)
+    assert found == other
+    rows = [line for line in read("docs/ddp.md").splitlines() if line.startswith("| ")]
+    for title, outcomes in found.cases.items():
+        (row,) = [row for row in rows if title in row.split("|")[1]]
+        for cell, outcome in zip(row.split("|")[2:], outcomes.values(), strict=False):
+            is_error = re.match(r"\w+Error", outcome)
+            expected = is_error.group() if is_error else outcome
+            assert cell.strip().strip("`").startswith(expected), (title, cell, outcome)
+    for series in found.steps["small"].values():
+        assert series.median_s > 0
 
 
 # Memory

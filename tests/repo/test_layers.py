@@ -91,6 +91,13 @@ def test_imports_run_one_way(module: str) -> None:
         assert not above, f"{module} imports {name}, of a later room"
 
 
+def test_nothing_imports_integrations() -> None:
+    """Frameworks are imported by those who ask for them."""
+    for module in MODULES:
+        if room_of(module) != "integrations":
+            assert not any(is_of(name, "fddp.integrations") for name in imports(module)), module
+
+
 def test_no_circle_of_files() -> None:
     edges = {m: {own for name in imports(m) if (own := own_module(name))} - {m} for m in MODULES}
     assert circles(edges) == []

@@ -31,6 +31,7 @@ PAGES = (
     "docs/faults.md",
     "docs/determinism.md",
     "docs/jax.md",
+    "docs/integrations.md",
     "docs/architecture.md",
     "docs/performance.md",
     "CONTRIBUTING.md",

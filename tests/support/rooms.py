@@ -7,7 +7,7 @@ PACKAGE = Path(__file__).parents[2] / "fddp"
 # Each may import those before it. The folders of the package are these rooms.
 ROOMS = (
     *("errors", "core", "native", "tree", "telemetry", "transport", "hooks", "runtime"),
-    *("collectives", "sync", "ddp", "jax", "testing", "viz", "cli"),
+    *("collectives", "sync", "ddp", "jax", "testing", "viz", "cli", "integrations"),
 )
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path

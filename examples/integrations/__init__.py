@@ -1,0 +1,1 @@
+"""Training frameworks with fddp: `make integrations` installs them and runs these examples."""

@@ -1,0 +1,90 @@
+"""Frameworks with fddp: the examples, and Accelerate's own scripts. Run by `make integrations`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.pages import ROOT
+
+pytestmark = pytest.mark.slow
+
+EXAMPLES = {
+    "accelerate_loop": "accelerate",
+    "ignite_loop": "ignite",
+    "lightning_loop": "lightning",
+    "trainer_loop": "transformers",
+}
+SCRIPTS = ("test_sync", "test_script", "test_ops", "test_ddp_comm_hook")
+
+# Runs a script with torch's class or with fddp's.
+_SWAPPED = """
+import runpy, sys
+from fddp.integrations import install
+if sys.argv.pop(1) == "fddp":
+    install()
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def needs(framework: str) -> None:
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed; `make integrations` installs it")
+
+
+def on_two_ranks(*arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    own = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, *launcher, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **own, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_every_example_is_here() -> None:
+    found = {path.stem for path in (ROOT / "examples" / "integrations").glob("*_loop.py")}
+    assert found == EXAMPLES.keys()
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example(example: str) -> None:
+    needs(EXAMPLES[example])
+    done = on_two_ranks("-m", f"examples.integrations.{example}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^\w+: .*(ok|FAILED)$", done.stdout, re.MULTILINE)
+    assert len(rows) >= 2
+    assert set(rows) == {"ok"}
+    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    for title in re.findall(r"^\w+: (.*): [\d.e+-]+ from one process", done.stdout, re.MULTILINE):
+        assert title in page, f"the page lacks {title!r}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_stock_passes_in_accelerates_scripts(script: str, tmp_path: Path) -> None:
+    needs("accelerate")
+    spec = importlib.util.find_spec(f"accelerate.test_utils.scripts.{script}")
+    assert spec is not None
+    assert spec.origin is not None
+    # Stock's class refuses devices of GPUs for modules on the CPU, and so does fddp's.
+    source = Path(spec.origin).read_text(encoding="utf-8")
+    copy = tmp_path / f"{script}.py"
+    copy.write_text(re.sub(r"(?m)^ *(device_ids|output_device)=.*\n", "", source))
+    runner = tmp_path / "swapped.py"
+    runner.write_text(_SWAPPED)
+    stock, ours = (on_two_ranks(str(runner), kind, str(copy)) for kind in ("stock", "fddp"))
+    assert "is now fddp's" in ours.stderr
+    assert ours.returncode == 0, ours.stdout + ours.stderr
+    if stock.returncode != 0:
+        assert script == "test_ddp_comm_hook"  # its bf16 hook needs a GPU
+        assert "BF16 all reduce communication hook required" in stock.stderr
