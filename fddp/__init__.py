@@ -38,6 +38,7 @@ Watching
 Tools
     loopback                                 ranks as threads of this process
     testing, viz, jax                        submodules with extras of their names
+    integrations                             Accelerate, Lightning, Transformers and Ignite
 
 Every error that is raised on purpose is a FddpError:
     ClosedError, DesyncError, ExtensionError, HookError, InternalError, LossError,
@@ -119,6 +120,7 @@ from fddp.tree.planner import plan_buckets, plan_optimal
 from fddp.tree.pytree import tree_map
 
 if TYPE_CHECKING:
+    from fddp import integrations as integrations
     from fddp import jax as jax
     from fddp import testing as testing
     from fddp import viz as viz
@@ -140,7 +142,8 @@ __all__ = [
     "sync_on_backward", "tree_map", "uneven",
 ]  # fmt: skip
 
-_ON_FIRST_USE = ("jax", "testing", "viz")  # each needs packages that fddp does not
+# Most need packages that fddp does not.
+_ON_FIRST_USE = ("integrations", "jax", "testing", "viz")
 
 
 def __dir__() -> list[str]:

@@ -92,9 +92,9 @@ def test_imports_run_one_way(module: str) -> None:
 
 
 def test_nothing_imports_integrations() -> None:
-    """Frameworks are imported by those who ask for them."""
+    """Frameworks are imported by those who ask for them. The public names load it on first use."""
     for module in MODULES:
-        if room_of(module) != "integrations":
+        if room_of(module) not in ("integrations", *NAMES):
             assert not any(is_of(name, "fddp.integrations") for name in imports(module)), module
 
 
