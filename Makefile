@@ -31,6 +31,7 @@ demo: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/vermin --target=3.10- --quiet --no-tips --violations fddp tests benchmarks examples
 	$(BIN)/mypy
 
 # Some ten minutes; a table of all figures that have a bound comes last.
