@@ -104,7 +104,7 @@ fuzz-atheris: fuzzed-extension
 fuzzed-extension: $(INSTALLED)
 	mkdir -p $(FUZZED)
 	CXX="$(CXX)" $(BIN)/cmake -S fddp/csrc -B $(FUZZED)/extension -G Ninja -DCMAKE_BUILD_TYPE=Release \
-	  -DFDDP_SANITIZE=address,undefined -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+	  -DCMAKE_UNITY_BUILD=OFF -DFDDP_SANITIZE=address,undefined -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
 	$(BIN)/cmake --build $(FUZZED)/extension
 
 clean:
