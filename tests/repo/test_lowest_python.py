@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("fddp", "tests", "benchmarks", "examples")
+FOLDERS = ("fddp", "tests", "benchmarks", "distribution", "examples")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 # They have no other base before Python 3.11.
