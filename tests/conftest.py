@@ -15,7 +15,12 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytest_plugins = ["tests.support.ranks", "tests.support.hosts", "tests.support.quick"]
+pytest_plugins = [
+    "tests.support.ranks",
+    "tests.support.hosts",
+    "tests.support.quick",
+    "tests.support.optional",
+]
 
 # Ranks share the cores, so that the time one example takes says nothing about it.
 settings.register_profile("fddp", deadline=None)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Generic, TypedDict, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict  # `typing.TypedDict` is generic from Python 3.11 on
 
 from fddp.hooks.flat import wide
 from fddp.hooks.future import Future

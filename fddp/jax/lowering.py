@@ -13,6 +13,7 @@ nothing, and its condition as a constant.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -32,16 +33,22 @@ from fddp.jax.primitives import EFFECT, Call, identity_p, reduce_p
 from fddp.native import extension
 
 TARGET = "fddp_reduce"
+_WITHOUT_HEADER = (
+    "fddp was built where jaxlib was not installed, so reductions in compiled JAX programs call "
+    "Python, which is several times slower: install jaxlib, then build fddp again, by "
+    "`pip install .` in its source directory"
+)
 
 
 @cache
 def uses_extension() -> bool:
     """Return True if XLA calls the extension, False if it calls Python through jaxlib's handler.
 
-    The first call registers the handler.
+    The first call registers the handler, or warns that there is none.
     """
     handler = extension.load().xla_handler(calls.execute)
     if handler is None:
+        warnings.warn(_WITHOUT_HEADER, stacklevel=2)
         return False
     jax.ffi.register_ffi_target(TARGET, handler, platform="cpu")
     return True

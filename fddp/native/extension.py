@@ -16,7 +16,7 @@ import torch
 
 from fddp.errors import ExtensionError
 
-_REBUILD = "run `pip install --no-build-isolation .` in fddp's source directory"
+_REBUILD = "run `pip install .` in fddp's source directory"
 
 
 @cache

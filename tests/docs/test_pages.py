@@ -17,6 +17,8 @@ GUIDE = read("docs/guide.md")
 
 @pytest.mark.parametrize("page", [page for page in PAGES if alone(page, "pycon")])
 def test_sessions(page: str) -> None:
+    for library in re.findall(r"^>>> import (\w+)", alone(page, "pycon"), re.MULTILINE):
+        pytest.importorskip(library)
     failed, attempted = run_sessions(page)
     assert attempted
     assert not failed

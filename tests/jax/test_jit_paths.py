@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -31,6 +32,13 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def test_the_extension_was_built_with_xla_s_header() -> None:
     assert lowering.uses_extension(), "install jaxlib before fddp is built, as the Makefile does"
+
+
+def test_an_extension_without_xla_s_header_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = SimpleNamespace(xla_handler=lambda callback: None)
+    monkeypatch.setattr(extension, "load", lambda: built)
+    with pytest.warns(UserWarning, match="call Python, .* slower: install jaxlib, then build fddp"):
+        assert not lowering.uses_extension.__wrapped__()
 
 
 def test_custom_call_targets(path: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from fddp.errors import ExtensionError
 from fddp.native import extension
 
-REBUILD = r"run `pip install --no-build-isolation \.` in fddp's source directory"
+REBUILD = r"run `pip install \.` in fddp's source directory"
 
 
 @pytest.fixture

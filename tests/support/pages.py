@@ -21,6 +21,7 @@ from tests.support.polling import HANG_S
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",
+    "docs/install.md",
     "docs/guide.md",
     "docs/ddp.md",
     "docs/compile.md",

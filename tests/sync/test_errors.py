@@ -269,7 +269,7 @@ def check_mistake(runs: list[Any], name: str, culprits: tuple[int, ...], number:
 
 
 # torch.func.jvp compiles decompositions when it is first used.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("culprits", [(1,), (0, 2), (0, 1, 2)], ids=["one", "two", "all"])
 def test_a_mistake_is_an_error_on_every_rank(name: str, culprits: tuple[int, ...]) -> None:

@@ -1,6 +1,5 @@
 #include "gradient_counter.h"
 
-#include <ATen/ATen.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Exceptions.h>

@@ -11,7 +11,7 @@ namespace py = pybind11;
 
 #if __has_include("xla/ffi/api/c_api.h")
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <xla/ffi/api/c_api.h>
 
 #include <cstdint>

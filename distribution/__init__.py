@@ -1,0 +1,1 @@
+"""Building, checking and trying what users install."""
