@@ -23,6 +23,8 @@ _COLLECTIONS: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
 _NOT_ENTERED = (
     *(type(None), bool, int, float, complex, str, bytes, type),
     *(nn.Module, types.ModuleType, types.FunctionType, types.BuiltinFunctionType),
+    # Their frames, which lead to globals, are plain attributes on Python 3.10.
+    *(types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType),
 )
 
 
