@@ -15,7 +15,7 @@ TOOLS := $(VENV)/.tools
 INSTALLED := $(VENV)/.installed
 NATIVE := pyproject.toml $(wildcard fddp/csrc/* fddp/csrc/*/*)
 
-.PHONY: test quick demo lint bench bench-gpu sanitize chaos disagree soak fuzz fuzz-atheris fuzzed-extension clean
+.PHONY: test quick demo lint docs bench bench-gpu sanitize chaos disagree soak fuzz fuzz-atheris fuzzed-extension clean
 
 # Two workers, because most tests wait: for processes to start, or for each other.
 test: lint
@@ -32,6 +32,11 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The documentation site, into build/docs: some twenty seconds. A warning is an error, and so is a link
+# to a page, heading or file that does not exist.
+docs: $(INSTALLED)
+	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet --jobs 2 -c docs . build/docs
 
 # Some ten minutes; a table of all figures that have a bound comes last.
 bench: $(INSTALLED)
