@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
@@ -105,3 +107,30 @@ def test_the_site_builds(tmp_path: Path) -> None:
         index["docnames"]
     )
     assert "straggler" in index["terms"]
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_readme_is_recorded(tmp_path: Path) -> None:
+    """The script runs, and its picture has the parts of the one that is kept."""
+    out = tmp_path / "timelines.svg"
+    script = ["docs/images/timelines.py", str(out), "--steps", "2", "--width", "256"]
+    done = subprocess.run(
+        [sys.executable, *script],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    recorded, kept = out.read_text("utf-8"), read("docs/images/timelines.svg")
+    for svg in (recorded, kept):
+        assert ElementTree.fromstring(svg).tag.endswith("svg")
+        shown = re.findall(r">([^<>]+)</text>", svg)
+        titles = [text for text in shown if text.endswith("after backward")]
+        assert [title.partition(":")[0] for title in titles] == [
+            "torch DDP over gloo",
+            "fddp over shared memory",
+        ]
+        assert {"backward", "all-reduces", "launch", "exposed", "0"} <= set(shown)
