@@ -16,7 +16,7 @@ TOOLS := $(VENV)/.tools
 INSTALLED := $(VENV)/.installed
 NATIVE := pyproject.toml $(wildcard fddp/csrc/* fddp/csrc/*/*)
 
-.PHONY: test quick demo lint bench bench-gpu integrations sanitize chaos disagree soak fuzz fuzz-atheris fuzzed-extension matrix wheels clean
+.PHONY: test quick demo lint docs bench bench-gpu integrations sanitize chaos disagree soak fuzz fuzz-atheris fuzzed-extension matrix wheels clean
 
 # Two workers, because most tests wait: for processes to start, or for each other.
 test: lint
@@ -34,6 +34,11 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/vermin --target=3.10- --quiet --no-tips --violations $(CODE)
 	$(BIN)/mypy
+
+# The documentation site, into build/docs: some twenty seconds. A warning is an error, and so is a link
+# to a page, heading or file that does not exist.
+docs: $(INSTALLED)
+	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet --jobs 2 -c docs . build/docs
 
 # Some ten minutes; a table of all figures that have a bound comes last.
 bench: $(INSTALLED)

@@ -9,10 +9,10 @@ import pytest
 
 import fddp
 from fddp import errors
-from tests.support.pages import PAGES, ROOT, alone, read, run_script, run_sessions
+from tests.support.pages import GUIDE, PAGES, ROOT, alone, read, run_guide, run_sessions
 
 ARCHITECTURE = read("docs/architecture.md")
-GUIDE = read("docs/guide.md")
+GUIDE_TEXT = "".join(map(read, GUIDE))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if alone(page, "pycon")])
@@ -25,7 +25,21 @@ def test_sessions(page: str) -> None:
 
 
 def test_guide_runs_on_two_ranks(tmp_path: Path) -> None:
-    run_script("docs/guide.md", tmp_path)
+    run_guide(tmp_path)
+
+
+def test_pages_of_the_guide_are_listed() -> None:
+    """In the tests, and in the index, section by section."""
+    files = {f"docs/guide/{path.name}" for path in (ROOT / "docs/guide").glob("*.md")}
+    assert files == set(GUIDE)
+    index = read(GUIDE[0])
+    for page in GUIDE[1:]:
+        name = Path(page).name
+        assert f"]({name})" in index
+        if page.endswith(("choosing.md", "recipes.md")):
+            continue  # read from top to bottom
+        for heading in re.findall(r"^## (.*)$", read(page), re.MULTILINE):
+            assert f"]({name}#{_anchor(heading)})" in index, f"{page}: {heading}"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -51,7 +65,11 @@ def test_named_files_exist(page: str) -> None:
 def _anchors(text: str) -> set[str]:
     """Of the headings, as code forges make them."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return set(map(_anchor, headings))
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def test_every_room_is_on_the_map() -> None:
@@ -78,15 +96,15 @@ def test_every_note_is_listed() -> None:
 
 
 def test_every_error_is_in_the_table() -> None:
-    rows = set(re.findall(r"^\| `(\w+Error)`", GUIDE, re.MULTILINE))
+    rows = set(re.findall(r"^\| `(\w+Error)`", GUIDE_TEXT, re.MULTILINE))
     kinds = {name for name in vars(errors) if name.endswith("Error")}
     assert kinds - rows == {"FddpError"}
     assert rows <= kinds
-    assert "`FddpError`" in GUIDE
+    assert "`FddpError`" in GUIDE_TEXT
 
 
 def test_every_public_name_is_in_the_guide() -> None:
-    assert not [name for name in fddp.__all__ if name not in GUIDE]
+    assert not [name for name in fddp.__all__ if name not in GUIDE_TEXT]
 
 
 def test_tests_named_on_the_faults_page_exist() -> None:

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from importlib.metadata import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import fddp
 from tests.support.models import same_bits
 from tests.support.pages import ROOT, commands, read, run_script
 
@@ -79,3 +81,38 @@ def test_requirements_are_those_of_the_package() -> None:
     for name, shown in (("python", "Python"), ("torch", "PyTorch")):
         (version,) = [w.removeprefix(f"{name}>=") for w in wanted if w.startswith(f"{name}>=")]
         assert f"{shown} ≥ {version}" in read(PAGE)
+
+
+def _unused_on_rank_1(group: Any, flag: bool) -> float:
+    """The gradient of a parameter that rank 1 does not use; the next forward may raise."""
+    module = torch.nn.ModuleDict({"both": torch.nn.Linear(1, 1), "one": torch.nn.Linear(1, 1)})
+    ddp = fddp.DistributedDataParallel(
+        _Chosen(module), process_group=group, find_unused_parameters=flag
+    )
+    x = torch.ones(1, 1)
+    ddp(x, group.rank == 0).sum().backward()
+    found = module["one"].bias.grad
+    assert found is not None
+    if flag:
+        ddp(x, True)
+    else:
+        with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+            ddp(x, True)
+    return found.item()
+
+
+class _Chosen(torch.nn.Module):
+    def __init__(self, parts: torch.nn.ModuleDict) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: torch.Tensor, with_one: bool) -> torch.Tensor:
+        both: torch.Tensor = self.parts["both"](x)
+        return both + self.parts["one"](x) if with_one else both
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")  # on rank 0
+@pytest.mark.parametrize("flag", [False, True])
+def test_the_row_on_unused_parameters(flag: bool) -> None:
+    """The wrapper has the mean in the same step, and by default DDP's error in the next."""
+    assert fddp.loopback(2, lambda group: _unused_on_rank_1(group, flag)) == [0.5, 0.5]

@@ -19,10 +19,37 @@ from typing import NamedTuple
 from tests.support.polling import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
+
+#: The guide, in the order of its pages. The first begins the script that each other page continues,
+#: and the last closes what the first opened.
+GUIDE = tuple(
+    f"docs/guide/{name}.md"
+    for name in (
+        "index",
+        "start",
+        "choosing",
+        "recipes",
+        "steps",
+        "batches",
+        "leaves",
+        "hooks",
+        "step_information",
+        "plans",
+        "meshes",
+        "simulation",
+        "replicas",
+        "operators",
+        "testing",
+        "transports",
+        "errors",
+    )
+)
 PAGES = (
     "README.md",
     "docs/install.md",
-    "docs/guide.md",
+    *GUIDE,
+    "docs/glossary.md",
+    "docs/dependencies.md",
     "docs/ddp.md",
     "docs/compile.md",
     "docs/coming_from.md",
@@ -105,6 +132,32 @@ def run_sessions(page: str) -> doctest.TestResults:
     return doctest.DocTestRunner(optionflags=_OPTIONS).run(session)
 
 
+_GUIDE_DRIVER = """
+import sys
+
+first, *others = sys.argv[1:]
+shared = {"__name__": "__main__"}
+exec(compile(open(first).read(), first, "exec"), shared)
+for page in others:
+    exec(compile(open(page).read(), page, "exec"), dict(shared))
+"""
+
+
+def run_guide(folder: Path) -> None:
+    """Runs the "python" blocks of each page of the guide, after those of its first, on two ranks.
+
+    A page sees no names of another, except of the first.
+    """
+    scripts = []
+    for page in GUIDE:
+        code = alone(page, "python")
+        if code.strip():
+            scripts.append(f"{Path(page).stem}_page.py")
+            (folder / scripts[-1]).write_text(code, encoding="utf-8")
+    (folder / "guide.py").write_text(_GUIDE_DRIVER, encoding="utf-8")
+    _launch(["guide.py", *scripts], folder, "docs/guide")
+
+
 def run_script(page: str, folder: Path, *, epilogue: str = "") -> None:
     """Runs the "python" blocks under torchrun's launcher on two ranks, in `folder`.
 
@@ -115,9 +168,13 @@ def run_script(page: str, folder: Path, *, epilogue: str = "") -> None:
     """
     script = folder / f"{Path(page).stem}_page.py"  # "jax.py" would be imported in JAX's place
     script.write_text(alone(page, "python") + epilogue, encoding="utf-8")
+    _launch([script.name], folder, page)
+
+
+def _launch(command: list[str], folder: Path, page: str) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, *launcher, script.name],
+        [sys.executable, *launcher, *command],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

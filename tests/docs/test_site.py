@@ -1,0 +1,136 @@
+"""The documentation site builds without a warning, and its reference has every public name."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+import fddp
+import fddp.jax
+import fddp.testing
+import fddp.viz
+from fddp import averaging, hooks
+from tests.support.pages import ROOT, read
+from tests.support.polling import HANG_S
+
+REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
+DIRECTIVE = re.compile(r"^\.\. auto\w+:: (fddp\.[\w.]+)$", re.MULTILINE)
+DOCUMENTED = [name for path in REFERENCE for name in DIRECTIVE.findall(path.read_text("utf-8"))]
+
+
+def _public(module: ModuleType) -> set[str]:
+    """The names that a module lists, or those that its package exports."""
+    names = getattr(module, "__all__", None)
+    if names is None:
+        names = [name for name in vars(module) if not name.startswith("_")]
+    found = {name: getattr(module, name) for name in names}
+    return {
+        name
+        for name, value in found.items()
+        if not isinstance(value, ModuleType) and _is_ours(value) and name != "HookError"
+    } | ({"HookError"} if module is fddp else set())
+
+
+def _is_ours(value: object) -> bool:
+    kind = value if isinstance(value, type) or callable(value) else type(value)
+    home = getattr(kind, "__module__", "fddp")
+    return home.startswith("fddp") or isinstance(value, dict)
+
+
+@pytest.mark.parametrize(
+    ("module", "prefix"),
+    [
+        (fddp, "fddp"),
+        (hooks, "fddp.hooks"),
+        (fddp.testing, "fddp.testing"),
+        (fddp.viz, "fddp.viz"),
+        (fddp.jax, "fddp.jax"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_public_name_is_in_the_reference(module: ModuleType, prefix: str) -> None:
+    names = {f"{prefix}.{name}" for name in _public(module)}
+    assert names
+    elsewhere = {"fddp.testing.loopback"}  # the same function as fddp.loopback
+    assert not names - set(DOCUMENTED) - elsewhere
+
+
+def test_averaging_is_in_the_reference() -> None:
+    for name in ("Periodic", "Averager", "average"):
+        assert hasattr(averaging, name)
+        assert f"fddp.averaging.{name}" in DOCUMENTED
+
+
+def test_no_name_is_documented_twice() -> None:
+    assert len(DOCUMENTED) == len(set(DOCUMENTED))
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """Notebooks are found by a pattern."""
+    index = read("docs/index.md")
+    lists = re.findall(r"```\{toctree\}\n(.*?)```", index, re.DOTALL)
+    listed = {line for block in lists for line in block.splitlines() if line[:1] not in (":", "")}
+    pages = {
+        path.relative_to(ROOT / "docs").with_suffix("").as_posix()
+        for path in (ROOT / "docs").rglob("*.md")
+    }
+    assert pages - {"index"} == {name for name in listed if not name.startswith("../")}
+    assert {"../notebooks/*", "../CONTRIBUTING", "../CHANGELOG"} <= listed
+
+
+@pytest.mark.slow
+def test_the_site_builds(tmp_path: Path) -> None:
+    pytest.importorskip("furo", reason="pip install fddp[docs]")
+    strict = ["--fail-on-warning", "--keep-going", "--quiet", "--jobs", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *strict, "-c", "docs", ".", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    gradients = (tmp_path / "docs/reference/gradients.html").read_text("utf-8")
+    assert 'id="fddp.GradSync.value_and_grad"' in gradients
+    found = (tmp_path / "searchindex.js").read_text("utf-8")
+    index = json.loads(found.removeprefix("Search.setIndex(").removesuffix(")"))
+    assert {"docs/guide/recipes", "docs/glossary", "notebooks/02_schedules"} <= set(
+        index["docnames"]
+    )
+    assert "straggler" in index["terms"]
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_readme_is_recorded(tmp_path: Path) -> None:
+    """The script runs, and its picture has the parts of the one that is kept."""
+    out = tmp_path / "timelines.svg"
+    script = ["docs/images/timelines.py", str(out), "--steps", "2", "--width", "256"]
+    done = subprocess.run(
+        [sys.executable, *script],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    recorded, kept = out.read_text("utf-8"), read("docs/images/timelines.svg")
+    for svg in (recorded, kept):
+        assert ElementTree.fromstring(svg).tag.endswith("svg")
+        shown = re.findall(r">([^<>]+)</text>", svg)
+        titles = [text for text in shown if text.endswith("after backward")]
+        assert [title.partition(":")[0] for title in titles] == [
+            "torch DDP over gloo",
+            "fddp over shared memory",
+        ]
+        assert {"backward", "all-reduces", "launch", "exposed", "0"} <= set(shown)
