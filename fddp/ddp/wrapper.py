@@ -107,6 +107,8 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         [[[1.5, 1.5]], [[1.5, 1.5]]]
     """
 
+    _forward_is_synced: bool  # of the running forward pass; set by `_pre_forward`
+
     def __init__(
         self,
         module: Module,
