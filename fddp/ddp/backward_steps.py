@@ -49,6 +49,11 @@ _CAPTURED = (
     "mean, or call it within `with ddp.no_sync():` for the gradients of this rank alone"
 )
 
+_ABORTED = (
+    "backward was aborted on this rank, where its error was raised; use `with ddp.in_step():` to "
+    "report that error to all ranks"
+)
+
 
 @dataclass
 class Switch:
@@ -71,6 +76,7 @@ class BackwardDriver:
         self._switch = switch
         self._lock = threading.RLock()
         self._end: weakref.ref[_End] | None = None  # a dead reference after the pass was aborted
+        self._is_required = False  # the pass of `_end` takes a step even without a gradient
         self._reached_s = math.inf  # time at which the running backward pass reached an output
         self._is_reached = False  # the running backward pass has reached an output
         self._context: int | None = None  # of distributed autograd
@@ -150,6 +156,7 @@ class BackwardDriver:
             self.abort_stale_step()
         if self._end is None:
             end = _End(self, required)
+            self._is_required = required
             self._end = weakref.ref(end, weak_callback(self._restore_aborted))
             Variable._execution_engine.queue_callback(end)
 
@@ -160,7 +167,7 @@ class BackwardDriver:
         """
         with self._lock:
             if not self._runs_backward:
-                self._context = None
+                self._forget_pass()
                 self.runner.restore_grads()
 
     def finish(self, *, required: bool) -> None:
@@ -197,6 +204,9 @@ class BackwardDriver:
 
     def _reset(self) -> None:
         self.runner.reset()
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
         self._context, self._is_reached, self._reached_s = None, False, math.inf
 
     @property
@@ -236,25 +246,23 @@ class BackwardDriver:
 
     @property
     def is_broken_off(self) -> bool:
-        """True if a backward pass was aborted before the end of its step."""
+        """True if a backward pass was aborted before the end of its step, which the other ranks
+        take even if no gradient had come."""
         with self._lock:
-            return self.runner.step is not None and not self._runs_backward
+            is_owed = self._end is not None and self._is_required
+            return (is_owed or self.runner.step is not None) and not self._runs_backward
 
     def abort_stale_step(self) -> None:
         """Complete the step of a backward pass that was aborted, so that no rank waits for it."""
         with self._lock:
             if self._runs_backward:
                 return
+            is_broken_off = self.is_broken_off
             self._end = None
-            if self.runner.step is None:
+            if not is_broken_off:
                 return
-            self.runner.fail(
-                RuntimeError(
-                    "backward was aborted on this rank, where its error was raised; use "
-                    "`with ddp.in_step():` to report that error to all ranks"
-                )
-            )
             try:
+                self.runner.fail(RuntimeError(_ABORTED))
                 self.runner.close_step()
             except Exception as error:
                 warnings.warn(

@@ -121,6 +121,7 @@ class ModuleJoin(Join):
         self._rank = self._ddp.steps.engine.transport.rank
 
     def _get_num_nonjoined_procs(self) -> int:
+        self._ddp.steps.abort_stale_step()  # others wait for its end before their next count
         return _number_with_input(self._ddp, mine=False)
 
     def _notify_procs_to_terminate(self) -> None:

@@ -35,17 +35,20 @@ class ParameterWatch:
 
     def find_replaced(self) -> Mapping[str, Parameter]:
         """Record the current parameters, and return the trainable ones."""
+        every = managed(self._module, self._ignored)
+        self.params = {name: param for name, param in every.items() if param.requires_grad}
+        self.latest.clear()
+        self.latest.update(self.params)
+        self._observe(every)
+        return self.params
+
+    def _observe(self, every: Mapping[str, Parameter]) -> None:
         modules = list(self._module.modules())
         self._tables = [m._parameters for m in modules]
         self._buffers = [m._buffers for m in modules]
         children = [m._modules for m in modules]
         self._seen: Any = extension.load().CachedStructure([*self._tables, *children])
-        every = managed(self._module, self._ignored)
-        self._frozen = [param for param in every.values() if not param.requires_grad]
-        self.params = {name: param for name, param in every.items() if param.requires_grad}
-        self.latest.clear()
-        self.latest.update(self.params)
-        return self.params
+        self._frozen = [param for name, param in every.items() if name not in self.params]
 
     def change(self) -> Change:
         """Return the change since `find_replaced`.
@@ -58,14 +61,15 @@ class ParameterWatch:
             there = (entry for table in self._tables for entry in table.values())
             if any(not isinstance(e, Parameter) for e in there if isinstance(e, Tensor)):
                 return "swapped"
-            if not self._has_same_params():
+            every = managed(self._module, self._ignored)
+            if not self._has_same_params(every):
                 return "changed"
-            self.find_replaced()
+            self._observe(every)
         return "changed" if any(param.requires_grad for param in self._frozen) else "none"
 
-    def _has_same_params(self) -> bool:
-        every = managed(self._module, self._ignored)
-        now = [(name, id(param)) for name, param in every.items() if param.requires_grad]
+    def _has_same_params(self, every: Mapping[str, Parameter]) -> bool:
+        # Parameters that were frozen since are still in the plan.
+        now = [(name, id(p)) for name, p in every.items() if p.requires_grad or name in self.params]
         return now == [(name, id(param)) for name, param in self.params.items()]
 
     @property

@@ -107,6 +107,8 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         [[[1.5, 1.5]], [[1.5, 1.5]]]
     """
 
+    _forward_is_synced: bool  # of the running forward pass; set by `_pre_forward`
+
     def __init__(
         self,
         module: Module,
@@ -175,7 +177,10 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         """
         with torch.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+            is_synced = self._forward_is_synced
+            output = self._run_ddp_forward(*inputs, **kwargs)
+            self._forward_is_synced = is_synced  # the module may have called this wrapper itself
+            return self._post_forward(output)
 
     # torch's `replicate` calls this and `_post_forward` around the forward of a module of its own.
     @torch._disable_dynamo  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -119,6 +119,83 @@ def test_interrupted_backward_fails_on_all_ranks_and_all_continue(launch: Launch
     assert first[0].startswith("PeerError: rank 1 failed at step 1: RuntimeError: backward was")
     assert second[0] == "ValueError: no backward here"
     assert first[1] == second[1]
+
+
+class FailsFirst(nn.Module):
+    """A net whose last operation raises in backward if `fails`, before any gradient has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        class Last(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, y: Tensor) -> Tensor:
+                return y.clone()
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                if self.fails:
+                    raise ValueError("no backward here")
+                return grad
+
+        out: Tensor = Last.apply(self.net(x))
+        return out
+
+
+@contextlib.contextmanager
+def failing(model: FailsFirst, fails: bool) -> Iterator[None]:
+    model.fails = fails
+    with contextlib.suppress(ValueError, fddp.PeerError):
+        yield
+    model.fails = False
+
+
+def broken_off_at_the_output(group: Any) -> dict[str, Any]:
+    model = FailsFirst()
+    ddp = DDP(model, process_group=group)
+    run_backward(ddp, group)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the step of the aborted pass is given up
+        for seed in (1, 2):
+            ddp.zero_grad()
+            with failing(model, seed == 1 and rank_of(group) == 1):
+                run_backward(ddp, group, seed)
+    return grads(model.net)
+
+
+def test_ranks_stay_together_after_a_backward_that_fails_before_any_gradient(
+    launch: Launch,
+) -> None:
+    wanted = mean_of(2, lambda model, rank: model(batch(rank, 2)).square().mean())
+    for found in launch(2, broken_off_at_the_output):
+        assert_close(found, wanted)
+
+
+def last_input_broken_off(group: Any, at_output: bool) -> list[str]:
+    model = FailsFirst()
+    ddp = DDP(model, process_group=group, bucket_cap_mb=TINY_CAP_MB)
+    said = []
+    with warnings.catch_warnings(), ddp.join():
+        warnings.simplefilter("ignore")
+        for seed in range(2 + rank_of(group)):
+            ddp.zero_grad()
+            with failing(model, at_output and seed == 1):
+                model.net.fails_in_backward = not at_output and seed == 1
+                run_backward(ddp, group, seed)
+                said.append(f"step {seed}")
+            model.net.fails_in_backward = False
+    return said
+
+
+@pytest.mark.parametrize("at_output", [False, True])
+def test_join_after_a_backward_that_fails_on_the_last_input(
+    launch: Launch, at_output: bool
+) -> None:
+    first, second = launch(2, last_input_broken_off, at_output)
+    assert (first, second) == (["step 0"], ["step 0", "step 2"])
 
 
 def cleared_after_an_abort(group: Any) -> list[dict[str, Any]]:

@@ -217,6 +217,32 @@ def layer_replaced(rank: int, world_size: int) -> list[Any]:
     return [*found, model.steps.engine is engine]
 
 
+def frozen_and_replaced(group: Any) -> list[Any]:
+    """Gradients after rank 1 froze a parameter and all ranks replaced its layer, and the engine."""
+    factors = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    model = DDP(
+        nn.Sequential(*map(FactorLayer, factors)),
+        process_group=group,
+        find_unused_parameters=True,
+    )
+    engine = model.steps.engine
+    seen = []
+    for step in range(3):
+        model.zero_grad()
+        factors[0].requires_grad_(step == 2 or rank_of(group) == 0)
+        model.module[1] = FactorLayer(factors[1])
+        model(torch.ones(2, 2)).sum().backward()
+        seen.append([factor.grad.tolist() for factor in factors if factor.grad is not None])
+    return [seen, model.steps.engine is engine]
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
+def test_a_frozen_parameter_stays_in_the_plan_if_modules_change(launch: Launch) -> None:
+    for seen, kept in launch(2, frozen_and_replaced):
+        assert seen == [[[1.0, 1.0], [2.0, 2.0]]] * 2 + [[[2.0, 2.0], [2.0, 2.0]]]
+        assert kept
+
+
 def test_other_modules_with_the_same_parameters_are_no_change(ranks: RankPool) -> None:
     for stock, ours, kept in ranks.run(2, layer_replaced):
         assert ours == stock == [[1.5, 1.5]] * 3

@@ -192,6 +192,37 @@ def test_functional_call(ranks: RankPool) -> None:
     assert_no_difference(ranks.run(2, called_functionally))
 
 
+class CallsItsWrapper(nn.Module):
+    """Calls its own wrapper with other parameters before it uses its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.wrapper: list[nn.Module] = []
+
+    def forward(self, x: Tensor, *, again: bool = True) -> Tensor:
+        if again:
+            other = {"module.weight": torch.zeros(2)}
+            torch.func.functional_call(self.wrapper[0], other, (x,), {"again": False})
+        return self.weight * x
+
+
+def called_within_itself(rank: int, world_size: int) -> list[list[float]]:
+    found = []
+    for wrapped in (StockDDP, fddp.DistributedDataParallel):
+        module = CallsItsWrapper()
+        module.wrapper.append(ddp := wrapped(module))
+        ddp(torch.full((2,), 1.0 + rank)).sum().backward()
+        assert module.weight.grad is not None
+        found.append(module.weight.grad.tolist())
+    return found
+
+
+def test_functional_call_within_a_forward_of_the_same_wrapper(ranks: RankPool) -> None:
+    for stock, ours in ranks.run(2, called_within_itself):
+        assert ours == stock == [1.5, 1.5]
+
+
 def inferred(rank: int, world_size: int) -> tuple[str, bool]:
     outputs = []
 
