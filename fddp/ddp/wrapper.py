@@ -270,7 +270,8 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         self.require_forward_param_sync = self._syncs
         if self._syncs and not self._watch.all_frozen:
             tensors = find_tensors(output)
-            hides = not tensors and (callable(output) or isinstance(output, Iterator))
+            is_function = callable(output) and not isinstance(output, (type, Module))
+            hides = not tensors and (is_function or isinstance(output, Iterator))
             if hides and torch.is_grad_enabled():
                 warnings.warn(_HIDDEN.format(type(output).__name__), stacklevel=4)
             self.steps.expect(tensors)

@@ -253,12 +253,15 @@ def _mismatch(paths: tuple[str, ...], expected: tuple[str, ...], what: str) -> T
             f"another order: {path!r} comes where {other!r} is expected; nest it like the tree "
             "that the plan was made for"
         )
+    advice = "Both trees must have the same paths, with None at a leaf that has no value"
+    if paths == ("",):
+        advice = "For a module, pass the tensors by name: dict(module.named_parameters())"
     missing = [path for path in expected if path not in known]
     unexpected = [path for path in paths if path not in wanted]
     return TreeMismatchError(
         f"{what} does not have the expected leaves: it has {len(paths)}, expected "
         f"{len(expected)}; missing: {_some(missing)}; unexpected: {_some(unexpected)}. "
-        "Both trees must have the same paths, with None at a leaf that has no value"
+        f"{advice}"
     )
 
 

@@ -47,6 +47,22 @@ def test_grad_sync_of_a_module() -> None:
         assert all((grad == 1.5).all() for grad in grads.values())
 
 
+def test_a_frozen_module_has_nothing_to_plan() -> None:
+    text = "the Linear has 2 parameters, and none with requires_grad; set it"
+    with pytest.raises(fddp.NoGradientError, match=text):
+        fddp.plan_buckets(nn.Linear(2, 2).requires_grad_(False))
+
+
+def test_a_step_with_a_module_says_what_to_pass() -> None:
+    def step(group: Any) -> str:
+        module = network()
+        with fddp.GradSync(module, group=group) as sync:
+            return str(ending(lambda: sync(module)).text)
+
+    (text,) = fddp.loopback(1, step)
+    assert "For a module, pass the tensors by name: dict(module.named_parameters())" in text
+
+
 def test_broadcast_of_a_module_has_frozen_parameters_too() -> None:
     def send(group: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         module = nn.Linear(2, 2).requires_grad_(False)
