@@ -197,11 +197,6 @@ class BackwardDriver:
                 runner.parameters.hooks.watch(self._expects_grads)
                 self._reset()
 
-    def take_part(self, weight: float) -> None:
-        """Run a step without a backward pass on this rank, whose gradients stay unchanged."""
-        self.abort_stale_step()
-        self.runner.take_part(weight)
-
     def _reset(self) -> None:
         self.runner.reset()
         self._forget_pass()

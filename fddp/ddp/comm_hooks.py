@@ -9,12 +9,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fddp.ddp.broadcast import buffers_of
 from fddp.ddp.state import WrapperState
 from fddp.hooks import Hook, TorchHook, builtin
 
 
 class CommHooks(WrapperState):
-    """A wrapped module that accepts communication hooks."""
+    """A wrapped module that accepts communication hooks, for gradients and for buffers."""
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """Synchronised buffers, by name."""
+        return buffers_of(self.module, self._options.ignored)
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """Synchronised buffers."""
+        return list(self.named_module_buffers.values())
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Reduce buckets by a hook. Call it once, before the first backward.

@@ -66,7 +66,8 @@ class ModuleJoinHook(JoinHook):
         if not syncs:
             return
         try:
-            self._steps.take_part(self._weight)
+            self._steps.abort_stale_step()
+            self._steps.runner.take_part(self._weight)
         except (PeerError, NonFiniteError) as error:
             if not isinstance(ddp._join_config, _CountedHere):
                 raise
@@ -183,7 +184,8 @@ class UnevenInputs(WrapperState):
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """Take part in the others' step without gradients. A collective call."""
-        self.steps.take_part(1.0)
+        self.steps.abort_stale_step()
+        self.steps.runner.take_part(1.0)
 
     def _match_unused_params_allreduce(self) -> None:
         """No-op. Every step exchanges the use of parameters."""

@@ -7,6 +7,7 @@ set on the tensors themselves. Callers get the object that their module returned
 from __future__ import annotations
 
 import types
+import warnings
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -26,6 +27,13 @@ _NOT_ENTERED = (
     # Their frames, which lead to globals, are plain attributes on Python 3.10.
     *(types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType),
 )
+
+_HIDDEN = (
+    "this module returns a {}, which hides its tensors from DistributedDataParallel; backward() "
+    "averages gradients as usual, but torch.autograd.grad for parameters returns this rank's own "
+    "without an error; return the tensors themselves, or use fddp.GradSync"
+)
+_TO_CALLER = 6  # frames from the warning to the call of the module
 
 
 def find_tensors(output: Any) -> list[Tensor]:
@@ -60,6 +68,13 @@ def find_tensors(output: Any) -> list[Tensor]:
             else:
                 open_parts.append(_parts(value))
     return found
+
+
+def warn_if_hidden(output: Any) -> None:
+    """Warn of an output without visible tensors that may compute some: a function or iterator."""
+    is_function = callable(output) and not isinstance(output, (type, nn.Module))
+    if is_function or isinstance(output, Iterator):
+        warnings.warn(_HIDDEN.format(type(output).__name__), stacklevel=_TO_CALLER)
 
 
 def _parts(value: Any) -> Iterator[Any]:

@@ -35,6 +35,7 @@ from fddp.runtime.step_info import make_info
 from fddp.sync.engine import Engine
 from fddp.tree.pytree import flatten
 
+_CHANGE = "freeze, unfreeze and replace parameters on all ranks between the same two steps"
 _SKIP_IN_CONTEXT = (
     "nonfinite='skip' can't skip a step whose gradients are in a context of distributed autograd: "
     "gradients can't be removed from there, and the optimizer would use each rank's own; build the "
@@ -198,7 +199,7 @@ class StepRunner:
                 # Hooks may call operators, and also run on ranks that have failed.
                 self.engine.transport.leave_step()
             if self._changed and not again:
-                step.fail(ParametersChangedError("the parameters are not those of the plan"))
+                step.fail(ParametersChangedError(f"this rank's parameters have changed; {_CHANGE}"))
                 return
             contributions = BackwardContributions(
                 self.engine.program,
@@ -350,8 +351,7 @@ class StepRunner:
             if not text:
                 raise PlanMismatchError(
                     f"the parameters of the wrapped module have changed on rank {rank}, but not on "
-                    f"rank {other}; freeze, unfreeze and replace parameters on all ranks between "
-                    f"the same two steps"
+                    f"rank {other}; {_CHANGE}"
                 )
 
     def take_part(self, weight: float) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -22,12 +21,12 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 
 from fddp.ddp.arguments import STATIC_FINDS_UNUSED, Arguments, check_policy, checked, group_of
-from fddp.ddp.broadcast import broadcast_buffers, broadcast_module, buffers_of
+from fddp.ddp.broadcast import broadcast_buffers, broadcast_module
 from fddp.ddp.comm_hooks import CommHooks
 from fddp.ddp.failure_scope import FailurePropagation
 from fddp.ddp.join import UnevenInputs, last_rank, notify, some_sync
 from fddp.ddp.mixed_precision import MixedPrecision
-from fddp.ddp.outputs import find_tensors
+from fddp.ddp.outputs import find_tensors, warn_if_hidden
 from fddp.ddp.reducer_facade import Reducer
 from fddp.ddp.tensor_parallel import make_local_
 from fddp.runtime.nonfinite import Policy
@@ -38,12 +37,6 @@ _LOCAL_GRADIENTS = (
     "gradients of tensors that torch.func.functional_call puts in place of a "
     "DistributedDataParallel's parameters stay local to this rank; use fddp.GradSync for their "
     "mean, or call it within `with ddp.no_sync():` if local gradients are wanted"
-)
-
-_HIDDEN = (
-    "this module returns a {}, which hides its tensors from DistributedDataParallel; backward() "
-    "averages gradients as usual, but torch.autograd.grad for parameters returns this rank's own "
-    "without an error; return the tensors themselves, or use fddp.GradSync"
 )
 
 
@@ -270,10 +263,8 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         self.require_forward_param_sync = self._syncs
         if self._syncs and not self._watch.all_frozen:
             tensors = find_tensors(output)
-            is_function = callable(output) and not isinstance(output, (type, Module))
-            hides = not tensors and (is_function or isinstance(output, Iterator))
-            if hides and torch.is_grad_enabled():
-                warnings.warn(_HIDDEN.format(type(output).__name__), stacklevel=4)
+            if not tensors and torch.is_grad_enabled():
+                warn_if_hidden(output)
             self.steps.expect(tensors)
         return output
 
@@ -285,16 +276,6 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         self._forward_collectives.is_open = False
 
     # Buffers
-
-    @property
-    def named_module_buffers(self) -> dict[str, Tensor]:
-        """Synchronised buffers, by name."""
-        return buffers_of(self.module, self._options.ignored)
-
-    @property
-    def modules_buffers(self) -> list[Tensor]:
-        """Synchronised buffers."""
-        return list(self.named_module_buffers.values())
 
     def will_sync_module_buffers(self) -> bool:
         """Return True if the next forward synchronises at least one buffer."""
