@@ -57,6 +57,7 @@ class ForwardCollectives:
         some_sync: True if, within `join`, the backward pass of some rank with input will
             synchronise gradients.
         in_step: True within `in_step`.
+        is_synced: True if the running forward pass takes part in synchronisation.
         failure: error of the last step that this rank shadowed within `join`, if it failed.
     """
 
@@ -64,6 +65,7 @@ class ForwardCollectives:
     is_open: bool = False
     some_sync: bool = False
     in_step: bool = False
+    is_synced: bool = False
     failure: FddpError | None = None
 
 

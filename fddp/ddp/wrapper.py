@@ -100,8 +100,6 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         [[[1.5, 1.5]], [[1.5, 1.5]]]
     """
 
-    _forward_is_synced: bool  # of the running forward pass; set by `_pre_forward`
-
     def __init__(
         self,
         module: Module,
@@ -170,16 +168,17 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         """
         with torch.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            is_synced = self._forward_is_synced
+            is_synced = self._forward_collectives.is_synced
             output = self._run_ddp_forward(*inputs, **kwargs)
-            self._forward_is_synced = is_synced  # the module may have called this wrapper itself
+            # Again, because the module may have called this wrapper itself.
+            self._forward_collectives.is_synced = is_synced
             return self._post_forward(output)
 
     # torch's `replicate` calls this and `_post_forward` around the forward of a module of its own.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Prepare for the module's forward. Return its inputs, on the module's device."""
-        self._forward_is_synced = self._begin_forward()
+        self._forward_collectives.is_synced = self._begin_forward()
         if not self.device_ids:
             return inputs, kwargs
         device = torch.device(self.device_type, self.device_ids[0])
@@ -257,7 +256,7 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _post_forward(self, output: Any) -> Any:
-        if not self._forward_is_synced:
+        if not self._forward_collectives.is_synced:
             return output
         self._sync_after_forward()
         self.require_forward_param_sync = self._syncs
