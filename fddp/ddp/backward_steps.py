@@ -82,7 +82,10 @@ class BackwardDriver:
         self._context: int | None = None  # of distributed autograd
         self._expects_grads = False  # also from backward passes that reach no output
         self._handles: list[RemovableHandle] = []
-        runner.set_parameters(weak_callback(self._on_first_grad))
+        self._first_grad_callback = weak_callback(self._on_first_grad)
+        self._output_grad_callback = weak_callback(self._on_output_grad)
+        self._abort_callback = weak_callback(self._restore_aborted)
+        runner.set_parameters(self._first_grad_callback)
 
     @property
     def engine(self) -> Engine:
@@ -108,7 +111,7 @@ class BackwardDriver:
         for output in outputs:
             if output.requires_grad:
                 handle: RemovableHandle = output.register_hook(  # type: ignore[no-untyped-call]
-                    weak_callback(self._on_output_grad)
+                    self._output_grad_callback
                 )
                 if output.is_leaf:  # may be an output of the next forward pass, too
                     self._handles.append(handle)
@@ -120,7 +123,7 @@ class BackwardDriver:
 
     def change(self, request: ModuleRequest) -> None:
         """Replace the parameters; see [Note: changed parameters]."""
-        self.runner.change_parameters(request, weak_callback(self._on_first_grad))
+        self.runner.change_parameters(request, self._first_grad_callback)
 
     # Backward
 
@@ -157,7 +160,7 @@ class BackwardDriver:
         if self._end is None:
             end = _End(self, required)
             self._is_required = required
-            self._end = weakref.ref(end, weak_callback(self._restore_aborted))
+            self._end = weakref.ref(end, self._abort_callback)
             Variable._execution_engine.queue_callback(end)
 
     def _restore_aborted(self) -> None:
