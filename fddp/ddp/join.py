@@ -27,6 +27,7 @@ from typing import Any
 
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
+from fddp.ddp.backward_steps import BackwardDriver
 from fddp.ddp.broadcast import broadcast_module
 from fddp.ddp.state import WrapperState
 from fddp.errors import FddpError, InternalError, NonFiniteError, PeerError, RankLostError
@@ -66,8 +67,7 @@ class ModuleJoinHook(JoinHook):
         if not syncs:
             return
         try:
-            self._steps.abort_stale_step()
-            self._steps.runner.take_part(self._weight)
+            _take_part(self._steps, self._weight)
         except (PeerError, NonFiniteError) as error:
             if not isinstance(ddp._join_config, _CountedHere):
                 raise
@@ -184,11 +184,16 @@ class UnevenInputs(WrapperState):
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """Take part in the others' step without gradients. A collective call."""
-        self.steps.abort_stale_step()
-        self.steps.runner.take_part(1.0)
+        _take_part(self.steps, 1.0)
 
     def _match_unused_params_allreduce(self) -> None:
         """No-op. Every step exchanges the use of parameters."""
+
+
+def _take_part(steps: BackwardDriver, weight: float) -> None:
+    """Run a step without a backward pass on this rank, whose gradients stay unchanged."""
+    steps.abort_stale_step()
+    steps.runner.take_part(weight)
 
 
 def notify(ddp: WrapperState) -> None:
