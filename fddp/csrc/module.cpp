@@ -13,7 +13,9 @@ void bind_params(py::module_&);
 void bind_shm(py::module_&);
 void bind_completion_timestamp(py::module_&);
 void bind_storage(py::module_&);
+void bind_collectives(py::module_&);
 void bind_trees(py::module_&);
+void bind_usual_step(py::module_&);
 void bind_xla_ffi(py::module_&);
 
 PYBIND11_MODULE(_C, m) {
@@ -24,8 +26,10 @@ PYBIND11_MODULE(_C, m) {
   bind_pack(m);
   bind_storage(m);
   bind_gradient_counter(m);
+  bind_collectives(m);
   bind_leaves(m);
   bind_params(m);
+  bind_usual_step(m);
   bind_digest(m);
   bind_backend_release(m);
   bind_shm(m);

@@ -3,6 +3,7 @@
 #include "shm/arena.h"
 #include "shm/available_memory.h"
 #include "shm/shm_group.h"
+#include "step/collectives.h"
 #include "tensor/layout.h"
 
 #include <ATen/core/Tensor.h>
@@ -216,14 +217,12 @@ class PendingOp {
   PendingOp(std::shared_ptr<ShmGroup> group, OperationPtr operation)
       : group_(std::move(group)), operation_(std::move(operation)) {}
 
-  int wait(double slice_s) const {
-    Status status = operation_->status();
-    if (status == Status::kPending) {
-      TORCH_CHECK_VALUE(!group_->is_forked(), kForkedError);
-      const py::gil_scoped_release released;
-      status = group_->wait(*operation_, nanoseconds(slice_s));
-    }
-    return static_cast<int>(status);
+  // Called without the GIL.
+  Status wait(Nanoseconds slice) const {
+    const Status status = operation_->status();
+    if (status != Status::kPending) return status;
+    TORCH_CHECK_VALUE(!group_->is_forked(), kForkedError);
+    return group_->wait(*operation_, slice);
   }
 
   bool done() const {
@@ -322,6 +321,41 @@ py::tuple failure_of(const ShmGroup& group) {
   return py::make_tuple(static_cast<int>(failure.status), py::tuple(blamed), failure.reporter);
 }
 
+// Longest wait before Python checks the other ranks, as _CHECK_INTERVAL_S in transport.py.
+constexpr auto kCheckInterval = std::chrono::milliseconds(250);
+
+class PendingInMemory : public PendingCollective {
+ public:
+  explicit PendingInMemory(PendingOp operation) : operation_(std::move(operation)) {}
+
+  bool done() override {
+    return operation_.done();
+  }
+  bool wait(const std::function<std::string()>&) override {
+    return operation_.wait(kCheckInterval) == Status::kOk;
+  }
+  py::object to_python() override {
+    return py::cast(operation_);
+  }
+
+ private:
+  PendingOp operation_;
+};
+
+class ShmCollectives : public Collectives {
+ public:
+  explicit ShmCollectives(std::shared_ptr<ShmGroup> group) : group_(std::move(group)) {}
+
+  std::shared_ptr<PendingCollective> all_reduce(
+      const at::Tensor& tensor, bool average, bool wait_soon) override {
+    return std::make_shared<PendingInMemory>(
+        start(group_, "all_reduce", tensor, 0, average, {}, wait_soon, false));
+  }
+
+ private:
+  std::shared_ptr<ShmGroup> group_;
+};
+
 std::vector<std::string> states_of(const ShmGroup& group) {
   std::vector<std::string> states;
   for (size_t m = 0; m < group.members(); ++m) {
@@ -389,7 +423,11 @@ void bind_arenas(py::module_& m) {
 
 void bind_groups(py::module_& m) {
   py::class_<PendingOp>(m, "ShmPendingOp")
-      .def("wait", torch::wrap_pybind_function(&PendingOp::wait), py::arg("slice_s"))
+      .def(
+          "wait", torch::wrap_pybind_function_no_gil([](const PendingOp& operation, double slice_s) {
+            return static_cast<int>(operation.wait(nanoseconds(slice_s)));
+          }),
+          py::arg("slice_s"))
       .def_property_readonly("done", &PendingOp::done)
       .def_property_readonly("done_s", &PendingOp::done_s)
       .def_property_readonly("number", &PendingOp::number)
@@ -412,6 +450,11 @@ void bind_groups(py::module_& m) {
       .def_property_readonly("index", &ShmGroup::index);
 }
 
+void bind_collectives(py::module_& m) {
+  py::class_<ShmCollectives, Collectives, std::shared_ptr<ShmCollectives>>(m, "ShmCollectives")
+      .def(py::init<std::shared_ptr<ShmGroup>>(), py::arg("group").none(false));
+}
+
 void bind_statuses(py::module_& m) {
   m.def("shm_available_bytes", &available_bytes, py::arg("root") = "");
   m.attr("SHM_PENDING") = static_cast<int>(Status::kPending);
@@ -431,4 +474,5 @@ void bind_shm(py::module_& m) {
   fddp::shm::bind_statuses(m);
   fddp::shm::bind_arenas(m);
   fddp::shm::bind_groups(m);
+  fddp::shm::bind_collectives(m);
 }

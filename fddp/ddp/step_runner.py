@@ -210,14 +210,8 @@ class StepRunner:
             )
             step.begin(contributions, self.parameters.leaves)
             self._write = partial(hooks.assign, replace=self._replace)
-            contributions.arm(
-                hooks,
-                _NoGraphInfo([True] * len(self.parameters.names)),
-                self.engine.arrivals,
-                step.buffer_of,
-                step.scale,
-                step.bucket_ready,
-            )
+            view = _NoGraphInfo([True] * len(self.parameters.names))
+            step.arm(hooks, view, self.engine.arrivals)
         except BaseException as error:
             if self.step is None:
                 self._open_error = error

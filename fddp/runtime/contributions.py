@@ -15,6 +15,7 @@ from fddp.native.autograd_leaves import GradientCounter, GraphInfo, eager_slot_t
 from fddp.native.buffer_pool import BufferPool
 from fddp.native.layout import Layout
 from fddp.native.pack import pack_, pack_add_, plus
+from fddp.native.usual_step import UsualStep
 from fddp.runtime.program import Program
 from fddp.runtime.shards import Chunk
 
@@ -46,6 +47,10 @@ class Contributions:
 
     weight: float = 0.0
     aliases_buffer: Callable[[Sequence[int], Tensor, Any], bool] | None = None
+
+    def give_to(self, usual: UsualStep) -> bool:
+        """Set these gradients as those of a usual step. Return False if they are unusual."""
+        return False
 
     def parts(self, bucket: int) -> list[WeightedGradients]:
         """Summands of a bucket."""
@@ -117,6 +122,9 @@ class TreeContributions(Contributions):
         self._program = program
         self._leaves = leaves
 
+    def give_to(self, usual: UsualStep) -> bool:
+        return usual.set_leaves(self._leaves)
+
     def parts(self, bucket: int) -> list[WeightedGradients]:
         members = self._program.plan.buckets[bucket].leaves
         return (
@@ -171,6 +179,7 @@ class BackwardContributions(Contributions):
 
     Attributes:
         in_place: buckets whose gradients are reduced in place.
+        leaf_set: leaves that collect the gradients; None before `arm`.
     """
 
     def __init__(
@@ -190,7 +199,7 @@ class BackwardContributions(Contributions):
         self._visible: Sequence[bool] = ()
         self._own_weight = weight
         self._program = program
-        self._leaf_set: GradientCounter | None = None  # from `arm` on
+        self.leaf_set: GradientCounter | None = None
         self._accumulated = accumulated
         self._idle = idle
         self.aliases_buffer = aliases_buffer
@@ -200,24 +209,22 @@ class BackwardContributions(Contributions):
 
     def arm(
         self,
-        leaf_set: GradientCounter,
         view: GraphInfo,
         previous: Arrivals | None,
         buffer_of: Callable[[int], Tensor],
         scale: WeightScale,
         on_bucket: Callable[[int], None],
     ) -> None:
-        """Prepare for backward.
+        """Prepare for backward; see `Step.arm`.
 
         Args:
-            leaf_set: leaves of the call, one for each of `program.differentiated`.
-            view: inspection of the graph.
-            previous: arrivals of the previous step.
+            view, previous: as there.
             buffer_of: returns the memory of a bucket whose leaves are packed as they arrive.
             scale: factor on all gradients.
             on_bucket: called for each bucket when its gradients are complete.
         """
-        self._leaf_set = leaf_set
+        leaf_set = self.leaf_set
+        assert leaf_set is not None
         self._visible = view.used
         self._opaque = view.opaque
         if (
@@ -246,22 +253,25 @@ class BackwardContributions(Contributions):
                 if not any(expected[k] for k in numbers):
                     on_bucket(bucket)
 
+    def give_to(self, usual: UsualStep) -> bool:
+        is_unusual = self._accumulated is not None or self._idle or self._program.control.with_order
+        if self.leaf_set is None or is_unusual:
+            return False
+        usual.set_counter(self.leaf_set)
+        return True
+
     def arrivals(self) -> Arrivals:
         """Return the arrivals of this backward pass, for the next step's expected counts."""
-        assert self._leaf_set is not None
-        counts = self._leaf_set.counts()
+        assert self.leaf_set is not None
+        counts = self.leaf_set.counts()
         expected = counts == self.expected
         return Arrivals(self._visible, counts, as_expected=expected, opaque=self._opaque)
 
-    def arrival_log(self) -> list[int]:
-        """Differentiated leaves in the order of their gradients, repeats included."""
-        return self._leaf_set.arrivals() if self._leaf_set else []
-
     def ready_times_s(self) -> list[float]:
         ready_s = [math.nan] * len(self._program.differentiated)
-        if self._leaf_set:
+        if self.leaf_set:
             for leaf, time_s in zip(
-                self._leaf_set.arrivals(), self._leaf_set.arrival_times(), strict=True
+                self.leaf_set.arrivals(), self.leaf_set.arrival_times(), strict=True
             ):
                 ready_s[leaf] = time_s
         return ready_s
@@ -270,14 +280,14 @@ class BackwardContributions(Contributions):
         return [*self.late_parts(bucket), *self._earlier(bucket)]
 
     def late_parts(self, bucket: int) -> list[WeightedGradients]:
-        if self._leaf_set is None:
+        if self.leaf_set is None:
             return []
         keep = bucket in self._program.schedule.retained
-        return [WeightedGradients(self._leaf_set.take(bucket, keep), self._own_weight)]
+        return [WeightedGradients(self.leaf_set.take(bucket, keep), self._own_weight)]
 
     def pack_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
         if (
-            self._leaf_set is None
+            self.leaf_set is None
             or not buffer.is_cpu
             or (self._retains and self._may_overflow(bucket, scale))
         ):
@@ -285,7 +295,7 @@ class BackwardContributions(Contributions):
         keep = bucket in self._program.schedule.retained
         factor = self._factor if scale is self._scale else scale.before(self._own_weight)
         packing = self._program.packing.native[bucket]
-        peak = self._leaf_set.pack(bucket, buffer, packing, keep, factor)
+        peak = self.leaf_set.pack(bucket, buffer, packing, keep, factor)
         if self._accumulated is not None:
             for sums, weight in self._earlier(bucket):
                 peak = plus(peak, pack_add_(buffer, layout, sums, scale.before(weight)))
@@ -331,38 +341,39 @@ class BackwardContributions(Contributions):
 
     def used(self, program: Program) -> list[bool]:
         if (
-            self._leaf_set
+            self.leaf_set
             and not self._accumulated
             and program.plan.reduced == program.differentiated
         ):
-            return self._leaf_set.used()
+            return self.leaf_set.used()
         used = [False] * len(program.plan.leaves)
-        if self._leaf_set:
-            for leaf, flag in zip(program.differentiated, self._leaf_set.used(), strict=True):
+        if self.leaf_set:
+            for leaf, flag in zip(program.differentiated, self.leaf_set.used(), strict=True):
                 used[leaf] = flag
         sums = self._accumulated.sums if self._accumulated else [None] * len(used)
         return [used[i] or sums[i] is not None for i in program.plan.reduced]
 
     def late(self, program: Program) -> list[bool]:
-        if self._leaf_set is None:
+        if self.leaf_set is None:
             return super().late(program)
-        late = self._leaf_set.late()
+        late = self.leaf_set.late()
         if self._idle:
-            used = self._leaf_set.used()
+            used = self.leaf_set.used()
             for bucket in self._idle:
                 late[bucket] = any(used[k] for k in program.member_numbers[bucket])
         return late
 
     def order(self, program: Program) -> Sequence[int]:
-        arrived = dict.fromkeys(program.differentiated[k] for k in self.arrival_log())
+        arrivals = self.leaf_set.arrivals() if self.leaf_set else ()
+        arrived = dict.fromkeys(program.differentiated[k] for k in arrivals)
         slots = {leaf: slot for slot, leaf in enumerate(program.plan.reduced)}
         return [slots[leaf] for leaf in arrived if leaf in slots]
 
     def arrived(self) -> int:
-        return self._leaf_set.arrival_count() if self._leaf_set else 0
+        return self.leaf_set.arrival_count() if self.leaf_set else 0
 
     def local(self, leaf: int) -> Tensor | None:
-        own = self._leaf_set.take_one(self._program.number[leaf]) if self._leaf_set else None
+        own = self.leaf_set.take_one(self._program.number[leaf]) if self.leaf_set else None
         earlier = self._accumulated.sums[leaf] if self._accumulated else None
         if earlier is None:
             return own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
@@ -183,6 +183,8 @@ def checked_weight(weight: object) -> float:
     Raises:
         WeightError: it is no number, negative, not finite, or so large that sums are not.
     """
+    if type(weight) is float and 0.0 <= weight <= _LARGEST_WEIGHT:
+        return weight
     if not isinstance(weight, (SupportsFloat, SupportsIndex)):
         raise WeightError(f"a weight must be a number, got {weight!r}")
     try:
@@ -222,6 +224,9 @@ def check_no_transform(what: str, instead: str = _INSTEAD) -> None:
             f"{what} was called while a tracer records it (make_fx, torch.func.linearize, "
             f"torch.export), which would treat its results as constants; {instead}"
         )
+
+
+_NOTHING_TO_SUSPEND = nullcontext()
 
 
 class _Differentiated(threading.local):
@@ -280,8 +285,16 @@ def check_no_derivatives(
 
 
 def outside_transforms() -> AbstractContextManager[object]:
-    """Suspend transforms and tracers, so that collectives can report them as errors."""
+    """Suspend transforms and tracers, so that collectives can report them as errors, and inference
+    mode, which results outlive."""
+    if not (
+        torch.is_inference_mode_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack()
+    ):
+        return _NOTHING_TO_SUSPEND
     stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
     if torch._C._functorch.peek_interpreter_stack() is not None:
         from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 

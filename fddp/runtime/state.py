@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -35,7 +34,8 @@ from fddp.runtime.nonfinite import Policy
 from fddp.runtime.program import BucketProgram, Program
 from fddp.runtime.results import Devices, Results
 from fddp.runtime.sparse import gather_sparse
-from fddp.telemetry.flight.recorder import Entry, Recorder
+from fddp.runtime.usual_program import UsualProgram
+from fddp.telemetry.flight.recorder import Recorder, Times
 from fddp.transport.base import Transport, Work
 
 
@@ -56,8 +56,7 @@ class Outcome(NamedTuple):
     skipped: bool = False
 
 
-@dataclass(frozen=True)
-class StepContext:
+class StepContext(NamedTuple):
     """Constants of one step.
 
     Attributes:
@@ -74,6 +73,7 @@ class StepContext:
             for one makes it late. The same on all ranks.
         nonfinite: policy for non-finite numbers.
         when: suffix of `moment` that callers may set; the same on all ranks.
+        usual: program for the compiled interpreter; None if the step is not usual.
     """
 
     program: Program
@@ -88,6 +88,7 @@ class StepContext:
     idle: frozenset[int] = frozenset()
     nonfinite: Policy = "propagate"
     when: str = ""
+    usual: UsualProgram | None = None
 
     @property
     def moment(self) -> str:
@@ -114,8 +115,14 @@ class StepState:
         failures: error text of each rank, once they were exchanged; "" for ranks without one.
         buckets: state of each bucket.
         leaves: results by leaf.
+        cursor: number of the next operation to run, among those of the interpreter.
+        current: the operation under way.
+        word: this rank's control word, or the sum.
+        word_work: collective of a control word that is sent by itself.
+        is_finite, may_overflow: see `ControlWord`.
         measures: True to check results as they are unpacked.
         record_time: True to record times, norm and finiteness.
+        fingerprint: number that is equal on ranks in the same step of the same plan.
         opened_s: time at which the step was opened, on the clock of `time.perf_counter`.
         hook_spans: times at which the hook ran or waited, with `record_time` only.
         log: actions, each with the number of gradients that had arrived; with `record_time` only.
@@ -145,10 +152,13 @@ class StepState:
         self.opened_s = self._begun_s = perf_counter()
         self.hook_spans: Sequence[Interval] = ()
         self.log: list[tuple[int, Action]] = []
-        self._is_finite, self._may_overflow = True, False
+        self.is_finite, self.may_overflow = True, False
+        self.cursor = 0
+        self.current: Op | None = None
+        self.word_work: tuple[Work, Times] | None = None
         self._failure_text = ""
         moment = f"{program.schedule.shared_digest}:{context.moment}"
-        self._fingerprint = zlib.crc32(moment.encode())  # equal on ranks in the same step
+        self.fingerprint = zlib.crc32(moment.encode())  # equal on ranks in the same step
         self._check: FiniteCheck | None = None  # None if non-finite numbers are propagated
         if context.nonfinite != "propagate":
             hook = None if context.bound_hook is None else context.bound_hook.hook
@@ -220,8 +230,8 @@ class StepState:
         again = op.when == "again"
         if again and (self.report is None or bucket.index not in self.report.late):
             return  # noted when it was packed first
-        self._is_finite = self._is_finite and not math.isinf(peak)
-        self._may_overflow = True
+        self.is_finite = self.is_finite and not math.isinf(peak)
+        self.may_overflow = True
         if self._check is not None:
             finite = not math.isinf(peak)
             self._check.packed(bucket, buffer, self.source, finite=finite, again=again)
@@ -279,7 +289,7 @@ class BucketState:
         self.ready_s = math.inf
         self.launch_s = math.nan
         self.work: Work | None = None
-        self.works: dict[int, tuple[Any, Entry]] = {}
+        self.works: dict[int, tuple[Any, Times]] = {}
 
     # Memory
 
@@ -328,10 +338,15 @@ class BucketState:
         except Exception as error:
             if step.report is not None:
                 raise  # too late to report it in the control word
-            step.fail(pack_error(step.program, bucket.index, buffer, step.source, error))
-            self._write(step, NOTHING, buffer, position, op)
+            self.fail_pack(step, position, op, error)
         if step.record_time:
             step.log_packed(op)
+
+    def fail_pack(self, step: StepState, position: int, op: Op, error: Exception) -> None:
+        """Fail the step because of an error while its gradients were packed, and pack zeros."""
+        bucket, buffer = self.program, self.memory(step)
+        step.fail(pack_error(step.program, bucket.index, buffer, step.source, error))
+        self._write(step, NOTHING, buffer, position, op)
 
     def _write(
         self, step: StepState, source: Contributions, buffer: Tensor, position: int, op: Op

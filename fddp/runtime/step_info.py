@@ -63,7 +63,8 @@ def _trace(step: Step) -> Trace:
     if not isinstance(contributions, BackwardContributions) or not contributions.expected:
         return Trace((), (), (), ())
     events: list[int | Action] = []
-    arrivals, logged = contributions.arrival_log(), 0
+    arrivals = contributions.leaf_set.arrivals() if contributions.leaf_set else []
+    logged = 0
     for count, action in step.log:
         events += [*arrivals[logged:count], action]
         logged = count

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport
@@ -178,6 +176,7 @@ class Engine(EngineConfiguration):
             # Parameters may be infinite, masks for instance.
             self.terms.nonfinite if averages else "propagate",
             self.when,
+            self.usual if averages and not (with_stats or self._idle) else None,
         )
         self.step += 1
         bound_hook = context.bound_hook
@@ -204,8 +203,7 @@ class Engine(EngineConfiguration):
         """
         self.last_failed = True  # until it has succeeded
         try:
-            # Results outlive the caller's inference mode, and buffers are reused after it.
-            with outside_transforms(), torch.inference_mode(False):
+            with outside_transforms():
                 outcome = step.finish()
         except BaseException as error:
             self._on_failure(step, error)
@@ -265,6 +263,7 @@ class Engine(EngineConfiguration):
     def close(self, reason: str) -> None:
         """Free the communicator and all memory; a second call does nothing."""
         self._pool.clear()
+        self.usual = None
         self.transport.close(reason)
         self.closed_by = self.closed_by or reason
 

@@ -171,9 +171,7 @@ class ValueAndGrad:
             # Hooks may call operators, also on ranks that have failed.
             step.transport.leave_step()
         view = leaves.inspect(loss)
-        contributions.arm(
-            leaves, view, engine.arrivals, step.buffer_of, step.scale, step.bucket_ready
-        )
+        step.arm(leaves, view, engine.arrivals)
         engine.in_backward = True
         try:
             if view.foreign or view.opaque:

@@ -26,6 +26,11 @@ import torch
 
 from fddp.core.protocol.messages import malformed_message_error
 from fddp.errors import ClosedError, DesyncError, InternalError
+from fddp.native.usual_step import (
+    NativeCollectives,
+    collectives_in_python,
+    collectives_of_one,
+)
 from fddp.transport.lifetime.fork import IN_A_FORK
 from fddp.transport.operation import Operation, check_operation, check_tensor
 from fddp.transport.subgroups import Subgroups, own_groups
@@ -121,6 +126,10 @@ class Endpoint(ABC):
         """Record that a step ended on this rank before all of its collectives had finished. Ranks
         could not exchange `abandoned` in it; see `close_abandoned_in_interrupted_step`."""
         self.status.board.interrupted_s = perf_counter()
+
+    def note_finished(self, what: str) -> None:
+        """Record the operation that this rank has finished last, if no `Work` waited for it."""
+        self.status.done, self.status.board.last = what, self.status
 
     @property
     def abandoned(self) -> list[str]:
@@ -387,6 +396,13 @@ class Transport(Endpoint):
         else:
             whole = gather_bytes(self, payload, longest, what, axes)
         return [text[:length] for text, length in zip(whole, lengths, strict=True)]
+
+    def native_collectives(self) -> NativeCollectives:
+        """Return all-reduces over all ranks, which run without Python where possible. They keep the
+        transport alive."""
+        if self.world_size == 1:
+            return collectives_of_one()
+        return collectives_in_python(self.all_reduce)
 
     @abstractmethod
     def _start(self, operation: Operation) -> Work:

@@ -21,18 +21,41 @@ double add_bounds(double bound, double amax) {
   return std::min(bound + amax, std::numeric_limits<double>::max());
 }
 
+namespace {
+
+// Calls a Python function. The last owner may be an autograd thread that does not hold the GIL.
+class CallableListener : public BucketListener {
+ public:
+  explicit CallableListener(py::object function) : function_(std::move(function)) {}
+  ~CallableListener() override {
+    const py::gil_scoped_acquire gil;
+    function_ = py::object();
+  }
+  CallableListener(const CallableListener&) = delete;
+  CallableListener& operator=(const CallableListener&) = delete;
+
+  void bucket_ready(int64_t bucket) override {
+    const py::gil_scoped_acquire gil;
+    function_(bucket);
+  }
+
+ private:
+  py::object function_;
+};
+
+std::shared_ptr<BucketListener> as_listener(py::object on_bucket) {
+  if (py::isinstance<BucketListener>(on_bucket)) return on_bucket.cast<std::shared_ptr<BucketListener>>();
+  return std::make_shared<CallableListener>(std::move(on_bucket));
+}
+
+}  // namespace
+
 GradientCounter::GradientCounter(std::vector<at::Tensor> leaves) : leaves_(std::move(leaves)) {
   counts_.resize(leaves_.size(), 0);
   found_grad_.resize(leaves_.size(), false);
 }
 
-GradientCounter::~GradientCounter() {
-  // The last owner may be an autograd thread that does not hold the GIL.
-  if (callback_) {
-    py::gil_scoped_acquire gil;
-    callback_.reset();
-  }
-}
+GradientCounter::~GradientCounter() = default;
 
 void GradientCounter::arm(std::shared_ptr<const BucketMembers> members, std::vector<int64_t> expected,
                    std::vector<EagerSlot> eager, py::object on_bucket) {
@@ -43,6 +66,7 @@ void GradientCounter::arm(std::shared_ptr<const BucketMembers> members, std::vec
   };
   for (const auto& bucket : members->leaves) std::for_each(bucket.begin(), bucket.end(), check_leaf);
   for (const EagerSlot& slot : eager) check_leaf(slot.leaf);
+  std::shared_ptr<BucketListener> listener = as_listener(std::move(on_bucket));
   const std::lock_guard<std::mutex> lock(mutex_);
   members_ = std::move(members);
   expected_ = std::move(expected);
@@ -69,17 +93,17 @@ void GradientCounter::arm(std::shared_ptr<const BucketMembers> members, std::vec
   arrivals_.reserve(size());
   arrival_times_.clear();
   arrival_times_.reserve(size());
-  callback_ = std::make_unique<py::object>(std::move(on_bucket));
+  listener_.swap(listener);
   armed_ = true;
 }
 
 void GradientCounter::disarm() {
-  std::unique_ptr<py::object> callback;
+  std::shared_ptr<BucketListener> listener;
   std::vector<EagerSlot> eager;
   const std::lock_guard<std::mutex> lock(mutex_);
   armed_ = false;
   eager.swap(eager_);
-  callback.swap(callback_);
+  listener.swap(listener_);
 }
 
 std::vector<at::Tensor> GradientCounter::take_locked(int64_t bucket, bool keep) {
@@ -143,6 +167,21 @@ std::optional<at::Tensor> GradientCounter::take_one(int64_t leaf) {
   return grad.defined() ? std::optional<at::Tensor>(std::move(grad)) : std::nullopt;
 }
 
+std::vector<bool> GradientCounter::used() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<bool> used(size());
+  for (size_t i = 0; i < size(); ++i) used[i] = was_used(i);
+  return used;
+}
+
+bool GradientCounter::is_complete() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (size_t i = 0; i < size(); ++i) {
+    if (!was_used(i)) return false;
+  }
+  return std::find(late_.begin(), late_.end(), true) == late_.end();
+}
+
 size_t GradientCounter::arrival_count() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return arrivals_.size();
@@ -169,7 +208,7 @@ void GradientCounter::on_gradient(size_t leaf, bool is_undefined) {
     }
     if (counts_[leaf] <= expected_[leaf] && --pending_[bucket] == 0) complete = bucket;
   }
-  // Called without the mutex: the callback needs the GIL, whose holder may wait for the mutex.
+  // Called without the mutex: the listener may need the GIL, whose holder may wait for the mutex.
   if (complete != kNoBucket) notify_bucket(complete);
 }
 
@@ -187,13 +226,12 @@ at::Tensor GradientCounter::pack_on_arrival(size_t leaf, int64_t bucket) {
 }
 
 void GradientCounter::notify_bucket(int64_t bucket) {
-  py::gil_scoped_acquire gil;
-  py::object callback;
+  std::shared_ptr<BucketListener> listener;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (callback_) callback = *callback_;
+    listener = listener_;
   }
-  if (callback) callback(bucket);
+  if (listener) listener->bucket_ready(bucket);
 }
 
 // Backward may run parts of a graph on several streams of a device. A bucket is packed on the
@@ -226,7 +264,7 @@ void bind_gradient_counter(py::module_& m) {
              return std::make_shared<BucketMembers>(BucketMembers{std::move(leaves)});
            }),
            py::arg("leaves"));
-  py::class_<BucketPacking>(m, "BucketPacking")
+  py::class_<BucketPacking, std::shared_ptr<BucketPacking>>(m, "BucketPacking")
       .def(py::init([](std::vector<int64_t> together, const Layout& layout,
                        std::vector<std::pair<int64_t, Layout>> early) {
              return BucketPacking{std::move(together), layout, std::move(early)};
@@ -237,6 +275,7 @@ void bind_gradient_counter(py::module_& m) {
              return EagerSlot{leaf, std::move(buffer), std::move(layout), scale};
            }),
            py::arg("leaf"), py::arg("buffer"), py::arg("layout").none(false), py::arg("scale"));
+  py::class_<BucketListener, std::shared_ptr<BucketListener>>(m, "BucketListener");
   py::class_<GradientCounter, std::shared_ptr<GradientCounter>>(m, "GradientCounter")
       .def_property_readonly("leaves", &GradientCounter::leaves)
       .def("disarm", &GradientCounter::disarm)
@@ -250,6 +289,7 @@ void bind_gradient_counter(py::module_& m) {
            py::arg("bucket"), py::arg("buffer"), py::arg("packing"), py::arg("keep"), py::arg("scale"))
       .def("take_one", &GradientCounter::take_one, py::arg("leaf"))
       .def("arrival_count", &GradientCounter::arrival_count)
+      .def("used", &GradientCounter::used)
       .def("late", &GradientCounter::late)
       .def("counts", &GradientCounter::counts)
       .def("arrivals", &GradientCounter::arrivals)

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "step/bucket_listener.h"
 #include "tensor/layout.h"
 
 namespace fddp {
@@ -55,13 +56,13 @@ class GradientCounter {
   size_t size() const { return leaves_.size(); }
 
   // Start counting. `expected[i]` is the number of gradients of leaf i that its bucket waits for.
-  // `on_bucket(b)` is called once the last gradient of bucket b has arrived. Gradients of the
-  // leaves in `eager` are packed on arrival, while they are in cache, and released, so that the
+  // `on_bucket`, a BucketListener or a Python callable, receives bucket b once its last gradient has
+  // arrived. Gradients of the leaves in `eager` are packed on arrival, while they are in cache, and released, so that the
   // allocator reuses warm memory.
   void arm(std::shared_ptr<const BucketMembers> members, std::vector<int64_t> expected,
            std::vector<EagerSlot> eager, pybind11::object on_bucket);
 
-  // Stop counting and release the callback, which would otherwise close a reference cycle.
+  // Stop counting and release the listener, which would otherwise close a reference cycle.
   void disarm();
 
   // Return the gradients of one bucket. With `keep`, the leaves continue to accumulate into them.
@@ -76,6 +77,10 @@ class GradientCounter {
   // Return one leaf's gradient and reset it, so that nothing is accumulated into it later.
   std::optional<at::Tensor> take_one(int64_t leaf);
 
+  // Return, for each leaf, true if a gradient arrived.
+  std::vector<bool> used() const;
+  // Return true if a gradient arrived for every leaf, and none late.
+  bool is_complete() const;
   size_t arrival_count() const;
   std::vector<bool> late() const { return copy_of(late_); }
   std::vector<int64_t> counts() const { return copy_of(counts_); }
@@ -95,6 +100,9 @@ class GradientCounter {
   // Return true if the leaf's gradient may be packed on arrival and released. Called with the mutex
   // held.
   virtual bool may_release(size_t leaf) const;
+
+  // Return true if a gradient of the leaf arrived. Called with the mutex held.
+  virtual bool was_used(size_t leaf) const = 0;
 
   // Return a copy of a member, taken under the mutex.
   template <class T>
@@ -131,7 +139,7 @@ class GradientCounter {
   std::vector<bool> late_;                         // by bucket: a gradient arrived after take()
   std::vector<bool> taken_;                        // by bucket: take() was called
   std::vector<std::vector<c10::Stream>> streams_;  // by bucket: streams that computed its gradients
-  std::unique_ptr<pybind11::object> callback_;
+  std::shared_ptr<BucketListener> listener_;
 };
 
 }  // namespace fddp

@@ -128,15 +128,6 @@ class LeafSet : public GradientCounter, public std::enable_shared_from_this<Leaf
     GradientCounter::arm(std::move(members), std::move(expected), std::move(eager), std::move(on_bucket));
   }
 
-  // Return, for each leaf, true if a gradient arrived. The counts alone are not sufficient, because
-  // a hook of the caller replaces ours.
-  std::vector<bool> used() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<bool> used = found_grad_;
-    for (size_t i = 0; i < size(); ++i) used[i] = used[i] || counts_[i] > 0;
-    return used;
-  }
-
   GraphView inspect(const at::Tensor& loss) const {
     GraphView view;
     view.used.resize(size(), false);
@@ -173,6 +164,9 @@ class LeafSet : public GradientCounter, public std::enable_shared_from_this<Leaf
 
  private:
   friend class ArrivalHook;
+
+  // The counts alone are not sufficient, because a hook of the caller replaces ours.
+  bool was_used(size_t leaf) const override { return found_grad_[leaf] || counts_[leaf] > 0; }
 
   // Install a hook on every leaf. A hook that the caller has installed in place of ours is kept and
   // chained.
@@ -269,6 +263,5 @@ void bind_leaves(py::module_& m) {
       .def(py::init(&LeafSet::make), py::arg("params"))
       .def("arm", &LeafSet::arm, py::arg("members"), py::arg("expected"), py::arg("eager"),
            py::arg("on_bucket"))
-      .def("used", &LeafSet::used)
       .def("inspect", &LeafSet::inspect, py::arg("loss"));
 }

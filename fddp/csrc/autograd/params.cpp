@@ -112,9 +112,6 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
     GradientCounter::disarm();
   }
 
-  // Return, for each parameter, true if a gradient arrived since `reset_used`, during steps or
-  // between them. Gradients that no longer exist when a step begins do not count.
-  std::vector<bool> used() const { return copy_of(used_); }
   void reset_used() {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::fill(used_.begin(), used_.end(), false);
@@ -208,6 +205,10 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
     if (!saved_grads_[leaf].defined() && (had_grad_before_[leaf] || grad.requires_grad())) saved_grads_[leaf] = grad;
     if (!keep) grad.reset();
   }
+
+  // True if a gradient arrived since `reset_used`, during steps or between them. Gradients that no
+  // longer exist when a step begins do not count.
+  bool was_used(size_t leaf) const override { return used_[leaf]; }
 
   bool may_release(size_t leaf) const override {
     const at::Tensor& grad = leaves_[leaf].grad();
@@ -353,7 +354,6 @@ void bind_params(py::module_& m) {
       .def("arm", &ParamSet::arm, py::arg("members"), py::arg("expected"), py::arg("eager"),
            py::arg("on_bucket"))
       .def("disarm", &ParamSet::disarm)
-      .def("used", &ParamSet::used)
       .def("reset_used", &ParamSet::reset_used)
       .def("aliases_buffer", &ParamSet::aliases_buffer, py::arg("leaves"), py::arg("buffer"), py::arg("layout"))
       .def("assign", &ParamSet::assign, py::arg("results"), py::arg("replace"))

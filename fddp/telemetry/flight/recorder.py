@@ -3,7 +3,8 @@
 [Note: flights] Each `GradSync` and communicator records its newest operations in a ring. An entry
 refers to the schedule of its operation, never to tensors, programs or works, so that nothing is
 kept alive. Everything else is derived on reading. Recording an operation takes three readings of
-the clock and an append.
+the clock and an append. A step that the compiled interpreter runs has one entry: the log in which
+it records its operations.
 
 Reading takes no locks, as it may happen in a signal handler, which runs between any two
 instructions of the thread that it interrupts.
@@ -18,10 +19,11 @@ import socket
 import time
 import weakref
 from collections import deque
+from collections.abc import Sized
 from dataclasses import replace
 from math import prod
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from fddp.core.plan.leaf import ITEM_BYTES
 from fddp.core.schedule.op import Op, is_piggybacked
@@ -64,6 +66,23 @@ class Recorded(Protocol):
         """Return the number of the running or else the next step, and the position within it."""
 
 
+class StepTimes(Protocol):
+    """Times of the collectives of one step that the compiled interpreter runs."""
+
+    def __len__(self) -> int: ...
+    def fail(self) -> None: ...
+    def set_waited(self, number: int, time_s: float) -> None: ...
+    def set_done(self, number: int, time_s: float) -> None: ...
+    def records(self) -> list[tuple[int, float, float, float]]: ...
+
+
+class Times(Protocol):
+    """Times of one operation that are set after its launch."""
+
+    waited_s: float
+    done_s: float
+
+
 class Entry:
     """One operation. Times are on the clock of `time.perf_counter`; 0.0 stands for not yet, and
     infinity for never."""
@@ -80,6 +99,51 @@ class Entry:
         self.done_s = 0.0
 
 
+class LoggedTimes:
+    """Times of a collective that the compiled interpreter has launched and Python waits for."""
+
+    __slots__ = ("_log", "_number")
+
+    def __init__(self, log: StepTimes, number: int) -> None:
+        self._log = log
+        self._number = number
+
+    @property
+    def waited_s(self) -> float:
+        """Start of the wait."""
+        return self._log.records()[self._number][2]
+
+    @waited_s.setter
+    def waited_s(self, time_s: float) -> None:
+        self._log.set_waited(self._number, time_s)
+
+    @property
+    def done_s(self) -> float:
+        """End of the wait."""
+        return self._log.records()[self._number][3]
+
+    @done_s.setter
+    def done_s(self, time_s: float) -> None:
+        self._log.set_done(self._number, time_s)
+
+
+class _StepEntries(NamedTuple):
+    """Operations of a step that the compiled interpreter runs."""
+
+    number: int  # of the first
+    schedule: Schedule
+    step: int
+    log: StepTimes
+
+    def expanded(self) -> list[Entry]:
+        entries = []
+        for k, (position, launched_s, waited_s, done_s) in enumerate(self.log.records()):
+            entry = Entry(self.number + k, self.schedule, self.step, position)
+            entry.launched_s, entry.waited_s, entry.done_s = launched_s, waited_s, done_s
+            entries.append(entry)
+        return entries
+
+
 class Recorder:
     """Newest operations of one `GradSync` or communicator; see [Note: flights].
 
@@ -90,8 +154,7 @@ class Recorder:
 
     Attributes:
         name: name of the recorded object.
-        ring: newest entries.
-        count: number of entries ever recorded.
+        ring: newest operations, and logs of steps.
     """
 
     def __init__(self, kind: str, owner: Recorded, transport: Recordable) -> None:
@@ -109,8 +172,9 @@ class Recorder:
         )
         self._serial = next(_serials)
         self._owner = weakref.ref(owner)
-        self.ring: deque[Entry] = deque(maxlen=SIZE)
-        self.count = 0
+        self.ring: deque[Entry | _StepEntries] = deque(maxlen=SIZE)
+        self._count = 0  # without the operations of `_running`
+        self._running: Sized = ()  # log of the newest step, which may still grow
         _alive.add(self)
 
     def launched(self, source: Schedule | str, step: int, position: int) -> Entry:
@@ -121,21 +185,45 @@ class Recorder:
             step: number of the step.
             position: position in the schedule, or the number of bytes.
         """
-        entry = Entry(self.count, source, step, position)
-        self.count += 1
+        number = self._next_number()
+        entry = Entry(number, source, step, position)
+        self._count = number + 1
         self.ring.append(entry)
         return entry
+
+    def add_step(self, schedule: Schedule, step: int, log: StepTimes) -> None:
+        """Record the operations of a step that the compiled interpreter is about to run."""
+        self.ring.append(_StepEntries(self._next_number(), schedule, step, log))
+        self._running = log
+        while len(self.ring) > 1 and self.ring[1].number <= self._count - SIZE:
+            self.ring.popleft()
+
+    def _next_number(self) -> int:
+        self._count += len(self._running)
+        self._running = ()
+        return self._count
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The newest operations."""
+        found: list[Entry] = []
+        for entry in list(self.ring):
+            found += [entry] if isinstance(entry, Entry) else entry.expanded()
+        return found[-SIZE:]
 
     def fail(self) -> None:
         """Mark all unfinished operations as failed."""
         for entry in list(self.ring):
-            entry.done_s = entry.done_s or math.inf
+            if isinstance(entry, Entry):
+                entry.done_s = entry.done_s or math.inf
+            else:
+                entry.log.fail()
 
     def log(self, now_s: float) -> FlightLog:
         """Return the recorded operations as a value. `now_s` is on `time.perf_counter`'s clock."""
         owner = self._owner()
         step, phase = (0, "gone") if owner is None else owner.at()
-        ops = tuple(_op(entry, now_s) for entry in list(self.ring))
+        ops = tuple(_op(entry, now_s) for entry in self.entries)
         return replace(self._empty, step=step, phase=phase, ops=ops)
 
     @property

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import time
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from fddp.core.protocol.messages import Schema
 from fddp.errors import ClosedError, FddpError
+from fddp.native.usual_step import NativeCollectives, collectives_in_memory
 from fddp.transport.base import Transport, Work
 from fddp.transport.lifetime.fork import register_fork_owner
 from fddp.transport.liveness.failure import CLOSED, Failure, mismatch_error
@@ -124,6 +126,13 @@ class ShmTransport(Transport):
         return super().all_reduce(
             tensor, axes=axes, average=average, record_time=record_time, wait_soon=wait_soon
         )
+
+    def native_collectives(self) -> NativeCollectives:
+        entry = self._shm_groups.get(self._everyone)
+        if entry is None:
+            return super().native_collectives()
+        adopt = partial(_ShmWork, self, entry, record_time=False)
+        return collectives_in_memory(entry.shm_group, adopt)
 
     def _start(self, operation: Operation) -> Work:
         entry = self._shm_groups.get(operation.ranks)

@@ -1,0 +1,79 @@
+#include "step/collectives.h"
+
+#include <memory>
+#include <string>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace fddp {
+namespace {
+
+// Python object that may be released without the GIL.
+class SharedObject {
+ public:
+  explicit SharedObject(py::object object) : object_(std::move(object)) {}
+  ~SharedObject() {
+    const py::gil_scoped_acquire gil;
+    object_ = py::object();
+  }
+  SharedObject(const SharedObject&) = delete;
+  SharedObject& operator=(const SharedObject&) = delete;
+  const py::object& get() const { return object_; }
+
+ private:
+  py::object object_;
+};
+
+class PendingInPython : public PendingCollective {
+ public:
+  explicit PendingInPython(py::object work) : work_(std::move(work)) {}
+
+  bool done() override {
+    const py::gil_scoped_acquire gil;
+    return work_.get().attr("done").cast<bool>();
+  }
+  bool wait(const std::function<std::string()>& what) override {
+    const py::gil_scoped_acquire gil;
+    work_.get().attr("wait")(what());
+    return true;
+  }
+  py::object to_python() override { return work_.get(); }
+
+ private:
+  SharedObject work_;
+};
+
+// Collectives of a transport, by its method `all_reduce`.
+class CollectivesInPython : public Collectives {
+ public:
+  explicit CollectivesInPython(py::object all_reduce) : all_reduce_(std::move(all_reduce)) {}
+
+  std::shared_ptr<PendingCollective> all_reduce(const at::Tensor& tensor, bool average, bool wait_soon) override {
+    const py::gil_scoped_acquire gil;
+    py::object work =
+        all_reduce_.get()(tensor, py::arg("average") = average, py::arg("wait_soon") = wait_soon);
+    return std::make_shared<PendingInPython>(std::move(work));
+  }
+
+ private:
+  SharedObject all_reduce_;
+};
+
+// Collectives of a single rank.
+class CollectivesOfOne : public Collectives {
+ public:
+  std::shared_ptr<PendingCollective> all_reduce(const at::Tensor&, bool, bool) override { return nullptr; }
+};
+
+}  // namespace
+}  // namespace fddp
+
+void bind_collectives(py::module_& m) {
+  using namespace fddp;
+  py::class_<Collectives, std::shared_ptr<Collectives>>(m, "Collectives");
+  py::class_<CollectivesInPython, Collectives, std::shared_ptr<CollectivesInPython>>(m, "CollectivesInPython")
+      .def(py::init<py::object>(), py::arg("all_reduce"));
+  py::class_<CollectivesOfOne, Collectives, std::shared_ptr<CollectivesOfOne>>(m, "CollectivesOfOne")
+      .def(py::init<>());
+}

@@ -1,0 +1,42 @@
+// Collectives that a step starts and waits for. The implementations are shared memory
+// (shm_binding.cpp) and transports in Python (collectives.cpp).
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+
+namespace fddp {
+
+// A collective in flight. All functions except `to_python` are called without the GIL.
+class PendingCollective {
+ public:
+  virtual ~PendingCollective() = default;
+
+  // Return true if `wait` would not block.
+  virtual bool done() = 0;
+
+  // Block until the collective has finished, or for a short time. Return true if it has succeeded.
+  // Otherwise the handle for Python finds out why, and waits longer if necessary. `what` describes
+  // the collective for errors.
+  virtual bool wait(const std::function<std::string()>& what) = 0;
+
+  // Return the handle by which Python waits for the same collective. Called with the GIL.
+  virtual pybind11::object to_python() = 0;
+};
+
+class Collectives {
+ public:
+  virtual ~Collectives() = default;
+
+  // Start to replace a tensor by its sum over all ranks, or by the mean with `average`. `wait_soon`:
+  // the caller waits next. Return null if there is nothing to wait for. Called without the GIL. If
+  // it throws, no collective was started, unless it is an error of Python.
+  virtual std::shared_ptr<PendingCollective> all_reduce(const at::Tensor& tensor, bool average, bool wait_soon) = 0;
+};
+
+}  // namespace fddp

@@ -1,0 +1,377 @@
+#include "step/usual_step.h"
+
+#include <ATen/ops/empty_like.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <tuple>
+
+#include "clock.h"
+#include "tensor/pack.h"
+#include "tensor/storage.h"
+
+namespace py = pybind11;
+
+namespace fddp {
+namespace {
+
+constexpr double kLeastWait_s = 2e-6;  // as LEAST_S in telemetry/waits.py
+
+at::Tensor range_of(const at::Tensor& buffer, int64_t start, int64_t stop) {
+  return start == 0 && stop == buffer.numel() ? buffer : buffer.narrow(0, start, stop - start);
+}
+
+template <class Number>
+void write_word_to(Number* word, const at::Tensor& values, const StepProgram& program, uint32_t fingerprint) {
+  std::memcpy(word, values.const_data_ptr(), values.nbytes());
+  if (program.limb_bits == 0) {
+    word[0] = static_cast<Number>(fingerprint);
+    return;
+  }
+  const uint64_t mask = (uint64_t{1} << program.limb_bits) - 1;
+  for (int64_t i = 0; i < program.limbs; ++i) {
+    word[i] = static_cast<Number>((uint64_t{fingerprint} >> (i * program.limb_bits)) & mask);
+  }
+}
+
+template <class Number>
+bool is_sum_of_equals(const Number* sum, const std::vector<Number>& own, int64_t world_size) {
+  for (size_t i = 0; i < own.size(); ++i) {
+    if (sum[i] != own[i] * static_cast<Number>(world_size)) return false;
+  }
+  return true;
+}
+
+// Call `body<Number>()` with the type of the elements of a control word.
+template <class Body>
+auto with_number_type(const at::Tensor& word, const Body& body) {
+  if (word.scalar_type() == at::kDouble) return body(double{});
+  TORCH_CHECK_TYPE(word.scalar_type() == at::kFloat, "a control word has dtype ", word.scalar_type());
+  return body(float{});
+}
+
+}  // namespace
+
+UsualStep::UsualStep(std::shared_ptr<const StepProgram> program, std::shared_ptr<Collectives> collectives,
+                     std::shared_ptr<StepLog> log, std::vector<at::Tensor> buffers, at::Tensor word,
+                     uint32_t fingerprint, double factor, int64_t number, py::object interpreter)
+    : program_(std::move(program)), collectives_(std::move(collectives)), log_(std::move(log)),
+      buffers_(std::move(buffers)), template_(std::move(word)), fingerprint_(fingerprint), factor_(factor),
+      number_(number), interpreter_(std::move(interpreter)) {
+  TORCH_CHECK_TYPE(program_ && collectives_ && log_, "an argument is None");
+  TORCH_CHECK_VALUE(buffers_.size() == program_->buckets.size(), "expected ", program_->buckets.size(),
+                    " buffers, got ", buffers_.size());
+  for (const at::Tensor& buffer : buffers_) {
+    TORCH_CHECK_VALUE(buffer.is_cpu() && buffer.is_contiguous(), "a buffer is not contiguous memory of the CPU");
+  }
+  ready_.assign(buffers_.size(), false);
+  launch_of_.assign(program_->positions, -1);
+}
+
+UsualStep::~UsualStep() {
+  const py::gil_scoped_acquire gil;
+  interpreter_ = py::object();
+}
+
+bool UsualStep::set_leaves(std::vector<std::optional<at::Tensor>> leaves) {
+  TORCH_CHECK_VALUE(static_cast<int64_t>(leaves.size()) == program_->leaves, "expected ", program_->leaves,
+                    " leaves, got ", leaves.size());
+  for (const StepBucket& bucket : program_->buckets) {
+    for (const int64_t leaf : bucket.leaves) {
+      if (!leaves[leaf]) return false;
+    }
+  }
+  leaves_ = std::move(leaves);
+  return true;
+}
+
+void UsualStep::set_counter(std::shared_ptr<GradientCounter> counter) { counter_ = std::move(counter); }
+
+void UsualStep::bucket_ready(int64_t bucket) {
+  {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    ready_.at(bucket) = true;
+    if (!is_stopped_ && !is_taken_over_) advance();
+    if (!is_stopped_ && !is_taken_over_) return;
+  }
+  const py::gil_scoped_acquire gil;
+  interpreter_(bucket);
+}
+
+bool UsualStep::finish() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  runs_freely_ = true;
+  if (!is_stopped_ && !is_taken_over_) advance();
+  return !is_stopped_ && !is_taken_over_ && cursor_ == program_->ops.size();
+}
+
+void UsualStep::advance() {
+  // Results outlive the inference mode of the caller.
+  const c10::InferenceMode no_inference(false);
+  while (!is_stopped_ && cursor_ < program_->ops.size()) {
+    const StepOp& op = program_->ops[cursor_];
+    if (!runs_freely_ && !may_run(op)) return;
+    try {
+      if (!execute(op)) is_stopped_ = true;
+    } catch (...) {
+      error_ = std::current_exception();
+      is_stopped_ = true;
+    }
+  }
+}
+
+bool UsualStep::may_run(const StepOp& op) const {
+  if (op.needs_report || op.bucket == program_->last_bucket || op.bucket < 0 || !ready_[op.bucket]) return false;
+  if (op.kind != StepOpKind::kPack && op.kind != StepOpKind::kAllReduce) return false;
+  // Backward never blocks on a collective.
+  return std::all_of(op.awaited.begin(), op.awaited.end(), [this](const auto& dep) {
+    const int64_t number = launch_of_[dep.first];
+    return number < 0 || launches_[number].is_waited || !launches_[number].pending || launches_[number].pending->done();
+  });
+}
+
+// Return false to stop before the operation. If an operation raises, the cursor is behind it.
+bool UsualStep::execute(const StepOp& op) {
+  if (op.needs_report && !has_report_) {
+    if (!is_usual_sum()) return false;
+    has_report_ = true;
+  }
+  for (const auto& dep : op.awaited) {
+    if (!wait_for(dep.first)) return false;
+  }
+  switch (op.kind) {
+    case StepOpKind::kPack:
+      failed_op_ = op.position;
+      ++cursor_;  // first: a finalizer that runs meanwhile must not repeat it
+      pack(op);
+      break;
+    case StepOpKind::kControl:
+      if (!write_word(op)) return false;
+      break;
+    case StepOpKind::kAllReduce:
+      launch(op, range_of(buffers_[op.bucket], op.start, op.stop), program_->average);
+      break;
+    case StepOpKind::kUnpack:
+      ++cursor_;  // results are slices of the buffer, see `results`
+      unpacked_.push_back(op.position);
+      break;
+    case StepOpKind::kOther:
+      return false;
+  }
+  failed_op_ = -1;
+  return true;
+}
+
+void UsualStep::pack(const StepOp& op) {
+  const StepBucket& bucket = program_->buckets[op.bucket];
+  const at::Tensor& buffer = buffers_[op.bucket];
+  const int64_t numel = bucket.layout.numel();
+  if (numel < bucket.padded_numel) {
+    auto* const end = static_cast<char*>(buffer.data_ptr()) + numel * buffer.itemsize();
+    std::memset(end, 0, static_cast<size_t>((bucket.padded_numel - numel) * buffer.itemsize()));
+  }
+  double amax = 0.0;
+  if (counter_) {
+    amax = counter_->pack(op.bucket, buffer, *bucket.packing, bucket.keep, factor_);
+  } else {
+    std::vector<at::Tensor> sources;
+    sources.reserve(bucket.leaves.size());
+    for (const int64_t leaf : bucket.leaves) sources.push_back(*leaves_.at(leaf));
+    amax = pack_(buffer, bucket.layout, sources, factor_);
+  }
+  if (!(amax <= bucket.max_safe_magnitude)) {
+    is_finite_ = is_finite_ && !std::isinf(amax);
+    may_overflow_ = true;
+  }
+}
+
+bool UsualStep::write_word(const StepOp& op) {
+  if (may_overflow_ || (counter_ && !counter_->is_complete())) return false;
+  if (op.bucket < 0) {
+    word_ = at::empty_like(template_);
+  } else {
+    const int64_t start = program_->buckets[op.bucket].padded_numel;
+    word_ = buffers_[op.bucket].narrow(0, start, template_.numel());
+  }
+  with_number_type(word_, [this](auto number) {
+    write_word_to(static_cast<decltype(number)*>(word_.data_ptr()), template_, *program_, fingerprint_);
+  });
+  if (op.bucket < 0) {
+    launch(op, word_, /*average=*/false);
+  } else {
+    ++cursor_;
+  }
+  return true;
+}
+
+void UsualStep::launch(const StepOp& op, const at::Tensor& tensor, bool average) {
+  const size_t record = log_->launch(op.position);
+  failed_op_ = op.position;
+  ++cursor_;
+  auto pending = collectives_->all_reduce(tensor, average, runs_freely_);
+  launch_of_[op.position] = static_cast<int64_t>(launches_.size());
+  launches_.push_back({op.position, op.bucket, std::move(pending), record});
+}
+
+UsualStep::Launch* UsualStep::launch_at(int64_t position) {
+  const int64_t number = launch_of_[position];
+  return number < 0 || launches_[number].is_waited ? nullptr : &launches_[number];
+}
+
+std::string UsualStep::text_of(const Launch& launch) const {
+  const std::string what = launch.bucket < 0 ? "the control word" : program_->buckets[launch.bucket].text;
+  return what + " of step " + std::to_string(number_);
+}
+
+bool UsualStep::wait_for(int64_t position) {
+  Launch* const launch = launch_at(position);
+  if (launch == nullptr) return true;
+  const double start_s = perf_counter_s();
+  log_->set_waited(launch->record, start_s);
+  failed_op_ = position;
+  if (launch->pending && !launch->pending->wait([&] { return text_of(*launch); })) return false;
+  failed_op_ = -1;
+  launch->is_waited = true;
+  const double end_s = perf_counter_s();
+  log_->set_done(launch->record, end_s);
+  if (end_s - start_s > kLeastWait_s) waits_.emplace_back(start_s, end_s);
+  return true;
+}
+
+// Wait for the control word. Return true if its sum is that of equal words of all ranks.
+bool UsualStep::is_usual_sum() {
+  int64_t carrier = program_->carrier_op;
+  if (carrier < 0) {
+    const auto is_control = [](const StepOp& op) { return op.kind == StepOpKind::kControl; };
+    carrier = std::find_if(program_->ops.begin(), program_->ops.end(), is_control)->position;
+  }
+  if (!word_.defined() || !wait_for(carrier)) return false;
+  return with_number_type(word_, [this](auto number) {
+    using Number = decltype(number);
+    std::vector<Number> own(static_cast<size_t>(template_.numel()));
+    write_word_to(own.data(), template_, *program_, fingerprint_);
+    return is_sum_of_equals(static_cast<const Number*>(word_.const_data_ptr()), own, program_->world_size);
+  });
+}
+
+std::vector<std::optional<at::Tensor>> UsualStep::results() const {
+  const c10::InferenceMode no_inference(false);
+  std::vector<std::optional<at::Tensor>> results(static_cast<size_t>(program_->leaves));
+  for (size_t b = 0; b < buffers_.size(); ++b) {
+    const StepBucket& bucket = program_->buckets[b];
+    std::vector<at::Tensor> found = slices(buffers_[b], bucket.layout);
+    for (size_t i = 0; i < found.size(); ++i) results[bucket.leaves[i]] = std::move(found[i]);
+  }
+  return results;
+}
+
+UsualStep::State UsualStep::take_over() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  is_taken_over_ = true;
+  State state{};
+  state.cursor = static_cast<int64_t>(cursor_);
+  state.ready = ready_;
+  for (const Launch& launch : launches_) {
+    if (launch.is_waited) continue;
+    if (launch.pending) {
+      state.in_flight.push_back(launch);
+    } else {
+      wait_for(launch.position);  // notes its end
+    }
+  }
+  if (word_.defined()) state.word = word_;
+  state.unpacked = unpacked_;
+  state.is_finite = is_finite_;
+  state.may_overflow = may_overflow_;
+  state.error = std::exchange(error_, nullptr);
+  state.failed_op = state.error ? failed_op_ : -1;
+  leaves_.clear();
+  counter_.reset();
+  return state;
+}
+
+}  // namespace fddp
+
+void bind_usual_step(py::module_& m) {
+  using namespace fddp;
+  using Awaited = std::vector<std::pair<int64_t, int64_t>>;
+  py::class_<StepLog, std::shared_ptr<StepLog>>(m, "StepLog")
+      .def(py::init<>())
+      .def("__len__", &StepLog::size)
+      .def("fail", &StepLog::fail)
+      .def("set_waited", &StepLog::set_waited, py::arg("number"), py::arg("time_s"))
+      .def("set_done", &StepLog::set_done, py::arg("number"), py::arg("time_s"))
+      .def("records", [](const StepLog& log) {
+        std::vector<std::tuple<int64_t, double, double, double>> records;
+        for (const auto& r : log.records()) records.emplace_back(r.position, r.launched_s, r.waited_s, r.done_s);
+        return records;
+      });
+  py::class_<StepBucket>(m, "StepBucket")
+      .def(py::init([](std::vector<int64_t> leaves, const Layout& layout, std::shared_ptr<BucketPacking> packing,
+                       int64_t padded_numel, double max_safe_magnitude, bool keep, std::string text) {
+             return StepBucket{std::move(leaves), layout, std::move(packing), padded_numel, max_safe_magnitude, keep,
+                               std::move(text)};
+           }),
+           py::arg("leaves"), py::arg("layout"), py::arg("packing").none(false), py::arg("padded_numel"),
+           py::arg("max_safe_magnitude"), py::arg("keep"), py::arg("text"));
+  py::class_<StepOp>(m, "StepOp")
+      .def(py::init([](const std::string& kind, int64_t position, int64_t bucket, int64_t start, int64_t stop,
+                       Awaited awaited, bool needs_report) {
+             const auto known = kind == "pack" ? StepOpKind::kPack
+                 : kind == "all_reduce"        ? StepOpKind::kAllReduce
+                 : kind == "control"           ? StepOpKind::kControl
+                 : kind == "unpack"            ? StepOpKind::kUnpack
+                                               : StepOpKind::kOther;
+             return StepOp{known, position, bucket, start, stop, std::move(awaited), needs_report};
+           }),
+           py::arg("kind"), py::arg("position"), py::arg("bucket"), py::arg("start"), py::arg("stop"),
+           py::arg("awaited"), py::arg("needs_report"));
+  py::class_<StepProgram, std::shared_ptr<StepProgram>>(m, "StepProgram")
+      .def(py::init([](std::vector<StepOp> ops, std::vector<StepBucket> buckets, int64_t positions, int64_t leaves,
+                       int64_t carrier_op, int64_t last_bucket, int64_t world_size, bool average,
+                       int64_t limb_bits, int64_t limbs) {
+             return std::make_shared<StepProgram>(StepProgram{std::move(ops), std::move(buckets), positions, leaves,
+                                                              carrier_op, last_bucket, world_size, average, limb_bits,
+                                                              limbs});
+           }),
+           py::arg("ops"), py::arg("buckets"), py::arg("positions"), py::arg("leaves"), py::arg("carrier_op"),
+           py::arg("last_bucket"), py::arg("world_size"), py::arg("average"), py::arg("limb_bits"),
+           py::arg("limbs"));
+  py::class_<UsualStep::State>(m, "UsualStepState")
+      .def_readonly("cursor", &UsualStep::State::cursor)
+      .def_readonly("ready", &UsualStep::State::ready)
+      .def_readonly("word", &UsualStep::State::word)
+      .def_readonly("unpacked", &UsualStep::State::unpacked)
+      .def_readonly("is_finite", &UsualStep::State::is_finite)
+      .def_readonly("may_overflow", &UsualStep::State::may_overflow)
+      .def_readonly("failed_op", &UsualStep::State::failed_op)
+      .def_property_readonly("in_flight",
+                             [](const UsualStep::State& state) {
+                               py::list works;
+                               for (const auto& launch : state.in_flight) {
+                                 works.append(py::make_tuple(launch.position, launch.bucket,
+                                                             launch.pending->to_python(), launch.record));
+                               }
+                               return works;
+                             })
+      .def("raise_error", torch::wrap_pybind_function([](const UsualStep::State& state) {
+             if (state.error) std::rethrow_exception(state.error);
+           }));
+  py::class_<UsualStep, BucketListener, std::shared_ptr<UsualStep>>(m, "UsualStep")
+      .def(py::init<std::shared_ptr<StepProgram>, std::shared_ptr<Collectives>, std::shared_ptr<StepLog>,
+                    std::vector<at::Tensor>, at::Tensor, uint32_t, double, int64_t, py::object>(),
+           py::arg("program"), py::arg("collectives"), py::arg("log"), py::arg("buffers"), py::arg("word"),
+           py::arg("fingerprint"), py::arg("factor"), py::arg("number"), py::arg("interpreter"))
+      .def("set_leaves", torch::wrap_pybind_function(&UsualStep::set_leaves), py::arg("leaves"))
+      .def("set_counter", &UsualStep::set_counter, py::arg("counter"))
+      .def("__call__", &UsualStep::bucket_ready, py::arg("bucket"), py::call_guard<py::gil_scoped_release>())
+      .def("finish", &UsualStep::finish, py::call_guard<py::gil_scoped_release>())
+      .def("results", &UsualStep::results)
+      .def_property_readonly("waits", [](const UsualStep& step) { return step.waits(); })
+      .def("take_over", &UsualStep::take_over, py::call_guard<py::gil_scoped_release>());
+}

@@ -1,0 +1,164 @@
+// Interpreter of schedules for the usual step: dense buckets on the CPU, no hook, no failure, no
+// late gradient, equal weights on all ranks.
+//
+// [Note: usual steps]
+// The reference is the interpreter in Python (runtime/step.py), which can do everything. The one
+// here executes a prefix of the same operations in the same order. It stops before an operation
+// that it does not know, and wherever something unusual shows: a gradient that can't be packed, one
+// that is missing or late, a control word that is not that of a usual step on all ranks, a
+// collective that fails or takes long. From there on Python continues with the state that is
+// reached.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "autograd/gradient_counter.h"
+#include "step/bucket_listener.h"
+#include "step/collectives.h"
+#include "step/step_log.h"
+#include "tensor/layout.h"
+
+namespace fddp {
+
+enum class StepOpKind : int { kPack, kAllReduce, kControl, kUnpack, kOther };
+
+// An operation of the schedule.
+struct StepOp {
+  StepOpKind kind;
+  int64_t position;  // in the schedule
+  int64_t bucket;    // -1 for a separate control word
+  int64_t start;     // elements of the buffer that a collective works on
+  int64_t stop;
+  std::vector<std::pair<int64_t, int64_t>> awaited;  // positions of collectives, and their buckets
+  bool needs_report;                                 // reads the reduced control word, or follows it
+};
+
+struct StepBucket {
+  std::vector<int64_t> leaves;  // in the plan
+  Layout layout;
+  std::shared_ptr<const BucketPacking> packing;
+  int64_t padded_numel;  // elements that collectives work on
+  double max_safe_magnitude;
+  bool keep;  // gradients are retained for a second reduction
+  std::string text;
+};
+
+// Schedule, prepared for one rank. Shared by the steps that run it.
+struct StepProgram {
+  std::vector<StepOp> ops;
+  std::vector<StepBucket> buckets;
+  int64_t positions;     // operations of the whole schedule
+  int64_t leaves;        // of the plan
+  int64_t carrier_op;    // position of the collective that carries the control word; -1 if separate
+  int64_t last_bucket;   // not sent during backward, because the control word follows it
+  int64_t world_size;
+  bool average;          // the collectives divide the sum
+  int64_t limb_bits;     // of the fingerprint in the control word; 0 if it is one element
+  int64_t limbs;         // elements of the fingerprint
+};
+
+class UsualStep : public BucketListener {
+ public:
+  // `word`: control word of a usual step, with any fingerprint. `buffers`: memory of the buckets.
+  // `interpreter` is called with each bucket that becomes ready after Python has taken over.
+  UsualStep(std::shared_ptr<const StepProgram> program, std::shared_ptr<Collectives> collectives,
+            std::shared_ptr<StepLog> log, std::vector<at::Tensor> buffers, at::Tensor word,
+            uint32_t fingerprint, double factor, int64_t number, pybind11::object interpreter);
+  ~UsualStep() override;
+  UsualStep(const UsualStep&) = delete;
+  UsualStep& operator=(const UsualStep&) = delete;
+
+  // Set the gradients: complete ones by leaf of the plan, or those that a counter collects. Return
+  // false if one is missing.
+  bool set_leaves(std::vector<std::optional<at::Tensor>> leaves);
+  void set_counter(std::shared_ptr<GradientCounter> counter);
+
+  void bucket_ready(int64_t bucket) override;
+
+  // Run to the end after backward. Return false if Python has to continue.
+  bool finish();
+
+  // Return the results by leaf, once `finish` has returned true.
+  std::vector<std::optional<at::Tensor>> results() const;
+
+  // Times at which `finish` waited for a collective, if they matter.
+  const std::vector<std::pair<double, double>>& waits() const { return waits_; }
+
+  // State for Python, which executes everything from here on.
+  struct Launch {
+    int64_t position;
+    int64_t bucket;
+    std::shared_ptr<PendingCollective> pending;  // null if there is nothing to wait for
+    size_t record;                               // number in the log
+    bool is_waited = false;
+  };
+  struct State {
+    int64_t cursor;                 // next operation
+    std::vector<bool> ready;        // by bucket
+    std::vector<Launch> in_flight;  // collectives that were not waited for
+    std::vector<int64_t> unpacked;  // operations before the cursor whose results Python has to make
+    std::optional<at::Tensor> word; // this rank's control word or the sum, once it was written
+    bool is_finite;
+    bool may_overflow;
+    int64_t failed_op;              // operation before the cursor that raised `error`, or -1
+    std::exception_ptr error;
+  };
+  State take_over();
+
+ private:
+  void advance();
+  bool may_run(const StepOp& op) const;
+  bool execute(const StepOp& op);
+  void pack(const StepOp& op);
+  bool write_word(const StepOp& op);
+  Launch* launch_at(int64_t position);
+  bool wait_for(int64_t position);
+  std::string text_of(const Launch& launch) const;
+  bool is_usual_sum();
+  void launch(const StepOp& op, const at::Tensor& tensor, bool average);
+  void stop_at(const StepOp& op);
+
+  const std::shared_ptr<const StepProgram> program_;
+  const std::shared_ptr<Collectives> collectives_;
+  const std::shared_ptr<StepLog> log_;
+  const std::vector<at::Tensor> buffers_;
+  const at::Tensor template_;
+  const uint32_t fingerprint_;
+  const double factor_;
+  const int64_t number_;
+  pybind11::object interpreter_;
+
+  // [Note: locks of a usual step] Recursive, because packing may release tensors whose finalizers
+  // call Python. Never acquired with the GIL held, because its holder may need the GIL.
+  std::recursive_mutex mutex_;
+  std::vector<std::optional<at::Tensor>> leaves_;
+  std::shared_ptr<GradientCounter> counter_;
+  size_t cursor_ = 0;
+  std::vector<bool> ready_;
+  bool runs_freely_ = false;  // backward has ended
+  bool is_stopped_ = false;   // Python has to continue
+  bool is_taken_over_ = false;
+  bool has_report_ = false;
+  bool is_finite_ = true;
+  bool may_overflow_ = false;
+  at::Tensor word_;
+  std::vector<Launch> launches_;
+  std::vector<int64_t> launch_of_;  // by position in the schedule: number of the launch, or -1
+  std::vector<int64_t> unpacked_;  // positions in the schedule
+  std::vector<std::pair<double, double>> waits_;
+  int64_t failed_op_ = -1;
+  std::exception_ptr error_;
+};
+
+}  // namespace fddp

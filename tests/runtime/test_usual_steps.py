@@ -1,0 +1,282 @@
+"""Steps in the compiled interpreter are those of the interpreter in Python, to the bit."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fddp
+from fddp.native.usual_step import usual_step_type
+from fddp.runtime.step import Step, UsualRun
+from tests.support.python_steps import only_python
+from tests.support.ranks import RankPool
+
+SHAPES = ((3,), (2, 5), (), (40,), (7,), (1, 6))
+OPTIONS: dict[str, dict[str, Any]] = {
+    "small buckets": {"bucket_cap_mb": 0.0001, "first_bucket_mb": 0.0001},
+    "one bucket": {},
+    "wider sums": {"reduce_dtype": torch.float32, "bucket_cap_mb": 0.0002},
+    "deterministic": {"deterministic": True, "bucket_cap_mb": 0.0001},
+}
+
+
+class Turn(NamedTuple):
+    """One rank's part in a step: leaves in the order of use, its weight, a factor on its loss."""
+
+    order: tuple[int, ...]
+    weight: float
+    factor: float
+    call: str  # "value_and_grad", "sync", "reduce_" or "raise"
+
+
+class Case(NamedTuple):
+    dtypes: tuple[torch.dtype, ...]
+    options: str
+    steps: tuple[tuple[Turn, ...], ...]  # by step and rank
+
+
+ALL = tuple(range(len(SHAPES)))
+PLAIN = Turn(ALL, 1.0, 1.0, "value_and_grad")
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    world_size = draw(st.integers(1, 3))
+    kinds = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
+    dtypes = (draw(kinds),) * len(SHAPES)
+    if draw(st.booleans()):
+        dtypes = tuple(draw(kinds) for _ in SHAPES)
+    rarely = st.integers(0, 7).map(lambda n: n == 0)
+
+    def turn(call: str) -> Turn:
+        order = draw(st.permutations(ALL))
+        if draw(rarely):
+            order = order[: draw(st.integers(0, len(ALL)))]
+        weight = draw(st.sampled_from([0.0, 0.5, 2.0, 3.0])) if draw(rarely) else 1.0
+        factor = draw(st.sampled_from([1e5, 1e38, torch.inf])) if draw(rarely) else 1.0
+        return Turn(tuple(order), weight, factor, "raise" if draw(rarely) else call)
+
+    def step() -> tuple[Turn, ...]:
+        call = draw(st.sampled_from(["value_and_grad", "value_and_grad", "sync", "reduce_"]))
+        return tuple(turn(call) for _ in range(world_size))
+
+    steps = tuple(step() for _ in range(draw(st.integers(2, 5))))
+    return Case(dtypes, draw(st.sampled_from(sorted(OPTIONS))), steps)
+
+
+def params_of(case: Case) -> dict[str, Tensor]:
+    return {
+        f"p{i}": (1 + torch.arange(torch.Size(shape).numel())).reshape(shape).to(dtype)
+        for i, (shape, dtype) in enumerate(zip(SHAPES, case.dtypes, strict=True))
+    }
+
+
+def loss_of(params: dict[str, Tensor], turn: Turn) -> Tensor:
+    if turn.call == "raise":
+        raise ValueError("no data")
+    loss = torch.zeros((), dtype=torch.float64)
+    for i in turn.order:
+        loss = loss + ((i + 1) * turn.factor * params[f"p{i}"]).sum().double()
+    return loss
+
+
+def result_of(sync: fddp.GradSync, turn: Turn, params: dict[str, Tensor]) -> Any:
+    if turn.call in ("value_and_grad", "raise"):
+        step = sync.value_and_grad(loss_of, weight_fn=lambda params, turn: turn.weight)
+        return step(params, turn)[1]
+    grads: dict[str, Tensor | None] = dict.fromkeys(params)
+    for i in turn.order:
+        grads[f"p{i}"] = params[f"p{i}"] * turn.factor
+    if turn.call == "reduce_":
+        return sync.reduce_(grads, weight=turn.weight)
+    return sync(grads, weight=turn.weight)
+
+
+def bytes_of(leaf: Tensor | None) -> object:
+    if leaf is None:
+        return None
+    return (
+        leaf.dtype,
+        leaf.shape,
+        leaf.stride(),
+        leaf.contiguous().view(-1).view(torch.uint8).tolist(),
+    )
+
+
+def run(group: Any, case: Case) -> tuple[list[object], list[object], list[str]]:
+    """Results or errors of each step, the recorded operations, and the plans."""
+    results: list[object] = []
+    params = params_of(case)
+    with fddp.GradSync(params, group=group, **OPTIONS[case.options]) as sync:
+        plans = []
+        for turns in case.steps:
+            try:
+                tree = result_of(sync, turns[group.rank], params)
+                results.append({name: bytes_of(leaf) for name, leaf in tree.items()})
+            except fddp.FddpError as error:
+                results.append(f"{type(error).__name__}: {error}")
+            except ValueError as error:
+                results.append(str(error))
+            plans.append(sync.plan.digest)
+        ops = [
+            (op.number, op.step, op.kind, op.bucket, op.leaves, op.nbytes, op.state)
+            for op in fddp.flight(sync).logs[0].ops
+        ]
+    return results, ops, plans
+
+
+@given(cases())
+@example(Case((torch.float32,) * 6, "small buckets", ((PLAIN, PLAIN),) * 3))
+@example(Case((torch.float16,) * 6, "small buckets", ((PLAIN, PLAIN._replace(factor=1e38)),) * 3))
+@example(Case((torch.float32,) * 6, "one bucket", ((PLAIN, PLAIN._replace(call="raise")),) * 2))
+@example(Case((torch.bfloat16,) * 6, "wider sums", ((PLAIN, PLAIN._replace(weight=3.0)),) * 3))
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_both_interpreters_give_the_same(case: Case) -> None:
+    world_size = len(case.steps[0])
+    compiled = fddp.loopback(world_size, run, case)
+    with only_python():
+        reference = fddp.loopback(world_size, run, case)
+    assert compiled == reference
+
+
+class Spy:
+    """Counts the steps of the compiled interpreter, and those that Python took over."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.begun = self.taken_over = 0
+        begin, hand_over = UsualRun.of, UsualRun.hand_over
+
+        def count_begin(step: Step, interpreter: Any) -> UsualRun | None:
+            run = begin(step, interpreter)
+            self.begun += run is not None
+            return run
+
+        def count_hand_over(run: UsualRun, step: Step) -> None:
+            self.taken_over += 1
+            hand_over(run, step)
+
+        patch.setattr(UsualRun, "of", count_begin)
+        patch.setattr(UsualRun, "hand_over", count_hand_over)
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    return Spy(monkeypatch)
+
+
+@pytest.mark.parametrize("options", ["small buckets", "one bucket"])
+@pytest.mark.parametrize("call", ["value_and_grad", "sync", "reduce_"])
+def test_usual_steps_run_without_python(options: str, call: str, spy: Spy) -> None:
+    turn = PLAIN._replace(call=call)
+    case = Case((torch.float32,) * 6, options, ((turn, turn),) * 4)
+    fddp.loopback(2, run, case)
+    # The first backward pass reports the order of gradients.
+    steps = 3 if call == "value_and_grad" else 4
+    assert (spy.begun, spy.taken_over) == (2 * steps, 0)
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        PLAIN._replace(order=(0, 1, 2)),
+        PLAIN._replace(factor=1e38),
+        PLAIN._replace(weight=2.0),
+        PLAIN._replace(call="raise"),
+    ],
+)
+def test_python_takes_over_on_every_rank(unusual: Turn, spy: Spy) -> None:
+    """Only rank 1 is unusual, which rank 0 learns from the control word."""
+    first = (PLAIN, PLAIN)
+    case = Case((torch.float16,) * 6, "small buckets", (first, first, (PLAIN, unusual), first))
+    compiled = fddp.loopback(2, run, case)
+    taken_over = spy.taken_over
+    with only_python():
+        assert fddp.loopback(2, run, case) == compiled
+    # A rank with another weight, or with a failure, does not begin in the compiled interpreter.
+    assert taken_over >= 1
+
+
+def wrapped_steps(group: Any, count: int) -> list[list[object]]:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)).double()
+    ddp = fddp.DistributedDataParallel(module, process_group=group, bucket_cap_mb=0.0001)
+    found = []
+    for number in range(count):
+        ddp(torch.full((2, 4), 1.0 + group.rank + number, dtype=torch.float64)).sum().backward()
+        found.append([bytes_of(param.grad) for param in module.parameters()])
+        module.zero_grad()
+    return found
+
+
+def test_wrapped_modules_take_usual_steps(spy: Spy) -> None:
+    count = 15  # the first eleven are measured, which is not usual
+    compiled = fddp.loopback(2, wrapped_steps, count)
+    assert (spy.begun, spy.taken_over) == (2 * (count - 11), 0)
+    with only_python():
+        assert fddp.loopback(2, wrapped_steps, count) == compiled
+
+
+def slow_rank(rank: int, world_size: int, usual: bool) -> tuple[list[float], str]:
+    """Rank 1 comes later than rank 0 checks its peers."""
+    grads = {"w": torch.arange(5.0) * (rank + 1)}
+    with nullcontext() if usual else only_python(), fddp.GradSync(grads) as sync:
+        sync(grads)
+        time.sleep(0.6 * rank)
+        return sync(grads)["w"].tolist(), fddp.flight(sync).logs[0].ops[-1].state
+
+
+@pytest.mark.parametrize("usual", [True, False])
+def test_python_waits_for_a_slow_rank(ranks: RankPool, usual: bool) -> None:
+    expected = [0.0, 1.5, 3.0, 4.5, 6.0], "done"
+    assert ranks.run(2, slow_rank, usual) == [expected] * 2
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise ArithmeticError
+
+
+def references_to_steps(group: Any) -> list[weakref.ref[Step]]:
+    found = []
+    params = {"w": torch.ones(3)}
+    losses: list[Callable[[Any], Tensor]] = [lambda p: p["w"].sum()] * 2
+    losses.append(lambda p: _Raises.apply(p["w"]).sum())
+    with fddp.GradSync(params, group=group) as sync:
+        for loss in losses:
+            with suppress(ArithmeticError):
+                sync.value_and_grad(loss)(params)
+            current = sync._engine._current
+            assert current is not None
+            found.append(current)
+    return found
+
+
+def test_steps_are_freed_without_the_collector() -> None:
+    """The compiled step must not close a cycle through the hooks of gradients."""
+    gc.disable()
+    try:
+        (references,) = fddp.loopback(1, references_to_steps)
+        assert [reference() for reference in references] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_invalid_arguments_are_rejected() -> None:
+    new: Callable[..., Any] = usual_step_type()
+    with pytest.raises((TypeError, ValueError)):
+        new(None, None, None, [], torch.ones(1), 0, 1.0, 0, print)
