@@ -36,6 +36,7 @@ from fddp.ddp.step_runner import StepRunner
 from fddp.ddp.weak_callback import weak_callback
 from fddp.errors import TransformError
 from fddp.native.autograd_leaves import distributed_context, has_explicit_inputs
+from fddp.native.profiling import profiled
 from fddp.sync.engine import Engine
 
 _COMPILED = (
@@ -183,7 +184,7 @@ class BackwardDriver:
             As `Engine.finish`. The gradients are then those from before, or this rank's own.
         """
         runner = self.runner
-        with self._lock, torch.profiler.record_function("fddp.finish"):
+        with self._lock, profiled("fddp.finish"):
             self._end = None
             try:
                 if self._context is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +28,9 @@ from fddp.ddp.mixed_precision import MixedPrecision
 from fddp.ddp.outputs import find_tensors, warn_if_hidden
 from fddp.ddp.reducer_facade import Reducer
 from fddp.ddp.tensor_parallel import make_local_
+from fddp.native.profiling import profiled
 from fddp.runtime.nonfinite import Policy
+from fddp.runtime.untraced import untraced
 from fddp.telemetry.flight.dump import dump_failures
 from fddp.transport import TransportName
 
@@ -38,6 +39,12 @@ _LOCAL_GRADIENTS = (
     "DistributedDataParallel's parameters stay local to this rank; use fddp.GradSync for their "
     "mean, or call it within `with ddp.no_sync():` if local gradients are wanted"
 )
+_COMPILE_MODULE = (
+    "compile the module before it is wrapped: DistributedDataParallel(torch.compile(module)); "
+    "or compile the wrapper without fullgraph=True"
+)
+
+_TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
 
 
 class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
@@ -159,14 +166,14 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
     # Forward
 
     # Dynamo compiles the module, and not the code of the wrapper.
-    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+    @untraced(_COMPILE_MODULE, callees=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's output. Backward passes through it synchronise gradients.
 
         Within a transform of `torch.func`, and under `functional_call` with other tensors, nothing
         is communicated and gradients are this rank's own.
         """
-        with torch.profiler.record_function("DistributedDataParallel.forward"):
+        with profiled("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             is_synced = self._forward_collectives.is_synced
             output = self._run_ddp_forward(*inputs, **kwargs)
@@ -175,7 +182,7 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
             return self._post_forward(output)
 
     # torch's `replicate` calls this and `_post_forward` around the forward of a module of its own.
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @untraced(_COMPILE_MODULE)
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Prepare for the module's forward. Return its inputs, on the module's device."""
         self._forward_collectives.is_synced = self._begin_forward()
@@ -245,22 +252,30 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         self._forward_collectives.done += 1
         self._forward_collectives.is_open = False
 
-    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+    @untraced(_COMPILE_MODULE, callees=False)
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         # Dynamo recognises DDP by a global of torch's, which ranks that are threads share.
         is_process = isinstance(self.process_group, dist.ProcessGroup)
-        with self._inside_ddp_forward() if is_process else nullcontext():
+        outer = _TorchDDP._active_ddp_module
+        if is_process:
+            _TorchDDP._active_ddp_module = self
+        try:
             if self._mixed is not None:
                 return self._mixed.run(self.module, inputs, kwargs)
             return self.module(*inputs, **kwargs)
+        finally:
+            if is_process:
+                _TorchDDP._active_ddp_module = outer
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @untraced(_COMPILE_MODULE)
     def _post_forward(self, output: Any) -> Any:
         if not self._forward_collectives.is_synced:
             return output
         self._sync_after_forward()
-        self.require_forward_param_sync = self._syncs
-        if self._syncs and not self._watch.all_frozen:
+        syncs = self._syncs
+        if self.require_forward_param_sync is not syncs:  # assignment takes microseconds
+            self.require_forward_param_sync = syncs
+        if syncs and not self._watch.all_frozen:
             tensors = find_tensors(output)
             if not tensors and torch.is_grad_enabled():
                 warn_if_hidden(output)

@@ -15,14 +15,15 @@ import torch
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def untraced(instead: str) -> Callable[[Function], Function]:
-    """Exclude a function, and the functions that it calls, from tracing by dynamo.
+def untraced(instead: str, *, callees: bool = True) -> Callable[[Function], Function]:
+    """Exclude a function from tracing by dynamo, without any cost when it is called.
 
     In a compiled function a call of it is a graph break; with `fullgraph=True`, an error of torch
     with `instead` in its text. Compiled functions that it calls stay compiled.
 
     Args:
         instead: advice for callers that need a full graph.
+        callees: True to also exclude the functions that it calls.
 
     Example:
         >>> @untraced("call g")
@@ -33,10 +34,11 @@ def untraced(instead: str) -> Callable[[Function], Function]:
     """
     # As `torch._dynamo.skip`, which only skips the frame of the function itself.
     hook = torch._C._dynamo.eval_frame
-    skip = hook._FrameAction.SKIP
+    skip, default = hook._FrameAction.SKIP, hook._FrameAction.DEFAULT
+    strategy = hook._FrameExecStrategy(skip, skip if callees else default)
 
     def mark(fn: Function) -> Function:
-        hook.set_code_exec_strategy(fn.__code__, hook._FrameExecStrategy(skip, skip))
+        hook.set_code_exec_strategy(fn.__code__, strategy)
         fn._torchdynamo_disable = True  # type: ignore[attr-defined]
         fn._torchdynamo_disable_msg = instead  # type: ignore[attr-defined]
         return fn

@@ -43,7 +43,6 @@ class Engine(EngineConfiguration):
         last_failed: True if the last step ended with an error, on all ranks.
         scale: the agreed unit of weight.
         round: round of the loop over uneven inputs, if one runs.
-        running: steps that were opened and have not ended, by number.
         timeout_s: timeout requested by the caller.
         recorder: flight recorder of the operations.
         when: suffix of the next step's `moment`; ranks with different suffixes are out of step.
@@ -74,7 +73,7 @@ class Engine(EngineConfiguration):
         self._watch: list[Step] | None = None
         self._current: weakref.ref[Step] | None = None  # the newest
         # Several: a loss function may take steps itself.
-        self.running: weakref.WeakValueDictionary[int, Step] = weakref.WeakValueDictionary()
+        self._running: dict[int, weakref.ref[Step]] = {}
         self.recorder = Recorder("GradSync", self, self.transport)
         self._group = weakref.ref(resolve(request.span.group))
 
@@ -108,6 +107,11 @@ class Engine(EngineConfiguration):
     def closed_text(self) -> str:
         """Error text of a closed engine: reason and advice."""
         return f"{self.label} is closed ({self.closed_by}); {self.advice}"
+
+    @property
+    def is_in_step(self) -> bool:
+        """True if a step was opened and has not ended."""
+        return any(step() is not None for step in self._running.values())
 
     def check_usable(self) -> None:
         """Raise if no further step may start, or if the transport has failed.
@@ -181,8 +185,7 @@ class Engine(EngineConfiguration):
         self.step += 1
         bound_hook = context.bound_hook
         step = Step(context) if bound_hook is None else HookedStep(context, bound_hook)
-        self._current = weakref.ref(step)
-        self.running[step.number] = step
+        self._current = self._running[step.number] = weakref.ref(step)
         return step
 
     def _check_open(self) -> None:
@@ -209,7 +212,7 @@ class Engine(EngineConfiguration):
             self._on_failure(step, error)
             raise
         finally:
-            self.running.pop(step.number, None)
+            self._running.pop(step.number, None)
         self.last_failed = False
         self.finished = self.step
         if self.hook_states is not None:

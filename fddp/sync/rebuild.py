@@ -131,7 +131,7 @@ def rebuild_engine(old: Engine, span: GroupAndTopology) -> Engine:
         ReentryError: a step of the old engine runs.
         Exception: as for `Engine`.
     """
-    if old.running:
+    if old.is_in_step:
         part = "backward" if old.in_backward else "the loss function"
         raise ReentryError(
             f"rebuild was called while {part} of a step runs; call it between steps, after the "

@@ -24,6 +24,7 @@ from fddp.transport.c10d import backends, peer_monitor
 from fddp.transport.liveness.membership import Membership
 from fddp.transport.liveness.status_store import StoreStatusBoard
 from fddp.transport.shm import transport as shm
+from tests.support.python_steps import only_python
 from tests.support.ranks import RankPool, run_fresh
 
 TIMEOUT_S = 2.0
@@ -241,10 +242,15 @@ def failing_at(number: int) -> Iterator[list[int]]:
         sys.setprofile(None)
 
 
-def fail_at_calls(rank: int, world_size: int, transport: str, numbers: range) -> list[str]:
+def fail_at_calls(
+    rank: int, world_size: int, transport: str, compiled: bool, numbers: range
+) -> list[str]:
     endings = []
     for number in numbers:
-        with fddp.GradSync(TREE, timeout_s=20.0, transport=transport) as sync:
+        with (
+            contextlib.nullcontext() if compiled else only_python(),
+            fddp.GradSync(TREE, timeout_s=20.0, transport=transport) as sync,
+        ):
             sync(TREE)
             raised = []
             try:
@@ -266,11 +272,15 @@ def fail_at_calls(rank: int, world_size: int, transport: str, numbers: range) ->
     return endings
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_a_handler_error_is_raised_from_any_call(ranks: RankPool, transport: str) -> None:
+def test_a_handler_error_is_raised_from_any_call(
+    ranks: RankPool, transport: str, compiled: bool
+) -> None:
     """Code that suppresses errors of stores and backends lets those of signal handlers through."""
-    numbers = range(5, 400, 10)
-    first, second = ranks.run(2, fail_at_calls, transport, numbers)
+    # A compiled step over shared memory waits within one call.
+    numbers = range(3, 63, 3) if compiled else range(5, 400, 10)
+    first, second = ranks.run(2, fail_at_calls, transport, compiled, numbers)
     # On a busy machine, rank 1 may be there before rank 0 has waited for as many calls.
     assert set(first) <= {"PreemptedError", "no error"}, dict(zip(numbers, first, strict=True))
     assert first.count("PreemptedError") > len(numbers) // 2

@@ -7,7 +7,7 @@ where they leave the process (what the kernel says that its TCP connections have
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +18,7 @@ import fddp
 from fddp.sync.engine import Engine
 from fddp.transport.c10d.backends import Communicator
 from fddp.transport.operation import Operation
+from tests.support.python_steps import only_python
 from tests.support.ranks import RankPool
 from tests.support.wire import Traffic, traffic
 
@@ -36,6 +37,7 @@ class Counts(NamedTuple):
     buckets_bytes: list[int]
     asked: list[tuple[str, int]]  # kind and bytes of operations that the transport was asked for
     handed: list[tuple[str, int]]  # of those that torch's backend was handed
+    recorded: list[tuple[str, int]]  # of those in the flight recorder
     traffic: Traffic
     allocations: int  # of bucket memory
 
@@ -99,13 +101,19 @@ def _count(engine: Engine, step: Callable[[], object]) -> Counts:
         carried = traffic() - before
     plan = engine.program.plan
     sizes = [bucket.numel * getattr(torch, bucket.dtype).itemsize for bucket in plan.buckets]
-    return Counts(transport.name, sizes, asked, handed, carried, len(made))
+    ops = [op for op in fddp.flight(engine).logs[0].ops if op.step >= engine.step - STEPS]
+    recorded = [(op.kind, op.nbytes) for op in ops]
+    return Counts(transport.name, sizes, asked, handed, recorded, carried, len(made))
 
 
-def _functional(rank: int, world_size: int, transport: Any, dtype: torch.dtype) -> Counts:
+def _functional(
+    rank: int, world_size: int, transport: Any, dtype: torch.dtype, compiled: bool = False
+) -> Counts:
     params, loss_fn = _model(dtype)
     x = torch.randn(8, 256, dtype=dtype)
-    with fddp.GradSync(params, transport=transport, **CAPS) as sync:
+    # Only the interpreter in Python asks the transport object itself.
+    interpreter = nullcontext() if compiled else only_python()
+    with interpreter, fddp.GradSync(params, transport=transport, **CAPS) as sync:
         synced_fn = sync.value_and_grad(loss_fn)
         grads: Any = None
 
@@ -179,6 +187,18 @@ def test_a_word_that_cannot_be_piggybacked_takes_one_collective(
     counts = _of(ranks, 2, _functional, transport, torch.bfloat16)
     assert len(counts.asked) == STEPS * (1 + len(counts.buckets_bytes))
     assert counts.asked[-1][1] < 1024
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_compiled_steps_issue_the_same(ranks: RankPool, transport: str, dtype: torch.dtype) -> None:
+    python = _of(ranks, 2, _functional, transport, dtype)
+    compiled = _of(ranks, 2, _functional, transport, dtype, True)
+    assert compiled.recorded == python.recorded
+    assert compiled.handed == python.handed
+    assert len(compiled.recorded) == len(python.asked)
+    assert compiled.allocations == python.allocations == 0
+    assert abs(compiled.traffic.sent - python.traffic.sent) <= 0.02 * python.traffic.sent
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])

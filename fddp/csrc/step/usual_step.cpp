@@ -1,9 +1,11 @@
 #include "step/usual_step.h"
 
 #include <ATen/ops/empty_like.h>
+#include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <cmath>
@@ -78,15 +80,21 @@ UsualStep::~UsualStep() {
   interpreter_ = py::object();
 }
 
-bool UsualStep::set_leaves(std::vector<std::optional<at::Tensor>> leaves) {
+bool UsualStep::set_leaves(const py::list& leaves) {
   TORCH_CHECK_VALUE(static_cast<int64_t>(leaves.size()) == program_->leaves, "expected ", program_->leaves,
                     " leaves, got ", leaves.size());
+  std::vector<std::vector<at::Tensor>> sources;
+  sources.reserve(program_->buckets.size());
   for (const StepBucket& bucket : program_->buckets) {
+    auto& own = sources.emplace_back();
+    own.reserve(bucket.leaves.size());
     for (const int64_t leaf : bucket.leaves) {
-      if (!leaves[leaf]) return false;
+      PyObject* const tensor = PyList_GET_ITEM(leaves.ptr(), leaf);
+      if (!THPVariable_Check(tensor)) return false;
+      own.push_back(THPVariable_Unpack(tensor));
     }
   }
-  leaves_ = std::move(leaves);
+  sources_ = std::move(sources);
   return true;
 }
 
@@ -179,10 +187,7 @@ void UsualStep::pack(const StepOp& op) {
   if (counter_) {
     amax = counter_->pack(op.bucket, buffer, *bucket.packing, bucket.keep, factor_);
   } else {
-    std::vector<at::Tensor> sources;
-    sources.reserve(bucket.leaves.size());
-    for (const int64_t leaf : bucket.leaves) sources.push_back(*leaves_.at(leaf));
-    amax = pack_(buffer, bucket.layout, sources, factor_);
+    amax = pack_(buffer, bucket.layout, sources_.at(op.bucket), factor_);
   }
   if (!(amax <= bucket.max_safe_magnitude)) {
     is_finite_ = is_finite_ && !std::isinf(amax);
@@ -290,7 +295,7 @@ UsualStep::State UsualStep::take_over() {
   state.may_overflow = may_overflow_;
   state.error = std::exchange(error_, nullptr);
   state.failed_op = state.error ? failed_op_ : -1;
-  leaves_.clear();
+  sources_.clear();
   counter_.reset();
   return state;
 }
@@ -299,6 +304,7 @@ UsualStep::State UsualStep::take_over() {
 
 void bind_usual_step(py::module_& m) {
   using namespace fddp;
+  m.def("is_profiled", &at::hasCallbacks);
   using Awaited = std::vector<std::pair<int64_t, int64_t>>;
   py::class_<StepLog, std::shared_ptr<StepLog>>(m, "StepLog")
       .def(py::init<>())
@@ -359,8 +365,9 @@ void bind_usual_step(py::module_& m) {
                                }
                                return works;
                              })
-      .def("raise_error", torch::wrap_pybind_function([](const UsualStep::State& state) {
-             if (state.error) std::rethrow_exception(state.error);
+      .def("raise_error", torch::wrap_pybind_function([](UsualStep::State& state) {
+             // Moved: the traceback of the error refers to the state, which would close a cycle.
+             if (state.error) std::rethrow_exception(std::exchange(state.error, nullptr));
            }));
   py::class_<UsualStep, BucketListener, std::shared_ptr<UsualStep>>(m, "UsualStep")
       .def(py::init<std::shared_ptr<StepProgram>, std::shared_ptr<Collectives>, std::shared_ptr<StepLog>,

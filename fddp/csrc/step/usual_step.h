@@ -11,6 +11,8 @@
 
 #pragma once
 
+#include <Python.h>
+
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -81,7 +83,7 @@ class UsualStep : public BucketListener {
 
   // Set the gradients: complete ones by leaf of the plan, or those that a counter collects. Return
   // false if one is missing.
-  bool set_leaves(std::vector<std::optional<at::Tensor>> leaves);
+  bool set_leaves(const pybind11::list& leaves);
   void set_counter(std::shared_ptr<GradientCounter> counter);
 
   void bucket_ready(int64_t bucket) override;
@@ -142,7 +144,7 @@ class UsualStep : public BucketListener {
   // [Note: locks of a usual step] Recursive, because packing may release tensors whose finalizers
   // call Python. Never acquired with the GIL held, because its holder may need the GIL.
   std::recursive_mutex mutex_;
-  std::vector<std::optional<at::Tensor>> leaves_;
+  std::vector<std::vector<at::Tensor>> sources_;  // by bucket
   std::shared_ptr<GradientCounter> counter_;
   size_t cursor_ = 0;
   std::vector<bool> ready_;

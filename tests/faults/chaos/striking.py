@@ -21,6 +21,7 @@ from fddp.runtime.state import HANDLERS, BucketState
 from fddp.runtime.step import Step
 from fddp.transport.base import Transport
 from tests.support.process_resources import open_files
+from tests.support.python_steps import only_python
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from fddp.sync.engine import Engine
     from tests.faults.chaos.faults import Fault
 
+_IN_THE_INTERPRETER = ("first bucket", "between buckets", "control word", "unpack")
 _COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 
 
@@ -177,6 +179,9 @@ class Striker:
             return exchange(transport, *args)
 
         with contextlib.ExitStack() as patched:
+            if self._is_mine and self._fault.stage in _IN_THE_INTERPRETER:
+                # The other ranks run the compiled interpreter.
+                patched.enter_context(only_python())
             for name in {*HANDLERS.values()}:
                 patched.enter_context(watching_bucket(name))
             patched.enter_context(mock.patch.object(Step, "_send_control", watched_send))
