@@ -60,7 +60,7 @@ bench: $(INSTALLED)
 bench-gpu: $(INSTALLED)
 	$(RUN) -m benchmarks.gpu
 
-# Frameworks in a venv of their own over the installed torch: some five minutes.
+# Frameworks in a venv of their own over the installed torch: some ten minutes.
 FRAMEWORKS := accelerate lightning pytorch-ignite transformers
 INTEGRATIONS := build/integrations
 PACKAGES_OF = $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")

@@ -71,7 +71,7 @@ class ReentryError(FddpError):
 
 
 class UnevenError(FddpError):
-    """A round of `fddp.uneven` did not synchronise exactly once."""
+    """A round of `fddp.uneven` did not synchronise exactly once, or inputs are too uneven."""
 
 
 class HookError(FddpError, TypeError):

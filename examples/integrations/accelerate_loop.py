@@ -35,18 +35,19 @@ def train(accelerator: Accelerator, *, by_tokens: bool) -> list[Tensor]:
     return task.values(model.parameters())
 
 
-def train_uneven(accelerator: FddpAccelerator, number: int) -> list[Tensor]:
+def train_uneven(accelerator: FddpAccelerator) -> list[Tensor]:
     """Train where rank 1 has a batch less, for the mean over all labels."""
     model = task.Tagger()
     optimizer = torch.optim.SGD(model.parameters(), lr=task.RATE)
-    loader: Any = DataLoader(task.samples(number), batch_size=task.BATCH)
+    loader: Any = DataLoader(task.samples(task.UNEVEN), batch_size=task.BATCH)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     with accelerator.join_uneven_inputs([model], even_batches=False):
         for batch in loader:
-            loss, count = task.loss_sum(model(batch["input_ids"])["logits"], batch["labels"])
-            accelerator.backward(loss, num_items=count)
-            optimizer.step()
-            optimizer.zero_grad()
+            with accelerator.accumulate(model):
+                loss, count = task.loss_sum(model(batch["input_ids"])["logits"], batch["labels"])
+                accelerator.backward(loss, num_items=count)
+                optimizer.step()
+                optimizer.zero_grad()
     return task.values(model.parameters())
 
 
@@ -59,10 +60,8 @@ def main() -> None:
     assert all(map(torch.equal, stock, same)), "fddp's class gave other bits than torch's"
     exact = train(accelerator, by_tokens=True)
 
-    per_step = task.BATCH * task.RANKS
-    number = 3 * per_step + task.BATCH
-    uneven = train_uneven(FddpAccelerator(cpu=True), number)
-    alone = task.of_one_process(task.samples(number), per_step)
+    uneven = train_uneven(accelerator)
+    alone = task.of_one_process(task.samples(task.UNEVEN))
     task.report(
         "accelerate",
         {

@@ -57,6 +57,7 @@ def train_uneven(number: int) -> list[Tensor]:
 
 def main(local_rank: int = 0) -> None:
     """Compare stock's and fddp's parameters with those of one process."""
+    idist.initialize("gloo")
     wanted = task.of_one_process(task.samples())
     stock = train(by_tokens=False)
     with install():
@@ -76,5 +77,4 @@ def main(local_rank: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    idist.initialize("gloo")
     task.under_torchrun(main)

@@ -1,4 +1,4 @@
-"""A Trainer of Lightning with fddp: `FddpStrategy`, accumulated batches, a mean over tokens."""
+"""A Trainer of Lightning with fddp: accumulated batches, a mean over tokens, uneven inputs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fddp.integrations.lightning import FddpStrategy
 class Module(lightning.LightningModule):  # type: ignore[misc]
     """The tagger; with `by_tokens`, for the mean over all labels of a step."""
 
-    def __init__(self, *, by_tokens: bool) -> None:
+    def __init__(self, *, by_tokens: bool, is_uneven: bool) -> None:
         super().__init__()
-        self.tagger, self.by_tokens = task.Tagger(), by_tokens
+        self.tagger, self.by_tokens, self.is_uneven = task.Tagger(), by_tokens, is_uneven
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
         """Return a sum of losses, and count it, or a mean."""
@@ -36,12 +36,12 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
 
     def train_dataloader(self) -> Any:
         """Return the batches of this rank."""
-        return task.batches_of_rank(task.BATCH)
+        return task.uneven_batches() if self.is_uneven else task.batches_of_rank(task.BATCH)
 
 
-def train(strategy: DDPStrategy, *, by_tokens: bool) -> list[Tensor]:
+def train(strategy: DDPStrategy, *, by_tokens: bool, is_uneven: bool = False) -> list[Tensor]:
     """Train for an epoch with two accumulated batches a step."""
-    module = Module(by_tokens=by_tokens)
+    module = Module(by_tokens=by_tokens, is_uneven=is_uneven)
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
@@ -54,6 +54,7 @@ def train(strategy: DDPStrategy, *, by_tokens: bool) -> list[Tensor]:
         devices=task.RANKS,
         max_epochs=1,
         accumulate_grad_batches=task.ACCUMULATED,
+        use_distributed_sampler=False,  # loaders are those of this rank
         gradient_clip_val=100.0,
         **quiet,
     ).fit(module)
@@ -67,11 +68,14 @@ def main() -> None:
     same = train(FddpStrategy(), by_tokens=False)
     assert all(map(torch.equal, stock, same)), "fddp's class gave other bits than torch's"
     exact = train(FddpStrategy(), by_tokens=True)
+    uneven = train(FddpStrategy(), by_tokens=True, is_uneven=True)
+    alone = task.of_one_process(task.samples(task.UNEVEN))
     task.report(
         "lightning",
         {
             "DDPStrategy, mean of means": (task.difference(stock, wanted), False),
             "FddpStrategy, count_tokens": (task.difference(exact, wanted), True),
+            "FddpStrategy, uneven inputs": (task.difference(uneven, alone), True),
         },
     )
 

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 BATCH, ACCUMULATED, RANKS, STEPS = 4, 2, 2, 4
 STEP = BATCH * ACCUMULATED * RANKS
+UNEVEN = 3 * STEP + BATCH  # samples of which rank 0 has a batch more
 RATE = 0.5
 _LENGTH, _WORDS, _TAGS = 6, 12, 5
 
@@ -75,6 +76,13 @@ def batches_of_rank(size: int) -> Any:
     data = samples()
     sampler: Any = torch.utils.data.DistributedSampler(data, shuffle=False)
     return torch.utils.data.DataLoader(data, batch_size=size, sampler=sampler)
+
+
+def uneven_batches() -> Any:
+    """Loader of every other batch of `UNEVEN` samples."""
+    starts = [*range(0, UNEVEN, BATCH)][dist.get_rank() :: RANKS]
+    batches: Any = [range(start, start + BATCH) for start in starts]
+    return torch.utils.data.DataLoader(samples(UNEVEN), batch_sampler=batches)
 
 
 def values(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -1,8 +1,9 @@
-"""The Trainer of Transformers with fddp: accumulated batches, a mean over labels by default."""
+"""The Trainer of Transformers with fddp: a mean over labels by default, uneven inputs."""
 
 from __future__ import annotations
 
 import tempfile
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,14 @@ class Aware(task.Tagger):
         if labels is not None and num_items_in_batch is not None:
             output["loss"] = task.loss_sum(output["logits"], labels)[0] / num_items_in_batch
         return output
+
+
+class Uneven(FddpTrainer):
+    """A trainer whose ranks have different numbers of batches."""
+
+    def get_train_dataloader(self) -> Any:
+        """Return the batches of this rank."""
+        return task.uneven_batches()
 
 
 def train(trainer: type[Trainer], model: task.Tagger) -> list[Tensor]:
@@ -54,6 +63,8 @@ def main() -> None:
     stock, aware = train(Trainer, task.Tagger()), train(Trainer, Aware())
     ours, ours_aware = train(FddpTrainer, task.Tagger()), train(FddpTrainer, Aware())
     assert all(map(torch.equal, aware, ours_aware)), "fddp's class gave other bits than torch's"
+    uneven = train(Uneven, task.Tagger())
+    alone = task.of_one_process(task.samples(task.UNEVEN))
     task.report(
         "transformers",
         {
@@ -64,6 +75,7 @@ def main() -> None:
                 task.difference(ours_aware, wanted),
                 True,
             ),
+            "FddpTrainer, uneven inputs": (task.difference(uneven, alone), True),
         },
     )
 

@@ -1,12 +1,29 @@
-"""fddp in the Trainer of Hugging Face's Transformers."""
+"""fddp in the Trainer of Hugging Face's Transformers.
+
+[Note: exhausted ranks in Trainer]
+`Trainer` computes the number of steps from the length of its own loader, and has collectives in
+every step and at the end. So no rank leaves its loop early. All ranks take the steps of the longest
+loader, and a rank with too few batches for a step repeats its last one with the weight zero.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
+from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
 from transformers import Trainer
 
+from fddp.collectives.communicator import Communicator
+from fddp.integrations.lockstep import (
+    Lockstep,
+    empty_error,
+    exchange_lengths,
+    unchanged_buffers,
+)
 from fddp.integrations.replace_ddp import install
 
 # Older ones divide every loss by the number of accumulated batches, without a way to say no.
@@ -22,25 +39,77 @@ class FddpTrainer(Trainer):  # type: ignore[misc]
     `Trainer` itself divides by the labels of all ranks and accumulated batches if the model accepts
     `num_items_in_batch`, or with a `compute_loss_func`. Other losses are taken here for the mean
     over labels that are not -100, and weighted by their number.
+
+    Ranks may have different numbers of batches; see [Note: exhausted ranks in Trainer].
+
+    Raises:
+        UnevenError: in training: a rank has no batch at all.
     """
 
     _total = 0  # labels of a step, if its losses are to be weighted
+    _ranks: Communicator | None = None  # if ranks may have different numbers of batches
+    _last: Any = None  # last batch of this rank
+    _weight = 1.0  # of the current batch
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer` does, in fddp's wrapper."""
         with install(quiet=True):
             return super().train(*args, **kwargs)
 
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Compute the numbers of steps, from the longest loader of all ranks."""
+        self._ranks = self._last = None
+        if args.world_size > 1:
+            ranks = Communicator()
+            lengths = exchange_lengths(dataloader, ranks)
+            if not lengths.is_even:
+                self._ranks = ranks
+                dataloader = Lockstep(dataloader, lengths, ranks)
+        return super().set_initial_training_values(args, dataloader)
+
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Fetch the batches of a step, and count their labels."""
-        samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        has_labels = num_items is None and all("labels" in sample for sample in samples)
+        self._weights: deque[float] = deque()  # of batches whose weight is not 1
+        if self._ranks is None:
+            samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+            self._set_total(samples, len(samples), num_items, device)
+            return samples, num_items
+        samples = [*islice(epoch_iterator, num_batches)]
+        votes = self._ranks.transport.exchange(len(samples).to_bytes(8, "big"), "batches")
+        counts = [int.from_bytes(vote, "big") for vote in votes]
+        if not any(counts):
+            return [], None
+        if self._last is None and not all(counts):
+            raise empty_error(self._ranks, [rank for rank, n in enumerate(counts) if n == 0])
+        self._last = samples[-1] if samples else self._last
+        # With fewer batches on all ranks, Trainer would not step.
+        repeats = [self._last] * (num_batches - len(samples))
+        uncounted = [_without_labels(batch) for batch in repeats]
+        num_items = self._get_num_items_in_batch([*samples, *uncounted], device)
+        self._set_total([*samples, *repeats], len(samples), num_items, device)
+        weight = 1.0
+        if num_items is not None and not self.args.average_tokens_across_devices:
+            num_items = num_items.clamp(min=1)  # a rank without labels has the weight zero
+            weight = len(counts) / sum(map(bool, counts))
+        elif num_items is None and not self._total:
+            weight = len(counts) * num_batches / sum(counts)
+        self._weights.extend([weight] * len(samples) + [0.0] * len(repeats))
+        return [*samples, *repeats], num_items
+
+    def _set_total(self, batches: list[Any], number: int, num_items: Any, device: Any) -> None:
+        """Count the labels of the first `number` batches of all ranks, if losses need weights."""
+        has_labels = num_items is None and all("labels" in batch for batch in batches)
         self._total = 0
         if has_labels and self.args.average_tokens_across_devices:
-            own = torch.tensor(sum(map(self._labels, samples)), device=device)
+            own = torch.tensor(sum(map(self._labels, batches[:number])), device=device)
             self._total = int(self.accelerator.gather(own).sum())
         self.loss_is_scaled_for_ga = True if self._total else None
-        return samples, num_items
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run forward and backward; a repeated batch leaves buffers as they were."""
+        self._weight = self._weights.popleft() if self._weights else 1.0
+        with nullcontext() if self._weight else unchanged_buffers(model):
+            return super().training_step(model, inputs, *args, **kwargs)
 
     def _labels(self, inputs: Any) -> int:
         labels = inputs["labels"][..., 1:] if self._loss_shifts_labels else inputs["labels"]
@@ -54,4 +123,28 @@ class FddpTrainer(Trainer):  # type: ignore[misc]
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
         if own:
             loss = loss * (own * self.accelerator.num_processes / self._total)
+        if model.training and self._weight != 1.0:
+            loss = loss * self._weight
         return (loss, outputs) if return_outputs else loss
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loader of an evaluation, with as many batches on each rank."""
+        return self._even(super().get_eval_dataloader, *args, **kwargs)
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loader of a prediction, with as many batches on each rank."""
+        return self._even(super().get_test_dataloader, *args, **kwargs)
+
+    def _even(self, make_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call `make_loader` with `even_batches`: evaluation gathers every batch."""
+        configuration = self.accelerator.dataloader_config
+        before, configuration.even_batches = configuration.even_batches, True
+        try:
+            return make_loader(*args, **kwargs)
+        finally:
+            configuration.even_batches = before
+
+
+def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    ignored = ("labels", "shift_labels")
+    return {k: torch.full_like(v, -100) if k in ignored else v for k, v in batch.items()}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.frameworks import needs, on_two_ranks
 from tests.support.pages import ROOT
 
 pytestmark = pytest.mark.slow
@@ -31,25 +29,6 @@ if sys.argv.pop(1) == "fddp":
     install()
 runpy.run_path(sys.argv[1], run_name="__main__")
 """
-
-
-def needs(framework: str) -> None:
-    if importlib.util.find_spec(framework) is None:
-        pytest.skip(f"{framework} is not installed; `make integrations` installs it")
-
-
-def on_two_ranks(*arguments: str) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    own = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [sys.executable, *launcher, *arguments],
-        cwd=ROOT,
-        env={**os.environ, **own, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
 
 
 def test_every_example_is_here() -> None:

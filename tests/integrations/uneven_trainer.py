@@ -1,0 +1,104 @@
+"""The Trainer of Transformers on two ranks with uneven inputs; run by `test_uneven.py`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from examples.integrations import task
+from examples.integrations.trainer_loop import Aware
+from fddp import UnevenError
+from fddp.integrations.transformers import FddpTrainer
+from tests.integrations import uneven_task
+
+RANK = int(os.environ["RANK"])
+
+
+class Own(FddpTrainer):
+    """Trainer whose ranks bring batches of their own."""
+
+    has_length = True
+
+    def get_train_dataloader(self) -> Any:
+        """Return the batches of this rank."""
+        return uneven_task.loader(RANK, has_length=self.has_length)
+
+
+class Streaming(Own):
+    """Trainer whose loaders have no length."""
+
+    has_length = False
+
+
+class Empty(FddpTrainer):
+    """Trainer whose rank 0 has no batch."""
+
+    def get_train_dataloader(self) -> Any:
+        """Return the batches of this rank."""
+        return [] if RANK == 0 else uneven_task.loader(RANK)
+
+
+def train(kind: type[FddpTrainer], model: Any, accumulated: int, **options: Any) -> list[Any]:
+    """Train for two epochs."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            use_cpu=True,
+            num_train_epochs=uneven_task.EPOCHS,
+            per_device_train_batch_size=uneven_task.SIZE,
+            per_device_eval_batch_size=uneven_task.SIZE,
+            gradient_accumulation_steps=accumulated,
+            learning_rate=0.05,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            max_grad_norm=0.0,
+            train_sampling_strategy="sequential",
+            save_strategy="no",
+            logging_steps=1,
+            eval_strategy="epoch",
+            report_to="none",
+            disable_tqdm=True,
+            **options,
+        )
+        data = task.samples(9)
+        kind(model=model, args=arguments, train_dataset=data, eval_dataset=data).train()
+    return task.values(model.parameters())
+
+
+def sharded_alone() -> list[Any]:
+    """Parameters of one process on nine samples, four a step."""
+    model, data = uneven_task.tagger(), task.samples(9)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for _ in range(uneven_task.EPOCHS):
+        for first in range(0, 9, 4):
+            optimizer.zero_grad()
+            batch = torch.utils.data.default_collate(data[first : first + 4])
+            model(**batch)["loss"].backward()
+            optimizer.step()
+    return task.values(model.parameters())
+
+
+def main() -> None:
+    """Run the cases."""
+    for model in (task.Tagger, Aware):
+        for accumulated in (1, 2):
+            steps = uneven_task.EPOCHS * -(-max(uneven_task.LENGTHS) // accumulated)
+            for kind, options in ((Own, {}), (Streaming, {"max_steps": steps})):
+                found = train(kind, model().double(), accumulated, **options)
+                name = f"trainer, {model.__name__}, {kind.__name__}, {accumulated} accumulated"
+                uneven_task.check(name, found, accumulated)
+        config = {"even_batches": False}
+        found = train(FddpTrainer, model().double(), 1, accelerator_config=config)
+        difference = task.difference(found, sharded_alone())
+        print(f"case trainer, {model.__name__}, even_batches False: {difference:.1e}")
+    with pytest.raises(UnevenError, match="rank 0 has no batch"):
+        train(Empty, task.Tagger().double(), 1)
+
+
+if __name__ == "__main__":
+    main()
