@@ -21,6 +21,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fddp.core.plan.defaults import CAP_MB, MIB
 from fddp.core.plan.leaf import MAX_COUNT
+from fddp.core.text import counted
 from fddp.errors import NoGradientError
 from fddp.runtime.nonfinite import Policy
 from fddp.transport import LoopbackGroup
@@ -271,8 +272,8 @@ def _check_parameters(own: Mapping[str, nn.Parameter], has_delayed: bool) -> Non
     if not has_delayed and not any(p.requires_grad for p in own.values()):
         raise NoGradientError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that "
-            f"requires a gradient. This one has {len(own)} parameters that are not ignored; call "
-            f"requires_grad_() on those to train, or use the module without the wrapper"
+            f"requires a gradient. This one has {counted(len(own), 'parameter')}, without ignored "
+            f"ones; call requires_grad_() on those to train, or use the module without the wrapper"
         )
     for name, parameter in own.items():
         if isinstance(parameter, UninitializedParameter):

@@ -174,4 +174,4 @@ def test_a_script_without_torchrun() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "DP-SGD, 48 samples on 1 ranks" in done.stdout
+    assert "DP-SGD, 48 samples on 1 rank," in done.stdout

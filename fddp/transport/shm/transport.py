@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fddp.core.protocol.messages import Schema
+from fddp.core.text import counted
 from fddp.errors import ClosedError, FddpError
 from fddp.transport.base import Transport, Work
 from fddp.transport.lifetime.fork import register_fork_owner
@@ -200,7 +201,9 @@ class ShmTransport(Transport):
     def _make_control_block(self, ranks: tuple[int, ...]) -> int:
         offset = None if self._arena is None else self._arena.make_control_block(len(ranks))
         if offset is None:
-            raise OSError(f"no memory can be reserved for a control block of {len(ranks)} ranks")
+            raise OSError(
+                f"no memory can be reserved for a control block of {counted(len(ranks), 'rank')}"
+            )
         return offset
 
     def _join(self, ranks: tuple[int, ...], offset: int) -> ShmGroup:
