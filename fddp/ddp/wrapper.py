@@ -25,6 +25,7 @@ from fddp.ddp.broadcast import broadcast_buffers, broadcast_module
 from fddp.ddp.comm_hooks import CommHooks
 from fddp.ddp.failure_scope import FailurePropagation
 from fddp.ddp.join import UnevenInputs, last_rank, notify, some_sync
+from fddp.ddp.manual_finalization import ManualFinalization
 from fddp.ddp.mixed_precision import MixedPrecision
 from fddp.ddp.outputs import find_tensors, warn_if_hidden
 from fddp.ddp.reducer_facade import Reducer
@@ -40,7 +41,7 @@ _LOCAL_GRADIENTS = (
 )
 
 
-class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
+class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation, ManualFinalization):
     """Wrapper that averages a module's gradients over ranks while backward runs.
 
     Drop-in replacement for `torch.nn.parallel.DistributedDataParallel` with the same arguments,
@@ -76,6 +77,8 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         bucket_cap_mb_list: caps of the first, second, ... bucket, in MiB.
         batched_grad_copy: without effect; small gradients are always packed together.
         forward_sync_buffers: broadcast rank 0's buffers in every forward; by default True.
+        lazy_bucket_allocation: allocate buckets when their gradients are complete, and release
+            their memory when a step has ended. By default it is kept for the next step.
         transport: as for `GradSync`. Not an argument of torch's class.
         nonfinite: policy for steps in which a gradient or a sum is NaN or infinite. Not an argument
             of torch's class. "propagate" writes the results to `.grad`. "skip" leaves the step out
@@ -122,6 +125,7 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         bucket_cap_mb_list: Any = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         transport: TransportName = "auto",
         nonfinite: Policy = "propagate",
@@ -308,7 +312,10 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
     # Errors and settings
 
     def _raise_pending(self) -> None:
-        if self._steps is not None and self._steps.runner.usage.pending:
+        if self._steps is None:
+            return
+        self._steps.suspension.check_inactive()
+        if self._steps.runner.usage.pending:
             self._log_and_throw(RuntimeError, self._steps.runner.usage.pending)
 
     def _set_static_graph(self) -> None:

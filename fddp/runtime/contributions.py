@@ -168,6 +168,8 @@ class BackwardContributions(Contributions):
         accumulated: weighted sums of earlier micro-batches.
         idle: buckets that are left out; any gradient for one is late.
         aliases_buffer: as in `Contributions`.
+        packs_early: True to pack large gradients as they arrive, into memory that is allocated
+            when the step begins.
 
     Attributes:
         in_place: buckets whose gradients are reduced in place.
@@ -181,6 +183,7 @@ class BackwardContributions(Contributions):
         accumulated: Accumulated | None,
         idle: Collection[int] = (),
         aliases_buffer: Callable[[Sequence[int], Tensor, Any], bool] | None = None,
+        packs_early: bool = True,
     ) -> None:
         self.weight = weight + (accumulated.weight if accumulated else 0.0)
         self.expected: Sequence[int] = ()
@@ -193,6 +196,7 @@ class BackwardContributions(Contributions):
         self._leaf_set: GradientCounter | None = None  # from `arm` on
         self._accumulated = accumulated
         self._idle = idle
+        self._packs_early = packs_early
         self.aliases_buffer = aliases_buffer
         self.in_place: list[int] = []
         self._retains = False
@@ -233,9 +237,10 @@ class BackwardContributions(Contributions):
         self._scale, weight = scale, self._own_weight
         self._factor = factor = scale.unit_factor if weight == 1.0 else scale.before(weight)
         new_slot, members = eager_slot_type(), self._program.member_numbers
+        early = self._program.packing.early if self._packs_early else {}
         eager = [
             new_slot(members[bucket][position], buffer_of(bucket), slot.native, factor)
-            for bucket, leaves in self._program.packing.early.items()
+            for bucket, leaves in early.items()
             if bucket not in self._idle
             if not (self._retains and self._may_overflow(bucket, scale))
             for position, slot in leaves
