@@ -124,8 +124,8 @@ fuzzed-extension: $(INSTALLED)
 	  -DCMAKE_UNITY_BUILD=OFF -DFDDP_SANITIZE=address,undefined -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
 	$(BIN)/cmake --build $(FUZZED)/extension
 
-# Pairs of Python and torch, each in an environment of its own under build/matrix: pip install, README
-# and quick tests. Some gigabytes to download and five minutes for each. Pythons come from PATH, pyenv
+# Pairs of Python and torch, each in an environment of its own under build/matrix: pip install, README,
+# DDP beside torch's, and quick tests. Some gigabytes to download and five minutes for each. Pythons come from PATH, pyenv
 # and uv. No pair may fail; pairs whose Python is missing are named.
 MATRIX ?= 3.10:2.11.0 3.13:2.15.0
 matrix:

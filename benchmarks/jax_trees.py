@@ -20,6 +20,7 @@ from benchmarks.measure import Series, holding_results, measure, ratio, rounds_s
 from benchmarks.scripts import numbers_table, options, publish
 from fddp.cli.launch import launch
 from fddp.cli.progress import Stages
+from fddp.core.text import counted
 from fddp.transport import TransportName
 
 _LEAVES = 300
@@ -40,7 +41,7 @@ class Case(NamedTuple):
     transport: TransportName
 
     def __str__(self) -> str:
-        return f"{self.leaves} leaves of {self.side} x {self.side}, {self.transport}"
+        return f"{counted(self.leaves, 'leaf')} of {self.side} x {self.side}, {self.transport}"
 
 
 Results = dict[str, dict[str, Series]]

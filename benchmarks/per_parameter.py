@@ -22,6 +22,7 @@ from benchmarks.models import Functional, Workload
 from benchmarks.scripts import numbers_table, options, publish
 from fddp.cli.launch import launch
 from fddp.cli.progress import Stages
+from fddp.core.text import counted
 
 _COUNTS = (250, 500, 1000, 2000)
 _FLOATS = 8
@@ -58,7 +59,8 @@ def workload(count: int) -> Workload:
     def to_function(module: nn.Module) -> Functional:
         return Functional([leaf.detach().clone() for leaf in module.parameters()], _loss)
 
-    return Workload(f"{count} parameters", build, to_function, lambda rank: torch.tensor(2.0))
+    name = counted(count, "parameter")
+    return Workload(name, build, to_function, lambda rank: torch.tensor(2.0))
 
 
 @dataclass(frozen=True)

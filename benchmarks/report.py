@@ -18,6 +18,7 @@ from benchmarks.bounds import Figure, at_most, figures_table, to_values
 from benchmarks.competitors import FDDP, LOCAL_FUNCTION, LOCAL_MODULE, OVER_GLOO, twin
 from benchmarks.measure import Ratio, Series, difference, ratio, spread
 from benchmarks.scripts import numbers_table
+from fddp.core.text import counted
 
 _EXPOSED_FUNCTION = 0.25
 _EXPOSED_WRAPPER = 0.35
@@ -182,7 +183,8 @@ def _over_gloo(report: Report) -> list[Figure]:
 
 
 def _crowded(report: Report) -> list[Figure]:
-    what = f"step, {report.ranks} ranks on {os.cpu_count()} cores / best DDP"
+    place = f"{counted(report.ranks, 'rank')} on {counted(os.cpu_count() or 1, 'core')}"
+    what = f"step, {place} / best DDP"
     return [
         at_most(
             1.0,

@@ -27,7 +27,7 @@ from benchmarks.measure import Series, medians_in_turns, ratio, timed
 from benchmarks.scripts import numbers_table, options, publish
 from fddp.cli.launch import launch
 from fddp.cli.progress import Stages
-from fddp.core.text import size_text
+from fddp.core.text import counted, size_text
 from fddp.transport import Transport, open_transport
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -167,7 +167,7 @@ def _gloo(threads: int) -> Any:
     options._devices = [backend.create_default_device()]
     options._threads = threads
     options._timeout = timedelta(minutes=5)
-    store = dist.PrefixStore(f"gloo of {threads} threads", c10d._get_default_store())
+    store = dist.PrefixStore(f"gloo of {counted(threads, 'thread')}", c10d._get_default_store())
     return backend(store, dist.get_rank(), dist.get_world_size(), options)
 
 
@@ -212,7 +212,7 @@ def figures(result: Result) -> list[Figure]:
 def _table(result: Result) -> Table:
     headings = ("shm", "after barrier", "ordinary", "gloo", "as", "gloo / shm", "memcpy")
     table = numbers_table(
-        f"Blocking all-reduces, {result.ranks} ranks",
+        f"Blocking all-reduces, {counted(result.ranks, 'rank')}",
         (*headings, "shm / memcpy"),
         caption="us: median of rounds; barrier: shm with a barrier before each call; ordinary: shm "
         "with tensors elsewhere; ratios round by round (lowest-highest)",

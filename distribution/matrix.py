@@ -1,4 +1,4 @@
-"""Installation, README and quick tests in each of several pairs of Python and torch.
+"""Installation, README, DDP beside torch's and quick tests in pairs of Python and torch.
 
 `python -m distribution.matrix 3.10:2.11.0 3.13:2.15.0` gives each pair an environment of its own
 under `build/matrix`, kept for the next run. Each is built as a user would, by `pip install`. The
@@ -23,9 +23,14 @@ FOLDER = ROOT / "build" / "matrix"
 TEST_TOOLS = (
     *("pytest", "pytest-timeout", "pytest-xdist", "expecttest", "nbclient", "nbformat"),
     "setuptools",  # torch.utils.cpp_extension
+    "scikit-build-core",  # the build backend, which has tests of its own
+    # Installed before fddp is built, which needs its header.
+    "jaxlib; python_version >= '3.11'",
 )
 EXTRAS = "demo,jax,examples,testing,viz,watch"
 README = ("tests/docs/test_readme.py", "tests/docs/test_pages.py", "-k", "loop_runs or README")
+# Calls that depend on torch's version, on processes.
+BESIDE_STOCK = ("tests/ddp/test_manual_finalization.py", "tests/ddp/test_arguments.py")
 QUICK = ("-m", "quick", "-n", "2", "--dist", "worksteal")
 
 
@@ -46,7 +51,7 @@ class Row:
     build_s: float = 0.0
 
 
-STEPS = ("torch", "build", "import", "README", "quick tests")
+STEPS = ("torch", "build", "import", "README", "beside stock", "quick tests")
 
 
 def run(row: Row) -> None:
@@ -69,6 +74,7 @@ def run(row: Row) -> None:
     if built and _step(row, "import", [inside, "-c", load]):
         test = [inside, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         _step(row, "README", [*test, *README])
+        _step(row, "beside stock", [*test, *BESIDE_STOCK])
         _step(row, "quick tests", [*test, *QUICK])
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import fddp
 from examples.common import Check, Report, difference, difference_between_ranks, main
+from fddp.core.text import counted
 from fddp.core.timeline import COMPUTE
 
 Params: TypeAlias = list[dict[str, Tensor]]
@@ -71,7 +72,8 @@ def example(backend: str = "inductor", size: Size = _SIZE) -> Report:
     checks["between ranks"] = Check(
         max(difference_between_ranks(grads) for grads, _ in results.values()), 0.0
     )
-    title = f"{size.layers} layers of {size.width} x {size.width}, {ranks} ranks, {backend}"
+    layers = f"{counted(size.layers, 'layer')} of {size.width} x {size.width}"
+    title = f"{layers}, {counted(ranks, 'rank')}, {backend}"
     return Report(title, rows, checks)
 
 

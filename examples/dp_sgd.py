@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 
 import fddp
 from examples.common import ROUNDING, Check, Report, difference, difference_between_ranks, main
+from fddp.core.text import counted
 
 Params: TypeAlias = dict[str, Tensor]
 
@@ -67,7 +68,10 @@ def example(total: Callable[[Any], Any] = fddp.psum) -> Report:
     sigma = float(drawn.std()) / _CLIP
     shown = norms.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=norms.dtype)).tolist()
     return Report(
-        title=f"DP-SGD, {samples} samples on {ranks} ranks, {_STEPS} steps, sigma {_SIGMA}",
+        title=(
+            f"DP-SGD, {counted(samples, 'sample')} on {counted(ranks, 'rank')}, {_STEPS} steps, "
+            f"sigma {_SIGMA}"
+        ),
         rows=[
             ("norms of samples", " ".join(f"{norm:.2f}" for norm in shown), "10, 50, 90 percent"),
             ("clipped", f"{(norms > _CLIP).double().mean():.0%}", f"longer than {_CLIP}; rank 0"),

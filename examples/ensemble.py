@@ -17,6 +17,7 @@ from torch.func import grad, vmap
 
 import fddp
 from examples.common import ROUNDING, Check, Report, difference, difference_between_ranks, main
+from fddp.core.text import counted
 
 Params: TypeAlias = dict[str, Tensor]
 
@@ -57,7 +58,10 @@ def example(weight_fn: Any = lambda params, batch: len(batch.x)) -> Report:
     losses = [vmap(loss_fn, in_dims=(0, None, None, 0))(p, *whole) for p in (initial, params)]
     near, far = spread(params, 0.0), spread(params, 6.0)
     return Report(
-        title=f"{_MODELS} models at once, {len(whole.x)} samples on {ranks} ranks, {_STEPS} steps",
+        title=(
+            f"{_MODELS} models at once, {len(whole.x)} samples on {counted(ranks, 'rank')}, "
+            f"{_STEPS} steps"
+        ),
         rows=[
             ("loss of the models", f"{losses[0].min():.2f} to {losses[0].max():.2f}", "before"),
             ("", f"{losses[1].min():.3f} to {losses[1].max():.3f}", "after"),

@@ -19,6 +19,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as cross_entrop
 
 import fddp
 from examples.common import ROUNDING, Check, Report, difference, difference_between_ranks, main
+from fddp.core.text import counted
 
 Params: TypeAlias = dict[str, Tensor]
 Loss: TypeAlias = Callable[[Params], Tensor]
@@ -74,7 +75,7 @@ def example(average: Callable[[Tensor], Tensor] = fddp.pmean) -> Report:
     found, alone = newton(global_loss, start), newton(alone_loss, start)
     slope = grad(global_loss)(found.params)
     return Report(
-        title=f"Newton-CG, {_SAMPLES} samples on each of {ranks} ranks, {_STEPS} steps",
+        title=f"Newton-CG, {_SAMPLES} samples on each of {counted(ranks, 'rank')}, {_STEPS} steps",
         rows=[
             ("loss", f"{found.losses[0]:.4f}", "at the start"),
             ("", f"{found.losses[-1]:.4f}", f"after {found.products} products with the Hessian"),

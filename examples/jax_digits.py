@@ -19,6 +19,7 @@ import torch.distributed as dist
 import fddp
 from examples.common import ROUNDING, Check, Report, difference, difference_between_ranks, main
 from fddp.cli.demo.data import Batch, load, own_batches, whole_batches
+from fddp.core.text import counted
 
 #: layers of a weight and a bias each, by name
 Params: TypeAlias = dict[str, dict[str, jax.Array]]
@@ -53,7 +54,9 @@ def example(
             transport = sync.transport
         alone, _ = train_alone(initial, data, ranks, epochs)
         return Report(
-            title=f"{data.size} digits in JAX, {epochs} epochs on {ranks} ranks",
+            title=(
+                f"{data.size} digits in JAX, {counted(epochs, 'epoch')} on {counted(ranks, 'rank')}"
+            ),
             rows=[
                 ("steps", f"{steps}", f"over {transport}"),
                 ("loss on held-out images", f"{loss_fn(params, *plain(held_out)):.4f}", ""),

@@ -20,6 +20,7 @@ from torch.func import grad, vmap
 
 import fddp
 from examples.common import ROUNDING, Check, Report, difference, difference_between_ranks, main
+from fddp.core.text import counted
 
 Params: TypeAlias = dict[str, Tensor]
 
@@ -67,7 +68,7 @@ def example(average: Callable[[Any], Any] = fddp.pmean) -> Report:
     first_order = grad(lambda p: meta_loss(p, whole, detached))(params)
     before, after = (meta_loss(p, whole).item() for p in (initial, params))
     return Report(
-        title=f"MAML, {_TASKS} sine waves on each of {ranks} ranks, {_STEPS} steps",
+        title=f"MAML, {_TASKS} sine waves on each of {counted(ranks, 'rank')}, {_STEPS} steps",
         rows=[
             ("loss after an inner step", f"{before:.3f}", "before training"),
             ("", f"{after:.3f}", "after training"),

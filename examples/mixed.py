@@ -20,6 +20,7 @@ from torch import Tensor
 import fddp
 from examples.common import ROUNDING, Check, Report, difference, difference_between_ranks, main
 from fddp.cli.demo.data import Batch, load, own_batches, whole_batches
+from fddp.core.text import counted
 from fddp.jax import to_array, to_tensor
 
 _RATE = 0.2
@@ -54,7 +55,7 @@ def example(
     logits = logits_fn(params, held_out.images.flatten(1))
     hits = (logits.argmax(1) == held_out.labels).double().mean().item()
     return Report(
-        title=f"{data.size} digits, {epochs} epochs on {ranks} ranks",
+        title=f"{data.size} digits, {counted(epochs, 'epoch')} on {counted(ranks, 'rank')}",
         rows=[
             ("libraries", ", ".join(library for library, _ in told), f"over {transport}"),
             ("accuracy on held-out images", f"{hits:.1%}", ""),

@@ -19,6 +19,7 @@ from torch.func import grad, jvp, vmap
 
 import fddp
 from examples.common import ROUNDING, Check, Report, difference, difference_between_ranks, main
+from fddp.core.text import counted
 
 Params: TypeAlias = dict[str, Tensor]
 
@@ -41,7 +42,7 @@ def example(weight_fn: Any = lambda params, points: len(points)) -> Report:
     losses = [physics_loss(p, everyones).item() for p in (initial, params)]
     errors = [largest_error(p) for p in (initial, params)]
     return Report(
-        title=f"heat equation, {len(everyones)} points on {ranks} ranks, {_STEPS} steps",
+        title=f"heat equation, {len(everyones)} points on {counted(ranks, 'rank')}, {_STEPS} steps",
         rows=[
             ("loss", f"{losses[0]:.1e} to {losses[1]:.1e}", "mean square residual"),
             ("error of u", f"{errors[0]:.2f} to {errors[1]:.2f}", "at most, on a grid"),

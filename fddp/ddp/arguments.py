@@ -21,6 +21,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fddp.core.plan.defaults import CAP_MB, MIB
 from fddp.core.plan.leaf import MAX_COUNT
+from fddp.core.text import counted
 from fddp.errors import NoGradientError
 from fddp.runtime.nonfinite import Policy
 from fddp.transport import LoopbackGroup
@@ -43,6 +44,7 @@ AS_GIVEN = (
     "mixed_precision",
     "batched_grad_copy",
     "skip_all_reduce_unused_params",
+    "lazy_bucket_allocation",
 )
 
 
@@ -72,6 +74,7 @@ class Arguments:
     bucket_cap_mb_list: Sequence[float] | None = None
     batched_grad_copy: bool = False
     forward_sync_buffers: bool | None = None
+    lazy_bucket_allocation: bool = False
 
     def __post_init__(self) -> None:
         delayed = self.delay_all_reduce_named_params
@@ -271,8 +274,9 @@ def _check_parameters(own: Mapping[str, nn.Parameter], has_delayed: bool) -> Non
     if not has_delayed and not any(p.requires_grad for p in own.values()):
         raise NoGradientError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that "
-            f"requires a gradient. This one has {len(own)} parameters that are not ignored; call "
-            f"requires_grad_() on those to train, or use the module without the wrapper"
+            f"requires a gradient. This one has {counted(len(own), 'parameter')}, apart from "
+            f"ignored ones; call requires_grad_() on those to train, or use the module without the "
+            f"wrapper"
         )
     for name, parameter in own.items():
         if isinstance(parameter, UninitializedParameter):

@@ -13,6 +13,13 @@ backward reaches no output can't know of the others' step, and they time out. Fr
 until the end of a step through its outputs, any gradient belongs to a step, wherever it comes from,
 because the loss may be computed elsewhere. After that step, gradients belong to a step only if an
 output is reached again. So calling the module without its wrapper takes no step.
+
+[Note: manual finalization]
+With manual finalization the end of backward leaves the step open, and `finalize` closes it. The
+last bucket, which carries the control word, is sent in between, so that its all-reduce overlaps
+other work. From then on the step can take no further gradient and report no failure. Within
+`in_step` an exception has to reach the other ranks, so there the last bucket is sent by `finalize`.
+A hook within backward may call `finalize`, too, if every parameter has its gradients.
 """
 
 from __future__ import annotations
@@ -54,13 +61,49 @@ _ABORTED = (
     "backward was aborted on this rank, where its error was raised; use `with ddp.in_step():` to "
     "report that error to all ranks"
 )
+_NOT_FINALIZED = (
+    "Expected to have finalized the prior backward pass before starting a new one; call "
+    "finalize_backward() after each backward pass, as require_manual_backward_finalization is set"
+)
 
 
 @dataclass
 class Switch:
-    """On while backward passes synchronise gradients; shared by a wrapper and its driver."""
+    """Settings shared by a wrapper and its driver.
+
+    Attributes:
+        is_on: True while backward passes synchronise gradients.
+        is_manual: True if `finalize` closes steps; see [Note: manual finalization].
+        in_step: True within `in_step`.
+    """
 
     is_on: bool = True
+    is_manual: bool = False
+    in_step: bool = False
+
+
+@dataclass
+class Suspension:
+    """State of a step between backward and `finalize`.
+
+    Attributes:
+        ended_s: time at which backward ended, in seconds of `perf_counter`; None if no step is
+            suspended.
+        arrived: number of gradients when the last bucket was sent; None if it was not.
+    """
+
+    ended_s: float | None = None
+    arrived: int | None = None
+
+    @property
+    def is_active(self) -> bool:
+        """True if a step waits for `finalize`."""
+        return self.ended_s is not None
+
+    def check_inactive(self) -> None:
+        """Raise a RuntimeError if a step waits for `finalize`."""
+        if self.is_active:
+            raise RuntimeError(_NOT_FINALIZED)
 
 
 class BackwardDriver:
@@ -69,11 +112,13 @@ class BackwardDriver:
     Attributes:
         runner: runs the steps.
         is_stopped: True if gradients are left alone.
+        suspension: the step that waits for `finalize`, if there is one.
     """
 
     def __init__(self, runner: StepRunner, switch: Switch) -> None:
         self.runner = runner
         self.is_stopped = False
+        self.suspension = Suspension()
         self._switch = switch
         self._lock = threading.RLock()
         self._end: weakref.ref[_End] | None = None  # a dead reference after the pass was aborted
@@ -99,6 +144,8 @@ class BackwardDriver:
         """Prepare for a forward pass, which may be a checkpoint's, within a backward pass."""
         if torch._C._current_graph_task_id() < 0:
             self.runner.wait_for_work()
+        if not self.runner.is_begun:
+            self.runner.memory.release(self.engine)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -124,6 +171,7 @@ class BackwardDriver:
 
     def change(self, request: ModuleRequest) -> None:
         """Replace the parameters; see [Note: changed parameters]."""
+        self.suspension.check_inactive()
         self.runner.change_parameters(request, self._first_grad_callback)
 
     # Backward
@@ -131,6 +179,7 @@ class BackwardDriver:
     def _on_output_grad(self) -> None:
         with self._lock:
             if self._switch.is_on and not self.is_stopped:
+                self.suspension.check_inactive()
                 if _is_compiled():
                     raise TransformError(_COMPILED)
                 has_inputs = has_explicit_inputs()
@@ -175,7 +224,7 @@ class BackwardDriver:
                 self.runner.restore_grads()
 
     def finish(self, *, required: bool) -> None:
-        """Close the step at the end of backward, and make its results the gradients.
+        """Close the step, and make its results the gradients.
 
         Args:
             required: True if a step is taken even if no gradient came.
@@ -193,7 +242,7 @@ class BackwardDriver:
                     runner.open()
                 if runner.is_begun:
                     self._expects_grads = self._expects_grads and not self._is_reached
-                    runner.finish(self._reached_s)
+                    runner.finish(self._reached_s, self.suspension.ended_s)
             except BaseException as error:
                 runner.recorder.set_error_and_log(f"{type(error).__name__}: {error}")
                 raise
@@ -203,6 +252,7 @@ class BackwardDriver:
 
     def _reset(self) -> None:
         self.runner.reset()
+        self.suspension = Suspension()
         self._forget_pass()
 
     def _forget_pass(self) -> None:
@@ -246,15 +296,15 @@ class BackwardDriver:
     @property
     def is_broken_off(self) -> bool:
         """True if a backward pass was aborted before the end of its step, which the other ranks
-        take even if no gradient had come."""
+        take even if no gradient had come; also if the step waits for `finalize`."""
         with self._lock:
-            is_owed = self._end is not None and self._is_required
+            is_owed = self.suspension.is_active or (self._end is not None and self._is_required)
             return (is_owed or self.runner.step is not None) and not self._runs_backward
 
     def abort_stale_step(self) -> None:
         """Complete the step of a backward pass that was aborted, so that no rank waits for it."""
         with self._lock:
-            if self._runs_backward:
+            if self._runs_backward or self.suspension.is_active:
                 return
             is_broken_off = self.is_broken_off
             self._end = None
@@ -290,11 +340,17 @@ def _is_compiled() -> bool:
 
 
 class _End:
-    """Callback at the end of a backward pass. It is freed if the pass is aborted."""
+    """Callback at the end of a backward pass. It is freed if the pass is aborted.
+
+    Attributes:
+        is_done: True if the step was closed within backward.
+    """
 
     def __init__(self, driver: BackwardDriver, required: bool) -> None:
         self._driver = driver
         self._required = required
+        self.is_done = False
 
     def __call__(self) -> None:
-        self._driver.finish(required=self._required)
+        if not self.is_done:
+            self._driver.finish(required=self._required)

@@ -65,7 +65,7 @@ class FailurePropagation(WrapperState):
         self._forward_collectives.is_open = False
         step = 0 if self._steps is None else self._steps.engine.step
         done = self._forward_collectives.done
-        self._forward_collectives.in_step = True
+        self._switch.in_step = True
         if self._steps is not None:
             self._steps.engine.transport.enter_step(step)
         try:
@@ -76,7 +76,7 @@ class FailurePropagation(WrapperState):
                 self._report(steps, error, self._forward_collectives.done - done)
             raise
         finally:
-            self._forward_collectives.in_step = False
+            self._switch.in_step = False
             if self._steps is not None:
                 self._steps.engine.transport.leave_step()
 

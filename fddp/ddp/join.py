@@ -192,6 +192,7 @@ class UnevenInputs(WrapperState):
 
 def _take_part(steps: BackwardDriver, weight: float) -> None:
     """Run a step without a backward pass on this rank, whose gradients stay unchanged."""
+    steps.suspension.check_inactive()
     steps.abort_stale_step()
     steps.runner.take_part(weight)
 

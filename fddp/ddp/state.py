@@ -18,14 +18,15 @@ from fddp.collectives.replicas.broadcast import AT_ONCE_BYTES
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.timeline import Timeline
 from fddp.ddp.arguments import AS_GIVEN, Arguments, Options, group_of, managed
-from fddp.ddp.backward_steps import BackwardDriver, Switch
+from fddp.ddp.backward_steps import Switch
 from fddp.ddp.debug_logs import log_initialised
 from fddp.ddp.delayed_all_reduce import Delayed
+from fddp.ddp.finalization import FinalizingDriver
 from fddp.ddp.logging_data import Recorder
 from fddp.ddp.mixed_precision import wire_dtype
 from fddp.ddp.parameter_watch import ParameterWatch
 from fddp.ddp.request import ModuleRequest
-from fddp.ddp.step_runner import StepRunner
+from fddp.ddp.step_runner import BucketMemory, StepRunner
 from fddp.errors import FddpError, InternalError
 from fddp.hooks import cast as cast_hook
 from fddp.telemetry.step_info import SyncInfo
@@ -56,7 +57,6 @@ class ForwardCollectives:
         is_open: True if a round is running, or was left by an exception.
         some_sync: True if, within `join`, the backward pass of some rank with input will
             synchronise gradients.
-        in_step: True within `in_step`.
         is_synced: True if the running forward pass takes part in synchronisation.
         failure: error of the last step that this rank shadowed within `join`, if it failed.
     """
@@ -64,7 +64,6 @@ class ForwardCollectives:
     done: int = 0
     is_open: bool = False
     some_sync: bool = False
-    in_step: bool = False
     is_synced: bool = False
     failure: FddpError | None = None
 
@@ -104,9 +103,10 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
         """Set the attributes that belong to this process. A copy makes its own."""
         self.logger = Recorder()
         self._watch = ParameterWatch(self.module, self._options.ignored)
-        self._steps: BackwardDriver | None = None
+        self._steps: FinalizingDriver | None = None
         self._all_delayed = not self._watch.params
         self._forward_collectives = ForwardCollectives()
+        self._switch.in_step = False
         self._delayed = self._delay(*self._delays)
 
     def _delay(self, named: Any, trigger: Tensor | None) -> Delayed | None:
@@ -131,27 +131,27 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
     # Steps
 
     @property
-    def steps(self) -> BackwardDriver:
+    def steps(self) -> FinalizingDriver:
         """The driver of steps. The first access creates it, and is a collective call."""
         if self._steps is None:
             try:
                 self._steps = self._make_steps()
-                if self._forward_collectives.in_step:
+                if self._switch.in_step:
                     engine = self._steps.engine
                     engine.transport.enter_step(engine.step)
             except AttributeError as error:  # which a property must not raise
                 raise InternalError(f"the steps could not be made: {error}") from error
         return self._steps
 
-    def _make_steps(self) -> BackwardDriver:
+    def _make_steps(self) -> FinalizingDriver:
         runner = StepRunner(
             self._request(),
             find_unused=self.find_unused_parameters,
             static=self.static_graph,
-            replace=self.gradient_as_bucket_view,
+            memory=BucketMemory(self.gradient_as_bucket_view, self.lazy_bucket_allocation),
             recorder=self.logger,
         )
-        steps = BackwardDriver(runner, self._switch)
+        steps = FinalizingDriver(runner, self._switch)
         log_initialised(self._options.cap_bytes, self._options.first_cap_bytes)
         transport = steps.engine.transport
         self.logger.start(
@@ -194,6 +194,13 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
     @property
     def _syncs(self) -> bool:
         return torch.is_grad_enabled() and self._switch.is_on
+
+    def _raise_pending(self) -> None:
+        if self._steps is None:
+            return
+        self._steps.suspension.check_inactive()
+        if self._steps.runner.usage.pending:
+            self._log_and_throw(RuntimeError, self._steps.runner.usage.pending)
 
     # Plan, times and logging data
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -101,13 +102,32 @@ class HookedParameters:
         return self._ranks
 
 
+@dataclass(frozen=True)
+class BucketMemory:
+    """Use of the memory of buckets.
+
+    Attributes:
+        is_gradient: True if results, which are views of it, replace gradients that were there
+            before, instead of being written into them.
+        is_lazy: True if it is allocated when a bucket is complete, and released after the step.
+    """
+
+    is_gradient: bool
+    is_lazy: bool
+
+    def release(self, engine: Engine) -> None:
+        """Release the memory of earlier steps if it is lazy, except that of existing gradients
+        that may be reduced in place."""
+        if self.is_lazy:
+            engine.release_memory(keep_views=self.is_gradient)
+
+
 class StepRunner:
     """Runs the steps of a wrapped module on the engine. Construction is a collective call.
 
     Args:
         find_unused, static: as for `Usage`.
-        replace: True if results replace gradients that were there before, instead of being written
-            into them.
+        memory: memory of the buckets and gradients.
 
     Attributes:
         engine: the engine, which owns the plan.
@@ -115,6 +135,7 @@ class StepRunner:
         parameters: the parameters with their hooks; set by `set_parameters`.
         step: the open step, or None.
         work: further waits for the end of a step.
+        has_changed: True if the parameters are no longer those of the plan.
         skipped: True if all ranks left out the last step because of a non-finite number.
         has_failed: True if the last step failed in good order on all ranks and nothing has been
             communicated since.
@@ -128,7 +149,7 @@ class StepRunner:
         *,
         find_unused: bool,
         static: bool,
-        replace: bool,
+        memory: BucketMemory,
         recorder: Recorder,
     ) -> None:
         self.engine = _engine(request)
@@ -146,8 +167,8 @@ class StepRunner:
         self.skipped = False
         self.has_failed = False
         self._request = request
-        self._replace = replace
-        self._changed = False
+        self.memory = memory
+        self.has_changed = False
         self._open_error: BaseException | None = None
         self._begun_s = 0.0
         self._write: Callable[[Sequence[Tensor | None]], None] = partial(_copy_to, ())
@@ -167,7 +188,7 @@ class StepRunner:
         self._request = request
         self.set_parameters(on_first_grad)
         self.usage.params = request.params
-        self._changed = True
+        self.has_changed = True
 
     def declare_static(self) -> None:
         """Require that all steps use the same parameters."""
@@ -198,7 +219,7 @@ class StepRunner:
             if step.context.bound_hook is not None:
                 # Hooks may call operators, and also run on ranks that have failed.
                 self.engine.transport.leave_step()
-            if self._changed and not again:
+            if self.has_changed and not again:
                 step.fail(ParametersChangedError(f"this rank's parameters have changed; {_CHANGE}"))
                 return
             contributions = BackwardContributions(
@@ -206,10 +227,11 @@ class StepRunner:
                 weight=1.0,
                 accumulated=None,
                 idle=step.context.idle,
-                aliases_buffer=hooks.aliases_buffer if self._replace else None,
+                aliases_buffer=hooks.aliases_buffer if self.memory.is_gradient else None,
+                packs_early=not self.memory.is_lazy,
             )
             step.begin(contributions, self.parameters.leaves)
-            self._write = partial(hooks.assign, replace=self._replace)
+            self._write = partial(hooks.assign, replace=self.memory.is_gradient)
             view = _NoGraphInfo([True] * len(self.parameters.names))
             step.arm(hooks, view, self.engine.arrivals)
         except BaseException as error:
@@ -238,17 +260,18 @@ class StepRunner:
         self.step.begin(contributions, params)
         self._write = partial(_add_to_context, context, params, own)
 
-    def finish(self, reached_s: float) -> None:
-        """Close the step after backward has ended, and write its results.
+    def finish(self, reached_s: float, end_s: float | None = None) -> None:
+        """Close the step, and write its results.
 
         Args:
             reached_s: time at which backward reached an output, in seconds of `perf_counter`.
+            end_s: time at which it ended; now, if it has only just.
         """
-        end_s = time.perf_counter()
+        end_s = time.perf_counter() if end_s is None else end_s
         if self._open_error is not None or self.step is None:
             raise self._open_error or InternalError("a step was to end that was not open")
         here = self.parameters.used_names()
-        self._fail_on_misuse(here)
+        self.fail_on_misuse(here)
         try:
             try:
                 outcome = self.close_step()
@@ -281,7 +304,7 @@ class StepRunner:
                 reduced=len(program.plan.buckets) - len(idle),
             )
 
-    def _fail_on_misuse(self, here: frozenset[str]) -> None:
+    def fail_on_misuse(self, here: frozenset[str]) -> None:
         """Fail the step if parameters were used against what was declared.
 
         A method of its own, so that no frame in an error's traceback refers to the error.
@@ -318,35 +341,18 @@ class StepRunner:
 
     def _repeat(self) -> Outcome:
         """Make a new plan together with all ranks, and repeat the step."""
-        self._check_changed_everywhere(self.step.failures if self.step else ())
+        _check_changed_everywhere(self.engine, self.step.failures if self.step else ())
         hook, number = self.engine.hook, self.engine.step
         self.engine.close("the parameters changed")
         self.engine = _engine(self._request)
         self.engine.step = number
         if hook is not None:
             self.engine.set_hook(hook)
-        self._changed = False
+        self.has_changed = False
         self.open(again=True)
         if self._open_error is not None:
             raise self._open_error
         return self.close_step()
-
-    def _check_changed_everywhere(self, failures: Sequence[str]) -> None:
-        rank = self.engine.transport.rank
-        # A rank that failed before its forward pass has not compared its parameters.
-        others = {
-            other: text
-            for other, text in enumerate(failures)
-            if text and not text.startswith(ParametersChangedError.__name__)
-        }
-        if others:
-            raise peer_error(self.engine.step - 1, others)
-        for other, text in enumerate(failures):
-            if not text:
-                raise PlanMismatchError(
-                    f"the parameters of the wrapped module have changed on rank {rank}, but not on "
-                    f"rank {other}; {_CHANGE}"
-                )
 
     def take_part(self, weight: float) -> None:
         """Run a step to which this rank contributes nothing; its gradients stay unchanged."""
@@ -357,6 +363,8 @@ class StepRunner:
         step.begin(nothing, self.parameters.leaves)
         self._close(step)
         self.wait_for_work()
+        del step
+        self.memory.release(self.engine)
 
     def fail(self, error: BaseException) -> None:
         """Fail the open step, or one that is opened for this purpose."""
@@ -393,6 +401,7 @@ class StepRunner:
         self.work.clear()
         self.step = self._open_error = None
         self._write = partial(_copy_to, ())
+        self.memory.release(self.engine)
 
 
 def _engine(request: ModuleRequest) -> Engine:
@@ -400,6 +409,24 @@ def _engine(request: ModuleRequest) -> Engine:
     engine.label = "this DistributedDataParallel"
     engine.advice = "make a new one of its module, on a working group"
     return engine
+
+
+def _check_changed_everywhere(engine: Engine, failures: Sequence[str]) -> None:
+    rank = engine.transport.rank
+    # A rank that failed before its forward pass has not compared its parameters.
+    others = {
+        other: text
+        for other, text in enumerate(failures)
+        if text and not text.startswith(ParametersChangedError.__name__)
+    }
+    if others:
+        raise peer_error(engine.step - 1, others)
+    for other, text in enumerate(failures):
+        if not text:
+            raise PlanMismatchError(
+                f"the parameters of the wrapped module have changed on rank {rank}, but not on "
+                f"rank {other}; {_CHANGE}"
+            )
 
 
 def _raise_changed_graph(failures: Sequence[str]) -> None:

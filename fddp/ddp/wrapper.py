@@ -24,6 +24,7 @@ from fddp.ddp.broadcast import broadcast_buffers, broadcast_module
 from fddp.ddp.comm_hooks import CommHooks
 from fddp.ddp.failure_scope import FailurePropagation
 from fddp.ddp.join import UnevenInputs, last_rank, notify, some_sync
+from fddp.ddp.manual_finalization import ManualFinalization
 from fddp.ddp.mixed_precision import MixedPrecision
 from fddp.ddp.outputs import find_tensors, warn_if_hidden
 from fddp.ddp.reducer_facade import Reducer
@@ -47,7 +48,7 @@ _COMPILE_MODULE = (
 _TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
 
 
-class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
+class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation, ManualFinalization):
     """Wrapper that averages a module's gradients over ranks while backward runs.
 
     Drop-in replacement for `torch.nn.parallel.DistributedDataParallel` with the same arguments,
@@ -83,6 +84,8 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         bucket_cap_mb_list: caps of the first, second, ... bucket, in MiB.
         batched_grad_copy: without effect; small gradients are always packed together.
         forward_sync_buffers: broadcast rank 0's buffers in every forward; by default True.
+        lazy_bucket_allocation: allocate buckets when their gradients are complete, and release
+            their memory when a step has ended. By default it is kept for the next step.
         transport: as for `GradSync`. Not an argument of torch's class.
         nonfinite: policy for steps in which a gradient or a sum is NaN or infinite. Not an argument
             of torch's class. "propagate" writes the results to `.grad`. "skip" leaves the step out
@@ -129,6 +132,7 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
         bucket_cap_mb_list: Any = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         transport: TransportName = "auto",
         nonfinite: Policy = "propagate",
@@ -255,17 +259,15 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
     @untraced(_COMPILE_MODULE, callees=False)
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         # Dynamo recognises DDP by a global of torch's, which ranks that are threads share.
-        is_process = isinstance(self.process_group, dist.ProcessGroup)
         outer = _TorchDDP._active_ddp_module
-        if is_process:
+        if isinstance(self.process_group, dist.ProcessGroup):
             _TorchDDP._active_ddp_module = self
         try:
             if self._mixed is not None:
                 return self._mixed.run(self.module, inputs, kwargs)
             return self.module(*inputs, **kwargs)
         finally:
-            if is_process:
-                _TorchDDP._active_ddp_module = outer
+            _TorchDDP._active_ddp_module = outer
 
     @untraced(_COMPILE_MODULE)
     def _post_forward(self, output: Any) -> Any:
@@ -321,10 +323,6 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation):
             self.steps.runner.work.extend(future.wait for future in futures or ())
 
     # Errors and settings
-
-    def _raise_pending(self) -> None:
-        if self._steps is not None and self._steps.runner.usage.pending:
-            self._log_and_throw(RuntimeError, self._steps.runner.usage.pending)
 
     def _set_static_graph(self) -> None:
         if self.static_graph:

@@ -85,6 +85,11 @@ class BufferPool:
         """Return True if a tensor is a view of a released buffer."""
         return bool(self._live_views.contains(tensor))
 
+    def trim(self) -> None:
+        """Drop the buffers that no view uses."""
+        for key, buffers in self._released.items():
+            self._released[key] = [b for b in buffers if self._use_count(b) > 1]
+
     def clear(self) -> None:
         """Drop all buffers."""
         self._released.clear()

@@ -3,7 +3,7 @@ csrc/step/usual_step.h."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, NewType, Protocol, cast
 
@@ -64,11 +64,9 @@ class UsualStep(Protocol):
 
     waits: list[tuple[float, float]]
 
-    def set_leaves(self, leaves: Sequence[Tensor | None]) -> bool:
-        """Set complete gradients, by leaf of the plan. Return False if one is missing."""
-
-    def set_counter(self, counter: GradientCounter) -> None:
-        """Set the counter that collects the gradients."""
+    def set_source(self, source: list[Tensor | None] | GradientCounter) -> bool:
+        """Set whole gradients by leaf of the plan, or the counter that collects them. Return False
+        if one is missing."""
 
     def __call__(self, bucket: int) -> None:
         """Note that all expected gradients of a bucket have arrived."""

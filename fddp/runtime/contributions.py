@@ -15,7 +15,6 @@ from fddp.native.autograd_leaves import GradientCounter, GraphInfo, eager_slot_t
 from fddp.native.buffer_pool import BufferPool
 from fddp.native.layout import Layout
 from fddp.native.pack import pack_, pack_add_, plus
-from fddp.native.usual_step import UsualStep
 from fddp.runtime.program import Program
 from fddp.runtime.shards import Chunk
 
@@ -48,9 +47,10 @@ class Contributions:
     weight: float = 0.0
     aliases_buffer: Callable[[Sequence[int], Tensor, Any], bool] | None = None
 
-    def give_to(self, usual: UsualStep) -> bool:
-        """Set these gradients as those of a usual step. Return False if they are unusual."""
-        return False
+    def usual_source(self) -> list[Tensor | None] | GradientCounter | None:
+        """Return the gradients of a usual step: whole ones by leaf, or what collects them; None if
+        they are unusual."""
+        return None
 
     def parts(self, bucket: int) -> list[WeightedGradients]:
         """Summands of a bucket."""
@@ -117,13 +117,13 @@ class Contributions:
 class TreeContributions(Contributions):
     """Complete gradients, by leaf."""
 
-    def __init__(self, program: Program, leaves: Leaves, weight: float) -> None:
+    def __init__(self, program: Program, leaves: list[Tensor | None], weight: float) -> None:
         self.weight = weight
         self._program = program
         self._leaves = leaves
 
-    def give_to(self, usual: UsualStep) -> bool:
-        return usual.set_leaves(self._leaves)
+    def usual_source(self) -> list[Tensor | None]:
+        return self._leaves
 
     def parts(self, bucket: int) -> list[WeightedGradients]:
         members = self._program.plan.buckets[bucket].leaves
@@ -176,6 +176,8 @@ class BackwardContributions(Contributions):
         accumulated: weighted sums of earlier micro-batches.
         idle: buckets that are left out; any gradient for one is late.
         aliases_buffer: as in `Contributions`.
+        packs_early: True to pack large gradients as they arrive, into memory that is allocated
+            when the step begins.
 
     Attributes:
         in_place: buckets whose gradients are reduced in place.
@@ -190,6 +192,7 @@ class BackwardContributions(Contributions):
         accumulated: Accumulated | None,
         idle: Collection[int] = (),
         aliases_buffer: Callable[[Sequence[int], Tensor, Any], bool] | None = None,
+        packs_early: bool = True,
     ) -> None:
         self.weight = weight + (accumulated.weight if accumulated else 0.0)
         self.expected: Sequence[int] = ()
@@ -202,6 +205,7 @@ class BackwardContributions(Contributions):
         self.leaf_set: GradientCounter | None = None
         self._accumulated = accumulated
         self._idle = idle
+        self._packs_early = packs_early
         self.aliases_buffer = aliases_buffer
         self.in_place: list[int] = []
         self._retains = False
@@ -240,9 +244,10 @@ class BackwardContributions(Contributions):
         self._scale, weight = scale, self._own_weight
         self._factor = factor = scale.unit_factor if weight == 1.0 else scale.before(weight)
         new_slot, members = eager_slot_type(), self._program.member_numbers
+        early = self._program.packing.early if self._packs_early else {}
         eager = [
             new_slot(members[bucket][position], buffer_of(bucket), slot.native, factor)
-            for bucket, leaves in self._program.packing.early.items()
+            for bucket, leaves in early.items()
             if bucket not in self._idle
             if not (self._retains and self._may_overflow(bucket, scale))
             for position, slot in leaves
@@ -253,12 +258,9 @@ class BackwardContributions(Contributions):
                 if not any(expected[k] for k in numbers):
                     on_bucket(bucket)
 
-    def give_to(self, usual: UsualStep) -> bool:
-        is_unusual = self._accumulated is not None or self._idle or self._program.control.with_order
-        if self.leaf_set is None or is_unusual:
-            return False
-        usual.set_counter(self.leaf_set)
-        return True
+    def usual_source(self) -> GradientCounter | None:
+        is_usual = not (self._accumulated or self._idle or self._program.control.with_order)
+        return self.leaf_set if is_usual and self._packs_early else None
 
     def arrivals(self) -> Arrivals:
         """Return the arrivals of this backward pass, for the next step's expected counts."""

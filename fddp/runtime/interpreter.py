@@ -54,6 +54,7 @@ class Interpreter(StepState):
         self._is_irregular = bool(context.idle)  # some operations are left out
         self._repaired: dict[str, frozenset[int]] = {}  # buckets by `Op.when`, once known
         self._runs_freely = False  # no operation has to wait for gradients
+        self.is_complete = False  # no further gradients and failures belong to the step
         self._lock = threading.RLock()
         self._broken: BaseException | None = None
 
@@ -62,7 +63,8 @@ class Interpreter(StepState):
     def bucket_ready(self, bucket: int) -> None:
         """Note that all expected gradients of a bucket have arrived. Never raises: backward must
         run to its end."""
-        self.buckets[bucket].ready_s = perf_counter()
+        state = self.buckets[bucket]
+        state.ready_s = min(state.ready_s, perf_counter())
         if self._broken is not None:
             return  # other ranks would match the next collective with the failed one
         try:
@@ -149,12 +151,15 @@ class Interpreter(StepState):
 
     def _may_run(self, instruction: Instruction) -> bool:
         op = instruction.op
-        if (
-            instruction.needs_report
-            or op.kind not in _IN_BACKWARD
-            or op.bucket == self.program.schedule.sequence[-1]
-            or self.buckets[op.bucket].ready_s == math.inf
-        ):
+        if self.is_complete:
+            is_due = op.kind in _IN_BACKWARD or op.kind == "control"
+        else:
+            is_due = (
+                op.kind in _IN_BACKWARD
+                and op.bucket != self.program.schedule.sequence[-1]
+                and self.buckets[op.bucket].ready_s < math.inf
+            )
+        if instruction.needs_report or not is_due:
             return False
         # Backward never blocks on a collective.
         for dep, bucket in instruction.awaited:
@@ -329,3 +334,15 @@ class Interpreter(StepState):
             self._raise(self.failure)
         nothing: list[Tensor | None] = [None] * len(self.leaves)
         return Outcome(nothing, report, Stats(math.nan, False), skipped=True)
+
+
+def send_last_bucket(step: Interpreter) -> None:
+    """Send the last bucket with the control word after backward, before `Step.finish`.
+
+    Never raises: `finish` does. A hooked step sends it in `finish`, because its control word has to
+    report whether the hook fails.
+    """
+    if step.context.bound_hook is None:
+        step.is_complete = True
+        for bucket in range(len(step.buckets)):
+            step.bucket_ready(bucket)

@@ -50,7 +50,8 @@ class UsualRun(NamedTuple):
         usual, weight = step.context.usual, step.contributions.weight
         if usual is None or weight != step.scale.unit or not step.has_next:
             return None
-        if any(device.type != "cpu" for device in step.devices.values()):
+        source = step.contributions.usual_source()
+        if source is None or any(device.type != "cpu" for device in step.devices.values()):
             return None
         word, log = usual.words[step.method, weight], step_log_type()()
         buffers = [state.memory(step) for state in step.buckets]
@@ -67,7 +68,7 @@ class UsualRun(NamedTuple):
             step.number,
             interpreter,
         )
-        if not step.contributions.give_to(native):
+        if not native.set_source(source):
             return None
         step.recorder.add_step(step.program.schedule, step.number, log)
         return cls(native, log, word.report, usual.adopt)

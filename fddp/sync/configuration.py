@@ -71,6 +71,13 @@ class EngineConfiguration:
         self._install(self.terms.schedule_of(plan), with_order=False)
         self._pool.clear()
 
+    def release_memory(self, *, keep_views: bool) -> None:
+        """Drop the buffers of earlier steps; with `keep_views`, only those that no result uses."""
+        if keep_views:
+            self._pool.trim()
+        else:
+            self._pool.clear()
+
     def set_hook(self, hook: Hook[Any] | None) -> None:
         """Use another hook from the next step on, and keep its state in the engine; a collective
         call.

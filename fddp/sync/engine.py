@@ -225,7 +225,7 @@ class Engine(EngineConfiguration):
             order = [reduced[slot] for slot in report.order]
             self.set_plan(self.terms.rebuilt(self.program.plan, order))
         if self.terms.skips_unused:
-            self._idle = self._unused_buckets(report)
+            self._idle = _unused_buckets(self.program, report)
         return outcome
 
     def _on_failure(self, step: Step, error: BaseException) -> None:
@@ -241,17 +241,6 @@ class Engine(EngineConfiguration):
         self.transport.abandon(reason)
         self.transport.note_interrupted_step()
         self.close(reason)
-
-    def _unused_buckets(self, report: ControlReport) -> frozenset[int]:
-        program = self.program
-        users = dict(zip(program.plan.reduced, report.users, strict=True))
-        return frozenset(
-            number
-            for number, bucket in enumerate(program.plan.buckets)
-            if not bucket.sparse
-            and number not in program.schedule.retained
-            and not any(users[leaf] for leaf in bucket.leaves)
-        )
 
     @contextmanager
     def watched(self) -> Iterator[list[Step]]:
@@ -315,6 +304,17 @@ class Engine(EngineConfiguration):
                 scale = scale.next(total, report.total_squared, report.active)
             self.scale = scale
         return report
+
+
+def _unused_buckets(program: Program, report: ControlReport) -> frozenset[int]:
+    users = dict(zip(program.plan.reduced, report.users, strict=True))
+    return frozenset(
+        number
+        for number, bucket in enumerate(program.plan.buckets)
+        if not bucket.sparse
+        and number not in program.schedule.retained
+        and not any(users[leaf] for leaf in bucket.leaves)
+    )
 
 
 def any_rank_has_input(engine: Engine, mine: bool) -> bool:

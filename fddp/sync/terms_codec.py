@@ -12,6 +12,7 @@ from fddp.core.protocol.messages import AnyOf, Schema, decode, optional
 from fddp.core.schedule.builder import Algorithm
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
+from fddp.core.text import counted
 from fddp.errors import PlanMismatchError
 from fddp.hooks.hook import Hook
 from fddp.runtime.agreement import Rebuild, SyncConfig
@@ -44,8 +45,8 @@ def remap_topology(before: Topology, axes: Topology | None, world_size: int) -> 
         found = before
     if found.world_size != world_size:
         raise ValueError(
-            f"the mesh {found} has {found.world_size} ranks, and the group {world_size}; pass "
-            f"mesh= with the axes of the new group"
+            f"the mesh {found} has {counted(found.world_size, 'rank')}, and the group "
+            f"{world_size}; pass mesh= with the axes of the new group"
         )
     return found
 

@@ -8,6 +8,7 @@ from fddp.core.check import check_schedule
 from fddp.core.protocol.readiness import on_backward_end, on_ready, start
 from fddp.core.schedule.op import Op, is_collective
 from fddp.core.schedule.schedule import Schedule
+from fddp.core.text import counted
 from fddp.errors import ScheduleError
 
 
@@ -71,7 +72,9 @@ def assert_same_collectives(
         raise ValueError("arrivals must have a list for each rank, got none")
     counts = expected or [[1] * len(schedule.plan.leaves)] * len(arrivals)
     if len(counts) != len(arrivals):
-        raise ValueError(f"expected has {len(counts)} ranks, and arrivals has {len(arrivals)}")
+        raise ValueError(
+            f"expected has {counted(len(counts), 'rank')}, and arrivals has {len(arrivals)}"
+        )
     late = [
         _late_buckets(schedule, own, wanted) for own, wanted in zip(arrivals, counts, strict=True)
     ]

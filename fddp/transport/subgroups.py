@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from fddp.core.protocol.differences import check_equal
+from fddp.core.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -60,8 +61,9 @@ def own_groups(
     check_equal(f"open_subgroups on rank {rank}: the mesh", received, way_out)
     if topology.world_size != len(requests):
         raise ValueError(
-            f"open_subgroups on rank {rank}: {topology} has {topology.world_size} ranks and the "
-            f"transport {len(requests)}; pass a topology of the transport's ranks"
+            f"open_subgroups on rank {rank}: {topology} has "
+            f"{counted(topology.world_size, 'rank')} and the transport {len(requests)}; pass a "
+            f"topology of the transport's ranks"
         )
     for axes in groups:
         if len(set(axes) & set(topology.names)) != len(axes):

@@ -26,7 +26,8 @@ def leaf_specs(
             always are.
 
     Raises:
-        TypeError: a leaf has no shape and dtype, or a torch layout that cannot be packed.
+        TypeError: a leaf has no shape and dtype, or none yet, as parameters of lazy modules, or a
+            torch layout that cannot be packed.
 
     >>> import numpy as np
     >>> leaf_specs(["a", "b"], [np.zeros((3,), dtype=np.float32), None])[0]
@@ -73,6 +74,11 @@ def _describe(
             "shape and dtype; leaves are arrays or None, and custom containers must be registered "
             "with optree.register_pytree_node (or, around arrays of JAX, with "
             "jax.tree_util.register_pytree_node)"
+        ) from None
+    except RuntimeError:  # torch's, for parameters of lazy modules
+        raise TypeError(
+            f"leaf {path!r} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which has no "
+            f"shape yet; run one forward pass through the lazy module first"
         ) from None
     shape = shapes.setdefault(shape, shape)
     if not hasattr(leaf, "is_contiguous"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor
@@ -32,17 +33,20 @@ def init_rpc(rank: int, shared_file: str) -> None:
 
 
 def steps_in_contexts(
-    rank: int, world_size: int, shared_file: str, steps: list[tuple[Layers, Layers]]
+    rank: int, world_size: int, shared_file: str, steps: list[tuple[Layers, Layers]], manual: bool
 ) -> list[Any]:
     """Gradients of each step in its context, and those in `.grad` at the end."""
     init_rpc(rank, shared_file)
     ddp = DDP(net(), bucket_cap_mb=TINY_CAP_MB, find_unused_parameters=True)
+    ddp.require_manual_backward_finalization = manual
     found: list[Any] = []
     for number, through in enumerate(steps):
         with dist_autograd.context() as context:
             x = batch(rank, number).requires_grad_()
             loss = ddp(x * 1.0, through=through[rank]).square().mean()
             dist_autograd.backward(context, [loss])
+            if manual:
+                ddp.finalize_backward()
             here = dist_autograd.get_gradients(context)
             found.append({n: here.get(p) for n, p in ddp.module.named_parameters()})
     found.append(grads(ddp.module))
@@ -50,14 +54,15 @@ def steps_in_contexts(
     return found
 
 
-def test_ranks_without_a_gradient_get_the_mean(tmp_path: Path) -> None:
+@pytest.mark.parametrize("manual", [False, True])
+def test_ranks_without_a_gradient_get_the_mean(tmp_path: Path, manual: bool) -> None:
     steps: list[tuple[Layers, Layers]] = [
         ((0, 1), (0, 1)),
         ((0, 1), (0,)),
         ((1,), (0, 2)),
         ((2,), (1,)),
     ]
-    outcomes = run_fresh(2, steps_in_contexts, str(tmp_path / "store"), steps)
+    outcomes = run_fresh(2, steps_in_contexts, str(tmp_path / "store"), steps, manual)
     assert [outcome.error for outcome in outcomes] == [None, None]
     for outcome in outcomes:
         *found, outside = outcome.result

@@ -75,6 +75,13 @@ def test_claims_name_tests_that_exist() -> None:
         assert f"def {function or 'test_'}" in source, f"{file} has no {function}"
 
 
+def test_each_row_of_the_comparison_has_a_test() -> None:
+    section = read(PAGE).split("## Comparison with DistributedDataParallel\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (\d+) \| ", section, re.MULTILINE)
+    tests = re.findall(r"^(\d+)\. `tests/\w+/test_\w+\.py::test_\w+`$", section, re.MULTILINE)
+    assert rows == tests == [str(number) for number in range(1, len(rows) + 1)]
+
+
 def test_requirements_are_those_of_the_package() -> None:
     package = metadata("fddp")
     wanted = [f"python{package['Requires-Python']}", *package.get_all("Requires-Dist", [])]

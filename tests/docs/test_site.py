@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -18,8 +15,8 @@ import fddp.jax
 import fddp.testing
 import fddp.viz
 from fddp import averaging, hooks
+from tests.support.commands import run_python
 from tests.support.pages import ROOT, read
-from tests.support.polling import HANG_S
 
 REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
 DIRECTIVE = re.compile(r"^\.\. auto\w+:: (fddp\.[\w.]+)$", re.MULTILINE)
@@ -90,14 +87,7 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("furo", reason="pip install fddp[docs]")
     strict = ["--fail-on-warning", "--keep-going", "--quiet", "--jobs", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "sphinx", *strict, "-c", "docs", ".", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
+    done = run_python("-m", "sphinx", *strict, "-c", "docs", ".", str(tmp_path))
     assert done.returncode == 0, done.stderr
     gradients = (tmp_path / "docs/reference/gradients.html").read_text("utf-8")
     assert 'id="fddp.GradSync.value_and_grad"' in gradients
@@ -113,16 +103,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
 def test_the_picture_of_the_readme_is_recorded(tmp_path: Path) -> None:
     """The script runs, and its picture has the parts of the one that is kept."""
     out = tmp_path / "timelines.svg"
-    script = ["docs/images/timelines.py", str(out), "--steps", "2", "--width", "256"]
-    done = subprocess.run(
-        [sys.executable, *script],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
+    done = run_python("docs/images/timelines.py", str(out), "--steps", "2", "--width", "256")
     assert done.returncode == 0, done.stderr
     recorded, kept = out.read_text("utf-8"), read("docs/images/timelines.svg")
     for svg in (recorded, kept):

@@ -144,10 +144,10 @@ def test_matrix_ends_with_a_table() -> None:
     tried = matrix.Row("3.10", "2.11.0", {"torch": "passed", "build": "failed"}, build_s=31.6)
     missing = matrix.Row("3.99", "2.13.0")
     matrix.run(missing)
-    assert matrix.table([tried, missing]).splitlines() == [
-        "Python  torch   build           import          README          quick tests     build, s",
-        "3.10    2.11.0  failed          not run         not run         not run         32",
-        "3.99    2.13.0  no such Python  no such Python  no such Python  no such Python  0",
+    assert [re.split(" {2,}", line) for line in matrix.table([tried, missing]).splitlines()] == [
+        ["Python", "torch", *matrix.STEPS[1:], "build, s"],
+        ["3.10", "2.11.0", "failed", *["not run"] * 4, "32"],
+        ["3.99", "2.13.0", *["no such Python"] * 5, "0"],
     ]
     assert matrix.main(["3.99:2.13.0"]) == 1
 

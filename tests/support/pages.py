@@ -8,17 +8,12 @@ commands. Blocks of a page go on from one another.
 from __future__ import annotations
 
 import doctest
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.polling import HANG_S
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.commands import ROOT, torchrun
 
 #: The guide, in the order of its pages. The first begins the script that each other page continues,
 #: and the last closes what the first opened.
@@ -172,14 +167,5 @@ def run_script(page: str, folder: Path, *, epilogue: str = "") -> None:
 
 
 def _launch(command: list[str], folder: Path, page: str) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, *command],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
+    done = torchrun(*command, cwd=folder)
     assert done.returncode == 0, f"{page}, whose lines are the script's:\n{done.stderr}"

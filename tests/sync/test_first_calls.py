@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -61,6 +62,53 @@ def test_a_step_with_a_module_says_what_to_pass() -> None:
 
     (text,) = fddp.loopback(1, step)
     assert "For a module, pass the tensors by name: dict(module.named_parameters())" in text
+
+
+def lazy_on(ranks: Collection[int], rank: int) -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(3) if rank in ranks else nn.Linear(2, 3))
+
+
+CALLS: dict[str, Callable[[nn.Module, Any], object]] = {
+    "GradSync": lambda module, group: fddp.GradSync(module, group=group),
+    "broadcast": lambda module, group: fddp.broadcast(module, group=group),
+    "check_replicas": fddp.check_replicas,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("lazy", [(0, 1), (1,)], ids=["all ranks", "one rank"])
+def test_lazy_modules_name_the_way_out_on_every_rank(name: str, lazy: tuple[int, ...]) -> None:
+    def call(group: Any) -> str:
+        module = lazy_on(lazy, group.rank)
+        return str(ending(lambda: CALLS[name](module, group)).text)
+
+    for text in fddp.loopback(2, call):
+        assert "leaf '0.bias' " in text
+        assert "has no shape yet; run one forward pass through the lazy module first" in text
+
+
+def test_a_plan_of_a_lazy_module_names_the_way_out() -> None:
+    module = lazy_on((0,), 0)
+    for tree in (module, dict(module.named_parameters())):
+        with pytest.raises(TypeError, match=r"leaf '0\.bias' is a torch.*run one forward pass"):
+            fddp.plan_buckets(tree)
+    module(torch.ones(1, 2))
+    assert fddp.plan_buckets(module).paths == ("0.bias", "0.weight")
+
+
+def test_replicas_of_a_module_are_its_parameters() -> None:
+    def check(group: Any) -> tuple[str, str]:
+        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
+        for param in module.parameters():
+            param.zero_()
+        module[1].running_mean += group.rank
+        alike = ending(lambda: fddp.check_replicas(module, group)).text
+        module[0].bias += group.rank
+        return str(alike), str(ending(lambda: fddp.check_replicas(module, group)).text)
+
+    for alike, differ in fddp.loopback(2, check):
+        assert alike == ""
+        assert "replicas differ, first in leaf '0.bias'" in differ
 
 
 def test_broadcast_of_a_module_has_frozen_parameters_too() -> None:

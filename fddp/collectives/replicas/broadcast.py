@@ -13,6 +13,7 @@ from fddp.collectives.operator_program import batches
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.protocol.differences import LEAVES, check_equal
 from fddp.core.protocol.messages import Schema
+from fddp.core.text import counted
 from fddp.errors import PlanMismatchError, TransformError, error_text
 from fddp.runtime.agreement import check_equal_leaves, exchange
 from fddp.runtime.inputs import check_no_transform, outside_transforms
@@ -109,8 +110,8 @@ def _check_alike(
     check_equal_leaves([theirs for *_, theirs in received])
     if src not in range(transport.world_size):
         raise PlanMismatchError(
-            f"src={src!r} is out of range; the group has {transport.world_size} ranks, numbered "
-            f"from 0"
+            f"src={src!r} is out of range; the group has {counted(transport.world_size, 'rank')}, "
+            f"numbered from 0"
         )
 
 

@@ -36,6 +36,7 @@ from fddp.telemetry.call_site import call_chain
 from fddp.transport import Group
 from fddp.tree.describe import leaf_specs
 from fddp.tree.foreign import adapted
+from fddp.tree.modules import named_params
 from fddp.tree.pytree import flatten
 
 _PIECES = 512  # pieces whose digests are compared in each round of the search for an element
@@ -63,7 +64,8 @@ def check_replicas(
 
     Args:
         tree: tensors of any dtype, device and strides, JAX arrays and Python numbers; None is
-            ignored. For example parameters, buffers or optimizer state. Not written.
+            ignored. For example buffers or optimizer state. Not written. Of an `nn.Module`, all
+            parameters are compared; pass its `state_dict()` to include buffers.
         group: ranks to compare, as in `fddp.pmean`; None for the default group.
         every: number of steps between two checks.
         step: number of this step, the same on all ranks. If `step % every` is not 0, this returns
@@ -178,7 +180,7 @@ def _check_when(whens: list[str], text: str) -> None:
 
 
 def _own(tree: Any, when: str) -> _LocalDigest:
-    found, treedef = adapted(*flatten(tree), "tree")
+    found, treedef = adapted(*flatten(named_params(tree, frozen=True)), "tree")
     paths, leaves, numbers = [], [], []
     for path, leaf in zip(treedef.paths, found, strict=True):
         if leaf is not None:

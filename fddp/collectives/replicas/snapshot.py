@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fddp.collectives.replicas.containers import containers_from_json, containers_to_json
 from fddp.core.plan.leaf import MAX_COUNT
@@ -137,6 +138,10 @@ def _is_plain(leaf: Any) -> bool:
 
 def check_dense(name: str, leaf: Any) -> None:
     """Raise a `TypeError` for a leaf that is not a plain, dense tensor with memory."""
+    if isinstance(leaf, (UninitializedBuffer, UninitializedParameter)):
+        raise TypeError(
+            f"{name} has no shape yet; run one forward pass through the lazy module first"
+        )
     kind = ""
     if type(leaf) not in (Tensor, torch.nn.Parameter):
         kind = type(leaf).__name__

@@ -98,7 +98,10 @@ bool UsualStep::set_leaves(const py::list& leaves) {
   return true;
 }
 
-void UsualStep::set_counter(std::shared_ptr<GradientCounter> counter) { counter_ = std::move(counter); }
+bool UsualStep::set_counter(std::shared_ptr<GradientCounter> counter) {
+  counter_ = std::move(counter);
+  return true;
+}
 
 void UsualStep::bucket_ready(int64_t bucket) {
   {
@@ -374,8 +377,8 @@ void bind_usual_step(py::module_& m) {
                     std::vector<at::Tensor>, at::Tensor, uint32_t, double, int64_t, py::object>(),
            py::arg("program"), py::arg("collectives"), py::arg("log"), py::arg("buffers"), py::arg("word"),
            py::arg("fingerprint"), py::arg("factor"), py::arg("number"), py::arg("interpreter"))
-      .def("set_leaves", torch::wrap_pybind_function(&UsualStep::set_leaves), py::arg("leaves"))
-      .def("set_counter", &UsualStep::set_counter, py::arg("counter"))
+      .def("set_source", torch::wrap_pybind_function(&UsualStep::set_leaves), py::arg("source"))
+      .def("set_source", &UsualStep::set_counter, py::arg("source").none(false))
       .def("__call__", &UsualStep::bucket_ready, py::arg("bucket"), py::call_guard<py::gil_scoped_release>())
       .def("finish", &UsualStep::finish, py::call_guard<py::gil_scoped_release>())
       .def("results", &UsualStep::results)

@@ -81,10 +81,10 @@ class UsualStep : public BucketListener {
   UsualStep(const UsualStep&) = delete;
   UsualStep& operator=(const UsualStep&) = delete;
 
-  // Set the gradients: complete ones by leaf of the plan, or those that a counter collects. Return
+  // Set the gradients: whole ones by leaf of the plan, or those that a counter collects. Return
   // false if one is missing.
   bool set_leaves(const pybind11::list& leaves);
-  void set_counter(std::shared_ptr<GradientCounter> counter);
+  bool set_counter(std::shared_ptr<GradientCounter> counter);
 
   void bucket_ready(int64_t bucket) override;
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fddp.core.text import counted
 from fddp.errors import ClosedError, FddpError, InternalError, SyncTimeoutError
 from fddp.transport.base import Transport, Work
 from fddp.transport.c10d.backends import Communicator, CommunicatorSpec, connect
@@ -149,7 +150,7 @@ class C10dTransport(Transport):
                 raise ClosedError(
                     f"the process group of rank {self.rank} is gone; open a new transport"
                 )
-            what = f"opening a communicator of {len(ranks)} ranks"
+            what = f"opening a communicator of {counted(len(ranks), 'rank')}"
             check_peers = partial(self.peers.check, what, self.peers.begin_wait())
             spec = CommunicatorSpec(
                 group, self.rank, ranks, self._membership, self.timeout_s, check_peers

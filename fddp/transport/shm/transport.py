@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fddp.core.protocol.messages import Schema
+from fddp.core.text import counted
 from fddp.errors import ClosedError, FddpError
 from fddp.native.usual_step import NativeCollectives, collectives_in_memory
 from fddp.transport.base import Transport, Work
@@ -209,7 +210,9 @@ class ShmTransport(Transport):
     def _make_control_block(self, ranks: tuple[int, ...]) -> int:
         offset = None if self._arena is None else self._arena.make_control_block(len(ranks))
         if offset is None:
-            raise OSError(f"no memory can be reserved for a control block of {len(ranks)} ranks")
+            raise OSError(
+                f"no memory can be reserved for a control block of {counted(len(ranks), 'rank')}"
+            )
         return offset
 
     def _join(self, ranks: tuple[int, ...], offset: int) -> ShmGroup:
