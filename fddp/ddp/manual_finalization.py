@@ -100,3 +100,10 @@ class ManualFinalization(WrapperState):
         if not self._switch.is_manual:
             raise RuntimeError(_NOT_MANUAL)
         self.steps.finalize()
+
+    def _raise_pending(self) -> None:
+        if self._steps is None:
+            return
+        self._steps.suspension.check_inactive()
+        if self._steps.runner.usage.pending:
+            self._log_and_throw(RuntimeError, self._steps.runner.usage.pending)

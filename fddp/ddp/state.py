@@ -195,13 +195,6 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
     def _syncs(self) -> bool:
         return torch.is_grad_enabled() and self._switch.is_on
 
-    def _raise_pending(self) -> None:
-        if self._steps is None:
-            return
-        self._steps.suspension.check_inactive()
-        if self._steps.runner.usage.pending:
-            self._log_and_throw(RuntimeError, self._steps.runner.usage.pending)
-
     # Plan, times and logging data
 
     @property
