@@ -42,8 +42,6 @@ class UsualState(Protocol):
         unpacked: positions of operations before the cursor whose results Python has to make.
         is_finite, may_overflow: as in a control word.
         failed_op: position in the schedule of the operation that raised the error, or -1.
-        in_flight: position, bucket, handle and number in the log of each collective that was not
-            waited for.
     """
 
     cursor: int
@@ -53,7 +51,10 @@ class UsualState(Protocol):
     is_finite: bool
     may_overflow: bool
     failed_op: int
-    in_flight: list[tuple[int, int, Any, int]]
+
+    def take_in_flight(self) -> list[tuple[int, int, Any, int]]:
+        """Return position, bucket, handle and number in the log of each collective that was not
+        waited for. A second call returns none."""
 
     def raise_error(self) -> None:
         """Raise the error of the operation that failed, if there is one."""

@@ -86,7 +86,7 @@ class UsualRun(NamedTuple):
         now_s = perf_counter()
         for bucket, is_ready in zip(step.buckets, state.ready, strict=True):
             bucket.ready_s = min(bucket.ready_s, now_s if is_ready else math.inf)
-        for position, number, handle, record in state.in_flight:
+        for position, number, handle, record in state.take_in_flight():
             pending = self.adopt(handle), LoggedTimes(self.log, record)
             if number < 0:
                 step.word_work = pending

@@ -207,8 +207,9 @@ def test_python_takes_over_on_every_rank(unusual: Turn, spy: Spy) -> None:
 
 
 def wrapped_steps(group: Any, count: int) -> list[list[object]]:
-    torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)).double()
+    for number, param in enumerate(module.parameters()):
+        torch.nn.init.constant_(param, 1.0 / (1 + number))  # ranks are threads of one generator
     ddp = fddp.DistributedDataParallel(module, process_group=group, bucket_cap_mb=0.0001)
     found = []
     for number in range(count):

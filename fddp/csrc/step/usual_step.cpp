@@ -284,14 +284,15 @@ UsualStep::State UsualStep::take_over() {
   State state{};
   state.cursor = static_cast<int64_t>(cursor_);
   state.ready = ready_;
-  for (const Launch& launch : launches_) {
+  for (Launch& launch : launches_) {
     if (launch.is_waited) continue;
     if (launch.pending) {
-      state.in_flight.push_back(launch);
+      state.in_flight.push_back(std::exchange(launch, {}));
     } else {
       wait_for(launch.position);  // notes its end
     }
   }
+  launches_.clear();
   if (word_.defined()) state.word = word_;
   state.unpacked = unpacked_;
   state.is_finite = is_finite_;
@@ -359,17 +360,18 @@ void bind_usual_step(py::module_& m) {
       .def_readonly("is_finite", &UsualStep::State::is_finite)
       .def_readonly("may_overflow", &UsualStep::State::may_overflow)
       .def_readonly("failed_op", &UsualStep::State::failed_op)
-      .def_property_readonly("in_flight",
-                             [](const UsualStep::State& state) {
-                               py::list works;
-                               for (const auto& launch : state.in_flight) {
-                                 works.append(py::make_tuple(launch.position, launch.bucket,
-                                                             launch.pending->to_python(), launch.record));
-                               }
-                               return works;
-                             })
+      // Moved, and so is the error: the traceback of an error refers to the state, and the work of a
+      // collective to its error, which would close a cycle that the garbage collector cannot see.
+      .def("take_in_flight",
+           [](UsualStep::State& state) {
+             py::list works;
+             for (const auto& launch : std::exchange(state.in_flight, {})) {
+               works.append(
+                   py::make_tuple(launch.position, launch.bucket, launch.pending->to_python(), launch.record));
+             }
+             return works;
+           })
       .def("raise_error", torch::wrap_pybind_function([](UsualStep::State& state) {
-             // Moved: the traceback of the error refers to the state, which would close a cycle.
              if (state.error) std::rethrow_exception(std::exchange(state.error, nullptr));
            }));
   py::class_<UsualStep, BucketListener, std::shared_ptr<UsualStep>>(m, "UsualStep")
