@@ -54,6 +54,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.operators --json $(BENCH)/functional.json
 	$(RUN) -m benchmarks.jax_trees --json $(BENCH)/jax_trees.json
 	$(RUN) -m benchmarks.planning
+	$(RUN) -m benchmarks.scaling
 	$(RUN) -m benchmarks.simulator_accuracy
 	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports steps crowded memory leaves packing functional jax_trees))
 

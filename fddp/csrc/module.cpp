@@ -3,6 +3,7 @@
 namespace py = pybind11;
 
 void bind_gradient_counter(py::module_&);
+void bind_describe(py::module_&);
 void bind_digest(py::module_&);
 void bind_backend_release(py::module_&);
 void bind_layout(py::module_&);
@@ -35,5 +36,6 @@ PYBIND11_MODULE(_C, m) {
   bind_shm(m);
   bind_completion_timestamp(m);
   bind_trees(m);
+  bind_describe(m);
   bind_xla_ffi(m);
 }

@@ -7,6 +7,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from fddp.core.plan.leaf import LeafSpec, dense_strides
+from fddp.native import extension
+
+_Device = tuple[str, Hashable]
 
 
 def leaf_specs(
@@ -35,13 +38,7 @@ def leaf_specs(
     >>> [leaf.sparse for leaf in leaf_specs(["a", "b"], [np.zeros(3), np.zeros(2)], {"b"})]
     [False, True]
     """
-    specs: list[LeafSpec] = []
-    devices: list[tuple[str, Hashable]] = []
-    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for path, leaf in zip(paths, leaves, strict=True):
-        spec, device = _describe(path, leaf, path in sparse, shapes)
-        specs.append(spec)
-        devices.append(device)
+    specs, devices = _described(paths, leaves, frozenset(sparse))
     distinct = list(dict.fromkeys(devices))  # in order of appearance
     kinds = [kind for kind, _ in distinct]
     if len(set(kinds)) == len(kinds):
@@ -57,10 +54,27 @@ def leaf_specs(
     ]
 
 
-def _describe(
+def _described(
+    paths: Sequence[str], leaves: Sequence[Any], sparse: frozenset[str]
+) -> tuple[list[LeafSpec], list[_Device]]:
+    """Return the spec of each leaf, and its device.
+
+    Contiguous tensors are described by the extension, in one call; all other leaves by
+    `describe_one`, which gives the same for these.
+    """
+    specs, devices = extension.load().describe_leaves(LeafSpec, paths, list(leaves), sparse)
+    if None in specs:
+        shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for number, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+            if specs[number] is None:
+                specs[number], devices[number] = describe_one(path, leaf, path in sparse, shapes)
+    return specs, devices
+
+
+def describe_one(
     path: str, leaf: Any, sparse: bool, shapes: dict[tuple[int, ...], tuple[int, ...]]
-) -> tuple[LeafSpec, tuple[str, Hashable]]:
-    """Return the spec, the device type, and an identity of the device among those of its type.
+) -> tuple[LeafSpec, _Device]:
+    """Return the spec of a leaf, the device type, and an identity of the device in its type.
 
     Equal shapes become one object of `shapes`, since long-lived objects slow garbage collection.
     """
@@ -98,7 +112,7 @@ def _describe(
 
 class _TorchTraits(NamedTuple):
     dtype: str
-    device: tuple[str, Hashable]
+    device: _Device
     layout: str
 
 
@@ -108,7 +122,7 @@ def _torch_traits(dtype: Any, device: Any, layout: Any) -> _TorchTraits:
     return _TorchTraits(str(dtype).removeprefix("torch."), (device.type, device.index), str(layout))
 
 
-def _array_device(leaf: Any) -> tuple[str, Hashable]:
+def _array_device(leaf: Any) -> _Device:
     """Return the device type and identity of an array that is not a torch tensor."""
     device = getattr(leaf, "device", None)
     if isinstance(device, str):

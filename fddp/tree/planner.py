@@ -183,6 +183,8 @@ def _sparse_paths(sparse: Iterable[str], paths: Sequence[str]) -> frozenset[str]
 
 def _selected(specs: Sequence[LeafSpec], select: Callable[[str], bool] | None) -> set[int]:
     """Return the indices of the leaves to reduce."""
+    if select is None and specs and {spec.dtype for spec in specs} <= ITEM_BYTES.keys():
+        return set(range(len(specs)))
     selected = set()
     for index, spec in enumerate(specs):
         supported = spec.dtype in ITEM_BYTES

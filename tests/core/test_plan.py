@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fddp.core.plan.bucket import assign_buckets
+from fddp.core.plan.leaf import are_leaves, is_counts, leaf_problem
 from fddp.core.plan.plan import Bucket, BucketPlan, LeafSpec, plan_leaves, rebucket
 from fddp.errors import NoGradientError
 from fddp.tree.planner import plan_buckets
@@ -93,6 +95,79 @@ def test_plans_survive_json_pickle_and_rebucketing(offer: Any) -> None:
     assert rebucket(plan, order[::-1]) == plan_leaves(
         leaves, order=order[::-1], caps_bytes=caps_bytes
     )
+
+
+def assigned_one_by_one(
+    leaves: list[LeafSpec], order: list[int], caps_bytes: tuple[int, ...]
+) -> list[Bucket]:
+    """Reference of `assign_buckets`: one leaf after the other."""
+    buckets: list[Bucket] = []
+    members: dict[tuple[str, str], list[int]] = {}  # of the open bucket of a dtype and device
+    closed: Counter[tuple[str, str]] = Counter()
+    last_cap = len(caps_bytes) - 1
+    for leaf in order:
+        spec = leaves[leaf]
+        if spec.sparse:
+            buckets.append(Bucket.of(leaves, [leaf], 0))
+            continue
+        kind = spec.dtype, spec.device
+        # Inserted anew, so that open buckets stay in the order of their last leaf.
+        own = members[kind] = [*members.pop(kind, []), leaf]
+        cap_bytes = caps_bytes[min(closed[kind], last_cap)]
+        if sum(leaves[member].nbytes for member in own) >= cap_bytes:
+            buckets.append(Bucket.of(leaves, members.pop(kind), cap_bytes))
+            closed[kind] += 1
+    for kind, own in members.items():
+        buckets.append(Bucket.of(leaves, own, caps_bytes[min(closed[kind], last_cap)]))
+    return buckets
+
+
+@given(offers(), st.booleans())
+def test_assignment_is_that_of_one_leaf_after_the_other(offer: Any, is_huge: bool) -> None:
+    leaves, order, caps_bytes = offer
+    if is_huge:  # beyond 64 bits in sum
+        leaves = [leaf._replace(shape=(2**58, *leaf.shape[:1])) for leaf in leaves]
+        caps_bytes = (*caps_bytes, 2**61, 2**63 - 1)
+    assert assign_buckets(leaves, order, caps_bytes) == assigned_one_by_one(
+        leaves, order, caps_bytes
+    )
+
+
+@given(
+    st.lists(
+        st.builds(
+            LeafSpec,
+            path=st.sampled_from(("a", "b", 3, None)) | st.text("ab", max_size=2),
+            shape=shapes | st.sampled_from([[2], (True,), (1.0,), (-1,), ("1",), (2**63,), None]),
+            dtype=st.sampled_from((*DTYPES, "int8", "none", 1, [])),
+            strides=st.sampled_from((None, None, (), (1,), (1, 2), (1, 3), [1], (True,))),
+            device=st.sampled_from(("cpu", "meta", None)),
+            sparse=st.sampled_from((True, False, 1)),
+        )
+        | st.sampled_from([("a", (2,), "float32"), None]),
+        max_size=4,
+    )
+)
+def test_leaves_are_judged_together_as_one_by_one(leaves: list[Any]) -> None:
+    assert are_leaves(leaves) == all(leaf_problem(leaf) is None for leaf in leaves)
+
+
+@given(offers())
+def test_leaves_of_plans_have_no_problem(offer: Any) -> None:
+    leaves, _, _ = offer
+    assert are_leaves(leaves)
+
+
+@given(
+    st.lists(st.integers(-2, 3) | st.sampled_from([True, 1.0, 2**63 - 1, 2**63, "1"])).map(tuple)
+    | st.sampled_from([[1], None, 3]),
+    st.integers(0, 1),
+)
+def test_counts_are_ints_of_64_bits(values: Any, at_least: int) -> None:
+    expected = isinstance(values, tuple) and all(
+        type(value) is int and at_least <= value < 2**63 for value in values
+    )
+    assert is_counts(values, at_least) == expected
 
 
 def test_assignment_of_a_partial_order_leaves_the_rest_local() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fddp.native.buffer_pool import BufferPool, new_memory
 from fddp.native.layout import Layout
 from fddp.native.pack import slices, storage_use_count
 
@@ -151,3 +152,19 @@ def test_layouts_are_values() -> None:
     assert twin == LAYOUT
     assert hash(twin) == hash(LAYOUT)
     assert torch.equal(slices(torch.ones(23), copy.deepcopy(twin))[0], torch.ones(10))
+
+
+def test_views_are_known_however_many_buffers_were_freed() -> None:
+    pool = BufferPool(new_memory)
+    layout = Layout(offsets=(0,), shapes=((2,),), strides=((1,),), numel=2)
+    held = []
+    for number in range(200):
+        buffer = new_memory(2, torch.float32, torch.device("cpu"))
+        if number % 20 == 0:
+            held += slices(buffer, layout)
+        pool.release(number, buffer)
+        del buffer
+        pool.clear()
+    assert len(held) == 10
+    assert all(map(pool.is_view, held))
+    assert not pool.is_view(torch.ones(2))

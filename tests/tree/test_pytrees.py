@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import pickle
 from collections import OrderedDict, defaultdict, deque
 from typing import Any
@@ -15,11 +16,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fddp.core.plan.leaf import LeafSpec, dense_strides
 from fddp.errors import TreeMismatchError
-from fddp.tree.describe import leaf_specs
-from fddp.tree.pytree import check_paths, flatten, insertion_order, map_leaves, tree_map
+from fddp.native import extension
+from fddp.tree.describe import describe_one, leaf_specs
+from fddp.tree.pytree import (
+    check_paths,
+    flatten,
+    insertion_order,
+    map_leaves,
+    tree_map,
+    walked_order,
+)
 from tests.support.random_trees import Point, trees
 
 
@@ -258,6 +268,92 @@ def test_dense_strides_are_those_of_torch(order: list[int], shape: list[int]) ->
 def leaf_spec(path: str, leaf: Any, *, sparse: bool = False) -> LeafSpec:
     (spec,) = leaf_specs([path], [leaf], [path] if sparse else [])
     return spec
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Any:
+    """Tensors of all dtypes, dense or not, parameters, or None."""
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    dtype = draw(st.sampled_from((torch.float16, torch.bfloat16, torch.complex64, torch.int8)))
+    device = draw(st.sampled_from(("cpu", "meta")))
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    changes = (
+        lambda: None,
+        lambda: tensor,
+        lambda: torch.nn.Parameter(tensor, requires_grad=False),
+        lambda: tensor.permute([*reversed(range(tensor.dim()))]),
+        lambda: tensor.expand(2, *shape),
+        lambda: tensor[..., ::2] if shape else tensor,
+        lambda: tensor.as_subclass(Tagged),
+        lambda: torch.ones(2, 2).to_sparse(),
+        lambda: np.zeros(shape, np.float32),
+    )
+    return draw(st.sampled_from(changes))()
+
+
+class Tagged(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+@given(st.lists(st.tuples(tensors(), st.booleans()), max_size=8))
+def test_leaves_are_described_together_as_one_by_one(drawn: list[tuple[Any, bool]]) -> None:
+    leaves = [leaf for leaf, _ in drawn]
+    paths = [f"p{number}" for number in range(len(drawn))]
+    sparse = {path for path, (_, is_sparse) in zip(paths, drawn, strict=True) if is_sparse}
+    together = leaf_specs(paths, leaves, sparse)
+    one_by_one = [
+        describe_one(path, leaf, path in sparse, {})[0]
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
+    assert together == one_by_one
+    for spec in together:
+        assert type(spec) is LeafSpec
+        assert type(spec.sparse) is bool
+        kinds = [type(spec.path), type(spec.shape), type(spec.dtype), type(spec.device)]
+        assert kinds == [str, tuple, str, str]
+    assert pickle.loads(pickle.dumps(together)) == together
+
+
+def test_tensors_of_transforms_are_described_as_they_appear() -> None:
+    specs: list[LeafSpec] = []
+
+    def record(x: torch.Tensor) -> torch.Tensor:
+        specs.append(leaf_spec("x", x))
+        return x.sum()
+
+    torch.func.vmap(record)(torch.ones(2, 3))
+    torch.func.grad(record)(torch.ones(2, 3))
+    assert [spec.shape for spec in specs] == [(3,), (2, 3)]
+    with FakeTensorMode():
+        assert leaf_spec("x", torch.ones(2, 3)).shape == (2, 3)
+
+
+def test_descriptions_add_nothing_to_collect() -> None:
+    specs = leaf_specs(["a", "b"], [torch.ones(2), None])
+    assert not any(gc.is_tracked(spec) for spec in specs)
+
+
+@given(trees)
+def test_containers_are_walked_by_the_extension_as_in_python(tree: Any) -> None:
+    _, treedef = flatten(tree)
+    assert insertion_order(tree, treedef) == walked_order(tree, treedef)
+
+
+@given(
+    st.recursive(
+        st.sampled_from((None, torch.ones(1))),
+        lambda below: st.one_of(
+            st.lists(below, max_size=3),
+            st.lists(below, max_size=3).map(tuple),
+            st.dictionaries(st.text("ab", max_size=2), below, max_size=4),
+            st.dictionaries(st.integers(-3, 12), below, max_size=4),
+        ),
+        max_leaves=12,
+    )
+)
+def test_plain_containers_are_walked_by_the_extension(tree: Any) -> None:
+    _, treedef = flatten(tree)
+    assert extension.load().filled_order(tree) == [*walked_order(tree, treedef)]
 
 
 def test_strides_are_recorded_where_a_bucket_can_keep_them() -> None:

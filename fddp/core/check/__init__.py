@@ -3,23 +3,14 @@
 All ranks run the same operations in the same order. One list of operations is therefore executed
 symbolically for all ranks (`symbolic.py`), at a cost that depends only on the number of operations.
 Each bucket is executed for every decision of the control word (`dataflow.py`). Only dependencies
-order operations (`ordering.py`).
+order operations (`ordering.py`). Buckets of the same form are executed once (`forms.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, groupby
-
-from fddp.core.check.dataflow import Flow
-from fddp.core.check.ordering import Order, check_order, check_reads_of_control
-from fddp.core.check.symbolic import Algebra, branches
-from fddp.core.check.well_formed import check_form
+from fddp.core.check.execution import check_by_execution
+from fddp.core.check.forms import is_proved_by_forms
 from fddp.core.schedule.schedule import Schedule
-
-# Number of operations whose order is computed at a time. Each needs one bit per operation of the
-# schedule, so that all at once would need quadratic memory.
-_BATCH = 4096
 
 
 def check_schedule(schedule: Schedule) -> None:
@@ -57,20 +48,5 @@ def check_schedule(schedule: Schedule) -> None:
         leaf 'w' (elements 0:8), summed along local only: the gradients of ranks 4, 8, 12, ...
         are missing; reduce it along host too
     """
-    by_bucket = check_form(schedule)
-    control = check_order(schedule)
-    algebra = Algebra(schedule)
-    for batch in _batches(by_bucket):
-        order = Order(schedule.ops, [control, *(i for b in batch for i in by_bucket[b])])
-        for bucket in batch:
-            positions = by_bucket[bucket]
-            check_reads_of_control(schedule, control, positions, order)
-            for branch in branches(schedule, bucket):
-                Flow(schedule, bucket, branch, algebra, order).follow(positions)
-
-
-def _batches(by_bucket: Mapping[int, Sequence[int]]) -> Iterator[list[int]]:
-    before = accumulate(map(len, by_bucket.values()), initial=0)
-    number = {bucket: count // _BATCH for bucket, count in zip(by_bucket, before, strict=False)}
-    for _, batch in groupby(by_bucket, key=number.__getitem__):
-        yield list(batch)
+    if not is_proved_by_forms(schedule):
+        check_by_execution(schedule)

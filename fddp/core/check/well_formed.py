@@ -188,7 +188,7 @@ def _check_region(at: Location, op: Op) -> None:
     if not 0 <= start <= stop:
         at.fail(f"its elements {start}:{stop} must satisfy 0 <= start <= stop")
     numel = at.schedule.plan.buckets[op.bucket].numel
-    limit = 2 * numel + max(at.schedule.topology.world_size, _ALIGNMENT)
+    limit = padding_limit(at.schedule, op.bucket)
     if stop > limit:
         at.fail(
             f"its elements {start}:{stop} exceed the {numel} of its bucket by too much; the limit "
@@ -212,6 +212,12 @@ def _check_region(at: Location, op: Op) -> None:
             f"its elements are {start}:{stop} of {numel}; a bucket that is not sharded must be "
             f"{op.kind}ed as a whole"
         )
+
+
+def padding_limit(schedule: Schedule, bucket: int) -> int:
+    """Return the largest number of elements of a bucket with padding."""
+    numel = schedule.plan.buckets[bucket].numel
+    return 2 * numel + max(schedule.topology.world_size, _ALIGNMENT)
 
 
 def _check_bucket(schedule: Schedule, bucket: int, positions: list[int]) -> None:

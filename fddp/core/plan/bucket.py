@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
+from operator import itemgetter
 
-from fddp.core.plan.leaf import ITEM_BYTES, LeafSpec
+from fddp.core.plan.leaf import ITEM_BYTES, LeafSpec, kind_of
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,23 @@ class Bucket:
     @classmethod
     def of(cls, leaves: Sequence[LeafSpec], members: Sequence[int], cap_bytes: int) -> Bucket:
         """Pack some leaves of a tree, given by their indices, of one dtype and device."""
-        *offsets, numel = accumulate([prod(leaves[leaf].shape) for leaf in members], initial=0)
-        _, _, dtype, _, device, sparse = leaves[members[0]]
+        *offsets, numel = packed_offsets(leaves, members)
+        dtype, device, sparse = kind_of(leaves[members[0]])
         return cls(tuple(members), tuple(offsets), numel, dtype, device, cap_bytes, sparse)
 
     @property
     def nbytes(self) -> int:
         """Size of the bucket in bytes."""
         return self.numel * ITEM_BYTES[self.dtype]
+
+
+def packed_offsets(leaves: Sequence[LeafSpec], members: Sequence[int]) -> list[int]:
+    """Return the offset of each member of a bucket, in elements, and then the bucket's size.
+
+    >>> packed_offsets([LeafSpec("a", (2, 3), "float32"), LeafSpec("b", (), "float32")], [1, 0])
+    [0, 1, 7]
+    """
+    return list(accumulate([prod(leaves[leaf].shape) for leaf in members], initial=0))
 
 
 def assign_buckets(
@@ -63,27 +73,35 @@ def assign_buckets(
     >>> [(bucket.leaves, bucket.offsets, bucket.cap_bytes) for bucket in buckets]
     [((2,), (0,), 16), ((1, 0), (0, 4), 64)]
     """
-    buckets: list[Bucket] = []
-    # By dtype and device: leaves and bytes of the open bucket, number of closed ones.
-    members: dict[tuple[str, str], list[int]] = {}
-    nbytes: defaultdict[tuple[str, str], int] = defaultdict(int)
-    closed: defaultdict[tuple[str, str], int] = defaultdict(int)
-    last_cap = len(caps_bytes) - 1
-    for leaf in order:
-        _, shape, dtype, _, device, sparse = leaves[leaf]
-        if sparse:
-            buckets.append(Bucket.of(leaves, [leaf], 0))
-            continue
-        kind = dtype, device
-        # Inserted anew, so that open buckets stay in the order of their last leaf.
-        own = members[kind] = members.pop(kind, [])
-        own.append(leaf)
-        nbytes[kind] += prod(shape) * ITEM_BYTES[dtype]
-        cap_bytes = caps_bytes[min(closed[kind], last_cap)]
-        if nbytes[kind] >= cap_bytes:
-            buckets.append(Bucket.of(leaves, members.pop(kind), cap_bytes))
-            nbytes[kind] = 0
-            closed[kind] += 1
-    for kind, own in members.items():
-        buckets.append(Bucket.of(leaves, own, caps_bytes[min(closed[kind], last_cap)]))
-    return buckets
+    order = list(order)
+    closed: list[tuple[int, Bucket]] = []  # each with the place of its last leaf in the order
+    left: list[tuple[int, Bucket]] = []
+    for (dtype, device, sparse), places in _places_of_kinds(leaves, order).items():
+        members = [order[place] for place in places]
+        ends = list(accumulate([prod(leaves[leaf].shape) for leaf in members]))
+        start, start_numel, number = 0, 0, 0
+        while start < len(members):
+            cap_bytes = 0 if sparse else caps_bytes[min(number, len(caps_bytes) - 1)]
+            # The first leaf with which the bucket has at least as many elements as its cap.
+            cap_numel = -(-cap_bytes // ITEM_BYTES[dtype])
+            last = start if sparse else bisect_left(ends, start_numel + cap_numel, start)
+            stop = min(last + 1, len(members))
+            numel = ends[stop - 1] - start_numel
+            offsets = (0, *(end - start_numel for end in ends[start : stop - 1]))
+            bucket = Bucket(
+                tuple(members[start:stop]), offsets, numel, dtype, device, cap_bytes, sparse
+            )
+            (closed if last < len(members) else left).append((places[stop - 1], bucket))
+            start, start_numel, number = stop, ends[stop - 1], number + 1
+    by_place = itemgetter(0)
+    return [bucket for _, bucket in (*sorted(closed, key=by_place), *sorted(left, key=by_place))]
+
+
+def _places_of_kinds(
+    leaves: Sequence[LeafSpec], order: Sequence[int]
+) -> dict[tuple[str, str, bool], list[int]]:
+    """Return the places in `order` of the leaves of each dtype, device and sparsity."""
+    places: dict[tuple[str, str, bool], list[int]] = {}
+    for place, leaf in enumerate(order):
+        places.setdefault(kind_of(leaves[leaf]), []).append(place)
+    return places

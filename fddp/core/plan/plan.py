@@ -20,8 +20,15 @@ from types import MappingProxyType
 from typing import Any
 
 from fddp.core.plan.bucket import Bucket as Bucket
-from fddp.core.plan.bucket import assign_buckets
-from fddp.core.plan.leaf import ITEM_BYTES, MAX_COUNT, is_counts, leaf_problem
+from fddp.core.plan.bucket import assign_buckets, packed_offsets
+from fddp.core.plan.leaf import (
+    ITEM_BYTES,
+    MAX_COUNT,
+    are_leaves,
+    is_counts,
+    kind_of,
+    leaf_problem,
+)
 from fddp.core.plan.leaf import LeafSpec as LeafSpec
 from fddp.core.protocol.messages import Schema, decode, optional
 from fddp.core.tables import abridged, html_table, plain_table
@@ -272,12 +279,12 @@ def rebucket(
     ready = tuple(map(index, ready_order))
     _check_indices(ready, plan.leaves, "ready_order")
     bucketed = set(plan.order)
-    for leaf in ready:
-        if leaf not in bucketed:
-            raise ValueError(
-                f"ready_order holds {_name(leaf, plan.leaves)}, which is in no bucket of the plan; "
-                f"plan.reduced lists the {len(bucketed)} bucketed leaves"
-            )
+    if not bucketed.issuperset(ready):
+        leaf = next(leaf for leaf in ready if leaf not in bucketed)
+        raise ValueError(
+            f"ready_order holds {_name(leaf, plan.leaves)}, which is in no bucket of the plan; "
+            f"plan.reduced lists the {len(bucketed)} bucketed leaves"
+        )
     order = tuple(dict.fromkeys((*ready, *plan.order)))
     caps_bytes = plan.caps_bytes if caps_bytes is None else caps_bytes
     return plan_leaves(plan.leaves, order=order, caps_bytes=caps_bytes, from_back=from_back)
@@ -290,10 +297,10 @@ def _name(leaf: int, leaves: Sequence[LeafSpec]) -> str:
 def _check_leaves(leaves: object) -> None:
     if not isinstance(leaves, tuple):
         raise ValueError(f"leaves must be a tuple of LeafSpec, got {reprlib.repr(leaves)}")
-    for position, leaf in enumerate(leaves):
-        problem = leaf_problem(leaf)
-        if problem is not None:
-            raise ValueError(f"leaves[{position}] {problem}")
+    if not are_leaves(leaves):
+        problems = ((position, leaf_problem(leaf)) for position, leaf in enumerate(leaves))
+        position, problem = next(found for found in problems if found[1] is not None)
+        raise ValueError(f"leaves[{position}] {problem}")
     paths = [leaf.path for leaf in leaves]
     if len(set(paths)) != len(paths):
         [(path, count)] = Counter(paths).most_common(1)
@@ -346,8 +353,20 @@ def _check_buckets(buckets: object, leaves: Sequence[LeafSpec]) -> set[int]:
 def _check_bucket(bucket: Bucket, leaves: Sequence[LeafSpec], where: str) -> None:
     if not bucket.leaves:
         raise ValueError(f"{where} has no leaves")
+    _check_kind(bucket, leaves, where)
+    if bucket.sparse and len(bucket.leaves) != 1:
+        raise ValueError(f"{where} is sparse and has {len(bucket.leaves)} leaves; it must have 1")
+    _check_extent(bucket, leaves, where)
+
+
+def _check_kind(bucket: Bucket, leaves: Sequence[LeafSpec], where: str) -> None:
+    """Check that the leaves of a bucket have its dtype, device and sparsity."""
+    kinds = {*map(kind_of, map(leaves.__getitem__, bucket.leaves))}
+    stated = (bucket.dtype, bucket.device, bucket.sparse)
+    if len(kinds) == 1 and kinds.pop() == stated and type(bucket.sparse) is bool:
+        return
     for leaf in bucket.leaves:
-        _, _, dtype, _, device, sparse = leaves[leaf]
+        dtype, device, sparse = kind_of(leaves[leaf])
         if dtype != bucket.dtype or device != bucket.device:
             raise ValueError(
                 f"{where} has dtype {bucket.dtype!r} on {bucket.device!r}, but "
@@ -358,23 +377,21 @@ def _check_bucket(bucket: Bucket, leaves: Sequence[LeafSpec], where: str) -> Non
                 f"{where} has sparse={bucket.sparse!r}, but {_name(leaf, leaves)} has "
                 f"sparse={sparse!r}"
             )
-    if bucket.sparse and len(bucket.leaves) != 1:
-        raise ValueError(f"{where} is sparse and has {len(bucket.leaves)} leaves; it must have 1")
-    _check_extent(bucket, leaves, where)
 
 
 def _check_extent(bucket: Bucket, leaves: Sequence[LeafSpec], where: str) -> None:
     # Any other layout leaves gaps of uninitialised memory, which would be reduced.
     cap_bytes = bucket.cap_bytes
-    packed = Bucket.of(leaves, bucket.leaves, cap_bytes)
-    if not is_counts(bucket.offsets) or bucket.offsets != packed.offsets:
+    *starts, numel = packed_offsets(leaves, bucket.leaves)
+    offsets = tuple(starts)
+    if not is_counts(bucket.offsets) or bucket.offsets != offsets:
         raise ValueError(
-            f"{where}.offsets must be {reprlib.repr(packed.offsets)} for its leaves, "
+            f"{where}.offsets must be {reprlib.repr(offsets)} for its leaves, "
             f"got {reprlib.repr(bucket.offsets)}"
         )
-    if type(bucket.numel) is not int or bucket.numel != packed.numel or bucket.nbytes > MAX_COUNT:
+    if type(bucket.numel) is not int or bucket.numel != numel or bucket.nbytes > MAX_COUNT:
         raise ValueError(
-            f"{where}.numel must be {packed.numel} for its leaves, and its bytes must fit 64 bits, "
+            f"{where}.numel must be {numel} for its leaves, and its bytes must fit 64 bits, "
             f"got {reprlib.repr(bucket.numel)}"
         )
     if not is_counts((cap_bytes,)) or (cap_bytes == 0) is not bucket.sparse:

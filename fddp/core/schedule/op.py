@@ -17,7 +17,8 @@ that read the reduced word depend on the carrier.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from itertools import chain
+from typing import Any, Literal, NamedTuple, get_args
 
 Kind = Literal[
     "pack", "all_reduce", "reduce_scatter", "all_gather", "add", "control", "gather", "unpack"
@@ -83,18 +84,58 @@ def is_collective(op: Op) -> bool:
     return op.kind in COLLECTIVES and not is_piggybacked(op)
 
 
+_KINDS, _WHENS, _BUFFERS = get_args(Kind), get_args(When), get_args(Buffer)
+
+
+def are_ops(ops: Sequence[Any]) -> bool:
+    """Return True if `op_problem` finds no problem in any operation.
+
+    Columns of fields are read by built-in functions, so that the cost per operation is small. False
+    also for instances of subclasses, in which `op_problem` may find no problem.
+
+    Example:
+        >>> are_ops([Op("pack", 0, (), Region("bucket", 0, 4), ())]), are_ops(["pack"])
+        (True, False)
+    """
+    if not ops:
+        return True
+    if {*map(type, ops)} != {Op}:
+        return False
+    regions = [op.region for op in ops]
+    if {*map(type, regions)} != {Region}:
+        return False
+    choices = (
+        ([op.kind for op in ops], _KINDS),
+        ([op.when for op in ops], _WHENS),
+        ([region.buffer for region in regions], _BUFFERS),
+    )
+    for values, allowed in choices:
+        if {*map(type, values)} != {str} or not {*values}.issubset(allowed):
+            return False
+    starts, stops = [region.start for region in regions], [region.stop for region in regions]
+    for numbers in ([op.bucket for op in ops], starts, stops):
+        if {*map(type, numbers)} != {int} or min(numbers) < -1 or max(numbers) >= 2**63:
+            return False
+    axes, shards = [op.axes for op in ops], [region.shard for region in regions]
+    deps = [op.deps for op in ops]
+    return all(
+        {*map(type, column)} == {tuple} and {*map(type, chain.from_iterable(column))} <= {kind}
+        for column, kind in ((axes, str), (shards, str), (deps, int))
+    )
+
+
 def op_problem(op: object) -> str | None:
     """Return the error text for a malformed operation, or None if it is well-formed."""
     if not isinstance(op, Op) or not isinstance(op.region, Region):
         return f"must be an Op on a Region, got {op!r}"
     region = op.region
     for name, value, choice in (
-        ("kind", op.kind, Kind),
-        ("when", op.when, When),
-        ("region.buffer", region.buffer, Buffer),
+        ("kind", op.kind, _KINDS),
+        ("when", op.when, _WHENS),
+        ("region.buffer", region.buffer, _BUFFERS),
     ):
-        if value not in get_args(choice):
-            return f"has the {name} {value!r}; it must be one of {', '.join(get_args(choice))}"
+        if value not in choice:
+            return f"has the {name} {value!r}; it must be one of {', '.join(choice)}"
     for name, number in (("bucket", op.bucket), ("start", region.start), ("stop", region.stop)):
         if type(number) is not int or not -1 <= number < 2**63:
             return f"has the {name} {number!r}; it must be a 64-bit int"

@@ -16,7 +16,15 @@ from typing import Any, Literal, get_args
 
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.messages import Schema, decode
-from fddp.core.schedule.op import Op, Region, is_collective, is_piggybacked, is_texts, op_problem
+from fddp.core.schedule.op import (
+    Op,
+    Region,
+    are_ops,
+    is_collective,
+    is_piggybacked,
+    is_texts,
+    op_problem,
+)
 from fddp.core.schedule.topology import Topology as Topology
 from fddp.core.tables import abridged, html_table, plain_table
 from fddp.core.text import counted
@@ -97,7 +105,7 @@ class Schedule:
             value = getattr(self, name)
             if not isinstance(value, kind):
                 raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
-        for position, op in enumerate(self.ops):
+        for position, op in enumerate(() if are_ops(self.ops) else self.ops):
             problem = op_problem(op)
             if problem is not None:
                 raise ValueError(f"ops[{position}] {problem}")

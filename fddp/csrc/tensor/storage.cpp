@@ -7,6 +7,8 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <iterator>
 #include <string>
 #include <unordered_map>
@@ -77,8 +79,13 @@ namespace {
 class LiveViews {
  public:
   void add(const at::Tensor& buffer) {
-    for (auto it = storages_.begin(); it != storages_.end();) {
-      it = it->second.expired() ? storages_.erase(it) : std::next(it);
+    // Freed buffers are removed when the number has doubled, so that the cost of a call does not grow
+    // with the number of buckets.
+    if (storages_.size() >= sweep_size_) {
+      for (auto it = storages_.begin(); it != storages_.end();) {
+        it = it->second.expired() ? storages_.erase(it) : std::next(it);
+      }
+      sweep_size_ = std::max(kMinSweepSize, 2 * storages_.size());
     }
     c10::StorageImpl* const storage = buffer.storage().unsafeGetStorageImpl();
     storages_.try_emplace(storage, c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
@@ -90,7 +97,10 @@ class LiveViews {
   }
 
  private:
+  static constexpr size_t kMinSweepSize = 16;
+
   std::unordered_map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
+  size_t sweep_size_ = kMinSweepSize;
 };
 
 // Remove the memory of slices. Any later use of a slice, or of a view of it, raises with this text.

@@ -31,6 +31,8 @@ Verdict = Literal["timeout", "broken", "dead", "notified"]
 
 _MAX_MISMATCH_CHARS = 2000
 _CHECK_INTERVAL_S = 0.25  # between two checks of the other ranks during a wait
+_LONGEST_PAUSE_S = 0.05  # between two polls, if the store can serve all ranks that often
+_POLLS_PER_S = 20_000
 _REPORT: Schema = (AnyOf(get_args(Verdict)), [int], int, str)
 
 
@@ -53,6 +55,10 @@ class Membership:
     consider it present. Each opening therefore ends in one atomic write, "go" or "stop", which all
     ranks obey. Late ranks skip an opening that was stopped. Ranks that failed to open a transport
     together are thus matched at their next attempt.
+
+    [Note: one key for all ranks] The rank that arrives last sets a key, and the others poll this
+    key alone. If each polled the keys of all, the store would look up a number of keys that grows
+    with the square of the number of ranks, many times a second: 10^8 for 10,000 ranks.
 
     Attributes:
         store: part of the group's store for this transport only.
@@ -101,10 +107,12 @@ class Membership:
                 continue
             on_count(count)
             in_time(self.store).set(f"here/{self._rank}", "")
+            if in_time(self.store).add("arrived", 1) == self._world_size:
+                in_time(self.store).set("complete", "")  # [Note: one key for all ranks]
             stopped: BaseException | None = None
             try:
                 absent = self._absent(
-                    "here", deadline_s, check=partial(self._check_while_opening, check)
+                    "here", deadline_s, "complete", check=partial(self._check_while_opening, check)
                 )
             except BaseException as error:
                 absent, stopped = (), error
@@ -125,7 +133,8 @@ class Membership:
     def forget(self, addresses: Sequence[str]) -> None:
         """Delete this rank's keys of the opening and of its `addresses`, once all ranks are
         connected."""
-        keys = [f"here/{self._rank}", *addresses, *(["outcome"] if self._rank == 0 else [])]
+        shared = ["outcome", "arrived", "complete"] if self._rank == 0 else []
+        keys = [f"here/{self._rank}", *addresses, *shared]
         with ignore_backend_errors(NotImplementedError):
             self.store.within(GLANCE_S).delete(keys)
 
@@ -186,7 +195,7 @@ class Membership:
             keys = [f"report/{rank}" for rank in ended()]
             return self._all_set(["dead"]) or not all(self._all_set([key]) for key in keys)
 
-        silent = self._absent("report", deadline_s, enough)
+        silent = self._absent("report", deadline_s, enough=enough)
         by_rank = {rank: self._read(rank) for rank in range(self._world_size) if rank not in silent}
         return {rank: report for rank, report in by_rank.items() if report is not None}
 
@@ -210,22 +219,25 @@ class Membership:
         self,
         name: str,
         deadline_s: float,
+        complete: str | None = None,
         enough: Callable[[], bool] = lambda: False,
         check: Callable[[], None] = lambda: None,
     ) -> tuple[int, ...]:
-        """Return the ranks without a `name` key at `deadline_s`, or as soon as `enough()`."""
+        """Return the ranks without a `name` key at `deadline_s`, or as soon as `enough()`. The key
+        `complete` is set once all ranks have theirs, if there is such a key."""
         next_check_s = time.perf_counter() + _CHECK_INTERVAL_S
         keys = {rank: f"{name}/{rank}" for rank in range(self._world_size)}
-        pause_s = 0.0005
+        polled = [*keys.values()] if complete is None else [complete]
+        pause_s, longest_s = 0.0005, max(_LONGEST_PAUSE_S, self._world_size / _POLLS_PER_S)
         # Not `store.wait`: some stores round its timeout to seconds or block other users.
-        while not self._all_set(list(keys.values()), deadline_s):
+        while not self._all_set(polled, deadline_s):
             if time.perf_counter() > deadline_s or enough():
                 return tuple(rank for rank, key in keys.items() if not self._all_set([key]))
             if time.perf_counter() > next_check_s:
                 check()
                 next_check_s = time.perf_counter() + _CHECK_INTERVAL_S
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.05)
+            pause_s = min(2 * pause_s, longest_s)
         return ()
 
     def _all_set(self, keys: list[str], deadline_s: float = 0.0) -> bool:
