@@ -1,65 +1,122 @@
 """Cost of a step by itself, whatever the model: `python -m benchmarks.fixed_cost`.
 
-One rank over gloo's group and one leaf of 16 elements, so that almost nothing is computed, copied
-or communicated. What remains is the bookkeeping of a step.
+One leaf of 16 elements, so that almost nothing is computed, copied or communicated. What remains is
+the bookkeeping of a step and, on two ranks, the latency of a collective. All contestants take turns
+in one run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich import box
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import fddp
-from benchmarks.bounds import console
-from benchmarks.measure import difference, measure
+from benchmarks.bounds import Figure, at_most
+from benchmarks.measure import Series, difference, measure, ratio, spread
+from benchmarks.scripts import numbers_table, options, publish
+from fddp.cli.launch import launch
+from fddp.cli.progress import Stages
+from fddp.core.text import counted
+from fddp.transport import TransportName, open_transport
 
 _NUMEL = 16
-_ROUNDS = 100
 _STEPS = 20
+_RANKS = (1, 2)
+
+ALL_REDUCE, GLOO_ALL_REDUCE = "all-reduce", "dist.all_reduce, gloo"
+SYNC, VALUE_AND_GRAD, FUNCTION = "sync(grads)", "value_and_grad", "function"
+WRAPPER, DDP, REPLICATE, MODULE = "fddp.DistributedDataParallel", "torch DDP", "replicate", "module"
+_GLOO = ", gloo"
+_LOCAL = {VALUE_AND_GRAD: FUNCTION, WRAPPER: MODULE, DDP: MODULE, REPLICATE: MODULE}
+_BOUNDS_US = {SYNC: 30.0, VALUE_AND_GRAD: 60.0, WRAPPER: 100.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Steps on some ranks: by contestant, and less the local step or the bare all-reduce."""
+
+    ranks: int
+    steps: dict[str, Series]
+
+    @property
+    def added(self) -> dict[str, Series]:
+        """Cost of each contestant beyond its local step, or beyond the bare all-reduce."""
+        return {
+            name: difference(series, self.steps[_twin(name)])
+            for name, series in self.steps.items()
+            if _twin(name) in self.steps
+        }
+
+
+def _twin(name: str) -> str:
+    plain = name.removesuffix(_GLOO)
+    if plain == SYNC:
+        return GLOO_ALL_REDUCE if name.endswith(_GLOO) else ALL_REDUCE
+    return _LOCAL.get(plain, "")
 
 
 def main() -> None:
-    """Measure and print the table."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    params, factor = {"w": torch.ones(_NUMEL)}, torch.ones(())
-    with (
-        fddp.GradSync(params, transport="c10d") as called,
-        fddp.GradSync(params, transport="c10d") as differentiated,
-    ):
-        step = differentiated.value_and_grad(_loss)
-        series = measure(
-            {
-                "sync(grads)": lambda: called(params),
-                "value_and_grad": lambda: step(params, factor),
-                "function": lambda: _local(params, factor),
-                "fddp.DistributedDataParallel": _module_step(fddp.DistributedDataParallel),
-                "torch DDP": _module_step(DistributedDataParallel),
-                "module": _module_step(lambda module: module),
-            },
-            rounds=_ROUNDS,
-            steps_per_round=_STEPS,
-            after_round=_nothing,
-        )
-    table = Table("Contestant", "us per step", "less the local step", box=box.SIMPLE)
-    locals_ = {"value_and_grad": "function", "fddp.DistributedDataParallel": "module"}
-    locals_["torch DDP"] = "module"
-    for name, taken in series.items():
-        twin = locals_.get(name)
-        own = "" if twin is None else f"{1e6 * difference(taken, series[twin]).median_s:.0f}"
-        table.add_row(name, f"{1e6 * taken.median_s:.0f}", own)
-    console().print(table)
-    dist.destroy_process_group()
+    """Measures and prints; about half a minute."""
+    args = options(__doc__, rounds=60).parse_args()
+    cases = [launch(ranks, run_rank, args.rounds)[0] for ranks in _RANKS]
+    found = [figure for case in cases for figure in figures(case)]
+    publish(map(_table, cases), found, {"cases": [_values(case) for case in cases]}, args.json)
 
 
-def _nothing() -> None:
-    pass
+def run_rank(rounds: int) -> Case:
+    """All contestants on the ranks of the default group."""
+    ranks = dist.get_world_size()
+    names: list[tuple[TransportName, str]] = [("auto", "")]
+    if ranks > 1:
+        names.append(("c10d", _GLOO))
+    params, factor, number = {"w": torch.ones(_NUMEL)}, torch.ones(()), torch.ones(1)
+    steps: dict[str, Callable[[], object]] = {
+        FUNCTION: lambda: _local(params, factor),
+        MODULE: _module_step(lambda module: module),
+        DDP: _module_step(DistributedDataParallel),
+        REPLICATE: _module_step(_replicated),
+        GLOO_ALL_REDUCE: lambda: dist.all_reduce(number),
+    }
+    with ExitStack() as stack, Stages(shown=True) as stages:
+        for transport, suffix in names:
+            opened = stack.enter_context(open_transport(None, transport, 60.0, "benchmark"))
+            called = stack.enter_context(fddp.GradSync(params, transport=transport))
+            sync = stack.enter_context(fddp.GradSync(params, transport=transport))
+            steps |= _contestants(params, factor, opened, called, sync, suffix)
+            steps[WRAPPER + suffix] = _module_step(_wrap(transport))
+        for step in steps.values():
+            for _ in range(30):  # wrappers measure their first steps
+                step()
+        stages.begin(counted(ranks, "rank"), rounds)
+        return Case(ranks, measure(steps, rounds, _STEPS, stages.advance))
+
+
+def _contestants(
+    params: dict[str, Tensor],
+    factor: Tensor,
+    transport: Any,
+    called: fddp.GradSync,
+    differentiated: fddp.GradSync,
+    suffix: str,
+) -> dict[str, Callable[[], object]]:
+    step = differentiated.value_and_grad(_loss)
+    found: dict[str, Callable[[], object]] = {
+        SYNC + suffix: lambda: called(params),
+        VALUE_AND_GRAD + suffix: lambda: step(params, factor),
+    }
+    if not suffix:
+        buffer = transport.empty(_NUMEL, torch.float32, torch.device("cpu")).zero_()
+        found[ALL_REDUCE] = lambda: transport.all_reduce(buffer, wait_soon=True).wait("it")
+    return found
 
 
 def _loss(params: dict[str, Tensor], factor: Tensor) -> Tensor:
@@ -72,6 +129,15 @@ def _local(params: dict[str, Tensor], factor: Tensor) -> Tensor | None:
     return leaf.grad
 
 
+def _wrap(transport: TransportName) -> Callable[[nn.Module], nn.Module]:
+    return lambda module: fddp.DistributedDataParallel(module, transport=transport)
+
+
+def _replicated(module: nn.Module) -> nn.Module:
+    replicate(module)
+    return module
+
+
 def _module_step(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], object]:
     linear = nn.Linear(_NUMEL, 1, bias=False)
     wrapped, sample = wrap(linear), torch.ones(1, _NUMEL)
@@ -81,6 +147,39 @@ def _module_step(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], object]
         linear.weight.grad = None
 
     return step
+
+
+def figures(case: Case) -> list[Figure]:
+    """Figures with a bound."""
+    added, where = case.added, counted(case.ranks, "rank")
+    found = []
+    for name, bound_us in _BOUNDS_US.items():
+        taken_us = spread(1e6 * time_s for time_s in added[name].rounds_s)
+        found.append(at_most(bound_us, "us a step, fixed cost", f"{where}, {name}", taken_us))
+    for suffix in ("", _GLOO):
+        if WRAPPER + suffix in added:
+            share = ratio(added[WRAPPER + suffix], added[DDP])
+            bound = 1.0 if suffix else 0.5
+            found.append(at_most(bound, "wrapper / DDP, fixed cost", f"{where}{suffix}", share))
+    return found
+
+
+def _table(case: Case) -> Table:
+    table = numbers_table(
+        f"{counted(case.ranks, 'rank')}, one leaf of {_NUMEL}: us a step",
+        ("step", "fixed cost"),
+        caption="fixed cost: less the local step or the bare all-reduce; medians of rounds",
+    )
+    added = case.added
+    for name, series in sorted(case.steps.items()):
+        own = f"{1e6 * added[name].median_s:.0f}" if name in added else ""
+        table.add_row(name, f"{1e6 * series.median_s:.0f}", own)
+    return table
+
+
+def _values(case: Case) -> dict[str, Any]:
+    rounds_s = {name: series.rounds_s for name, series in case.steps.items()}
+    return {"ranks": case.ranks, "rounds_s": rounds_s}
 
 
 if __name__ == "__main__":

@@ -90,15 +90,14 @@ class Suspension:
         ended_s: time at which backward ended, in seconds of `perf_counter`; None if no step is
             suspended.
         arrived: number of gradients when the last bucket was sent; None if it was not.
+        is_active: True if a step is suspended.
     """
 
     ended_s: float | None = None
     arrived: int | None = None
 
-    @property
-    def is_active(self) -> bool:
-        """True if a step waits for `finalize`."""
-        return self.ended_s is not None
+    def __post_init__(self) -> None:
+        self.is_active = self.ended_s is not None
 
     def check_inactive(self) -> None:
         """Raise a RuntimeError if a step waits for `finalize`."""
@@ -303,6 +302,8 @@ class BackwardDriver:
 
     def abort_stale_step(self) -> None:
         """Complete the step of a backward pass that was aborted, so that no rank waits for it."""
+        if self._end is None and self.runner.step is None:
+            return
         with self._lock:
             if self._runs_backward or self.suspension.is_active:
                 return

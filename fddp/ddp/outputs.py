@@ -53,6 +53,8 @@ def find_tensors(output: Any) -> list[Tensor]:
         >>> find_tensors({"loss": x, "parts": [(y, x), "no tensor"]})
         [tensor([0.]), tensor([1.])]
     """
+    if isinstance(output, Tensor):
+        return [output]
     found: list[Tensor] = []
     # Holds the visited objects, so that their ids are not reused.
     seen: dict[int, object] = {}

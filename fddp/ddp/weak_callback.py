@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import MethodType
+from typing import cast
 
 
 def weak_callback(method: Callable[[], None]) -> Callable[..., None]:
     """Return a function that ignores its arguments and calls a method while its object lives."""
-    reference = weakref.WeakMethod(method)
+    bound = cast(MethodType, method)
+    owner, function = weakref.ref(bound.__self__), bound.__func__
 
     def call(*_: object) -> None:
-        bound = reference()
-        if bound is not None:
-            bound()
+        found = owner()
+        if found is not None:
+            function(found)
 
     return call

@@ -238,14 +238,21 @@ class _Differentiated(threading.local):
 _differentiated = _Differentiated()
 
 
-@contextmanager
-def differentiated() -> Iterator[None]:
-    """Mark the execution of a loss function that fddp differentiates."""
-    _differentiated.depth += 1
-    try:
-        yield
-    finally:
+class differentiated:  # noqa: N801  # a context manager, as torch.enable_grad
+    """Mark the execution of a loss function that fddp differentiates, and enable gradients."""
+
+    __slots__ = ("_gradients",)
+
+    def __enter__(self) -> None:
+        self._gradients = None if torch.is_grad_enabled() else torch.enable_grad()
+        if self._gradients is not None:
+            self._gradients.__enter__()
+        _differentiated.depth += 1
+
+    def __exit__(self, *_: object) -> None:
         _differentiated.depth -= 1
+        if self._gradients is not None:
+            self._gradients.__exit__(None, None, None)
 
 
 def check_no_derivatives(
@@ -282,6 +289,11 @@ def check_no_derivatives(
         f"derivatives; use fddp.pmean and fddp.sync_on_backward, which have derivatives in both "
         f"modes"
     )
+
+
+def outside_inference_mode() -> AbstractContextManager[object]:
+    """Leave inference mode, which results outlive."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING_TO_SUSPEND
 
 
 def outside_transforms() -> AbstractContextManager[object]:

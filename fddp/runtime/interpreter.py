@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Mapping
 from time import perf_counter
+from types import MappingProxyType
 from typing import NoReturn
 
 import torch
@@ -48,15 +50,16 @@ class Interpreter(StepState):
 
     _waits_for_buckets_only = True  # after backward, all operations may run
 
+    is_complete = False  # no further gradients and failures belong to the step
+    _runs_freely = False  # no operation has to wait for gradients
+    _repaired: Mapping[str, frozenset[int]] = MappingProxyType({})  # by `Op.when`, once known
+    _broken: BaseException | None = None
+
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)
         self._instructions = self.program.usual
         self._is_irregular = bool(context.idle)  # some operations are left out
-        self._repaired: dict[str, frozenset[int]] = {}  # buckets by `Op.when`, once known
-        self._runs_freely = False  # no operation has to wait for gradients
-        self.is_complete = False  # no further gradients and failures belong to the step
         self._lock = threading.RLock()
-        self._broken: BaseException | None = None
 
     # Events
 

@@ -128,6 +128,27 @@ class StepState:
         log: actions, each with the number of gradients that had arrived; with `record_time` only.
     """
 
+    # Defaults of attributes that most steps never set.
+    source: Contributions = NOTHING
+    contributions: Contributions = NOTHING
+    has_next = True
+    hook_states: Sequence[Any] = ()
+    allow_idle_ranks = False
+    failure: BaseException | None = None
+    is_orderly = False
+    backward_ended = False
+    report: ControlReport | None = None
+    after = 1.0
+    word: Tensor | None = None
+    hook_spans: Sequence[Interval] = ()
+    is_finite = True
+    may_overflow = False
+    cursor = 0
+    current: Op | None = None
+    word_work: tuple[Work, Times] | None = None
+    _failure_text = ""
+    _check: FiniteCheck | None = None  # None if non-finite numbers are propagated
+
     def __init__(self, context: StepContext) -> None:
         program = context.program
         self.context = context
@@ -139,27 +160,11 @@ class StepState:
         self.devices = Devices()
         self.leaves: list[Tensor | None] = [None] * len(program.plan.leaves)
         self.measures = self.record_time
-        self.contributions = self.source = NOTHING
-        self.has_next = True
-        self.hook_states: Sequence[Any] = ()
-        self.allow_idle_ranks = False
-        self.failure: BaseException | None = None
         self.failures: list[str] = []
-        self.is_orderly = self.backward_ended = False
-        self.report: ControlReport | None = None
-        self.after = 1.0
-        self.word: Tensor | None = None
         self.opened_s = self._begun_s = perf_counter()
-        self.hook_spans: Sequence[Interval] = ()
         self.log: list[tuple[int, Action]] = []
-        self.is_finite, self.may_overflow = True, False
-        self.cursor = 0
-        self.current: Op | None = None
-        self.word_work: tuple[Work, Times] | None = None
-        self._failure_text = ""
         moment = f"{program.schedule.shared_digest}:{context.moment}"
         self.fingerprint = zlib.crc32(moment.encode())  # equal on ranks in the same step
-        self._check: FiniteCheck | None = None  # None if non-finite numbers are propagated
         if context.nonfinite != "propagate":
             hook = None if context.bound_hook is None else context.bound_hook.hook
             self.measures = True

@@ -21,6 +21,7 @@ from fddp.runtime.inputs import (
     checked_weight,
     differentiated,
     matched_leaves,
+    outside_inference_mode,
 )
 from fddp.runtime.program import Program
 from fddp.runtime.step import Step
@@ -114,7 +115,7 @@ class ValueAndGrad:
                 if hook_state is not None or step.context.bound_hook is not None:
                     step.hook_states = engine.checked_states(hook_state, "hook_state=")
                 # As torch.func.grad, this differentiates whatever mode the caller is in.
-                with torch.inference_mode(False):
+                with outside_inference_mode():
                     computed = self._compute(step, args, kwargs, accumulated)
             except BaseException as error:
                 step.fail(error)
@@ -152,7 +153,7 @@ class ValueAndGrad:
         contributions = BackwardContributions(program, weight=weight, accumulated=earlier)
         step.begin(contributions, params)
         own = _replaced_leaves(params, program.differentiated, leaves.leaves)
-        with torch.enable_grad(), differentiated():
+        with differentiated():
             result = self._fn(*self._replaced(args, treedef.unflatten(own)), **kwargs)
         loss, aux = self._split(result)
         start_s = time.perf_counter()

@@ -17,7 +17,6 @@ This module validates arguments and forms the `Operation` for all transports. A 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import contextmanager
 from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -37,7 +36,7 @@ from fddp.transport.subgroups import Subgroups, own_groups
 from fddp.transport.work import Work as Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
     from typing_extensions import Self
@@ -52,6 +51,20 @@ _INLINE_BYTES = 1000  # of the payload, sent together with topic and length
 _MAX_PAYLOAD_BYTES = 2**31  # longer payloads are rejected before memory is allocated
 
 _REAL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+class _StepScope:
+    __slots__ = ("_outer", "_status", "_step")
+
+    def __init__(self, status: TransportStatus, step: int | None) -> None:
+        self._status = status
+        self._step = step
+
+    def __enter__(self) -> None:
+        self._outer, self._status.in_step = self._status.in_step, self._step
+
+    def __exit__(self, *_: object) -> None:
+        self._status.in_step = self._outer
 
 
 class Endpoint(ABC):
@@ -97,15 +110,10 @@ class Endpoint(ABC):
     def _everyone(self) -> tuple[int, ...]:
         return tuple(range(self.world_size))
 
-    @contextmanager
-    def step_scope(self, step: int | None) -> Iterator[None]:
+    def step_scope(self, step: int | None) -> _StepScope:
         """Context in which this rank's waits raise once another rank fails `step`; None: failed
         steps do not interrupt waits."""
-        outer, self.status.in_step = self.status.in_step, step
-        try:
-            yield
-        finally:
-            self.status.in_step = outer
+        return _StepScope(self.status, step)
 
     def enter_step(self, step: int) -> None:
         """Make this rank's waits raise once another rank fails `step`."""

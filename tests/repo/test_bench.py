@@ -13,7 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import bounds, ddp_comparison, gpu, memory, packing, per_parameter, transports
+from benchmarks import (
+    bounds,
+    ddp_comparison,
+    fixed_cost,
+    gpu,
+    memory,
+    packing,
+    per_parameter,
+    transports,
+)
 from benchmarks import operators as functional
 from benchmarks.bounds import Figure, at_least, at_most, from_values, to_values
 from benchmarks.competitors import (
@@ -345,6 +354,19 @@ def test_cost_of_a_parameter_is_a_slope(ranks: RankPool) -> None:
     (cases,) = ranks.run(1, _leaves)
     assert [case.count for case in cases] == [20, 40]
     assert len(per_parameter.figures(cases)) == 3
+
+
+def _fixed_cost(rank: int, world_size: int) -> fixed_cost.Case:
+    return fixed_cost.run_rank(2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_fixed_cost_is_beyond_the_same_step(ranks: RankPool, world_size: int) -> None:
+    case = ranks.run(world_size, _fixed_cost)[0]
+    assert len(fixed_cost.figures(case)) == 3 + world_size
+    name = fixed_cost.VALUE_AND_GRAD
+    step, local = case.steps[name].rounds_s, case.steps[fixed_cost.FUNCTION].rounds_s
+    assert case.added[name].rounds_s == tuple(a - b for a, b in zip(step, local, strict=True))
 
 
 def _operators(rank: int, world_size: int) -> functional.Results:

@@ -141,7 +141,7 @@ class UsualStep : public BucketListener {
   const int64_t number_;
   pybind11::object interpreter_;
 
-  // [Note: locks of a usual step] Recursive, because packing may release tensors whose finalizers
+  // Recursive, because packing may release tensors whose finalizers
   // call Python. Never acquired with the GIL held, because its holder may need the GIL.
   std::recursive_mutex mutex_;
   std::vector<std::vector<at::Tensor>> sources_;  // by bucket
