@@ -4,8 +4,8 @@ A step drops the old gradients, runs forward and backward, and synchronises. No 
 would cost all of them the same. Each contestant has a model of its own, with the same values. All
 close buckets at DDP's defaults, which are fddp's too: 1 MiB for the first, 25 MiB for the others.
 
-torch's DDP and the flat all-reduce go over gloo. fddp runs twice: over the transport that it takes
-by itself, and over gloo.
+torch's DDP, its `replicate` and the flat all-reduce go over gloo. fddp runs twice: over the
+transport that it takes by itself, and over gloo.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import fddp
@@ -30,6 +31,7 @@ LOCAL_FUNCTION = "local only, as function"
 FDDP = "fddp"
 DETERMINISTIC = "fddp, deterministic"
 DONATED = "fddp, donated"
+REPLICATE = "replicate"
 FLAT = "one flat all-reduce"
 OVER_GLOO = ", gloo"
 
@@ -106,6 +108,7 @@ def makers(has_buffers: bool) -> dict[str, Make]:
             made[name] = partial(_wrapper, name, modes[mode], transport)
     for mode, given in modes.items():
         made[f"DDP {mode}"] = partial(_ddp, f"DDP {mode}", given)
+    made[REPLICATE] = _replicate
     made[FLAT] = _flat
     return made
 
@@ -188,6 +191,12 @@ def _ddp(name: str, options: dict[str, Any], workload: Workload, batch: Tensor) 
     module = workload.build()
     wrapped = DistributedDataParallel(module, **options)
     return _of_module(name, module, wrapped, batch, is_ddp=True, transport="gloo")
+
+
+def _replicate(workload: Workload, batch: Tensor) -> Contestant:
+    module = workload.build()
+    replicate(module)
+    return _of_module(REPLICATE, module, module, batch, is_ddp=False, transport="gloo")
 
 
 def _of_module(
