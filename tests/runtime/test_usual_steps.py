@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -240,6 +241,72 @@ def slow_rank(rank: int, world_size: int, usual: bool) -> tuple[list[float], str
 def test_python_waits_for_a_slow_rank(ranks: RankPool, usual: bool) -> None:
     expected = [0.0, 1.5, 3.0, 4.5, 6.0], "done"
     assert ranks.run(2, slow_rank, usual) == [expected] * 2
+
+
+class _OnThreads(torch.autograd.Function):
+    """Differentiates the squares of leaves on a thread each; the last leaf comes first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.leaves = leaves
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        def run(leaf: Tensor, delay_s: float) -> None:
+            time.sleep(delay_s)
+            with torch.enable_grad():
+                (leaf * leaf).sum().backward()
+
+        *others, last = ctx.leaves
+        threads = [threading.Thread(target=run, args=(leaf, 0.05)) for leaf in others]
+        threads.append(threading.Thread(target=run, args=(last, 0.0)))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return grad, *[None] * len(ctx.leaves)
+
+
+def gradients_of_threads(group: Any) -> tuple[list[object], list[tuple[object, ...]]]:
+    params = {f"p{i}": torch.ones(30) for i in range(4)}
+
+    def spoil(leaf: Tensor) -> None:
+        leaf.data = torch.ones(3)
+        leaf.grad = None
+        leaf.grad = torch.ones(3)
+
+    def loss(leaves: dict[str, Tensor], is_spoiled: bool) -> Tensor:
+        if is_spoiled:
+            leaves["p3"].register_post_accumulate_grad_hook(spoil)
+        x = torch.ones((), requires_grad=True)
+        return _OnThreads.apply(x, *leaves.values())
+
+    results: list[object] = []
+    with fddp.GradSync(params, group=group, bucket_cap_mb=5e-5, first_bucket_mb=5e-5) as sync:
+        for is_spoiled in (False, False, True, False):
+            try:
+                _, grads = sync.value_and_grad(loss)(params, is_spoiled)
+                results.append({name: bytes_of(grad) for name, grad in grads.items()})
+            except fddp.TreeMismatchError as error:
+                results.append(str(error))
+        log = fddp.flight(sync).logs[0]
+    return results, [(op.number, op.step, op.bucket, op.state) for op in log.ops]
+
+
+def test_gradients_of_other_threads_wait_until_python_has_taken_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hand_over = UsualRun.hand_over
+
+    def hand_over_slowly(run: UsualRun, step: Step) -> None:
+        time.sleep(0.2)
+        hand_over(run, step)
+
+    monkeypatch.setattr(UsualRun, "hand_over", hand_over_slowly)
+    compiled = fddp.loopback(1, gradients_of_threads)
+    with only_python():
+        assert fddp.loopback(1, gradients_of_threads) == compiled
 
 
 class _Raises(torch.autograd.Function):
