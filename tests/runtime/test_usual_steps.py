@@ -19,6 +19,7 @@ from torch import Tensor
 import fddp
 from fddp.native.usual_step import usual_step_type
 from fddp.runtime.step import Step, UsualRun
+from fddp.telemetry.waits import waits_since
 from tests.support.python_steps import only_python
 from tests.support.ranks import RankPool
 
@@ -241,6 +242,29 @@ def slow_rank(rank: int, world_size: int, usual: bool) -> tuple[list[float], str
 def test_python_waits_for_a_slow_rank(ranks: RankPool, usual: bool) -> None:
     expected = [0.0, 1.5, 3.0, 4.5, 6.0], "done"
     assert ranks.run(2, slow_rank, usual) == [expected] * 2
+
+
+def times_of_wait(rank: int, world_size: int) -> tuple[float, float, float]:
+    """Time waited, and launch to start and end of the wait, for a rank that is late."""
+    grads = {"w": torch.arange(5.0)}
+    with fddp.GradSync(grads) as sync:
+        sync(grads)
+        time.sleep(0.6 * rank)
+        start_s = time.perf_counter()
+        sync(grads)
+        waited_s = sum(end_s - begin_s for begin_s, end_s in waits_since(start_s))
+        op = fddp.flight(sync).logs[0].ops[-1]
+        assert op.waited_s is not None
+        assert op.done_s is not None
+        return waited_s, op.waited_s, op.done_s
+
+
+def test_a_wait_that_python_continues_is_recorded_from_its_start(ranks: RankPool) -> None:
+    """Python continues after a quarter of a second."""
+    (waited_s, begin_s, end_s), _ = ranks.run(2, times_of_wait)
+    assert end_s > 0.4
+    assert begin_s < 0.2
+    assert waited_s == pytest.approx(end_s - begin_s, abs=0.2)
 
 
 class _OnThreads(torch.autograd.Function):
