@@ -154,10 +154,12 @@ class Step(Interpreter):
         return Outcome(self.leaves, self.report, None)
 
     def _advance(self) -> None:
-        run, self._usual = self._usual, None
-        if run is not None:
-            run.hand_over(self)
-        super()._advance()
+        # Gradients may arrive on several threads, and none may continue before the state is set.
+        with self._lock:
+            run, self._usual = self._usual, None
+            if run is not None:
+                run.hand_over(self)
+            super()._advance()
 
 
 class _Interpreter:

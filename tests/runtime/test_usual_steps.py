@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import Tensor
 import fddp
 from fddp.native.usual_step import usual_step_type
 from fddp.runtime.step import Step, UsualRun
+from fddp.telemetry.waits import waits_since
 from tests.support.python_steps import only_python
 from tests.support.ranks import RankPool
 
@@ -240,6 +242,95 @@ def slow_rank(rank: int, world_size: int, usual: bool) -> tuple[list[float], str
 def test_python_waits_for_a_slow_rank(ranks: RankPool, usual: bool) -> None:
     expected = [0.0, 1.5, 3.0, 4.5, 6.0], "done"
     assert ranks.run(2, slow_rank, usual) == [expected] * 2
+
+
+def times_of_wait(rank: int, world_size: int) -> tuple[float, float, float]:
+    """Time waited, and launch to start and end of the wait, for a rank that is late."""
+    grads = {"w": torch.arange(5.0)}
+    with fddp.GradSync(grads) as sync:
+        sync(grads)
+        time.sleep(0.6 * rank)
+        start_s = time.perf_counter()
+        sync(grads)
+        waited_s = sum(end_s - begin_s for begin_s, end_s in waits_since(start_s))
+        op = fddp.flight(sync).logs[0].ops[-1]
+        assert op.waited_s is not None
+        assert op.done_s is not None
+        return waited_s, op.waited_s, op.done_s
+
+
+def test_a_wait_that_python_continues_is_recorded_from_its_start(ranks: RankPool) -> None:
+    """Python continues after a quarter of a second."""
+    (waited_s, begin_s, end_s), _ = ranks.run(2, times_of_wait)
+    assert end_s > 0.4
+    assert begin_s < 0.2
+    assert waited_s == pytest.approx(end_s - begin_s, abs=0.2)
+
+
+class _OnThreads(torch.autograd.Function):
+    """Differentiates the squares of leaves on a thread each; the last leaf comes first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.leaves = leaves
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        def run(leaf: Tensor, delay_s: float) -> None:
+            time.sleep(delay_s)
+            with torch.enable_grad():
+                (leaf * leaf).sum().backward()
+
+        *others, last = ctx.leaves
+        threads = [threading.Thread(target=run, args=(leaf, 0.05)) for leaf in others]
+        threads.append(threading.Thread(target=run, args=(last, 0.0)))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return grad, *[None] * len(ctx.leaves)
+
+
+def gradients_of_threads(group: Any) -> tuple[list[object], list[tuple[object, ...]]]:
+    params = {f"p{i}": torch.ones(30) for i in range(4)}
+
+    def spoil(leaf: Tensor) -> None:
+        leaf.data = torch.ones(3)
+        leaf.grad = None
+        leaf.grad = torch.ones(3)
+
+    def loss(leaves: dict[str, Tensor], is_spoiled: bool) -> Tensor:
+        if is_spoiled:
+            leaves["p3"].register_post_accumulate_grad_hook(spoil)
+        x = torch.ones((), requires_grad=True)
+        return _OnThreads.apply(x, *leaves.values())
+
+    results: list[object] = []
+    with fddp.GradSync(params, group=group, bucket_cap_mb=5e-5, first_bucket_mb=5e-5) as sync:
+        for is_spoiled in (False, False, True, False):
+            try:
+                _, grads = sync.value_and_grad(loss)(params, is_spoiled)
+                results.append({name: bytes_of(grad) for name, grad in grads.items()})
+            except fddp.TreeMismatchError as error:
+                results.append(str(error))
+        log = fddp.flight(sync).logs[0]
+    return results, [(op.number, op.step, op.bucket, op.state) for op in log.ops]
+
+
+def test_gradients_of_other_threads_wait_until_python_has_taken_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hand_over = UsualRun.hand_over
+
+    def hand_over_slowly(run: UsualRun, step: Step) -> None:
+        time.sleep(0.2)
+        hand_over(run, step)
+
+    monkeypatch.setattr(UsualRun, "hand_over", hand_over_slowly)
+    compiled = fddp.loopback(1, gradients_of_threads)
+    with only_python():
+        assert fddp.loopback(1, gradients_of_threads) == compiled
 
 
 class _Raises(torch.autograd.Function):

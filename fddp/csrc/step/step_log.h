@@ -28,9 +28,11 @@ class StepLog {
     records_.push_back({position, perf_counter_s()});
     return records_.size() - 1;
   }
+  // Set the start of the wait. Only the first call counts: Python continues a wait that takes long.
   void set_waited(size_t number, double time_s) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    records_.at(number).waited_s = time_s;
+    double& waited_s = records_.at(number).waited_s;
+    if (waited_s == 0.0) waited_s = time_s;
   }
   void set_done(size_t number, double time_s) {
     const std::lock_guard<std::mutex> lock(mutex_);

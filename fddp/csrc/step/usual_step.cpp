@@ -126,8 +126,8 @@ void UsualStep::advance() {
   const c10::InferenceMode no_inference(false);
   while (!is_stopped_ && cursor_ < program_->ops.size()) {
     const StepOp& op = program_->ops[cursor_];
-    if (!runs_freely_ && !may_run(op)) return;
     try {
+      if (!runs_freely_ && !may_run(op)) return;
       if (!execute(op)) is_stopped_ = true;
     } catch (...) {
       error_ = std::current_exception();
@@ -242,12 +242,13 @@ bool UsualStep::wait_for(int64_t position) {
   const double start_s = perf_counter_s();
   log_->set_waited(launch->record, start_s);
   failed_op_ = position;
-  if (launch->pending && !launch->pending->wait([&] { return text_of(*launch); })) return false;
+  const bool has_succeeded = !launch->pending || launch->pending->wait([&] { return text_of(*launch); });
+  const double end_s = perf_counter_s();
+  if (end_s - start_s > kLeastWait_s) waits_.emplace_back(start_s, end_s);
+  if (!has_succeeded) return false;
   failed_op_ = -1;
   launch->is_waited = true;
-  const double end_s = perf_counter_s();
   log_->set_done(launch->record, end_s);
-  if (end_s - start_s > kLeastWait_s) waits_.emplace_back(start_s, end_s);
   return true;
 }
 
