@@ -49,10 +49,6 @@ class StepLog {
     const std::lock_guard<std::mutex> lock(mutex_);
     return records_;
   }
-  Record record(size_t number) const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return records_.at(number);
-  }
   size_t size() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return records_.size();
