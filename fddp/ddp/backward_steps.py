@@ -285,12 +285,7 @@ class BackwardDriver:
                 return
             self._end = None
             self.runner.fail(error)
-            try:
-                self.runner.close_step()
-            finally:
-                self.runner.restore_grads()
-                self._expect(False)
-                self._reset()
+            drop_step(self)
 
     @property
     def is_broken_off(self) -> bool:
@@ -332,6 +327,20 @@ class BackwardDriver:
         """Free the communicator."""
         self.stop()
         self.engine.close("the wrapped module was closed")
+
+
+def drop_step(driver: BackwardDriver) -> None:
+    """Finish the collectives of a step, and restore the gradients from before it.
+
+    Raises:
+        Exception: as `Engine.finish`.
+    """
+    try:
+        driver.runner.close_step()
+    finally:
+        driver.runner.restore_grads()
+        driver._expect(False)
+        driver._reset()
 
 
 def _is_compiled() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from fddp.ddp.backward_steps import BackwardDriver, Suspension
+from fddp.ddp.backward_steps import BackwardDriver, Suspension, drop_step
 from fddp.ddp.step_runner import StepRunner
 from fddp.runtime.contributions import BackwardContributions
 from fddp.runtime.interpreter import send_last_bucket
@@ -69,22 +69,13 @@ class FinalizingDriver(BackwardDriver):
                 check_complete(self.runner)
                 end.is_done = True
             elif self._has_left_out():
-                self._drop()
+                drop_step(self)
                 raise RuntimeError(_LEFT_OUT)
             super().finish(required=True)
 
     def _has_left_out(self) -> bool:
         step, arrived = self.runner.step, self.suspension.arrived
         return step is not None and arrived is not None and step.contributions.arrived() > arrived
-
-    def _drop(self) -> None:
-        """Finish the collectives of a step, and restore the gradients from before it."""
-        try:
-            self.runner.close_step()
-        finally:
-            self.runner.restore_grads()
-            self._expect(False)
-            self._reset()
 
     @property
     def is_open(self) -> bool:

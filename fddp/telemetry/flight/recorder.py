@@ -28,6 +28,7 @@ from typing import NamedTuple, Protocol
 from fddp.core.plan.leaf import ITEM_BYTES
 from fddp.core.schedule.op import Op, is_piggybacked
 from fddp.core.schedule.schedule import Schedule
+from fddp.native.usual_step import StepLog
 from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp, State
 
 SIZE = 100
@@ -66,16 +67,6 @@ class Recorded(Protocol):
         """Return the number of the running or else the next step, and the position within it."""
 
 
-class StepTimes(Protocol):
-    """Times of the collectives of one step that the compiled interpreter runs."""
-
-    def __len__(self) -> int: ...
-    def fail(self) -> None: ...
-    def set_waited(self, number: int, time_s: float) -> None: ...
-    def set_done(self, number: int, time_s: float) -> None: ...
-    def records(self) -> list[tuple[int, float, float, float]]: ...
-
-
 class Times(Protocol):
     """Times of one operation that are set after its launch."""
 
@@ -104,7 +95,7 @@ class LoggedTimes:
 
     __slots__ = ("_log", "_number")
 
-    def __init__(self, log: StepTimes, number: int) -> None:
+    def __init__(self, log: StepLog, number: int) -> None:
         self._log = log
         self._number = number
 
@@ -133,7 +124,7 @@ class _StepEntries(NamedTuple):
     number: int  # of the first
     schedule: Schedule
     step: int
-    log: StepTimes
+    log: StepLog
 
     def expanded(self) -> list[Entry]:
         entries = []
@@ -191,7 +182,7 @@ class Recorder:
         self.ring.append(entry)
         return entry
 
-    def add_step(self, schedule: Schedule, step: int, log: StepTimes) -> None:
+    def add_step(self, schedule: Schedule, step: int, log: StepLog) -> None:
         """Record the operations of a step that the compiled interpreter is about to run."""
         self.ring.append(_StepEntries(self._next_number(), schedule, step, log))
         self._running = log
