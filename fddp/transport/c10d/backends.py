@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _LONGEST_PAUSE_S = 0.05  # between two polls for the end of a gloo backend
 _CHECK_INTERVAL = timedelta(seconds=0.25)  # between two checks of the other ranks during a wait
+_MAX_EXCHANGED_BYTES = 256 << 10  # from some 1 MiB on an all-reduce is as fast as an exchange
 
 
 class CommunicatorSpec(NamedTuple):
@@ -248,6 +249,26 @@ class GlooCommunicator(Communicator):
         self._backend = None
         freeing.start()
         return partial(_await_end, freeing, over)
+
+    def _all_reduce(self, operation: Operation) -> PendingCollective:
+        # gloo's all-reduce takes two messages in turn. Two ranks that exchange their tensors, and
+        # sum on their own, need one: 0.4 to 0.7 of the time, with the same bits.
+        tensor = operation.tensor
+        is_small = tensor.device.type == "cpu" and 0 < tensor.nbytes <= _MAX_EXCHANGED_BYTES
+        if len(operation.ranks) != 2 or not is_small:
+            return super()._all_reduce(operation)
+        theirs = torch.empty_like(tensor)
+        sizes = [0, tensor.nbytes] if self._place == 0 else [tensor.nbytes, 0]
+        work = self._backend.alltoall_base(
+            _bytes_of(theirs), _bytes_of(tensor), sizes, sizes, c10d.AllToAllOptions()
+        )
+
+        def finish() -> None:
+            tensor.add_(theirs)
+            if operation.average:
+                tensor.div_(2)
+
+        return PendingCollective((work,), finish)
 
     def _reduce_scatter(self, operation: Operation) -> PendingCollective:
         # gloo's own reduce-scatter is an all-reduce of a copy. An all-to-all followed by local sums
