@@ -1,0 +1,24 @@
+"""All tables: `python -m benchmarks.literature`."""
+
+from __future__ import annotations
+
+import json
+
+from benchmarks.bounds import console
+from benchmarks.literature import mg_wfbp
+from benchmarks.scripts import options
+
+
+def main() -> None:
+    """Computes and prints; some seconds."""
+    args = options(__doc__).parse_args()
+    results = [mg_wfbp.result()]
+    for result in results:
+        console().print(result.table())
+    if args.json is not None:
+        values = [result.values() for result in results]
+        args.json.write_text(json.dumps({"sources": values}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
