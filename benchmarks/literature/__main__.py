@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 
 from benchmarks.bounds import console
-from benchmarks.literature import mg_wfbp
+from benchmarks.literature import asc_wfbp, mg_wfbp, streaming_diloco, torch_ddp
 from benchmarks.scripts import options
 
 
 def main() -> None:
-    """Computes and prints; some seconds."""
+    """Computes and prints; some ten seconds."""
     args = options(__doc__).parse_args()
-    results = [mg_wfbp.result()]
+    sources = (mg_wfbp, asc_wfbp, torch_ddp, streaming_diloco)
+    results = [source.result() for source in sources]
     for result in results:
         console().print(result.table())
     if args.json is not None:

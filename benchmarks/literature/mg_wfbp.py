@@ -194,11 +194,11 @@ def result(models: int = 1000) -> Result:
     worse = sum(ratio > 1.0 + ROUNDING for ratio in [*ratios, *(1 + row.deviation for row in rows)])
     found = np.array(ratios)
     notes = (
-        "Both plans simulated with the published alpha and beta; shapes from the architectures,",
-        "backward times from published seconds of a step, divided by operations.",
-        f"On {counted(models, 'generated model')}, optimal / greedy: median {np.median(found):.4f},"
-        f" least {found.min():.4f}, greatest {found.max():.4f};",
-        f"optimal is shorter on {int((found < 1.0 - ROUNDING).sum())} of them.",
+        "Both plans are simulated with the published alpha and beta. Shapes are from the "
+        "architectures; published seconds of a step are divided by the work of layers.",
+        f"On {counted(models, 'generated model')}, optimal / greedy: median "
+        f"{np.median(found):.4f}, lowest {found.min():.4f}, highest {found.max():.4f}; optimal is "
+        f"shorter on {int((found < 1.0 - ROUNDING).sum())}.",
         f"plan_optimal is worse than greedy merging in {counted(worse, 'case')}.",
     )
     headings = ("greedy", "plan_optimal")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
-from benchmarks.literature import mg_wfbp
+from benchmarks.literature import asc_wfbp, mg_wfbp, streaming_diloco, torch_ddp
 from benchmarks.literature.models import (
     BACKWARD_SHARE,
     Layer,
@@ -19,7 +23,7 @@ from benchmarks.literature.models import (
     profile,
     resnet,
 )
-from benchmarks.literature.tables import Row
+from benchmarks.literature.tables import Result, Row
 
 # Totals of torchvision (resnet, densenet), of timm (inception_v4) and of transformers
 # (BertForPreTraining).
@@ -109,8 +113,88 @@ def test_the_optimum_is_never_worse_on_published_models() -> None:
     assert result.table().row_count == 15
 
 
-def test_rows_report_misses() -> None:
-    near, far = (Row("step, s", 1.0, ours, "paper", within=0.1) for ours in (1.1, 1.2))
-    assert not near.missed
-    assert far.missed
-    assert not Row("step, s", 1.0, 9.0, "paper").missed
+def test_exposed_seconds_are_ordered_as_the_methods() -> None:
+    result = asc_wfbp.result()
+    for start in range(0, 12, 3):
+        one_by_one, greedy, optimal = result.rows[start : start + 3]
+        assert one_by_one.ours > greedy.ours >= optimal.ours > 0.0
+        assert "MG-WFBP" in greedy.number
+    assert result.notes[1] == "5 of 12 numbers are within 25%."
+
+
+def test_the_plan_of_ddp_is_the_default() -> None:
+    model = mg_wfbp.profiles()["ResNet-50"]
+    caps = [bucket.cap_bytes for bucket in torch_ddp.ddp_plan(model).buckets]
+    assert caps[:2] == [2**20, 25 * 2**20]
+    assert torch_ddp.ddp_plan(model).buckets[0].leaves[:2] == (160, 159)
+
+
+def test_misses_of_ddp_are_reported() -> None:
+    result = torch_ddp.result()
+    by_number = {row.number: row for row in result.rows}
+    assert by_number["ResNet-50, 1 GPU: step, s"].ours == torch_ddp.WITHOUT_DDP_S["ResNet-50"]
+    assert not by_number["BERT-large, NCCL: best cap, MB"].missed
+    assert by_number["ResNet-50, gloo: best cap, MB"].missed
+    for row in result.rows:
+        if "1 MB / 25 MB" in row.number:
+            assert row.missed == (row.ours <= 1.0)
+
+
+def test_data_parallel_needs_the_bandwidth_of_the_formula() -> None:
+    """Layers are alike, so that the last one to be sent decides, or all of them together."""
+    model = streaming_diloco.MODELS[0]
+    gbit, backward_s = 16.0, BACKWARD_SHARE * model.step_s
+    for target in streaming_diloco.UTILISATIONS:
+        stall_s = model.step_s / target - model.step_s
+        together = gbit / (backward_s * (1 - 1 / model.layers) + stall_s)
+        expected = max(together, gbit / model.layers / stall_s)
+        method = streaming_diloco.DATA_PARALLEL
+        found = streaming_diloco.bandwidth_gbit_s(model, method, target)
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(streaming_diloco.MODELS[:2]),
+    st.sampled_from(streaming_diloco.METHODS),
+    st.floats(0.1, 900.0),
+)
+def test_utilisation_grows_with_bandwidth_and_overlap(
+    model: streaming_diloco.Model, method: streaming_diloco.Method, gbit_s: float
+) -> None:
+    def utilisation(of: streaming_diloco.Method, gbit_s: float) -> float:
+        found = streaming_diloco.fragments(model, of)
+        return streaming_diloco.utilisation(found, model, of, gbit_s)
+
+    at = utilisation(method, gbit_s)
+    assert 0.0 < at <= utilisation(method, gbit_s * 1.5) <= 1.0
+    if method.period > 1:
+        later = replace(method, delay=method.delay + 1)
+        assert utilisation(later, gbit_s) >= at
+
+
+def test_fragments_that_would_overlap_are_refused() -> None:
+    method = streaming_diloco.Method("too fast", 10, layers_in_fragment=3, delay=1)
+    with pytest.raises(ValueError, match="8 fragments in 10 steps"):
+        streaming_diloco.fragments(streaming_diloco.MODELS[0], method)
+
+
+def test_one_billion_parameters_agree_with_the_table() -> None:
+    assert not any(row.missed for row in streaming_diloco.rows(streaming_diloco.MODELS[0]))
+
+
+def test_published_bandwidths_are_on_the_grid() -> None:
+    for rows in streaming_diloco.PUBLISHED_GBIT_S.values():
+        for row in rows:
+            for gbit_s in row:
+                assert np.abs(streaming_diloco.GRID_GBIT_S - gbit_s).min() < 0.06
+
+
+def test_tables_report_misses() -> None:
+    rows = [Row("step, s", 1.0, ours, "paper", missed=ours > 1.1) for ours in (1.1, 1.2)]
+    result = Result("Paper", rows, ["a note"])
+    out = io.StringIO()
+    Console(file=out, width=100).print(result.table())
+    assert "+20.0% missed" in out.getvalue()
+    assert out.getvalue().count("missed") == 1
+    assert [row["deviation"] for row in result.values()["rows"]] == pytest.approx([0.1, 0.2])
