@@ -5,9 +5,9 @@ Algorithms", IEEE INFOCOM 2019, arXiv 1811.11141; extended in IEEE TPDS 32(8), 2
 of m bytes takes alpha + beta * m seconds. The fitted alpha and beta are constants in
 `distributed_optimizer.py` of github.com/HKBU-HPML/MG-WFBP.
 
-The baseline here is written from the papers' description. It keeps one pass over the gradients in
-the order in which they become ready: a bucket waits for the next gradient if that gradient is ready
-before the bucket's all-reduce could have got through its startup time alpha.
+The baseline is written anew. It makes one pass over the gradients in the order in which they become
+ready: a bucket waits for the next gradient if that gradient is ready before the bucket's all-reduce
+could have got through its startup time alpha.
 """
 
 from __future__ import annotations

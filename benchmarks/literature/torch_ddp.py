@@ -8,7 +8,8 @@ compares caps of 1 MB and 25 MB.
 Bucket sizes: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
 Training", arXiv 2006.15704, section 5.2, on 16 V100 in two machines with a link of 100 Gbit/s each:
 best near 10 to 25 MB for ResNet-50 over NCCL, 50 MB for BERT over NCCL, 5 MB for ResNet-50 over
-gloo. Its BERT has 15 times the parameters of ResNet-50, which is nearest to BERT-large.
+gloo. Its BERT has 15 times the parameters of ResNet-50, which is nearest to BERT-large. These
+statements are quoted from notes on the paper, and were not checked against its text.
 
 Links are nominal, as in `fddp.PRESETS`: a V100 has 150 GB/s of NVLink one way (NVIDIA's data
 sheet). gloo's cost over that network was not published; the preset "gloo-loopback", which this
