@@ -56,6 +56,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.planning
 	$(RUN) -m benchmarks.scaling
 	$(RUN) -m benchmarks.simulator_accuracy
+	$(RUN) -m benchmarks.literature
 	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports steps crowded memory leaves fixed_cost packing functional jax_trees))
 
 bench-gpu: $(INSTALLED)

@@ -25,6 +25,7 @@ def test_notebooks_are_found() -> None:
         "04_training_loop",
         "05_torch_func",
         "06_jax",
+        "07_literature",
     ]
 
 
