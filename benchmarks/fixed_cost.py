@@ -86,7 +86,7 @@ def run_rank(rounds: int) -> Case:
         REPLICATE: _module_step(_replicated),
         GLOO_ALL_REDUCE: lambda: dist.all_reduce(number),
     }
-    with ExitStack() as stack, Stages(shown=True) as stages:
+    with ExitStack() as stack, Stages(shown=dist.get_rank() == 0) as stages:
         for transport, suffix in names:
             opened = stack.enter_context(open_transport(None, transport, 60.0, "benchmark"))
             called = stack.enter_context(fddp.GradSync(params, transport=transport))

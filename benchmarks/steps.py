@@ -14,8 +14,10 @@ import fddp
 from benchmarks.competitors import FLAT, LOCAL_FUNCTION, LOCAL_MODULE, Contestant, contestants
 from benchmarks.measure import Series, measure
 from benchmarks.models import WORKLOADS, Workload
+from benchmarks.passes import both_passes, memory_passes
 from benchmarks.report import Entry, ModelResult, Report, SmallResult
 from fddp.cli.progress import Stages
+from fddp.transport import open_transport
 
 _WARM_UP = 4  # steps; DDP and fddp rebuild their buckets after the first
 _SMALL_BYTES = (4, 65536, 1048576)
@@ -57,12 +59,18 @@ def _model(workload: Workload, options: Options, stages: Stages) -> ModelResult:
             contestant.step()
     check_gradients(field)
     steps = 1 if options.quick else workload.steps
-    series = measure({c.name: c.step for c in field}, options.rounds, steps, stages.advance)
+    gradients = [torch.ones(p.shape) for p in workload.build().parameters()]
+    with open_transport(None, "auto", 60.0, "benchmark") as transport:
+        passes = memory_passes(gradients, transport)
+        steps_by_name = {c.name: c.step for c in field}
+        series = measure(steps_by_name | passes, options.rounds, steps, stages.advance)
     entries = tuple(Entry(c.name, c.form, c.is_ddp, c.transport, series[c.name]) for c in field)
     for contestant in field:
         contestant.close()
-    parameters = [parameter.numel() for parameter in workload.build().parameters()]
-    return ModelResult(workload.title, len(parameters), sum(parameters), steps, entries)
+    numels = [gradient.numel() for gradient in gradients]
+    return ModelResult(
+        workload.title, len(numels), sum(numels), steps, entries, both_passes(series)
+    )
 
 
 def check_gradients(field: list[Contestant]) -> None:

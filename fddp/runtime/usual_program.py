@@ -119,7 +119,7 @@ def _compiled(program: Program) -> NativeProgram:
             buckets,
             positions=len(schedule.ops),
             leaves=len(program.plan.leaves),
-            carrier_op=schedule.piggyback_op,
+            carrier_op=schedule.piggyback_op if schedule.piggyback_op >= 0 else schedule.control,
             last_bucket=schedule.sequence[-1],
             world_size=schedule.topology.world_size,
             average=schedule.scaling == "average",

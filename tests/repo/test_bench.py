@@ -38,13 +38,17 @@ from benchmarks.competitors import (
 )
 from benchmarks.measure import Ratio, Series, measure
 from benchmarks.models import WORKLOADS, stack
+from benchmarks.passes import PACK, REDUCE, both_passes, memory_passes
 from benchmarks.report import Entry, ModelResult, Report, figures, warning
 from benchmarks.steps import check_gradients
 from fddp.cli.progress import Stages
+from fddp.transport import open_transport
 from tests.support import commands as cli
 from tests.support.pages import read
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tests.support.ranks import RankPool
 
 SYNCHRONISED = {name for name in makers(has_buffers=False) if not name.startswith("local")}
@@ -178,6 +182,7 @@ TINY = ModelResult(
         entry("DDP default", "module", True, 5.0, 5.0, 5.0),
         entry("DDP static", "module", True, 2.0, 3.0, 6.0),
     ),
+    passes=Series((0.5, 0.5, 1.0)),
 )
 
 
@@ -190,9 +195,29 @@ def test_exposed_time_is_step_less_local_step() -> None:
     assert TINY.versus_twin(TINY.entry("fddp.DDP default")) == (0.3, 0.3, 0.3)
 
 
+def test_the_memory_passes_are_relative_to_what_ddp_adds() -> None:
+    assert TINY.to_best_exposed(TINY.passes) == (0.25, 0.2, 0.5)
+
+
+def _passes(rank: int, world_size: int) -> tuple[Series, Tensor]:
+    gradients = [torch.full((2, 3), 1.0 + dist.get_rank()), torch.full((5,), 3.0)]
+    with open_transport(None, "auto", 10.0, "test") as transport:
+        passes = memory_passes(gradients, transport)
+        passes[PACK]()
+        buffer = passes[REDUCE]()
+        series = measure(passes, 2, 1, lambda: None)
+    return both_passes(series), buffer
+
+
+def test_the_memory_passes_pack_and_reduce_all_gradients(ranks: RankPool) -> None:
+    for series, buffer in ranks.run(2, _passes):
+        assert buffer.tolist() == [3.0] * 6 + [6.0] * 5
+        assert all(time_s > 0.0 for time_s in series.rounds_s)
+
+
 def test_a_round_in_which_ddp_added_nothing_proves_nothing() -> None:
     fast = entry("DDP static", "module", True, 0.9, 1.0, 1.5)
-    model = ModelResult("tiny", 1, 1, 1, (*TINY.entries[:-1], fast))
+    model = ModelResult("tiny", 1, 1, 1, (*TINY.entries[:-1], fast), TINY.passes)
     assert model.exposed_versus_best(model.entry(FDDP)) == (math.inf, 2.0, math.inf)
 
 

@@ -107,8 +107,8 @@ void UsualStep::bucket_ready(int64_t bucket) {
   {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     ready_.at(bucket) = true;
-    if (!is_stopped_ && !is_taken_over_) advance();
-    if (!is_stopped_ && !is_taken_over_) return;
+    if (is_usual_) advance();
+    if (is_usual_) return;
   }
   const py::gil_scoped_acquire gil;
   interpreter_(bucket);
@@ -117,21 +117,21 @@ void UsualStep::bucket_ready(int64_t bucket) {
 bool UsualStep::finish() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   runs_freely_ = true;
-  if (!is_stopped_ && !is_taken_over_) advance();
-  return !is_stopped_ && !is_taken_over_ && cursor_ == program_->ops.size();
+  if (is_usual_) advance();
+  return is_usual_ && cursor_ == program_->ops.size();
 }
 
 void UsualStep::advance() {
   // Results outlive the inference mode of the caller.
   const c10::InferenceMode no_inference(false);
-  while (!is_stopped_ && cursor_ < program_->ops.size()) {
+  while (is_usual_ && cursor_ < program_->ops.size()) {
     const StepOp& op = program_->ops[cursor_];
     try {
       if (!runs_freely_ && !may_run(op)) return;
-      if (!execute(op)) is_stopped_ = true;
+      if (!execute(op)) is_usual_ = false;
     } catch (...) {
       error_ = std::current_exception();
-      is_stopped_ = true;
+      is_usual_ = false;
     }
   }
 }
@@ -141,8 +141,8 @@ bool UsualStep::may_run(const StepOp& op) const {
   if (op.kind != StepOpKind::kPack && op.kind != StepOpKind::kAllReduce) return false;
   // Backward never blocks on a collective.
   return std::all_of(op.awaited.begin(), op.awaited.end(), [this](const auto& dep) {
-    const int64_t number = launch_of_[dep.first];
-    return number < 0 || launches_[number].is_waited || !launches_[number].pending || launches_[number].pending->done();
+    const Launch* const launch = launch_at(dep.first);
+    return launch == nullptr || !launch->pending || launch->pending->done();
   });
 }
 
@@ -226,7 +226,7 @@ void UsualStep::launch(const StepOp& op, const at::Tensor& tensor, bool average)
   launches_.push_back({op.position, op.bucket, std::move(pending), record});
 }
 
-UsualStep::Launch* UsualStep::launch_at(int64_t position) {
+const UsualStep::Launch* UsualStep::launch_at(int64_t position) const {
   const int64_t number = launch_of_[position];
   return number < 0 || launches_[number].is_waited ? nullptr : &launches_[number];
 }
@@ -237,8 +237,8 @@ std::string UsualStep::text_of(const Launch& launch) const {
 }
 
 bool UsualStep::wait_for(int64_t position) {
-  Launch* const launch = launch_at(position);
-  if (launch == nullptr) return true;
+  if (launch_at(position) == nullptr) return true;
+  Launch* const launch = &launches_[launch_of_[position]];
   const double start_s = perf_counter_s();
   log_->set_waited(launch->record, start_s);
   failed_op_ = position;
@@ -254,12 +254,7 @@ bool UsualStep::wait_for(int64_t position) {
 
 // Wait for the control word. Return true if its sum is that of equal words of all ranks.
 bool UsualStep::is_usual_sum() {
-  int64_t carrier = program_->carrier_op;
-  if (carrier < 0) {
-    const auto is_control = [](const StepOp& op) { return op.kind == StepOpKind::kControl; };
-    carrier = std::find_if(program_->ops.begin(), program_->ops.end(), is_control)->position;
-  }
-  if (!word_.defined() || !wait_for(carrier)) return false;
+  if (!word_.defined() || !wait_for(program_->carrier_op)) return false;
   return with_number_type(word_, [this](auto number) {
     using Number = decltype(number);
     std::vector<Number> own(static_cast<size_t>(template_.numel()));
@@ -281,7 +276,7 @@ std::vector<std::optional<at::Tensor>> UsualStep::results() const {
 
 UsualStep::State UsualStep::take_over() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  is_taken_over_ = true;
+  is_usual_ = false;
   State state{};
   state.cursor = static_cast<int64_t>(cursor_);
   state.ready = ready_;

@@ -2,7 +2,7 @@
 // late gradient, equal weights on all ranks.
 //
 // [Note: usual steps]
-// The reference is the interpreter in Python (runtime/step.py), which can do everything. The one
+// The reference is the interpreter in Python (runtime/interpreter.py), which can do everything. The one
 // here executes a prefix of the same operations in the same order. It stops before an operation
 // that it does not know, and wherever something unusual shows: a gradient that can't be packed, one
 // that is missing or late, a control word that is not that of a usual step on all ranks, a
@@ -62,7 +62,7 @@ struct StepProgram {
   std::vector<StepBucket> buckets;
   int64_t positions;     // operations of the whole schedule
   int64_t leaves;        // of the plan
-  int64_t carrier_op;    // position of the collective that carries the control word; -1 if separate
+  int64_t carrier_op;    // position of the collective that carries the control word
   int64_t last_bucket;   // not sent during backward, because the control word follows it
   int64_t world_size;
   bool average;          // the collectives divide the sum
@@ -124,12 +124,11 @@ class UsualStep : public BucketListener {
   bool execute(const StepOp& op);
   void pack(const StepOp& op);
   bool write_word(const StepOp& op);
-  Launch* launch_at(int64_t position);
+  const Launch* launch_at(int64_t position) const;
   bool wait_for(int64_t position);
   std::string text_of(const Launch& launch) const;
   bool is_usual_sum();
   void launch(const StepOp& op, const at::Tensor& tensor, bool average);
-  void stop_at(const StepOp& op);
 
   const std::shared_ptr<const StepProgram> program_;
   const std::shared_ptr<Collectives> collectives_;
@@ -149,8 +148,7 @@ class UsualStep : public BucketListener {
   size_t cursor_ = 0;
   std::vector<bool> ready_;
   bool runs_freely_ = false;  // backward has ended
-  bool is_stopped_ = false;   // Python has to continue
-  bool is_taken_over_ = false;
+  bool is_usual_ = true;      // false once Python has to continue
   bool has_report_ = false;
   bool is_finite_ = true;
   bool may_overflow_ = false;
