@@ -47,8 +47,6 @@ from tests.support import commands as cli
 from tests.support.pages import read
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from tests.support.ranks import RankPool
 
 SYNCHRONISED = {name for name in makers(has_buffers=False) if not name.startswith("local")}
@@ -199,19 +197,19 @@ def test_the_memory_passes_are_relative_to_what_ddp_adds() -> None:
     assert TINY.to_best_exposed(TINY.passes) == (0.25, 0.2, 0.5)
 
 
-def _passes(rank: int, world_size: int) -> tuple[Series, Tensor]:
+def _passes(rank: int, world_size: int) -> tuple[Series, list[float]]:
     gradients = [torch.full((2, 3), 1.0 + dist.get_rank()), torch.full((5,), 3.0)]
     with open_transport(None, "auto", 10.0, "test") as transport:
         passes = memory_passes(gradients, transport)
         passes[PACK]()
-        buffer = passes[REDUCE]()
+        reduced = passes[REDUCE]().tolist()
         series = measure(passes, 2, 1, lambda: None)
-    return both_passes(series), buffer
+    return both_passes(series), reduced
 
 
 def test_the_memory_passes_pack_and_reduce_all_gradients(ranks: RankPool) -> None:
-    for series, buffer in ranks.run(2, _passes):
-        assert buffer.tolist() == [3.0] * 6 + [6.0] * 5
+    for series, reduced in ranks.run(2, _passes):
+        assert reduced == [3.0] * 6 + [6.0] * 5
         assert all(time_s > 0.0 for time_s in series.rounds_s)
 
 
