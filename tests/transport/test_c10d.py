@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fddp.core.schedule.topology import Topology
 from fddp.errors import ClosedError, FddpError, RankLostError, SyncTimeoutError
 from fddp.transport import open_transport
+from fddp.transport.c10d.backends import _MAX_EXCHANGED_BYTES
 from tests.support.chunks import AXES, SQUARE
 from tests.support.ranks import run_fresh
 
@@ -321,3 +322,29 @@ def divide_again_on_rank(rank: int, world_size: int) -> None:
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts through Linux's /proc")
 def test_groups_that_are_open_are_used_again(ranks: RankPool) -> None:
     ranks.run(4, divide_again_on_rank)
+
+
+# Two ranks exchange small tensors
+
+
+def sums_on_rank(rank: int, world_size: int) -> list[tuple[str, bool]]:
+    """Sums of a transport against those of torch's own group, bit by bit."""
+    transport, found = open_c10d(), []
+    limit = _MAX_EXCHANGED_BYTES
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int32):
+        for nbytes in (dtype.itemsize, 24, limit - 8, limit, limit + 8):
+            mine = torch.arange(nbytes // dtype.itemsize).add(1 + rank).to(dtype)
+            mine = mine / 3 if dtype.is_floating_point else mine
+            for average in {False, dtype.is_floating_point}:
+                ours, theirs = mine.clone(), mine.clone()
+                transport.all_reduce(ours, average=average).wait("it")
+                dist.all_reduce(theirs)
+                expected = theirs / world_size if average else theirs
+                found.append((f"{dtype} {nbytes} {average}", torch.equal(ours, expected)))
+    return found
+
+
+def test_small_sums_of_two_ranks_have_the_bits_of_torchs(ranks: RankPool) -> None:
+    for found in ranks.run(2, sums_on_rank):
+        assert len(found) == 40
+        assert [case for case, is_equal in found if not is_equal] == []
