@@ -49,7 +49,7 @@ class TreeSync:
         return self._engine.program.schedule
 
     @property
-    def virtual_ranks(self) -> range:
+    def carried_ranks(self) -> range:
         """Virtual ranks that this rank carries; empty without virtual ranks."""
         virtual = self.schedule.virtual
         return range(0) if virtual is None else virtual.runs[self._engine.transport.rank]
@@ -59,7 +59,7 @@ class TreeSync:
 
         Args:
             batches: function of a virtual rank, which is called when the step reaches it; or a
-                sequence with one input for each of `virtual_ranks`. An input is a batch for a step
+                sequence with one input for each of `carried_ranks`. An input is a batch for a step
                 of `value_and_grad`, or a tree of gradients for a call. `EXHAUSTED` stands for a
                 virtual rank without input.
 
@@ -70,7 +70,7 @@ class TreeSync:
             raise ValueError(
                 "this GradSync has no virtual ranks; build it with virtual_ranks=8, for instance"
             )
-        return VirtualBatches(self.virtual_ranks, batches)
+        return VirtualBatches(self.carried_ranks, batches)
 
     @untraced(INSTEAD_IN_A_GRAPH)
     def __call__(

@@ -31,12 +31,12 @@ class VirtualValueAndGrad(ValueAndGrad):
         ...     params = {"w": torch.ones(())}
         ...     with fddp.GradSync(params, group=group, virtual_ranks=3) as sync:
         ...         step = sync.value_and_grad(lambda p, x: p["w"] * x)
-        ...         losses, grads = step(params, sync.virtual_batches(lambda v: 0.1 * v))
-        ...         return [round(x.item(), 1) for x in losses], grads["w"].item()
+        ...         losses, grads = step(params, sync.virtual_batches(lambda v: 2.0 * v))
+        ...         return [x.item() for x in losses], grads["w"].item()
         >>> fddp.loopback(1, train)
-        [([0.0, 0.1, 0.2], 0.10000000149011612)]
+        [([0.0, 2.0, 4.0], 2.0)]
         >>> fddp.loopback(2, train)
-        [([0.0], 0.10000000149011612), ([0.1, 0.2], 0.10000000149011612)]
+        [([0.0], 2.0), ([2.0, 4.0], 2.0)]
     """
 
     def _compute(

@@ -131,17 +131,17 @@ def digests(group: Any, count: int, options: dict[str, Any]) -> list[str]:
         for number in range(STEPS):
             if number == 2:  # a virtual rank runs out of inputs
                 batches = [
-                    fddp.EXHAUSTED if v == 1 else inputs_of(v, number) for v in sync.virtual_ranks
+                    fddp.EXHAUSTED if v == 1 else inputs_of(v, number) for v in sync.carried_ranks
                 ]
             else:
-                batches = [inputs_of(v, number) for v in sync.virtual_ranks]
+                batches = [inputs_of(v, number) for v in sync.carried_ranks]
             losses, grads, info = step(
                 params,
                 sync.virtual_batches(batches),
                 sync.virtual_batches(lambda v: v),
                 number,
             )
-            assert len(losses) == len(sync.virtual_ranks)
+            assert len(losses) == len(sync.carried_ranks)
             assert [loss is None for loss in losses] == [b is fddp.EXHAUSTED for b in batches]
             assert info.all_finite
             found.append(digest(grads) + repr((info.total_weight, info.active)))
@@ -153,7 +153,7 @@ def digests(group: Any, count: int, options: dict[str, Any]) -> list[str]:
                 for n, p in params.items()
             }
         )
-        found.append(digest(sync(trees, weight=[0.3 + v for v in sync.virtual_ranks])))
+        found.append(digest(sync(trees, weight=[0.3 + v for v in sync.carried_ranks])))
         found.append(digest(sync(trees)))
     return found
 
@@ -242,7 +242,7 @@ def test_drawn_trees(
         with fddp.GradSync(
             tree(0), group=group, virtual_ranks=count, bucket_cap_mb=1e-4, first_bucket_mb=1e-4
         ) as sync:
-            own = [weights[v] for v in sync.virtual_ranks]
+            own = [weights[v] for v in sync.carried_ranks]
             return digest(sync(sync.virtual_batches(tree), weight=own))
 
     (alone,) = fddp.loopback(1, run)
@@ -355,7 +355,7 @@ def test_misuse_is_named() -> None:
                 sync(sync.virtual_batches(lambda v: params), weight=0.0)
             assert step(params, batches)[1]["w"].tolist() == [2.5] * 3
         with fddp.GradSync(params, group=group) as plain:
-            assert plain.virtual_ranks == range(0)
+            assert plain.carried_ranks == range(0)
             with pytest.raises(ValueError, match=r"this GradSync has no virtual ranks; build it"):
                 plain.virtual_batches(lambda v: v)
         hook = fddp.hooks.bf16_compress
