@@ -86,10 +86,12 @@ sanitize:
 	$(SANITIZED)/processes kill 3 30 1
 
 # Some five minutes: 210 faults, each kind at each stage over each transport (`ARGS="--seed 3"` for
-# others); then a run under torchrun that loses a rank ten times.
+# others); then a run under torchrun that loses a rank ten times, and one that loses a rank six times
+# and goes on with another number of ranks.
 chaos: $(INSTALLED)
 	$(RUN) -m tests.faults.chaos $(ARGS)
 	$(RUN) -m examples.elastic --kills 10
+	$(RUN) -m examples.any_ranks
 
 # 1,000 generated disagreements on threads, 100 each over gloo and shared memory: some six minutes.
 disagree: $(INSTALLED)
