@@ -50,13 +50,14 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.memory --models mlp --json $(BENCH)/memory.json
 	$(RUN) -m benchmarks.per_parameter --json $(BENCH)/leaves.json
 	$(RUN) -m benchmarks.fixed_cost --json $(BENCH)/fixed_cost.json
+	$(RUN) -m benchmarks.virtual_ranks --json $(BENCH)/virtual_ranks.json
 	$(RUN) -m benchmarks.packing --json $(BENCH)/packing.json
 	$(RUN) -m benchmarks.operators --json $(BENCH)/functional.json
 	$(RUN) -m benchmarks.jax_trees --json $(BENCH)/jax_trees.json
 	$(RUN) -m benchmarks.planning
 	$(RUN) -m benchmarks.scaling
 	$(RUN) -m benchmarks.simulator_accuracy
-	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports steps crowded memory leaves fixed_cost packing functional jax_trees))
+	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports steps crowded memory leaves fixed_cost virtual_ranks packing functional jax_trees))
 
 bench-gpu: $(INSTALLED)
 	$(RUN) -m benchmarks.gpu

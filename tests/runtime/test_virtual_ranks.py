@@ -382,6 +382,40 @@ def test_a_schedule_with_virtual_ranks() -> None:
     assert [found.tolist() for found in fddp.loopback(2, run)] == [[2.0] * 3] * 2
 
 
+# Uneven inputs
+
+
+def test_virtual_ranks_that_run_out() -> None:
+    """Each has a number of batches of its own, and ranks go on until none has any."""
+    lengths = [3, 1, 4, 1, 5]
+
+    def run(group: Any) -> list[str]:
+        params = {"w": rand(6, seed=1, dtype=torch.float32)}
+        found = []
+        with fddp.GradSync(params, group=group, virtual_ranks=5) as sync:
+            step = sync.value_and_grad(lambda p, x: (p["w"] * x).square().sum())
+            longest = max(lengths[v] for v in sync.carried_ranks)
+            rounds = (
+                sync.virtual_batches(
+                    [
+                        rand(6, seed=10 * v + number).float()
+                        if number < lengths[v]
+                        else fddp.EXHAUSTED
+                        for v in sync.carried_ranks
+                    ]
+                )
+                for number in range(longest)
+            )
+            for batches in fddp.uneven(rounds, sync):
+                found.append(digest(step(params, batches)[1]))
+        return found
+
+    (alone,) = fddp.loopback(1, run)
+    assert len({*alone}) == 5
+    for ranks in (2, 3, 5):
+        assert fddp.loopback(ranks, run) == [alone] * ranks
+
+
 # Rebuilding on other numbers of ranks
 
 
