@@ -50,6 +50,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.memory --models mlp --json $(BENCH)/memory.json
 	$(RUN) -m benchmarks.per_parameter --json $(BENCH)/leaves.json
 	$(RUN) -m benchmarks.fixed_cost --json $(BENCH)/fixed_cost.json
+	$(RUN) -m benchmarks.virtual_ranks --json $(BENCH)/virtual_ranks.json
 	$(RUN) -m benchmarks.packing --json $(BENCH)/packing.json
 	$(RUN) -m benchmarks.operators --json $(BENCH)/functional.json
 	$(RUN) -m benchmarks.jax_trees --json $(BENCH)/jax_trees.json
@@ -57,7 +58,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.scaling
 	$(RUN) -m benchmarks.simulator_accuracy
 	$(RUN) -m benchmarks.literature
-	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports steps crowded memory leaves fixed_cost packing functional jax_trees))
+	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports steps crowded memory leaves fixed_cost virtual_ranks packing functional jax_trees))
 
 bench-gpu: $(INSTALLED)
 	$(RUN) -m benchmarks.gpu
@@ -87,10 +88,12 @@ sanitize:
 	$(SANITIZED)/processes kill 3 30 1
 
 # Some five minutes: 210 faults, each kind at each stage over each transport (`ARGS="--seed 3"` for
-# others); then a run under torchrun that loses a rank ten times.
+# others); then a run under torchrun that loses a rank ten times, and one that loses a rank six times
+# and goes on with another number of ranks.
 chaos: $(INSTALLED)
 	$(RUN) -m tests.faults.chaos $(ARGS)
 	$(RUN) -m examples.elastic --kills 10
+	$(RUN) -m examples.any_ranks
 
 # 1,000 generated disagreements on threads, 100 each over gloo and shared memory: some six minutes.
 disagree: $(INSTALLED)

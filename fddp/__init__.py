@@ -3,6 +3,7 @@
 Training
     GradSync                                 average gradients over ranks; `value_and_grad`, `tune`
     uneven, EXHAUSTED                        loops over inputs of unequal length
+    VirtualSampler, virtual_rng              samples and random numbers of virtual ranks
     functionalize                            a module as a pure function of its parameters
     tree_map                                 map a function over the tensors of a tree
     as_transform                             a `GradSync` as an optax or torchopt transformation
@@ -109,6 +110,8 @@ from fddp.sync.monitor import Monitor
 from fddp.sync.rounds import EXHAUSTED
 from fddp.sync.transform import as_transform
 from fddp.sync.uneven_inputs import uneven
+from fddp.sync.virtual_random import virtual_rng
+from fddp.sync.virtual_sampler import VirtualSampler
 from fddp.telemetry.flight.dump import FlightDumps, dump_flights
 from fddp.telemetry.flight.log import Flight
 from fddp.telemetry.flight.recorder import flight
@@ -135,11 +138,11 @@ __all__ = [
     "NormVerdict", "Op", "PeerError", "PlanMismatchError", "RankLostError", "ReentryError",
     "Region", "Sample", "Schedule", "ScheduleError", "Straggler", "SyncInfo", "SyncTimeoutError",
     "Timeline", "Topology", "TransformError", "TreeMismatchError", "TuneReport", "UnevenError",
-    "WeightError", "all_gather", "as_transform", "averaging", "broadcast", "broadcast_from",
-    "check_norm", "check_replicas", "check_schedule", "dump_flights", "flight", "functionalize",
-    "hooks", "loopback", "make_schedule", "measure_cost", "next_loss_scale", "plan_buckets",
-    "plan_optimal", "pmax", "pmean", "psum", "rebucket", "reconcile", "reduce_scatter", "simulate",
-    "sync_on_backward", "tree_map", "uneven",
+    "VirtualSampler", "WeightError", "all_gather", "as_transform", "averaging", "broadcast",
+    "broadcast_from", "check_norm", "check_replicas", "check_schedule", "dump_flights", "flight",
+    "functionalize", "hooks", "loopback", "make_schedule", "measure_cost", "next_loss_scale",
+    "plan_buckets", "plan_optimal", "pmax", "pmean", "psum", "rebucket", "reconcile",
+    "reduce_scatter", "simulate", "sync_on_backward", "tree_map", "uneven", "virtual_rng",
 ]  # fmt: skip
 
 # Most need packages that fddp does not.

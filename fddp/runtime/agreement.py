@@ -46,6 +46,7 @@ _SUMMARY: Schema = AnyOf(
             "rebuild": optional(str),
             "skips_unused": bool,
             "deterministic": bool,
+            "virtual_ranks": optional(int),
             "nonfinite": str,
             "leaves": str,
             "plan": str,
@@ -94,6 +95,7 @@ class SyncConfig:
         skips_unused: True to leave buckets that no rank used in a step out of the next one, until
             a rank uses them.
         deterministic: True if the topology alone determines the association of sums.
+        virtual_ranks: number of virtual ranks, which then alone determines it; None for none.
         nonfinite: policy for steps with non-finite numbers.
     """
 
@@ -108,6 +110,7 @@ class SyncConfig:
     hook: Hook[Any] | None = None
     skips_unused: bool = False
     deterministic: bool = False
+    virtual_ranks: int | None = None
     nonfinite: Policy = "propagate"
 
     def rebuilt(self, plan: BucketPlan, ready_order: Sequence[int]) -> BucketPlan:
@@ -128,6 +131,7 @@ class SyncConfig:
             algorithm=self.algorithm,
             reduce_dtype=self.reduce_dtype,
             deterministic=self.deterministic,
+            virtual_ranks=self.virtual_ranks,
         )
 
     def summary(self) -> dict[str, object]:
@@ -145,6 +149,7 @@ class SyncConfig:
             "rebuild": None if self.rebuild is None else str(self.rebuild),
             "skips_unused": self.skips_unused,
             "deterministic": self.deterministic,
+            "virtual_ranks": self.virtual_ranks,
             "nonfinite": self.nonfinite,
             "leaves": hashlib.sha256(leaves.encode()).hexdigest(),
             "plan": self.plan.shared_digest,

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from fddp.core.protocol.calls import Method
-from fddp.core.protocol.control_word import ControlReport, ControlWord, decode, encode
+from fddp.core.protocol.control_word import ControlReport, decode
 from fddp.core.protocol.readiness import Action
 from fddp.core.schedule.op import Op
+from fddp.core.schedule.schedule import summands
 from fddp.errors import FddpError, InternalError
 from fddp.native.layout import Stats
 from fddp.runtime.failures import (
@@ -183,22 +184,7 @@ class Interpreter(StepState):
 
     def _send_control(self, position: int, op: Op) -> None:
         """Write this rank's control word into its bucket's buffer, or send it by itself."""
-        layout, source = self.program.control, self.source
-        # Rank 0's order of gradients is that of the rebuilt plan.
-        has_order = layout.with_order and self.transport.rank == 0 and not self.failure
-        word = ControlWord(
-            fingerprint=self.fingerprint,
-            method=self.method,
-            weight=source.weight,
-            used=source.used(self.program),
-            late=source.late(self.program),
-            has_next=self.has_next,
-            nonfinite=not self.is_finite,
-            may_overflow=self.may_overflow,
-            failed=self.failure is not None,
-            order=tuple(self.contributions.order(self.program)) if has_order else (),
-        )
-        vector = torch.from_numpy(encode(layout, word))
+        vector = torch.from_numpy(self.own_word())
         if op.bucket < 0:
             self.word = vector.to(self.transport.control_device)
             entry = self.recorder.launched(self.program.schedule, self.number, position)
@@ -223,7 +209,7 @@ class Interpreter(StepState):
             self.program.control,
             self.word.cpu().numpy(),
             fingerprint=self.fingerprint,
-            world_size=self.transport.world_size,
+            world_size=summands(self.program.schedule),
         )
         if not self._is_regular(report):
             unfit = self._unfit_error(report)
@@ -261,7 +247,7 @@ class Interpreter(StepState):
         return (
             report.agreed
             and not report.failed
-            and report.active == schedule.topology.world_size
+            and report.active == summands(schedule)
             and report.total_weight == self.context.scale.reference
             and schedule.result != "replicated"
             and schedule.scaling != "after"

@@ -15,7 +15,7 @@ from fddp.core.plan.plan import BucketPlan
 from fddp.core.protocol.control_word import ControlLayout
 from fddp.core.schedule.op import Op, Region, chunk, is_collective
 from fddp.core.schedule.piggyback import control_layout
-from fddp.core.schedule.schedule import RETAINED_DTYPES, Schedule
+from fddp.core.schedule.schedule import RETAINED_DTYPES, Schedule, summands
 from fddp.native.autograd_leaves import (
     LeafTypes,
     Members,
@@ -300,7 +300,7 @@ def _bucket_program(program: Program, index: int) -> BucketProgram:
         sparse=planned.sparse,
         is_plain=wire == planned.dtype and schedule.result != "sharded_mean",
         rescaled=wire in RETAINED_DTYPES and index in schedule.retained,
-        max_safe_magnitude=max_safe_magnitude(wire, planned.dtype, schedule.topology.world_size),
+        max_safe_magnitude=max_safe_magnitude(wire, planned.dtype, summands(schedule)),
     )
 
 

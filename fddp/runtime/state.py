@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.calls import Method
-from fddp.core.protocol.control_word import ControlReport
+from fddp.core.protocol.control_word import ControlReport, ControlWord, encode
 from fddp.core.protocol.readiness import Action
 from fddp.core.schedule.op import Op
+from fddp.core.schedule.virtual import SumTree
 from fddp.core.timeline import Interval
 from fddp.errors import FddpError, InternalError, error_text
 from fddp.native.buffer_pool import BufferPool
 from fddp.native.layout import Stats
 from fddp.native.pack import native_slices
-from fddp.runtime.contributions import NOTHING, Contributions
+from fddp.runtime.contributions import NOTHING, BackwardContributions, Contributions
 from fddp.runtime.failures import pack_error
 from fddp.runtime.finite_check import FiniteCheck
 from fddp.runtime.hook_binding import BoundHook
@@ -130,6 +133,8 @@ class StepState:
 
     # Defaults of attributes that most steps never set.
     source: Contributions = NOTHING
+    #: makes the contributions of a backward pass
+    backward_contributions: ClassVar[Callable[..., BackwardContributions]] = BackwardContributions
     contributions: Contributions = NOTHING
     has_next = True
     hook_states: Sequence[Any] = ()
@@ -213,6 +218,25 @@ class StepState:
         if isinstance(error, FddpError):
             rank = self.transport.rank
             error.args = (f"rank {rank} at step {self.number}: {error}", *error.args[1:])
+
+    def own_word(self) -> npt.NDArray[np.floating[Any]]:
+        """This rank's control word."""
+        layout, source = self.program.control, self.source
+        # Rank 0's order of gradients is that of the rebuilt plan.
+        has_order = layout.with_order and self.transport.rank == 0 and not self.failure
+        word = ControlWord(
+            fingerprint=self.fingerprint,
+            method=self.method,
+            weight=source.weight,
+            used=source.used(self.program),
+            late=source.late(self.program),
+            has_next=self.has_next,
+            nonfinite=not self.is_finite,
+            may_overflow=self.may_overflow,
+            failed=self.failure is not None,
+            order=tuple(self.contributions.order(self.program)) if has_order else (),
+        )
+        return encode(layout, word)
 
     # For buckets
 
@@ -387,7 +411,7 @@ class BucketState:
                 own,
                 axes=op.axes,
                 average=step.averages,
-                ordered=step.program.schedule.deterministic,
+                ordered=self.order(step),
                 record_time=step.record_time,
                 wait_soon=wait_soon,
             )
@@ -397,6 +421,10 @@ class BucketState:
             )
         self.work = work
         self.works[position] = work, entry
+
+    def order(self, step: StepState) -> bool | SumTree:
+        """Association of sums, as in `Transport.reduce_scatter`."""
+        return step.program.schedule.deterministic
 
     def operand(self, step: StepState, position: int, op: Op) -> Tensor:
         """Tensor to reduce, including a piggybacked control word."""

@@ -12,6 +12,7 @@ from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.expected_counts import Arrivals
+from fddp.core.schedule.schedule import summands
 from fddp.errors import ClosedError, InternalError, PeerError, ReentryError, UnevenError, error_text
 from fddp.runtime.donation import donate
 from fddp.runtime.hook_step import HookedStep
@@ -19,6 +20,7 @@ from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.program import Program
 from fddp.runtime.state import Outcome, StepContext
 from fddp.runtime.step import Step
+from fddp.runtime.virtual_step import VirtualStep
 from fddp.sync.configuration import EngineConfiguration
 from fddp.sync.request import EngineSpec
 from fddp.sync.rounds import Round
@@ -61,7 +63,7 @@ class Engine(EngineConfiguration):
         self.last_failed = False
         self.when = ""
         self._idle: frozenset[int] = frozenset()
-        self.scale = WeightScale(self.transport.world_size, scaling=self.schedule.scaling)
+        self.scale = WeightScale(summands(self.schedule), scaling=self.schedule.scaling)
         self.round: Round | None = None
         self.closed_by = ""
         self.superseded = False
@@ -185,6 +187,8 @@ class Engine(EngineConfiguration):
         self.step += 1
         bound_hook = context.bound_hook
         step = Step(context) if bound_hook is None else HookedStep(context, bound_hook)
+        if program.schedule.virtual is not None:
+            step = VirtualStep(context)
         self._current = self._running[step.number] = weakref.ref(step)
         return step
 

@@ -19,6 +19,7 @@ from fddp.sync.rebuild import join_engine, rebuild_engine
 from fddp.sync.request import Reduction, Request
 from fddp.sync.tree_sync import TreeSync
 from fddp.sync.value_and_grad import ValueAndGrad
+from fddp.sync.virtual_value_and_grad import VirtualValueAndGrad
 from fddp.telemetry.flight.dump import dump_failures
 from fddp.transport import Group, TransportName
 from fddp.transport.mesh import Mesh, resolve_mesh
@@ -61,6 +62,9 @@ class GradSync(TreeSync):
             mean then do not depend on bucket caps, plan, algorithm, transport, or the order of
             gradients. Costs one more collective for each bucket, and the memory of the gradients,
             which are kept until no repair can be needed.
+        virtual_ranks: number of virtual ranks, at least that of ranks, or None. Each rank carries a
+            run of them, and a step takes one input for each (`virtual_batches`). The mean over
+            virtual ranks then has the same bits on any number of ranks. Implies `deterministic`.
         nonfinite: policy for steps in which a rank's gradient or a sum is NaN or infinite.
             "propagate" returns the results. "skip" skips the step on all ranks: each leaf of the
             result is None, `SyncInfo.skipped` is True, and states of hooks and, under `reduce_`,
@@ -102,6 +106,7 @@ class GradSync(TreeSync):
         timeout_s: float | None = None,
         hook: Hook[Any] | None = None,
         deterministic: bool = False,
+        virtual_ranks: int | None = None,
         nonfinite: Policy = "propagate",
     ) -> None:
         request = Request(
@@ -117,6 +122,7 @@ class GradSync(TreeSync):
             timeout_s=timeout_s,
             hook=hook,
             deterministic=deterministic,
+            virtual_ranks=virtual_ranks,
             nonfinite=nonfinite,
             title=self._title,
         )
@@ -164,10 +170,12 @@ class GradSync(TreeSync):
                 of `fn`; the gradients are then the weighted mean.
 
         Returns:
-            A callable; see `ValueAndGrad`. With the algorithm "reduce_scatter" it returns shards of
-            gradients, as `reduce_scatter`.
+            A callable; see `ValueAndGrad`, and `VirtualValueAndGrad` for virtual ranks. With the
+            algorithm "reduce_scatter" it returns shards of gradients, as `reduce_scatter`.
         """
-        return ValueAndGrad(self._engine, fn, argnums, has_aux, with_info, weight_fn)
+        is_virtual = self._engine.schedule.virtual is not None
+        kind = VirtualValueAndGrad if is_virtual else ValueAndGrad
+        return kind(self._engine, fn, argnums, has_aux, with_info, weight_fn)
 
     def tune(
         self, step: Callable[..., object], *args: Any, rounds: int = 5, **kwargs: Any
@@ -194,35 +202,6 @@ class GradSync(TreeSync):
             Exception: any error of the step; the old plan is then in force.
         """
         return tune(self._engine, lambda: step(*args, **kwargs), rounds)
-
-    def donate(self, grads: Any) -> None:
-        """Donate the results of a step, so that the next step can reuse their memory.
-
-        A loop that keeps the gradients of one step until the next has returned needs memory for
-        two; with donation, for one.
-
-        Args:
-            grads: tree returned by a step of this `GradSync`. Any use of its leaves that are views
-                of buckets, or of views of them, raises a RuntimeError afterwards; there must be no
-                NumPy or DLPack arrays over them. Other leaves (sparse or local ones, shards of
-                several pieces) are not affected.
-
-        Raises:
-            TreeMismatchError: a leaf is no result of this `GradSync`, or was donated before. No
-                leaf is donated then.
-
-        Example:
-            >>> import fddp, torch
-            >>> def train(group):
-            ...     with fddp.GradSync({"w": torch.ones(2)}, group=group) as sync:
-            ...         grads = sync({"w": torch.ones(2)})
-            ...         total = grads["w"].sum().item()
-            ...         sync.donate(grads)
-            ...         return total
-            >>> fddp.loopback(1, train)
-            [2.0]
-        """
-        self._engine.donate(grads)
 
     def rebuild(self, group: Group | None = None, *, mesh: Mesh | None = None) -> Self:
         """Return a `GradSync` like this one on another group; a collective call on that group.

@@ -18,6 +18,7 @@ from fddp.core.plan.defaults import timeout_error
 from fddp.core.plan.leaf import LeafSpec
 from fddp.core.protocol.messages import Schema
 from fddp.core.schedule.topology import Topology
+from fddp.core.schedule.virtual import VirtualRanks
 from fddp.errors import ClosedError, InternalError, PlanMismatchError, ReentryError, error_text
 from fddp.hooks.hook import Hook
 from fddp.runtime.agreement import SyncConfig, check_no_failure, exchange
@@ -234,6 +235,8 @@ def _terms_over(old: Engine, axes: Topology | None, transport: Transport) -> Syn
         raise ValueError(
             f"algorithm='hierarchical' needs a mesh of at least two axes, got {topology}"
         )
+    if old.terms.virtual_ranks is not None:
+        VirtualRanks.over(old.terms.virtual_ranks, topology.world_size)  # raises its errors
     is_moved = topology != before or transport.rank != old.transport.rank
     if old.terms.schedule is not None and topology != before:
         raise ValueError(

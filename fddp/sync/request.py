@@ -12,6 +12,7 @@ from fddp.core.plan.defaults import CAP_MB, FIRST_MB, timeout_error
 from fddp.core.plan.plan import BucketPlan
 from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.topology import Topology
+from fddp.core.schedule.virtual import VirtualRanks
 from fddp.core.text import counted
 from fddp.errors import NoGradientError
 from fddp.hooks.hook import Hook
@@ -74,6 +75,7 @@ class Request:
     timeout_s: float | None
     hook: Hook[Any] | None
     deterministic: bool = False
+    virtual_ranks: int | None = None
     nonfinite: Policy = "propagate"
     title: str = "GradSync"
 
@@ -111,8 +113,11 @@ class Request:
             )
         if not isinstance(self.deterministic, bool):
             raise TypeError(f"deterministic must be True or False, got {self.deterministic!r}")
-        is_deterministic = self.deterministic or (
-            isinstance(self.source, Schedule) and self.source.deterministic
+        virtual_ranks = self._virtual_ranks(transport.world_size)
+        is_deterministic = (
+            self.deterministic
+            or virtual_ranks is not None
+            or (isinstance(self.source, Schedule) and self.source.deterministic)
         )
         if is_deterministic and self.hook is not None:
             raise ValueError(deterministic_hook_error(self.hook))
@@ -134,8 +139,26 @@ class Request:
             rebuild=Rebuild(plan.caps_bytes) if rebuilds else None,
             hook=self.hook,
             deterministic=is_deterministic,
+            virtual_ranks=virtual_ranks,
             nonfinite=self.nonfinite,
         )
+
+    def _virtual_ranks(self, world_size: int) -> int | None:
+        """Return the number of virtual ranks, if it suits the group and the schedule."""
+        number = self.virtual_ranks
+        if isinstance(self.source, Schedule):
+            virtual = self.source.virtual
+            found = None if virtual is None else virtual.count
+            if number not in (None, found):
+                raise ValueError(
+                    f"a schedule that is passed in can't be changed, and this one has "
+                    f"{'no' if found is None else found} virtual ranks; pass "
+                    f"virtual_ranks={number} to make_schedule instead"
+                )
+            return found
+        if number is not None:
+            VirtualRanks.over(number, world_size)  # raises its errors for all ranks
+        return number
 
     def _plan(self) -> BucketPlan:
         if not isinstance(self.source, (BucketPlan, Schedule)):

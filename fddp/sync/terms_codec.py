@@ -27,6 +27,7 @@ _TERMS: Schema = {
     "algorithm": AnyOf(get_args(Algorithm)),
     "skips_unused": bool,
     "deterministic": bool,
+    "virtual_ranks": optional(int),
     "nonfinite": AnyOf(get_args(Policy)),
     "plan": str,
     "topology": [(str, int)],

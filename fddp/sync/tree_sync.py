@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,10 @@ from fddp.runtime.inputs import (
 from fddp.runtime.results import shards_of
 from fddp.runtime.step_info import make_info
 from fddp.runtime.untraced import untraced
+from fddp.runtime.virtual_step import VirtualStep
 from fddp.sync.engine import Engine
 from fddp.sync.value_and_grad import INSTEAD_IN_A_GRAPH
+from fddp.sync.virtual_batches import VirtualBatches, gathered_trees
 from fddp.tree.foreign import ForeignTreeDef
 from fddp.tree.pytree import TreeDef
 
@@ -46,13 +48,41 @@ class TreeSync:
         """The schedule in force, which every step executes."""
         return self._engine.program.schedule
 
+    @property
+    def carried_ranks(self) -> range:
+        """Virtual ranks that this rank carries; empty without virtual ranks."""
+        virtual = self.schedule.virtual
+        return range(0) if virtual is None else virtual.runs[self._engine.transport.rank]
+
+    def virtual_batches(self, batches: Callable[[int], Any] | Sequence[Any]) -> VirtualBatches:
+        """Return the inputs of the virtual ranks that this rank carries, for one step.
+
+        Args:
+            batches: function of a virtual rank, which is called when the step reaches it; or a
+                sequence with one input for each of `carried_ranks`. An input is a batch for a step
+                of `value_and_grad`, or a tree of gradients for a call. `EXHAUSTED` stands for a
+                virtual rank without input.
+
+        Raises:
+            ValueError: there are no virtual ranks, or not one input for each.
+        """
+        if self.schedule.virtual is None:
+            raise ValueError(
+                "this GradSync has no virtual ranks; build it with virtual_ranks=8, for instance"
+            )
+        return VirtualBatches(self.carried_ranks, batches)
+
     @untraced(INSTEAD_IN_A_GRAPH)
-    def __call__(self, grads: Any, *, weight: float = 1.0, with_info: bool = False) -> Any:
+    def __call__(
+        self, grads: Any, *, weight: float | Sequence[float] = 1.0, with_info: bool = False
+    ) -> Any:
         """Return the weighted mean over ranks of a tree of gradients; a collective call.
 
         Args:
-            grads: tree with the plan's leaves, None for missing gradients. Not written.
+            grads: tree with the plan's leaves, None for missing gradients. Not written. With
+                virtual ranks, trees made by `virtual_batches`.
             weight: this rank's weight, such as its number of samples; 0 contributes nothing.
+                With virtual ranks, that of each, or one for each that this rank carries.
             with_info: True to also return a `SyncInfo`.
 
         Returns:
@@ -191,8 +221,42 @@ class TreeSync:
         leaves, treedef = matched_leaves(tree, self._engine.program, "tree")
         return treedef.unflatten(shards_of(self._engine.program, leaves))
 
+    def donate(self, grads: Any) -> None:
+        """Donate the results of a step, so that the next step can reuse their memory.
+
+        A loop that keeps the gradients of one step until the next has returned needs memory for
+        two; with donation, for one.
+
+        Args:
+            grads: tree returned by a step of this `GradSync`. Any use of its leaves that are views
+                of buckets, or of views of them, raises a RuntimeError afterwards; there must be no
+                NumPy or DLPack arrays over them. Other leaves (sparse or local ones, shards of
+                several pieces) are not affected.
+
+        Raises:
+            TreeMismatchError: a leaf is no result of this `GradSync`, or was donated before. No
+                leaf is donated then.
+
+        Example:
+            >>> import fddp, torch
+            >>> def train(group):
+            ...     with fddp.GradSync({"w": torch.ones(2)}, group=group) as sync:
+            ...         grads = sync({"w": torch.ones(2)})
+            ...         total = grads["w"].sum().item()
+            ...         sync.donate(grads)
+            ...         return total
+            >>> fddp.loopback(1, train)
+            [2.0]
+        """
+        self._engine.donate(grads)
+
     def _sync_tree(
-        self, method: Method, grads: Any, weight: float, with_info: bool, state: Any = None
+        self,
+        method: Method,
+        grads: Any,
+        weight: float | Sequence[float],
+        with_info: bool,
+        state: Any = None,
     ) -> Any:
         """Return the tree of results; in a tuple, if the new state or an info follows."""
         engine, start_s = self._engine, time.perf_counter()
@@ -208,6 +272,9 @@ class TreeSync:
                 own, treedef = matched_shards(grads, program)
                 check_no_derivatives(own, program, "shards", graphs=False)
                 contributions = ShardContributions(own)
+            elif isinstance(step, VirtualStep):
+                step.hook_states = engine.checked_states(state, "update(grads, state)")
+                contributions, own, treedef = gathered_trees(step, grads, weight)
             else:
                 step.hook_states = engine.checked_states(state, "update(grads, state)")
                 own, treedef = matched_leaves(grads, program, "gradients")

@@ -38,9 +38,11 @@ INSTEAD_IN_A_GRAPH = (
 """Advice in the error of torch.compile with `fullgraph=True`."""
 
 
-class _Computed(NamedTuple):
+class Computed(NamedTuple):
+    """Result of the loss function, and the times at which its backward pass began and ended."""
+
     treedef: TreeDef
-    loss: Tensor | None
+    loss: Any
     aux: Any
     backward_s: tuple[float, float]
 
@@ -64,7 +66,7 @@ class ValueAndGrad:
         `(loss, grads)`, or `((loss, aux), grads)` with `has_aux`; followed by the new state if
         `hook_state` was passed, and by a `SyncInfo` with `with_info`. The loss is this rank's own.
         A gradient is None only if no rank used the leaf, for integer leaves, and in a step skipped
-        under `nonfinite="skip"`. All are detached.
+        under `nonfinite="skip"`. All are _detached.
 
     Raises of a call:
         LossError: the loss is not a real scalar tensor.
@@ -135,7 +137,7 @@ class ValueAndGrad:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         accumulated: tuple[Any, float] | None,
-    ) -> _Computed:
+    ) -> Computed:
         program = step.program
         params, treedef = matched_leaves(
             self._params(args, kwargs), program, "parameters", differentiable=True
@@ -143,14 +145,14 @@ class ValueAndGrad:
         check_no_derivatives(params, program, "parameters", graphs=False)
         earlier = None if accumulated is None else _earlier(accumulated, program)
         if _has_exhausted(args, kwargs):
-            contributions = BackwardContributions(program, weight=0.0, accumulated=earlier)
+            contributions = step.backward_contributions(program, weight=0.0, accumulated=earlier)
             step.begin(contributions, params)
             now_s = time.perf_counter()
-            return _Computed(treedef, None, None, (now_s, now_s))
+            return Computed(treedef, None, None, (now_s, now_s))
 
         weight = 1.0 if self._weight_fn is None else checked_weight(self._weight_fn(*args))
         leaves = leaf_set_type()([params[i] for i in program.differentiated])
-        contributions = BackwardContributions(program, weight=weight, accumulated=earlier)
+        contributions = step.backward_contributions(program, weight=weight, accumulated=earlier)
         step.begin(contributions, params)
         own = _replaced_leaves(params, program.differentiated, leaves.leaves)
         with differentiated():
@@ -162,7 +164,7 @@ class ValueAndGrad:
         end_s = time.perf_counter()
         if self._has_aux:
             aux = map_leaves(_detached, aux)
-        return _Computed(treedef, loss.detach(), aux, (start_s, end_s))
+        return Computed(treedef, loss.detach(), aux, (start_s, end_s))
 
     def _backward(
         self, step: Step, contributions: BackwardContributions, leaves: LeafSet, loss: Tensor

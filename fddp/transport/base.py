@@ -32,6 +32,7 @@ from fddp.native.usual_step import (
 )
 from fddp.transport.lifetime.fork import IN_A_FORK
 from fddp.transport.operation import Operation, check_operation, check_tensor
+from fddp.transport.ordered_sum import nested_order
 from fddp.transport.subgroups import Subgroups, own_groups
 from fddp.transport.work import Work as Work
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from fddp.core.schedule.topology import Topology
+    from fddp.core.schedule.virtual import SumTree
     from fddp.transport.liveness.status import TransportStatus
     from fddp.transport.subgroups import Axes
 
@@ -257,7 +259,7 @@ class Transport(Endpoint):
         *,
         axes: Axes = (),
         average: bool = False,
-        ordered: bool = False,
+        ordered: bool | SumTree = False,
         record_time: bool = False,
         wait_soon: bool = False,
     ) -> Work:
@@ -274,10 +276,18 @@ class Transport(Endpoint):
             ordered: sum in one association on every transport: within the innermost axis in rank
                 order, then across. float16 and bfloat16 are then summed in float32 and rounded
                 once. With `axes=()` ranks lie along one axis. See [Note: one association] in
-                `ordered_sum.py`.
+                `ordered_sum.py`. A `SumTree` is another association, of one or more summands of
+                each rank: each chunk then has `tree.width` rows of equal length, the summands are
+                the first rows, and the sum replaces the first row of this rank's own chunk.
         """
         groups = self._subgroups
         ranks = groups.ranks.get(axes) or self._ranks("reduce_scatter", axes)
+        association: tuple[int, ...] = ()
+        tree = None if isinstance(ordered, bool) else ordered
+        if tree is not None:
+            association = nested_order(tree)
+        elif ordered:
+            association = groups.association(axes, self.world_size)
         return self._launch(
             Operation(
                 "reduce_scatter",
@@ -286,7 +296,8 @@ class Transport(Endpoint):
                 average=average,
                 record_time=record_time,
                 wait_soon=wait_soon,
-                association=groups.association(axes, self.world_size) if ordered else (),
+                association=association,
+                tree=None if association else tree,
             )
         )
 

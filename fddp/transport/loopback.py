@@ -27,7 +27,7 @@ from fddp.errors import (
 from fddp.transport.base import Transport, Work
 from fddp.transport.liveness.failure import Failure, check_titles, mismatch_error, to_error
 from fddp.transport.liveness.status import MAX_RANKS_SHOWN, RankStatus, StatusBoard, format_statuses
-from fddp.transport.ordered_sum import sum_in_order_
+from fddp.transport.ordered_sum import sum_along_tree_, sum_in_order_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -418,7 +418,12 @@ def _execute(operations: list[Operation]) -> None:
     else:
         chunks = [operation.chunks for operation in operations]
         for place, row in enumerate(chunks):
-            if first.kind == "reduce_scatter":
+            if first.tree is not None:
+                parts = [other[place].view(first.tree.width, -1) for other in chunks]
+                counts = first.tree.summands
+                rows = [r.clone() for p, n in zip(parts, counts, strict=True) for r in p[:n]]
+                parts[place][0].copy_(sum_along_tree_(rows, first.tree.additions))
+            elif first.kind == "reduce_scatter":
                 parts = [other[place] for other in chunks]
                 row[place].copy_(_sum(parts, first.average, first.association))
             else:

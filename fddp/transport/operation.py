@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from fddp.core.schedule.virtual import SumTree
+
 OperationKind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 
 #: dtypes that `all_reduce` and `reduce_scatter` sum; other operations accept any dtype
@@ -51,6 +53,8 @@ class Operation(NamedTuple):
         association: sizes of the axes of `ranks`, outermost first, if a reduce-scatter sums in the
             association that they define; see [Note: one association] in `ordered_sum.py`. ()
             leaves the association to the backend.
+        tree: association of a reduce-scatter in which ranks have several summands. The buffer has
+            then `tree.width` rows in each chunk, of which each rank sends its own number.
     """
 
     kind: OperationKind
@@ -62,6 +66,7 @@ class Operation(NamedTuple):
     wait_soon: bool = False
     fixed_size: bool = False
     association: tuple[int, ...] = ()
+    tree: SumTree | None = None
 
     @property
     def chunks(self) -> tuple[Tensor, ...]:
@@ -73,6 +78,11 @@ class Operation(NamedTuple):
         n = len(self.ranks)
         return self.tensor.view(n, self.tensor.numel() // n).unbind(0)
 
+    @property
+    def is_ordered(self) -> bool:
+        """True if the operation sums in an association of its own."""
+        return bool(self.association) or self.tree is not None
+
     def __str__(self) -> str:
         """Describe the parameters that must be equal on all ranks.
 
@@ -81,7 +91,8 @@ class Operation(NamedTuple):
         """
         src = self.src if self.kind == "broadcast" else None
         shape = tuple(self.tensor.shape)
-        return describe(self.kind, src, self.average, self.association, self.tensor.dtype, shape)
+        order = self.association if self.tree is None else self.tree.additions
+        return describe(self.kind, src, self.average, order, self.tensor.dtype, shape)
 
 
 def describe(
@@ -117,6 +128,11 @@ def check_operation(operation: Operation, rank: int) -> None:
         raise ValueError(
             f"{kind} on rank {rank}: a buffer of shape {tuple(tensor.shape)} can't be cut into {n} "
             f"equal chunks; pass one of one dimension, padded to a multiple of {n} elements"
+        )
+    if operation.tree is not None and tensor.numel() % (n * operation.tree.width):
+        raise ValueError(
+            f"{kind} on rank {rank}: a buffer of {tensor.numel()} elements can't hold "
+            f"{operation.tree.width} rows in each of {n} chunks"
         )
 
 

@@ -9,14 +9,19 @@ results are not rounded. The bits are thus the same for every algorithm and tran
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
+
+from fddp.core.schedule.virtual import fold
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+    from fddp.core.schedule.virtual import SumTree
 
 #: dtypes that are summed in float32 and rounded once
 _NARROW = frozenset({torch.float16, torch.bfloat16})
@@ -43,6 +48,61 @@ def sum_in_order_(parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
     if parts[0].dtype in _NARROW:
         parts = [part.float() for part in parts]
     return _fold_(parts, order)
+
+
+def sum_along_tree_(rows: Sequence[Tensor], additions: Sequence[int]) -> Tensor:
+    """Sum tensors along a tree; overwrites `rows`. See [Note: virtual ranks] in `virtual.py`.
+
+    Args:
+        rows: tensors of one shape and dtype, in rank order.
+        additions: number of additions after each of them.
+
+    Returns:
+        The sum, in the memory of the first row. For float16 and bfloat16: a new float32 tensor.
+
+    Example:
+        >>> rows = [torch.tensor([x]) for x in (1e8, 1.0, -1e8)]
+        >>> [sum_along_tree_([r.clone() for r in rows], a).item() for a in ((0, 1, 1), (0, 0, 2))]
+        [0.0, 0.0]
+        >>> sum_along_tree_([torch.full((1,), x).bfloat16() for x in (1.0, 256.0)], (0, 1)).item()
+        257.0
+    """
+    if rows[0].dtype in _NARROW:
+        rows = [row.float() for row in rows]
+    total: Tensor = fold(rows, additions, torch.Tensor.add_)
+    return total
+
+
+@lru_cache(maxsize=64)
+def nested_order(tree: SumTree) -> tuple[int, ...]:
+    """Return the axes along which ranks with one summand each associate like a tree; () if there
+    are none. Every backend sums along axes.
+
+    Example:
+        >>> from fddp.core.schedule.virtual import VirtualRanks
+        >>> [nested_order(VirtualRanks.over(n, n).tree) for n in (3, 4, 5, 6)]
+        [(3,), (2, 2), (), (3, 2)]
+    """
+    ranks, inner = len(tree.summands), 0
+    if tree.width > 1:
+        return ()
+    while True:
+        outer = ranks >> inner
+        order = (outer,) * (outer > 1) + (2,) * inner or (1,)
+        if _nested_additions(order) == tree.additions:
+            return order
+        if outer % 2:
+            return ()
+        inner += 1
+
+
+def _nested_additions(order: Sequence[int]) -> tuple[int, ...]:
+    """Return the number of additions after each summand of a sum along axes."""
+    times = [0]
+    for size in reversed(order):
+        last = times[-1] + 1
+        times = times + [*times[:-1], last] * (size - 1)
+    return tuple(times)
 
 
 def _fold_(parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:

@@ -22,6 +22,7 @@ from benchmarks import (
     packing,
     per_parameter,
     transports,
+    virtual_ranks,
 )
 from benchmarks import operators as functional
 from benchmarks.bounds import Figure, at_least, at_most, from_values, to_values
@@ -390,6 +391,19 @@ def test_fixed_cost_is_beyond_the_same_step(ranks: RankPool, world_size: int) ->
     name = fixed_cost.VALUE_AND_GRAD
     step, local = case.steps[name].rounds_s, case.steps[fixed_cost.FUNCTION].rounds_s
     assert case.added[name].rounds_s == tuple(a - b for a, b in zip(step, local, strict=True))
+
+
+def _virtual_ranks(rank: int, world_size: int) -> list[virtual_ranks.Case]:
+    return virtual_ranks.run_rank(2, [stack("tiny", layers=2, width=8, rows=2)])
+
+
+def test_steps_over_virtual_ranks_beside_deterministic_ones(ranks: RankPool) -> None:
+    cases = ranks.run(2, _virtual_ranks)[0]
+    assert [case.virtual_ranks for case in cases] == [2, 3, 4]
+    sends = [case.sent_bytes / case.deterministic_bytes for case in cases]
+    assert sends == [1.0, 1.5, 1.0]
+    (figure,) = virtual_ranks.figures(cases)
+    assert figure.bound == 1.3
 
 
 def _operators(rank: int, world_size: int) -> functional.Results:

@@ -27,6 +27,7 @@ GUIDE = tuple(
         "steps",
         "batches",
         "leaves",
+        "virtual",
         "hooks",
         "step_information",
         "plans",

@@ -214,3 +214,24 @@ def test_a_wrapped_step_issues_the_same(ranks: RankPool, view: bool) -> None:
     assert counts.allocations == 0
     if counts.transport == "shm":
         assert (counts.handed, counts.traffic) == ([], Traffic(0, 0))
+
+
+def _over_virtual_ranks(rank: int, world_size: int, count: int) -> tuple[int, int, int]:
+    """Bytes that this rank sends in a step, partial sums that it sends, and bytes of buckets."""
+    params, loss_fn = _model()
+    x = torch.randn(8, 256)
+    with fddp.GradSync(params, transport="c10d", virtual_ranks=count, **CAPS) as sync:
+        step, batches = sync.value_and_grad(loss_fn), sync.virtual_batches(lambda _: x)
+        counts = _count(sync._engine, lambda: step(params, batches))
+        assert sync.schedule.virtual is not None
+        sent = sync.schedule.virtual.sent[rank]
+        return counts.traffic.sent // STEPS, sent, sum(counts.buckets_bytes)
+
+
+@pytest.mark.parametrize(("count", "sums"), [(2, (1, 1)), (8, (1, 1)), (3, (1, 2)), (7, (2, 2))])
+def test_ranks_send_their_partial_sums(ranks: RankPool, count: int, sums: tuple[int, int]) -> None:
+    """The other rank's shard of each, and the sum of its own shard; not the rows that pad."""
+    found = ranks.run(2, _over_virtual_ranks, count)
+    assert tuple(sent for _, sent, _ in found) == sums
+    for nbytes, sent, whole in found:
+        assert 0.99 <= nbytes / (whole / 2 * (1 + sent)) <= 1.03

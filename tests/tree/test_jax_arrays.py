@@ -94,6 +94,24 @@ def both_on_rank(group: Any) -> Any:
     return plain(ours), {name: leaf.numpy() for name, leaf in means.items()}
 
 
+def test_virtual_ranks_have_the_bits_of_tensors() -> None:
+    def trees(number: int) -> Any:
+        rng = np.random.default_rng(number)
+        return {f"l{i}": rng.standard_normal((i + 1, 7)).astype(np.float32) for i in range(5)}
+
+    def mean(group: Any, kind: Callable[..., Any]) -> Any:
+        with fddp.GradSync(jax.tree.map(kind, trees(0)), group=group, virtual_ranks=5) as sync:
+            grads = sync.virtual_batches(lambda number: jax.tree.map(kind, trees(number)))
+            weights = [1.0 + number for number in sync.carried_ranks]
+            return jax.tree.map(np.asarray, sync(grads, weight=weights))
+
+    (due,) = fddp.loopback(1, mean, torch.from_numpy)
+    for ranks in (1, 2, 3):
+        for found in fddp.loopback(ranks, mean, jnp.asarray):
+            for name, array in found.items():
+                assert array.tobytes() == due[name].tobytes(), name
+
+
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_results_are_not_copied(transport: str, request: pytest.FixtureRequest) -> None:
     for places in launch_over(transport, request)(WORLD_SIZE, places_on_rank):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from fddp.core.check.execution import check_by_execution
 from fddp.core.check.forms import is_proved_by_forms
+from fddp.core.check.virtual import check_virtual
 from fddp.core.schedule.schedule import Schedule
 
 
@@ -24,7 +25,8 @@ def check_schedule(schedule: Schedule) -> None:
     - all ranks issue the same collectives;
     - the control word reaches all ranks, separately or piggybacked on a bucket that can hold it;
     - no operation depends on one that is launched later, which would deadlock;
-    - no operation uses memory of an unfinished one, see [Note: required dependencies].
+    - no operation uses memory of an unfinished one, see [Note: required dependencies];
+    - with virtual ranks, each is summed once, in the order of the tree, see [Note: virtual ranks].
 
     The cost does not depend on the number of ranks.
 
@@ -48,5 +50,6 @@ def check_schedule(schedule: Schedule) -> None:
         leaf 'w' (elements 0:8), summed along local only: the gradients of ranks 4, 8, 12, ...
         are missing; reduce it along host too
     """
+    check_virtual(schedule)
     if not is_proved_by_forms(schedule):
         check_by_execution(schedule)

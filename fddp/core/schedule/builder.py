@@ -11,6 +11,7 @@ from fddp.core.schedule.op import CONTROL_REGION, Buffer, Kind, Op, Region, When
 from fddp.core.schedule.piggyback import with_piggybacked_word
 from fddp.core.schedule.schedule import RETAINED_DTYPES, Result, Scaling, Schedule
 from fddp.core.schedule.topology import Topology
+from fddp.core.schedule.virtual import VirtualRanks
 
 Algorithm = Literal["all_reduce", "hierarchical", "reduce_scatter", "all_gather"]
 
@@ -46,6 +47,7 @@ def make_schedule(
     reduce_dtype: str | None = None,
     split_mb: float | None = None,
     deterministic: bool = False,
+    virtual_ranks: int | None = None,
     ride: bool = True,
 ) -> Schedule:
     """Build the schedule that reduces the buckets of a plan to their mean over all ranks.
@@ -77,13 +79,18 @@ def make_schedule(
             then along the outer ones, and all-gathers. 16-bit buckets are reduced in float32 (or
             `reduce_dtype`). Gradients of all buckets are retained until the control word is
             reduced, and a bucket with late gradients is reduced again as a whole.
+        virtual_ranks: number of virtual ranks whose mean is formed, at least the number of ranks;
+            None for one gradient per rank. Implies `deterministic`; the association of sums then
+            depends on this number alone. See [Note: virtual ranks] in `virtual.py`.
         ride: if False, the control word always has its own collective.
 
     Raises:
         TypeError: `plan` is no plan, or `topology` neither a topology nor an int.
         ValueError: an unknown algorithm, scaling or reduce_dtype; a split_mb that is not above 0;
             "hierarchical" with a single axis; sparse buckets with a sharded algorithm;
-            `deterministic` with scaling "average" or algorithm "all_gather".
+            `deterministic` with scaling "average" or algorithm "all_gather"; `virtual_ranks` below
+            the number of ranks, with sparse or local leaves, or with reductions along one axis
+            after the other.
 
     Example:
         >>> from fddp.core.plan.plan import LeafSpec, plan_leaves
@@ -101,6 +108,11 @@ def make_schedule(
         )
     topology = Topology.of(topology)
     _check(plan, topology, algorithm, scaling, reduce_dtype, split_mb)
+    virtual = None
+    if virtual_ranks is not None:
+        virtual = VirtualRanks.over(virtual_ranks, topology.world_size)
+        _check_virtual(plan, topology, algorithm)
+    deterministic = deterministic or virtual is not None
     if deterministic:
         _check_deterministic(algorithm, scaling)
         reduce_dtype = reduce_dtype or "float32"
@@ -123,7 +135,14 @@ def make_schedule(
     builder.append_gathers()
     builder.append_unpacks()
     schedule = Schedule(
-        plan, topology, builder.ops, wire_dtypes, scaling, _RESULTS[algorithm], deterministic
+        plan,
+        topology,
+        builder.ops,
+        wire_dtypes,
+        scaling,
+        _RESULTS[algorithm],
+        deterministic,
+        virtual,
     )
     return with_piggybacked_word(schedule) if ride else schedule
 
@@ -200,6 +219,28 @@ def _check_deterministic(algorithm: str, scaling: str) -> None:
         raise ValueError(
             "averages along each axis in turn are rounded differently from one average along all "
             "axes; use scaling='before' or 'after' with deterministic=True"
+        )
+
+
+def _check_virtual(plan: BucketPlan, topology: Topology, algorithm: str) -> None:
+    wide = [name for name, size in topology.axes if size > 1]
+    if algorithm == "hierarchical" or (algorithm == "reduce_scatter" and len(wide) > 1):
+        raise ValueError(
+            f"virtual ranks are summed along all axes at once, and {algorithm!r} reduces along one "
+            f"axis of {topology} after the other; use algorithm='all_reduce', which has the same "
+            f"bits"
+        )
+    others = [leaf for leaf in plan.order if plan.leaves[leaf].sparse]
+    if others:
+        raise ValueError(
+            f"the sparse leaf {plan.paths[others[0]]!r} can't be summed over virtual ranks; plan "
+            f"it as dense"
+        )
+    if plan.local:
+        raise ValueError(
+            f"leaf {plan.paths[plan.local[0]]!r} is in no bucket, and would keep the gradient of "
+            f"one virtual rank, which depends on the number of ranks; reduce it too, or remove it "
+            f"from the tree"
         )
 
 

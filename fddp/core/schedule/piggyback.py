@@ -17,7 +17,7 @@ from fddp.core.protocol.control_word import (
     limb_bits,
 )
 from fddp.core.schedule.op import Op, is_collective
-from fddp.core.schedule.schedule import Schedule
+from fddp.core.schedule.schedule import Schedule, summands
 from fddp.core.text import counted
 
 #: wire dtypes of buckets that can carry the control word
@@ -49,7 +49,7 @@ def control_layout(schedule: Schedule, *, with_order: bool) -> ControlLayout:
         fmt = cast("Format", schedule.wire_dtypes[schedule.ops[schedule.piggyback_op].bucket])
     # The total weight scales all results, so a deterministic schedule needs its exact sum.
     needs_limbs = fmt == "float32" or schedule.deterministic
-    bits = limb_bits(fmt, schedule.topology.world_size) if needs_limbs else 0
+    bits = limb_bits(fmt, summands(schedule)) if needs_limbs else 0
     return ControlLayout(leaves, buckets, with_order, fmt, bits)
 
 

@@ -26,6 +26,7 @@ from fddp.core.schedule.op import (
     op_problem,
 )
 from fddp.core.schedule.topology import Topology as Topology
+from fddp.core.schedule.virtual import VirtualRanks
 from fddp.core.tables import abridged, html_table, plain_table
 from fddp.core.text import counted
 
@@ -46,7 +47,7 @@ _OP_SCHEMA: Schema = (
     [object],
     object,
 )
-_SCHEMA: Schema = {
+_SCHEMA: dict[str, Schema] = {
     "format": _FORMAT,
     "plan": str,
     "axes": [(str, object)],
@@ -56,6 +57,9 @@ _SCHEMA: Schema = {
     "result": object,
     "deterministic": object,
 }
+_VIRTUAL: Schema = (int, [[(int, int)]], [int])
+_VIRTUAL_SCHEMA: Schema = {**_SCHEMA, "virtual": _VIRTUAL}
+_VIRTUAL_FIELD = '"virtual":'  # in no other document: quotes of nested ones are escaped
 _HEADER = ("op", "kind", "bucket", "along", "buffer", "elements", "shard", "when", "after")
 _NUMERIC_COLUMNS = (0, 2)
 _SHOWN_IN_HTML = 60
@@ -79,6 +83,8 @@ class Schedule:
             "sharded_mean" a shard of the mean, "replicated" the shards of all ranks.
         deterministic: True if sums are associated in the one order given by the topology, in
             float32 or wider, so that the bits do not depend on plan, algorithm or transport.
+        virtual: virtual ranks whose gradients are averaged, and the association of their sum; None
+            if each rank has one gradient. See [Note: virtual ranks].
 
     Raises:
         ValueError: a field has the wrong type.
@@ -99,6 +105,7 @@ class Schedule:
     scaling: Scaling = "before"
     result: Result = "replicated_mean"
     deterministic: bool = False
+    virtual: VirtualRanks | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("plan", BucketPlan), ("topology", Topology), ("ops", tuple)):
@@ -121,6 +128,8 @@ class Schedule:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"deterministic must be True or False, got {self.deterministic!r}")
+        if not isinstance(self.virtual, (VirtualRanks, type(None))):
+            raise ValueError(f"virtual must be a VirtualRanks or None, got {self.virtual!r}")
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -188,7 +197,7 @@ class Schedule:
         return self._json(self.plan.to_json())
 
     def _json(self, plan: str) -> str:
-        document = {
+        document: dict[str, object] = {
             "format": _FORMAT,
             "plan": plan,
             "axes": self.topology.axes,
@@ -198,6 +207,8 @@ class Schedule:
             "result": self.result,
             "deterministic": self.deterministic,
         }
+        if self.virtual is not None:
+            document["virtual"] = self.virtual.document
         return json.dumps(document, separators=(",", ":"))
 
     @classmethod
@@ -207,7 +218,8 @@ class Schedule:
         Raises:
             ValueError: the text is malformed; the message names the field.
         """
-        document = decode(text, _SCHEMA, "schedule JSON")
+        is_virtual = isinstance(text, str) and _VIRTUAL_FIELD in text
+        document = decode(text, _VIRTUAL_SCHEMA if is_virtual else _SCHEMA, "schedule JSON")
         axes = dict(document["axes"])
         if len(axes) < len(document["axes"]):
             names = [name for name, _ in document["axes"]]
@@ -218,6 +230,7 @@ class Schedule:
             tuple(map(_parse_op, document["ops"])),
             tuple(document["wire_dtypes"]),
             **{name: document[name] for name in ("scaling", "result", "deterministic")},
+            virtual=VirtualRanks.from_document(document["virtual"]) if is_virtual else None,
         )
 
     def describe(self, position: int) -> str:
@@ -254,13 +267,15 @@ class Schedule:
             f"Schedule({counted(len(self.ops), 'operation')}, "
             f"{counted(len(self.plan.buckets), 'bucket')}, "
             f"{self.topology}, scaling={self.scaling!r}, result={self.result!r}"
-            f"{', deterministic=True' if self.deterministic else ''})"
+            f"{', deterministic=True' if self.deterministic else ''}"
+            f"{'' if self.virtual is None else f', virtual_ranks={self.virtual.count}'})"
         )
 
     def __str__(self) -> str:
         """Table of the operations."""
         rows = map(self._row, range(len(self.ops)))
-        return f"{self!r}\n{plain_table(_HEADER, rows, _NUMERIC_COLUMNS)}"
+        table = f"{self!r}\n{plain_table(_HEADER, rows, _NUMERIC_COLUMNS)}"
+        return table if self.virtual is None else f"{table}\n{self.virtual}"
 
     def _repr_html_(self) -> str:
         left_out = ("…", "({} more operations)")
@@ -280,6 +295,12 @@ class Schedule:
             op.when,
             ", ".join(map(str, op.deps)) or "-",
         )
+
+
+def summands(schedule: Schedule) -> int:
+    """Return the number of gradients in the mean: that of ranks, or of virtual ranks."""
+    virtual = schedule.virtual
+    return schedule.topology.world_size if virtual is None else virtual.count
 
 
 def _parse_op(op: list[Any]) -> Op:

@@ -25,13 +25,14 @@ from fddp.transport.liveness.interrupts import (
     from_user_code,
     ignore_backend_errors,
 )
-from fddp.transport.ordered_sum import sum_in_order_
+from fddp.transport.ordered_sum import sum_along_tree_, sum_in_order_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
+    from fddp.core.schedule.virtual import SumTree
     from fddp.transport.liveness.membership import Membership
     from fddp.transport.operation import Operation
 
@@ -135,12 +136,14 @@ class Communicator:
         return PendingCollective((work,))
 
     def _reduce_scatter(self, operation: Operation) -> PendingCollective:
-        if operation.association:
+        if operation.is_ordered:
             return self._exchange(operation, torch.empty_like(_bytes_of(operation.tensor)))
         return self._all_reduce(operation)  # other chunks are undefined, so they may be sums
 
     def _exchange(self, operation: Operation, arrived: Tensor) -> PendingCollective:
         """Reduce-scatter by an all-to-all into the bytes `arrived` and a sum on each rank."""
+        if operation.tree is not None:
+            return self._exchange_rows(operation, operation.tree, arrived)
         sent, own = _bytes_of(operation.tensor), operation.chunks[self._place]
         work = self._backend.alltoall_base(arrived, sent, [], [], c10d.AllToAllOptions())
         theirs = operation._replace(tensor=arrived.view(operation.tensor.dtype)).chunks
@@ -155,6 +158,29 @@ class Communicator:
                 total.div_(len(operation.ranks))
             if total is not own:
                 own.copy_(total)
+
+        return PendingCollective((work,), finish)
+
+    def _exchange_rows(
+        self, operation: Operation, tree: SumTree, arrived: Tensor
+    ) -> PendingCollective:
+        """As `_exchange`, of the rows of each chunk that hold summands."""
+        ranks, own = len(tree.summands), tree.summands[self._place]
+        rows = operation.tensor.view(ranks, tree.width, -1)
+        row_bytes = rows.shape[2] * rows.element_size()
+        received = [count * row_bytes for count in tree.summands]
+        arrived = arrived[: sum(received)]
+        work = self._backend.alltoall_base(
+            arrived,
+            _bytes_of(rows[:, :own].contiguous()),
+            received,
+            [own * row_bytes] * ranks,
+            c10d.AllToAllOptions(),
+        )
+
+        def finish() -> None:
+            theirs = arrived.view(operation.tensor.dtype).view(sum(tree.summands), -1)
+            rows[self._place, 0].copy_(sum_along_tree_(theirs.unbind(0), tree.additions))
 
         return PendingCollective((work,), finish)
 
@@ -341,7 +367,7 @@ class NcclCommunicator(Communicator):
         self._origin: tuple[torch.cuda.Stream, torch.cuda.Event, float] | None = None
 
     def _reduce_scatter(self, operation: Operation) -> PendingCollective:
-        if operation.association:
+        if operation.is_ordered:
             return super()._reduce_scatter(operation)
         options = c10d.ReduceScatterOptions()
         if operation.average:

@@ -137,7 +137,7 @@ class ShmTransport(Transport):
 
     def _start(self, operation: Operation) -> Work:
         entry = self._shm_groups.get(operation.ranks)
-        if entry is None or not operation.tensor.is_cpu:
+        if entry is None or not operation.tensor.is_cpu or operation.tree is not None:
             return self._c10d._start(operation)
         work = entry.shm_group.start(
             operation.kind,

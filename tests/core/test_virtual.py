@@ -1,0 +1,293 @@
+"""Virtual ranks as values, and the proof of their association."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from itertools import chain, pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fddp
+from fddp.core.check import check_schedule
+from fddp.core.plan.plan import BucketPlan, LeafSpec, plan_leaves
+from fddp.core.schedule.builder import make_schedule
+from fddp.core.schedule.schedule import Schedule
+from fddp.core.schedule.virtual import Span, VirtualRanks, fold, halves, tree_additions
+from fddp.transport.ordered_sum import _nested_additions, nested_order
+
+MOST = 64
+PAIRS = st.integers(1, MOST).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
+ALL_PAIRS = [(count, ranks) for count in range(1, MOST + 1) for ranks in range(1, count + 1)]
+
+
+def reference_tree(start: int, stop: int) -> str:
+    """The tree from its definition, top down."""
+    size = stop - start
+    if size == 1:
+        return str(start)
+    left = 2 ** math.ceil(math.log2(size) - 1)
+    return f"({reference_tree(start, start + left)}+{reference_tree(start + left, stop)})"
+
+
+def in_text(left: str, right: str) -> str:
+    return f"({left}+{right})"
+
+
+def plan(*leaves: LeafSpec) -> BucketPlan:
+    specs = leaves or (LeafSpec("a", (5,), "float32"), LeafSpec("b", (3,), "bfloat16"))
+    order = [i for i, spec in enumerate(specs) if spec.reducible]
+    return plan_leaves(specs, order=order, caps_bytes=[1])
+
+
+def schedule_of(count: int, ranks: Any, **options: Any) -> Schedule:
+    return make_schedule(plan(), ranks, virtual_ranks=count, **options)
+
+
+# The value
+
+
+@pytest.mark.parametrize("count", range(1, MOST + 1))
+def test_the_sum_of_every_number_of_ranks_is_the_tree(count: int) -> None:
+    due = reference_tree(0, count)
+    assert fold(map(str, range(count)), tree_additions(count), in_text) == due
+    for ranks in range(1, count + 1):
+        virtual = VirtualRanks.over(count, ranks)
+        sums = [
+            fold(map(str, range(*span)), tree_additions(span.stop - span.start), in_text)
+            for span in chain.from_iterable(virtual.spans)
+        ]
+        assert fold(sums, virtual.additions, in_text) == due, ranks
+
+
+def test_runs_are_contiguous_and_even() -> None:
+    for count, ranks in ALL_PAIRS:
+        runs = VirtualRanks.over(count, ranks).runs
+        assert [*chain.from_iterable(runs)] == [*range(count)]
+        assert {*map(len, runs)} <= {count // ranks, -(-count // ranks)}
+
+
+def test_bound_on_what_a_rank_sends() -> None:
+    """At most 2 log2(n + 2) - 2 sums for n virtual ranks, and log2 of all, rounded up."""
+    for count, ranks in ALL_PAIRS:
+        virtual = VirtualRanks.over(count, ranks)
+        for run, sent in zip(virtual.runs, virtual.sent, strict=True):
+            assert sent <= max(1, 2 * math.log2(len(run) + 2) - 2 + 1e-9), (count, ranks)
+            assert sent <= max(1, math.ceil(math.log2(count))), (count, ranks)
+        if count % ranks == 0 and (count // ranks).bit_count() == 1:
+            assert {*virtual.sent} == {1}, (count, ranks)
+
+
+def test_spans_are_the_largest_nodes() -> None:
+    """Neighbours on a rank make up no node, or they would be sent as one."""
+    for count, ranks in ALL_PAIRS:
+        for own in VirtualRanks.over(count, ranks).spans:
+            for left, right in pairwise(own):
+                assert halves(Span(left.start, right.stop), count) != (left, right)
+
+
+def test_printed_form() -> None:
+    assert str(VirtualRanks.over(1, 1)) == "v0\nrank 0: v0 to v0, sends v0:1"
+    text = str(schedule_of(5, 2))
+    assert "deterministic=True, virtual_ranks=5)" in text
+    assert text.endswith(
+        "((v0 + v1) + (v2 + v3)) + v4\n"
+        "rank 0: v0 to v1, sends v0:2\n"
+        "rank 1: v2 to v4, sends v2:4, v4:5"
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(PAIRS)
+def test_json_keeps_schedules(pair: tuple[int, int]) -> None:
+    schedule = schedule_of(*pair)
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    assert schedule.digest != make_schedule(plan(), pair[1], deterministic=True).digest
+
+
+def test_other_schedules_do_not_mention_virtual_ranks() -> None:
+    assert "virtual" not in make_schedule(plan(), 2, deterministic=True).to_json()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"count": 0}, r"virtual_ranks must be an int from 1 to 65536, got 0"),
+        ({"count": True}, r"virtual_ranks must be an int from 1 to 65536, got True"),
+        ({"spans": ()}, r"spans must be a tuple of one or more spans for each rank, got \(\)"),
+        ({"spans": ((),)}, r"spans must be a tuple of one or more spans for each rank"),
+        ({"spans": (((0, 2),),)}, r"spans must be a tuple of one or more spans for each rank"),
+        ({"additions": [0]}, r"additions must be a tuple of ints, got \[0\]"),
+    ],
+)
+def test_malformed_values_are_refused(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        dataclasses.replace(VirtualRanks.over(4, 2), **change)
+
+
+# Associations of transports
+
+
+def test_associations_of_axes_are_recognised() -> None:
+    found = {n: nested_order(VirtualRanks.over(n, n).tree) for n in range(1, MOST + 1)}
+    for ranks, order in found.items():
+        if order:
+            assert math.prod(order) == ranks
+            assert _nested_additions(order) == VirtualRanks.over(ranks, ranks).additions
+    assert {n for n, order in found.items() if order} == {
+        *(2**k for k in range(7)),
+        *(3 * 2**k for k in range(5)),
+    }
+
+
+def test_several_summands_are_no_axes() -> None:
+    assert nested_order(VirtualRanks.over(5, 2).tree) == ()
+
+
+# The proof
+
+
+@settings(max_examples=60, deadline=None)
+@given(PAIRS)
+def test_built_schedules_are_proved(pair: tuple[int, int]) -> None:
+    check_schedule(schedule_of(*pair))
+
+
+def test_meshes_and_shards_are_proved() -> None:
+    check_schedule(schedule_of(8, fddp.Topology(host=2, local=3)))
+    check_schedule(schedule_of(8, fddp.Topology(host=1, local=3), algorithm="reduce_scatter"))
+    check_schedule(schedule_of(8, 3, algorithm="reduce_scatter", scaling="after"))
+    check_schedule(schedule_of(8, 3, split_mb=2**-18))
+
+
+def association_mutants(virtual: VirtualRanks) -> list[VirtualRanks]:
+    """Values with one thing changed, none of which is the same association."""
+    spans, found = [*virtual.spans], []
+    for rank, own in enumerate(spans):
+        others = [own[:-1], own[1:], (*own, own[-1]), (*own[:-1], Span(own[-1][0], own[-1][1] + 1))]
+        if own[0].stop - own[0].start > 1:
+            others.append((Span(own[0].start + 1, own[0].stop), *own[1:]))
+        for changed in filter(None, others):
+            changed_spans = (*spans[:rank], changed, *spans[rank + 1 :])
+            found.append(dataclasses.replace(virtual, spans=changed_spans))
+    found.append(dataclasses.replace(virtual, spans=virtual.spans[::-1]))
+    found.append(dataclasses.replace(virtual, spans=virtual.spans[1:]))
+    for place, times in enumerate(virtual.additions):
+        for other in (times - 1, times + 1):
+            additions = (*virtual.additions[:place], other, *virtual.additions[place + 1 :])
+            found.append(dataclasses.replace(virtual, additions=additions))
+    last = len(virtual.additions) - 1
+    flat = (0,) + (1,) * last
+    if flat != virtual.additions:
+        found.append(dataclasses.replace(virtual, additions=flat))
+    right = (0,) * last + (last,)
+    if right != virtual.additions:
+        found.append(dataclasses.replace(virtual, additions=right))
+    return found
+
+
+@pytest.mark.parametrize("pair", [(4, 2), (5, 2), (8, 3), (7, 4), (8, 8), (12, 5), (64, 7)])
+def test_changed_associations_are_refused(pair: tuple[int, int]) -> None:
+    schedule = schedule_of(*pair)
+    assert schedule.virtual is not None
+    mutants = association_mutants(schedule.virtual)
+    assert len(mutants) >= 10
+    for mutant in mutants:
+        with pytest.raises(fddp.ScheduleError, match=r"^the sum over \d+ virtual ranks: "):
+            check_schedule(dataclasses.replace(schedule, virtual=mutant))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"spans": ((Span(0, 2),), (Span(3, 4),))}, r"on rank 1 v2 is missing; continue with v2"),
+        (
+            {"spans": ((Span(0, 2),), (Span(1, 2), Span(2, 4)))},
+            r"on rank 1 v1 is summed twice; continue with v2",
+        ),
+        (
+            {"spans": ((Span(0, 1),), (Span(1, 3), Span(3, 4)))},
+            r"rank 1 sums v1 to v2, which is no node of the tree; split it",
+        ),
+        ({"spans": ((Span(0, 2),), (Span(2, 3),))}, r"v3 to v3 are missing; add them to the last"),
+        ({"spans": ((Span(0, 4),),)}, r"it has spans for 1 of 2 ranks; list those of each"),
+        ({"additions": (0,)}, r"it has additions after 1 of 2 spans"),
+        ({"additions": (0, 2)}, r"2 additions after v2:4, with 2 sums"),
+        ({"additions": (0, 0)}, r"2 sums are left; add them \(on all 2 ranks\)$"),
+    ],
+)
+def test_errors_name_the_fault(change: dict[str, Any], text: str) -> None:
+    schedule = schedule_of(4, 2)
+    assert schedule.virtual is not None
+    changed = dataclasses.replace(schedule.virtual, **change)
+    with pytest.raises(fddp.ScheduleError, match=text):
+        check_schedule(dataclasses.replace(schedule, virtual=changed))
+
+
+def test_other_additions_than_the_tree_s_are_named() -> None:
+    schedule = schedule_of(4, 4)
+    assert schedule.virtual is not None
+    flat = dataclasses.replace(schedule.virtual, additions=(0, 1, 1, 1))
+    with pytest.raises(fddp.ScheduleError, match=r"v0:2 \+ v2:3 is no addition of the tree; add"):
+        check_schedule(dataclasses.replace(schedule, virtual=flat))
+
+
+def test_sums_along_some_axes_are_refused() -> None:
+    topology = fddp.Topology(host=2, local=2)
+    nested = make_schedule(plan(), topology, algorithm="hierarchical", deterministic=True)
+    virtual = VirtualRanks.over(4, 4)
+    with pytest.raises(fddp.ScheduleError, match=r"sums along local, but sums over virtual ranks"):
+        check_schedule(dataclasses.replace(nested, virtual=virtual))
+    free = dataclasses.replace(make_schedule(plan(), 4), virtual=virtual)
+    with pytest.raises(fddp.ScheduleError, match=r"has virtual ranks but is not deterministic"):
+        check_schedule(free)
+    lone = dataclasses.replace(
+        schedule_of(2, 1), virtual=VirtualRanks(2, ((Span(0, 1), Span(1, 2)),), (0, 1))
+    )
+    with pytest.raises(fddp.ScheduleError, match=r"one rank has several partial sums"):
+        check_schedule(lone)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: schedule_of(3, 4), r"3 virtual ranks can be carried by 1 to 3 ranks, got 4"),
+        (lambda: schedule_of(0, 1), r"virtual_ranks must be an int from 1 to 65536, got 0"),
+        (
+            lambda: schedule_of(8, fddp.Topology(a=2, b=2), algorithm="hierarchical"),
+            r"summed along all axes at once, and 'hierarchical' reduces along one axis",
+        ),
+        (
+            lambda: schedule_of(8, fddp.Topology(a=2, b=2), algorithm="reduce_scatter"),
+            r"summed along all axes at once, and 'reduce_scatter' reduces along one axis",
+        ),
+        (lambda: schedule_of(8, 2, scaling="average"), r"use scaling='before' or 'after'"),
+        (
+            lambda: make_schedule(
+                plan(LeafSpec("rows", (4, 2), "float32", sparse=True)), 2, virtual_ranks=4
+            ),
+            r"the sparse leaf 'rows' can't be summed over virtual ranks; plan it as dense",
+        ),
+        (
+            lambda: make_schedule(
+                plan_leaves(
+                    [LeafSpec("a", (2,), "float32"), LeafSpec("own", (2,), "float32")],
+                    order=[0],
+                    caps_bytes=[1],
+                ),
+                2,
+                virtual_ranks=4,
+            ),
+            r"leaf 'own' is in no bucket, and would keep the gradient of one virtual rank",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit(make: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make()

@@ -1,0 +1,477 @@
+"""Virtual ranks: the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import fddp
+from fddp.core.schedule.virtual import VirtualRanks
+from fddp.transport import open_transport
+from fddp.transport.ordered_sum import sum_along_tree_
+from tests.support.digests import digest
+from tests.support.models import rand
+from tests.support.ranks import Launch, launch_fixture
+
+COUNT = 8
+STEPS = 3
+launch = launch_fixture("loopback", "c10d", "shm")
+
+
+# Sums over the rows of ranks
+
+
+def rows_of(rank: int, tree: Any, ranks: int, length: int = 5) -> Tensor:
+    """A buffer of rows; those that hold no summand are NaN."""
+    buffer = torch.full((ranks, tree.width, length), torch.nan)
+    for number in range(tree.summands[rank]):
+        first = sum(tree.summands[:rank]) + number
+        buffer[:, number] = summand(first, ranks, length)
+    return buffer.flatten()
+
+
+def summand(number: int, ranks: int, length: int) -> Tensor:
+    wide = 10.0 ** (3.0 * rand(ranks, length, seed=90 + number))
+    return (rand(ranks, length, seed=number) * wide).float()
+
+
+def summed_rows(group: Any, counts: list[int]) -> list[Tensor]:
+    found = []
+    with open_transport(group, "auto") as transport:
+        rank, ranks = transport.rank, transport.world_size
+        for count in counts:
+            tree = VirtualRanks.over(count, ranks).tree
+            buffer = rows_of(rank, tree, ranks)
+            work = transport.reduce_scatter(buffer, ordered=tree, wait_soon=True)
+            work.wait("the sum")
+            found.append(buffer.view(ranks, tree.width, -1)[rank, 0].clone())
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_sums_of_rows(launch: Launch, size: int) -> None:
+    counts = [4, 5, 7, 8, 13]
+    results = launch(size, summed_rows, counts)
+    for place, count in enumerate(counts):
+        tree = VirtualRanks.over(count, size).tree
+        numbers = range(sum(tree.summands))
+        due = sum_along_tree_([summand(n, size, 5) for n in numbers], tree.additions)
+        for rank, found in enumerate(results):
+            assert torch.equal(found[place], due[rank]), (count, rank)
+
+
+def test_ranks_with_other_trees_are_reported() -> None:
+    def run(group: Any) -> None:
+        with open_transport(group) as transport:
+            tree = VirtualRanks.over(5 + 2 * group.rank, 2).tree
+            with pytest.raises(ValueError, match=r"6 elements can't hold 2 rows in each of 2"):
+                transport.reduce_scatter(torch.ones(6), ordered=tree)
+            work = transport.reduce_scatter(torch.ones(8), ordered=tree)
+            with pytest.raises(fddp.DesyncError, match=r"reduce_scatter in order 0 x"):
+                work.wait("the sum")
+
+    fddp.loopback(2, run)
+
+
+# Bits of steps
+
+
+def parameters() -> dict[str, Tensor]:
+    return {
+        "double": rand(8, 8, seed=1),
+        "first": rand(8, 8, seed=2, dtype=torch.float32),
+        "half": rand(8, seed=3).half(),
+        "last": rand(8, 8, seed=4, dtype=torch.float32),
+        "rare": rand(8, seed=5, dtype=torch.float32),
+        "short": rand(8, 8, seed=6).bfloat16(),
+        "unused": rand(3, seed=7, dtype=torch.float32),
+    }
+
+
+def loss_fn(p: dict[str, Tensor], x: Tensor, number: int, step: int) -> Tensor:
+    """Uses a leaf twice, so that its gradient comes late, and others on some virtual ranks."""
+
+    def layer(h: Tensor) -> Tensor:
+        return torch.tanh(h @ p["last"])
+
+    h = x
+    if (number + step) % 3:
+        h = checkpoint(layer, h, use_reentrant=True)
+    h = torch.tanh(h @ p["first"]) + p["half"].float()
+    h = h @ p["short"].float() @ p["double"].float()
+    if number == step:
+        h = h + p["rare"]
+    return checkpoint(layer, h, use_reentrant=True).square().mean()
+
+
+def weight_of(p: Any, x: Any, number: int, step: int) -> float:
+    """None of these sums is exact in float64; some virtual ranks have no weight."""
+    return 0.0 if number == step + 2 else 0.1 + number * 1.7 + step * 3.3
+
+
+def inputs_of(number: int, step: int) -> Tensor:
+    x = rand(4, 8, seed=10 * step + number, dtype=torch.float32)
+    return x.requires_grad_()
+
+
+def digests(group: Any, count: int, options: dict[str, Any]) -> list[str]:
+    """MD5 of the gradients and losses of each step, of parameters at the end, and of a call."""
+    params, found = parameters(), []
+    options = {"bucket_cap_mb": 4e-4, "first_bucket_mb": 2e-4, **options}
+    weighted = options.pop("weighted", True)
+    with fddp.GradSync(params, group=group, virtual_ranks=count, **options) as sync:
+        weight_fn = weight_of if weighted else None
+        step = sync.value_and_grad(loss_fn, with_info=True, weight_fn=weight_fn)
+        for number in range(STEPS):
+            if number == 2:  # a virtual rank runs out of inputs
+                batches = [
+                    fddp.EXHAUSTED if v == 1 else inputs_of(v, number) for v in sync.carried_ranks
+                ]
+            else:
+                batches = [inputs_of(v, number) for v in sync.carried_ranks]
+            losses, grads, info = step(
+                params,
+                sync.virtual_batches(batches),
+                sync.virtual_batches(lambda v: v),
+                number,
+            )
+            assert len(losses) == len(sync.carried_ranks)
+            assert [loss is None for loss in losses] == [b is fddp.EXHAUSTED for b in batches]
+            assert info.all_finite
+            found.append(digest(grads) + repr((info.total_weight, info.active)))
+            params = {n: p if grads[n] is None else p - 0.1 * grads[n] for n, p in params.items()}
+        found.append(digest(params))
+        trees = sync.virtual_batches(
+            lambda v: {
+                n: None if v == 2 else (p.float() * (v + 0.1)).to(p.dtype)
+                for n, p in params.items()
+            }
+        )
+        found.append(digest(sync(trees, weight=[0.3 + v for v in sync.carried_ranks])))
+        found.append(digest(sync(trees)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def due() -> list[str]:
+    """The digests on one rank."""
+    (found,) = fddp.loopback(1, digests, COUNT, {})
+    assert len({*found}) == STEPS + 3
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_same_bits_on_any_number_of_ranks(launch: Launch, size: int, due: list[str]) -> None:
+    assert launch(size, digests, COUNT, {}) == [due] * size
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 12])
+def test_the_same_bits_for_any_number_of_virtual_ranks(count: int) -> None:
+    (alone,) = fddp.loopback(1, digests, count, {})
+    for ranks in range(2, min(count, 6) + 1):
+        assert fddp.loopback(ranks, digests, count, {}) == [alone] * ranks
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bucket_cap_mb": 1e-5, "first_bucket_mb": 1e-5},
+        {"bucket_cap_mb": 25.0},
+        {"mesh": fddp.Topology(host=3, local=2)},
+        {"mesh": fddp.Topology(host=2, one=1, local=3)},
+        {"nonfinite": "skip"},
+        {"nonfinite": "raise"},
+        {"deterministic": True},
+    ],
+)
+def test_options_do_not_change_bits(options: dict[str, Any], due: list[str]) -> None:
+    assert fddp.loopback(6, digests, COUNT, options) == [due] * 6
+
+
+def test_reduce_dtype() -> None:
+    options = {"reduce_dtype": torch.float64}
+    (alone,) = fddp.loopback(1, digests, COUNT, options)
+    assert fddp.loopback(3, digests, COUNT, options) == [alone] * 3
+
+
+def test_another_number_of_virtual_ranks_has_other_bits(due: list[str]) -> None:
+    """Or else the tests above could not fail."""
+    assert fddp.loopback(1, digests, COUNT + 1, {})[0] != due
+
+
+def test_the_mean_equals_a_sum_by_hand() -> None:
+    def run(group: Any) -> Tensor:
+        with fddp.GradSync({"w": torch.zeros(20)}, group=group, virtual_ranks=6) as sync:
+            return sync(sync.virtual_batches(lambda v: {"w": summand(v, 1, 20)[0]}))["w"].clone()
+
+    scaled = [summand(v, 1, 20)[0] * (1 / 6) for v in range(6)]
+    a, b, c, d, e, f = scaled
+    by_hand = ((a + b) + (c + d)) + (e + f)
+    flat = ((((a + b) + c) + d) + e) + f
+    assert not torch.equal(by_hand, flat)
+    for ranks in range(1, 7):
+        for found in fddp.loopback(ranks, run):
+            assert torch.equal(found, by_hand)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 16).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, min(n, 6)))),
+    st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    st.lists(st.floats(0.0, 1e3), min_size=16, max_size=16).filter(lambda w: w[0] > 0.1),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64]),
+)
+def test_drawn_trees(
+    pair: tuple[int, int], sizes: list[int], weights: list[float], dtype: torch.dtype
+) -> None:
+    count, ranks = pair
+
+    def tree(number: int) -> dict[str, Tensor]:
+        return {
+            f"leaf{i}": (rand(n, seed=50 * number + i) * 10.0 ** rand(n, seed=number)).to(dtype)
+            for i, n in enumerate(sizes)
+        }
+
+    def run(group: Any) -> str:
+        with fddp.GradSync(
+            tree(0), group=group, virtual_ranks=count, bucket_cap_mb=1e-4, first_bucket_mb=1e-4
+        ) as sync:
+            own = [weights[v] for v in sync.carried_ranks]
+            return digest(sync(sync.virtual_batches(tree), weight=own))
+
+    (alone,) = fddp.loopback(1, run)
+    assert fddp.loopback(ranks, run) == [alone] * ranks
+
+
+def test_shards_once_gathered() -> None:
+    def run(group: Any) -> Tensor:
+        with fddp.GradSync(
+            {"w": torch.zeros(24)}, group=group, virtual_ranks=5, algorithm="reduce_scatter"
+        ) as sync:
+            trees = sync.virtual_batches(lambda v: {"w": summand(v, 1, 24)[0]})
+            return sync.all_gather(sync.reduce_scatter(trees))["w"].clone()
+
+    (alone,) = fddp.loopback(1, run)
+    for ranks in (2, 3, 5):
+        assert all(torch.equal(found, alone) for found in fddp.loopback(ranks, run))
+
+
+# Numbers that are not finite
+
+
+def spoiled(group: Any, policy: str, number: int, value: float) -> Any:
+    with fddp.GradSync(
+        {"w": torch.zeros(6), "v": torch.zeros(6)}, group=group, virtual_ranks=5, nonfinite=policy
+    ) as sync:
+
+        def grads_of(v: int) -> dict[str, Tensor]:
+            bad = torch.full((6,), value) if v == number else torch.ones(6)
+            return {"w": bad, "v": torch.ones(6)}
+
+        try:
+            grads, info = sync(sync.virtual_batches(grads_of), with_info=True)
+        except fddp.NonFiniteError as error:
+            return "raised", "'w'" in str(error)
+        return grads["w"] is None, info.skipped, sync(sync.virtual_batches(lambda v: grads_of(-2)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("number", [0, 3, 4])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, 3e38])
+def test_policies(size: int, number: int, value: float) -> None:
+    is_bad = value != 3e38
+    for skipped, flag, later in fddp.loopback(size, spoiled, "skip", number, value):
+        assert (skipped, flag) == (is_bad, is_bad)
+        assert torch.equal(later["w"], torch.ones(6))
+    if is_bad:
+        found = fddp.loopback(size, spoiled, "raise", number, value)
+        assert found == [("raised", True)] * size
+
+
+def test_overflow_of_partial_sums_is_skipped_on_any_number_of_ranks() -> None:
+    def run(group: Any) -> bool:
+        params = {"w": torch.zeros(6)}
+        with fddp.GradSync(params, group=group, virtual_ranks=4, nonfinite="skip") as sync:
+            grads = sync.virtual_batches(lambda v: {"w": torch.full((6,), 3e38)})
+            _, info = sync(grads, weight=[7.0] * len(grads), with_info=True)
+            return info.skipped
+
+    assert {*fddp.loopback(1, run), *fddp.loopback(2, run), *fddp.loopback(3, run)} == {True}
+
+
+# Errors
+
+
+def test_a_failure_of_one_virtual_rank_reaches_all() -> None:
+    def run(group: Any) -> str:
+        with fddp.GradSync({"w": torch.ones(3)}, group=group, virtual_ranks=5) as sync:
+
+            def loss(p: Any, number: int) -> Tensor:
+                if number == 2:
+                    raise RuntimeError("no data")
+                return (p["w"] * number).sum()
+
+            step = sync.value_and_grad(loss)
+            numbers = sync.virtual_batches(lambda v: v)
+            with pytest.raises((RuntimeError, fddp.PeerError), match="no data") as caught:
+                step({"w": torch.ones(3)}, numbers)
+            _, grads = sync.value_and_grad(lambda p, v: (p["w"] * v).sum())(
+                {"w": torch.ones(3)}, numbers
+            )
+            assert grads["w"].tolist() == [2.0] * 3
+            return type(caught.value).__name__
+
+    assert fddp.loopback(2, run) == ["PeerError", "RuntimeError"]
+    assert fddp.loopback(1, run) == ["RuntimeError"]
+
+
+def test_misuse_is_named() -> None:
+    def run(group: Any) -> None:
+        params = {"w": torch.ones(3)}
+        with fddp.GradSync(params, group=group, virtual_ranks=4) as sync:
+            step = sync.value_and_grad(lambda p, v: (p["w"] * v).sum())
+            batches = sync.virtual_batches(lambda v: 1.0 + v)
+            with pytest.raises(TypeError, match=r"needs an input for each that this rank carries"):
+                step(params, 1.0)
+            with pytest.raises(TypeError, match=r"accumulated gradients are a sum of some virtual"):
+                step(params, batches, accumulated=(params, 1.0))
+            with pytest.raises(ValueError, match=r"carries 2 virtual ranks, \d to \d, and got 3 b"):
+                sync.virtual_batches([1.0, 2.0, 3.0])
+            with pytest.raises(TypeError, match=r"needs an input for each"):
+                sync(params)
+            with pytest.raises(ValueError, match=r"got 3 weights for 2 virtual ranks"):
+                sync(sync.virtual_batches(lambda v: params), weight=[1.0] * 3)
+            with pytest.raises(ValueError, match=r"reduce_\(grads\) has one tree of gradients"):
+                sync.reduce_(params)
+            with pytest.raises(ValueError, match=r"update\(grads, state\) has one tree of"):
+                sync.update(params, ())
+            with pytest.raises(fddp.WeightError, match=r"the total weight over 4 ranks is 0.0"):
+                sync(sync.virtual_batches(lambda v: params), weight=0.0)
+            assert step(params, batches)[1]["w"].tolist() == [2.5] * 3
+        with fddp.GradSync(params, group=group) as plain:
+            assert plain.carried_ranks == range(0)
+            with pytest.raises(ValueError, match=r"this GradSync has no virtual ranks; build it"):
+                plain.virtual_batches(lambda v: v)
+        hook = fddp.hooks.bf16_compress
+        with pytest.raises(ValueError, match=r"sums in its own order, which deterministic=True"):
+            fddp.GradSync(params, group=group, virtual_ranks=4, hook=hook)
+        with pytest.raises(ValueError, match=r"1 virtual rank can be carried by 1 to 1 ranks"):
+            fddp.GradSync(params, group=group, virtual_ranks=1)
+        with pytest.raises(fddp.PlanMismatchError, match=r"virtual_ranks is 4 on rank 0 and 5 on"):
+            fddp.GradSync(params, group=group, virtual_ranks=4 + group.rank)
+
+    fddp.loopback(2, run)
+
+
+def test_a_schedule_with_virtual_ranks() -> None:
+    def run(group: Any) -> Any:
+        schedule = fddp.make_schedule(
+            fddp.plan_buckets({"w": torch.ones(3)}), 2, virtual_ranks=3, split_mb=2**-19
+        )
+        with pytest.raises(ValueError, match=r"this one has 3 virtual ranks; pass virtual_ranks=4"):
+            fddp.GradSync(schedule, group=group, virtual_ranks=4)
+        with fddp.GradSync(schedule, group=group) as sync:
+            return sync(sync.virtual_batches(lambda v: {"w": torch.full((3,), v + 1.0)}))["w"]
+
+    assert [found.tolist() for found in fddp.loopback(2, run)] == [[2.0] * 3] * 2
+
+
+# Uneven inputs
+
+
+def test_virtual_ranks_that_run_out() -> None:
+    """Each has a number of batches of its own, and ranks go on until none has any."""
+    lengths = [3, 1, 4, 1, 5]
+
+    def run(group: Any) -> list[str]:
+        params = {"w": rand(6, seed=1, dtype=torch.float32)}
+        found = []
+        with fddp.GradSync(params, group=group, virtual_ranks=5) as sync:
+            step = sync.value_and_grad(lambda p, x: (p["w"] * x).square().sum())
+            longest = max(lengths[v] for v in sync.carried_ranks)
+            rounds = (
+                sync.virtual_batches(
+                    [
+                        rand(6, seed=10 * v + number).float()
+                        if number < lengths[v]
+                        else fddp.EXHAUSTED
+                        for v in sync.carried_ranks
+                    ]
+                )
+                for number in range(longest)
+            )
+            for batches in fddp.uneven(rounds, sync):
+                found.append(digest(step(params, batches)[1]))
+        return found
+
+    (alone,) = fddp.loopback(1, run)
+    assert len({*alone}) == 5
+    for ranks in (2, 3, 5):
+        assert fddp.loopback(ranks, run) == [alone] * ranks
+
+
+# Rebuilding on other numbers of ranks
+
+
+def rebuilt_digests(sizes: list[int]) -> list[str]:
+    """Digests of steps, each on another number of ranks, which go on with each other's engines."""
+    found: list[str] = []
+    syncs: dict[int, Any] = {}
+    params = {"w": rand(30, seed=3, dtype=torch.float32), "b": rand(7, seed=4).bfloat16()}
+
+    def take(group: Any, number: int) -> str:
+        sync = syncs.get(group.rank)
+        if number == 0:
+            sync = fddp.GradSync(params, group=group, virtual_ranks=COUNT)
+        elif sync is None:
+            sync = fddp.GradSync.join(group)
+        else:
+            sync = sync.rebuild(group)
+        syncs[group.rank] = sync
+        step = sync.value_and_grad(
+            lambda p, x: (p["w"] * x).sum().square() + (p["b"] * x[:7]).sum(),
+            weight_fn=lambda p, x: float(x[0].abs()) * 10.0**number,
+        )
+        xs = sync.virtual_batches(lambda v: rand(30, seed=99 * number + v, dtype=torch.float32))
+        return digest(step(params, xs)[1])
+
+    for number, size in enumerate(sizes):
+        results = fddp.loopback(size, take, number)
+        assert len({*results}) == 1
+        found += results[:1]
+        for rank in [*syncs]:
+            if rank >= size:
+                syncs.pop(rank).close()
+    for sync in syncs.values():
+        sync.close()
+    return found
+
+
+def test_rebuilds_keep_bits() -> None:
+    alone = rebuilt_digests([1] * 7)
+    assert len({*alone}) == 7
+    assert rebuilt_digests([4, 3, 2, 1, 4, 8, 5]) == alone
+    assert rebuilt_digests([2, 6, 6, 3, 7, 1, 4]) == alone
+
+
+def test_too_many_ranks_to_rebuild_on() -> None:
+    syncs = fddp.loopback(
+        2, lambda group: fddp.GradSync({"w": torch.ones(2)}, group=group, virtual_ranks=2)
+    )
+
+    def grow(group: Any) -> str:
+        continues = syncs[group.rank].rebuild if group.rank < 2 else fddp.GradSync.join
+        with pytest.raises((ValueError, fddp.PlanMismatchError)) as caught:
+            continues(group)
+        return str(caught.value)
+
+    for text in fddp.loopback(3, grow):
+        assert "2 virtual ranks can be carried by 1 to 2 ranks, got 3" in text
+    for sync in syncs:
+        sync.close()
