@@ -3,6 +3,7 @@
 #include "shm/arena.h"
 #include "shm/available_memory.h"
 #include "shm/shm_group.h"
+#include "shm_ownership.h"
 #include "step/collectives.h"
 #include "tensor/layout.h"
 #include "tensor/number_type.h"
@@ -24,7 +25,6 @@
 #include <string>
 #include <string_view>
 #include <system_error>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -228,21 +228,6 @@ class PendingOp {
   OperationPtr operation_;
 };
 
-// Delete a group without the GIL, because its progress thread may need the GIL to release tensors.
-// A forked process has no progress thread and leaks the group.
-void delete_group(ShmGroup* group) {
-  if (group->is_forked()) return;
-  if (group->is_own_thread()) {
-    // A thread cannot join itself.
-    std::thread([group] { delete group; }).detach();
-  } else if (PyGILState_Check() != 0) {
-    const py::gil_scoped_release released;
-    delete group;
-  } else {
-    delete group;
-  }
-}
-
 std::optional<uint64_t> make_control_block(Arena& arena, size_t members) {
   return translate_errors([&] { return ShmGroup::make_control_block(arena, members); });
 }
@@ -262,7 +247,7 @@ std::shared_ptr<ShmGroup> make_group(
     TORCH_CHECK_VALUE(mapping != nullptr, "views is None for a peer of member ", index);
   }
   return translate_errors([&] {
-    return std::shared_ptr<ShmGroup>(new ShmGroup(std::move(options)), &delete_group);
+    return owned(new ShmGroup(std::move(options)));
   });
 }
 

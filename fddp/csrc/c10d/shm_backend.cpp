@@ -1,47 +1,27 @@
 #include "c10d/shm_backend.h"
 
 #include "c10d/shm_errors.h"
+#include "shm_ownership.h"
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <thread>
 #include <utility>
 
 namespace fddp {
 namespace {
 
 using c10d::OpType;
-
-// Release Python's lock for a call that may wait for threads which need the lock.
-template <class Body>
-void without_gil(const Body& body) {
-  if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
-    const pybind11::gil_scoped_release released;
-    body();
-  } else {
-    body();
-  }
-}
-
-std::shared_ptr<shm::Messages> make_messages(const std::shared_ptr<shm::ShmGroup>& group) {
-  if (group == nullptr) return nullptr;
-  return {new shm::Messages(group), [](shm::Messages* messages) {
-            // A forked process has no threads. A thread cannot join itself.
-            if (messages->is_forked()) {
-              return;
-            } else if (messages->is_own_thread()) {
-              std::thread([messages] { delete messages; }).detach();
-            } else {
-              without_gil([&] { delete messages; });
-            }
-          }};
-}
 
 void check_same_number(size_t outputs, size_t inputs) {
   TORCH_CHECK(
@@ -82,7 +62,7 @@ ShmBackend::ShmBackend(
     std::shared_ptr<shm::ShmGroup> group, int rank, int size, std::chrono::milliseconds timeout)
     : Backend(rank, size),
       group_(std::move(group)),
-      messages_(make_messages(group_)),
+      messages_(group_ == nullptr ? nullptr : owned(new shm::Messages(group_))),
       options_(c10::make_intrusive<Options>("fddp", timeout)) {
   init();
 }
@@ -102,6 +82,60 @@ void ShmBackend::close() {
 void ShmBackend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
   if (group_ != nullptr) group_->set_timeout(timeout);
+}
+
+c10::intrusive_ptr<c10d::Backend> ShmBackend::split(
+    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+    const c10::intrusive_ptr<Options>& options) {
+  const auto own = std::find(ranks.begin(), ranks.end(), rank_);
+  if (own == ranks.end()) return nullptr;
+  for (const int rank : ranks) check_root(rank);
+  const auto timeout = options ? options->timeout : options_->timeout;
+  std::shared_ptr<shm::ShmGroup> part;
+  if (ranks.size() > 1) {
+    without_gil([&] { part = join_part(*store, {ranks.begin(), ranks.end()}); });
+    part->set_timeout(timeout);
+  }
+  return c10::make_intrusive<ShmBackend>(
+      std::move(part), static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()),
+      timeout);
+}
+
+// The first member makes the control block. All ranks meet twice, so that none uses the group
+// unless all have joined it.
+std::shared_ptr<shm::ShmGroup> ShmBackend::join_part(
+    c10d::Store& store, const std::vector<size_t>& members) const {
+  const bool is_first = members[0] == static_cast<size_t>(rank_);
+  const auto publish = [&](const std::string& key, std::string text) {
+    store.set(key, std::vector<uint8_t>(text.begin(), text.end()));
+  };
+  const auto read = [&](const std::string& key) {
+    const std::vector<uint8_t> text = store.get(key);
+    return std::string(text.begin(), text.end());
+  };
+  if (is_first) {
+    const auto made = shm::ShmGroup::make_control_block(*group_->options().arena, members.size());
+    publish("fddp/control_block", made ? std::to_string(*made) : "");
+  }
+  const std::string offset = read("fddp/control_block");
+  std::shared_ptr<shm::ShmGroup> part;
+  std::string problem = "no shared memory can be reserved";
+  if (!offset.empty()) {
+    try {
+      part = owned(new shm::ShmGroup(group_->options_of_part(members, std::stoull(offset))));
+      problem = "";
+    } catch (const std::exception& error) {
+      problem = error.what();
+    }
+  }
+  publish("fddp/joined/" + std::to_string(rank_), problem);
+  for (const size_t member : members) {
+    const std::string found = read("fddp/joined/" + std::to_string(member));
+    if (!found.empty()) {
+      throw_backend_error("rank " + std::to_string(member) + " could not join the group: " + found);
+    }
+  }
+  return part;
 }
 
 ShmBackend::Collective ShmBackend::make_work(
@@ -137,10 +171,54 @@ ShmBackend::WorkPtr ShmBackend::broadcast(
 
 ShmBackend::WorkPtr ShmBackend::allreduce(
     Tensors& tensors, const c10d::AllreduceOptions& options) {
+  if (only_one(tensors).is_sparse()) return allreduce_sparse(tensors, options);
   const auto work =
       make_work(OpType::ALLREDUCE, "fddp:all_reduce", tensors, {tensors}, options.timeout);
   start_all_reduce(*work, only_one(tensors), options.reduceOp, !options.asyncOp);
   return launch(work);
+}
+
+// Sizes differ between ranks and are exchanged first, so this blocks until the sum is complete.
+ShmBackend::WorkPtr ShmBackend::allreduce_sparse(
+    Tensors& tensors, const c10d::AllreduceOptions& options) {
+  const at::Tensor& tensor = only_one(tensors);
+  const bool average = options.reduceOp.op_ == c10d::ReduceOp::AVG;
+  TORCH_CHECK(
+      average || options.reduceOp.op_ == c10d::ReduceOp::SUM,
+      "sparse tensors can only be summed and averaged");
+  const c10::NoGradGuard guard;
+  const at::Tensor own = tensor.coalesce();
+  const auto gather = [&](at::Tensor input, std::vector<at::Tensor> outputs) {
+    TensorLists lists = {std::move(outputs)};
+    Tensors inputs = {std::move(input)};
+    allgather(lists, inputs, {})->wait();
+    return lists[0];
+  };
+  const auto n = static_cast<size_t>(size_);
+  const at::Tensor indices = own.indices().contiguous();
+  const at::Tensor values = own.values().contiguous();
+  Tensors counts;
+  for (size_t rank = 0; rank < n; ++rank) counts.push_back(at::zeros({1}, at::kLong));
+  counts = gather(at::full({1}, own._nnz(), at::kLong), counts);
+  Tensors all_indices;
+  Tensors all_values;
+  for (size_t rank = 0; rank < n; ++rank) {
+    const int64_t count = counts[rank].item<int64_t>();
+    all_indices.push_back(at::empty({indices.size(0), count}, indices.options()));
+    std::vector<int64_t> shape = values.sizes().vec();
+    shape[0] = count;
+    all_values.push_back(at::empty(shape, values.options()));
+  }
+  all_indices = gather(indices, all_indices);
+  all_values = gather(values, all_values);
+  at::Tensor total = at::sparse_coo_tensor(
+                         at::cat(all_indices, 1), at::cat(all_values), tensor.sizes(),
+                         tensor.options(), /*is_coalesced=*/false)
+                         .coalesce();
+  if (average) total.div_(size_);
+  tensor.copy_(total);
+  return launch(
+      make_work(c10d::OpType::_ALLREDUCE_SPARSE, "fddp:all_reduce", tensors, {tensors}, {}));
 }
 
 ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(
@@ -332,6 +410,10 @@ ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
     start_all_gather(*work, words, words[rank_], !options.asyncOp);
   }
   return launch(work);
+}
+
+void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool) {
+  barrier(options)->wait(options.timeout);
 }
 
 ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int destination, int tag) {

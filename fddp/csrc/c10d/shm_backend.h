@@ -39,6 +39,14 @@ class ShmBackend : public c10d::Backend {
     return sequence_;
   }
   void setSequenceNumberForGroup() override {}
+  bool supportsSplitting() const override {
+    return true;
+  }
+  // Create a backend of some ranks of this one, in their new order, that uses the same memory; a
+  // call of these ranks, which meet in `store`. Returns null on other ranks.
+  c10::intrusive_ptr<c10d::Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+      const c10::intrusive_ptr<Options>& options) override;
   void abort() override {
     close();
   }
@@ -48,6 +56,7 @@ class ShmBackend : public c10d::Backend {
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
   WorkPtr allreduce_coalesced(
       Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
@@ -75,6 +84,7 @@ class ShmBackend : public c10d::Backend {
   WorkPtr alltoall(
       Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
   WorkPtr send(Tensors& tensors, int destination, int tag) override;
   WorkPtr recv(Tensors& tensors, int source, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
@@ -88,6 +98,8 @@ class ShmBackend : public c10d::Backend {
       std::chrono::milliseconds timeout);
   void start(CollectiveWork& work, shm::Request request);
   WorkPtr launch(const Collective& work);
+  std::shared_ptr<shm::ShmGroup> join_part(
+      c10d::Store& store, const std::vector<size_t>& members) const;
   WorkPtr message(
       c10d::OpType type, const char* title, Tensors& tensors, size_t peer, int tag);
   void check_root(int64_t root) const;

@@ -69,7 +69,7 @@ std::string text_of_failure(const shm::ShmGroup& group, shm::Status status) {
     case shm::Status::kLost:
       return in_words(failure.blamed) + " left the group, or its process has ended";
     case shm::Status::kTimeout: {
-      std::string text = in_words(failure.blamed) + " did not take part within " +
+      std::string text = in_words(failure.blamed) + " did not take part within the timeout of " +
                          in_seconds(group.timeout());
       if (failure.reporter != static_cast<int>(group.index())) {
         text += ", as rank " + std::to_string(failure.reporter) + " found";

@@ -342,6 +342,18 @@ void ShmGroup::expedite(const Operation& operation) {
   if (waiting_threads_ == 0) work_.notify_one();
 }
 
+ShmGroupOptions ShmGroup::options_of_part(
+    const std::vector<size_t>& members, uint64_t control_block) const {
+  ShmGroupOptions part = {
+      options_.arena, {}, 0, control_block, {}, timeout(), options_.waiters_on_host};
+  for (const size_t member : members) {
+    if (member == index()) part.index = part.mappings.size();
+    part.mappings.push_back(options_.mappings.at(member));
+    part.pidfds.push_back(process_watch_.pidfds().at(member));
+  }
+  return part;
+}
+
 Members ShmGroup::missing(const Operation& operation) const {
   Members missing;
   for (size_t m = 0; m < members(); ++m) missing[m] = slot(m).posted.load() <= operation.number();

@@ -181,6 +181,8 @@ class ShmGroup {
   MemberSlot& slot(size_t member) const {
     return control_block_->slot(member);
   }
+  // Options of a group of some of these members, in their new order, of which this is one.
+  ShmGroupOptions options_of_part(const std::vector<size_t>& members, uint64_t control_block) const;
   // Members that can make no more progress: they have left or their process has ended.
   std::vector<bool> gone() const;
   bool may_spin() const {

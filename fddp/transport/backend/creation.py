@@ -7,6 +7,7 @@ import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from fddp.native import extension
@@ -46,16 +47,24 @@ def create_backend(options: Any, _: object = None) -> Any:
         SyncTimeoutError: some ranks did not take part within the timeout of the group.
     """
     rank, size, timeout_s = options.group_rank, options.group_size, _seconds(options.timeout)
-    group, choice = None, BackendChoice("shm", "the group has only one rank")
-    if size > 1:
+    whole = _default_backend()
+    if size == 1:
+        backend = extension.load().ShmBackend(None, rank, size, timeout_s)
+        choice = BackendChoice("shm", "the group has only one rank")
+    elif whole is not None and options.global_ranks_in_group:
+        # The ranks have mapped each other's memory already.
+        backend = whole.split(options.store, options.global_ranks_in_group, timeout_s)
+        choice = BackendChoice("shm", "all ranks of the default group share the memory of a host")
+    else:
         group, choice = _open_group(StoreExchange(options.store, rank, size, timeout_s))
+        if choice.name == "shm":
+            backend = extension.load().ShmBackend(group, rank, size, timeout_s)
+        else:
+            store = dist.PrefixStore("gloo", options.store)
+            backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
     _choices[options.group_id] = choice
     _log.info("rank %d of %d: backend %s, because %s", rank, size, choice.name, choice.reason)
-    if choice.name == "gloo":
-        return dist.ProcessGroupGloo(
-            dist.PrefixStore("gloo", options.store), rank, size, timedelta(seconds=timeout_s)
-        )
-    return extension.load().ShmBackend(group, rank, size, timeout_s)
+    return backend
 
 
 def backend_choice(group: dist.ProcessGroup | None = None) -> BackendChoice:
@@ -72,6 +81,17 @@ def backend_choice(group: dist.ProcessGroup | None = None) -> BackendChoice:
         raise ValueError(f'the group {resolved!r} does not have the backend "fddp"')
     name = resolved.group_name
     return _choices.get(name, BackendChoice("shm", "it was split from a group with shared memory"))
+
+
+def _default_backend() -> Any | None:
+    """Backend of the default group for the CPU, if it is one in shared memory of several ranks."""
+    group = dist.group.WORLD
+    if group is None or group.size() == 1 or torch.device("cpu") not in group._device_types:
+        return None
+    backend = group._get_backend(torch.device("cpu"))
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps each backend.
+    backend = getattr(backend, "wrapped_pg", backend)
+    return backend if isinstance(backend, extension.load().ShmBackend) else None
 
 
 def _open_group(exchange: StoreExchange) -> tuple[ShmGroup | None, BackendChoice]:
