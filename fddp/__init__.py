@@ -119,6 +119,7 @@ from fddp.telemetry.report import MonitorReport
 from fddp.telemetry.step_info import SyncInfo
 from fddp.telemetry.stragglers import Straggler
 from fddp.transport import loopback
+from fddp.transport.backend import registration
 from fddp.tree.planner import plan_buckets, plan_optimal
 from fddp.tree.pytree import tree_map
 
@@ -144,6 +145,8 @@ __all__ = [
     "plan_buckets", "plan_optimal", "pmax", "pmean", "psum", "rebucket", "reconcile",
     "reduce_scatter", "simulate", "sync_on_backward", "tree_map", "uneven", "virtual_rng",
 ]  # fmt: skip
+
+registration.register()
 
 # Most need packages that fddp does not.
 _ON_FIRST_USE = ("integrations", "jax", "testing", "viz")

@@ -12,6 +12,7 @@ void bind_operands(py::module_&);
 void bind_pack(py::module_&);
 void bind_params(py::module_&);
 void bind_shm(py::module_&);
+void bind_shm_backend(py::module_&);
 void bind_completion_timestamp(py::module_&);
 void bind_storage(py::module_&);
 void bind_collectives(py::module_&);
@@ -34,6 +35,7 @@ PYBIND11_MODULE(_C, m) {
   bind_digest(m);
   bind_backend_release(m);
   bind_shm(m);
+  bind_shm_backend(m);
   bind_completion_timestamp(m);
   bind_trees(m);
   bind_describe(m);

@@ -3,8 +3,10 @@
 #include "shm/arena.h"
 #include "shm/available_memory.h"
 #include "shm/shm_group.h"
+#include "shm_ownership.h"
 #include "step/collectives.h"
 #include "tensor/layout.h"
+#include "tensor/number_type.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -23,7 +25,6 @@
 #include <string>
 #include <string_view>
 #include <system_error>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -33,7 +34,7 @@ namespace fddp::shm {
 namespace {
 
 constexpr std::string_view kKindNames[] = {
-    "all_reduce", "reduce_scatter", "all_gather", "broadcast"};
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "exchange"};
 constexpr std::string_view kStateNames[] = {"active", "left", "failed"};
 
 // Call `body`. Translate std::invalid_argument to ValueError and std::system_error to OSError.
@@ -109,31 +110,6 @@ void write(const Mapping& mapping, uint64_t offset, const std::string& data) {
   std::memcpy(checked_address(mapping, offset, data.size()), data.data(), data.size());
 }
 
-NumberType number_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kDouble:
-    case at::kComplexDouble:
-      return NumberType::kF64;
-    case at::kFloat:
-    case at::kComplexFloat:
-      return NumberType::kF32;
-    case at::kHalf:
-      return NumberType::kF16;
-    case at::kBFloat16:
-      return NumberType::kBF16;
-    case at::kByte:
-      return NumberType::kU8;
-    case at::kChar:
-      return NumberType::kI8;
-    case at::kInt:
-      return NumberType::kI32;
-    case at::kLong:
-      return NumberType::kI64;
-    default:
-      return NumberType::kOpaque;
-  }
-}
-
 Kind kind_of(std::string_view name) {
   const auto* const found = std::find(std::begin(kKindNames), std::end(kKindNames), name);
   TORCH_CHECK_VALUE(found != std::end(kKindNames), "unknown operation '", std::string(name), "'");
@@ -147,9 +123,9 @@ Signature signature_of(
   signature.kind = kind;
   signature.tag = static_cast<uint32_t>(tensor.scalar_type());
   signature.src = src < 0 || src > UINT32_MAX ? UINT32_MAX : static_cast<uint32_t>(src);
-  signature.average = average ? 1 : 0;
-  const bool sums = is_sum(kind);
-  signature.number_type = sums ? number_of(tensor.scalar_type()) : NumberType::kOpaque;
+  signature.reduction = average ? Reduction::kAverage : Reduction::kSum;
+  const bool sums = is_reduction(kind);
+  signature.number_type = sums ? number_type_of(tensor.scalar_type()) : NumberType::kOpaque;
   TORCH_CHECK_TYPE(
       !sums || signature.number_type != NumberType::kOpaque, "cannot sum dtype ",
       tensor.scalar_type());
@@ -199,7 +175,7 @@ py::dict describe(const Signature& signature, uint64_t number) {
   result["dtype"] = dtype;
   result["shape"] = py::tuple(shape);
   result["src"] = signature.src;
-  result["average"] = signature.average != 0;
+  result["average"] = signature.reduction == Reduction::kAverage;
   result["association"] = py::tuple(order);
   result["number"] = number;
   return result;
@@ -252,21 +228,6 @@ class PendingOp {
   OperationPtr operation_;
 };
 
-// Delete a group without the GIL, because its progress thread may need the GIL to release tensors.
-// A forked process has no progress thread and leaks the group.
-void delete_group(ShmGroup* group) {
-  if (group->is_forked()) return;
-  if (group->is_own_thread()) {
-    // A thread cannot join itself.
-    std::thread([group] { delete group; }).detach();
-  } else if (PyGILState_Check() != 0) {
-    const py::gil_scoped_release released;
-    delete group;
-  } else {
-    delete group;
-  }
-}
-
 std::optional<uint64_t> make_control_block(Arena& arena, size_t members) {
   return translate_errors([&] { return ShmGroup::make_control_block(arena, members); });
 }
@@ -286,7 +247,7 @@ std::shared_ptr<ShmGroup> make_group(
     TORCH_CHECK_VALUE(mapping != nullptr, "views is None for a peer of member ", index);
   }
   return translate_errors([&] {
-    return std::shared_ptr<ShmGroup>(new ShmGroup(std::move(options)), &delete_group);
+    return owned(new ShmGroup(std::move(options)));
   });
 }
 

@@ -20,6 +20,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -281,14 +282,15 @@ void fuzz_sums(Bytes in) {
 // Random signature that `ShmGroup::start` accepts.
 Signature draw_signature(Bytes& in, size_t n) {
   Signature signature{};
-  signature.kind = static_cast<Kind>(in.byte() % kKindCount);
-  const bool sums = is_sum(signature.kind);
+  signature.kind = static_cast<Kind>(in.byte() % (kKindCount - 1));  // all but exchanges
+  const bool sums = is_reduction(signature.kind);
   signature.number_type = sums ? static_cast<NumberType>(in.byte() % 8) : NumberType::kOpaque;
   constexpr uint32_t kItems[] = {1, 2, 3, 4, 8, 16, 1024};
   signature.unit_bytes = sums ? static_cast<uint32_t>(number_bytes(signature.number_type))
                           : kItems[in.byte() % std::size(kItems)];
   signature.src = static_cast<uint32_t>(in.byte() % n);
-  signature.average = sums && signature.number_type <= NumberType::kBF16 ? in.byte() % 2 : 0;
+  const bool averages = sums && signature.number_type <= NumberType::kBF16 && in.byte() % 2 != 0;
+  signature.reduction = averages ? Reduction::kAverage : Reduction::kSum;
   signature.units = static_cast<int64_t>(in.size());
   if (in.byte() % 16 == 0) {
     signature.units += static_cast<int64_t>(kSegmentBytes / signature.unit_bytes) + in.byte() - 128;
@@ -312,7 +314,7 @@ void fuzz_algorithms(Bytes in) {
   const uint64_t bytes = signature.bytes();
   std::vector<ExactBuffer> own;
   std::vector<ExactBuffer> staging;
-  std::vector<Algorithm::MemberData> member_data;
+  std::vector<MemberData> member_data;
   std::vector<std::vector<char>> before;
   for (size_t m = 0; m < n; ++m) {
     own.emplace_back(bytes, 0);
@@ -321,11 +323,13 @@ void fuzz_algorithms(Bytes in) {
     const bool staged = in.byte() % 2 == 0;
     staging.emplace_back(staged ? 2 * kSegmentBytes : 0, 0);
     member_data.push_back(
-        staged ? Algorithm::MemberData{DataLocation::kStaged, staging.back().data()}
-               : Algorithm::MemberData{DataLocation::kArena, own.back().data()});
+        staged ? MemberData{DataLocation::kStaged, staging.back().data()}
+               : MemberData{DataLocation::kArena, own.back().data()});
   }
-  std::vector<Algorithm> algorithms;
-  for (size_t m = 0; m < n; ++m) algorithms.emplace_back(signature, own[m].data(), m, member_data);
+  std::deque<TensorAlgorithm> algorithms;
+  for (size_t m = 0; m < n; ++m) {
+    algorithms.emplace_back(signature, own[m].data(), nullptr, m, member_data);
+  }
   for (int64_t segment = 0; segment < algorithms[0].segments(); ++segment) {
     for (size_t m = 0; m < n; ++m) algorithms[m].copy_in(segment);
     for (size_t m = 0; m < n; ++m) {
@@ -344,7 +348,7 @@ void fuzz_algorithms(Bytes in) {
           "a broadcast is wrong");
     }
   } else if (signature.kind == Kind::kAllReduce) {
-    const Drawn drawn = {{signature.number_type, signature.average != 0, signature.order}, n};
+    const Drawn drawn = {{signature.number_type, signature.reduction == Reduction::kAverage, signature.order}, n};
     for (size_t m = 0; m < n; ++m) check_sum(drawn, before, own[m].data(), 0, signature.units);
   }
 }

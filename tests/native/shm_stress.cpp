@@ -109,14 +109,15 @@ Draw draw(std::mt19937_64& random, const std::vector<std::vector<size_t>>& group
   drawn.group = random() % 3 == 0 ? random() % groups.size() : 0;
   const auto n = static_cast<int64_t>(groups[drawn.group].size());
   Signature& signature = drawn.signature;
-  signature.kind = static_cast<Kind>(random() % kKindCount);
-  const bool sums = is_sum(signature.kind);
+  signature.kind = static_cast<Kind>(random() % (kKindCount - 1));  // all but exchanges
+  const bool sums = is_reduction(signature.kind);
   signature.number_type = sums ? static_cast<NumberType>(random() % 8) : NumberType::kOpaque;
   signature.unit_bytes = static_cast<uint32_t>(
       sums ? number_bytes(signature.number_type)
            : std::vector<size_t>{1, 2, 4, 8, 16}[random() % 5]);
   signature.src = static_cast<uint32_t>(random() % static_cast<uint64_t>(n));
-  signature.average = sums && signature.number_type <= NumberType::kBF16 && random() % 2 == 0;
+  const bool averages = sums && signature.number_type <= NumberType::kBF16 && random() % 2 == 0;
+  signature.reduction = averages ? Reduction::kAverage : Reduction::kSum;
   // Mostly small, some with several segments of a staging buffer.
   const uint64_t magnitude = random() % 40 == 0 ? 20 : random() % 15;
   const uint64_t bytes = random() % (uint64_t{1} << magnitude) + 1;
@@ -136,7 +137,7 @@ Draw draw(std::mt19937_64& random, const std::vector<std::vector<size_t>>& group
 // Integers small enough for exact sums in every dtype.
 int64_t value_of(const Draw& drawn, size_t rank, int64_t i, size_t members) {
   const auto base = static_cast<int64_t>((drawn.id * 7 + rank * 3 + static_cast<uint64_t>(i)) % 11);
-  return drawn.signature.average != 0 ? base * static_cast<int64_t>(members) : base;
+  return drawn.signature.reduction == Reduction::kAverage ? base * static_cast<int64_t>(members) : base;
 }
 
 template <class T>
@@ -190,7 +191,7 @@ void fill_sum(
   for (int64_t i = begin; i < begin + count; ++i) {
     int64_t total = 0;
     for (const size_t r : member_ranks) total += value_of(drawn, r, i, member_ranks.size());
-    if (signature.average != 0) total /= static_cast<int64_t>(member_ranks.size());
+    if (signature.reduction == Reduction::kAverage) total /= static_cast<int64_t>(member_ranks.size());
     put_number(signature.number_type, data + i * signature.unit_bytes, total);
   }
 }
@@ -401,6 +402,9 @@ class Rank {
         begin = own;
         count = chunk;
         [[fallthrough]];
+      case Kind::kReduce:
+        if (static_cast<int>(signature.src) != place(in_flight.drawn.group)) return;
+        [[fallthrough]];
       case Kind::kAllReduce:
         fill_sum(in_flight.drawn, member_ranks, expected.data(), begin, count);
         break;
@@ -415,6 +419,8 @@ class Rank {
             in_flight.drawn, member_ranks[signature.src], member_ranks.size(), expected.data(), 0,
             signature.units);
         break;
+      case Kind::kExchange:
+        return;
     }
     const auto from = static_cast<size_t>(begin) * signature.unit_bytes;
     const auto bytes = static_cast<size_t>(count) * signature.unit_bytes;

@@ -31,8 +31,12 @@ int64_t part_begin(int64_t units, uint32_t unit_bytes, size_t members, size_t me
 
 }  // namespace
 
+uint64_t max_copied_bytes(size_t members) {
+  return kMaxCopiedBytes / members;
+}
+
 bool is_copied(const Signature& signature, size_t members) {
-  return signature.bytes() <= kMaxCopiedBytes / members;
+  return signature.kind != Kind::kExchange && signature.bytes() <= max_copied_bytes(members);
 }
 
 ByteRange copied_part(const Signature& signature, size_t members, size_t member) {
@@ -44,6 +48,8 @@ ByteRange copied_part(const Signature& signature, size_t members, size_t member)
       return {0, member == signature.src ? signature.bytes() : 0};
     case Kind::kAllReduce:
     case Kind::kReduceScatter:
+    case Kind::kReduce:
+    case Kind::kExchange:
       break;
   }
   return {0, signature.bytes()};
@@ -53,10 +59,12 @@ bool is_shared(const Signature& signature, size_t member) {
   return signature.kind != Kind::kBroadcast || member == signature.src;
 }
 
-Algorithm::Algorithm(
-    const Signature& signature, char* own, size_t index, std::vector<MemberData> member_data)
+TensorAlgorithm::TensorAlgorithm(
+    const Signature& signature, char* own, char* result, size_t index,
+    std::vector<MemberData> member_data)
     : signature_(signature),
       own_(own),
+      result_(result),
       index_(index),
       member_data_(std::move(member_data)),
       staged_(false) {
@@ -70,11 +78,11 @@ Algorithm::Algorithm(
   segments_ = std::max<int64_t>(1, (whole + segment_units_ - 1) / segment_units_);
 }
 
-bool Algorithm::is_staged(size_t member) const {
+bool TensorAlgorithm::is_staged(size_t member) const {
   return is_shared(signature_, member) && member_data_[member].location == DataLocation::kStaged;
 }
 
-Algorithm::UnitRange Algorithm::range_of(int64_t segment) const {
+TensorAlgorithm::UnitRange TensorAlgorithm::range_of(int64_t segment) const {
   const int64_t whole = has_chunks(signature_.kind) ? chunk() : signature_.units;
   const int64_t begin = segment * segment_units_;
   return {begin, std::min(segment_units_, whole - begin)};
@@ -82,13 +90,13 @@ Algorithm::UnitRange Algorithm::range_of(int64_t segment) const {
 
 // Address of a unit in the memory of `member`: at `unit` of the tensor, or at `staged_unit` of the
 // staging buffer.
-char* Algorithm::at(size_t member, int64_t segment, int64_t unit, int64_t staged_unit) const {
+char* TensorAlgorithm::at(size_t member, int64_t segment, int64_t unit, int64_t staged_unit) const {
   char* const memory = member_data_[member].memory;
   if (!is_staged(member)) return memory + bytes(unit);
   return memory + (segment % 2 == 0 ? 0 : kSegmentBytes) + bytes(staged_unit);
 }
 
-void Algorithm::run_copied() const {
+void TensorAlgorithm::run_copied() const {
   const auto n = static_cast<int64_t>(members());
   if (signature_.kind == Kind::kAllGather) {
     for (int64_t r = 0; r < n; ++r) {
@@ -102,22 +110,24 @@ void Algorithm::run_copied() const {
     copy(own_, member_data_[signature_.src].memory, bytes(signature_.units));
     return;
   }
+  if (signature_.kind == Kind::kReduce && index_ != signature_.src) return;
   const bool scatter = signature_.kind == Kind::kReduceScatter;
   const int64_t begin = scatter ? static_cast<int64_t>(index_) * chunk() : 0;
   std::vector<char*> sources;
   sources.reserve(members());
   for (const MemberData& place : member_data_) sources.push_back(place.memory + bytes(begin));
-  char* target = own_ + bytes(begin);
-  sum_into(sources, &target, 1, {0, scatter ? chunk() : signature_.units});
+  char* target = scatter ? result_chunk() : own_;
+  reduce_into(sources, &target, 1, {0, scatter ? chunk() : signature_.units});
 }
 
-void Algorithm::copy_in(int64_t segment) const {
+void TensorAlgorithm::copy_in(int64_t segment) const {
   if (!is_staged(index_)) return;
   const UnitRange range = range_of(segment);
   const auto own_chunk = static_cast<int64_t>(index_) * chunk();
   switch (signature_.kind) {
     case Kind::kAllReduce:
     case Kind::kBroadcast:
+    case Kind::kReduce:
       copy(at(index_, segment, 0, 0), own_ + bytes(range.begin), bytes(range.count));
       return;
     case Kind::kAllGather:
@@ -130,23 +140,30 @@ void Algorithm::copy_in(int64_t segment) const {
             bytes(range.count));
       }
       return;
+    case Kind::kExchange:
+      return;
   }
 }
 
 // See [Note: write ownership].
-void Algorithm::run(int64_t segment) const {
+void TensorAlgorithm::run(int64_t segment) const {
   const UnitRange range = range_of(segment);
   const auto own_chunk = static_cast<int64_t>(index_) * chunk();
   std::vector<char*> sources;
   sources.reserve(members());
   switch (signature_.kind) {
-    case Kind::kAllReduce: {
+    case Kind::kAllReduce:
+    case Kind::kReduce: {
       const int64_t begin = part_begin(range.count, signature_.unit_bytes, members(), index_);
       const int64_t end = part_begin(range.count, signature_.unit_bytes, members(), index_ + 1);
       for (size_t m = 0; m < members(); ++m) {
         sources.push_back(at(m, segment, range.begin + begin, begin));
       }
-      sum_into(sources, sources.data(), members(), {0, end - begin});
+      if (signature_.kind == Kind::kAllReduce) {
+        reduce_into(sources, sources.data(), members(), {0, end - begin});
+      } else {
+        reduce_into(sources, &sources[signature_.src], 1, {0, end - begin});
+      }
       return;
     }
     case Kind::kReduceScatter: {
@@ -154,8 +171,8 @@ void Algorithm::run(int64_t segment) const {
       for (size_t m = 0; m < members(); ++m) {
         sources.push_back(at(m, segment, begin, static_cast<int64_t>(index_) * segment_units_));
       }
-      char* target = own_ + bytes(begin);
-      sum_into(sources, &target, 1, {0, range.count});
+      char* target = result_chunk() + bytes(range.begin);
+      reduce_into(sources, &target, 1, {0, range.count});
       return;
     }
     case Kind::kAllGather:
@@ -172,20 +189,26 @@ void Algorithm::run(int64_t segment) const {
           own_ + bytes(range.begin), at(signature_.src, segment, range.begin, 0),
           bytes(range.count));
       return;
+    case Kind::kExchange:
+      return;
   }
 }
 
-void Algorithm::copy_out(int64_t segment) const {
-  if (signature_.kind != Kind::kAllReduce || !is_staged(index_)) return;
+void TensorAlgorithm::copy_out(int64_t segment) const {
+  const bool has_result =
+      signature_.kind == Kind::kAllReduce ||
+      (signature_.kind == Kind::kReduce && index_ == signature_.src);
+  if (!has_result || !is_staged(index_)) return;
   const UnitRange range = range_of(segment);
   copy(own_ + bytes(range.begin), at(index_, segment, 0, 0), bytes(range.count));
 }
 
-ByteRange Algorithm::accessed_range(size_t member) const {
+ByteRange TensorAlgorithm::accessed_range(size_t member) const {
   if (is_staged(member) || !is_shared(signature_, member)) return {0, 0};
   const auto chunk_bytes = static_cast<uint64_t>(bytes(chunk()));
   switch (signature_.kind) {
-    case Kind::kAllReduce: {
+    case Kind::kAllReduce:
+    case Kind::kReduce: {
       const uint32_t unit_bytes = signature_.unit_bytes;
       const int64_t begin = part_begin(signature_.units, unit_bytes, members(), index_);
       const int64_t end = part_begin(signature_.units, unit_bytes, members(), index_ + 1);
@@ -196,15 +219,26 @@ ByteRange Algorithm::accessed_range(size_t member) const {
     case Kind::kAllGather:
       return {chunk_bytes * member, chunk_bytes};
     case Kind::kBroadcast:
+    case Kind::kExchange:
       break;
   }
   return {0, signature_.bytes()};
 }
 
-void Algorithm::sum_into(
+char* TensorAlgorithm::result_chunk() const {
+  return result_ != nullptr ? result_ : own_ + bytes(static_cast<int64_t>(index_) * chunk());
+}
+
+void TensorAlgorithm::reduce_into(
     const std::vector<char*>& sources, char* const* targets, size_t n, UnitRange range) const {
-  const SumOptions options = {signature_.number_type, signature_.average != 0, signature_.order};
-  sum(options, {sources.data(), sources.size(), targets, n}, range.begin, range.count);
+  const SumBuffers buffers = {sources.data(), sources.size(), targets, n};
+  if (!is_sum(signature_.reduction)) {
+    reduce(signature_.reduction, signature_.number_type, buffers, range.begin, range.count);
+    return;
+  }
+  const bool average = signature_.reduction == Reduction::kAverage;
+  const SumOptions options = {signature_.number_type, average, signature_.order};
+  sum(options, buffers, range.begin, range.count);
 }
 
 }  // namespace fddp::shm

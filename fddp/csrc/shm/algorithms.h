@@ -28,6 +28,9 @@ namespace fddp::shm {
 // Size of one half of a staging buffer in bytes.
 inline constexpr uint64_t kSegmentBytes = uint64_t{512} << 10;
 
+// Maximum size of what one member copies.
+uint64_t max_copied_bytes(size_t members);
+
 // Return true if members copy the data they send when they post the operation. No further
 // synchronization is needed then. Used for small operations, where waiting costs more than the
 // additional copy.
@@ -39,37 +42,61 @@ ByteRange copied_part(const Signature& signature, size_t members, size_t member)
 // Return true if others access the tensor of `member` in an operation that is not copied.
 bool is_shared(const Signature& signature, size_t member);
 
+// Data of one member for an operation.
+struct MemberData {
+  DataLocation location;
+  char* memory;  // the tensor, the copy or the staging buffer
+};
+
 class Algorithm {
  public:
-  // Data of one member for an operation.
-  struct MemberData {
-    DataLocation location;
-    char* memory;  // the tensor, the copy or the staging buffer
-  };
+  Algorithm() = default;
+  virtual ~Algorithm() = default;
+  Algorithm(const Algorithm&) = delete;
+  Algorithm& operator=(const Algorithm&) = delete;
 
-  // `own` is the tensor of this member; `member_data` has one entry for each member.
-  Algorithm(
-      const Signature& signature, char* own, size_t index, std::vector<MemberData> member_data);
-
-  // Run a copied operation.
-  void run_copied() const;
+  // Run an operation whose data all members have copied.
+  virtual bool copied() const = 0;
+  virtual void run_copied() const = 0;
 
   // Run any other operation segment by segment. There is one segment if no member's data is staged.
-  int64_t segments() const {
+  virtual int64_t segments() const = 0;
+  virtual bool staged() const = 0;
+  virtual void copy_in(int64_t segment) const = 0;
+  virtual void run(int64_t segment) const = 0;
+  virtual void copy_out(int64_t segment) const = 0;
+
+  // Memory of `member` that `run` accesses without staging.
+  virtual char* memory(size_t member) const = 0;
+  virtual ByteRange accessed_range(size_t member) const = 0;
+};
+
+// Algorithm of the operations on tensors of equal shapes: all kinds but kExchange.
+class TensorAlgorithm : public Algorithm {
+ public:
+  // `own` is the tensor of this member; `member_data` has one entry for each member. A
+  // reduce-scatter writes this member's chunk to `result`, or in place if it is null.
+  TensorAlgorithm(
+      const Signature& signature, char* own, char* result, size_t index,
+      std::vector<MemberData> member_data);
+
+  bool copied() const override {
+    return is_copied(signature_, members());
+  }
+  void run_copied() const override;
+  int64_t segments() const override {
     return segments_;
   }
-  bool staged() const {
+  bool staged() const override {
     return staged_;
   }
-  void copy_in(int64_t segment) const;
-  void run(int64_t segment) const;
-  void copy_out(int64_t segment) const;
-
-  char* memory(size_t member) const {
+  void copy_in(int64_t segment) const override;
+  void run(int64_t segment) const override;
+  void copy_out(int64_t segment) const override;
+  char* memory(size_t member) const override {
     return member_data_[member].memory;
   }
-  // Range of the tensor of `member` that `run` accesses.
-  ByteRange accessed_range(size_t member) const;
+  ByteRange accessed_range(size_t member) const override;
 
  private:
   struct UnitRange {
@@ -83,7 +110,8 @@ class Algorithm {
   bool is_staged(size_t member) const;
   UnitRange range_of(int64_t segment) const;
   char* at(size_t member, int64_t segment, int64_t unit, int64_t staged_unit) const;
-  void sum_into(
+  char* result_chunk() const;
+  void reduce_into(
       const std::vector<char*>& sources, char* const* targets, size_t n, UnitRange range) const;
   int64_t bytes(int64_t units) const {
     return units * signature_.unit_bytes;
@@ -94,6 +122,7 @@ class Algorithm {
 
   Signature signature_;
   char* own_;
+  char* result_;
   size_t index_;
   std::vector<MemberData> member_data_;
   bool staged_;

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "futex.h"
+#include "reductions.h"
 #include "sums.h"
 
 #include <atomic>
@@ -21,11 +22,19 @@ inline constexpr size_t kMaxMembers = 256;
 // Maximum number of operations that a member has posted and others have not completed.
 inline constexpr uint64_t kRingSlots = 64;
 
-enum class Kind : uint32_t { kAllReduce, kReduceScatter, kAllGather, kBroadcast };
-inline constexpr uint32_t kKindCount = 4;
+enum class Kind : uint32_t {
+  kAllReduce,
+  kReduceScatter,
+  kAllGather,
+  kBroadcast,
+  kReduce,
+  kExchange,  // each member sends a range of bytes to each member; see exchange.h
+};
+inline constexpr uint32_t kKindCount = 6;
 
-constexpr bool is_sum(Kind kind) {
-  return kind == Kind::kAllReduce || kind == Kind::kReduceScatter;
+// Return true if the numbers of all members are combined.
+constexpr bool is_reduction(Kind kind) {
+  return kind == Kind::kAllReduce || kind == Kind::kReduceScatter || kind == Kind::kReduce;
 }
 // Return true if the tensor is divided into one chunk per member.
 constexpr bool has_chunks(Kind kind) {
@@ -42,6 +51,7 @@ enum class Status : uint32_t {
   kClosed,    // this member left the group
   kCorrupt,   // the control block contains invalid data
   kPeerFailed,  // a member reported a failure outside of the group
+  kNoMemory,    // no pages can be reserved for messages; only this message fails
 };
 
 // Return true for the causes that a member can report to its peers.
@@ -57,8 +67,8 @@ struct Signature {
   Kind kind;
   NumberType number_type;
   uint32_t tag;         // dtype, as numbered by the caller
-  uint32_t src;         // root of a broadcast
-  uint32_t average;     // 0 or 1
+  uint32_t src;         // root of a broadcast or of a reduction to one member
+  Reduction reduction;
   uint32_t unit_bytes;  // size of one unit: a number, or an opaque element
   int64_t units;        // units in the whole tensor
   uint32_t n_dims;      // dimensions of the shape; only the first kDims are stored
@@ -77,7 +87,8 @@ inline bool operator==(const Signature& a, const Signature& b) {
   return std::memcmp(&a, &b, sizeof(Signature)) == 0;
 }
 
-// Location of a member's data for an operation; `offset` is relative to the member's arena.
+// Location of a member's data for an operation; `offset` is relative to the member's arena. That of
+// an exchange is the offset of its table; see exchange.h.
 enum class DataLocation : uint32_t {
   kArena,   // the tensor itself at `offset`
   kCopied,  // a copy of the sent data at `offset`
@@ -103,6 +114,8 @@ struct alignas(64) MemberSlot {
   std::atomic<uint64_t> blamed[kMaxMembers / 64];  // bitset of the members that caused the failure
   std::atomic<uint64_t> completed;                 // operations completed before the failure
   alignas(64) Descriptor ring[kRingSlots];
+  EventCount messages;  // a message has arrived, or a peer has made room for one; see messages.h
+  std::atomic<uint64_t> outboxes[kMaxMembers];  // by receiver: 1 + offset of the outbox, or 0
 };
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free);

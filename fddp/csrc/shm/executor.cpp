@@ -88,58 +88,106 @@ bool ShmGroup::step(Operation& operation, bool only_copied, WaitCondition& condi
 // a descriptor is corrupt.
 bool ShmGroup::match_signatures(Operation& operation) {
   const Signature& own = operation.request_.signature;
-  const bool copied = is_copied(own, members());
-  std::vector<Algorithm::MemberData> member_data;
+  const bool exchange = own.kind == Kind::kExchange;
+  std::vector<MemberData> member_data;
   member_data.reserve(members());
+  std::vector<ExchangeTable> tables(exchange ? members() : 0);
   bool agreed = true;
   for (size_t m = 0; m < members(); ++m) {
     const Mapping& mapping = *options_.mappings[m];
+    Descriptor descriptor;
+    std::memcpy(&descriptor, &slot(m).ring[operation.number_ % kRingSlots], sizeof descriptor);
     if (m == index()) {
       // Not read from the control block, where it may have been overwritten with a range that
       // overlaps the tensor.
-      member_data.push_back({operation.location_, mapping.base() + operation.offset_});
-      continue;
-    }
-    Descriptor descriptor;
-    std::memcpy(&descriptor, &slot(m).ring[operation.number_ % kRingSlots], sizeof descriptor);
-    if (descriptor.number != operation.number_) corrupt_.set(m);
-    if (!(descriptor.signature == own)) {
-      agreed = false;
-      operation.signatures_.resize(members(), own);
-      operation.signatures_[m] = descriptor.signature;
-      continue;
-    }
-    uint64_t bytes = 0;  // size of the range that is accessed
-    if (copied) {
-      bytes = copied_part(own, members(), m).bytes;
-    } else if (is_shared(own, m)) {
-      bytes = descriptor.location == DataLocation::kStaged ? 2 * kSegmentBytes : own.bytes();
-    }
-    const bool valid_location = copied ? descriptor.location == DataLocation::kCopied
-                                       : descriptor.location == DataLocation::kArena ||
-                                             descriptor.location == DataLocation::kStaged;
-    const bool aligned =
-        own.number_type == NumberType::kOpaque || descriptor.offset % own.unit_bytes == 0;
-    if (valid_location && aligned && mapping.contains(descriptor.offset, bytes)) {
-      member_data.push_back({descriptor.location, mapping.base() + descriptor.offset});
+      descriptor.location = operation.location_;
+      descriptor.offset = operation.offset_;
     } else {
-      corrupt_.set(m);
+      if (descriptor.number != operation.number_) corrupt_.set(m);
+      if (!(descriptor.signature == own)) {
+        agreed = false;
+        operation.signatures_.resize(members(), own);
+        operation.signatures_[m] = descriptor.signature;
+        continue;
+      }
     }
+    std::optional<uint64_t> offset = descriptor.offset;
+    if (exchange) {
+      offset = read_exchange(descriptor, m, tables[m]);
+    } else if (m != index() && !check_location(descriptor, own, m)) {
+      offset = std::nullopt;
+    }
+    if (!offset) corrupt_.set(m);
+    member_data.push_back({descriptor.location, mapping.base() + offset.value_or(0)});
   }
   if (corrupt_.any()) return false;
+  if (agreed && exchange && !sizes_match(tables)) {
+    agreed = false;
+    operation.signatures_.resize(members(), own);
+  }
   if (!agreed) {
     advance_phase(true);
     mark_executed(operation);
     complete(operation, Status::kMismatch);
     return false;
   }
-  operation.algorithm_.emplace(own, operation.request_.data, index(), std::move(member_data));
+  const Request& request = operation.request_;
+  if (exchange) {
+    operation.algorithm_ = std::make_unique<Exchange>(
+        *request.exchange, index(), std::move(member_data), std::move(tables));
+  } else {
+    operation.algorithm_ = std::make_unique<TensorAlgorithm>(
+        own, request.data, request.result, index(), std::move(member_data));
+  }
   return true;
+}
+
+// Return true if the data of an operation on tensors lies within the arena of `member`.
+bool ShmGroup::check_location(
+    const Descriptor& descriptor, const Signature& signature, size_t member) {
+  const bool copied = is_copied(signature, members());
+  uint64_t bytes = 0;  // size of the range that is accessed
+  if (copied) {
+    bytes = copied_part(signature, members(), member).bytes;
+  } else if (is_shared(signature, member)) {
+    bytes =
+        descriptor.location == DataLocation::kStaged ? 2 * kSegmentBytes : signature.bytes();
+  }
+  const bool valid_location = copied ? descriptor.location == DataLocation::kCopied
+                                     : descriptor.location == DataLocation::kArena ||
+                                           descriptor.location == DataLocation::kStaged;
+  const bool aligned = signature.number_type == NumberType::kOpaque ||
+                       descriptor.offset % signature.unit_bytes == 0;
+  return valid_location && aligned &&
+         options_.mappings[member]->contains(descriptor.offset, bytes);
+}
+
+// Read the table of an exchange and return the offset of the data. Return nullopt if any of it lies
+// outside of the arena.
+std::optional<uint64_t> ShmGroup::read_exchange(
+    const Descriptor& descriptor, size_t member, ExchangeTable& table) {
+  const Mapping& mapping = *options_.mappings[member];
+  if (!mapping.contains(descriptor.offset, table_bytes(members()))) return std::nullopt;
+  table.resize(members());
+  const uint64_t data = read_table(mapping.base() + descriptor.offset, table);
+  const bool staged = descriptor.location == DataLocation::kStaged;
+  const bool known = staged || descriptor.location == DataLocation::kCopied ||
+                     descriptor.location == DataLocation::kArena;
+  if (!known || !mapping.contains(data, staged ? 2 * kSegmentBytes : 0)) return std::nullopt;
+  for (size_t m = 0; m < members(); ++m) {
+    const ExchangeEntry& entry = table[m];
+    if (m == member || entry.bytes == 0) continue;
+    if (entry.bytes > kMaxBytes || entry.begin > kMaxBytes) return std::nullopt;
+    const bool inside = staged ? entry.begin < members()
+                               : mapping.contains(data + entry.begin, entry.bytes);
+    if (!inside) return std::nullopt;
+  }
+  return data;
 }
 
 bool ShmGroup::run_steps(Operation& operation, WaitCondition& condition) {
   const Algorithm& algorithm = *operation.algorithm_;
-  if (is_copied(operation.request_.signature, members())) {
+  if (algorithm.copied()) {
     algorithm.run_copied();
     advance_phase(phase_ % kWakeInterval == 0);
     mark_executed(operation);
@@ -221,7 +269,7 @@ void ShmGroup::complete(Operation& operation, Status status) {
 void ShmGroup::pop_completed(OperationList& to_release) {
   while (!pending_.empty() && pending_.front()->status() != Status::kPending) {
     front_since_ = pending_.front()->completed_at_;
-    to_release.push_back(std::move(pending_.front()));
+    to_release.operations.push_back(std::move(pending_.front()));
     pending_.pop_front();
     ++front_;
   }
@@ -250,7 +298,7 @@ void ShmGroup::check_peers(const WaitCondition& condition, OperationList& to_rel
   if ((awaited & gone).any()) {
     end_group({Status::kLost, awaited & gone, static_cast<int>(index())}, to_release);
   } else if (
-      awaited.any() && now - std::max(front_since_, front->started_at_) >= options_.timeout) {
+      awaited.any() && now - std::max(front_since_, front->started_at_) >= timeout()) {
     end_group({Status::kTimeout, awaited, static_cast<int>(index())}, to_release);
   }
 }
@@ -271,7 +319,7 @@ void ShmGroup::end_group(const Failure& failure, OperationList& to_release) {
     if (!pending_.empty()) options_.arena->retire();
     for (OperationPtr& operation : pending_) {
       if (operation->status() == Status::kPending) complete(*operation, failure.status);
-      to_release.push_back(std::move(operation));
+      to_release.operations.push_back(std::move(operation));
     }
     pending_.clear();
     front_ = issued_;

@@ -20,6 +20,11 @@ class ProcessWatch {
   // Return true for each member whose process has exited. Zombies count as exited.
   std::vector<bool> exited() const;
 
+  // Descriptors of the processes, valid as long as this object; -1 for those without one.
+  const std::vector<int>& pidfds() const {
+    return pidfds_;
+  }
+
  private:
   void close_all();
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -17,8 +18,6 @@ namespace {
 
 // Size of the ring of copies, which peers may still read.
 constexpr uint64_t kCopyRingBytes = uint64_t{1} << 20;
-constexpr uint64_t kMaxBytes = uint64_t{1} << 46;
-
 size_t processors() {
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
@@ -75,6 +74,7 @@ std::optional<uint64_t> ShmGroup::make_control_block(Arena& arena, size_t member
 
 ShmGroup::ShmGroup(ShmGroupOptions options)
     : options_(std::move(options)),
+      timeout_(options_.timeout),
       process_watch_(options_.pidfds),
       pid_(getpid()),
       control_block_(control_block_at(options_)),
@@ -110,17 +110,20 @@ OperationPtr ShmGroup::start(Request request) {
   if (is_forked()) throw std::invalid_argument(kForkedError);
   const Signature& signature = request.signature;
   const bool copied = is_copied(signature, members());
+  const bool exchange = signature.kind == Kind::kExchange;
   const bool wake_progress_thread = request.prompt || !(request.wait_soon || copied);
   const auto offset = options_.mappings[index()]->offset_of(request.data, signature.bytes());
   const bool aligned = reinterpret_cast<uintptr_t>(request.data) % signature.unit_bytes == 0;
 
+  OperationList completed_at_once;
   const std::lock_guard lock(queue_);
   auto operation = std::make_shared<Operation>(std::move(request), issued_);
   operation->in_arena_ =
-      offset.has_value() && (aligned || signature.number_type == NumberType::kOpaque);
+      !exchange && offset.has_value() && (aligned || signature.number_type == NumberType::kOpaque);
   operation->offset_ = offset.value_or(0);
   if (failure_.status != Status::kOk) {
     complete(*operation, failure_.status);
+    completed_at_once.operations.push_back(operation);
     return operation;
   }
   ++issued_;
@@ -139,17 +142,31 @@ void ShmGroup::check(const Request& request) const {
   const Kind kind = signature.kind;
   const uint32_t unit_bytes = signature.unit_bytes;
   const bool opaque = signature.number_type == NumberType::kOpaque;
+  const Reduction reduction = signature.reduction;
   if (static_cast<uint32_t>(kind) >= kKindCount) refuse("unknown operation");
   if (unit_bytes == 0 || unit_bytes > 1024) refuse("an element must have 1 to 1024 bytes");
   if (signature.units < 0 || static_cast<uint64_t>(signature.units) > kMaxBytes / unit_bytes) {
     refuse("an operation can have at most 2^46 bytes");
   }
-  if (is_sum(kind) && opaque) refuse("cannot sum this dtype");
+  if (static_cast<uint32_t>(reduction) >= kReductionCount) refuse("unknown reduction");
+  if (is_reduction(kind) && opaque) refuse("cannot sum this dtype");
   if (!opaque && unit_bytes != number_bytes(signature.number_type)) {
     refuse("the element size does not match the number type");
   }
-  const bool floating = signature.number_type <= NumberType::kBF16;
-  if (signature.average != 0 && !(floating && is_sum(kind))) refuse("cannot average this dtype");
+  if (is_reduction(kind) && !is_defined(reduction, signature.number_type)) {
+    refuse(
+        reduction == Reduction::kAverage ? "cannot average this dtype"
+                                         : "cannot combine the bits of this dtype");
+  }
+  if (!is_reduction(kind) && reduction != Reduction::kSum) refuse("this operation has no reduction");
+  if (!is_sum(reduction) && signature.order.axes != 0) refuse("only sums have an association");
+  if ((kind == Kind::kExchange) != (request.exchange != nullptr)) {
+    refuse("an exchange needs its buffers, and no other operation has them");
+  }
+  if (request.exchange != nullptr && (request.exchange->sources.size() != members() ||
+                                      request.exchange->targets.size() != members())) {
+    refuse("an exchange has one source and one target for each member");
+  }
   if (signature.src >= members()) refuse("src is not a member of the group");
   if (has_chunks(kind) && signature.units % static_cast<int64_t>(members()) != 0) {
     refuse("the tensor cannot be divided into one chunk of equal size for each member");
@@ -172,40 +189,94 @@ void ShmGroup::post_pending() {
   if (all_posted(before + 1)) wake_all(control_block_->event);
 }
 
+// Reserve space in the ring of copies and return its offset in the arena. Return nullopt if there is
+// no space now.
+std::optional<uint64_t> ShmGroup::reserve_copy(uint64_t bytes) {
+  const uint64_t rounded = (bytes + kCacheLineBytes - 1) / kCacheLineBytes * kCacheLineBytes;
+  // A copy does not wrap around the end of the ring.
+  const uint64_t left = kCopyRingBytes - copy_ring_head_ % kCopyRingBytes;
+  const uint64_t skipped = rounded > left ? left : 0;
+  const auto fits = [&] {
+    return posted_ - released_ < kRingSlots &&
+           copy_ring_head_ + skipped + rounded - copy_ring_tail_ <= kCopyRingBytes;
+  };
+  if (!fits()) {
+    reclaim_slots();
+    if (!fits()) return std::nullopt;
+  }
+  copy_ring_head_ += skipped;
+  const uint64_t offset = copy_ring_ + copy_ring_head_ % kCopyRingBytes;
+  copy_ring_head_ += rounded;
+  return offset;
+}
+
 bool ShmGroup::post(Operation& operation) {
   const Signature& signature = operation.request_.signature;
   Descriptor descriptor{};
   descriptor.number = operation.number_;
   descriptor.signature = signature;
+  const bool posted = signature.kind == Kind::kExchange ? post_exchange(operation, descriptor)
+                                                        : post_copy(operation, descriptor);
+  if (!posted) return false;
+  operation.location_ = descriptor.location;
+  operation.offset_ = descriptor.offset;
+  ring_use_[operation.number_ % kRingSlots].copies = copy_ring_head_;
+  std::memcpy(&slot(index()).ring[operation.number_ % kRingSlots], &descriptor, sizeof descriptor);
+  return true;
+}
+
+// Fill in the location of the data, and copy small data.
+bool ShmGroup::post_copy(Operation& operation, Descriptor& descriptor) {
+  const Signature& signature = operation.request_.signature;
   const bool copied = is_copied(signature, members());
   const ByteRange part = copied ? copied_part(signature, members(), index()) : ByteRange{0, 0};
-  const uint64_t bytes = (part.bytes + kCacheLineBytes - 1) / kCacheLineBytes * kCacheLineBytes;
-  // A copy does not wrap around the end of the ring.
-  const uint64_t left = kCopyRingBytes - copy_ring_head_ % kCopyRingBytes;
-  const uint64_t skipped = bytes > left ? left : 0;
-  const auto fits = [&] {
-    return posted_ - released_ < kRingSlots &&
-           copy_ring_head_ + skipped + bytes - copy_ring_tail_ <= kCopyRingBytes;
-  };
-  if (!fits()) {
-    reclaim_slots();
-    if (!fits()) return false;
-  }
+  const auto copy = reserve_copy(part.bytes);
+  if (!copy) return false;
   if (copied) {
-    copy_ring_head_ += skipped;
     descriptor.location = DataLocation::kCopied;
-    descriptor.offset = copy_ring_ + copy_ring_head_ % kCopyRingBytes;
-    copy_ring_head_ += bytes;
-    char* const to = options_.mappings[index()]->base() + descriptor.offset;
+    descriptor.offset = *copy;
+    char* const to = options_.mappings[index()]->base() + *copy;
     if (part.bytes != 0) std::memcpy(to, operation.request_.data + part.begin, part.bytes);
   } else {
     descriptor.location = operation.in_arena_ ? DataLocation::kArena : DataLocation::kStaged;
     descriptor.offset = operation.in_arena_ ? operation.offset_ : staging_;
   }
-  operation.location_ = descriptor.location;
-  operation.offset_ = descriptor.offset;
-  ring_use_[operation.number_ % kRingSlots].copies = copy_ring_head_;
-  std::memcpy(&slot(index()).ring[operation.number_ % kRingSlots], &descriptor, sizeof descriptor);
+  return true;
+}
+
+// See [Note: tables of exchanges].
+bool ShmGroup::post_exchange(Operation& operation, Descriptor& descriptor) {
+  const ExchangeBuffers& buffers = *operation.request_.exchange;
+  const Mapping& own = *options_.mappings[index()];
+  ExchangeTable table;
+  uint64_t used = fill_table(buffers, index(), /*offsets=*/true, table);
+  const bool copied = used <= max_copied_bytes(members());
+  // Data in the arena is read from there.
+  bool in_arena = !copied;
+  for (size_t m = 0; m < members() && in_arena; ++m) {
+    const auto& source = buffers.sources[m];
+    if (m == index() || source.bytes == 0) continue;
+    const auto offset = own.offset_of(source.data, source.bytes);
+    in_arena = offset.has_value();
+    table[m].begin = offset.value_or(0);
+  }
+  if (!copied) {
+    used = 0;
+    if (!in_arena) fill_table(buffers, index(), /*offsets=*/false, table);
+  }
+  const auto copy = reserve_copy(table_bytes(members()) + used);
+  if (!copy) return false;
+  const uint64_t copied_data = *copy + table_bytes(members());
+  write_table(own.base() + *copy, copied ? copied_data : in_arena ? 0 : staging_, table);
+  descriptor.offset = *copy;
+  descriptor.location = copied     ? DataLocation::kCopied
+                        : in_arena ? DataLocation::kArena
+                                   : DataLocation::kStaged;
+  for (size_t m = 0; m < members() && copied; ++m) {
+    const auto& source = buffers.sources[m];
+    if (m == index() || source.bytes == 0) continue;
+    std::memcpy(own.base() + copied_data + table[m].begin, source.data, source.bytes);
+  }
   return true;
 }
 
@@ -262,6 +333,55 @@ bool ShmGroup::done(Operation& operation) {
   const std::unique_lock lock(executor_, std::try_to_lock);
   if (lock.owns_lock()) advance(operation.number_, true, to_release);
   return operation.status() != Status::kPending;
+}
+
+void ShmGroup::expedite(const Operation& operation) {
+  const std::lock_guard lock(queue_);
+  if (operation.status() != Status::kPending) return;
+  progress_target_ = std::max(progress_target_, operation.number() + 1);
+  if (waiting_threads_ == 0) work_.notify_one();
+}
+
+ShmGroupOptions ShmGroup::options_of_part(
+    const std::vector<size_t>& members, uint64_t control_block) const {
+  ShmGroupOptions part = {
+      options_.arena, {}, 0, control_block, {}, timeout(), options_.waiters_on_host};
+  for (const size_t member : members) {
+    if (member == index()) part.index = part.mappings.size();
+    part.mappings.push_back(options_.mappings.at(member));
+    part.pidfds.push_back(process_watch_.pidfds().at(member));
+  }
+  return part;
+}
+
+Members ShmGroup::missing(const Operation& operation) const {
+  Members missing;
+  for (size_t m = 0; m < members(); ++m) missing[m] = slot(m).posted.load() <= operation.number();
+  return missing;
+}
+
+std::vector<bool> ShmGroup::gone() const {
+  std::vector<bool> gone = process_watch_.exited();
+  for (size_t m = 0; m < members(); ++m) {
+    if (slot(m).state.load() == MemberState::kLeft) gone[m] = true;
+  }
+  return gone;
+}
+
+void ShmGroup::adopt_reported_failure() {
+  if (is_forked() || first_abandoned() == std::numeric_limits<uint64_t>::max()) return;
+  OperationList to_release;
+  const std::lock_guard lock(executor_);
+  end_group(reported_failure(), to_release);
+}
+
+ShmGroup::OperationList::~OperationList() {
+  for (OperationPtr& operation : operations) {
+    if (operation->request_.completed) operation->request_.completed();
+    // What it refers to may refer to the operation.
+    operation->request_.completed = nullptr;
+    operation->request_.owner = nullptr;
+  }
 }
 
 void ShmGroup::fail(Status status, Members blamed) {

@@ -14,6 +14,7 @@
 #include "algorithms.h"
 #include "arena.h"
 #include "control_block.h"
+#include "exchange.h"
 #include "futex.h"
 #include "process_watch.h"
 
@@ -23,6 +24,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -35,6 +37,9 @@ using Members = std::bitset<kMaxMembers>;
 using Nanoseconds = std::chrono::nanoseconds;
 
 inline constexpr char kForkedError[] = "a group cannot be used in a forked process";
+
+// Maximum size of the tensor of an operation.
+inline constexpr uint64_t kMaxBytes = uint64_t{1} << 46;
 
 // Maximum sleep between two liveness checks of peers.
 inline constexpr auto kSleepInterval = std::chrono::milliseconds(20);
@@ -53,6 +58,10 @@ struct Request {
   bool wait_soon;  // the caller will wait soon, so the progress thread need not be woken
   bool prompt;      // complete as early as possible, even if no thread waits
   std::shared_ptr<void> owner;  // keeps `data` alive
+  char* result = nullptr;       // of a reduce-scatter: this member's chunk; null: in place
+  std::shared_ptr<const ExchangeBuffers> exchange = nullptr;  // of an exchange, without `data`
+  // Called once the operation has completed, in issue order, without locks; on any thread.
+  std::function<void()> completed = nullptr;
 };
 
 class Operation {
@@ -77,7 +86,7 @@ class Operation {
  private:
   friend class ShmGroup;
 
-  const Request request_;
+  Request request_;
   const uint64_t number_;
   const Clock::time_point started_at_ = Clock::now();
   // Offset of the tensor if it lies in the arena. Once posted: offset and location as posted.
@@ -86,7 +95,7 @@ class Operation {
   bool in_arena_ = false;
 
   // Guarded by the executor lock.
-  std::optional<Algorithm> algorithm_;
+  std::unique_ptr<const Algorithm> algorithm_;
   int64_t segment_ = 0;
   bool next_copied_in_ = false;        // the next segment is in the staging buffer
   bool segment_run_ = false;           // this member has run the current segment
@@ -132,6 +141,20 @@ class ShmGroup {
   // Return true if the operation has completed. Completes it if this takes negligible time.
   bool done(Operation& operation);
 
+  // Complete the operation as early as possible, even if no thread waits.
+  void expedite(const Operation& operation);
+
+  // Members that have not posted the operation yet.
+  Members missing(const Operation& operation) const;
+
+  // Set the time limit of operations.
+  void set_timeout(Nanoseconds timeout) {
+    timeout_ = timeout;
+  }
+  Nanoseconds timeout() const {
+    return timeout_;
+  }
+
   // End all pending operations and report the failure to the peers. No-op after the first failure.
   void fail(Status status, Members blamed);
 
@@ -151,6 +174,23 @@ class ShmGroup {
   // Return true on the progress thread.
   bool is_own_thread() const;
 
+  // State that messages share with the group; see messages.h.
+  const ShmGroupOptions& options() const {
+    return options_;
+  }
+  MemberSlot& slot(size_t member) const {
+    return control_block_->slot(member);
+  }
+  // Options of a group of some of these members, in their new order, of which this is one.
+  ShmGroupOptions options_of_part(const std::vector<size_t>& members, uint64_t control_block) const;
+  // Members that can make no more progress: they have left or their process has ended.
+  std::vector<bool> gone() const;
+  bool may_spin() const {
+    return may_spin_;
+  }
+  // End the group if a peer has reported a failure.
+  void adopt_reported_failure();
+
  private:
   // Condition for further progress: any of these.
   struct WaitCondition {
@@ -162,21 +202,32 @@ class ShmGroup {
       return posted || phase || front_phase;
     }
   };
-  using OperationList = std::vector<OperationPtr>;  // to be released without a lock held
+  // Completed operations, to be released and announced without a lock held.
+  struct OperationList {
+    OperationList() = default;
+    OperationList(const OperationList&) = delete;
+    OperationList& operator=(const OperationList&) = delete;
+    ~OperationList();
+
+    std::vector<OperationPtr> operations;
+  };
 
   // shm_group.cpp
-  MemberSlot& slot(size_t member) const {
-    return control_block_->slot(member);
-  }
   void check(const Request& request) const;
   void post_pending();
   bool post(Operation& operation);
+  bool post_copy(Operation& operation, Descriptor& descriptor);
+  bool post_exchange(Operation& operation, Descriptor& descriptor);
+  std::optional<uint64_t> reserve_copy(uint64_t bytes);
   void reclaim_slots();
 
   // executor.cpp. Non-const functions except `progress_loop` are called with the executor lock.
   WaitCondition advance(uint64_t until, bool only_copied, OperationList& to_release);
   bool step(Operation& operation, bool only_copied, WaitCondition& condition);
   bool match_signatures(Operation& operation);
+  bool check_location(const Descriptor& descriptor, const Signature& signature, size_t member);
+  std::optional<uint64_t> read_exchange(
+      const Descriptor& descriptor, size_t member, ExchangeTable& table);
   bool run_steps(Operation& operation, WaitCondition& condition);
   void advance_phase(bool awaited);
   void mark_executed(const Operation& operation);
@@ -194,6 +245,7 @@ class ShmGroup {
   void progress_loop();
 
   const ShmGroupOptions options_;
+  std::atomic<Nanoseconds> timeout_;
   const ProcessWatch process_watch_;
   const int pid_;  // a forked process has no progress thread and is not a member
   ControlBlock* control_block_;

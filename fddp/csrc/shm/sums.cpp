@@ -1,12 +1,11 @@
 #include "sums.h"
 
 #include "../tensor/loops.h"
-#include "half.h"
+#include "numbers.h"
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <type_traits>
 
 // Loops are compiled once per instruction set and selected at load time, so that a binary runs on
 // any machine. Sanitizers are initialized too late for this selection.
@@ -25,33 +24,6 @@ namespace {
 
 // Numbers per tile. A tile stays in cache while all summands are added to it.
 constexpr int64_t kTile = 1024;
-
-template <class T>
-struct Traits {
-  using Wide = typename std::conditional_t<
-      std::is_integral_v<T>, std::make_unsigned<T>, std::type_identity<T>>::type;
-  static FDDP_INLINE Wide read(T value) {
-    return static_cast<Wide>(value);
-  }
-  static FDDP_INLINE void write(Wide value, T& target) {
-    target = static_cast<T>(value);
-  }
-};
-
-template <class H>
-struct HalfTraits {
-  using Wide = float;
-  static FDDP_INLINE float read(H value) {
-    return widen(value);
-  }
-  static FDDP_INLINE void write(float value, H& target) {
-    narrow(value, target);
-  }
-};
-template <>
-struct Traits<Half> : HalfTraits<Half> {};
-template <>
-struct Traits<BFloat16> : HalfTraits<BFloat16> {};
 
 // Last step of an average. If n is a power of two, 1/n is exact and multiplication rounds like
 // division.
@@ -108,15 +80,6 @@ FDDP_INLINE void sum_two(
   } else {
     sum_pair<T, false>(a, b, first, last, count, factor);
   }
-}
-
-// Return `size` numbers from memory of any alignment.
-template <class T>
-FDDP_INLINE const T* load_numbers(const char* source, int64_t begin, int64_t size, T* scratch) {
-  const char* from = source + begin * static_cast<int64_t>(sizeof(T));
-  if (reinterpret_cast<uintptr_t>(from) % alignof(T) == 0) return reinterpret_cast<const T*>(from);
-  std::memcpy(scratch, from, static_cast<size_t>(size) * sizeof(T));
-  return scratch;
 }
 
 template <class Wide>

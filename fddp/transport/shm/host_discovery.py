@@ -14,7 +14,7 @@ import os
 import secrets
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fddp.core.protocol.messages import AnyOf, Schema, decode, optional
 from fddp.transport.shm.bindings import make_arena, view_arena
@@ -29,7 +29,6 @@ from fddp.transport.shm.fd_passing import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from fddp.transport.base import Transport
     from fddp.transport.shm.bindings import Arena, View
 
 _SECRET_BYTES = 16
@@ -38,6 +37,16 @@ _MAX_HOSTS_SHOWN = 4
 _MAX_FDS_IN_FLIGHT = 512  # half of the usual limit of a user
 _MAX_ARENA_BYTES = 1 << 47  # larger than any arena
 _RANKS_PER_MESSAGE = MOST_DESCRIPTORS // 2  # two descriptors a rank
+
+
+class Exchange(Protocol):
+    """What the discovery needs of a transport. `exchange` returns all ranks' payloads, by rank."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    def exchange(self, payload: bytes) -> Sequence[bytes]: ...
 
 
 class HostGroups(NamedTuple):
@@ -101,7 +110,7 @@ class StagedExchange:
     """A sequence of local steps, after each of which ranks exchange the outcomes. `problems` are
     errors that stopped ranks, by rank, the same on all ranks."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Exchange) -> None:
         self.problems: dict[int, str] = {}
         self._transport = transport
 
@@ -147,7 +156,7 @@ def _malformed(text: bytes) -> str:
     return f"it sent a malformed message: {text[:40]!r}"
 
 
-def discover_hosts(transport: Transport) -> HostGroups:
+def discover_hosts(transport: Exchange) -> HostGroups:
     """Find the ranks that share this rank's host; a collective call of `transport`; blocks."""
     exchange = StagedExchange(transport)
     with ExitStack() as sockets:

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fddp.core.protocol.messages import Schema
-from fddp.core.text import counted
 from fddp.errors import ClosedError, FddpError
 from fddp.native.usual_step import NativeCollectives, collectives_in_memory
 from fddp.transport.base import Transport, Work
@@ -26,8 +24,8 @@ from fddp.transport.lifetime.fork import register_fork_owner
 from fddp.transport.liveness.failure import CLOSED, Failure, mismatch_error
 from fddp.transport.liveness.interrupts import PeerFailureError
 from fddp.transport.operation import describe
-from fddp.transport.shm.bindings import Status, make_shm_group
-from fddp.transport.shm.host_discovery import StagedExchange
+from fddp.transport.shm.bindings import Status
+from fddp.transport.shm.opening import open_shm_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -177,56 +175,15 @@ class ShmTransport(Transport):
             for ranks in groups
             if ranks not in self._shm_groups and self._host_groups.share_host(ranks)
         ]
-        exchange = StagedExchange(self)
-        opened: dict[tuple[int, ...], ShmGroup] = {}
-
-        def make_control_blocks() -> list[tuple[tuple[int, ...], int]]:
-            return [
-                (ranks, self._make_control_block(ranks))
-                for ranks in wanted
-                if ranks[0] == self.rank
-            ]
-
-        def join_shm_groups() -> bool:
-            for ranks in wanted:
-                if not exchange.stopped(ranks):
-                    opened[ranks] = self._join(ranks, offsets[ranks])
-            return self._c10d.serves_others
-
-        control_blocks = exchange.stage(make_control_blocks, _CONTROL_BLOCKS)
-        offsets = {tuple(ranks): offset for made in control_blocks for ranks, offset in made or ()}
-        others = exchange.stage(join_shm_groups)
-        for ranks, shm_group in opened.items():
-            if exchange.stopped(ranks):
-                shm_group.leave()
-            else:
-                self._shm_groups[ranks] = _GroupEntry(shm_group, ranks)
-        self._problems |= exchange.problems
-        everywhere = [ranks for ranks in offsets if not exchange.stopped(ranks)]
-        self._shared |= self._everyone in everywhere
-        self._divided_within |= any(ranks != self._everyone for ranks in everywhere)
-        return any(others)
-
-    def _make_control_block(self, ranks: tuple[int, ...]) -> int:
-        offset = None if self._arena is None else self._arena.make_control_block(len(ranks))
-        if offset is None:
-            raise OSError(
-                f"no memory can be reserved for a control block of {counted(len(ranks), 'rank')}"
-            )
-        return offset
-
-    def _join(self, ranks: tuple[int, ...], offset: int) -> ShmGroup:
-        if self._arena is None:
-            raise OSError("this rank has no shared memory")
-        return make_shm_group(
-            self._arena,
-            [self._host_groups.views.get(rank) for rank in ranks],
-            ranks.index(self.rank),
-            offset,
-            [self._host_groups.processes.get(rank, -1) for rank in ranks],
-            self.timeout_s,
-            max(len(host) for host in self._host_groups.hosts if self.rank in host),
+        opened = open_shm_groups(
+            self, self._host_groups, wanted, self.timeout_s, lambda: self._c10d.serves_others
         )
+        for ranks, shm_group in opened.own.items():
+            self._shm_groups[ranks] = _GroupEntry(shm_group, ranks)
+        self._problems |= opened.problems
+        self._shared |= self._everyone in opened.everywhere
+        self._divided_within |= any(ranks != self._everyone for ranks in opened.everywhere)
+        return any(opened.remarks)
 
     def _free(self) -> None:
         shm_groups, self._shm_groups = self._shm_groups, {}
@@ -277,10 +234,6 @@ class ShmTransport(Transport):
                 shm_group.fail(Status.PEER_FAILED, ())
             else:
                 shm_group.fail(Status.TIMEOUT if failure.late else Status.LOST, members)
-
-
-_CONTROL_BLOCKS: Schema = [([int], int)]
-"""Groups, and the offset of the control block of each."""
 
 
 def _weakly(method: weakref.WeakMethod[Callable[[str], None]]) -> Callable[[str], None]:

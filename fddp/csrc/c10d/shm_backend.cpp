@@ -1,0 +1,459 @@
+#include "c10d/shm_backend.h"
+
+#include "c10d/shm_errors.h"
+#include "shm_ownership.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/sparse_coo_tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+namespace fddp {
+namespace {
+
+using c10d::OpType;
+
+void check_same_number(size_t outputs, size_t inputs) {
+  TORCH_CHECK(
+      outputs == inputs, "expected as many outputs as inputs, got ", outputs, " and ", inputs);
+}
+
+const at::Tensor& only_one(const std::vector<at::Tensor>& tensors) {
+  TORCH_CHECK(tensors.size() == 1, "expected one tensor, got ", tensors.size());
+  return tensors[0];
+}
+
+const std::vector<at::Tensor>& only_list(
+    const std::vector<std::vector<at::Tensor>>& lists, size_t size) {
+  TORCH_CHECK(lists.size() == 1, "expected one list of tensors, got ", lists.size());
+  TORCH_CHECK(
+      lists[0].size() == size, "expected a list of one tensor for each of the ", size,
+      " ranks, got ", lists[0].size());
+  return lists[0];
+}
+
+// Divide a tensor along its first dimension: into parts of these sizes, or into `n` equal parts.
+std::vector<at::Tensor> divide(const at::Tensor& tensor, std::vector<int64_t> sizes, int n) {
+  if (sizes.empty()) {
+    TORCH_CHECK(
+        tensor.dim() > 0 && tensor.size(0) % n == 0, "a tensor of shape ", tensor.sizes(),
+        " cannot be divided along its first dimension into ", n, " equal parts");
+    sizes.assign(static_cast<size_t>(n), tensor.size(0) / n);
+  }
+  TORCH_CHECK(
+      sizes.size() == static_cast<size_t>(n), "expected one split size for each of the ", n,
+      " ranks, got ", sizes.size());
+  return tensor.split_with_sizes(sizes);
+}
+
+}  // namespace
+
+ShmBackend::ShmBackend(
+    std::shared_ptr<shm::ShmGroup> group, int rank, int size, std::chrono::milliseconds timeout)
+    : Backend(rank, size),
+      group_(std::move(group)),
+      messages_(group_ == nullptr ? nullptr : owned(new shm::Messages(group_))),
+      options_(c10::make_intrusive<Options>("fddp", timeout)) {
+  init();
+}
+
+ShmBackend::~ShmBackend() {
+  close();
+}
+
+void ShmBackend::close() {
+  if (group_ == nullptr) return;
+  without_gil([&] {
+    messages_->close();
+    group_->leave();
+  });
+}
+
+void ShmBackend::setTimeout(std::chrono::milliseconds timeout) {
+  options_->timeout = timeout;
+  if (group_ != nullptr) group_->set_timeout(timeout);
+}
+
+c10::intrusive_ptr<c10d::Backend> ShmBackend::split(
+    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+    const c10::intrusive_ptr<Options>& options) {
+  const auto own = std::find(ranks.begin(), ranks.end(), rank_);
+  if (own == ranks.end()) return nullptr;
+  for (const int rank : ranks) check_root(rank);
+  const auto timeout = options ? options->timeout : options_->timeout;
+  std::shared_ptr<shm::ShmGroup> part;
+  if (ranks.size() > 1) {
+    without_gil([&] { part = join_part(*store, {ranks.begin(), ranks.end()}); });
+    part->set_timeout(timeout);
+  }
+  return c10::make_intrusive<ShmBackend>(
+      std::move(part), static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()),
+      timeout);
+}
+
+// The first member makes the control block. All ranks meet twice, so that none uses the group
+// unless all have joined it.
+std::shared_ptr<shm::ShmGroup> ShmBackend::join_part(
+    c10d::Store& store, const std::vector<size_t>& members) const {
+  const bool is_first = members[0] == static_cast<size_t>(rank_);
+  const auto publish = [&](const std::string& key, std::string text) {
+    store.set(key, std::vector<uint8_t>(text.begin(), text.end()));
+  };
+  const auto read = [&](const std::string& key) {
+    const std::vector<uint8_t> text = store.get(key);
+    return std::string(text.begin(), text.end());
+  };
+  if (is_first) {
+    const auto made = shm::ShmGroup::make_control_block(*group_->options().arena, members.size());
+    publish("fddp/control_block", made ? std::to_string(*made) : "");
+  }
+  const std::string offset = read("fddp/control_block");
+  std::shared_ptr<shm::ShmGroup> part;
+  std::string problem = "no shared memory can be reserved";
+  if (!offset.empty()) {
+    try {
+      part = owned(new shm::ShmGroup(group_->options_of_part(members, std::stoull(offset))));
+      problem = "";
+    } catch (const std::exception& error) {
+      problem = error.what();
+    }
+  }
+  publish("fddp/joined/" + std::to_string(rank_), problem);
+  for (const size_t member : members) {
+    const std::string found = read("fddp/joined/" + std::to_string(member));
+    if (!found.empty()) {
+      throw_backend_error("rank " + std::to_string(member) + " could not join the group: " + found);
+    }
+  }
+  return part;
+}
+
+ShmBackend::Collective ShmBackend::make_work(
+    OpType type, const char* title, const Tensors& inputs, TensorLists outputs,
+    std::chrono::milliseconds timeout) {
+  const WorkDescription description = {type, title, rank_, sequence_++, timeout};
+  return c10::make_intrusive<CollectiveWork>(group_, description, inputs, std::move(outputs));
+}
+
+void ShmBackend::start(CollectiveWork& work, shm::Request request) {
+  work.start(std::move(request));
+  const std::lock_guard lock(last_mutex_);
+  last_ = work.last();
+}
+
+ShmBackend::WorkPtr ShmBackend::launch(const Collective& work) {
+  work->all_started();
+  return work;
+}
+
+void ShmBackend::check_root(int64_t root) const {
+  TORCH_CHECK(root >= 0 && root < size_, "rank ", root, " is not in the group of ", size_);
+}
+
+ShmBackend::WorkPtr ShmBackend::broadcast(
+    Tensors& tensors, const c10d::BroadcastOptions& options) {
+  check_root(options.rootRank);
+  const auto work =
+      make_work(OpType::BROADCAST, "fddp:broadcast", tensors, {tensors}, options.timeout);
+  start_broadcast(*work, only_one(tensors), options.rootRank, !options.asyncOp);
+  return launch(work);
+}
+
+ShmBackend::WorkPtr ShmBackend::allreduce(
+    Tensors& tensors, const c10d::AllreduceOptions& options) {
+  if (only_one(tensors).is_sparse()) return allreduce_sparse(tensors, options);
+  const auto work =
+      make_work(OpType::ALLREDUCE, "fddp:all_reduce", tensors, {tensors}, options.timeout);
+  start_all_reduce(*work, only_one(tensors), options.reduceOp, !options.asyncOp);
+  return launch(work);
+}
+
+// Sizes differ between ranks and are exchanged first, so this blocks until the sum is complete.
+ShmBackend::WorkPtr ShmBackend::allreduce_sparse(
+    Tensors& tensors, const c10d::AllreduceOptions& options) {
+  const at::Tensor& tensor = only_one(tensors);
+  const bool average = options.reduceOp.op_ == c10d::ReduceOp::AVG;
+  TORCH_CHECK(
+      average || options.reduceOp.op_ == c10d::ReduceOp::SUM,
+      "sparse tensors can only be summed and averaged");
+  const c10::NoGradGuard guard;
+  const at::Tensor own = tensor.coalesce();
+  const auto gather = [&](at::Tensor input, std::vector<at::Tensor> outputs) {
+    TensorLists lists = {std::move(outputs)};
+    Tensors inputs = {std::move(input)};
+    allgather(lists, inputs, {})->wait();
+    return lists[0];
+  };
+  const auto n = static_cast<size_t>(size_);
+  const at::Tensor indices = own.indices().contiguous();
+  const at::Tensor values = own.values().contiguous();
+  Tensors counts;
+  for (size_t rank = 0; rank < n; ++rank) counts.push_back(at::zeros({1}, at::kLong));
+  counts = gather(at::full({1}, own._nnz(), at::kLong), counts);
+  Tensors all_indices;
+  Tensors all_values;
+  for (size_t rank = 0; rank < n; ++rank) {
+    const int64_t count = counts[rank].item<int64_t>();
+    all_indices.push_back(at::empty({indices.size(0), count}, indices.options()));
+    std::vector<int64_t> shape = values.sizes().vec();
+    shape[0] = count;
+    all_values.push_back(at::empty(shape, values.options()));
+  }
+  all_indices = gather(indices, all_indices);
+  all_values = gather(values, all_values);
+  at::Tensor total = at::sparse_coo_tensor(
+                         at::cat(all_indices, 1), at::cat(all_values), tensor.sizes(),
+                         tensor.options(), /*is_coalesced=*/false)
+                         .coalesce();
+  if (average) total.div_(size_);
+  tensor.copy_(total);
+  return launch(
+      make_work(c10d::OpType::_ALLREDUCE_SPARSE, "fddp:all_reduce", tensors, {tensors}, {}));
+}
+
+ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(
+    Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  const auto work = make_work(
+      OpType::ALLREDUCE_COALESCED, "fddp:all_reduce", tensors, {tensors}, options.timeout);
+  for (const at::Tensor& tensor : tensors) {
+    start_all_reduce(*work, tensor, options.reduceOp, !options.asyncOp);
+  }
+  return launch(work);
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  check_root(options.rootRank);
+  const auto work = make_work(OpType::REDUCE, "fddp:reduce", tensors, {tensors}, options.timeout);
+  start_reduce(
+      *work, only_one(tensors), options.reduceOp, options.rootRank, !options.asyncOp);
+  return launch(work);
+}
+
+ShmBackend::WorkPtr ShmBackend::allgather(
+    TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  const Tensors& list = only_list(outputs, static_cast<size_t>(size_));
+  const at::Tensor& input = only_one(inputs);
+  const auto work =
+      make_work(OpType::ALLGATHER, "fddp:all_gather", inputs, outputs, options.timeout);
+  const Tensors repeated(list.size(), input);
+  start_exchange(*work, repeated, list, input.scalar_type(), 0, !options.asyncOp);
+  return launch(work);
+}
+
+ShmBackend::WorkPtr ShmBackend::_allgather_base(
+    at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
+  const auto work = make_work(
+      OpType::_ALLGATHER_BASE, "fddp:_all_gather_base", {input}, {{output}}, options.timeout);
+  start_all_gather(*work, output, input, !options.asyncOp);
+  return launch(work);
+}
+
+ShmBackend::WorkPtr ShmBackend::allgather_coalesced(
+    TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  const auto work =
+      make_work(OpType::ALLGATHER_COALESCED, "fddp:all_gather", inputs, outputs, options.timeout);
+  TORCH_CHECK(
+      outputs.size() == static_cast<size_t>(size_), "expected one list of outputs for each of the ",
+      size_, " ranks, got ", outputs.size());
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    Tensors of_ranks;
+    for (const Tensors& list : outputs) {
+      check_same_number(list.size(), inputs.size());
+      of_ranks.push_back(list[i]);
+    }
+    const Tensors repeated(of_ranks.size(), inputs[i]);
+    start_exchange(*work, repeated, of_ranks, inputs[i].scalar_type(), 0, !options.asyncOp);
+  }
+  return launch(work);
+}
+
+ShmBackend::WorkPtr ShmBackend::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  check_same_number(outputs.size(), inputs.size());
+  const auto work = make_work(
+      OpType::COALESCED, "fddp:_all_gather_base", inputs, {outputs}, options.timeout);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    start_all_gather(*work, outputs[i], inputs[i], !options.asyncOp);
+  }
+  return launch(work);
+}
+
+ShmBackend::WorkPtr ShmBackend::gather(
+    TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
+  check_root(options.rootRank);
+  const at::Tensor& input = only_one(inputs);
+  const auto work = make_work(OpType::GATHER, "fddp:gather", inputs, outputs, options.timeout);
+  const auto n = static_cast<size_t>(size_);
+  const bool is_root = rank_ == options.rootRank;
+  TORCH_CHECK(
+      is_root || outputs.empty() || outputs[0].empty(), "only the root of a gather has outputs");
+  Tensors sent(n);
+  sent[static_cast<size_t>(options.rootRank)] = input;
+  const Tensors received = is_root ? only_list(outputs, n) : Tensors(n);
+  start_exchange(
+      *work, sent, received, input.scalar_type(), options.rootRank, !options.asyncOp);
+  return launch(work);
+}
+
+ShmBackend::WorkPtr ShmBackend::scatter(
+    Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) {
+  check_root(options.rootRank);
+  const at::Tensor& output = only_one(outputs);
+  const auto work = make_work(
+      OpType::SCATTER, "fddp:scatter", inputs.empty() ? Tensors() : inputs[0], {outputs},
+      options.timeout);
+  const auto n = static_cast<size_t>(size_);
+  const bool is_root = rank_ == options.rootRank;
+  TORCH_CHECK(
+      is_root || inputs.empty() || inputs[0].empty(), "only the root of a scatter has inputs");
+  Tensors received(n);
+  received[static_cast<size_t>(options.rootRank)] = output;
+  const Tensors sent = is_root ? only_list(inputs, n) : Tensors(n);
+  start_exchange(
+      *work, sent, received, output.scalar_type(), options.rootRank, !options.asyncOp);
+  return launch(work);
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce_scatter(
+    Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) {
+  const Tensors& list = only_list(inputs, static_cast<size_t>(size_));
+  const at::Tensor& output = only_one(outputs);
+  const auto work = make_work(
+      OpType::REDUCE_SCATTER, "fddp:reduce_scatter", list, {outputs}, options.timeout);
+  const bool even = std::all_of(list.begin(), list.end(), [&](const at::Tensor& tensor) {
+    return tensor.numel() == list[0].numel();
+  });
+  if (even) {
+    Tensors flat;
+    for (const at::Tensor& tensor : list) flat.push_back(tensor.reshape(-1));
+    start_reduce_scatter(*work, output, at::cat(flat), options.reduceOp, !options.asyncOp);
+    return launch(work);
+  }
+  for (int root = 0; root < size_; ++root) {
+    const at::Tensor copy = list[static_cast<size_t>(root)].clone(at::MemoryFormat::Contiguous);
+    start_reduce(*work, copy, options.reduceOp, root, !options.asyncOp);
+    if (root == rank_) work->after_success([=] { output.copy_(copy.view(output.sizes())); });
+  }
+  return launch(work);
+}
+
+ShmBackend::WorkPtr ShmBackend::_reduce_scatter_base(
+    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
+  const auto work = make_work(
+      OpType::_REDUCE_SCATTER_BASE, "fddp:_reduce_scatter_base", {input}, {{output}},
+      options.timeout);
+  start_reduce_scatter(*work, output, input, options.reduceOp, !options.asyncOp);
+  return launch(work);
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
+  check_same_number(outputs.size(), inputs.size());
+  const auto work = make_work(
+      OpType::COALESCED, "fddp:_reduce_scatter_base", inputs, {outputs}, options.timeout);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    start_reduce_scatter(*work, outputs[i], inputs[i], options.reduceOp, !options.asyncOp);
+  }
+  return launch(work);
+}
+
+ShmBackend::WorkPtr ShmBackend::alltoall_base(
+    at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+    std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) {
+  TORCH_CHECK(
+      output.scalar_type() == input.scalar_type(), "the dtypes of output and input differ: ",
+      output.scalar_type(), " and ", input.scalar_type());
+  const auto work = make_work(
+      OpType::ALLTOALL_BASE, "fddp:all_to_all", {input}, {{output}}, options.timeout);
+  at::Tensor received = output;
+  if (!output.is_contiguous()) {
+    received = at::empty_like(output, at::MemoryFormat::Contiguous);
+    work->after_success([=] { output.copy_(received); });
+  }
+  const at::Tensor sent = input.contiguous();
+  start_exchange(
+      *work, divide(sent, input_splits, size_), divide(received, output_splits, size_),
+      input.scalar_type(), 0, !options.asyncOp);
+  return launch(work);
+}
+
+ShmBackend::WorkPtr ShmBackend::alltoall(
+    Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
+  const auto work =
+      make_work(OpType::ALLTOALL, "fddp:all_to_all", inputs, {outputs}, options.timeout);
+  const auto n = static_cast<size_t>(size_);
+  TORCH_CHECK(
+      inputs.size() == n && outputs.size() == n, "expected one input and one output for each of the ",
+      n, " ranks, got ", inputs.size(), " and ", outputs.size());
+  start_exchange(*work, inputs, outputs, inputs[0].scalar_type(), 0, !options.asyncOp);
+  return launch(work);
+}
+
+ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
+  const auto work = make_work(OpType::BARRIER, "fddp:barrier", {}, {}, options.timeout);
+  if (group_ != nullptr) {
+    {
+      const std::lock_guard lock(last_mutex_);
+      work->wait_for_earlier(last_);
+    }
+    const at::Tensor words = at::zeros({size_}, at::kByte);
+    start_all_gather(*work, words, words[rank_], !options.asyncOp);
+  }
+  return launch(work);
+}
+
+void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool) {
+  barrier(options)->wait(options.timeout);
+}
+
+ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int destination, int tag) {
+  check_root(destination);
+  return message(
+      OpType::SEND, "fddp:send", tensors, static_cast<size_t>(destination), tag);
+}
+
+ShmBackend::WorkPtr ShmBackend::recv(Tensors& tensors, int source, int tag) {
+  check_root(source);
+  return message(OpType::RECV, "fddp:recv", tensors, static_cast<size_t>(source), tag);
+}
+
+ShmBackend::WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
+  return message(
+      OpType::RECVANYSOURCE, "fddp:recvAnySource", tensors, shm::MessageRequest::kAnyMember, tag);
+}
+
+ShmBackend::WorkPtr ShmBackend::message(
+    OpType type, const char* title, Tensors& tensors, size_t peer, int tag) {
+  const at::Tensor& tensor = only_one(tensors);
+  TORCH_CHECK(tensor.is_cpu(), "expected a tensor on the CPU, got one on ", tensor.device());
+  TORCH_CHECK(group_ != nullptr, "a group of one rank has no other rank to send to or receive from");
+  const bool sends = type == OpType::SEND;
+  const WorkDescription description = {type, title, rank_, sequence_++, c10d::kUnsetTimeout};
+  const auto work = c10::make_intrusive<MessageWork>(
+      group_, messages_, description, sends ? tensors : Tensors(),
+      sends ? TensorLists() : TensorLists{tensors});
+  at::Tensor dense = tensor;
+  if (sends) {
+    dense = tensor.contiguous();
+  } else if (!tensor.is_contiguous()) {
+    dense = at::empty_like(tensor, at::MemoryFormat::Contiguous);
+    work->after_success([=] { tensor.copy_(dense); });
+  }
+  work->keep(dense);
+  shm::MessageRequest request = {
+      peer, tag, static_cast<char*>(dense.data_ptr()), dense.nbytes(), nullptr, nullptr};
+  work->start(std::move(request));
+  return work;
+}
+
+}  // namespace fddp

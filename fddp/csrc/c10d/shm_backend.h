@@ -1,0 +1,132 @@
+// The backend "fddp" of torch.distributed: collectives and messages over a shared-memory group.
+
+#pragma once
+
+#include "c10d/shm_work.h"
+#include "shm/messages.h"
+#include "shm/shm_group.h"
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace fddp {
+
+class ShmBackend : public c10d::Backend {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+  using TensorLists = std::vector<std::vector<at::Tensor>>;
+
+  // `group` is null for a group of one rank.
+  ShmBackend(
+      std::shared_ptr<shm::ShmGroup> group, int rank, int size, std::chrono::milliseconds timeout);
+  ~ShmBackend() override;
+
+  const std::string getBackendName() const override {
+    return "fddp";
+  }
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return options_;
+  }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  uint64_t getSequenceNumberForGroup() override {
+    return sequence_;
+  }
+  void setSequenceNumberForGroup() override {}
+  bool supportsSplitting() const override {
+    return true;
+  }
+  // Create a backend of some ranks of this one, in their new order, that uses the same memory; a
+  // call of these ranks, which meet in `store`. Returns null on other ranks.
+  c10::intrusive_ptr<c10d::Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+      const c10::intrusive_ptr<Options>& options) override;
+  void abort() override {
+    close();
+  }
+  void shutdown() override {
+    close();
+  }
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(
+      Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr allgather(
+      TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  WorkPtr _allgather_base(
+      at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_coalesced(
+      TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  WorkPtr gather(
+      TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
+  WorkPtr scatter(
+      Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) override;
+  WorkPtr reduce_scatter(
+      Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override;
+  WorkPtr alltoall_base(
+      at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+      std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall(
+      Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
+  WorkPtr send(Tensors& tensors, int destination, int tag) override;
+  WorkPtr recv(Tensors& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+
+ private:
+  using Collective = c10::intrusive_ptr<CollectiveWork>;
+
+  // shm_backend.cpp
+  Collective make_work(
+      c10d::OpType type, const char* title, const Tensors& inputs, TensorLists outputs,
+      std::chrono::milliseconds timeout);
+  void start(CollectiveWork& work, shm::Request request);
+  WorkPtr launch(const Collective& work);
+  std::shared_ptr<shm::ShmGroup> join_part(
+      c10d::Store& store, const std::vector<size_t>& members) const;
+  WorkPtr message(
+      c10d::OpType type, const char* title, Tensors& tensors, size_t peer, int tag);
+  void check_root(int64_t root) const;
+  void close();
+
+  // shm_collectives.cpp. Each starts one operation of a work. `waits`: the caller waits next.
+  void start_all_reduce(
+      CollectiveWork& work, const at::Tensor& tensor, const c10d::ReduceOp& op, bool waits);
+  void start_reduce(
+      CollectiveWork& work, const at::Tensor& tensor, const c10d::ReduceOp& op, int64_t root,
+      bool waits);
+  void start_broadcast(CollectiveWork& work, const at::Tensor& tensor, int64_t root, bool waits);
+  void start_all_gather(
+      CollectiveWork& work, const at::Tensor& output, const at::Tensor& input, bool waits);
+  void start_reduce_scatter(
+      CollectiveWork& work, const at::Tensor& output, const at::Tensor& input,
+      const c10d::ReduceOp& op, bool waits);
+  void start_exchange(
+      CollectiveWork& work, const Tensors& inputs, const Tensors& outputs, at::ScalarType dtype,
+      int64_t root, bool waits);
+
+  const std::shared_ptr<shm::ShmGroup> group_;
+  const std::shared_ptr<shm::Messages> messages_;
+  const c10::intrusive_ptr<Options> options_;
+  std::atomic<uint64_t> sequence_ = 0;
+  std::mutex last_mutex_;
+  shm::OperationPtr last_;  // started last; a barrier waits for it
+};
+
+}  // namespace fddp

@@ -1,0 +1,470 @@
+#include "messages.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <utility>
+
+namespace fddp::shm {
+namespace {
+
+constexpr auto kCheckInterval = std::chrono::milliseconds(10);
+
+// Copy between memory and a ring, whose end a copy wraps around.
+void copy_to_ring(char* ring, uint64_t position, const char* from, uint64_t bytes) {
+  const uint64_t begin = position % Outbox::kBytes;
+  const uint64_t first = std::min(bytes, Outbox::kBytes - begin);
+  if (first != 0) std::memcpy(ring + begin, from, first);
+  if (bytes != first) std::memcpy(ring, from + first, bytes - first);
+}
+
+void copy_from_ring(char* to, const char* ring, uint64_t position, uint64_t bytes) {
+  const uint64_t begin = position % Outbox::kBytes;
+  const uint64_t first = std::min(bytes, Outbox::kBytes - begin);
+  if (first != 0) std::memcpy(to, ring + begin, first);
+  if (bytes != first) std::memcpy(to + first, ring, bytes - first);
+}
+
+}  // namespace
+
+Messages::Messages(std::shared_ptr<ShmGroup> group)
+    : group_(std::move(group)),
+      outboxes_(group_->members(), nullptr),
+      outbox_offsets_(group_->members(), 0),
+      sends_(group_->members()),
+      arriving_(group_->members()),
+      arrived_(group_->members()) {}
+
+Messages::~Messages() {
+  close();
+  // Memory that a peer may still read is not reused.
+  for (size_t m = 0; m < outboxes_.size(); ++m) {
+    const Outbox* const outbox = outboxes_[m];
+    if (outbox != nullptr && outbox->read.load() == outbox->written.load()) {
+      group_->options().arena->free(outbox_offsets_[m]);
+    }
+  }
+}
+
+MessagePtr Messages::send(MessageRequest request) {
+  return start(std::move(request), /*sends=*/true);
+}
+
+MessagePtr Messages::receive(MessageRequest request) {
+  return start(std::move(request), /*sends=*/false);
+}
+
+MessagePtr Messages::start(MessageRequest request, bool sends) {
+  if (group_->is_forked()) throw std::invalid_argument(kForkedError);
+  const bool any = !sends && request.peer == MessageRequest::kAnyMember;
+  if (!any && (request.peer >= group_->members() || request.peer == group_->index())) {
+    throw std::invalid_argument("the peer of a message must be another member of the group");
+  }
+  auto message = std::make_shared<Message>(std::move(request));
+  Completed completed;
+  {
+    const std::lock_guard lock(mutex_);
+    ++pending_;
+    if (sends) {
+      sends_[message->peer()].push_back(message);
+    } else {
+      take_arrived(message, completed);
+    }
+    if (closed_ || group_->failure().status != Status::kOk) {
+      const Status failure = group_->failure().status;
+      fail_all(failure == Status::kOk ? Status::kClosed : failure, completed);
+    } else {
+      progress(completed);
+    }
+    if (pending_ != 0 && waiting_threads_ == 0 && !closed_) {
+      if (!thread_.joinable()) thread_ = std::thread(&Messages::progress_loop, this);
+      work_.notify_one();
+    }
+  }
+  announce(completed);
+  return message;
+}
+
+Status Messages::wait(Message& message, Nanoseconds timeout) {
+  if (message.status() != Status::kPending) return message.status();
+  if (group_->is_forked()) throw std::invalid_argument(kForkedError);
+  const auto until = Clock::now() + timeout;
+  EventCount& event = group_->slot(group_->index()).messages;
+  std::unique_lock lock(mutex_);
+  ++waiting_threads_;
+  while (message.status() == Status::kPending) {
+    Completed completed;
+    progress(completed);
+    lock.unlock();
+    announce(completed);
+    check_peers();
+    const auto now = Clock::now();
+    if (message.status() != Status::kPending || now >= until) {
+      lock.lock();
+      break;
+    }
+    const auto ready = [&] {
+      if (message.status() != Status::kPending) return true;
+      const std::unique_lock attempt(mutex_, std::try_to_lock);
+      return attempt.owns_lock() && can_progress();
+    };
+    if (!group_->may_spin() || !adaptive_spin_.spin(ready)) {
+      const auto sleep = std::min<Nanoseconds>(kSleepInterval, until - now);
+      wait_for(event, sleep, [&] {
+        if (message.status() != Status::kPending) return true;
+        const std::lock_guard locked(mutex_);
+        return can_progress();
+      });
+    }
+    lock.lock();
+  }
+  if (--waiting_threads_ == 0 && pending_ != 0) work_.notify_one();
+  lock.unlock();
+  return message.status();
+}
+
+bool Messages::done(Message& message) {
+  if (message.status() != Status::kPending) return true;
+  if (group_->is_forked()) return false;
+  Completed completed;
+  {
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (lock.owns_lock()) progress(completed);
+  }
+  announce(completed);
+  return message.status() != Status::kPending;
+}
+
+void Messages::close() {
+  if (group_->is_forked()) return;
+  Completed completed;
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    fail_all(Status::kClosed, completed);
+    work_.notify_all();
+  }
+  wake_all(group_->slot(group_->index()).messages);
+  announce(completed);
+  if (thread_.joinable() && !is_own_thread()) thread_.join();
+}
+
+void Messages::announce(Completed& completed) {
+  if (completed.empty()) return;
+  // Threads may sleep until one of these has completed.
+  wake_all(group_->slot(group_->index()).messages);
+  for (const MessagePtr& message : completed) {
+    if (message->request_.completed) message->request_.completed();
+    message->request_.completed = nullptr;
+    message->request_.owner = nullptr;
+  }
+}
+
+void Messages::progress(Completed& completed) {
+  for (size_t m = 0; m < sends_.size(); ++m) {
+    if (!sends_[m].empty()) push(m, completed);
+    if (m != group_->index() && is_awaited(m)) pull(m, completed);
+  }
+}
+
+bool Messages::can_progress() const {
+  for (size_t m = 0; m < sends_.size(); ++m) {
+    if (!sends_[m].empty()) {
+      const Outbox* const outbox = outboxes_[m];
+      if (outbox == nullptr) return true;
+      if (outbox->written.load() - outbox->read.load() < Outbox::kBytes) return true;
+    }
+    if (m != group_->index() && is_awaited(m) && readable(m) != 0) return true;
+  }
+  return closed_;
+}
+
+bool Messages::is_awaited(size_t sender) const {
+  if (arriving_[sender]) return true;
+  return std::any_of(receives_.begin(), receives_.end(), [&](const MessagePtr& message) {
+    return message->peer() == sender || message->peer() == MessageRequest::kAnyMember;
+  });
+}
+
+Outbox* Messages::outbox_to(size_t receiver) {
+  if (outboxes_[receiver] == nullptr) {
+    const auto block = group_->options().arena->allocate(sizeof(Outbox));
+    if (!block) return nullptr;
+    char* const memory = group_->options().arena->mapping()->base() + block->begin;
+    auto* const outbox = new (memory) Outbox;
+    outbox->written.store(0);
+    outbox->read.store(0);
+    outboxes_[receiver] = outbox;
+    outbox_offsets_[receiver] = block->begin;
+    group_->slot(group_->index()).outboxes[receiver].store(block->begin + 1);
+  }
+  return outboxes_[receiver];
+}
+
+// Return the outbox of a sender for this member, or null if there is none yet.
+Outbox* Messages::outbox_from(size_t sender) const {
+  const uint64_t offset = group_->slot(sender).outboxes[group_->index()].load();
+  const Mapping& mapping = *group_->options().mappings[sender];
+  if (offset == 0 || !mapping.contains(offset - 1, sizeof(Outbox))) return nullptr;
+  if ((offset - 1) % alignof(Outbox) != 0) return nullptr;
+  return std::launder(reinterpret_cast<Outbox*>(mapping.base() + offset - 1));
+}
+
+uint64_t Messages::readable(size_t sender) const {
+  const Outbox* const outbox = outbox_from(sender);
+  if (outbox == nullptr) return 0;
+  return std::min(outbox->written.load() - outbox->read.load(), Outbox::kBytes);
+}
+
+// Move as much as there is room for into the outbox of `receiver`.
+void Messages::push(size_t receiver, Completed& completed) {
+  Outbox* const outbox = outbox_to(receiver);
+  if (outbox == nullptr) {
+    while (!sends_[receiver].empty()) {
+      complete(sends_[receiver].front(), Status::kNoMemory, completed);
+      sends_[receiver].pop_front();
+    }
+    return;
+  }
+  bool moved = false;
+  uint64_t written = outbox->written.load(std::memory_order_relaxed);
+  while (!sends_[receiver].empty()) {
+    const uint64_t used = std::min(written - outbox->read.load(), Outbox::kBytes);
+    uint64_t room = Outbox::kBytes - used;
+    const MessagePtr message = sends_[receiver].front();
+    const MessageRequest& request = message->request_;
+    if (message->moved_ == 0) {
+      if (room < sizeof(Header)) break;
+      const Header header = {request.bytes, request.tag, 0};
+      copy_to_ring(outbox->data, written, reinterpret_cast<const char*>(&header), sizeof header);
+      written += sizeof header;
+      room -= sizeof header;
+      message->moved_ = sizeof header;
+    }
+    const uint64_t sent = message->moved_ - sizeof(Header);
+    const uint64_t bytes = std::min(room, request.bytes - sent);
+    copy_to_ring(outbox->data, written, request.data + sent, bytes);
+    written += bytes;
+    message->moved_ += bytes;
+    outbox->written.store(written);
+    moved = true;
+    if (message->moved_ != sizeof(Header) + request.bytes) {
+      if (bytes == 0) break;
+      continue;
+    }
+    sends_[receiver].pop_front();
+    complete(message, Status::kOk, completed);
+  }
+  if (moved) wake_all(group_->slot(receiver).messages);
+}
+
+// Copy what has arrived from `sender`, as long as a receive may be waiting for it.
+void Messages::pull(size_t sender, Completed& completed) {
+  Outbox* const outbox = outbox_from(sender);
+  if (outbox == nullptr) return;
+  bool moved = false;
+  uint64_t read = outbox->read.load(std::memory_order_relaxed);
+  while (is_awaited(sender)) {
+    const uint64_t available = std::min(outbox->written.load() - read, Outbox::kBytes);
+    std::optional<Arrival>& arrival = arriving_[sender];
+    if (!arrival) {
+      if (available < sizeof(Header)) break;
+      Header header;
+      copy_from_ring(reinterpret_cast<char*>(&header), outbox->data, read, sizeof header);
+      if (!match_header(sender, header)) {
+        corrupt_.set(sender);
+        break;
+      }
+      read += sizeof header;
+      outbox->read.store(read);
+      moved = true;
+      if (header.bytes == 0) finish_arrival(sender, completed);
+      continue;
+    }
+    const uint64_t bytes = std::min(available, arrival->header.bytes - arrival->moved);
+    if (bytes == 0) break;
+    if (!arrival->buffer.empty()) {
+      copy_from_ring(arrival->buffer.data() + arrival->moved, outbox->data, read, bytes);
+    } else if (arrival->target && arrival->target->sent_bytes_ == 0) {
+      copy_from_ring(
+          arrival->target->request_.data + arrival->moved, outbox->data, read, bytes);
+    }
+    arrival->moved += bytes;
+    read += bytes;
+    outbox->read.store(read);
+    moved = true;
+    if (arrival->moved == arrival->header.bytes) finish_arrival(sender, completed);
+  }
+  if (moved) wake_all(group_->slot(sender).messages);
+}
+
+// Find the receive that a message belongs to, or memory to keep it. Return false if the header is
+// invalid.
+bool Messages::match_header(size_t sender, const Header& header) {
+  if (header.bytes > kMaxBytes || header.zero != 0) return false;
+  Arrival arrival{header, 0, nullptr, {}};
+  const auto found =
+      std::find_if(receives_.begin(), receives_.end(), [&](const MessagePtr& message) {
+        const size_t peer = message->peer();
+        return (peer == sender || peer == MessageRequest::kAnyMember) &&
+               message->request_.tag == header.tag;
+      });
+  if (found != receives_.end()) {
+    arrival.target = *found;
+    if (header.bytes != (*found)->request_.bytes) (*found)->sent_bytes_ = header.bytes;
+    receives_.erase(found);
+  } else {
+    arrival.buffer.resize(header.bytes);
+  }
+  arriving_[sender] = std::move(arrival);
+  return true;
+}
+
+void Messages::finish_arrival(size_t sender, Completed& completed) {
+  Arrival arrival = std::move(*arriving_[sender]);
+  arriving_[sender].reset();
+  if (!arrival.target) {
+    arrived_[sender].push_back(std::move(arrival));
+    return;
+  }
+  Message& message = *arrival.target;
+  message.sender_ = sender;
+  const bool fits = arrival.header.bytes == message.request_.bytes;
+  if (fits && !arrival.buffer.empty()) {
+    std::memcpy(message.request_.data, arrival.buffer.data(), arrival.buffer.size());
+  }
+  if (!fits) message.sent_bytes_ = arrival.header.bytes;
+  complete(arrival.target, fits ? Status::kOk : Status::kMismatch, completed);
+}
+
+// Start a receive: take a message that has arrived already, or wait for one.
+void Messages::take_arrived(const MessagePtr& message, Completed& completed) {
+  const size_t peer = message->peer();
+  for (size_t m = 0; m < arrived_.size(); ++m) {
+    if (peer != m && peer != MessageRequest::kAnyMember) continue;
+    auto& kept = arrived_[m];
+    const auto found = std::find_if(kept.begin(), kept.end(), [&](const Arrival& arrival) {
+      return arrival.header.tag == message->request_.tag;
+    });
+    if (found != kept.end()) {
+      // Completed as if the rest of it had arrived now.
+      std::optional<Arrival> in_part = std::move(arriving_[m]);
+      arriving_[m] = std::move(*found);
+      arriving_[m]->target = message;
+      kept.erase(found);
+      finish_arrival(m, completed);
+      arriving_[m] = std::move(in_part);
+      return;
+    }
+    std::optional<Arrival>& arriving = arriving_[m];
+    if (arriving && !arriving->target && arriving->header.tag == message->request_.tag) {
+      arriving->target = message;
+      return;
+    }
+  }
+  receives_.push_back(message);
+}
+
+void Messages::complete(const MessagePtr& message, Status status, Completed& completed) {
+  --pending_;
+  completed.push_back(message);
+  message->status_.store(status, std::memory_order_release);
+}
+
+void Messages::fail_all(Status status, Completed& completed) {
+  for (auto& queue : sends_) {
+    for (const MessagePtr& message : queue) complete(message, status, completed);
+    queue.clear();
+  }
+  for (const MessagePtr& message : receives_) complete(message, status, completed);
+  receives_.clear();
+  for (auto& arriving : arriving_) {
+    if (arriving && arriving->target) complete(arriving->target, status, completed);
+    arriving.reset();
+  }
+}
+
+// Check whether the peers of pending messages can still progress. Called without a lock, because the
+// end of the group completes operations, which calls their callers.
+void Messages::check_peers() {
+  const auto now = Clock::now();
+  {
+    const std::lock_guard lock(mutex_);
+    if (pending_ == 0 || now - checked_at_ < kCheckInterval) return;
+    checked_at_ = now;
+  }
+  group_->adopt_reported_failure();
+  const std::vector<bool> gone = group_->gone();
+  Completed completed;
+  Suspects suspects;
+  {
+    const std::lock_guard lock(mutex_);
+    progress(completed);  // what members sent before they left counts
+    suspects = find_suspects(gone, now);
+  }
+  if (suspects.corrupt.any()) group_->fail(Status::kCorrupt, suspects.corrupt);
+  if (suspects.lost.any()) group_->fail(Status::kLost, suspects.lost);
+  if (suspects.late.any()) group_->fail(Status::kTimeout, suspects.late);
+  const Status failure = group_->failure().status;
+  if (failure != Status::kOk) {
+    const std::lock_guard lock(mutex_);
+    fail_all(failure, completed);
+  }
+  announce(completed);
+}
+
+Messages::Suspects Messages::find_suspects(
+    const std::vector<bool>& gone, Clock::time_point now) const {
+  Suspects suspects;
+  suspects.corrupt = corrupt_;
+  const size_t left = static_cast<size_t>(std::count(gone.begin(), gone.end(), true));
+  const auto check = [&](const MessagePtr& message, size_t peer) {
+    const bool late = now - message->started_at_ >= group_->timeout();
+    const bool any = peer == MessageRequest::kAnyMember;
+    for (size_t m = 0; m < gone.size(); ++m) {
+      if (m == group_->index() || (!any && m != peer)) continue;
+      if (any ? left + 1 >= gone.size() : gone[m]) suspects.lost.set(m);
+      if (late) suspects.late.set(m);
+    }
+  };
+  for (size_t m = 0; m < sends_.size(); ++m) {
+    if (!sends_[m].empty()) check(sends_[m].front(), m);
+    if (arriving_[m] && arriving_[m]->target) check(arriving_[m]->target, m);
+  }
+  for (const MessagePtr& message : receives_) check(message, message->peer());
+  return suspects;
+}
+
+// Main function of the progress thread.
+void Messages::progress_loop() {
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);
+  pthread_setname_np(pthread_self(), "fddp-messages");
+  EventCount& event = group_->slot(group_->index()).messages;
+  std::unique_lock lock(mutex_);
+  while (true) {
+    work_.wait(lock, [&] { return closed_ || (waiting_threads_ == 0 && pending_ != 0); });
+    if (closed_) return;
+    Completed completed;
+    progress(completed);
+    const bool pending = pending_ != 0;
+    lock.unlock();
+    announce(completed);
+    completed.clear();
+    check_peers();
+    if (pending) {
+      wait_for(event, kSleepInterval, [&] {
+        const std::lock_guard locked(mutex_);
+        return can_progress();
+      });
+    }
+    lock.lock();
+  }
+}
+
+}  // namespace fddp::shm

@@ -1,0 +1,114 @@
+"""Creation of a backend for a new process group: shared memory if its ranks share a host, else
+gloo."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fddp.native import extension
+from fddp.transport.backend.store_exchange import StoreExchange
+from fddp.transport.shm.host_discovery import discover_hosts
+from fddp.transport.shm.opening import open_shm_groups
+
+if TYPE_CHECKING:
+    from fddp.transport.shm.bindings import ShmGroup
+
+_log = logging.getLogger("fddp")
+
+
+class BackendChoice(NamedTuple):
+    """The way in which the ranks of a process group communicate, the same on all of them.
+
+    Attributes:
+        name: "shm" for shared memory, or "gloo".
+        reason: why this way was chosen, in a few words.
+    """
+
+    name: Literal["shm", "gloo"]
+    reason: str
+
+
+_choices: dict[str, BackendChoice] = {}
+"""By name of the process group."""
+
+
+def create_backend(options: Any, _: object = None) -> Any:
+    """Create the backend of a new process group; a collective call of its ranks; blocks.
+
+    Args:
+        options: `DistributedBackendOptions` of torch.
+
+    Raises:
+        SyncTimeoutError: some ranks did not take part within the timeout of the group.
+    """
+    rank, size, timeout_s = options.group_rank, options.group_size, _seconds(options.timeout)
+    whole = _default_backend()
+    if size == 1:
+        backend = extension.load().ShmBackend(None, rank, size, timeout_s)
+        choice = BackendChoice("shm", "the group has only one rank")
+    elif whole is not None and options.global_ranks_in_group:
+        # The ranks have mapped each other's memory already.
+        backend = whole.split(options.store, options.global_ranks_in_group, timeout_s)
+        choice = BackendChoice("shm", "all ranks of the default group share the memory of a host")
+    else:
+        group, choice = _open_group(StoreExchange(options.store, rank, size, timeout_s))
+        if choice.name == "shm":
+            backend = extension.load().ShmBackend(group, rank, size, timeout_s)
+        else:
+            store = dist.PrefixStore("gloo", options.store)
+            backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    _choices[options.group_id] = choice
+    _log.info("rank %d of %d: backend %s, because %s", rank, size, choice.name, choice.reason)
+    return backend
+
+
+def backend_choice(group: dist.ProcessGroup | None = None) -> BackendChoice:
+    """Return the way in which the ranks of a group with the backend "fddp" communicate.
+
+    Args:
+        group: None for the default group.
+
+    Raises:
+        ValueError: the group has another backend.
+    """
+    resolved = dist.group.WORLD if group is None else group
+    if resolved is None or "fddp" not in dist.get_backend_config(resolved):
+        raise ValueError(f'the group {resolved!r} does not have the backend "fddp"')
+    name = resolved.group_name
+    return _choices.get(name, BackendChoice("shm", "it was split from a group with shared memory"))
+
+
+def _default_backend() -> Any | None:
+    """Backend of the default group for the CPU, if it is one in shared memory of several ranks."""
+    group = dist.group.WORLD
+    if group is None or group.size() == 1 or torch.device("cpu") not in group._device_types:
+        return None
+    backend = group._get_backend(torch.device("cpu"))
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps each backend.
+    backend = getattr(backend, "wrapped_pg", backend)
+    return backend if isinstance(backend, extension.load().ShmBackend) else None
+
+
+def _open_group(exchange: StoreExchange) -> tuple[ShmGroup | None, BackendChoice]:
+    everyone = tuple(range(exchange.world_size))
+    host_groups = discover_hosts(exchange)
+    try:
+        problems = host_groups.problems
+        if host_groups.share_host(everyone):
+            opened = open_shm_groups(exchange, host_groups, [everyone], exchange.timeout_s)
+            if everyone in opened.own:
+                reason = f"all {exchange.world_size} ranks share the memory of a host"
+                return opened.own[everyone], BackendChoice("shm", reason)
+            problems = {**problems, **opened.problems}
+        return None, BackendChoice("gloo", host_groups.describe(problems))
+    finally:
+        host_groups.close()
+
+
+def _seconds(timeout: timedelta | float) -> float:
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)

@@ -1,0 +1,56 @@
+"""Exchange of small messages between the ranks of a new process group, through its store."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from fddp.core.text import counted
+from fddp.errors import SyncTimeoutError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+class StoreExchange:
+    """Exchanges between all ranks of a store's group, matched by their order.
+
+    Attributes:
+        rank: this rank's number in the group.
+        world_size: number of ranks in the group.
+        timeout_s: time limit of all exchanges together, in seconds.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self._store = store
+        self._deadline_s = perf_counter() + timeout_s
+        self._exchanges = 0
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Return the payloads of all ranks, by rank; blocks.
+
+        Raises:
+            SyncTimeoutError: some ranks did not take part in time.
+        """
+        prefix = f"fddp/{self._exchanges}"
+        self._exchanges += 1
+        # A store's `set` takes text. The payload may have any bytes.
+        self._store.set(f"{prefix}/{self.rank}", payload.hex())
+        keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
+        left_s = max(0.001, self._deadline_s - perf_counter())
+        try:
+            self._store.wait(keys, timedelta(seconds=left_s))
+        except RuntimeError as error:
+            raise self._missing_error(keys) from error
+        return [bytes.fromhex(self._store.get(key).decode()) for key in keys]
+
+    def _missing_error(self, keys: list[str]) -> SyncTimeoutError:
+        missing = tuple(rank for rank, key in enumerate(keys) if not self._store.check([key]))
+        return SyncTimeoutError(
+            f"creating a process group on rank {self.rank} of {self.world_size}: "
+            f"{counted(len(missing), 'rank')} did not take part within "
+            f"timeout={self.timeout_s} s: {', '.join(map(str, missing))}",
+            missing,
+        )

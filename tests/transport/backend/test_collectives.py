@@ -1,0 +1,258 @@
+"""Collectives over the backend "fddp" give what they give over gloo, to the bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from tests.support.backends import (
+    COMPLEX,
+    FLOATS,
+    INTEGERS,
+    NUMBERS,
+    SIZES,
+    check_equal,
+    new_fddp_group,
+    values,
+)
+from tests.support.ranks import RankPool
+
+Group = dist.ProcessGroup
+Case = Callable[[Group, bool], list[torch.Tensor]]
+SUM, OP = dist.ReduceOp.SUM, dist.ReduceOp
+
+_REDUCTIONS = [
+    *((op, dtype) for op in (OP.SUM, OP.PRODUCT, OP.MIN, OP.MAX) for dtype in NUMBERS),
+    *((op, dtype) for op in (OP.BAND, OP.BOR, OP.BXOR) for dtype in INTEGERS),
+    *((OP.AVG, dtype) for dtype in FLOATS),
+    *((OP.SUM, dtype) for dtype in COMPLEX),
+]
+
+
+def _finished(work: Any, asynchronous: bool) -> None:
+    assert (work is not None) == asynchronous
+    if asynchronous:
+        work.wait()
+
+
+def _all_reduce(op: Any, dtype: torch.dtype, size: int, group: Group, later: bool) -> Any:
+    tensor = values(group.rank(), size, dtype)
+    _finished(dist.all_reduce(tensor, op, group, later), later)
+    return [tensor]
+
+
+def _all_reduce_coalesced(dtype: torch.dtype, size: int, group: Group, later: bool) -> Any:
+    tensors = [values(group.rank(), n, dtype, n) for n in (size, 3, 0)]
+    options = c10d.AllreduceCoalescedOptions()
+    group.allreduce_coalesced(tensors, options).wait()
+    return tensors
+
+
+def _reduce(op: Any, dtype: torch.dtype, size: int, group: Group, later: bool) -> Any:
+    tensor, root = values(group.rank(), size, dtype), group.size() - 1
+    _finished(dist.reduce(tensor, group=group, op=op, async_op=later, group_dst=root), later)
+    return [tensor] if group.rank() == root else []
+
+
+def _broadcast(dtype: torch.dtype, size: int, group: Group, later: bool) -> Any:
+    tensor = values(group.rank(), size, dtype)
+    _finished(dist.broadcast(tensor, group=group, async_op=later, group_src=1), later)
+    return [tensor]
+
+
+def _all_gather(dtype: torch.dtype, size: int, group: Group, later: bool) -> Any:
+    outputs = [torch.empty(size, dtype=dtype) for _ in range(group.size())]
+    own = values(group.rank(), size, dtype)
+    _finished(dist.all_gather(outputs, own, group, later), later)
+    return outputs
+
+
+def _all_gather_single(dtype: torch.dtype, size: int, group: Group, later: bool) -> Any:
+    output = torch.empty(size * group.size(), dtype=dtype)
+    own = values(group.rank(), size, dtype)
+    work = group._allgather_base(output, own, c10d.AllgatherOptions())
+    work.wait()
+    return [output, own]
+
+
+def _gather(dtype: torch.dtype, size: int, group: Group, later: bool) -> Any:
+    own, is_root = values(group.rank(), size, dtype), group.rank() == 0
+    outputs = [torch.empty_like(own) for _ in range(group.size())] if is_root else None
+    _finished(dist.gather(own, outputs, group=group, async_op=later, group_dst=0), later)
+    return outputs or []
+
+
+def _scatter(dtype: torch.dtype, size: int, group: Group, later: bool) -> Any:
+    output, is_root = torch.empty(size, dtype=dtype), group.rank() == 1
+    inputs = [values(rank, size, dtype) for rank in range(group.size())] if is_root else None
+    _finished(dist.scatter(output, inputs, group=group, async_op=later, group_src=1), later)
+    return [output]
+
+
+def _reduce_scatter(op: Any, dtype: torch.dtype, size: int, group: Group, later: bool) -> Any:
+    output = torch.empty(size, dtype=dtype)
+    inputs = [values(group.rank(), size, dtype, seed) for seed in range(group.size())]
+    _finished(dist.reduce_scatter(output, inputs, op, group, later), later)
+    return [output, *inputs]
+
+
+def _reduce_scatter_single(
+    op: Any, dtype: torch.dtype, size: int, group: Group, later: bool
+) -> Any:
+    output, given = torch.empty(size, dtype=dtype), values(group.rank(), size * group.size(), dtype)
+    options = c10d.ReduceScatterOptions()
+    options.reduceOp = op
+    group._reduce_scatter_base(output, given, options).wait()
+    return [output, given]
+
+
+def _all_to_all_single(dtype: torch.dtype, size: int, group: Group, later: bool) -> Any:
+    given = values(group.rank(), size * group.size(), dtype)
+    output = torch.empty_like(given)
+    _finished(dist.all_to_all_single(output, given, group=group, async_op=later), later)
+    return [output]
+
+
+def _all_to_all_uneven(dtype: torch.dtype, size: int, group: Group, later: bool) -> Any:
+    rank, n = group.rank(), group.size()
+    sent = [size * (rank + other) // 2 for other in range(n)]
+    given = values(rank, sum(sent), dtype).unsqueeze(1).repeat(1, 2)
+    output = torch.empty_like(given)
+    _finished(dist.all_to_all_single(output, given, sent, sent, group=group, async_op=later), later)
+    return [output]
+
+
+_CASES: list[tuple[str, list[Any]]] = [
+    ("all_reduce", [partial(_all_reduce, op, dtype) for op, dtype in _REDUCTIONS]),
+    ("reduce", [partial(_reduce, op, dtype) for op, dtype in _REDUCTIONS[::3]]),
+    ("all_reduce_coalesced", [partial(_all_reduce_coalesced, dtype) for dtype in FLOATS]),
+    (
+        "reduce_scatter",
+        [
+            partial(case, op, dtype)
+            for case in (_reduce_scatter, _reduce_scatter_single)
+            for op, dtype in _REDUCTIONS[::3]
+            if not dtype.is_complex
+        ],
+    ),
+    *(
+        (case.__name__[1:], [partial(case, dtype) for dtype in (*NUMBERS[::2], COMPLEX[0])])
+        for case in (_broadcast, _all_gather)
+    ),
+    *(
+        (case.__name__[1:], [partial(case, dtype) for dtype in NUMBERS[::2]])
+        for case in (
+            _all_gather_single,
+            _gather,
+            _scatter,
+            _all_to_all_single,
+            _all_to_all_uneven,
+        )
+    ),
+]
+
+
+def _beside_gloo(rank: int, world_size: int, cases: list[Any]) -> None:
+    group, gloo = new_fddp_group(), dist.group.WORLD
+    assert gloo is not None
+    for case, size, later in itertools.product(cases, SIZES, (False, True)):
+        check_equal(case(size, group, later), case(size, gloo, later))
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize(("name", "cases"), _CASES, ids=[name for name, _ in _CASES])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.filterwarnings("ignore")
+def test_results_are_those_of_gloo(
+    world_size: int, name: str, cases: list[Any], ranks: RankPool
+) -> None:
+    ranks.run(world_size, _beside_gloo, cases)
+
+
+def _beyond_gloo(rank: int, world_size: int) -> None:
+    group = new_fddp_group()
+    # Sizes that differ between ranks.
+    outputs = [torch.zeros(3 * other) for other in range(world_size)]
+    dist.all_gather(outputs, torch.full((3 * rank,), float(rank)), group)
+    check_equal(outputs, [torch.full((3 * other,), float(other)) for other in range(world_size)])
+    output = torch.zeros(rank + 1)
+    dist.reduce_scatter(output, [torch.ones(other + 1) for other in range(world_size)], group=group)
+    check_equal([output], [torch.full((rank + 1,), float(world_size))])
+    inputs = [torch.full((rank + other,), float(rank)) for other in range(world_size)]
+    outputs = [torch.zeros(rank + other) for other in range(world_size)]
+    dist.all_to_all(outputs, inputs, group)
+    check_equal(outputs, [torch.full((rank + o,), float(o)) for o in range(world_size)])
+    # A factor for each rank.
+    scaled = torch.ones(5)
+    dist.all_reduce(scaled, dist._make_nccl_premul_sum(rank + 1.0), group)
+    check_equal([scaled], [torch.full((5,), world_size * (world_size + 1) / 2)])
+    # Truth values.
+    truth = torch.tensor([rank == 0, True, False])
+    dist.all_reduce(truth, group=group)
+    check_equal([truth], [torch.tensor([True, True, False])])
+    dist.all_reduce(truth, OP.MIN, group)
+    # Memory that is not contiguous.
+    rows = torch.arange(12.0).reshape(3, 4)
+    dist.all_reduce(rows.t()[::2], group=group)
+    expected = torch.arange(12.0).reshape(3, 4)
+    expected[:, ::2] *= world_size
+    check_equal([rows], [expected])
+    # A NaN of any rank.
+    numbers = torch.tensor([float("nan") if rank == 1 else 1.0, 2.0])
+    dist.all_reduce(numbers, OP.MIN, group)
+    assert numbers[0].isnan()
+    assert numbers[1] == 2.0
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_more_than_gloo(world_size: int, ranks: RankPool) -> None:
+    ranks.run(world_size, _beyond_gloo)
+
+
+def _in_group_of_one(rank: int, world_size: int) -> None:
+    groups = [dist.new_group([other], backend="fddp") for other in range(world_size)]
+    tensor = torch.arange(3.0)
+    dist.all_reduce(tensor, group=groups[rank])
+    outputs = [torch.zeros(3)]
+    dist.all_gather(outputs, tensor, groups[rank])
+    output = torch.zeros(3)
+    dist.reduce_scatter(output, [tensor], group=groups[rank])
+    dist.barrier(groups[rank])
+    check_equal([tensor, output, *outputs], [torch.arange(3.0)] * 3)
+
+
+def test_groups_of_one_rank(ranks: RankPool) -> None:
+    ranks.run(2, _in_group_of_one)
+
+
+def _works(rank: int, world_size: int) -> None:
+    group = new_fddp_group()
+    # Futures complete without a wait, in the order of issue.
+    order: list[int] = []
+    tensors = [torch.full((size,), 1.0) for size in (1, 200_000, 3, 0)]
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+    futures = [
+        work.get_future().then(lambda future, i=i: (order.append(i), future.value())[1])
+        for i, work in enumerate(works)
+    ]
+    for future, tensor in zip(futures, tensors, strict=True):
+        check_equal(future.wait(), [torch.full_like(tensor, float(world_size))])
+    assert order == [0, 1, 2, 3]
+    assert all(work.is_completed() for work in works)
+    # A future of completed work, and repeated waits.
+    assert works[0].get_future().done()
+    assert works[0].wait()
+    assert works[0].wait()
+    dist.destroy_process_group(group)
+
+
+def test_works_and_futures(ranks: RankPool) -> None:
+    ranks.run(2, _works)

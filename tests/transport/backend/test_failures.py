@@ -1,0 +1,236 @@
+"""Failures of ranks over the backend "fddp": an error on every survivor, which names the rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.backends import new_fddp_group
+from tests.support.ranks import Outcome, RankPool, run_fresh
+
+_TIMEOUT_S = 3.0
+_KILLED = -signal.SIGKILL
+
+
+def _call(kind: str, group: dist.ProcessGroup, size: int) -> None:
+    """A call that needs rank 1."""
+    tensor = torch.ones(size)
+    if kind == "all_reduce":
+        dist.all_reduce(tensor, group=group)
+    elif kind == "async":
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        work.get_future().wait()
+    elif kind == "barrier":
+        dist.barrier(group)
+    elif kind == "all_to_all":
+        dist.all_to_all([torch.ones(size)] * 3, [tensor] * 3, group)
+    elif kind == "recv":
+        dist.recv(tensor, group=group, group_src=1)
+    else:
+        dist.send(tensor, group=group, group_dst=1)
+
+
+_CALLS = [
+    *(("all_reduce", size) for size in (1, 500_000)),
+    ("async", 500_000),
+    ("barrier", 0),
+    ("all_to_all", 10),
+    ("recv", 10),
+    ("send", 500_000),
+]
+
+
+def _with_a_lost_rank(rank: int, world_size: int, kind: str, size: int) -> tuple[str, float]:
+    group = new_fddp_group(20.0)
+    dist.barrier(group)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin_s = time.perf_counter()
+    with pytest.raises(RuntimeError) as caught:
+        _call(kind, group, size)
+    return str(caught.value), time.perf_counter() - begin_s
+
+
+@pytest.mark.parametrize(("kind", "size"), _CALLS)
+def test_a_killed_rank_is_named(kind: str, size: int) -> None:
+    survivors = run_fresh(3, _with_a_lost_rank, kind, size)
+    assert survivors.pop(1).exitcode == _KILLED
+    for outcome in survivors:
+        text, waited_s = outcome.result
+        assert "rank 1 left the group, or its process has ended" in text
+        assert waited_s < 10.0
+
+
+def _with_a_late_rank(rank: int, world_size: int, kind: str, size: int) -> str:
+    group = new_fddp_group(_TIMEOUT_S)
+    dist.barrier(group)
+    if rank == 1:
+        time.sleep(2 * _TIMEOUT_S)
+    with pytest.raises(RuntimeError) as caught:
+        _call(kind if rank != 1 or kind not in ("send", "recv") else "barrier", group, size)
+    dist.destroy_process_group(group)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "size"), [_CALLS[0], _CALLS[1], _CALLS[5], _CALLS[6]])
+def test_a_late_rank_is_named_on_every_rank(kind: str, size: int, ranks: RankPool) -> None:
+    for text in ranks.run(3, _with_a_late_rank, kind, size):
+        assert f"rank 1 did not take part within the timeout of {_TIMEOUT_S:.0f} s" in text
+
+
+def _with_a_mismatch(rank: int, world_size: int) -> list[str]:
+    group = new_fddp_group()
+    texts = []
+    for size, first, others in [(3, 3, 4), (5, 200_000, 100_000)]:
+        tensor = torch.ones(first if rank == 0 else others)
+        with pytest.raises(RuntimeError) as caught:
+            dist.all_reduce(tensor, group=group)
+        texts.append(str(caught.value))
+        assert bool(tensor.eq(1).all())
+        # The group can still be used.
+        total = torch.ones(size)
+        dist.all_reduce(total, group=group)
+        assert total[0] == world_size
+    call = dist.all_reduce if rank == 0 else partial(dist.broadcast, src=0)
+    with pytest.raises(RuntimeError) as caught:
+        call(torch.ones(2, dtype=torch.int64), group=group)
+    texts.append(str(caught.value))
+    sent = [1, 1] if rank == 0 else [0, 1]
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_to_all_single(torch.ones(2), torch.ones(sum(sent)), [1, 1], sent, group)
+    texts.append(str(caught.value))
+    dist.destroy_process_group(group)
+    return texts
+
+
+def test_differing_calls_are_named_and_leave_the_group_usable(ranks: RankPool) -> None:
+    for texts in ranks.run(2, _with_a_mismatch):
+        few, many, kinds, sizes = texts
+        assert (
+            "the ranks called different operations: rank 0 all_reduce (sum) of Float, 12 bytes, "
+            "rank 1 all_reduce (sum) of Float, 16 bytes"
+        ) in few
+        assert "800000 bytes" in many
+        assert "rank 1 broadcast of Long, 16 bytes" in kinds
+        assert "the sizes that ranks send differ" in sizes
+
+
+def _closed(rank: int, world_size: int) -> None:
+    group = new_fddp_group()
+    pending = dist.irecv(torch.ones(3), group=group, group_src=1 - rank)
+    reduced = dist.all_reduce(torch.ones(300_000), group=group, async_op=True)
+    reduced.wait()
+    if rank == 0:
+        late = dist.all_reduce(torch.ones(300_000), group=group, async_op=True)
+        group.abort()
+        for work in (pending, late):
+            with pytest.raises(RuntimeError, match="the group was closed on this rank"):
+                work.wait()
+            assert work.is_completed()
+        with pytest.raises(RuntimeError, match="the group was closed on this rank"):
+            dist.all_reduce(torch.ones(3), group=group)
+    else:
+        with pytest.raises(RuntimeError, match="rank 0 left the group"):
+            pending.wait()
+    dist.destroy_process_group(group)
+
+
+def test_abort_ends_pending_works(ranks: RankPool) -> None:
+    ranks.run(2, _closed)
+
+
+def _in_any_order(rank: int, world_size: int) -> None:
+    groups = [new_fddp_group() for _ in range(4)]
+    for group in groups:
+        dist.all_reduce(torch.ones(1000), group=group)
+    sent = dist.isend(torch.ones(10), group=groups[0], group_dst=(rank + 1) % world_size)
+    sent.wait()
+    order = groups[1:] if rank == 0 else groups[:0:-1]
+    for group in order:
+        dist.destroy_process_group(group)
+    tensor = torch.zeros(10)
+    dist.recv(tensor, group=groups[0], group_src=(rank - 1) % world_size)
+    dist.destroy_process_group(groups[0])
+
+
+def test_groups_are_destroyed_in_any_order(ranks: RankPool) -> None:
+    ranks.run(3, _in_any_order)
+
+
+def _sent_before_the_end(rank: int, world_size: int) -> float:
+    """What a rank sends before it ends arrives."""
+    group = new_fddp_group()
+    if rank == 0:
+        dist.send(torch.full((100,), 7.0), group=group, group_dst=1)
+        dist.destroy_process_group(group)
+        return 0.0
+    time.sleep(0.5)
+    tensor = torch.zeros(100)
+    dist.recv(tensor, group=group, group_src=0)
+    dist.destroy_process_group(group)
+    return float(tensor.mean())
+
+
+def test_messages_outlive_their_sender(ranks: RankPool) -> None:
+    assert ranks.run(2, _sent_before_the_end)[1] == 7.0
+
+
+def _forked(rank: int, world_size: int) -> str:
+    group = new_fddp_group()
+    dist.all_reduce(torch.ones(3), group=group)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        texts = []
+        for call in (
+            lambda: dist.all_reduce(torch.ones(3), group=group),
+            lambda: dist.send(torch.ones(3), group=group, group_dst=1 - rank),
+        ):
+            try:
+                call()
+            except (RuntimeError, ValueError) as error:
+                texts.append(str(error))
+        os.write(write, "; ".join(texts).encode())
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    dist.all_reduce(torch.ones(3), group=group)
+    dist.destroy_process_group(group)
+    return os.read(read, 1000).decode()
+
+
+def test_a_forked_process_cannot_use_a_group(ranks: RankPool) -> None:
+    for text in ranks.run(2, _forked):
+        assert text.count("a group cannot be used in a forked process") == 2
+
+
+def _without_a_destroy(rank: int, world_size: int) -> Any:
+    global _kept  # lives until the interpreter ends
+    _kept = [new_fddp_group(), new_fddp_group()]
+    _kept.append(dist.all_reduce(torch.ones(300_000), group=_kept[0], async_op=True))
+    _kept.append(dist.irecv(torch.ones(3), group=_kept[1], group_src=1 - rank))
+    _kept[2].wait()
+
+
+def test_processes_end_without_a_destroy() -> None:
+    assert run_fresh(2, _without_a_destroy) == [Outcome(None, None, 0)] * 2
+
+
+def _absent(rank: int, world_size: int) -> str:
+    if rank == 1:
+        time.sleep(3.0)
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        new_fddp_group(1.0)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_create_the_group_is_named() -> None:
+    first, _ = run_fresh(2, _absent)
+    assert "1 rank did not take part within timeout=1.0 s: 1" in first.result

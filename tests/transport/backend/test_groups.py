@@ -1,0 +1,150 @@
+"""Groups with the backend "fddp": of all ranks, of some, and where memory is not shared."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import fddp
+from fddp.transport.backend.creation import BackendChoice, backend_choice
+from fddp.transport.backend.registration import register
+from tests.support.backends import new_fddp_group
+from tests.support.ranks import RankPool, split_into_hosts
+
+
+def as_default(rank: int, world_size: int, folder: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn(rank, world_size)` in a default group with the backend "fddp"."""
+    dist.destroy_process_group()
+    store = dist.FileStore(str(Path(folder) / "store"), world_size)
+    dist.init_process_group("fddp", store=store, rank=rank, world_size=world_size)
+    result = fn(rank, world_size, *args)
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+def _choice(rank: int, world_size: int) -> tuple[BackendChoice, BackendChoice]:
+    group = new_fddp_group()
+    with split_into_hosts([[0], [1, 2]]):
+        divided = new_fddp_group()
+    for one in (group, divided):
+        total = torch.ones(3)
+        dist.all_reduce(total, group=one)
+        assert total[0] == world_size
+    choices = backend_choice(group), backend_choice(divided)
+    with pytest.raises(ValueError, match="does not have the backend"):
+        backend_choice()
+    dist.destroy_process_group(group)
+    dist.destroy_process_group(divided)
+    return choices
+
+
+def test_gloo_where_ranks_do_not_share_memory(ranks: RankPool) -> None:
+    for shared, divided in ranks.run(3, _choice):
+        assert shared == BackendChoice("shm", "all 3 ranks share the memory of a host")
+        assert divided.name == "gloo"
+        assert divided.reason == "the ranks are on 2 hosts or parts of them (0, 1-2)"
+
+
+def _parts(rank: int, world_size: int) -> None:
+    total = torch.ones(1)
+    pairs = [dist.new_group(pair, backend="fddp") for pair in ([0, 1], [2, 3], [3, 0])]
+    for pair, group in zip(([0, 1], [2, 3], [3, 0]), pairs, strict=True):
+        if rank in pair:
+            own = torch.full((1000,), float(rank))
+            dist.all_reduce(own, group=group)
+            assert own[0] == sum(pair)
+            assert backend_choice(group).name == "shm"
+            gathered: list[Any] = [None, None]
+            dist.all_gather_object(gathered, rank, group)
+            assert gathered == sorted(pair)
+    alone = dist.new_group([rank], backend="fddp", use_local_synchronization=True)
+    dist.all_reduce(total, group=alone)
+    dist.all_reduce(total)
+    assert total == world_size
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    along = torch.full((3,), float(rank))
+    dist.all_reduce(along, group=mesh.get_group("columns"))
+    assert along[0] == (1 if rank < 2 else 5)
+    assert dist.get_backend(mesh.get_group("rows")) == "fddp"
+    for pair, group in zip(([0, 1], [2, 3], [3, 0]), pairs, strict=True):
+        if rank in pair:
+            dist.destroy_process_group(group)
+
+
+def test_groups_of_some_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(4, as_default, str(tmp_path), _parts)
+
+
+def _through_fddp(rank: int, world_size: int) -> None:
+    """The library itself runs on such a group."""
+    gradients = {"w": torch.full((1000,), float(rank)), "b": torch.ones(3)}
+    with fddp.GradSync(gradients) as sync:
+        means = sync(gradients)
+    assert means["w"][0] == (world_size - 1) / 2
+    assert float(fddp.pmean(torch.tensor(float(rank)))) == (world_size - 1) / 2
+
+
+def test_the_library_on_such_a_group(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, as_default, str(tmp_path), _through_fddp)
+
+
+def test_registration_is_repeatable() -> None:
+    plugin = dist.Backend._plugins["FDDP"]
+    register()
+    assert dist.Backend._plugins["FDDP"] is plugin
+    assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
+
+
+def _left_behind(rank: int, world_size: int) -> tuple[int, int, set[str]]:
+    def counts() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    def use() -> None:
+        group = new_fddp_group()
+        work = dist.isend(torch.ones(100_000), group=group, group_dst=1 - rank)
+        dist.recv(torch.ones(100_000), group=group, group_src=1 - rank)
+        work.wait()
+        dist.all_reduce(torch.ones(300_000), group=group)
+        dist.destroy_process_group(group)
+
+    use()
+    before, shared = counts(), {*os.listdir("/dev/shm")}
+    for _ in range(5):
+        use()
+    after = counts()
+    return after[0] - before[0], after[1] - before[1], {*os.listdir("/dev/shm")} - shared
+
+
+def test_groups_leave_nothing_behind(ranks: RankPool) -> None:
+    for descriptors, threads, files in ranks.run(2, _left_behind):
+        assert (descriptors, threads) == (0, 0)
+        assert not any("fddp" in name for name in files)
+
+
+_PROGRAM = """
+import torch, torch.distributed as dist
+import fddp
+dist.init_process_group("cpu:fddp")
+total = torch.ones(3)
+dist.all_reduce(total)
+print(dist.get_backend_config(), total[0].item())
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(_PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", script]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.stdout.count("cpu:fddp 2.0") == 2, run.stderr

@@ -1,0 +1,178 @@
+"""Messages over the backend "fddp": order, tags, sizes, and sends before receives."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.backends import check_equal, new_fddp_group, values
+from tests.support.ranks import RankPool
+
+# Far below and above the size of an outbox.
+_SIZES = (0, 1, 1000, 500_000)
+
+
+def _both_send_first(rank: int, world_size: int) -> None:
+    group = new_fddp_group()
+    others = [other for other in range(world_size) if other != rank]
+    for size in _SIZES:
+        sends = [
+            dist.isend(values(rank, size, torch.float32, other), group=group, group_dst=other)
+            for other in others
+        ]
+        for other in others:
+            tensor = torch.empty(size)
+            dist.recv(tensor, group=group, group_src=other)
+            check_equal([tensor], [values(other, size, torch.float32, rank)])
+        for work in sends:
+            work.wait()
+            assert work.is_completed()
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_send_first(world_size: int, ranks: RankPool) -> None:
+    ranks.run(world_size, _both_send_first)
+
+
+def _by_tag(rank: int, world_size: int) -> None:
+    group = new_fddp_group()
+    tags = [tag for tag in range(4) for _ in range(3)]
+    if rank == 0:
+        works = [
+            dist.isend(values(number, 100_000, torch.int64), group=group, tag=tag, group_dst=1)
+            for number, tag in enumerate(tags)
+        ]
+        for work in works:
+            work.wait()
+    else:
+        received: dict[int, list[torch.Tensor]] = {}
+        for tag in reversed(tags):
+            tensor = torch.empty(100_000, dtype=torch.int64)
+            dist.recv(tensor, group=group, tag=tag, group_src=0)
+            received.setdefault(tag, []).append(tensor)
+        for tag, tensors in received.items():
+            sent = [values(n, 100_000, torch.int64) for n, t in enumerate(tags) if t == tag]
+            check_equal(tensors, sent)
+    dist.destroy_process_group(group)
+
+
+def test_messages_match_by_tag_in_order(ranks: RankPool) -> None:
+    ranks.run(2, _by_tag)
+
+
+def _from_any(rank: int, world_size: int) -> None:
+    group = new_fddp_group()
+    if rank == 0:
+        seen = []
+        for _ in range(2 * (world_size - 1)):
+            tensor = torch.empty(50_000)
+            source = dist.recv(tensor, group=group)
+            check_equal([tensor], [torch.full((50_000,), float(source))])
+            seen.append(source)
+        assert sorted(seen) == sorted([*range(1, world_size)] * 2)
+    else:
+        for _ in range(2):
+            dist.send(torch.full((50_000,), float(rank)), group=group, group_dst=0)
+    dist.destroy_process_group(group)
+
+
+def test_receive_from_any_rank(ranks: RankPool) -> None:
+    ranks.run(3, _from_any)
+
+
+def _batch(rank: int, world_size: int) -> None:
+    group = new_fddp_group()
+    left, right = (rank - 1) % world_size, (rank + 1) % world_size
+    received = torch.empty(70_000)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(
+                dist.isend, torch.full((70_000,), float(rank)), group=group, group_peer=right
+            ),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=left),
+        ]
+    )
+    for work in works:
+        work.wait()
+    check_equal([received], [torch.full((70_000,), float(left))])
+    dist.destroy_process_group(group)
+
+
+def test_batches(ranks: RankPool) -> None:
+    ranks.run(3, _batch)
+
+
+def _at_random(rank: int, world_size: int, seed: int) -> None:
+    """Messages of random sizes and tags, received in another order, among collectives."""
+    group = new_fddp_group()
+    rng = random.Random(seed)
+    messages = [
+        (source, other, rng.randrange(3), rng.choice([0, 3, 5000, 90_000, 300_000]))
+        for source, other in (rng.sample(range(world_size), 2) for _ in range(60))
+    ]
+    sends, receives = [], []
+    for number, (source, other, tag, size) in enumerate(messages):
+        if source == rank:
+            tensor = values(number, size, torch.float32)
+            sends.append(dist.isend(tensor, group=group, tag=tag, group_dst=other))
+        if other == rank:
+            tensor = torch.empty(size)
+            work = dist.irecv(tensor, group=group, tag=tag, group_src=source)
+            receives.append((number, tensor, work))
+        if number % 10 == 0:
+            total = torch.ones(1)
+            dist.all_reduce(total, group=group)
+            assert total == world_size
+    random.Random(rank).shuffle(receives)
+    for number, tensor, work in receives:
+        work.wait()
+        check_equal([tensor], [values(number, tensor.numel(), torch.float32)])
+    for work in sends:
+        work.wait()
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_messages(seed: int, ranks: RankPool) -> None:
+    ranks.run(3, _at_random, seed)
+
+
+def _without_waits(rank: int, world_size: int) -> None:
+    """A large message progresses while the sender does something else."""
+    group = new_fddp_group()
+    if rank == 0:
+        work = dist.isend(torch.ones(4_000_000), group=group, group_dst=1)
+        ended = threading.Event()
+        while not work.is_completed() and not ended.wait(0.01):
+            pass
+    else:
+        tensor = torch.zeros(4_000_000)
+        dist.irecv(tensor, group=group, group_src=0).wait()
+        assert bool(tensor.eq(1).all())
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+
+
+def test_messages_progress_without_waits(ranks: RankPool) -> None:
+    ranks.run(2, _without_waits)
+
+
+def _sizes_differ(rank: int, world_size: int) -> None:
+    group = new_fddp_group()
+    if rank == 0:
+        dist.send(torch.ones(3), group=group, group_dst=1)
+        dist.send(torch.ones(2), group=group, group_dst=1)
+    else:
+        with pytest.raises(RuntimeError, match="rank 0 sent 12 bytes, and the tensor to receive"):
+            dist.recv(torch.ones(5), group=group, group_src=0)
+        dist.recv(torch.zeros(2), group=group, group_src=0)
+    dist.destroy_process_group(group)
+
+
+def test_a_receive_of_another_size_is_an_error(ranks: RankPool) -> None:
+    ranks.run(2, _sizes_differ)
