@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tests.support.pages import run_script
 from tests.support.ranks import RankPool
 
 _FEATURES, _STEPS = 64, 4
@@ -114,3 +115,7 @@ def _over_both(
 @pytest.mark.parametrize("program", _PROGRAMS, ids=lambda program: program.__name__[1:])
 def test_results_are_those_over_gloo(program: Any, ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, _over_both, program, str(tmp_path))
+
+
+def test_page_runs_on_two_ranks(tmp_path: Path) -> None:
+    run_script("docs/backend.md", tmp_path)
