@@ -45,6 +45,7 @@ bench: $(INSTALLED)
 	mkdir -p $(BENCH)
 	rm -f $(BENCH)/*.json
 	$(RUN) -m benchmarks.transports --json $(BENCH)/transports.json
+	$(RUN) -m benchmarks.collectives --json $(BENCH)/collectives.json
 	$(RUN) -m benchmarks --rounds 7 --json $(BENCH)/steps.json
 	$(RUN) -m benchmarks --ranks 4 --rounds 5 --models mlp small --json $(BENCH)/crowded.json
 	$(RUN) -m benchmarks.memory --models mlp --json $(BENCH)/memory.json
@@ -56,7 +57,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.planning
 	$(RUN) -m benchmarks.scaling
 	$(RUN) -m benchmarks.simulator_accuracy
-	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports steps crowded memory leaves fixed_cost packing functional jax_trees))
+	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports collectives steps crowded memory leaves fixed_cost packing functional jax_trees))
 
 bench-gpu: $(INSTALLED)
 	$(RUN) -m benchmarks.gpu
