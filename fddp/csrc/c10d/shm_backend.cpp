@@ -2,6 +2,7 @@
 
 #include "c10d/shm_errors.h"
 #include "shm_ownership.h"
+#include "shm_tensor.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -82,6 +83,16 @@ void ShmBackend::close() {
 void ShmBackend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
   if (group_ != nullptr) group_->set_timeout(timeout);
+}
+
+at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
+  const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
+  const bool on_cpu = !options.has_device() || options.device().is_cpu();
+  if (group_ != nullptr && on_cpu) {
+    auto shared = shm::empty_in_arena(group_->options().arena, size, dtype);
+    if (shared) return *shared;
+  }
+  return at::empty({size}, options);
 }
 
 c10::intrusive_ptr<c10d::Backend> ShmBackend::split(

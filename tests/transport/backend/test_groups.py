@@ -98,6 +98,36 @@ def test_the_library_on_such_a_group(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, as_default, str(tmp_path), _through_fddp)
 
 
+def _allocated(rank: int, world_size: int) -> None:
+    """Tensors in shared memory, as DDP and FSDP allocate them."""
+    group, cpu = new_fddp_group(), torch.device("cpu")
+    backend = group._get_backend(cpu)
+    assert backend.supports_tensor_alloc(cpu)
+    for dtype, size in [(torch.float32, 300_000), (torch.int64, 3), (torch.bfloat16, 0)]:
+        tensor = backend.allocate_tensor(size, dtype=dtype, device=cpu)
+        assert (tensor.dtype, tensor.shape) == (dtype, (size,))
+        tensor.fill_(rank + 1)
+        dist.all_reduce(tensor, group=group)
+        dist.all_reduce(tensor[1:], dist.ReduceOp.MAX, group)
+        assert bool(tensor.eq(world_size * (world_size + 1) // 2).all())
+    module = torch.nn.Linear(300, 300, bias=False)
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+    wrapped = torch.nn.parallel.DistributedDataParallel(module, process_group=group)
+    for _ in range(3):
+        module.zero_grad()
+        wrapped(torch.full((1, 300), rank + 1.0)).sum().backward()
+        assert bool(module.weight.grad.eq((world_size + 1) / 2).all())
+    kept = backend.allocate_tensor(1000, dtype=torch.float32, device=cpu).fill_(7.0)
+    del wrapped, backend
+    dist.destroy_process_group(group)
+    assert kept.sum() == 7000.0
+
+
+def test_tensors_in_shared_memory(ranks: RankPool) -> None:
+    ranks.run(3, _allocated)
+
+
 def test_registration_is_repeatable() -> None:
     plugin = dist.Backend._plugins["FDDP"]
     register()

@@ -72,6 +72,13 @@ def _fsdp(mesh: DeviceMesh, folder: str) -> list[torch.Tensor]:
     return _trained(fully_shard(model, mesh=mesh))
 
 
+def _fsdp_in_shared_memory(mesh: DeviceMesh, folder: str) -> list[torch.Tensor]:
+    model = fully_shard(_network(), mesh=mesh)
+    if dist.get_backend() == "fddp":
+        model.set_allocate_memory_from_process_group_for_comm(True)
+    return _trained(model)
+
+
 def _tensor_parallel(mesh: DeviceMesh, folder: str) -> list[torch.Tensor]:
     model = _network()
     expected = copy.deepcopy(model)
@@ -92,7 +99,7 @@ def _checkpoint(mesh: DeviceMesh, folder: str) -> list[torch.Tensor]:
     return [loaded.full_tensor(), loaded.redistribute(placements=[Replicate()]).to_local()]
 
 
-_PROGRAMS = [_ddp, _replicate, _zero, _fsdp, _tensor_parallel, _checkpoint]
+_PROGRAMS = [_ddp, _replicate, _zero, _fsdp, _fsdp_in_shared_memory, _tensor_parallel, _checkpoint]
 
 
 def _over_both(
