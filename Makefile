@@ -9,14 +9,14 @@ TORCH := torch==2.13.0
 # From the index, because a fresh machine may have neither. jaxlib has the header of XLA's FFI.
 BUILD_TOOLS := scikit-build-core cmake ninja "jaxlib; python_version >= '3.11'"
 
-CODE := fddp tests benchmarks distribution examples
+CODE := fddp fddp_backend tests benchmarks distribution examples
 BENCH := build/bench
 
 TOOLS := $(VENV)/.tools
 INSTALLED := $(VENV)/.installed
 NATIVE := pyproject.toml $(wildcard fddp/csrc/* fddp/csrc/*/*)
 
-.PHONY: test quick demo lint docs bench bench-gpu integrations sanitize chaos disagree soak fuzz fuzz-atheris fuzzed-extension matrix wheels clean
+.PHONY: test quick demo lint docs bench bench-gpu integrations sanitize chaos disagree torch-tests soak fuzz fuzz-atheris fuzzed-extension matrix wheels clean
 
 # Two workers, because most tests wait: for processes to start, or for each other.
 test: lint
@@ -45,6 +45,7 @@ bench: $(INSTALLED)
 	mkdir -p $(BENCH)
 	rm -f $(BENCH)/*.json
 	$(RUN) -m benchmarks.transports --json $(BENCH)/transports.json
+	$(RUN) -m benchmarks.collectives --json $(BENCH)/collectives.json
 	$(RUN) -m benchmarks --rounds 7 --json $(BENCH)/steps.json
 	$(RUN) -m benchmarks --ranks 4 --rounds 5 --models mlp small --json $(BENCH)/crowded.json
 	$(RUN) -m benchmarks.memory --models mlp --json $(BENCH)/memory.json
@@ -58,7 +59,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.scaling
 	$(RUN) -m benchmarks.simulator_accuracy
 	$(RUN) -m benchmarks.literature
-	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports steps crowded memory leaves fixed_cost virtual_ranks packing functional jax_trees))
+	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports collectives steps crowded memory leaves fixed_cost virtual_ranks packing functional jax_trees))
 
 bench-gpu: $(INSTALLED)
 	$(RUN) -m benchmarks.gpu
@@ -77,12 +78,17 @@ integrations: $(INSTALLED)
 # The shared-memory core alone, without torch: some five minutes. What a sanitizer finds is an error.
 SANITIZED := build/sanitize
 STRESS := tests/native/shm_stress.cpp $(wildcard fddp/csrc/shm/*.cpp)
+MESSAGES := tests/native/shm_messages.cpp $(wildcard fddp/csrc/shm/*.cpp)
 STRICTLY := -std=c++20 -O1 -g -Wall -Wextra -Werror -ffp-contract=off -pthread -DFDDP_NO_CLONES
 sanitize:
 	mkdir -p $(SANITIZED)
 	$(CXX) $(STRICTLY) -fsanitize=thread $(STRESS) -o $(SANITIZED)/threads
 	$(CXX) $(STRICTLY) -fsanitize=address,undefined -fno-sanitize-recover=all $(STRESS) -o $(SANITIZED)/processes
+	$(CXX) $(STRICTLY) -fsanitize=thread $(MESSAGES) -o $(SANITIZED)/messages
+	$(CXX) $(STRICTLY) -fsanitize=address,undefined -fno-sanitize-recover=all $(MESSAGES) -o $(SANITIZED)/addresses
 	TSAN_OPTIONS=halt_on_error=1 $(SANITIZED)/threads threads 3 100000 1
+	TSAN_OPTIONS=halt_on_error=1 $(SANITIZED)/messages 3 2000 1
+	$(SANITIZED)/addresses 3 2000 2
 	$(SANITIZED)/processes processes 3 100000 1
 	$(SANITIZED)/processes processes 4 100000 2
 	$(SANITIZED)/processes kill 3 30 1
@@ -98,6 +104,11 @@ chaos: $(INSTALLED)
 # 1,000 generated disagreements on threads, 100 each over gloo and shared memory: some six minutes.
 disagree: $(INSTALLED)
 	DISAGREEMENTS=1000 $(RUN) -m pytest --timeout 900 tests/faults/test_disagreement.py
+
+# All of torch's own tests of process groups, over the backend "fddp": some ten minutes. `make test`
+# runs a sample of them.
+torch-tests: $(INSTALLED)
+	TORCH_TESTS=all $(RUN) -m pytest tests/transport/backend/test_torch_suite.py
 
 # Half an hour of mixed steps; ends with status 1 where anything grew.
 soak: $(INSTALLED)

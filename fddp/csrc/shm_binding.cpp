@@ -4,6 +4,7 @@
 #include "shm/available_memory.h"
 #include "shm/shm_group.h"
 #include "shm_ownership.h"
+#include "shm_tensor.h"
 #include "step/collectives.h"
 #include "tensor/layout.h"
 #include "tensor/number_type.h"
@@ -50,38 +51,6 @@ auto translate_errors(const Body& body) {
         PyExc_OSError, py::make_tuple(error.code().value(), std::string(error.what())).ptr());
     throw py::error_already_set();
   }
-}
-
-// Block of an arena, owned by the storage of a tensor.
-struct ArenaBlock {
-  std::shared_ptr<Arena> arena;
-  uint64_t begin;
-
-  ~ArenaBlock() {
-    arena->free(begin);
-  }
-};
-
-std::optional<at::Tensor> empty(
-    const std::shared_ptr<Arena>& arena, int64_t numel, at::ScalarType dtype) {
-  const auto item_bytes = static_cast<int64_t>(c10::elementSize(dtype));
-  TORCH_CHECK_VALUE(
-      numel >= 0 && numel <= std::numeric_limits<int64_t>::max() / item_bytes,
-      "numel must be between 0 and the number of addressable elements, got ", numel);
-  const auto options = at::TensorOptions().dtype(dtype);
-  if (numel == 0) return at::empty({0}, options);
-  std::optional<ByteRange> block;
-  {
-    const py::gil_scoped_release released;
-    block = arena->allocate(static_cast<uint64_t>(numel * item_bytes));
-  }
-  if (!block) return std::nullopt;
-  auto owner = std::make_unique<ArenaBlock>(arena, block->begin);
-  char* const data = arena->mapping()->base() + block->begin;
-  at::Tensor tensor = at::from_blob(
-      data, {numel}, [held = owner.get()](void*) { delete held; }, options);
-  owner.release();
-  return tensor;
 }
 
 bool holds(const Arena& arena, const at::Tensor& tensor) {
@@ -350,7 +319,7 @@ void bind_arenas(py::module_& m) {
       .def_property_readonly("span", [](const Arena& arena) { return arena.mapping()->span(); })
       .def_property_readonly("reserved", &Arena::reserved)
       .def_property_readonly("used", &Arena::used)
-      .def("empty", torch::wrap_pybind_function(&empty), py::arg("numel"), py::arg("dtype"))
+      .def("empty", torch::wrap_pybind_function(&empty_in_arena), py::arg("numel"), py::arg("dtype"))
       .def("holds", torch::wrap_pybind_function(&holds), py::arg("tensor"))
       .def("allocate_zeroed", torch::wrap_pybind_function(&allocate_zeroed), py::arg("n_bytes"))
       .def(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from benchmarks import (
     bounds,
+    collectives,
     ddp_comparison,
     fixed_cost,
     gpu,
@@ -312,6 +313,20 @@ def test_figures_of_transports_are_against_gloos_faster_mode() -> None:
         ("64 MiB", pytest.approx(7.33, rel=1e-2), 5.0, True),
         ("64 MiB", 1.5, 1.2, False),
     ]
+
+
+def _collectives(rank: int, world_size: int) -> list[collectives.Case]:
+    return collectives.run_rank((4, 65536), 2)
+
+
+def test_collectives_are_measured_over_both_backends(ranks: RankPool) -> None:
+    cases, others = ranks.run(2, _collectives)
+    assert cases == others
+    assert len(cases) == 2 * len(collectives.COLLECTIVES)
+    for case in cases:
+        assert case.series.keys() == {"fddp", "gloo"}
+        assert all(t > 0 for series in case.series.values() for t in series.rounds_s)
+    assert len(collectives.figures(cases)) == 1 + 2 * len(collectives.BOUNDED)
 
 
 # DDP, replicate, fddp

@@ -47,6 +47,7 @@ PAGES = (
     "docs/glossary.md",
     "docs/dependencies.md",
     "docs/ddp.md",
+    "docs/backend.md",
     "docs/compile.md",
     "docs/coming_from.md",
     "docs/examples.md",

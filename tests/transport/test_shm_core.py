@@ -313,18 +313,26 @@ def test_forks_limits_and_exits() -> None:
 
 @pytest.fixture(scope="module")
 def stress(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stress program, compiled as a user would: no torch, no special options."""
+    return _compiled("shm_stress", tmp_path_factory.mktemp("stress"))
+
+
+@pytest.fixture(scope="module")
+def messages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _compiled("shm_messages", tmp_path_factory.mktemp("messages"))
+
+
+def _compiled(name: str, folder: Path) -> Path:
+    """A program of `tests/native`, compiled as a user would: no torch, no special options."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no C++ compiler")
     root = Path(__file__).parents[2]
     sources = sorted((root / "fddp" / "csrc" / "shm").glob("*.cpp"))
-    folder = tmp_path_factory.mktemp("stress")
     # In one go: most of the time goes into reading headers.
     whole = folder / "whole.cpp"
-    files = [*sources, root / "tests" / "native" / "shm_stress.cpp"]
+    files = [*sources, root / "tests" / "native" / f"{name}.cpp"]
     whole.write_text("".join(f'#include "{file}"\n' for file in files), encoding="utf-8")
-    program = folder / "shm_stress"
+    program = folder / name
     options = ["-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror", "-DFDDP_NO_CLONES", "-pthread"]
     subprocess.run([compiler, *options, whole, "-o", program], check=True)
     return program
@@ -340,3 +348,11 @@ def test_random_operations(stress: Path, arguments: str) -> None:
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.endswith("all well\n")
+
+
+@pytest.mark.parametrize("arguments", ["2 200 1", "4 100 2"])
+def test_random_exchanges_and_messages(messages: Path, arguments: str) -> None:
+    ended = subprocess.run(
+        [messages, *arguments.split()], capture_output=True, text=True, timeout=HANG_S
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "all well\n", "")

@@ -21,8 +21,7 @@ from fddp.errors import PlanMismatchError
 from fddp.transport import open_transport
 from fddp.transport.c10d.transport import C10dTransport
 from fddp.transport.selection import choose
-from fddp.transport.shm import host_discovery
-from fddp.transport.shm import transport as shm
+from fddp.transport.shm import host_discovery, opening
 from tests.support.chunks import AXES, SQUARE, part, total
 from tests.support.polling import soon
 from tests.support.process_resources import (
@@ -208,9 +207,7 @@ def obstacle_on_rank(rank: int, world_size: int, method: str, at: int) -> tuple[
 
     before = open_file_count()
     where = (
-        host_discovery._HostDiscovery
-        if hasattr(host_discovery._HostDiscovery, method)
-        else shm.ShmTransport
+        host_discovery._HostDiscovery if hasattr(host_discovery._HostDiscovery, method) else opening
     )
     with mock.patch.object(where, method, fails if rank == at else getattr(where, method)):
         with open_transport(timeout_s=20) as transport:

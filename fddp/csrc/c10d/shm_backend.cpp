@@ -2,6 +2,7 @@
 
 #include "c10d/shm_errors.h"
 #include "shm_ownership.h"
+#include "shm_tensor.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -82,6 +83,16 @@ void ShmBackend::close() {
 void ShmBackend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
   if (group_ != nullptr) group_->set_timeout(timeout);
+}
+
+at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
+  const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
+  const bool on_cpu = !options.has_device() || options.device().is_cpu();
+  if (group_ != nullptr && on_cpu) {
+    auto shared = shm::empty_in_arena(group_->options().arena, size, dtype);
+    if (shared) return *shared;
+  }
+  return at::empty({size}, options);
 }
 
 c10::intrusive_ptr<c10d::Backend> ShmBackend::split(
@@ -412,8 +423,60 @@ ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
   return launch(work);
 }
 
-void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool) {
-  barrier(options)->wait(options.timeout);
+// Rank 0 waits for a message of each rank and answers all. The texts are those of gloo, which
+// programs look for.
+void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
+  if (group_ == nullptr) return;
+  constexpr int32_t kTag = std::numeric_limits<int32_t>::min();
+  const auto limit =
+      options.timeout == c10d::kUnsetTimeout ? options_->timeout : options.timeout;
+  const auto until = shm::Clock::now() + limit;
+  char word = 0;
+  std::vector<shm::MessagePtr> received(static_cast<size_t>(size_));
+  const auto receive_from = [&](size_t rank) {
+    received[rank] = messages_->receive({rank, kTag, &word, 1, nullptr, nullptr});
+  };
+  const auto has_arrived = [&](size_t rank) {
+    const auto left = std::max<shm::Nanoseconds>(until - shm::Clock::now(), shm::Nanoseconds(0));
+    if (messages_->wait(*received[rank], left) == shm::Status::kOk) return true;
+    messages_->cancel(*received[rank]);
+    return false;
+  };
+  const auto send_to = [&](size_t rank) {
+    messages_->wait(*messages_->send({rank, kTag, &word, 1, nullptr, nullptr}), limit);
+  };
+  if (rank_ != 0) {
+    send_to(0);
+    receive_from(0);
+    if (has_arrived(0)) return;
+    throw_backend_error(
+        "Rank " + std::to_string(rank_) +
+        " successfully reached monitoredBarrier, but received errors while waiting for send/recv "
+        "from rank 0. Please check rank 0 logs for faulty rank.");
+  }
+  for (size_t rank = 1; rank < received.size(); ++rank) receive_from(rank);
+  std::string absent;
+  for (size_t rank = 1; rank < received.size(); ++rank) {
+    const bool enough = !absent.empty() && !wait_all_ranks;
+    if (absent.empty() && shm::Clock::now() >= until) {
+      for (size_t other = rank; other < received.size(); ++other) {
+        messages_->cancel(*received[other]);
+      }
+      throw_backend_error(
+          "Rank 0 timed out in monitoredBarrier after " + std::to_string(limit.count()) + " ms");
+    }
+    if (enough) {
+      messages_->cancel(*received[rank]);
+    } else if (!has_arrived(rank)) {
+      absent += (absent.empty() ? "" : ", ") + std::to_string(rank);
+    }
+  }
+  if (!absent.empty()) {
+    throw_backend_error(
+        std::string(wait_all_ranks ? "Ranks " : "Rank ") + absent +
+        " failed to pass monitoredBarrier in " + std::to_string(limit.count()) + " ms");
+  }
+  for (size_t rank = 1; rank < received.size(); ++rank) send_to(rank);
 }
 
 ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int destination, int tag) {

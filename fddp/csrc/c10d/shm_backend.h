@@ -34,6 +34,11 @@ class ShmBackend : public c10d::Backend {
   c10::intrusive_ptr<Options> getBackendOptions() override {
     return options_;
   }
+  // Tensors in shared memory, which are reduced in place. DDP allocates its buckets here.
+  bool supportsTensorAlloc(c10::DeviceIndex) override {
+    return group_ != nullptr;
+  }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   void setTimeout(std::chrono::milliseconds timeout) override;
   uint64_t getSequenceNumberForGroup() override {
     return sequence_;

@@ -127,6 +127,20 @@ Status Messages::wait(Message& message, Nanoseconds timeout) {
   return message.status();
 }
 
+void Messages::cancel(Message& message) {
+  Completed completed;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = std::find_if(
+        receives_.begin(), receives_.end(),
+        [&](const MessagePtr& receive) { return receive.get() == &message; });
+    if (found == receives_.end()) return;
+    complete(*found, Status::kClosed, completed);
+    receives_.erase(found);
+  }
+  announce(completed);
+}
+
 bool Messages::done(Message& message) {
   if (message.status() != Status::kPending) return true;
   if (group_->is_forked()) return false;

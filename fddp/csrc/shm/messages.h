@@ -96,6 +96,9 @@ class Messages {
   // Wait until the message has completed, for at most `timeout`.
   Status wait(Message& message, Nanoseconds timeout);
 
+  // Give up a receive for which nothing has arrived yet.
+  void cancel(Message& message);
+
   // Return true if the message has completed. Completes it if this takes no waiting.
   bool done(Message& message);
 

@@ -1,4 +1,7 @@
-"""Registration of the backend "fddp" with `torch.distributed`."""
+"""Registration of the backend "fddp" with `torch.distributed`.
+
+`fddp_backend`, which torch itself calls, does the same without importing this library.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,8 @@ import torch.distributed as dist
 
 from fddp.transport.backend.creation import create_backend
 
-NAME = "fddp"
-
 
 def register() -> None:
     """Make `torch.distributed.init_process_group("fddp")` possible; a second call does nothing."""
-    if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, create_backend, extended_api=True, devices=["cpu"])
+    if dist.is_available() and "FDDP" not in dist.Backend._plugins:
+        dist.Backend.register_backend("fddp", create_backend, extended_api=True, devices=["cpu"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from functools import partial
 from typing import Any
@@ -144,6 +145,33 @@ def _closed(rank: int, world_size: int) -> None:
 
 def test_abort_ends_pending_works(ranks: RankPool) -> None:
     ranks.run(2, _closed)
+
+
+def _aborted(rank: int, world_size: int) -> str:
+    """Another thread waits."""
+    group = new_fddp_group()
+    work = dist.irecv(torch.ones(3), group=group, group_src=1 - rank)
+    texts: list[str] = []
+
+    def wait() -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            texts.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.3)
+    dist.barrier(group)
+    group.abort()
+    thread.join(30.0)
+    dist.destroy_process_group(group)
+    return texts[0]
+
+
+def test_abort_wakes_threads_that_wait(ranks: RankPool) -> None:
+    for text in ranks.run(2, _aborted):
+        assert "the group was closed on this rank" in text or "left the group" in text
 
 
 def _in_any_order(rank: int, world_size: int) -> None:

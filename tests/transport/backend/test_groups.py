@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,88 @@ def _through_fddp(rank: int, world_size: int) -> None:
 
 def test_the_library_on_such_a_group(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, as_default, str(tmp_path), _through_fddp)
+
+
+def _allocated(rank: int, world_size: int) -> None:
+    """Tensors in shared memory, as DDP and FSDP allocate them."""
+    group, cpu = new_fddp_group(), torch.device("cpu")
+    backend = group._get_backend(cpu)
+    assert backend.supports_tensor_alloc(cpu)
+    for dtype, size in [(torch.float32, 300_000), (torch.int64, 3), (torch.bfloat16, 0)]:
+        tensor = backend.allocate_tensor(size, dtype=dtype, device=cpu)
+        assert (tensor.dtype, tensor.shape) == (dtype, (size,))
+        tensor.fill_(rank + 1)
+        dist.all_reduce(tensor, group=group)
+        dist.all_reduce(tensor[1:], dist.ReduceOp.MAX, group)
+        assert bool(tensor.eq(world_size * (world_size + 1) // 2).all())
+    module = torch.nn.Linear(300, 300, bias=False)
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+    wrapped = torch.nn.parallel.DistributedDataParallel(module, process_group=group)
+    for _ in range(3):
+        module.zero_grad()
+        wrapped(torch.full((1, 300), rank + 1.0)).sum().backward()
+        assert bool(module.weight.grad.eq((world_size + 1) / 2).all())
+    kept = backend.allocate_tensor(1000, dtype=torch.float32, device=cpu).fill_(7.0)
+    del wrapped, backend
+    dist.destroy_process_group(group)
+    assert kept.sum() == 7000.0
+
+
+def test_tensors_in_shared_memory(ranks: RankPool) -> None:
+    ranks.run(3, _allocated)
+
+
+def _split(rank: int, world_size: int) -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    part = world.split_group([0, 1] if rank < 2 else [3, 2], timedelta(seconds=20))
+    total = torch.full((100_000,), float(rank))
+    part.allreduce([total]).wait()
+    assert total[0] == (1 if rank < 2 else 5)
+
+
+def test_groups_are_split(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(4, as_default, str(tmp_path), _split)
+
+
+def _by_several_threads(rank: int, world_size: int) -> None:
+    groups = [new_fddp_group() for _ in range(3)]
+    finished = []
+
+    def run(group: dist.ProcessGroup) -> None:
+        for size in range(0, 40_000, 401):
+            tensor = torch.full((size,), float(rank))
+            dist.all_reduce(tensor, group=group)
+            assert bool(tensor.eq(world_size * (world_size - 1) / 2).all())
+        finished.append(group)
+
+    threads = [threading.Thread(target=run, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(finished) == len(groups)
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def test_groups_used_by_several_threads(ranks: RankPool) -> None:
+    ranks.run(2, _by_several_threads)
+
+
+def _profiled(rank: int, world_size: int) -> list[str]:
+    group = new_fddp_group()
+    with torch.autograd.profiler.profile() as profile:
+        dist.all_reduce(torch.ones(3), group=group)
+        dist.all_gather([torch.ones(3)] * world_size, torch.ones(3), group)
+        dist.barrier(group)
+    dist.destroy_process_group(group)
+    return [event.name for event in profile.function_events if "fddp" in event.name]
+
+
+def test_profiles_show_operations(ranks: RankPool) -> None:
+    assert ranks.run(2, _profiled) == [["fddp:all_reduce", "fddp:all_gather", "fddp:barrier"]] * 2
 
 
 def test_registration_is_repeatable() -> None:
