@@ -21,6 +21,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace fddp::shm {
@@ -47,9 +48,11 @@ class Algorithm {
     char* memory;  // the tensor, the copy or the staging buffer
   };
 
-  // `own` is the tensor of this member; `member_data` has one entry for each member.
+  // `own` is the tensor of this member; `member_data` has one entry for each member. `tree` is the
+  // association of a reduce-scatter whose chunks have rows, or null.
   Algorithm(
-      const Signature& signature, char* own, size_t index, std::vector<MemberData> member_data);
+      const Signature& signature, char* own, size_t index, std::vector<MemberData> member_data,
+      std::shared_ptr<const SumTree> tree = nullptr);
 
   // Run a copied operation.
   void run_copied() const;
@@ -82,6 +85,9 @@ class Algorithm {
   }
   bool is_staged(size_t member) const;
   UnitRange range_of(int64_t segment) const;
+  // Return the addresses of all summands of this member's chunk, in member order: from `begin` of
+  // each row on, or from the staged copies of a segment.
+  std::vector<char*> summands(int64_t segment, int64_t begin) const;
   char* at(size_t member, int64_t segment, int64_t unit, int64_t staged_unit) const;
   void sum_into(
       const std::vector<char*>& sources, char* const* targets, size_t n, UnitRange range) const;
@@ -91,11 +97,19 @@ class Algorithm {
   int64_t chunk() const {
     return signature_.units / static_cast<int64_t>(members());
   }
+  // Rows of a chunk, and units of a row. Each member has summands in the first rows.
+  int64_t rows() const {
+    return tree_ == nullptr ? 1 : tree_->rows();
+  }
+  int64_t row() const {
+    return chunk() / rows();
+  }
 
   Signature signature_;
   char* own_;
   size_t index_;
   std::vector<MemberData> member_data_;
+  std::shared_ptr<const SumTree> tree_;
   bool staged_;
   int64_t segment_units_;
   int64_t segments_;

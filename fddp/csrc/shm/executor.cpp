@@ -133,7 +133,9 @@ bool ShmGroup::match_signatures(Operation& operation) {
     complete(operation, Status::kMismatch);
     return false;
   }
-  operation.algorithm_.emplace(own, operation.request_.data, index(), std::move(member_data));
+  const Request& request = operation.request_;
+  operation.algorithm_.emplace(
+      own, request.data, index(), std::move(member_data), request.tree);
   return true;
 }
 

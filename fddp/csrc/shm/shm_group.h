@@ -53,6 +53,7 @@ struct Request {
   bool wait_soon;  // the caller will wait soon, so the progress thread need not be woken
   bool prompt;      // complete as early as possible, even if no thread waits
   std::shared_ptr<void> owner;  // keeps `data` alive
+  std::shared_ptr<const SumTree> tree = nullptr;  // of a reduce-scatter whose order is kTree
 };
 
 class Operation {
@@ -169,6 +170,7 @@ class ShmGroup {
     return control_block_->slot(member);
   }
   void check(const Request& request) const;
+  void check_tree(const Request& request) const;
   void post_pending();
   bool post(Operation& operation);
   void reclaim_slots();
