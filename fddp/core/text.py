@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_PLURALS = {"leaf": "leaves", "process": "processes"}  # others end in s
+_PLURALS = {"leaf": "leaves", "process": "processes", "backward pass": "backward passes"}
+# Others end in s.
 
 
 def counted(number: int, noun: str) -> str:

@@ -119,12 +119,32 @@ Signature signature_of(
   return signature;
 }
 
+// Lists of a tree: the summands of each member, and the additions after each summand.
+using TreeLists = std::pair<std::vector<uint32_t>, std::vector<uint32_t>>;
+
+// Return the tree of an operation, and set its order in the signature, which members compare.
+std::shared_ptr<const SumTree> tree_of(const TreeLists& lists, Signature& signature) {
+  auto tree = std::make_shared<const SumTree>(SumTree{lists.first, lists.second});
+  TORCH_CHECK_VALUE(
+      !tree->summands.empty() && tree->rows() <= UINT16_MAX, "a tree needs summands");
+  signature.order = {};
+  signature.order.axes = SumOrder::kTree;
+  signature.order.sizes[0] = static_cast<uint16_t>(tree->rows());
+  const uint64_t digest = tree->digest();
+  for (size_t part = 0; part < 4; ++part) {
+    signature.order.sizes[1 + part] = static_cast<uint16_t>(digest >> (16 * part));
+  }
+  return tree;
+}
+
 py::dict describe(const Signature& signature, uint64_t number) {
   py::list shape;
   for (size_t d = 0; d < std::min<size_t>(signature.n_dims, Signature::kDims); ++d) {
     shape.append(signature.dims[d]);
   }
   py::list order;
+  const bool is_tree = signature.order.axes == SumOrder::kTree;
+  if (is_tree) order.append("of tree");
   for (size_t a = 0; a < std::min<size_t>(signature.order.axes, SumOrder::kAxes); ++a) {
     order.append(signature.order.sizes[a]);
   }
@@ -223,7 +243,7 @@ std::shared_ptr<ShmGroup> make_group(
 PendingOp start(
     const std::shared_ptr<ShmGroup>& group, std::string_view kind, const at::Tensor& tensor,
     int64_t src, bool average, const std::vector<int64_t>& association, bool wait_soon,
-    bool record_time) {
+    bool record_time, const std::optional<TreeLists>& tree = std::nullopt) {
   // Python reports the details of unsuitable tensors. The checks here are cheap.
   TORCH_CHECK_VALUE(
       tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
@@ -234,10 +254,14 @@ PendingOp start(
   TORCH_CHECK_TYPE(
       !average || tensor.is_floating_point() || tensor.is_complex(), "cannot average dtype ",
       tensor.scalar_type());
-  const Signature signature = signature_of(kind_of(kind), tensor, src, average, association);
+  Signature signature = signature_of(kind_of(kind), tensor, src, average, association);
+  std::shared_ptr<const SumTree> own_tree;
+  if (tree.has_value()) own_tree = tree_of(*tree, signature);
   auto* const data = static_cast<char*>(tensor.data_ptr());
   return translate_errors([&] {
-    Request request{signature, data, wait_soon, record_time, std::make_shared<at::Tensor>(tensor)};
+    Request request{
+        signature, data, wait_soon, record_time, std::make_shared<at::Tensor>(tensor)};
+    request.tree = std::move(own_tree);
     return PendingOp(group, group->start(std::move(request)));
   });
 }
@@ -371,7 +395,7 @@ void bind_groups(py::module_& m) {
           "start", torch::wrap_pybind_function(&start), py::arg("kind"), py::arg("tensor"),
           py::arg("src") = 0, py::arg("average") = false,
           py::arg("association") = std::vector<int64_t>{}, py::arg("wait_soon") = false,
-          py::arg("record_time") = false)
+          py::arg("record_time") = false, py::arg("tree") = py::none())
       .def_property_readonly("failure", &failure_of)
       .def_property_readonly("states", &states_of)
       .def("fail", torch::wrap_pybind_function(&fail_group), py::arg("status"), py::arg("members"))

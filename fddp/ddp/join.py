@@ -152,7 +152,14 @@ class UnevenInputs(WrapperState):
             RankLostError, SyncTimeoutError: a rank is lost, has left the block with an error, or
                 is late; inside.
             RuntimeError: a rank has no input left and `throw_on_early_termination` is set; inside.
+            ValueError: the wrapper has virtual ranks.
         """
+        if self._virtual_ranks is not None:
+            raise ValueError(
+                "join() and virtual_ranks can't be combined: ranks without inputs would leave out "
+                "their virtual ranks; give each virtual rank a batch, or use fddp.GradSync, where "
+                "fddp.EXHAUSTED stands for a virtual rank without input"
+            )
         return ModuleJoin(
             self,
             divide=divide_by_initial_world_size,

@@ -28,6 +28,12 @@ class ManualFinalization(WrapperState):
     """A wrapped module whose steps may be closed by `finalize_backward`."""
 
     @property
+    def carried_ranks(self) -> range:
+        """Virtual ranks that this rank carries; empty without virtual ranks."""
+        virtual = self.steps.engine.schedule.virtual
+        return range(0) if virtual is None else virtual.runs[self.steps.engine.transport.rank]
+
+    @property
     def require_manual_backward_finalization(self) -> bool:
         """True if each step is closed by `finalize_backward`, and not by the end of backward.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fddp.core.plan.plan import plan_leaves
 from fddp.core.schedule.topology import Topology
+from fddp.core.schedule.virtual import VirtualRanks
 from fddp.ddp.arguments import Options
 from fddp.runtime.agreement import Rebuild, SyncConfig
 from fddp.runtime.nonfinite import Policy
@@ -24,6 +25,7 @@ class ModuleRequest:
     Attributes:
         params: parameters to synchronise, by name, in the order of their registration.
         options: caps, and the names of parameters with sparse gradients.
+        virtual_ranks: number of virtual ranks, or None.
         last_is_small: True if the first cap belongs to the bucket that is launched last, also after
             the plan has been rebuilt (`DDP_SET_LAST_BUCKET_CAP`).
     """
@@ -34,6 +36,7 @@ class ModuleRequest:
     last_is_small: bool = False
     transport: TransportName = "auto"
     nonfinite: Policy = "propagate"
+    virtual_ranks: int | None = None
 
     timeout_s = None  # the group's own
     is_foreign = False
@@ -52,6 +55,8 @@ class ModuleRequest:
         problem = transport_error(self.transport, transport)
         if problem is not None:
             raise problem
+        if self.virtual_ranks is not None:
+            VirtualRanks.over(self.virtual_ranks, transport.world_size)  # raises its errors
         plan = plan_buckets(dict(self.params), sparse=self.options.sparse & self.params.keys())
         first = plan_leaves(
             plan.leaves,
@@ -71,5 +76,7 @@ class ModuleRequest:
             schedule=None,
             rebuild=Rebuild(self.options.rebuilt_caps_bytes, self.last_is_small),
             skips_unused=self.options.arguments.skip_all_reduce_unused_params,
+            deterministic=self.virtual_ranks is not None,
+            virtual_ranks=self.virtual_ranks,
             nonfinite=self.nonfinite,
         )

@@ -27,6 +27,7 @@ from fddp.ddp.mixed_precision import wire_dtype
 from fddp.ddp.parameter_watch import ParameterWatch
 from fddp.ddp.request import ModuleRequest
 from fddp.ddp.step_runner import BucketMemory, StepRunner
+from fddp.ddp.virtual_steps import VirtualDriver, VirtualRunner
 from fddp.errors import FddpError, InternalError
 from fddp.hooks import cast as cast_hook
 from fddp.telemetry.step_info import SyncInfo
@@ -144,14 +145,18 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
         return self._steps
 
     def _make_steps(self) -> FinalizingDriver:
-        runner = StepRunner(
+        kinds: tuple[Any, Any] = StepRunner, FinalizingDriver
+        if self._virtual_ranks is not None:
+            kinds = VirtualRunner, VirtualDriver
+        new_runner, new_driver = kinds
+        runner = new_runner(
             self._request(),
             find_unused=self.find_unused_parameters,
             static=self.static_graph,
             memory=BucketMemory(self.gradient_as_bucket_view, self.lazy_bucket_allocation),
             recorder=self.logger,
         )
-        steps = FinalizingDriver(runner, self._switch)
+        steps: FinalizingDriver = new_driver(runner, self._switch)
         log_initialised(self._options.cap_bytes, self._options.first_cap_bytes)
         transport = steps.engine.transport
         self.logger.start(
@@ -177,6 +182,7 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
             last_is_small=os.environ.get("DDP_SET_LAST_BUCKET_CAP", "0") == "1",
             transport=self._transport,
             nonfinite=self._nonfinite,
+            virtual_ranks=self._virtual_ranks,
         )
 
     @property

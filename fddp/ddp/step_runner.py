@@ -222,15 +222,7 @@ class StepRunner:
             if self.has_changed and not again:
                 step.fail(ParametersChangedError(f"this rank's parameters have changed; {_CHANGE}"))
                 return
-            contributions = BackwardContributions(
-                self.engine.program,
-                weight=1.0,
-                accumulated=None,
-                idle=step.context.idle,
-                aliases_buffer=hooks.aliases_buffer if self.memory.is_gradient else None,
-                packs_early=not self.memory.is_lazy,
-            )
-            step.begin(contributions, self.parameters.leaves)
+            step.begin(self._contributions(step), self.parameters.leaves)
             self._write = partial(hooks.assign, replace=self.memory.is_gradient)
             view = _NoGraphInfo([True] * len(self.parameters.names))
             step.arm(hooks, view, self.engine.arrivals)
@@ -239,6 +231,17 @@ class StepRunner:
                 self._open_error = error
             else:
                 self.step.fail(error)
+
+    def _contributions(self, step: Step) -> BackwardContributions:
+        aliases_buffer = self.parameters.hooks.aliases_buffer
+        return BackwardContributions(
+            step.program,
+            weight=1.0,
+            accumulated=None,
+            idle=step.context.idle,
+            aliases_buffer=aliases_buffer if self.memory.is_gradient else None,
+            packs_early=not self.memory.is_lazy,
+        )
 
     def open_distributed(self, context: int) -> None:
         """Open a step over the gradients in a context of distributed autograd.

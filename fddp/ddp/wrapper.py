@@ -20,19 +20,20 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 
 from fddp.ddp.arguments import STATIC_FINDS_UNUSED, Arguments, check_policy, checked, group_of
-from fddp.ddp.broadcast import broadcast_buffers, broadcast_module
+from fddp.ddp.broadcast import broadcast_module
+from fddp.ddp.buffer_sync import BufferSync
 from fddp.ddp.comm_hooks import CommHooks
 from fddp.ddp.failure_scope import FailurePropagation
-from fddp.ddp.join import UnevenInputs, last_rank, notify, some_sync
+from fddp.ddp.join import UnevenInputs, notify, some_sync
 from fddp.ddp.manual_finalization import ManualFinalization
 from fddp.ddp.mixed_precision import MixedPrecision
 from fddp.ddp.outputs import find_tensors, warn_if_hidden
 from fddp.ddp.reducer_facade import Reducer
 from fddp.ddp.tensor_parallel import make_local_
+from fddp.ddp.virtual_steps import check_virtual
 from fddp.native.profiling import profiled
 from fddp.runtime.nonfinite import Policy
 from fddp.runtime.untraced import untraced
-from fddp.telemetry.flight.dump import dump_failures
 from fddp.transport import TransportName
 
 _LOCAL_GRADIENTS = (
@@ -48,7 +49,9 @@ _COMPILE_MODULE = (
 _TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
 
 
-class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation, ManualFinalization):
+class DistributedDataParallel(
+    UnevenInputs, CommHooks, FailurePropagation, ManualFinalization, BufferSync
+):
     """Wrapper that averages a module's gradients over ranks while backward runs.
 
     Drop-in replacement for `torch.nn.parallel.DistributedDataParallel` with the same arguments,
@@ -92,6 +95,9 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation, Manua
             on all ranks: it sets every synchronised `.grad` to None, so that optimizers skip it,
             and `skipped` to True. "raise" raises `NonFiniteError` on every rank, with the names of
             ranks and parameters.
+        virtual_ranks: as for `GradSync`. Not an argument of torch's class. A step has one backward
+            pass for each of `carried_ranks`, all but the last within `no_sync`, and gradients that
+            were cleared before (`zero_grad()`); it sets `.grad` to the mean over virtual ranks.
 
     Raises:
         PlanMismatchError: parameters differ between ranks; on every rank. A RuntimeError, as DDP's.
@@ -136,6 +142,7 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation, Manua
         *,
         transport: TransportName = "auto",
         nonfinite: Policy = "propagate",
+        virtual_ranks: int | None = None,
     ) -> None:
         arguments = Arguments.of_call(locals())
         Module.__init__(self)
@@ -144,6 +151,9 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation, Manua
         check_policy(nonfinite, delays=delay_all_reduce_named_params is not None)
         self._transport = transport
         self._nonfinite = nonfinite
+        self._virtual_ranks = virtual_ranks
+        if virtual_ranks is not None:
+            check_virtual(module, arguments)
         make_local_(module, device_mesh)
         self._options = checked(module, arguments)
         self._expose(module, self._options)
@@ -277,7 +287,7 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation, Manua
         syncs = self._syncs
         if self.require_forward_param_sync is not syncs:  # assignment takes microseconds
             self.require_forward_param_sync = syncs
-        if syncs and not self._watch.all_frozen:
+        if (syncs or self._virtual_ranks) and not self._watch.all_frozen:
             tensors = find_tensors(output)
             if not tensors and torch.is_grad_enabled():
                 warn_if_hidden(output)
@@ -290,37 +300,6 @@ class DistributedDataParallel(UnevenInputs, CommHooks, FailurePropagation, Manua
             self._sync_buffers()
         self._forward_collectives.done += 1
         self._forward_collectives.is_open = False
-
-    # Buffers
-
-    def will_sync_module_buffers(self) -> bool:
-        """Return True if the next forward synchronises at least one buffer."""
-        # Walking a module for its buffers costs more than the rest of the work before a forward.
-        is_on = self.require_forward_param_sync and self.forward_sync_buffers
-        return is_on and self._watch.has_buffers and bool(self.named_module_buffers)
-
-    def _assign_modules_buffers(self) -> None:
-        """No-op. Buffers are looked up when needed."""
-
-    def _sync_buffers(self, *, has_inputs: bool = True) -> None:
-        """Broadcast buffers from rank 0, or within `join` from a rank that still has inputs."""
-        if torch._C._current_graph_task_id() >= 0:
-            return  # a checkpoint runs forward again, and ranks may be at different points
-        self.steps.engine.check_usable()
-        transport = self.steps.engine.transport
-        src = 0
-        if self._join_config.enable:
-            src = last_rank(transport, mine=has_inputs) or 0
-        with dump_failures(), torch.no_grad(), torch.inference_mode(False):
-            if not hasattr(self, "buffer_hook"):
-                broadcast_buffers(transport, self.module, self._options.ignored, src)
-                return
-            hook = self.buffer_hook
-            # The hook may call operators, and also runs on ranks that have failed.
-            with transport.step_scope(None):
-                state, buffers = hook.buffer_comm_hook_state, self.named_module_buffers
-                futures = hook.buffer_comm_hook(state, buffers)
-            self.steps.runner.work.extend(future.wait for future in futures or ())
 
     # Errors and settings
 

@@ -22,7 +22,7 @@ from fddp.core.schedule.op import Op
 from fddp.core.schedule.virtual import SumTree, tree_additions
 from fddp.errors import InternalError
 from fddp.native.autograd_leaves import GradientCounter, GraphInfo
-from fddp.native.buffer_pool import new_memory
+from fddp.native.buffer_pool import BufferPool, new_memory
 from fddp.native.layout import Layout, views
 from fddp.native.pack import plus
 from fddp.runtime.contributions import (
@@ -34,6 +34,7 @@ from fddp.runtime.contributions import (
 )
 from fddp.runtime.failures import pack_error
 from fddp.runtime.program import BucketProgram, Program
+from fddp.runtime.results import Devices
 from fddp.runtime.state import BucketState, StepContext, StepState
 from fddp.runtime.step import Step
 
@@ -64,31 +65,43 @@ class VirtualSums:
     each span before it.
 
     Args:
-        step: the step, whose pool has the memory.
+        program: program of the step.
+        pool: memory of the sums.
+        scale: the agreed unit of weight.
+        devices: devices of the leaves.
 
     Attributes:
+        program, scale: as above.
         weights: weights of the virtual ranks so far.
         used: for each reduced leaf, True if one of them has a gradient.
     """
 
-    def __init__(self, step: VirtualStep) -> None:
-        self._program, self._pool = step.program, step.pool
-        self._devices, self._scale = step.devices, step.scale
-        self._turns = _turns(step.program)
-        self._open: list[list[Tensor]] = [[] for _ in step.buckets]  # by bucket: sums of one span
-        self._spans: list[list[Tensor]] = [[] for _ in step.buckets]  # by bucket: complete spans
-        self._totals: dict[int, Tensor] = {}  # by bucket: the last span
-        self._free: list[list[Tensor]] = [[] for _ in step.buckets]
-        self._peaks = [0.0] * len(step.buckets)
+    def __init__(
+        self, program: Program, pool: BufferPool, scale: WeightScale, devices: Devices
+    ) -> None:
+        self.program, self.scale = program, scale
+        self._pool, self._devices = pool, devices
+        self._turns = _turns(program)
+        # By bucket: sums of one span, complete spans, and buffers that are free.
+        self._open: list[list[Tensor]] = [[] for _ in program.buckets]
+        self._spans: list[list[Tensor]] = [[] for _ in program.buckets]
+        self._free: list[list[Tensor]] = [[] for _ in program.buckets]
+        self._totals: dict[int, Tensor] = {}  # the last span
+        self._peaks = [0.0] * len(program.buckets)
         self.weights: list[float] = []
-        self.used = np.zeros(len(step.program.plan.reduced), dtype=bool)
+        self.used = np.zeros(len(program.plan.reduced), dtype=bool)
+
+    @property
+    def missing(self) -> int:
+        """Number of virtual ranks whose gradients are not added yet, without the last."""
+        return len(self._turns) - 1 - len(self.weights)
 
     def add(self, contributions: Contributions) -> None:
         """Add the gradients of the next virtual rank, which is not the last."""
         turn = self._turns[len(self.weights)]
         self.weights.append(contributions.weight)
-        self.used |= contributions.used(self._program)
-        for bucket in self._program.buckets:
+        self.used |= contributions.used(self.program)
+        for bucket in self.program.buckets:
             buffer = self._memory(bucket)
             self._pack(bucket, buffer, contributions)
             own = self._open[bucket.index]
@@ -128,9 +141,9 @@ class VirtualSums:
     def _pack(self, bucket: BucketProgram, buffer: Tensor, contributions: Contributions) -> None:
         buffer[bucket.numel :].zero_()
         try:
-            peak = contributions.pack_(bucket.index, buffer, bucket.layout, self._scale)
+            peak = contributions.pack_(bucket.index, buffer, bucket.layout, self.scale)
         except Exception as error:
-            raise pack_error(self._program, bucket.index, buffer, contributions, error) from error
+            raise pack_error(self.program, bucket.index, buffer, contributions, error) from error
         self._peaks[bucket.index] = plus(self._peaks[bucket.index], peak)
 
     def _memory(self, bucket: BucketProgram) -> Tensor:
@@ -251,7 +264,7 @@ class VirtualStep(Step):
         self, program: Program, *, weight: float, accumulated: Accumulated | None
     ) -> BackwardContributions:
         """Contributions of the backward pass of the next virtual rank."""
-        if len(self.sums.weights) < len(self.carried) - 1:
+        if self.sums.missing:
             return BackwardContributions(program, weight=weight, accumulated=accumulated)
         return VirtualBackward(program, weight=weight, sums=self.sums)
 
@@ -264,6 +277,10 @@ class VirtualStep(Step):
         assert isinstance(contributions, BackwardContributions)
         contributions.leaf_set = leaf_set
         contributions.arm(view, previous, self.buffer_of, self.scale, _ignore)
+
+    def new_sums(self) -> VirtualSums:
+        """Return sums for the virtual ranks of this rank, which are empty."""
+        return VirtualSums(self.program, self.pool, self.scale, self.devices)
 
     @property
     def carried(self) -> range:

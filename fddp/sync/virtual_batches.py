@@ -126,9 +126,9 @@ def gathered_trees(
             # Other ranks may be in `value_and_grad`; JAX differentiates before the step.
             step.method = Method.NOTHING
         check_no_derivatives(leaves, step.program, "gradients", graphs=True)
-        sums = sums or VirtualSums(step)
+        sums = sums or step.new_sums()
         checked = checked_weight(own_weight)
-        if len(sums.weights) < len(trees) - 1:
+        if sums.missing:
             contributions = TreeContributions(step.program, leaves, checked)
             step.begin(contributions, leaves)
             sums.add(contributions)

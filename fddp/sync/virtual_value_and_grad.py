@@ -7,7 +7,7 @@ from typing import Any
 
 from fddp.errors import InternalError
 from fddp.runtime.step import Step
-from fddp.runtime.virtual_step import VirtualStep, VirtualSums
+from fddp.runtime.virtual_step import VirtualStep
 from fddp.sync.value_and_grad import Computed, ValueAndGrad
 from fddp.sync.virtual_batches import arguments_of, check_batches
 
@@ -54,7 +54,7 @@ class VirtualValueAndGrad(ValueAndGrad):
                 "theirs; pass one batch for each virtual rank, and raise virtual_ranks for more"
             )
         check_batches([*args, *kwargs.values()], step.carried)
-        step.sums = sums = VirtualSums(step)
+        step.sums = sums = step.new_sums()
         computed = []
         for number in step.carried:
             own_args, own_kwargs = arguments_of(number, args, kwargs)

@@ -119,6 +119,10 @@ def check_operation(operation: Operation, rank: int) -> None:
                 f"{kind} on rank {rank} cannot sum {tensor.dtype}; convert the tensor to "
                 f"one of {', '.join(sorted(map(str, SUMMABLE_DTYPES)))}"
             )
+        if operation.average and operation.tree is not None:
+            raise ValueError(
+                f"{kind} on rank {rank} cannot average along a tree; sum, and divide the result"
+            )
         if operation.average and not (tensor.is_floating_point() or tensor.is_complex()):
             raise TypeError(
                 f"{kind} on rank {rank} cannot average {tensor.dtype}; convert the tensor to a "

@@ -251,6 +251,20 @@ def test_sums_along_some_axes_are_refused() -> None:
         check_schedule(lone)
 
 
+# Simulation
+
+
+def test_partial_sums_take_time() -> None:
+    """A schedule in which some rank sends two sums takes half as long again to exchange them."""
+    cost, shapes = fddp.CostModel(0.0, 1e-9), plan(LeafSpec("w", (6000,), "float32"))
+    ends = {}
+    for count in (3, 5, 6):
+        schedule = make_schedule(shapes, 3, virtual_ranks=count)
+        ends[count] = fddp.simulate(schedule, cost, [0.0]).step_s
+    assert ends[6] == pytest.approx(ends[3])
+    assert ends[5] == pytest.approx(1.5 * ends[3], rel=0.05)
+
+
 # Arguments
 
 

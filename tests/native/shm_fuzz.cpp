@@ -198,14 +198,32 @@ Wide sum_along(const SumOrder& order, size_t axis, size_t n, size_t first, const
   return total;
 }
 
+// Sum of one number over the summands, along a tree.
+template <class Wide, class Read>
+Wide sum_along(const SumTree& tree, const Read& read) {
+  std::vector<Wide> stack;
+  for (size_t s = 0; s < tree.additions.size(); ++s) {
+    stack.push_back(read(s));
+    for (uint32_t a = 0; a < tree.additions[s]; ++a) {
+      const Wide right = stack.back();
+      stack.pop_back();
+      stack.back() = static_cast<Wide>(stack.back() + right);
+    }
+  }
+  return stack[0];
+}
+
 template <class T, class Wide, class Widen, class Narrow>
 void check_sum(
     const Drawn& drawn, const std::vector<std::vector<char>>& before, const char* target,
     int64_t begin, int64_t count, const Widen& widen_, const Narrow& narrow_) {
   for (int64_t i = begin; i < begin + count; ++i) {
-    Wide total = sum_along<Wide>(drawn.options.order, 0, drawn.n, 0, [&](size_t s) {
+    const auto read = [&](size_t s) -> Wide {
       return widen_(load<T>(before[s].data() + i * static_cast<int64_t>(sizeof(T))));
-    });
+    };
+    Wide total = drawn.options.tree == nullptr
+                     ? sum_along<Wide>(drawn.options.order, 0, drawn.n, 0, read)
+                     : sum_along<Wide>(*drawn.options.tree, read);
     if constexpr (std::is_floating_point_v<Wide>) {
       if (drawn.options.average) total = total / static_cast<Wide>(drawn.n);
       if (std::isnan(total)) continue;  // the bits of a NaN are unspecified
@@ -306,11 +324,36 @@ Signature draw_signature(Bytes& in, size_t n) {
   return signature;
 }
 
+// Random tree over summands of `n` members.
+std::shared_ptr<const SumTree> draw_tree(Bytes& in, size_t n) {
+  SumTree tree;
+  uint32_t height = 0;
+  for (size_t m = 0; m < n; ++m) {
+    tree.summands.push_back(1 + in.byte() % 3);
+    for (uint32_t r = 0; r < tree.summands.back(); ++r) {
+      const uint32_t times = in.byte() % (height + 1);
+      tree.additions.push_back(times);
+      height += 1 - times;
+    }
+  }
+  tree.additions.back() += height - 1;
+  require(tree.is_valid(n), "a valid tree is refused");
+  return std::make_shared<const SumTree>(tree);
+}
+
 // Algorithms: all members run in one thread, one after the other, on buffers of exact size.
 
 void fuzz_algorithms(Bytes in) {
   const size_t n = 2 + in.byte() % 4;
-  const Signature signature = draw_signature(in, n);
+  Signature signature = draw_signature(in, n);
+  std::shared_ptr<const SumTree> tree;
+  if (signature.kind == Kind::kReduceScatter && signature.reduction == Reduction::kSum && in.byte() % 2 == 0) {
+    tree = draw_tree(in, n);
+    const auto pieces = static_cast<int64_t>(n * tree->rows());
+    signature.units = signature.units / pieces * pieces;
+    signature.order = {};
+    signature.order.axes = SumOrder::kTree;
+  }
   const uint64_t bytes = signature.bytes();
   std::vector<ExactBuffer> own;
   std::vector<ExactBuffer> staging;
@@ -328,7 +371,7 @@ void fuzz_algorithms(Bytes in) {
   }
   std::deque<TensorAlgorithm> algorithms;
   for (size_t m = 0; m < n; ++m) {
-    algorithms.emplace_back(signature, own[m].data(), nullptr, m, member_data);
+    algorithms.emplace_back(signature, own[m].data(), nullptr, m, member_data, tree);
   }
   for (int64_t segment = 0; segment < algorithms[0].segments(); ++segment) {
     for (size_t m = 0; m < n; ++m) algorithms[m].copy_in(segment);
@@ -350,6 +393,21 @@ void fuzz_algorithms(Bytes in) {
   } else if (signature.kind == Kind::kAllReduce) {
     const Drawn drawn = {{signature.number_type, signature.reduction == Reduction::kAverage, signature.order}, n};
     for (size_t m = 0; m < n; ++m) check_sum(drawn, before, own[m].data(), 0, signature.units);
+  } else if (tree != nullptr) {
+    const size_t rows = tree->rows();
+    const size_t row_bytes = bytes / n / rows;
+    const Drawn drawn = {{signature.number_type, false, {}, tree.get()}, tree->additions.size()};
+    for (size_t m = 0; m < n; ++m) {
+      std::vector<std::vector<char>> summands;
+      for (size_t other = 0; other < n; ++other) {
+        for (size_t r = 0; r < tree->summands[other]; ++r) {
+          const char* const row = before[other].data() + (m * rows + r) * row_bytes;
+          summands.emplace_back(row, row + row_bytes);
+        }
+      }
+      const auto count = static_cast<int64_t>(row_bytes / signature.unit_bytes);
+      check_sum(drawn, summands, own[m].data() + m * rows * row_bytes, 0, count);
+    }
   }
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from fddp.transport import open_transport
 from fddp.transport.ordered_sum import sum_along_tree_
 from tests.support.digests import digest
 from tests.support.models import rand
-from tests.support.ranks import Launch, launch_fixture
+from tests.support.ranks import Launch, LaunchProcesses, RankPool, launch_fixture
 
 COUNT = 8
 STEPS = 3
@@ -27,13 +29,17 @@ launch = launch_fixture("loopback", "c10d", "shm")
 # Sums over the rows of ranks
 
 
-def rows_of(rank: int, tree: Any, ranks: int, length: int = 5) -> Tensor:
-    """A buffer of rows; those that hold no summand are NaN."""
-    buffer = torch.full((ranks, tree.width, length), torch.nan)
+# Copied by each rank, and longer than a segment of the staging buffers.
+LENGTHS = (5, 40_000)
+
+
+def fill_rows_(memory: Tensor, rank: int, tree: Any, ranks: int) -> Tensor:
+    """Fill a buffer with rows; those that hold no summand are NaN."""
+    rows = memory.view(ranks, tree.width, -1).fill_(torch.nan)
     for number in range(tree.summands[rank]):
         first = sum(tree.summands[:rank]) + number
-        buffer[:, number] = summand(first, ranks, length)
-    return buffer.flatten()
+        rows[:, number] = summand(first, ranks, rows.shape[2])
+    return memory
 
 
 def summand(number: int, ranks: int, length: int) -> Tensor:
@@ -41,29 +47,47 @@ def summand(number: int, ranks: int, length: int) -> Tensor:
     return (rand(ranks, length, seed=number) * wide).float()
 
 
-def summed_rows(group: Any, counts: list[int]) -> list[Tensor]:
+def summed_rows(group: Any, counts: list[int]) -> tuple[str, list[Tensor]]:
+    """The transport, and this rank's sums, with memory of torch's and of the transport."""
     found = []
     with open_transport(group, "auto") as transport:
         rank, ranks = transport.rank, transport.world_size
-        for count in counts:
+        for length, count, own in product(LENGTHS, counts, (False, True)):
             tree = VirtualRanks.over(count, ranks).tree
-            buffer = rows_of(rank, tree, ranks)
-            work = transport.reduce_scatter(buffer, ordered=tree, wait_soon=True)
+            numel = ranks * tree.width * length
+            empty = transport.empty(numel, torch.float32, torch.device("cpu"))
+            buffer = fill_rows_(empty if own else torch.empty(numel), rank, tree, ranks)
+            work = transport.reduce_scatter(buffer, ordered=tree, wait_soon=count % 2 == 0)
             work.wait("the sum")
             found.append(buffer.view(ranks, tree.width, -1)[rank, 0].clone())
-    return found
+        return transport.name, found
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_sums_of_rows(launch: Launch, size: int) -> None:
     counts = [4, 5, 7, 8, 13]
     results = launch(size, summed_rows, counts)
-    for place, count in enumerate(counts):
+    assert {name for name, _ in results} == {launch.name} or size == 1
+    for place, (length, count, _) in enumerate(product(LENGTHS, counts, (False, True))):
         tree = VirtualRanks.over(count, size).tree
         numbers = range(sum(tree.summands))
-        due = sum_along_tree_([summand(n, size, 5) for n in numbers], tree.additions)
-        for rank, found in enumerate(results):
-            assert torch.equal(found[place], due[rank]), (count, rank)
+        due = sum_along_tree_([summand(n, size, length) for n in numbers], tree.additions)
+        for rank, (_, found) in enumerate(results):
+            assert torch.equal(found[place], due[rank]), (length, count, rank)
+
+
+def mismatched(group: Any) -> str:
+    with open_transport(group, "auto") as transport:
+        tree = VirtualRanks.over(5 + 2 * transport.rank, 2).tree
+        work = transport.reduce_scatter(torch.ones(8), ordered=tree)
+        with pytest.raises(fddp.DesyncError) as caught:
+            work.wait("the sum")
+        return str(caught.value)
+
+
+def test_other_trees_in_shared_memory_are_reported(ranks: RankPool) -> None:
+    for text in LaunchProcesses("shm", ranks)(2, mismatched):
+        assert re.search(r"rank 0 reduce_scatter in order of tree x 2 x .*, rank 1 reduce_sc", text)
 
 
 def test_ranks_with_other_trees_are_reported() -> None:

@@ -17,9 +17,17 @@ from matplotlib.patches import Polygon, Rectangle
 
 import fddp
 from fddp.core.plan.plan import BucketPlan, LeafSpec, plan_leaves
+from fddp.core.schedule.virtual import VirtualRanks
 from fddp.core.sim.cost import CostModel
 from fddp.core.timeline import BucketTimes, Span, StepTimes, Timeline
-from fddp.viz import canvas, compare_plans, plot_caps, plot_plan, plot_timeline
+from fddp.viz import (
+    canvas,
+    compare_plans,
+    plot_caps,
+    plot_plan,
+    plot_timeline,
+    plot_virtual_ranks,
+)
 
 MIB = 2**20
 
@@ -353,3 +361,23 @@ def test_pyplot_is_not_used_and_imports_are_lazy() -> None:
 )
 def test_names_are_shortened(text: str, width_in: float, shown: str) -> None:
     assert canvas.shortened(text, width_in) == shown
+
+
+# Virtual ranks
+
+
+def test_the_tree_of_virtual_ranks() -> None:
+    """A bar for each node, over the virtual ranks that it sums, with a frame if it is sent."""
+    virtual = VirtualRanks.over(5, world_size=2)
+    figure = plot_virtual_ranks(virtual)
+    (ax,) = figure.axes
+    found = {(round(row), round(x0 + 0.5), round(x1 + 0.5)) for row, x0, x1 in boxes(ax)}
+    assert found == {
+        *((0, number, number + 1) for number in range(5)),
+        *((1, 0, 2), (1, 2, 4), (2, 0, 4), (3, 0, 5)),
+    }
+    (collection,) = (c for c in ax.collections if isinstance(c, PolyCollection))
+    framed = [tuple(edge) for edge in collection.get_edgecolors()].count((0.0, 0.0, 0.0, 1.0))
+    assert framed == sum(virtual.sent) == 3
+    assert ax.get_title() == "5 virtual ranks on 2 ranks, which send 1, 2 partial sums"
+    assert render(figure)

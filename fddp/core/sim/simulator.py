@@ -243,7 +243,8 @@ def group_model(cost: Cost, topology: Topology, axes: Collection[str]) -> CostMo
 
 
 def collective_bytes(schedule: Schedule, op: Op) -> float:
-    """Return the bytes of the group's whole buffer, including a piggybacked control word."""
+    """Return the bytes of the group's whole buffer, including a piggybacked control word, and the
+    rows of a reduce-scatter in which some rank sends several partial sums."""
     if op.kind == "control":
         return _word_bytes(schedule)
     # The region of an all-gather is sharded by its own axes, the buffer of the group is not.
@@ -252,6 +253,8 @@ def collective_bytes(schedule: Schedule, op: Op) -> float:
         sharding = sharding[: len(sharding) - len(op.axes)]
     elements = (op.region.stop - op.region.start) / schedule.topology.size(sharding)
     nbytes = elements * ITEM_BYTES[schedule.wire_dtypes[op.bucket]]
+    if op.kind == "reduce_scatter" and schedule.virtual is not None:
+        nbytes *= max(schedule.virtual.sent)
     carries = schedule.piggyback_op >= 0 and op == schedule.ops[schedule.piggyback_op]
     return nbytes + _word_bytes(schedule) if carries else nbytes
 

@@ -61,19 +61,21 @@ bool is_shared(const Signature& signature, size_t member) {
 
 TensorAlgorithm::TensorAlgorithm(
     const Signature& signature, char* own, char* result, size_t index,
-    std::vector<MemberData> member_data)
+    std::vector<MemberData> member_data, std::shared_ptr<const SumTree> tree)
     : signature_(signature),
       own_(own),
       result_(result),
       index_(index),
       member_data_(std::move(member_data)),
+      tree_(std::move(tree)),
       staged_(false) {
   for (size_t m = 0; m < members(); ++m) staged_ = staged_ || is_staged(m);
-  const int64_t whole = has_chunks(signature.kind) ? chunk() : signature.units;
+  const int64_t whole = has_chunks(signature.kind) ? row() : signature.units;
   const auto room = static_cast<int64_t>(kSegmentBytes / signature.unit_bytes);
-  // In a reduce-scatter a segment has a range of every chunk.
-  const int64_t most =
-      signature.kind == Kind::kReduceScatter ? room / static_cast<int64_t>(members()) : room;
+  // In a reduce-scatter a segment has a range of every row of every chunk.
+  const int64_t most = signature.kind == Kind::kReduceScatter
+                           ? room / (static_cast<int64_t>(members()) * rows())
+                           : room;
   segment_units_ = staged_ ? most : std::max<int64_t>(whole, 1);
   segments_ = std::max<int64_t>(1, (whole + segment_units_ - 1) / segment_units_);
 }
@@ -83,7 +85,7 @@ bool TensorAlgorithm::is_staged(size_t member) const {
 }
 
 TensorAlgorithm::UnitRange TensorAlgorithm::range_of(int64_t segment) const {
-  const int64_t whole = has_chunks(signature_.kind) ? chunk() : signature_.units;
+  const int64_t whole = has_chunks(signature_.kind) ? row() : signature_.units;
   const int64_t begin = segment * segment_units_;
   return {begin, std::min(segment_units_, whole - begin)};
 }
@@ -94,6 +96,18 @@ char* TensorAlgorithm::at(size_t member, int64_t segment, int64_t unit, int64_t 
   char* const memory = member_data_[member].memory;
   if (!is_staged(member)) return memory + bytes(unit);
   return memory + (segment % 2 == 0 ? 0 : kSegmentBytes) + bytes(staged_unit);
+}
+
+std::vector<char*> TensorAlgorithm::summands(int64_t segment, int64_t begin) const {
+  std::vector<char*> found;
+  for (size_t m = 0; m < members(); ++m) {
+    const int64_t count = tree_ == nullptr ? 1 : tree_->summands[m];
+    for (int64_t r = 0; r < count; ++r) {
+      const int64_t number = static_cast<int64_t>(index_) * rows() + r;
+      found.push_back(at(m, segment, number * row() + begin, number * segment_units_));
+    }
+  }
+  return found;
 }
 
 void TensorAlgorithm::run_copied() const {
@@ -111,13 +125,16 @@ void TensorAlgorithm::run_copied() const {
     return;
   }
   if (signature_.kind == Kind::kReduce && index_ != signature_.src) return;
-  const bool scatter = signature_.kind == Kind::kReduceScatter;
-  const int64_t begin = scatter ? static_cast<int64_t>(index_) * chunk() : 0;
+  if (signature_.kind == Kind::kReduceScatter) {
+    char* target = result_chunk();
+    reduce_into(summands(0, 0), &target, 1, {0, row()});
+    return;
+  }
   std::vector<char*> sources;
   sources.reserve(members());
-  for (const MemberData& place : member_data_) sources.push_back(place.memory + bytes(begin));
-  char* target = scatter ? result_chunk() : own_;
-  reduce_into(sources, &target, 1, {0, scatter ? chunk() : signature_.units});
+  for (const MemberData& place : member_data_) sources.push_back(place.memory);
+  char* target = own_;
+  reduce_into(sources, &target, 1, {0, signature_.units});
 }
 
 void TensorAlgorithm::copy_in(int64_t segment) const {
@@ -134,9 +151,9 @@ void TensorAlgorithm::copy_in(int64_t segment) const {
       copy(at(index_, segment, 0, 0), own_ + bytes(own_chunk + range.begin), bytes(range.count));
       return;
     case Kind::kReduceScatter:
-      for (int64_t c = 0; c < static_cast<int64_t>(members()); ++c) {
+      for (int64_t r = 0; r < static_cast<int64_t>(members()) * rows(); ++r) {
         copy(
-            at(index_, segment, 0, c * segment_units_), own_ + bytes(c * chunk() + range.begin),
+            at(index_, segment, 0, r * segment_units_), own_ + bytes(r * row() + range.begin),
             bytes(range.count));
       }
       return;
@@ -148,7 +165,6 @@ void TensorAlgorithm::copy_in(int64_t segment) const {
 // See [Note: write ownership].
 void TensorAlgorithm::run(int64_t segment) const {
   const UnitRange range = range_of(segment);
-  const auto own_chunk = static_cast<int64_t>(index_) * chunk();
   std::vector<char*> sources;
   sources.reserve(members());
   switch (signature_.kind) {
@@ -167,12 +183,8 @@ void TensorAlgorithm::run(int64_t segment) const {
       return;
     }
     case Kind::kReduceScatter: {
-      const int64_t begin = own_chunk + range.begin;
-      for (size_t m = 0; m < members(); ++m) {
-        sources.push_back(at(m, segment, begin, static_cast<int64_t>(index_) * segment_units_));
-      }
       char* target = result_chunk() + bytes(range.begin);
-      reduce_into(sources, &target, 1, {0, range.count});
+      reduce_into(summands(segment, range.begin), &target, 1, {0, range.count});
       return;
     }
     case Kind::kAllGather:
@@ -237,7 +249,7 @@ void TensorAlgorithm::reduce_into(
     return;
   }
   const bool average = signature_.reduction == Reduction::kAverage;
-  const SumOptions options = {signature_.number_type, average, signature_.order};
+  const SumOptions options = {signature_.number_type, average, signature_.order, tree_.get()};
   sum(options, buffers, range.begin, range.count);
 }
 

@@ -21,6 +21,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace fddp::shm {
@@ -75,10 +76,11 @@ class Algorithm {
 class TensorAlgorithm : public Algorithm {
  public:
   // `own` is the tensor of this member; `member_data` has one entry for each member. A
-  // reduce-scatter writes this member's chunk to `result`, or in place if it is null.
+  // reduce-scatter writes this member's chunk to `result`, or in place if it is null. `tree` is the
+  // association of a reduce-scatter whose chunks have rows, or null.
   TensorAlgorithm(
       const Signature& signature, char* own, char* result, size_t index,
-      std::vector<MemberData> member_data);
+      std::vector<MemberData> member_data, std::shared_ptr<const SumTree> tree = nullptr);
 
   bool copied() const override {
     return is_copied(signature_, members());
@@ -109,6 +111,9 @@ class TensorAlgorithm : public Algorithm {
   }
   bool is_staged(size_t member) const;
   UnitRange range_of(int64_t segment) const;
+  // Return the addresses of all summands of this member's chunk, in member order: from `begin` of
+  // each row on, or from the staged copies of a segment.
+  std::vector<char*> summands(int64_t segment, int64_t begin) const;
   char* at(size_t member, int64_t segment, int64_t unit, int64_t staged_unit) const;
   char* result_chunk() const;
   void reduce_into(
@@ -119,12 +124,20 @@ class TensorAlgorithm : public Algorithm {
   int64_t chunk() const {
     return signature_.units / static_cast<int64_t>(members());
   }
+  // Rows of a chunk, and units of a row. Each member has summands in the first rows.
+  int64_t rows() const {
+    return tree_ == nullptr ? 1 : tree_->rows();
+  }
+  int64_t row() const {
+    return chunk() / rows();
+  }
 
   Signature signature_;
   char* own_;
   char* result_;
   size_t index_;
   std::vector<MemberData> member_data_;
+  std::shared_ptr<const SumTree> tree_;
   bool staged_;
   int64_t segment_units_;
   int64_t segments_;

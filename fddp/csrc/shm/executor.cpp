@@ -137,7 +137,7 @@ bool ShmGroup::match_signatures(Operation& operation) {
         *request.exchange, index(), std::move(member_data), std::move(tables));
   } else {
     operation.algorithm_ = std::make_unique<TensorAlgorithm>(
-        own, request.data, request.result, index(), std::move(member_data));
+        own, request.data, request.result, index(), std::move(member_data), request.tree);
   }
   return true;
 }

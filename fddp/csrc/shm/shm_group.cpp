@@ -171,11 +171,30 @@ void ShmGroup::check(const Request& request) const {
   if (has_chunks(kind) && signature.units % static_cast<int64_t>(members()) != 0) {
     refuse("the tensor cannot be divided into one chunk of equal size for each member");
   }
+  if (request.tree != nullptr || signature.order.axes == SumOrder::kTree) {
+    check_tree(request);
+    return;
+  }
   if (signature.order.axes > SumOrder::kAxes) refuse("association has too many axes");
   size_t product = 1;
   for (size_t a = 0; a < signature.order.axes; ++a) product *= signature.order.sizes[a];
   if (signature.order.axes != 0 && product != members()) {
     refuse("the product of the axis sizes of association must be the number of members");
+  }
+}
+
+void ShmGroup::check_tree(const Request& request) const {
+  const Signature& signature = request.signature;
+  const auto refuse = [](const char* problem) { throw std::invalid_argument(problem); };
+  if (request.tree == nullptr || signature.order.axes != SumOrder::kTree) {
+    refuse("an association along a tree needs the tree");
+  }
+  if (signature.kind != Kind::kReduceScatter || signature.reduction != Reduction::kSum) {
+    refuse("only a sum of a reduce-scatter is associated along a tree");
+  }
+  if (!request.tree->is_valid(members())) refuse("the tree is not a sum over all members");
+  if (signature.units / static_cast<int64_t>(members()) % request.tree->rows() != 0) {
+    refuse("a chunk cannot be divided into the rows of the tree");
   }
 }
 

@@ -62,6 +62,7 @@ struct Request {
   std::shared_ptr<const ExchangeBuffers> exchange = nullptr;  // of an exchange, without `data`
   // Called once the operation has completed, in issue order, without locks; on any thread.
   std::function<void()> completed = nullptr;
+  std::shared_ptr<const SumTree> tree = nullptr;  // of a reduce-scatter whose order is kTree
 };
 
 class Operation {
@@ -214,6 +215,7 @@ class ShmGroup {
 
   // shm_group.cpp
   void check(const Request& request) const;
+  void check_tree(const Request& request) const;
   void post_pending();
   bool post(Operation& operation);
   bool post_copy(Operation& operation, Descriptor& descriptor);

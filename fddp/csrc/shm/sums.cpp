@@ -166,9 +166,49 @@ FDDP_INLINE void sum_tile(
   }
 }
 
+// Sum one tile along a tree of summands.
+template <class T>
+FDDP_INLINE void sum_tile_along_tree(
+    const SumTree& tree, const SumBuffers& buffers, int64_t begin, int64_t size) {
+  using Wide = typename Traits<T>::Wide;
+  Wide stack[SumTree::kDepth][kTile];
+  T scratch[kTile];
+  size_t height = 0;
+  for (size_t s = 0; s < buffers.n_sources; ++s) {
+    const T* source = load_numbers(buffers.sources[s], begin, size, scratch);
+    uint32_t additions = tree.additions[s];
+    if (additions > 0) {
+      Wide* top = stack[height - 1];
+      FDDP_INDEPENDENT
+      for (int64_t i = 0; i < size; ++i) {
+        top[i] = static_cast<Wide>(top[i] + Traits<T>::read(source[i]));
+      }
+      --additions;
+    } else {
+      Wide* top = stack[height++];
+      for (int64_t i = 0; i < size; ++i) top[i] = Traits<T>::read(source[i]);
+    }
+    for (; additions > 0; --additions) {
+      --height;
+      add(stack[height - 1], stack[height], size);
+    }
+  }
+  for (int64_t i = 0; i < size; ++i) Traits<T>::write(stack[0][i], scratch[i]);
+  for (size_t t = 0; t < buffers.n_targets; ++t) {
+    char* to = buffers.targets[t] + begin * static_cast<int64_t>(sizeof(T));
+    std::memcpy(to, scratch, static_cast<size_t>(size) * sizeof(T));
+  }
+}
+
 template <class T>
 FDDP_INLINE void sum_all(
     const SumOptions& options, const SumBuffers& buffers, int64_t begin, int64_t count) {
+  if (options.tree != nullptr) {
+    for (int64_t done = 0; done < count; done += kTile) {
+      sum_tile_along_tree<T>(*options.tree, buffers, begin + done, std::min(kTile, count - done));
+    }
+    return;
+  }
   // The orders (1, 2) and (2, 1) associate like (2).
   if (buffers.n_sources == 2 && buffers.n_targets <= 2 && aligned<T>(buffers)) {
     sum_two<T>(options, buffers, begin, count);
@@ -221,6 +261,31 @@ void sum(const SumOptions& options, const SumBuffers& buffers, int64_t begin, in
     case NumberType::kOpaque:
       return;
   }
+}
+
+bool SumTree::is_valid(size_t members) const {
+  size_t total = 0;
+  for (const uint32_t own : summands) total += own;
+  if (summands.size() != members || additions.empty() || additions.size() != total) return false;
+  size_t height = 0;
+  for (const uint32_t times : additions) {
+    if (times > height || ++height > kDepth) return false;
+    height -= times;
+  }
+  return height == 1;
+}
+
+uint32_t SumTree::rows() const {
+  return *std::max_element(summands.begin(), summands.end());
+}
+
+// FNV-1a over both lists.
+uint64_t SumTree::digest() const {
+  uint64_t hash = 14695981039346656037u;
+  for (const auto* list : {&summands, &additions}) {
+    for (const uint32_t number : *list) hash = (hash ^ number) * 1099511628211u;
+  }
+  return hash;
 }
 
 size_t number_bytes(NumberType number) {

@@ -5,6 +5,8 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <vector>
 
 namespace fddp::shm {
 
@@ -19,9 +21,27 @@ size_t number_bytes(NumberType type);
 // innermost axis first: (2, 2) is (a+b) + (c+d).
 struct SumOrder {
   static constexpr size_t kAxes = 6;
+  // `axes` of a sum along a tree. The sizes are then the rows of a chunk and a digest of the tree.
+  static constexpr uint16_t kTree = kAxes + 1;
 
   std::array<uint16_t, kAxes> sizes = {};
   uint16_t axes = 0;  // 0: sum in rank order
+};
+
+// Association order of a sum in which members have several summands, as on a stack: a summand is
+// pushed, and each addition replaces the two newest sums by theirs.
+struct SumTree {
+  static constexpr size_t kDepth = 20;  // most sums on the stack
+
+  std::vector<uint32_t> summands;   // number of summands of each member
+  std::vector<uint32_t> additions;  // number of additions after each summand, in member order
+
+  // Return true if the tree has summands of `members` members, one sum in the end, and never more
+  // than kDepth on the stack.
+  bool is_valid(size_t members) const;
+  // Return the largest number of summands of a member.
+  uint32_t rows() const;
+  uint64_t digest() const;
 };
 
 // Options of a sum, equal on all ranks.
@@ -29,6 +49,7 @@ struct SumOptions {
   NumberType number_type;
   bool average;  // divide by the number of summands; floating-point numbers only
   SumOrder order;
+  const SumTree* tree = nullptr;  // instead of the order
 };
 
 // Buffers of the summands and of the result. Each target is one of the sources, or disjoint from

@@ -73,6 +73,7 @@ class ShmGroup(Protocol):
         association: Sequence[int] = ...,
         wait_soon: bool = ...,
         record_time: bool = ...,
+        tree: tuple[Sequence[int], Sequence[int]] | None = ...,
     ) -> ShmWork:
         """Start an operation. Never blocks. Raises TypeError or ValueError if the tensor is
         unsuitable, which does not affect the other members."""

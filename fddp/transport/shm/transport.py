@@ -135,7 +135,7 @@ class ShmTransport(Transport):
 
     def _start(self, operation: Operation) -> Work:
         entry = self._shm_groups.get(operation.ranks)
-        if entry is None or not operation.tensor.is_cpu or operation.tree is not None:
+        if entry is None or not operation.tensor.is_cpu:
             return self._c10d._start(operation)
         work = entry.shm_group.start(
             operation.kind,
@@ -145,6 +145,7 @@ class ShmTransport(Transport):
             operation.association,
             operation.wait_soon,
             operation.record_time,
+            operation.tree,
         )
         return _ShmWork(self, entry, work, operation.record_time)
 
