@@ -346,6 +346,17 @@ void fuzz_algorithms(Bytes in) {
   } else if (signature.kind == Kind::kAllReduce) {
     const Drawn drawn = {{signature.number_type, signature.average != 0, signature.order}, n};
     for (size_t m = 0; m < n; ++m) check_sum(drawn, before, own[m].data(), 0, signature.units);
+  } else if (signature.kind == Kind::kAllToAll) {
+    const uint64_t chunk = bytes / n;
+    for (size_t m = 0; m < n; ++m) {
+      for (size_t other = 0; other < n; ++other) {
+        require(
+            std::equal(
+                own[m].data() + other * chunk, own[m].data() + (other + 1) * chunk,
+                before[other].data() + m * chunk),
+            "an all-to-all is wrong");
+      }
+    }
   }
 }
 

@@ -18,6 +18,22 @@ void copy(char* to, const char* from, int64_t bytes) {
   if (to != from && bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
+// Swap two ranges that do not overlap, through a buffer that fits into the first-level cache.
+void swap(char* a, char* b, int64_t bytes) {
+  char buffer[4096];
+  for (int64_t done = 0; done < bytes; done += sizeof buffer) {
+    const int64_t n = std::min<int64_t>(sizeof buffer, bytes - done);
+    copy(buffer, a + done, n);
+    copy(a + done, b + done, n);
+    copy(b + done, buffer, n);
+  }
+}
+
+// Return true if an operation exchanges a range of every chunk in each segment.
+bool cuts_each_chunk(Kind kind) {
+  return kind == Kind::kReduceScatter || kind == Kind::kAllToAll;
+}
+
 // Return the first unit of the part of `member`. Parts begin at multiples of a cache line, so that
 // no two members write to the same line.
 int64_t part_begin(int64_t units, uint32_t unit_bytes, size_t members, size_t member) {
@@ -44,6 +60,7 @@ ByteRange copied_part(const Signature& signature, size_t members, size_t member)
       return {0, member == signature.src ? signature.bytes() : 0};
     case Kind::kAllReduce:
     case Kind::kReduceScatter:
+    case Kind::kAllToAll:
       break;
   }
   return {0, signature.bytes()};
@@ -63,9 +80,8 @@ Algorithm::Algorithm(
   for (size_t m = 0; m < members(); ++m) staged_ = staged_ || is_staged(m);
   const int64_t whole = has_chunks(signature.kind) ? chunk() : signature.units;
   const auto room = static_cast<int64_t>(kSegmentBytes / signature.unit_bytes);
-  // In a reduce-scatter a segment has a range of every chunk.
   const int64_t most =
-      signature.kind == Kind::kReduceScatter ? room / static_cast<int64_t>(members()) : room;
+      cuts_each_chunk(signature.kind) ? room / static_cast<int64_t>(members()) : room;
   segment_units_ = staged_ ? most : std::max<int64_t>(whole, 1);
   segments_ = std::max<int64_t>(1, (whole + segment_units_ - 1) / segment_units_);
 }
@@ -102,6 +118,15 @@ void Algorithm::run_copied() const {
     copy(own_, member_data_[signature_.src].memory, bytes(signature_.units));
     return;
   }
+  if (signature_.kind == Kind::kAllToAll) {
+    const int64_t own_chunk = static_cast<int64_t>(index_) * chunk();
+    for (int64_t m = 0; m < n; ++m) {
+      if (static_cast<size_t>(m) == index_) continue;
+      const char* const theirs = member_data_[static_cast<size_t>(m)].memory;
+      copy(own_ + bytes(m * chunk()), theirs + bytes(own_chunk), bytes(chunk()));
+    }
+    return;
+  }
   const bool scatter = signature_.kind == Kind::kReduceScatter;
   const int64_t begin = scatter ? static_cast<int64_t>(index_) * chunk() : 0;
   std::vector<char*> sources;
@@ -124,6 +149,7 @@ void Algorithm::copy_in(int64_t segment) const {
       copy(at(index_, segment, 0, 0), own_ + bytes(own_chunk + range.begin), bytes(range.count));
       return;
     case Kind::kReduceScatter:
+    case Kind::kAllToAll:
       for (int64_t c = 0; c < static_cast<int64_t>(members()); ++c) {
         copy(
             at(index_, segment, 0, c * segment_units_), own_ + bytes(c * chunk() + range.begin),
@@ -172,12 +198,37 @@ void Algorithm::run(int64_t segment) const {
           own_ + bytes(range.begin), at(signature_.src, segment, range.begin, 0),
           bytes(range.count));
       return;
+    case Kind::kAllToAll:
+      for (size_t step = 1; step < members(); ++step) {
+        const size_t m = (index_ + step) % members();
+        if (!swaps_with(m)) continue;
+        const auto other = static_cast<int64_t>(m);
+        const auto own = static_cast<int64_t>(index_);
+        swap(
+            at(index_, segment, other * chunk() + range.begin, other * segment_units_),
+            at(m, segment, own_chunk + range.begin, own * segment_units_), bytes(range.count));
+      }
+      return;
   }
 }
 
+// Return true if this member, rather than the other, swaps the chunks of the two in an all-to-all.
+// Each member swaps about half of its pairs.
+bool Algorithm::swaps_with(size_t member) const {
+  return (index_ < member) == ((index_ + member) % 2 == 0);
+}
+
 void Algorithm::copy_out(int64_t segment) const {
-  if (signature_.kind != Kind::kAllReduce || !is_staged(index_)) return;
+  if (!is_staged(index_)) return;
   const UnitRange range = range_of(segment);
+  if (signature_.kind == Kind::kAllToAll) {
+    for (int64_t c = 0; c < static_cast<int64_t>(members()); ++c) {
+      copy(
+          own_ + bytes(c * chunk() + range.begin), at(index_, segment, 0, c * segment_units_),
+          bytes(range.count));
+    }
+  }
+  if (signature_.kind != Kind::kAllReduce) return;
   copy(own_ + bytes(range.begin), at(index_, segment, 0, 0), bytes(range.count));
 }
 
@@ -192,6 +243,9 @@ ByteRange Algorithm::accessed_range(size_t member) const {
       return {static_cast<uint64_t>(bytes(begin)), static_cast<uint64_t>(bytes(end - begin))};
     }
     case Kind::kReduceScatter:
+      return {chunk_bytes * index_, chunk_bytes};
+    case Kind::kAllToAll:
+      if (member == index_) break;
       return {chunk_bytes * index_, chunk_bytes};
     case Kind::kAllGather:
       return {chunk_bytes * member, chunk_bytes};

@@ -6,7 +6,8 @@
 // member has posted and the time at which all members have written, only the owner of a part
 // accesses it. One barrier at the end is therefore sufficient, and each summand is read once,
 // directly from the memory it was packed into. In a gather each member reads the chunks of the
-// others, which no member writes, and writes only its own memory.
+// others, which no member writes, and writes only its own memory. In an all-to-all each pair of
+// members swaps two chunks, and one of the two does it.
 //
 // [Note: segmented staging]
 // A tensor outside of the arenas goes through a staging buffer in its owner's arena, in segments.
@@ -83,6 +84,7 @@ class Algorithm {
   bool is_staged(size_t member) const;
   UnitRange range_of(int64_t segment) const;
   char* at(size_t member, int64_t segment, int64_t unit, int64_t staged_unit) const;
+  bool swaps_with(size_t member) const;
   void sum_into(
       const std::vector<char*>& sources, char* const* targets, size_t n, UnitRange range) const;
   int64_t bytes(int64_t units) const {

@@ -21,15 +21,15 @@ inline constexpr size_t kMaxMembers = 256;
 // Maximum number of operations that a member has posted and others have not completed.
 inline constexpr uint64_t kRingSlots = 64;
 
-enum class Kind : uint32_t { kAllReduce, kReduceScatter, kAllGather, kBroadcast };
-inline constexpr uint32_t kKindCount = 4;
+enum class Kind : uint32_t { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kAllToAll };
+inline constexpr uint32_t kKindCount = 5;
 
 constexpr bool is_sum(Kind kind) {
   return kind == Kind::kAllReduce || kind == Kind::kReduceScatter;
 }
 // Return true if the tensor is divided into one chunk per member.
 constexpr bool has_chunks(Kind kind) {
-  return kind == Kind::kReduceScatter || kind == Kind::kAllGather;
+  return kind == Kind::kReduceScatter || kind == Kind::kAllGather || kind == Kind::kAllToAll;
 }
 
 // Status of an operation, or of a group.
