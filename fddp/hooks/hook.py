@@ -120,6 +120,18 @@ class AllReduce(ABC):
             Tensors of all ranks by rank, shape `(world_size, *tensor.shape)`.
         """
 
+    @abstractmethod
+    def all_to_all(self, tensor: Tensor) -> Future[Tensor]:
+        """Start sending row `r` of a tensor to rank `r`.
+
+        Args:
+            tensor: contiguous, of any dtype, shape `(world_size, ...)`. Donated: the rows that
+                arrive may be written to its memory.
+
+        Returns:
+            The rows that were sent to this rank, by rank; the shape of `tensor`.
+        """
+
 
 class Hook(ABC, Generic[S]):
     """Reduction of buckets: a pure pair of functions, `init` and `apply`, with state of type `S`.

@@ -3,15 +3,59 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fddp.hooks.compression import Compressed, Compressor, Stateless
-from fddp.hooks.flat import joined_bytes, real, restored, split_bytes, wide
+from fddp.hooks.flat import real, restored, wide
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce, Bucket, BucketSpec
+
+
+class _Form(NamedTuple):
+    """Form of a quantized chunk: the scales of its blocks, then its values, a byte each."""
+
+    length: int  # values of a chunk
+    block: int  # values of a block; the last block of a chunk may be shorter
+    dtype: torch.dtype  # of the scales
+
+    def quantized(self, chunks: Tensor) -> Tensor:
+        """Bytes of chunks of shape `(n, length)`; shape `(n, bytes)`.
+
+        A block with a value that is not finite gets a scale that is not finite, and so do its
+        values.
+        """
+        blocks = self._blocks(chunks)
+        scales = blocks.abs().amax(dim=2, keepdim=True) / 127
+        steps = torch.where(scales > 0, blocks / scales, blocks).round_()
+        steps = steps.clamp_(-127, 127)  # the scale of a tiny block is rounded
+        rows = len(chunks)
+        head = scales.view(rows, -1).view(torch.uint8)
+        tail = steps.to(torch.int8).view(rows, -1)[:, : self.length]
+        return torch.cat([head, tail.view(torch.uint8)], dim=1)
+
+    def values(self, chunks: Tensor) -> Tensor:
+        """Inverse of `quantized`, up to rounding."""
+        rows, head = len(chunks), -(-self.length // self.block) * self.dtype.itemsize
+        aligned = chunks[:, :head].clone(memory_format=torch.contiguous_format)
+        scales = aligned.view(self.dtype).view(rows, -1, 1)
+        steps = self._blocks(chunks[:, head:].view(torch.int8))
+        return (scales * steps).view(rows, -1)[:, : self.length]
+
+    def sum(self, parts: Tensor) -> Tensor:
+        """Sum of quantized chunks of shape `(ranks, n, bytes)`, in rank order, so that the bits
+        are the same on every rank; shape `(n, length)`."""
+        total = self.values(parts[0])
+        for part in parts[1:]:
+            total += self.values(part)
+        return total
+
+    def _blocks(self, chunks: Tensor) -> Tensor:
+        """Chunks of shape `(n, length)`, padded with zeros and divided into blocks."""
+        return pad(chunks, (0, -self.length % self.block)).view(len(chunks), -1, self.block)
 
 
 @dataclass(frozen=True)
@@ -27,28 +71,34 @@ class Int8(Stateless):
     def compress(
         self, state: tuple[()], bucket: Bucket, all_reduce: AllReduce
     ) -> Future[Compressed[tuple[()]]]:
-        buffer = bucket.buffer
-        numbers = real(buffer)
-        count = len(numbers)
-        padded = pad(numbers.to(wide(numbers.dtype)), (0, -count % self.block))
-        blocks = padded.view(-1, self.block)
-        scales = blocks.abs().amax(dim=1, keepdim=True) / 127
-        steps = torch.where(scales > 0, blocks / scales, blocks).round().to(torch.int8)
-        forms = [(part.dtype, tuple(part.shape)) for part in (scales, steps)]
+        numbers, ranks, dtype = real(bucket.buffer), all_reduce.world_size, bucket.buffer.dtype
+        form = _Form(-(-len(numbers) // ranks), self.block, wide(numbers.dtype))
+        padding = ranks * form.length - len(numbers)
+        own = form.quantized(pad(numbers.to(form.dtype), (0, padding)).view(ranks, -1))
 
-        def values(scales: Tensor, steps: Tensor) -> Tensor:
-            return (scales * steps).view(-1)[:count]
+        def joined(chunks: Tensor) -> Tensor:
+            return restored(chunks.reshape(-1)[: len(numbers)], dtype)
 
-        def summed(rows: Tensor) -> Compressed[tuple[()]]:
-            total = numbers.new_zeros(count, dtype=scales.dtype)
-            for row in rows:  # in rank order, so that the bits are the same on every rank
-                total += values(*split_bytes(row, forms))
-            return Compressed(restored(total, buffer.dtype), sent, state)
+        def summed(parts: Tensor) -> Compressed[tuple[()]]:
+            return Compressed(joined(form.sum(parts)), lambda: joined(form.values(own)), state)
 
-        def sent() -> Tensor:
-            return restored(values(scales, steps), buffer.dtype)
+        def share(parts: Tensor) -> Future[Compressed[tuple[()]]]:
+            total = form.sum(parts.unsqueeze(1))
+            rounded = form.quantized(total)
 
-        return all_reduce.all_gather(joined_bytes([scales, steps])).map(summed)
+            def sent() -> Tensor:
+                # The rounding of the sum counts as this rank's.
+                values = form.values(own)
+                values[all_reduce.rank] += (form.values(rounded) - total).view(-1)
+                return joined(values)
+
+            return all_reduce.all_gather(rounded.view(-1)).map(
+                lambda sums: Compressed(joined(form.values(sums)), sent, state)
+            )
+
+        if ranks <= 2:  # the same bytes in one stage, and sums are not rounded
+            return all_reduce.all_gather(own).map(summed)
+        return all_reduce.all_to_all(own.clone()).then(share)
 
     def parts(self, spec: BucketSpec) -> tuple[BucketSpec, ...]:
         return ()
@@ -58,14 +108,21 @@ def int8(block: int = 256) -> Compressor[tuple[()]]:
     """Quantization to 8 bits, with a scale of 32 bits (64 for float64) for each block (Dettmers et
     al. 2022, "8-bit Optimizers via Block-wise Quantization", with uniform steps).
 
-    Sums do not fit in 8 bits, so each rank's values are gathered on all ranks, which sum them. With
-    N ranks, each rank receives `N * (1 + 4 / block)` bytes for each float32 element, compared to 8
-    for an all-reduce. Use it for few ranks, for example between hosts with the algorithm
-    "hierarchical".
+    Sums do not fit in 8 bits. Each rank therefore receives all ranks' values of its chunk of the
+    bucket, sums them in at least 32 bits, and sends the sum to all ranks, quantized again. For any
+    number of ranks, an element of float32 costs `(1 + 4 / block) / 4` of the bytes of an
+    all-reduce: 0.254 for blocks of 256. Two ranks exchange their values instead, for as many bytes,
+    and the sum is not quantized.
+
+    A step is the scale of a block: the largest magnitude in it, divided by 127. The sum of each
+    element differs from the exact one by at most half a step of each rank's block and half a step
+    of the sum's block, apart from the rounding of the sum. Replicas receive the same bits.
+    `error_feedback` keeps both errors. A value that is not finite makes its block of the result not
+    finite.
 
     Args:
-        block: number of values that share a scale, which is set by the largest of them. A complex
-            number counts as two values.
+        block: number of values that share a scale, which is set by the largest of them. Blocks
+            start anew in each rank's chunk. A complex number counts as two values.
 
     Raises:
         ValueError: `block` is below 1.
