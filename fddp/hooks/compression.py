@@ -23,7 +23,8 @@ class Compressed(Generic[S]):
     """Result of a compressor.
 
     Attributes:
-        total: sum over ranks of the values that each rank sent, as `Hook.apply` returns it.
+        total: sum over ranks of the values that each rank sent, or this rank's chunk of it, as
+            `Hook.apply` returns it.
         sent: returns the values that this rank sent, with shape and dtype of the buffer.
         state: state for the next step.
     """
@@ -78,6 +79,10 @@ class ErrorFeedback(Hook[ErrorFeedbackState[S]]):
     @property
     def narrow(self) -> bool:
         return self.compressor.narrow
+
+    @property
+    def scatters(self) -> bool:
+        return self.compressor.scatters
 
     def init(self, spec: BucketSpec) -> ErrorFeedbackState[S]:
         residual = torch.zeros(spec.numel, dtype=wide(spec.dtype), device=spec.device)

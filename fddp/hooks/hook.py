@@ -34,6 +34,7 @@ class BucketSpec:
         shapes: shapes of the leaves.
         strides: strides of the leaves in the buffer, in elements.
         offsets: offset of each leaf in the buffer, in elements.
+        is_scattered: True if each rank keeps its chunk of the sum only; see `Hook.scatters`.
     """
 
     index: int
@@ -46,6 +47,7 @@ class BucketSpec:
     shapes: tuple[tuple[int, ...], ...]
     strides: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
+    is_scattered: bool = False
 
     def flat(self, numel: int, dtype: torch.dtype) -> BucketSpec:
         """Metadata of a bucket with one leaf of shape `(numel,)` in place of this one."""
@@ -172,6 +174,13 @@ class Hook(ABC, Generic[S]):
     def narrow(self) -> bool:
         """True if the hook sums in float16, whose range only allows weights near the reference. A
         bucket with other weights is reduced again without the hook."""
+        return False
+
+    @property
+    def scatters(self) -> bool:
+        """True if the hook can also replace a reduce-scatter. `apply` then returns only this rank's
+        chunk of the sum for a bucket whose `spec.is_scattered` is True: of equal chunks, one for
+        each rank of `all_reduce`, in rank order."""
         return False
 
     @abstractmethod

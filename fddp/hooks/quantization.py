@@ -64,6 +64,8 @@ class Int8(Stateless):
 
     block: int
 
+    scatters = True
+
     def __post_init__(self) -> None:
         if type(self.block) is not int or self.block < 1:
             raise ValueError(f"block must be an int of at least 1, got {self.block!r}")
@@ -82,6 +84,11 @@ class Int8(Stateless):
         def summed(parts: Tensor) -> Compressed[tuple[()]]:
             return Compressed(joined(form.sum(parts)), lambda: joined(form.values(own)), state)
 
+        if bucket.spec.is_scattered:
+            return all_reduce.all_to_all(own.clone()).map(lambda rows: summed(rows.unsqueeze(1)))
+        if ranks <= 2:  # the same bytes in one stage, and sums are not rounded
+            return all_reduce.all_gather(own).map(summed)
+
         def share(parts: Tensor) -> Future[Compressed[tuple[()]]]:
             total = form.sum(parts.unsqueeze(1))
             rounded = form.quantized(total)
@@ -96,8 +103,6 @@ class Int8(Stateless):
                 lambda sums: Compressed(joined(form.values(sums)), sent, state)
             )
 
-        if ranks <= 2:  # the same bytes in one stage, and sums are not rounded
-            return all_reduce.all_gather(own).map(summed)
         return all_reduce.all_to_all(own.clone()).then(share)
 
     def parts(self, spec: BucketSpec) -> tuple[BucketSpec, ...]:
@@ -119,6 +124,9 @@ def int8(block: int = 256) -> Compressor[tuple[()]]:
     of the sum's block, apart from the rounding of the sum. Replicas receive the same bits.
     `error_feedback` keeps both errors. A value that is not finite makes its block of the result not
     finite.
+
+    The hook also replaces the reduce-scatters of `algorithm="reduce_scatter"`, along the outermost
+    axis. Ranks keep their chunks of the sum, which are not quantized.
 
     Args:
         block: number of values that share a scale, which is set by the largest of them. Blocks
