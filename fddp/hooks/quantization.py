@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
-
 from fddp.hooks.compression import Compressed, Compressor, Stateless
-from fddp.hooks.flat import real, restored, wide
+from fddp.hooks.flat import padded, real, restored, wide
 from fddp.hooks.future import Future
 from fddp.hooks.hook import AllReduce, Bucket, BucketSpec
 
@@ -28,11 +26,12 @@ class _Form(NamedTuple):
         A block with a value that is not finite gets a scale that is not finite, and so do its
         values.
         """
-        blocks = self._blocks(chunks)
-        scales = blocks.abs().amax(dim=2, keepdim=True) / 127
-        steps = torch.where(scales > 0, blocks / scales, blocks).round_()
-        steps = steps.clamp_(-127, 127)  # the scale of a tiny block is rounded
-        rows = len(chunks)
+        blocks, rows = self._blocks(chunks), len(chunks)
+        magnitudes = blocks.abs()
+        scales = magnitudes.amax(dim=2, keepdim=True) / 127
+        divisors = torch.where(scales > 0, scales, 1)
+        steps = torch.div(blocks, divisors, out=magnitudes).round_()
+        steps.clamp_(-127, 127)  # the scale of a tiny block is rounded
         head = scales.view(rows, -1).view(torch.uint8)
         tail = steps.to(torch.int8).view(rows, -1)[:, : self.length]
         return torch.cat([head, tail.view(torch.uint8)], dim=1)
@@ -43,7 +42,8 @@ class _Form(NamedTuple):
         aligned = chunks[:, :head].clone(memory_format=torch.contiguous_format)
         scales = aligned.view(self.dtype).view(rows, -1, 1)
         steps = self._blocks(chunks[:, head:].view(torch.int8))
-        return (scales * steps).view(rows, -1)[:, : self.length]
+        values = steps.to(self.dtype).mul_(scales)  # a tenth of the time of `scales * steps`
+        return values.view(rows, -1)[:, : self.length]
 
     def sum(self, parts: Tensor) -> Tensor:
         """Sum of quantized chunks of shape `(ranks, n, bytes)`, in rank order, so that the bits
@@ -55,7 +55,7 @@ class _Form(NamedTuple):
 
     def _blocks(self, chunks: Tensor) -> Tensor:
         """Chunks of shape `(n, length)`, padded with zeros and divided into blocks."""
-        return pad(chunks, (0, -self.length % self.block)).view(len(chunks), -1, self.block)
+        return padded(chunks, -self.length % self.block).view(len(chunks), -1, self.block)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Int8(Stateless):
         numbers, ranks, dtype = real(bucket.buffer), all_reduce.world_size, bucket.buffer.dtype
         form = _Form(-(-len(numbers) // ranks), self.block, wide(numbers.dtype))
         padding = ranks * form.length - len(numbers)
-        own = form.quantized(pad(numbers.to(form.dtype), (0, padding)).view(ranks, -1))
+        own = form.quantized(padded(numbers.to(form.dtype), padding).view(ranks, -1))
 
         def joined(chunks: Tensor) -> Tensor:
             return restored(chunks.reshape(-1)[: len(numbers)], dtype)
