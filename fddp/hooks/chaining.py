@@ -97,8 +97,8 @@ def chain(*hooks: Hook[Any]) -> Hook[Any]:
     ranks.
 
     Composition is associative, up to the nesting of states, and `allreduce` is its identity. Hooks
-    that sum by themselves (`top_k`, `int8`) leave nothing to the hooks behind them, so such a hook
-    must be the last one.
+    that sum by themselves (`top_k`, `int8`, `int4`) leave nothing to the hooks behind them, so such
+    a hook must be the last one.
 
     Raises:
         ValueError: one of several hooks is a `TorchHook`; or, when states are initialised, a hook

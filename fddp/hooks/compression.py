@@ -113,8 +113,8 @@ def error_feedback(compressor: Compressor[S]) -> Hook[ErrorFeedbackState[S]]:
     gradient over steps and ranks, minus the residuals of all ranks after the last step.
 
     Args:
-        compressor: `fp16_compress`, `bf16_compress`, the result of `int8`, or a custom compressor.
-            `power_sgd` and `top_k` already have error feedback.
+        compressor: `fp16_compress`, `bf16_compress`, the result of `int8` or `int4`, or a custom
+            compressor. `power_sgd` and `top_k` already have error feedback.
 
     Example:
         >>> import fddp, torch

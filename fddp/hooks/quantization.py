@@ -1,12 +1,13 @@
-"""Quantization of gradients to 8 bits."""
+"""Quantization of gradients to 8 or 4 bits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
 from fddp.hooks.compression import Compressed, Compressor, Stateless
 from fddp.hooks.flat import padded, real, restored, wide
 from fddp.hooks.future import Future
@@ -14,8 +15,10 @@ from fddp.hooks.hook import AllReduce, Bucket, BucketSpec
 
 
 class _Form(NamedTuple):
-    """Form of a quantized chunk: the scales of its blocks, then its values, a byte each."""
+    """Form of a quantized chunk: the scales of its blocks, then its values, a byte or half a byte
+    each."""
 
+    bits: int  # of a value: 8 or 4
     length: int  # values of a chunk
     block: int  # values of a block; the last block of a chunk may be shorter
     dtype: torch.dtype  # of the scales
@@ -28,20 +31,28 @@ class _Form(NamedTuple):
         """
         blocks, rows = self._blocks(chunks), len(chunks)
         magnitudes = blocks.abs()
-        scales = magnitudes.amax(dim=2, keepdim=True) / 127
+        largest = 2 ** (self.bits - 1) - 1
+        scales = magnitudes.amax(dim=2, keepdim=True) / largest
         divisors = torch.where(scales > 0, scales, 1)
         steps = torch.div(blocks, divisors, out=magnitudes).round_()
-        steps.clamp_(-127, 127)  # the scale of a tiny block is rounded
-        head = scales.view(rows, -1).view(torch.uint8)
+        steps.clamp_(-largest, largest)  # the scale of a tiny block is rounded
+        head = scales.view(rows, -1).view(torch.int8)
         tail = steps.to(torch.int8).view(rows, -1)[:, : self.length]
-        return torch.cat([head, tail.view(torch.uint8)], dim=1)
+        if self.bits == 4:
+            pairs = padded(tail, self.length % 2)
+            tail = (pairs[:, ::2] & 15) | (pairs[:, 1::2] << 4)
+        return torch.cat([head, tail], dim=1)
 
     def values(self, chunks: Tensor) -> Tensor:
         """Inverse of `quantized`, up to rounding."""
         rows, head = len(chunks), -(-self.length // self.block) * self.dtype.itemsize
         aligned = chunks[:, :head].clone(memory_format=torch.contiguous_format)
         scales = aligned.view(self.dtype).view(rows, -1, 1)
-        steps = self._blocks(chunks[:, head:].view(torch.int8))
+        tail = chunks[:, head:]
+        if self.bits == 4:
+            pairs = torch.stack([(tail << 4) >> 4, tail >> 4], dim=2)  # with their signs
+            tail = pairs.view(rows, -1)[:, : self.length]
+        steps = self._blocks(tail)
         values = steps.to(self.dtype).mul_(scales)  # a tenth of the time of `scales * steps`
         return values.view(rows, -1)[:, : self.length]
 
@@ -59,11 +70,12 @@ class _Form(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Int8(Stateless):
-    """Hook that sends each value as one of 255 multiples of its block's scale; see `int8`."""
+class Quantized(Stateless):
+    """Hook that sends each value as a multiple of its block's scale; see `int8`."""
 
     block: int
 
+    bits: ClassVar[int]
     scatters = True
 
     def __post_init__(self) -> None:
@@ -74,7 +86,7 @@ class Int8(Stateless):
         self, state: tuple[()], bucket: Bucket, all_reduce: AllReduce
     ) -> Future[Compressed[tuple[()]]]:
         numbers, ranks, dtype = real(bucket.buffer), all_reduce.world_size, bucket.buffer.dtype
-        form = _Form(-(-len(numbers) // ranks), self.block, wide(numbers.dtype))
+        form = _Form(self.bits, -(-len(numbers) // ranks), self.block, wide(numbers.dtype))
         padding = ranks * form.length - len(numbers)
         own = form.quantized(padded(numbers.to(form.dtype), padding).view(ranks, -1))
 
@@ -107,6 +119,14 @@ class Int8(Stateless):
 
     def parts(self, spec: BucketSpec) -> tuple[BucketSpec, ...]:
         return ()
+
+
+class Int8(Quantized):
+    bits = 8
+
+
+class Int4(Quantized):
+    bits = 4
 
 
 def int8(block: int = 256) -> Compressor[tuple[()]]:
@@ -145,3 +165,26 @@ def int8(block: int = 256) -> Compressor[tuple[()]]:
         [127.0, 0.0, -3.0]
     """
     return Int8(block)
+
+
+def int4(block: int = 64) -> Compressor[tuple[()]]:
+    """Quantization to 4 bits: as `int8`, with steps of the largest magnitude of a block divided by
+    7. An element of float32 costs `(0.5 + 4 / block) / 4` of the bytes of an all-reduce: 0.141 for
+    blocks of 64.
+
+    Args:
+        block: as for `int8`.
+
+    Raises:
+        ValueError: `block` is below 1.
+
+    Example:
+        >>> import fddp, torch
+        >>> def mean(group):
+        ...     grads = {"w": torch.tensor([7.0, 0.6, -3.4])}
+        ...     with fddp.GradSync(grads, group=group, hook=fddp.hooks.int4()) as sync:
+        ...         return sync(grads)["w"].tolist()
+        >>> fddp.loopback(1, mean)[0]
+        [7.0, 1.0, -3.0]
+    """
+    return Int4(block)
