@@ -35,7 +35,7 @@ namespace fddp::shm {
 namespace {
 
 constexpr std::string_view kKindNames[] = {
-    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "exchange"};
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "reduce", "exchange"};
 constexpr std::string_view kStateNames[] = {"active", "left", "failed"};
 
 // Call `body`. Translate std::invalid_argument to ValueError and std::system_error to OSError.

@@ -36,8 +36,8 @@ class Chain(Hook[tuple[Any, tuple[Any, ...]]]):
         parts = self.outer.parts(spec)
         if not parts:
             raise ValueError(
-                f"{self.outer.name} leaves no sum to {self.inner.name} behind it: it uses "
-                f"all_gather only; put it last in the chain"
+                f"{self.outer.name} leaves no sum to {self.inner.name} behind it: it sums by "
+                f"itself; put it last in the chain"
             )
         return self.outer.init(spec), tuple(self.inner.init(part) for part in parts)
 
@@ -84,6 +84,9 @@ class _InnerReduce(AllReduce):
     def all_gather(self, tensor: Tensor) -> Future[Tensor]:
         return self._all_reduce.all_gather(tensor)
 
+    def all_to_all(self, tensor: Tensor) -> Future[Tensor]:
+        return self._all_reduce.all_to_all(tensor)
+
     def states(self) -> tuple[Any, ...]:
         """States of the inner hook for the next step. Called when all sums are done."""
         return tuple(result.wait()[1] for result in self._results)
@@ -93,9 +96,9 @@ def chain(*hooks: Hook[Any]) -> Hook[Any]:
     """Composition of hooks: each hook's sums are computed by the next one, the last one sums over
     ranks.
 
-    Composition is associative, up to the nesting of states, and `allreduce` is its identity. Data
-    that a hook gathers instead of summing (`top_k`, `int8`) does not pass through the hooks behind
-    it, so such a hook must be the last one.
+    Composition is associative, up to the nesting of states, and `allreduce` is its identity. Hooks
+    that sum by themselves (`top_k`, `int8`, `int4`) leave nothing to the hooks behind them, so such
+    a hook must be the last one.
 
     Raises:
         ValueError: one of several hooks is a `TorchHook`; or, when states are initialised, a hook

@@ -23,7 +23,8 @@ class Compressed(Generic[S]):
     """Result of a compressor.
 
     Attributes:
-        total: sum over ranks of the values that each rank sent, as `Hook.apply` returns it.
+        total: sum over ranks of the values that each rank sent, or this rank's chunk of it, as
+            `Hook.apply` returns it.
         sent: returns the values that this rank sent, with shape and dtype of the buffer.
         state: state for the next step.
     """
@@ -79,6 +80,10 @@ class ErrorFeedback(Hook[ErrorFeedbackState[S]]):
     def narrow(self) -> bool:
         return self.compressor.narrow
 
+    @property
+    def scatters(self) -> bool:
+        return self.compressor.scatters
+
     def init(self, spec: BucketSpec) -> ErrorFeedbackState[S]:
         residual = torch.zeros(spec.numel, dtype=wide(spec.dtype), device=spec.device)
         return {"residual": residual, "inner": self.compressor.init(spec)}
@@ -108,8 +113,8 @@ def error_feedback(compressor: Compressor[S]) -> Hook[ErrorFeedbackState[S]]:
     gradient over steps and ranks, minus the residuals of all ranks after the last step.
 
     Args:
-        compressor: `fp16_compress`, `bf16_compress`, the result of `int8`, or a custom compressor.
-            `power_sgd` and `top_k` already have error feedback.
+        compressor: `fp16_compress`, `bf16_compress`, the result of `int8` or `int4`, or a custom
+            compressor. `power_sgd` and `top_k` already have error feedback.
 
     Example:
         >>> import fddp, torch

@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def real(flat: Tensor) -> Tensor:
@@ -39,6 +40,16 @@ def wide(dtype: torch.dtype) -> torch.dtype:
         (torch.float32, torch.complex128)
     """
     return torch.promote_types(dtype, torch.float32)
+
+
+def padded(rows: Tensor, count: int) -> Tensor:
+    """Rows with `count` zeros behind each; contiguous, and `rows` itself if possible.
+
+    Example:
+        >>> padded(torch.ones(1, 2), 1)
+        tensor([[1., 1., 0.]])
+    """
+    return pad(rows, (0, count)) if count else rows.contiguous()
 
 
 def split_views(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

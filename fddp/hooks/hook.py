@@ -34,6 +34,7 @@ class BucketSpec:
         shapes: shapes of the leaves.
         strides: strides of the leaves in the buffer, in elements.
         offsets: offset of each leaf in the buffer, in elements.
+        is_scattered: True if each rank keeps its chunk of the sum only; see `Hook.scatters`.
     """
 
     index: int
@@ -46,6 +47,7 @@ class BucketSpec:
     shapes: tuple[tuple[int, ...], ...]
     strides: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
+    is_scattered: bool = False
 
     def flat(self, numel: int, dtype: torch.dtype) -> BucketSpec:
         """Metadata of a bucket with one leaf of shape `(numel,)` in place of this one."""
@@ -120,6 +122,18 @@ class AllReduce(ABC):
             Tensors of all ranks by rank, shape `(world_size, *tensor.shape)`.
         """
 
+    @abstractmethod
+    def all_to_all(self, tensor: Tensor) -> Future[Tensor]:
+        """Start sending row `r` of a tensor to rank `r`.
+
+        Args:
+            tensor: contiguous, of any dtype, shape `(world_size, ...)`. Donated: the rows that
+                arrive may be written to its memory.
+
+        Returns:
+            The rows that were sent to this rank, by rank; the shape of `tensor`.
+        """
+
 
 class Hook(ABC, Generic[S]):
     """Reduction of buckets: a pure pair of functions, `init` and `apply`, with state of type `S`.
@@ -160,6 +174,13 @@ class Hook(ABC, Generic[S]):
     def narrow(self) -> bool:
         """True if the hook sums in float16, whose range only allows weights near the reference. A
         bucket with other weights is reduced again without the hook."""
+        return False
+
+    @property
+    def scatters(self) -> bool:
+        """True if the hook can also replace a reduce-scatter. `apply` then returns only this rank's
+        chunk of the sum for a bucket whose `spec.is_scattered` is True: of equal chunks, one for
+        each rank of `all_reduce`, in rank order."""
         return False
 
     @abstractmethod

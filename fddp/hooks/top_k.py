@@ -55,7 +55,8 @@ def top_k(fraction: float) -> Hook[ErrorFeedbackState[tuple[()]]]:
 
     Each rank sends the values of largest magnitude in each bucket to all ranks, with indices of 4
     bytes. With N ranks, each rank receives `N * fraction * (itemsize + 4)` bytes for each element,
-    compared to `2 * itemsize` for an all-reduce.
+    compared to `2 * itemsize` for an all-reduce. Unlike those of `int8`, the bytes grow with the
+    ranks: ranks choose different indices, so that a sum has up to as many values as all ranks sent.
 
     Args:
         fraction: fraction of the values of a bucket that is sent, above 0 and at most 1; rounded

@@ -19,13 +19,14 @@ from fddp.tree.pytree import TreeDef, flatten
 
 @dataclass(frozen=True)
 class BoundHook:
-    """A hook that replaces the all-reduces of a program.
+    """A hook that replaces the all-reduces of a program, or its last reduce-scatters.
 
     Attributes:
         hook: the hook.
-        positions: for each dense bucket, the position of its all-reduce in the schedule.
-        specs: specification of each dense bucket.
-        whole: True if these all-reduces are over all ranks.
+        positions: for each dense bucket that is reduced, the position of the operation in the
+            schedule.
+        specs: specification of each of these buckets.
+        whole: True if these operations are over all ranks.
         stateful: True if any state has a tensor or number.
     """
 
@@ -41,8 +42,9 @@ class BoundHook:
         """Bind a hook to a program.
 
         Raises:
-            ValueError: the schedule has not exactly one all-reduce of each bucket; the hook
-                requires flat all-reduces; or the hook rejects a bucket.
+            ValueError: the schedule has not exactly one all-reduce of each bucket, or leaves shards
+                and the hook can't; the hook requires flat all-reduces; or the hook rejects a
+                bucket.
             TypeError: the state is no tree of tensors and numbers.
         """
         positions = _positions(hook, program)
@@ -127,6 +129,8 @@ def _init(hook: Hook[Any], program: Program, specs: Mapping[int, BucketSpec]) ->
 
 
 def _positions(hook: Hook[Any], program: Program) -> dict[int, int]:
+    if hook.scatters and program.schedule.result == "sharded_mean":
+        return _last_reduce_scatters(hook, program)
     found: dict[int, list[int]] = {b: [] for b in program.schedule.sequence}
     for position, op in enumerate(program.schedule.ops):
         if op.kind == "all_reduce" and op.when == "always":
@@ -139,6 +143,22 @@ def _positions(hook: Hook[Any], program: Program) -> dict[int, int]:
                 f"algorithm='all_reduce' or 'hierarchical', and no split_mb"
             )
     return {bucket: positions[0] for bucket, positions in found.items()}
+
+
+def _last_reduce_scatters(hook: Hook[Any], program: Program) -> dict[int, int]:
+    """Positions of the reduce-scatters along the outermost axis by bucket; none on one rank."""
+    found: dict[int, int] = {}
+    for position, op in enumerate(program.schedule.ops):
+        if op.kind == "reduce_scatter" and op.when == "always":
+            earlier = program.schedule.ops[found.get(op.bucket, position)].region
+            if (earlier.start, earlier.stop) != (op.region.start, op.region.stop):
+                raise ValueError(
+                    f"{hook.name} replaces the last reduce_scatter of each bucket, and the "
+                    f"schedule divides {program.buckets[op.bucket].text} into several; use no "
+                    f"split_mb"
+                )
+            found[op.bucket] = position
+    return found
 
 
 def _is_everyone(program: Program, axes: tuple[str, ...]) -> bool:
@@ -173,4 +193,5 @@ def _spec(program: Program, bucket: int, position: int) -> BucketSpec:
         shapes=tuple(shapes),
         strides=tuple(strides),
         offsets=tuple(offsets),
+        is_scattered=program.schedule.ops[position].kind == "reduce_scatter",
     )

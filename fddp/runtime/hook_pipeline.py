@@ -77,6 +77,18 @@ class Collectives(AllReduce):
         )
         return self._started(work, tensor, everyones)
 
+    def all_to_all(self, tensor: Tensor) -> Future[Tensor]:
+        self._check_equal("all_to_all", tensor)
+        if len(tensor) != self.world_size:
+            raise ValueError(
+                f"{self._what}: all_to_all sends a row to each of {self.world_size} ranks, got a "
+                f"tensor of shape {tuple(tensor.shape)}"
+            )
+        work = self._transport.all_to_all_in_place(
+            tensor.view(-1), axes=self._axes, record_time=self._record_time
+        )
+        return self._started(work, tensor, tensor)
+
     def _check_equal(self, kind: str, tensor: Tensor) -> None:
         """Compare the operation over the ranks that take part, unless it is the same as at this
         position of an earlier step: backends abort the process if sizes differ. If so, DesyncError

@@ -25,6 +25,7 @@ from fddp.runtime.hook_pipeline import Collectives, HookWork
 from fddp.runtime.program import BucketProgram, Instruction
 from fddp.runtime.state import BucketState, StepContext, StepState
 from fddp.runtime.step import Step
+from fddp.tree.pytree import flatten
 
 
 class HookExecutor:
@@ -163,26 +164,29 @@ class HookExecutor:
         return self._scale.keeps_range(report.total_weight, report.active)
 
     def _settle(self, work: HookWork) -> None:
-        op, own, averages = work.op, work.own, self._scale.scaling == "average"
+        op, averages, ranks = work.op, self._scale.scaling == "average", work.collectives.world_size
+        is_scattered = op.kind == "reduce_scatter"
+        own = work.own.view(ranks, -1)[work.collectives.rank] if is_scattered else work.own
         try:
             result, state = work.take()
         except Exception as error:
             result, state = self._failed(error, own).wait()
         if self._overflows:
-            again = self._transport.all_reduce(own, axes=op.axes, average=averages)
-            again.wait(work.what)
+            reduce = self._transport.reduce_scatter if is_scattered else self._transport.all_reduce
+            reduce(work.own, axes=op.axes, average=averages).wait(work.what)
             return
         if not isinstance(result, Tensor) or result.numel() != len(own):
             found = result.numel() if isinstance(result, Tensor) else type(result).__name__
             raise HookError(
-                f"{work.what}: a hook must return as many elements as the buffer has, {len(own)}, "
-                f"got {found}"
+                f"{work.what}: a hook must return as many elements as the "
+                f"{'chunk' if is_scattered else 'buffer'} has, {len(own)}, got {found}"
             )
         own.copy_(result.view(own.shape))
         if averages and not self.is_raw:
-            own /= self._program.schedule.topology.size(op.axes)
-        # An overflow would stay in the state; the result shows it on every rank.
-        if not self._bound.stateful or torch.isfinite(own).all():
+            own /= ranks
+        # An overflow would stay in the state; the result shows it on every rank that keeps it.
+        checked = [own, *(flatten(state)[0] if is_scattered else ())]
+        if not self._bound.stateful or all(map(_is_finite, checked)):
             self._new_states[op.bucket] = state
 
     def _failed(self, error: Exception, own: Tensor) -> Future[tuple[Tensor, Any]]:
@@ -197,6 +201,10 @@ class HookExecutor:
             raise error
         self._failure = self._failure or error
         return Future.of((torch.zeros_like(own), ()))
+
+
+def _is_finite(value: Tensor | float) -> bool:
+    return bool(torch.isfinite(torch.as_tensor(value)).all())
 
 
 class HookedBucket(BucketState):

@@ -55,8 +55,9 @@ class GradSync(TreeSync):
         transport: "auto", "shm", "c10d" or "loopback"; see `SyncInfo.transport_reason`.
         timeout_s: seconds that any operation may take; None for the limit of the group.
         hook: communication hook of `fddp.hooks` that replaces the all-reduces of the schedule; with
-            "hierarchical", those along the outermost axis. Plans are not rebuilt under a hook that
-            keeps state.
+            "hierarchical", those along the outermost axis; with "reduce_scatter", the
+            reduce-scatters along it (`int8` and `int4`, also with `error_feedback`). Plans are not
+            rebuilt under a hook that keeps state.
         deterministic: True to fix the association of each sum over ranks by the axes alone, in
             float32 or wider: in rank order within the innermost axis, then across. The bits of the
             mean then do not depend on bucket caps, plan, algorithm, transport, or the order of

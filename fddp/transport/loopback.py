@@ -415,6 +415,11 @@ def _execute(operations: list[Operation]) -> None:
     elif first.kind == "broadcast":
         for tensor in tensors:
             tensor.copy_(tensors[first.src])
+    elif first.kind == "all_to_all":
+        sent = [o._replace(tensor=o.tensor.clone()).chunks for o in operations]
+        for place, operation in enumerate(operations):
+            for source, chunk in enumerate(operation.chunks):
+                chunk.copy_(sent[source][place])
     else:
         chunks = [operation.chunks for operation in operations]
         for place, row in enumerate(chunks):

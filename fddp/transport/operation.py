@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from fddp.core.schedule.virtual import SumTree
 
-OperationKind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+OperationKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
 
 #: dtypes that `all_reduce` and `reduce_scatter` sum; other operations accept any dtype
 SUMMABLE_DTYPES = frozenset(
@@ -128,7 +128,8 @@ def check_operation(operation: Operation, rank: int) -> None:
                 f"{kind} on rank {rank} cannot average {tensor.dtype}; convert the tensor to a "
                 "floating dtype, or sum it"
             )
-    if kind in ("reduce_scatter", "all_gather") and (tensor.dim() != 1 or tensor.numel() % n):
+    has_chunks = kind in ("reduce_scatter", "all_gather", "all_to_all")
+    if has_chunks and (tensor.dim() != 1 or tensor.numel() % n):
         raise ValueError(
             f"{kind} on rank {rank}: a buffer of shape {tuple(tensor.shape)} can't be cut into {n} "
             f"equal chunks; pass one of one dimension, padded to a multiple of {n} elements"

@@ -143,24 +143,6 @@ def test_top_k_sends_the_largest_and_remembers_the_rest(world_size: int, fractio
         assert state[0]["residual"].tolist() == pytest.approx(left)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("block", [1, 7, 64])
-def test_int8_rounds_to_multiples_of_the_blocks_scale(world_size: int, block: int) -> None:
-    inputs = random_inputs(world_size, 30, steps=2)
-    inputs[1][0][:7] = 0.0
-    means, _ = run_leaf(int8(block), inputs)
-    for own, mean in zip(inputs, means, strict=True):
-        total = [0.0] * 30
-        for grad in own:
-            values = (grad * (1 / world_size)).tolist()
-            for start in range(0, 30, block):
-                within = values[start : start + block]
-                scale = max(map(abs, within)) / 127
-                for i, value in enumerate(within):
-                    total[start + i] += scale * round(value / scale) if scale else 0.0
-        assert mean.tolist() == pytest.approx(total, rel=1e-12, abs=1e-15)
-
-
 def orthonormal(columns: Tensor) -> Tensor:
     """By Gram and Schmidt."""
     done: list[Tensor] = []

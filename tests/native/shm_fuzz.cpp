@@ -408,6 +408,17 @@ void fuzz_algorithms(Bytes in) {
       const auto count = static_cast<int64_t>(row_bytes / signature.unit_bytes);
       check_sum(drawn, summands, own[m].data() + m * rows * row_bytes, 0, count);
     }
+  } else if (signature.kind == Kind::kAllToAll) {
+    const uint64_t chunk = bytes / n;
+    for (size_t m = 0; m < n; ++m) {
+      for (size_t other = 0; other < n; ++other) {
+        require(
+            std::equal(
+                own[m].data() + other * chunk, own[m].data() + (other + 1) * chunk,
+                before[other].data() + m * chunk),
+            "an all-to-all is wrong");
+      }
+    }
   }
 }
 

@@ -414,6 +414,17 @@ class Rank {
           fill(in_flight.drawn, member_ranks[m], member_ranks.size(), expected.data(), at, chunk);
         }
         break;
+      case Kind::kAllToAll:
+        for (size_t m = 0; m < member_ranks.size(); ++m) {
+          std::vector<char> theirs(expected.size());
+          fill(in_flight.drawn, member_ranks[m], member_ranks.size(), theirs.data(), own, chunk);
+          const auto bytes = static_cast<size_t>(chunk) * signature.unit_bytes;
+          const auto unit_bytes = static_cast<size_t>(signature.unit_bytes);
+          std::memcpy(
+              expected.data() + m * bytes, theirs.data() + static_cast<size_t>(own) * unit_bytes,
+              bytes);
+        }
+        break;
       case Kind::kBroadcast:
         fill(
             in_flight.drawn, member_ranks[signature.src], member_ranks.size(), expected.data(), 0,

@@ -85,6 +85,9 @@ def gathers_on_rank(group: Group, topology: Topology) -> None:
                     work.wait("the whole")
                     assert torch.equal(buffer, torch.cat(chunks)), (axes, dtype)
                     assert work.results == []
+                    buffer = part(rank, length, dtype).repeat(len(ranks))
+                    transport.all_to_all_in_place(buffer, axes=axes).wait("the chunks")
+                    assert torch.equal(buffer, torch.cat(chunks)), (axes, dtype)
 
 
 @pytest.mark.parametrize("topology", [SQUARE, Topology(host=1, local=3)], ids=str)

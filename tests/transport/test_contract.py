@@ -126,6 +126,31 @@ def test_all_gather_brings_every_ranks_tensor(launch: Launch, dtype: torch.dtype
         launch(world_size, gather_on_rank, dtype)
 
 
+def all_to_all_on_rank(group: Group, dtype: torch.dtype) -> None:
+    with open_transport(group, timeout_s=20) as transport:
+        n = transport.world_size
+        for length in (0, 1, 5, 30_000):  # the last one does not fit into a copied operation
+
+            def chunk(source: int, target: int, length: int = length) -> Tensor:
+                return filled((length,), complex(1 + source + 2 * target, 2), dtype)
+
+            buffer = torch.cat([chunk(transport.rank, other) for other in range(n)])
+            where = buffer.data_ptr()
+            work = transport.all_to_all_in_place(buffer, record_time=True)
+            work.wait("the all-to-all")
+            expected = torch.cat([chunk(other, transport.rank) for other in range(n)])
+            assert torch.equal(buffer, expected)
+            assert buffer.data_ptr() == where
+            assert work.results == []
+            assert work.done_s is not None
+
+
+@pytest.mark.parametrize("dtype", MOVED, ids=str)
+def test_all_to_all_sends_each_rank_its_chunk(launch: Launch, dtype: torch.dtype) -> None:
+    for world_size in WORLD_SIZES:
+        launch(world_size, all_to_all_on_rank, dtype)
+
+
 def broadcast_on_rank(group: Group, dtype: torch.dtype) -> None:
     with open_transport(group, timeout_s=20) as transport:
         for src in range(transport.world_size):
@@ -249,6 +274,7 @@ def close_on_rank(group: Group) -> None:
     uses: list[Callable[[], object]] = [
         lambda: transport.all_reduce(total),
         lambda: transport.all_gather(total),
+        lambda: transport.all_to_all_in_place(total),
         lambda: transport.broadcast(total, 0),
         lambda: transport.exchange(b"more"),
     ]

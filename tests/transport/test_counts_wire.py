@@ -27,7 +27,14 @@ WARM_UP = 3  # plans are rebuilt after the first step, and two sets of bucket me
 #: about 1 MiB of gradients in four buckets
 CAPS = {"bucket_cap_mb": 0.3, "first_bucket_mb": 0.2}
 
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather_in_place", "all_gather", "broadcast")
+COLLECTIVES = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather_in_place",
+    "all_gather",
+    "all_to_all_in_place",
+    "broadcast",
+)
 
 
 class Counts(NamedTuple):
@@ -171,6 +178,21 @@ def test_gloo_carries_the_gradients_and_little_else(ranks: RankPool, world_size:
     # Each of gloo's messages has a header.
     assert 0.99 * least <= counts.traffic.sent <= 1.02 * least
     assert 0.99 * least <= counts.traffic.received <= 1.02 * least
+
+
+def _quantized(rank: int, world_size: int) -> Counts:
+    grads = {f"w{i}": torch.randn(256, 256) for i in range(4)}
+    with fddp.GradSync(grads, transport="c10d", hook=fddp.hooks.int8(), **CAPS) as sync:
+        return _count(sync._engine, lambda: sync(grads))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_quantized_steps_carry_a_quarter_over_gloo(ranks: RankPool, world_size: int) -> None:
+    counts = ranks.run(world_size, _quantized)
+    all_reduce = STEPS * sum(counts[0].buckets_bytes) * 2 * (world_size - 1) / world_size
+    for each in counts:
+        assert each.traffic.sent <= 0.27 * all_reduce
+        assert each.traffic.received <= 0.27 * all_reduce
 
 
 def test_shared_memory_uses_no_sockets(ranks: RankPool) -> None:

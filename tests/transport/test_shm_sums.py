@@ -150,7 +150,8 @@ def test_staged_and_shared_memory_mix(crews_of_three: Crew, data: st.DataObject)
     """Some ranks' tensors lie in their arenas and others' anywhere, at any alignment."""
     crew, size = crews_of_three, 3
     numel = size * data.draw(st.integers(0, 400_000), label="numel of a chunk")
-    kind = data.draw(st.sampled_from(["all_reduce", "reduce_scatter", "all_gather", "broadcast"]))
+    kinds = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
+    kind = data.draw(st.sampled_from(kinds))
     tensors = []
     for rank, arena in enumerate(crew.arenas):
         place = data.draw(st.sampled_from(["arena", "heap", "unaligned"]), label=f"rank {rank}")
@@ -172,6 +173,8 @@ def test_staged_and_shared_memory_mix(crews_of_three: Crew, data: st.DataObject)
         elif kind == "all_gather":
             chunks = [values.chunk(size)[r] for r, values in enumerate(inputs) if numel]
             assert torch.equal(tensor, torch.cat(chunks) if chunks else tensor)
+        elif kind == "all_to_all":
+            assert torch.equal(tensor, torch.cat([values[mine] for values in inputs]))
         else:
             assert torch.equal(tensor, inputs[1])
 

@@ -18,6 +18,22 @@ void copy(char* to, const char* from, int64_t bytes) {
   if (to != from && bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
+// Swap two ranges that do not overlap, through a buffer that fits into the first-level cache.
+void swap(char* a, char* b, int64_t bytes) {
+  char buffer[4096];
+  for (int64_t done = 0; done < bytes; done += sizeof buffer) {
+    const int64_t n = std::min<int64_t>(sizeof buffer, bytes - done);
+    copy(buffer, a + done, n);
+    copy(a + done, b + done, n);
+    copy(b + done, buffer, n);
+  }
+}
+
+// Return true if an operation exchanges a range of every chunk in each segment.
+bool cuts_each_chunk(Kind kind) {
+  return kind == Kind::kReduceScatter || kind == Kind::kAllToAll;
+}
+
 // Return the first unit of the part of `member`. Parts begin at multiples of a cache line, so that
 // no two members write to the same line.
 int64_t part_begin(int64_t units, uint32_t unit_bytes, size_t members, size_t member) {
@@ -50,6 +66,7 @@ ByteRange copied_part(const Signature& signature, size_t members, size_t member)
     case Kind::kReduceScatter:
     case Kind::kReduce:
     case Kind::kExchange:
+    case Kind::kAllToAll:
       break;
   }
   return {0, signature.bytes()};
@@ -72,8 +89,8 @@ TensorAlgorithm::TensorAlgorithm(
   for (size_t m = 0; m < members(); ++m) staged_ = staged_ || is_staged(m);
   const int64_t whole = has_chunks(signature.kind) ? row() : signature.units;
   const auto room = static_cast<int64_t>(kSegmentBytes / signature.unit_bytes);
-  // In a reduce-scatter a segment has a range of every row of every chunk.
-  const int64_t most = signature.kind == Kind::kReduceScatter
+  // A segment has a range of every row of every chunk.
+  const int64_t most = cuts_each_chunk(signature.kind)
                            ? room / (static_cast<int64_t>(members()) * rows())
                            : room;
   segment_units_ = staged_ ? most : std::max<int64_t>(whole, 1);
@@ -130,6 +147,15 @@ void TensorAlgorithm::run_copied() const {
     reduce_into(summands(0, 0), &target, 1, {0, row()});
     return;
   }
+  if (signature_.kind == Kind::kAllToAll) {
+    const int64_t own_chunk = static_cast<int64_t>(index_) * chunk();
+    for (int64_t m = 0; m < n; ++m) {
+      if (static_cast<size_t>(m) == index_) continue;
+      const char* const theirs = member_data_[static_cast<size_t>(m)].memory;
+      copy(own_ + bytes(m * chunk()), theirs + bytes(own_chunk), bytes(chunk()));
+    }
+    return;
+  }
   std::vector<char*> sources;
   sources.reserve(members());
   for (const MemberData& place : member_data_) sources.push_back(place.memory);
@@ -151,6 +177,7 @@ void TensorAlgorithm::copy_in(int64_t segment) const {
       copy(at(index_, segment, 0, 0), own_ + bytes(own_chunk + range.begin), bytes(range.count));
       return;
     case Kind::kReduceScatter:
+    case Kind::kAllToAll:
       for (int64_t r = 0; r < static_cast<int64_t>(members()) * rows(); ++r) {
         copy(
             at(index_, segment, 0, r * segment_units_), own_ + bytes(r * row() + range.begin),
@@ -201,17 +228,43 @@ void TensorAlgorithm::run(int64_t segment) const {
           own_ + bytes(range.begin), at(signature_.src, segment, range.begin, 0),
           bytes(range.count));
       return;
+    case Kind::kAllToAll:
+      for (size_t step = 1; step < members(); ++step) {
+        const size_t m = (index_ + step) % members();
+        if (!swaps_with(m)) continue;
+        const auto other = static_cast<int64_t>(m);
+        const auto own = static_cast<int64_t>(index_);
+        swap(
+            at(index_, segment, other * chunk() + range.begin, other * segment_units_),
+            at(m, segment, own * chunk() + range.begin, own * segment_units_),
+            bytes(range.count));
+      }
+      return;
     case Kind::kExchange:
       return;
   }
 }
 
+// Return true if this member, rather than the other, swaps the chunks of the two in an all-to-all.
+// Each member swaps about half of its pairs.
+bool TensorAlgorithm::swaps_with(size_t member) const {
+  return (index_ < member) == ((index_ + member) % 2 == 0);
+}
+
 void TensorAlgorithm::copy_out(int64_t segment) const {
+  if (!is_staged(index_)) return;
+  const UnitRange range = range_of(segment);
+  if (signature_.kind == Kind::kAllToAll) {
+    for (int64_t c = 0; c < static_cast<int64_t>(members()); ++c) {
+      copy(
+          own_ + bytes(c * chunk() + range.begin), at(index_, segment, 0, c * segment_units_),
+          bytes(range.count));
+    }
+  }
   const bool has_result =
       signature_.kind == Kind::kAllReduce ||
       (signature_.kind == Kind::kReduce && index_ == signature_.src);
-  if (!has_result || !is_staged(index_)) return;
-  const UnitRange range = range_of(segment);
+  if (!has_result) return;
   copy(own_ + bytes(range.begin), at(index_, segment, 0, 0), bytes(range.count));
 }
 
@@ -227,6 +280,9 @@ ByteRange TensorAlgorithm::accessed_range(size_t member) const {
       return {static_cast<uint64_t>(bytes(begin)), static_cast<uint64_t>(bytes(end - begin))};
     }
     case Kind::kReduceScatter:
+      return {chunk_bytes * index_, chunk_bytes};
+    case Kind::kAllToAll:
+      if (member == index_) break;
       return {chunk_bytes * index_, chunk_bytes};
     case Kind::kAllGather:
       return {chunk_bytes * member, chunk_bytes};

@@ -6,7 +6,8 @@
 // member has posted and the time at which all members have written, only the owner of a part
 // accesses it. One barrier at the end is therefore sufficient, and each summand is read once,
 // directly from the memory it was packed into. In a gather each member reads the chunks of the
-// others, which no member writes, and writes only its own memory.
+// others, which no member writes, and writes only its own memory. In an all-to-all each pair of
+// members swaps two chunks, and one of the two does it.
 //
 // [Note: segmented staging]
 // A tensor outside of the arenas goes through a staging buffer in its owner's arena, in segments.
@@ -115,6 +116,7 @@ class TensorAlgorithm : public Algorithm {
   // each row on, or from the staged copies of a segment.
   std::vector<char*> summands(int64_t segment, int64_t begin) const;
   char* at(size_t member, int64_t segment, int64_t unit, int64_t staged_unit) const;
+  bool swaps_with(size_t member) const;
   char* result_chunk() const;
   void reduce_into(
       const std::vector<char*>& sources, char* const* targets, size_t n, UnitRange range) const;

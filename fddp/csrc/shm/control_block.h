@@ -27,10 +27,11 @@ enum class Kind : uint32_t {
   kReduceScatter,
   kAllGather,
   kBroadcast,
+  kAllToAll,  // of equal chunks, in place
   kReduce,
   kExchange,  // each member sends a range of bytes to each member; see exchange.h
 };
-inline constexpr uint32_t kKindCount = 6;
+inline constexpr uint32_t kKindCount = 7;
 
 // Return true if the numbers of all members are combined.
 constexpr bool is_reduction(Kind kind) {
@@ -38,7 +39,7 @@ constexpr bool is_reduction(Kind kind) {
 }
 // Return true if the tensor is divided into one chunk per member.
 constexpr bool has_chunks(Kind kind) {
-  return kind == Kind::kReduceScatter || kind == Kind::kAllGather;
+  return kind == Kind::kReduceScatter || kind == Kind::kAllGather || kind == Kind::kAllToAll;
 }
 
 // Status of an operation, or of a group.

@@ -124,6 +124,8 @@ class Communicator:
             return self._reduce_scatter(operation)
         if operation.kind == "all_gather":
             return self._all_gather(operation)
+        if operation.kind == "all_to_all":
+            return self._all_to_all(operation)
         return PendingCollective((self._broadcast(operation.tensor, self._sources[operation.src]),))
 
     def _all_reduce(self, operation: Operation) -> PendingCollective:
@@ -144,8 +146,8 @@ class Communicator:
         """Reduce-scatter by an all-to-all into the bytes `arrived` and a sum on each rank."""
         if operation.tree is not None:
             return self._exchange_rows(operation, operation.tree, arrived)
-        sent, own = _bytes_of(operation.tensor), operation.chunks[self._place]
-        work = self._backend.alltoall_base(arrived, sent, [], [], c10d.AllToAllOptions())
+        own = operation.chunks[self._place]
+        work = self._send_chunks(operation.tensor, arrived)
         theirs = operation._replace(tensor=arrived.view(operation.tensor.dtype)).chunks
 
         def finish() -> None:
@@ -189,6 +191,18 @@ class Communicator:
         own = chunks[self._place].clone()  # not every backend gathers in place
         return PendingCollective(
             (self._backend.allgather([chunks], [own], c10d.AllgatherOptions()),)
+        )
+
+    def _all_to_all(self, operation: Operation) -> PendingCollective:
+        arrived = torch.empty_like(operation.tensor)
+        work = self._send_chunks(operation.tensor, _bytes_of(arrived))
+        return PendingCollective((work,), partial(operation.tensor.copy_, arrived))
+
+    def _send_chunks(self, tensor: Tensor, arrived: Tensor) -> dist.Work:
+        """Send a chunk of `tensor` to each rank; theirs arrive in the bytes `arrived`."""
+        options = c10d.AllToAllOptions()
+        return self._backend.alltoall_base(  # type: ignore[no-any-return]
+            arrived, _bytes_of(tensor), [], [], options
         )
 
     def _broadcast(self, tensor: Tensor, place: int) -> dist.Work:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 REFUSALS = (TypeError, ValueError, IndexError, RuntimeError, OverflowError, OSError)
 _MOST_CALLS = 12
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
 def one_input(data: bytes) -> str:
@@ -295,7 +296,7 @@ def _group(draw: Draw, module: Any, arena: Any, control_block: Any) -> None:
         arguments[draw.below(len(arguments))] = draw.anything() if draw.below(2) else draw.number()
     group = module.ShmGroup(*arguments)
     try:
-        kind = draw.one_of(("all_reduce", "all_gather", "reduce_scatter", "broadcast", "what"))
+        kind = draw.one_of((*_KINDS, "what"))
         work = group.start(
             kind,
             draw.tensor() if draw.likely() else draw.anything(),
