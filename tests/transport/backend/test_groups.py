@@ -221,7 +221,7 @@ import fddp
 dist.init_process_group("cpu:fddp")
 total = torch.ones(3)
 dist.all_reduce(total)
-print(dist.get_backend_config(), total[0].item())
+assert (dist.get_backend_config(), total[0].item()) == ("cpu:fddp", 2.0)
 dist.destroy_process_group()
 """
 
@@ -231,4 +231,4 @@ def test_torchrun(tmp_path: Path) -> None:
     script.write_text(_PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", script]
     run = subprocess.run(command, capture_output=True, text=True)
-    assert run.stdout.count("cpu:fddp 2.0") == 2, run.stderr
+    assert run.returncode == 0, run.stderr
