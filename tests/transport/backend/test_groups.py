@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fddp
-from fddp.transport.backend.creation import BackendChoice, backend_choice
+from fddp.transport.backend import BackendChoice, backend_choice
 from fddp.transport.backend.registration import register
 from tests.support.backends import new_fddp_group
 from tests.support.ranks import RankPool, split_into_hosts
