@@ -33,6 +33,7 @@ from fddp.runtime.contributions import (
     WeightedGradients,
 )
 from fddp.runtime.failures import pack_error
+from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.program import BucketProgram, Program
 from fddp.runtime.results import Devices
 from fddp.runtime.state import BucketState, StepContext, StepState
@@ -101,15 +102,19 @@ class VirtualSums:
         turn = self._turns[len(self.weights)]
         self.weights.append(contributions.weight)
         self.used |= contributions.used(self.program)
-        for bucket in self.program.buckets:
-            buffer = self._memory(bucket)
-            self._pack(bucket, buffer, contributions)
-            own = self._open[bucket.index]
-            for _ in range(turn.additions):
-                left = own.pop()
-                torch.add(left, buffer, out=buffer)
-                self._free[bucket.index].append(left)
-            (self._spans[bucket.index] if turn.ends_span else own).append(buffer)
+        with outside_transforms(), torch.no_grad():  # the memory is used in later steps, too
+            for bucket in self.program.buckets:
+                self._add(bucket, contributions, turn)
+
+    def _add(self, bucket: BucketProgram, contributions: Contributions, turn: _Turn) -> None:
+        buffer = self._memory(bucket)
+        self._pack(bucket, buffer, contributions)
+        own = self._open[bucket.index]
+        for _ in range(turn.additions):
+            left = own.pop()
+            torch.add(left, buffer, out=buffer)
+            self._free[bucket.index].append(left)
+        (self._spans[bucket.index] if turn.ends_span else own).append(buffer)
 
     def close(self, bucket: int, buffer: Tensor, peak: float) -> float:
         """Add the sums of the last span to the gradients of the last virtual rank in `buffer`.
