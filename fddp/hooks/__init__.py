@@ -14,6 +14,7 @@ from fddp.hooks.hook import BucketSpec as BucketSpec
 from fddp.hooks.hook import Hook as Hook
 from fddp.hooks.hook import HookError as HookError
 from fddp.hooks.hook import allreduce as allreduce
+from fddp.hooks.int4 import int4 as int4
 from fddp.hooks.power_sgd import power_sgd as power_sgd
 from fddp.hooks.quantization import int8 as int8
 from fddp.hooks.top_k import top_k as top_k

@@ -136,7 +136,7 @@ class Step(Interpreter):
 
     def start(self) -> None:
         """Start the collectives of a step whose contributions are complete; `finish` waits for
-        them. Never raises: `finish` does."""
+        them. Further calls start those that had to wait for others. Never raises: `finish` does."""
         self._has_begun = self.is_complete = True
         for bucket in range(len(self.buckets)):
             self.bucket_ready(bucket)

@@ -17,7 +17,7 @@ from fddp.runtime.inputs import outside_transforms
 from fddp.sync.periodic.agreement import ScheduleSource, agreed, spans_of
 from fddp.sync.periodic.fragment_mean import FragmentMean, Started, copied
 from fddp.sync.periodic.outer import updates_of
-from fddp.transport import Group
+from fddp.transport import Group, TransportName
 from fddp.transport.mesh import resolve_mesh
 from fddp.tree.pytree import tree_map
 
@@ -85,7 +85,7 @@ class PeriodicSync:
             JAX arrays).
         hook: communication hook of `fddp.hooks` for averages over all ranks, such as
             `bf16_compress` or `error_feedback(int8())`.
-        group, timeout_s: as in `GradSync`.
+        group, transport, timeout_s: as in `GradSync`.
         mesh: mesh whose axes have periods, instead of a group.
 
     Attributes:
@@ -122,6 +122,7 @@ class PeriodicSync:
         hook: Hook[Any] | None = None,
         group: Group | None = None,
         mesh: DeviceMesh | None = None,
+        transport: TransportName = "auto",
         timeout_s: float | None = None,
     ) -> None:
         self._outer = outer
@@ -143,6 +144,7 @@ class PeriodicSync:
                         group=group,
                         mesh=span,
                         hook=hook if axes == self._everyone else None,
+                        transport=transport,
                         timeout_s=timeout_s,
                     )
         except BaseException:
@@ -206,6 +208,8 @@ class PeriodicSync:
                 f"pass a state of this schedule"
             )
         with torch.no_grad():
+            for live in self._live.values():
+                live.started.step.start()  # further stages of hooks
             for event in self.schedule.due(step):
                 known = fragments[event.fragment]
                 if event.kind == "start":
