@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from fddp.core.schedule.periodic import (
     make_periodic_schedule,
 )
 from fddp.core.schedule.periods import Periodic
+from fddp.core.sim.cost import CostModel
+from fddp.core.sim.periodic import simulate_periodic
 from fddp.errors import ScheduleError
 
 
@@ -249,3 +252,54 @@ def test_invalid_schedules(fields: dict[str, Any], text: str) -> None:
 def test_invalid_json(text: str) -> None:
     with pytest.raises(ValueError, match="periodic schedule JSON"):
         PeriodicSchedule.from_json(text)
+
+
+# Simulation
+
+
+@given(schedules(), st.floats(0.0, 1.0), st.floats(0.0, 1e-2), st.integers(1, 5))
+def test_simulated_bytes_and_waits(
+    schedule: PeriodicSchedule, step_s: float, beta: float, ranks: int
+) -> None:
+    steps = 2 * schedule.cycle + 20
+    found = simulate_periodic(
+        schedule, CostModel(0.0, beta), ranks=ranks, step_s=step_s, steps=steps
+    )
+    starts = [
+        schedule.nbytes(event.fragment)
+        for step in range(steps)
+        for event in schedule.due(step)
+        if event.kind == "start"
+    ]
+    share = 2 * (ranks - 1) / ranks
+    assert found.sent_bytes == pytest.approx(share * sum(starts))
+    assert found.waited_s >= -1e-9
+    assert found.total_s <= steps * step_s + beta * found.sent_bytes + 1e-9
+    ordered = sorted(found.spans, key=lambda span: span.start_s)
+    for before, after in pairwise(ordered):  # one after the other
+        assert before.end_s <= after.start_s + 1e-9
+
+
+def test_simulated_diloco_needs_the_published_bandwidth() -> None:
+    """At most a step of the grid of arXiv 2501.18512, Table 4, more: 1B parameters, H of 100, 0.1 s
+    a step, bfloat16."""
+    whole = Fragment((0,), Periodic(100, warmup_steps=99))
+    schedule = make_periodic_schedule([LeafSpec("w", (10**9,), "bfloat16")], [whole])
+    for published, target in ((1.4, 0.5), (6.2, 0.8), (13.3, 0.9)):
+        gbit_s = published * 1.207
+        cost = CostModel(0.0, 8e-9 / gbit_s)
+        found = simulate_periodic(schedule, cost, ranks=2, step_s=0.1)
+        assert found.utilisation >= target
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"step_s": -1.0}, "step_s must be a number from 0"),
+        ({"bits": 0}, "bits must be above 0 and at most 64, got 0"),
+        ({"steps": 10**7}, "steps must be from 1 to 1000000, got 10000000"),
+    ],
+)
+def test_invalid_simulations(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        simulate_periodic(HALVES, "nvlink4", **{"ranks": 2, "step_s": 1.0, **options})
