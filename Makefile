@@ -57,6 +57,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.scaling
 	$(RUN) -m benchmarks.simulator_accuracy
 	$(RUN) -m benchmarks.literature
+	$(RUN) -m benchmarks.few_bytes
 	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports steps crowded memory leaves fixed_cost packing functional jax_trees))
 
 bench-gpu: $(INSTALLED)

@@ -33,6 +33,7 @@ GUIDE = tuple(
         "meshes",
         "simulation",
         "replicas",
+        "few_bytes",
         "operators",
         "testing",
         "transports",

@@ -10,8 +10,8 @@ from fddp.tree.pytree import tree_map
 
 
 def sgd(lr: float = 0.7, *, momentum: float = 0.9, nesterov: bool = True) -> Transform:
-    """SGD as `torch.optim.SGD`, by default the outer optimizer of DiLoCo, as a pure pair `(init,
-    update)` like a gradient transformation of optax or torchopt.
+    """SGD as `torch.optim.SGD`, by default the outer optimizer of DiLoCo, as a pure pair like a
+    gradient transformation of optax or torchopt.
 
     Args:
         lr: learning rate.
@@ -19,9 +19,9 @@ def sgd(lr: float = 0.7, *, momentum: float = 0.9, nesterov: bool = True) -> Tra
         nesterov: True for Nesterov's momentum; without effect if `momentum` is 0.
 
     Returns:
-        `init(params)`, which returns `{"momentum": tree}`, zeros at first, or {}; and
-        `update(grads, state, params)`, which returns updates, to be added to the parameters, and
-        the new state. Neither writes its arguments.
+        A pair `(init, update)`. `init(params)` returns the state: zeros as momentum, or {} without
+        momentum. `update(grads, state, params)` returns updates, to be added to the parameters,
+        and the new state. Neither writes its arguments.
 
     Example:
         >>> import torch
