@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import fddp
 from fddp import periodic
-from fddp.hooks import bf16_compress, error_feedback, int8
+from fddp.hooks import bf16_compress, error_feedback, int8, power_sgd
 from fddp.sync.averaging import Averager
 from tests.support.groups import rank_of
 from tests.support.models import rand, same_bits
@@ -268,6 +269,25 @@ def compressed(group: Any, name: str) -> Any:
         residual = state["fragments"][0]["hook"][0]["residual"]
         assert 0 < residual.abs().max() < 0.1
     return params, state
+
+
+def test_hooks_of_several_stages_overlap_with_steps(everywhere: Launch) -> None:
+    """Ranks advance them at different times, and receive the same bits."""
+    runs = everywhere(2, in_stages)
+    shared = [[fragment["params"] for fragment in state["fragments"]] for state in runs]
+    assert same_bits(shared)
+
+
+def in_stages(group: Any) -> Any:
+    params, hook = initial(), power_sgd(1)
+    with periodic.PeriodicSync(
+        params, streaming, outer=periodic.sgd(), hook=hook, group=group
+    ) as sync:
+        state = sync.init(params)
+        for step in range(STEPS):
+            time.sleep(0.01 * (step % 2 == rank_of(group)))
+            params, state = sync.step(inner(params, rank_of(group), step), state)
+    return state
 
 
 # State
