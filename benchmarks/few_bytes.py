@@ -86,8 +86,8 @@ METHODS = (
     Method("local SGD, H=50", _every(50)),
     Method("DiLoCo, H=50", _every(50), _OUTER),
     Method("DiLoCo, H=16, 8 bits", _every(16), _OUTER, error_feedback(int8())),
-    Method("DiLoCo, H=10, 4 bits", _every(10), _OUTER, error_feedback(int4())),
-    Method("streaming, H=10, 4 bits", _streaming, _OUTER, error_feedback(int4())),
+    Method("DiLoCo, H=10, 4 bits", _every(10), _OUTER, error_feedback(int4(128))),
+    Method("streaming, H=10, 4 bits", _streaming, _OUTER, error_feedback(int4(128))),
 )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fddp
 from fddp import periodic
-from fddp.hooks import bf16_compress, error_feedback, int8, power_sgd
+from fddp.hooks import bf16_compress, error_feedback, int4, int8, power_sgd
 from fddp.sync.averaging import Averager
 from tests.support.groups import rank_of
 from tests.support.models import rand, same_bits
@@ -244,7 +244,7 @@ def three_ways(group: Any) -> tuple[Any, Any, Any]:
 # Wire formats
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8"])
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
 def test_wire_formats(launch: Launch, name: str) -> None:
     """Close to the exact run, with the same shared parameters on all ranks."""
     runs = launch(2, compressed, name)
@@ -255,7 +255,7 @@ def test_wire_formats(launch: Launch, name: str) -> None:
         torch.testing.assert_close(params, wanted[-1], rtol=0.05, atol=0.02)
 
 
-HOOKS = {"bf16": bf16_compress, "int8": error_feedback(int8())}
+HOOKS = {"bf16": bf16_compress, "int8": error_feedback(int8()), "int4": error_feedback(int4(2))}
 
 
 def compressed(group: Any, name: str) -> Any:

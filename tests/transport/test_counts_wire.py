@@ -237,7 +237,12 @@ def _periodic(rank: int, world_size: int, period: int, hook: Any) -> tuple[int, 
 
 @pytest.mark.parametrize(
     ("hook", "share"),
-    [(None, 1.0), (bf16_compress, 1 / 2), (error_feedback(int8()), 1.02 / 4), (int4(), 1.07 / 8)],
+    [
+        (None, 1.0),
+        (bf16_compress, 1 / 2),
+        (error_feedback(int8()), 1.02 / 4),
+        (int4(128), 1.07 / 8),
+    ],
     ids=["float32", "bfloat16", "int8", "int4"],
 )
 def test_outer_gradients_are_sent_once_in_a_period(
