@@ -59,6 +59,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.scaling
 	$(RUN) -m benchmarks.simulator_accuracy
 	$(RUN) -m benchmarks.literature
+	$(RUN) -m benchmarks.few_bytes
 	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports collectives steps crowded memory leaves fixed_cost virtual_ranks packing functional jax_trees))
 
 bench-gpu: $(INSTALLED)

@@ -11,6 +11,7 @@ Training
     LossScale, next_loss_scale               loss scale of mixed precision, as a value
     check_norm, NormHistory, NormVerdict     detection of spikes in the gradient norm
     averaging                                averages of parameters, for local SGD
+    periodic                                 DiLoCo and others: schedules over many steps
     hooks                                    communication hooks that compress gradients
 
 Operators and replicas
@@ -101,7 +102,7 @@ from fddp.errors import (
     UnevenError,
     WeightError,
 )
-from fddp.sync import averaging
+from fddp.sync import averaging, periodic
 from fddp.sync.autotune import TuneReport
 from fddp.sync.functional_module import functionalize
 from fddp.sync.grad_sync import GradSync
@@ -142,7 +143,7 @@ __all__ = [
     "VirtualSampler", "WeightError", "all_gather", "as_transform", "averaging", "broadcast",
     "broadcast_from", "check_norm", "check_replicas", "check_schedule", "dump_flights", "flight",
     "functionalize", "hooks", "loopback", "make_schedule", "measure_cost", "next_loss_scale",
-    "plan_buckets", "plan_optimal", "pmax", "pmean", "psum", "rebucket", "reconcile",
+    "periodic", "plan_buckets", "plan_optimal", "pmax", "pmean", "psum", "rebucket", "reconcile",
     "reduce_scatter", "simulate", "sync_on_backward", "tree_map", "uneven", "virtual_rng",
 ]  # fmt: skip
 

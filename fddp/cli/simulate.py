@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fddp.cli import common
+from fddp.cli import common, simulate_periodic
 from fddp.cli.link_arguments import COST_HELP, axis_cost, cost_of, topology
 from fddp.cli.sources import SOURCE_HELP, is_plan_file, load_plan, read
 from fddp.core.plan.defaults import MIB
@@ -83,6 +83,14 @@ def add(commands: common.Commands) -> None:
         help="JSON of measured times: an object from paths to seconds since the start of the step "
         "(null: no gradient), or a list with one for each leaf of the plan",
     )
+    ready.add_argument(
+        "--step-ms",
+        type=common.positive,
+        metavar="MS",
+        help="duration of an inner step between averages of parameters; SOURCE may be FILE.json "
+        "with a periodic schedule",
+    )
+    simulate_periodic.add(parser)
     parser.add_argument(
         "--jitter",
         type=_jitter,
@@ -105,6 +113,8 @@ def add(commands: common.Commands) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     common.require(*(["matplotlib"] if args.png else []))
+    if simulate_periodic.is_periodic(args):
+        return simulate_periodic.run(args)
     given = load_plan(args.source)
     target = Target(cost_of(args.cost, args.topology), args.topology, args.algorithm)
     times = (

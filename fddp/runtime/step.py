@@ -134,6 +134,13 @@ class Step(Interpreter):
         on_bucket = self.bucket_ready if usual is None else usual.native
         contributions.arm(view, previous, self.buffer_of, self.scale, on_bucket)
 
+    def start(self) -> None:
+        """Start the collectives of a step whose contributions are complete; `finish` waits for
+        them. Further calls start those that had to wait for others. Never raises: `finish` does."""
+        self._has_begun = self.is_complete = True
+        for bucket in range(len(self.buckets)):
+            self.bucket_ready(bucket)
+
     def _begin_usual(self) -> UsualRun | None:
         self._has_begun = True
         if self.context.usual is not None and self.failure is None:

@@ -5,7 +5,8 @@ steps and periodically average parameters instead of gradients. Post-local SGD (
 Use Large Mini-Batches, Use Local SGD", ICLR 2020) starts with steps of averaged gradients; its
 hierarchical form averages often within a host, where links are fast, and rarely across hosts.
 
-`Periodic` defines the steps of the averages. A `GradSync` over the tree of parameters averages.
+`Periodic` defines the steps of the averages. An `Averager` executes the schedule
+`fddp.periodic.local_sgd` without keeping state.
 
 Non-finite numbers in one rank's parameters reach all ranks. A rank that detects its own can pass
 `weight=0`: it then contributes nothing, and receives the mean of the others.
@@ -13,84 +14,27 @@ Non-finite numbers in one rank's parameters reach all ranks. A rank that detects
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fddp.core.protocol.differences import check_equal
-from fddp.errors import TreeMismatchError
-from fddp.runtime.agreement import exchange
-from fddp.sync.grad_sync import GradSync
+from fddp.core.schedule.periods import WORLD as WORLD
+from fddp.core.schedule.periods import Periodic as Periodic
+from fddp.sync.periodic.agreement import spans_of
+from fddp.sync.periodic.fragment_mean import FragmentMean
+from fddp.sync.periodic.periodic_sync import PeriodicSync
+from fddp.sync.periodic.schedules import local_sgd
 from fddp.transport import Group
-from fddp.tree.pytree import flatten, tree_map
+from fddp.tree.pytree import tree_map
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-WORLD = "world"
-"""Name of the single axis of a group without named axes."""
 
-
-@dataclass(frozen=True, init=False)
-class Periodic:
-    """Averages at step `warmup_steps` (steps count from 0), and then once in every period.
-
-    Attributes:
-        periods: pairs of an axis and the number of steps between averages along it, outermost axis
-            first.
-        warmup_steps: number of steps before the first average.
-
-    Args:
-        period: period of all ranks, or one for each axis of a mesh. An average along an outer axis
-            includes the inner axes: its period must be a multiple of theirs.
-        warmup_steps: as above.
-
-    Raises:
-        ValueError: a period is below 1, the warm-up is below 0, or a period is no multiple of an
-            inner one.
-
-    Example:
-        >>> when = Periodic(4, warmup_steps=2)
-        >>> [step for step in range(12) if when.due(step)]
-        [2, 6, 10]
-        >>> when = Periodic({"host": 4, "local": 2})
-        >>> [when.due(step) for step in range(5)]
-        [('host', 'local'), (), ('local',), (), ('host', 'local')]
-    """
-
-    periods: tuple[tuple[str, int], ...]
-    warmup_steps: int
-
-    def __init__(self, period: int | Mapping[str, int], *, warmup_steps: int = 0) -> None:
-        periods = tuple(period.items()) if isinstance(period, Mapping) else ((WORLD, period),)
-        _check_periods(periods, warmup_steps)
-        object.__setattr__(self, "periods", periods)
-        object.__setattr__(self, "warmup_steps", warmup_steps)
-
-    def due(self, step: int) -> tuple[str, ...]:
-        """Return the axes to average along after a step, outermost first; () for no average.
-
-        Args:
-            step: number of the last step, from 0.
-        """
-        since = step - self.warmup_steps
-        return tuple(name for name, n in self.periods if since >= 0 and since % n == 0)
-
-
-class _Average(GradSync):
-    """A `GradSync` for one average of parameters, with a title of its own."""
+class _Average(FragmentMean):
+    """A mean of one average of parameters, with a title of its own."""
 
     _title = "parameter average"
-
-
-class _PeriodicAverage(GradSync):
-    """A `GradSync` for periodic averages of parameters, with a title of its own."""
-
-    _title = "periodic average"
 
 
 class Averager:
@@ -136,19 +80,16 @@ class Averager:
         mesh: DeviceMesh | None = None,
         timeout_s: float | None = None,
     ) -> None:
+        spans_of(when.axes, mesh)  # raises before any communication
         self.when = when
-        self._syncs: dict[tuple[str, ...], GradSync] = {}
-        try:
-            for axes, span in _spans(when, mesh).items():
-                self._syncs[axes] = _PeriodicAverage(
-                    tree, group=group, mesh=span, timeout_s=timeout_s
-                )
-            transport = next(iter(self._syncs.values()))._engine.transport  # of all ranks
-            received = exchange(transport, str(when), str, "averages")
-            check_equal("the period of averages", received, "pass equal periods on every rank")
-        except BaseException:
-            self.close()
-            raise
+        self._sync = PeriodicSync(
+            tree,
+            lambda own: local_sgd(own, when),
+            group=group,
+            mesh=mesh,
+            timeout_s=timeout_s,
+        )
+        self._state = self._sync.init(tree)
 
     def average(self, tree: Any, step: int, *, weight: float = 1.0) -> Any:
         """Return the weighted mean over ranks if an average is due after this step, else the tree
@@ -168,28 +109,16 @@ class Averager:
             DesyncError: ranks passed different steps.
             WeightError, PeerError: as calling a `GradSync`.
         """
-        sync = self._due(step)
-        return tree if sync is None else _mean(sync, tree, weight)
+        return self._sync.step(tree, {**self._state, "step": step}, weight=weight)[0]
 
     def average_(self, tree: Any, step: int, *, weight: float = 1.0) -> None:
         """Average in place: as `average`, but write into the tensors of `tree`, such as
         `dict(module.named_parameters())`."""
-        sync = self._due(step)
-        if sync is not None:
-            _check_whole(sync, tree)
-            sync.reduce_(tree, weight=weight)
-
-    def _due(self, step: int) -> GradSync | None:
-        axes = self.when.due(step)
-        if not axes:
-            return None
-        self._syncs[axes]._engine.when = f" (the average after step {step})"
-        return self._syncs[axes]
+        self._sync.step_(tree, {**self._state, "step": step}, weight=weight)
 
     def close(self) -> None:
         """Free the communicators; a second call does nothing."""
-        for sync in self._syncs.values():
-            sync.close()
+        self._sync.close()
 
     def __enter__(self) -> Self:
         return self
@@ -226,70 +155,6 @@ def average(
         [{'w': tensor(0.5000), 'seen': tensor(0)}, {'w': tensor(0.5000), 'seen': tensor(1)}]
     """
     with _Average(tree, group=group, timeout_s=timeout_s) as sync:
-        return _mean(sync, tree, weight)
-
-
-def _mean(sync: GradSync, tree: Any, weight: float) -> Any:
-    _check_whole(sync, tree)
-    # Parameters outlive the step, and forked processes may read them: copy them out of memory that
-    # ranks share. Integer leaves are not averaged.
-    shared = sync.transport.startswith("shm")
-    return tree_map(
-        lambda own, mean: _copied(mean) if shared and mean is not own else mean,
-        tree,
-        sync(tree, weight=weight),
-    )
-
-
-def _copied(mean: Any) -> Any:
-    return mean.clone() if isinstance(mean, Tensor) else mean.copy()
-
-
-def _check_whole(sync: GradSync, tree: Any) -> None:
-    """Report missing parameters to all ranks; missing gradients would count as zeros."""
-    leaves, treedef = flatten(tree)
-    if treedef.paths != sync.plan.paths:
-        return  # reported by the step
-    for leaf, spec in zip(leaves, sync.plan.leaves, strict=True):
-        if leaf is None and spec.dtype != "none":
-            sync._engine.fail_step(
-                TreeMismatchError(
-                    f"leaf {spec.path!r} to average is None where the averager expects "
-                    f"{spec.dtype} of shape {spec.shape}; pass all parameters"
-                )
-            )
-
-
-def _spans(when: Periodic, mesh: DeviceMesh | None) -> dict[tuple[str, ...], DeviceMesh | None]:
-    """Return the submesh of each set of axes that can be due together."""
-    names = tuple(name for name, _ in when.periods)
-    if mesh is None:
-        if names != (WORLD,):
-            raise ValueError(
-                f"there are periods for the axes {names}; pass a DeviceMesh that has them"
-            )
-        return {names: None}
-    if names == (WORLD,):
-        return {names: mesh}
-    if names != mesh.mesh_dim_names:
-        raise ValueError(
-            f"there are periods for the axes {names}, and the mesh has {mesh.mesh_dim_names}; "
-            f"give each axis a period, or slice the mesh: mesh[{names}]"
-        )
-    return {names[i:]: mesh[names[i:]] if i else mesh for i in range(len(names))}
-
-
-def _check_periods(periods: tuple[tuple[str, int], ...], warmup_steps: int) -> None:
-    if type(warmup_steps) is not int or warmup_steps < 0:
-        raise ValueError(f"warmup_steps must be an int of at least 0, got {warmup_steps!r}")
-    if not periods:
-        raise ValueError("there must be a period for one axis at least")
-    for name, period in periods:
-        if type(period) is not int or period < 1:
-            raise ValueError(f"the period of {name!r} must be an int of at least 1, got {period!r}")
-    for (outer, long), (inner, short) in pairwise(periods):
-        if long % short:
-            raise ValueError(
-                f"the period of {outer!r}, {long}, is no multiple of that of {inner!r}, {short}, "
-                f"along which ranks are averaged at the same time; axes go from the outermost on"
-            )
+        mean, _ = sync.finish(sync.start(lambda: tree, (), weight, ""))
+        # Under weight 0, leaves that are not averaged have no result.
+        return tree_map(lambda own, result: result, tree, mean)

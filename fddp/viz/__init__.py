@@ -7,6 +7,7 @@ Design", 2008, which is distinguishable with colour vision deficiency.
 """
 
 from fddp.viz.caps import plot_caps as plot_caps
+from fddp.viz.periodic import plot_periodic as plot_periodic
 from fddp.viz.plans import compare_plans as compare_plans
 from fddp.viz.plans import plot_plan as plot_plan
 from fddp.viz.ranks import plot_ranks as plot_ranks

@@ -23,6 +23,8 @@ SIMULATE = ["simulate", "{plan}", "--topology", "w=2,x=3", "--json", "{json}"]
 COMMANDS = (demo, plan_command, simulate, tune, flight)
 MODEL, TIMES = ["--cost=nvlink4"], ["--backward-ms=5"]
 
+PERIODIC = ["simulate", "{source}:net", "--topology=w=2,x=3", "--json", "{json}", *MODEL]
+
 # Every option that takes a number, where it stands, and words around it.
 NUMBERED = {
     "plan --bucket-cap-mb": [["plan", "{source}:net", "--bucket-cap-mb={}"]],
@@ -50,6 +52,11 @@ NUMBERED = {
         [*SIMULATE, *MODEL, *TIMES, "--jitter=0.1,0.5,{}"],
     ],
     "simulate --seed": [[*SIMULATE, *MODEL, *TIMES, "--jitter=0.1", "--seed={}"]],
+    "simulate --step-ms": [[*PERIODIC, "--step-ms={}", "--period=4"]],
+    "simulate --period": [[*PERIODIC, "--step-ms=5", "--period={}"]],
+    "simulate --fragments": [[*PERIODIC, "--step-ms=5", "--period=4", "--fragments={}"]],
+    "simulate --delay": [[*PERIODIC, "--step-ms=5", "--period=4", "--delay={}"]],
+    "simulate --bits": [[*PERIODIC, "--step-ms=5", "--period=4", "--bits={}"]],
     "tune --ranks": [["tune", "{source}:step", "--ranks={}"]],
     "tune --rounds": [["tune", "{source}:step", "--rounds={}"]],
     "tune --bucket-cap-mb": [["tune", "{source}:step", "--bucket-cap-mb={}"]],

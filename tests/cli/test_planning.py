@@ -245,6 +245,42 @@ def test_simulate_compares_caps_and_the_best_plan(run: Read, folder: Path) -> No
     assert last_us == pytest.approx(fastest["step_s"] * 1e6)
 
 
+PERIODIC = ("simulate", "own_models:tree", "--topology", "world=4", "--cost", "1e-4,1e-7")
+
+
+def test_simulate_of_a_periodic_schedule(run: Read, folder: Path) -> None:
+    options = ("--step-ms", "100", "--period", "20", "--fragments", "1", "--bits", "8")
+    printed = run(*PERIODIC, *options, "--json", "s.json", "--png", "s.png")
+    document = json.loads((folder / "s.json").read_text())
+    every, given = document["results"]
+    tree = {"[bold]layers": [torch.zeros(512, 512), torch.zeros(512)], "count": torch.tensor(1)}
+    schedule = fddp.periodic.local_sgd(tree, 20)
+    assert str(schedule) in printed
+    text = json.dumps(document["schedule"])
+    assert fddp.periodic.PeriodicSchedule.from_json(text) == schedule
+    assert every["sent_bytes"] / every["steps"] == pytest.approx(1.5 * 4 * 513 * 512)
+    assert given["sent_bytes"] / given["steps"] < every["sent_bytes"] / every["steps"] / 79
+    assert f"{given['utilisation']:.1%}" in printed
+    assert (folder / "s.png").read_bytes().startswith(b"\x89PNG")
+    (folder / "p.json").write_text(schedule.to_json())
+    again = documented(run, *PERIODIC[:1], "p.json", *PERIODIC[2:], "--step-ms", "100")
+    assert again["results"][0] == every
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--step-ms", "1"), "--step-ms needs --period, or a file with a periodic schedule"),
+        (("--step-ms", "1", "--period", "2", "--delay", "3"), "its delay of 3 steps is longer"),
+        (("--step-ms", "1", "--period", "2", "--fragments", "3"), "an int from 1 to"),
+    ],
+)
+def test_simulate_refuses_periodic_schedules(
+    options: tuple[str, ...], text: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert text in refused([*PERIODIC, *options], capsys)
+
+
 def test_simulate_matches_the_library(run: Read) -> None:
     rows = documented(run, *SIMULATE, *LINK)["results"]
     layers = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))

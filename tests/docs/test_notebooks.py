@@ -26,6 +26,7 @@ def test_notebooks_are_found() -> None:
         "05_torch_func",
         "06_jax",
         "07_literature",
+        "08_few_bytes",
     ]
 
 

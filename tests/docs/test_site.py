@@ -50,13 +50,15 @@ def _is_ours(value: object) -> bool:
         (fddp.testing, "fddp.testing"),
         (fddp.viz, "fddp.viz"),
         (fddp.jax, "fddp.jax"),
+        (fddp.periodic, "fddp.periodic"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_every_public_name_is_in_the_reference(module: ModuleType, prefix: str) -> None:
     names = {f"{prefix}.{name}" for name in _public(module)}
     assert names
-    elsewhere = {"fddp.testing.loopback"}  # the same function as fddp.loopback
+    # The same as fddp.loopback and fddp.averaging.Periodic.
+    elsewhere = {"fddp.testing.loopback", "fddp.periodic.Periodic"}
     assert not names - set(DOCUMENTED) - elsewhere
 
 

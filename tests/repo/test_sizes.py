@@ -13,7 +13,8 @@ MOST_METHODS, MOST_LINES, MOST_PARAMETERS = 20, 300, 6
 # Public signatures that mirror torch's or JAX's, and two that mirror the extension's.
 WIDE = {
     *("next_loss_scale", "make_schedule", "measure_cost", "plan_optimal"),
-    *("GradSync.__init__", "DistributedDataParallel.__init__", "VirtualSampler.__init__"),
+    *("GradSync.__init__", "DistributedDataParallel.__init__"),
+    *("PeriodicSync.__init__", "VirtualSampler.__init__"),
     *("make_shm_group", "ShmGroup.start"),
     "_in_graph",  # of flat constants, which dynamo traces
 }

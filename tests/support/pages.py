@@ -34,6 +34,7 @@ GUIDE = tuple(
         "meshes",
         "simulation",
         "replicas",
+        "few_bytes",
         "operators",
         "testing",
         "transports",

@@ -333,12 +333,12 @@ def unlike(group: Any) -> Ending:
 
 
 def test_ranks_must_average_at_the_same_steps(launch: Launch) -> None:
-    sides = "at step 0 (the average after step 4)", "at step 0 (the average after step 5)"
+    sides = "at step 0 (fragment 0 after step 4)", "at step 0 (fragment 0 after step 5)"
     for made, averaged, value in launch(2, at_other_steps):
         assert made.kinds[0] == "PlanMismatchError"
         assert (
-            "the period of averages is Periodic(periods=(('world', 2),), warmup_steps=0) on rank 0 "
-            "and Periodic(" in made.text
+            "the period of fragment 0 is Periodic(periods=(('world', 2),), warmup_steps=0) on rank "
+            "0 and Periodic(" in made.text
         )
         assert averaged.kinds[0] == "DesyncError"
         assert all(side in averaged.text for side in sides)

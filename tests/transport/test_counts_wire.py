@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fddp
+from fddp import periodic
+from fddp.hooks import bf16_compress, error_feedback, int4, int8
 from fddp.sync.engine import Engine
 from fddp.transport.c10d.backends import Communicator
 from fddp.transport.operation import Operation
@@ -257,3 +260,38 @@ def test_ranks_send_their_partial_sums(ranks: RankPool, count: int, sums: tuple[
     assert tuple(sent for _, sent, _ in found) == sums
     for nbytes, sent, whole in found:
         assert 0.99 <= nbytes / (whole / 2 * (1 + sent)) <= 1.03
+
+
+def _periodic(rank: int, world_size: int, period: int, hook: Any) -> tuple[int, int]:
+    """Bytes sent in ten periods, and the bytes of the parameters."""
+    params, _ = _model()
+    schedule, outer = periodic.diloco(params, period), periodic.sgd()
+    options = {"outer": outer, "hook": hook, "transport": "c10d"}
+    with periodic.PeriodicSync(params, schedule, **options) as sync:
+        state = sync.init(params)
+        for _ in range(3 * period):
+            params, state = sync.step(params, state)
+        dist.barrier()
+        before = traffic()
+        for _ in range(10 * period):
+            params, state = sync.step(params, state)
+        return (traffic() - before).sent, schedule.nbytes(0)
+
+
+@pytest.mark.parametrize(
+    ("hook", "share"),
+    [
+        (None, 1.0),
+        (bf16_compress, 1 / 2),
+        (error_feedback(int8()), 1.02 / 4),
+        (int4(128), 1.07 / 8),
+    ],
+    ids=["float32", "bfloat16", "int8", "int4"],
+)
+def test_outer_gradients_are_sent_once_in_a_period(
+    ranks: RankPool, hook: Any, share: float
+) -> None:
+    """Compared with an all-reduce of float32 in every step."""
+    period = 7
+    for sent, nbytes in ranks.run(2, _periodic, period, hook):
+        assert 0.97 * share * nbytes <= sent / 10 <= 1.03 * share * nbytes

@@ -24,6 +24,7 @@ from fddp.viz import (
     canvas,
     compare_plans,
     plot_caps,
+    plot_periodic,
     plot_plan,
     plot_timeline,
     plot_virtual_ranks,
@@ -70,6 +71,18 @@ def render(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+def test_a_bar_ends_where_the_average_is_applied() -> None:
+    tree = {"layers": [torch.zeros(4) for _ in range(4)]}
+    schedule = fddp.periodic.streaming_diloco(tree, 10, fragments=2, delay=2)
+    figure = plot_periodic(schedule, 14)
+    ax = figure.axes[0]
+    assert sorted(boxes(ax)) == [pytest.approx(box) for box in [(0, 4.0, 6.0), (1, 9.0, 11.0)]]
+    starts, applied = ax.lines
+    assert [*starts.get_xdata(), *applied.get_xdata()] == [4, 9, 6, 11]
+    assert legend(ax) == ["start", "apply"]
+    assert render(figure)
 
 
 # Plans

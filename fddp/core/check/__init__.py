@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from fddp.core.check.execution import check_by_execution
 from fddp.core.check.forms import is_proved_by_forms
+from fddp.core.check.periodic import check_periodic_schedule
 from fddp.core.check.virtual import check_virtual
+from fddp.core.schedule.periodic import PeriodicSchedule
 from fddp.core.schedule.schedule import Schedule
 
 
-def check_schedule(schedule: Schedule) -> None:
+def check_schedule(schedule: Schedule | PeriodicSchedule) -> None:
     """Prove that a schedule is correct, or raise an error.
 
-    A schedule is correct if, for each bucket and each decision of the control word:
+    A schedule of one step is correct if, for each bucket and each decision of the control word:
 
     - each element is unpacked once, on the ranks required by `schedule.result`;
     - it holds the gradient of each rank exactly once, late gradients included, divided by the
@@ -28,10 +30,20 @@ def check_schedule(schedule: Schedule) -> None:
     - no operation uses memory of an unfinished one, see [Note: required dependencies];
     - with virtual ranks, each is summed once, in the order of the tree, see [Note: virtual ranks].
 
+    A periodic schedule (`fddp.periodic`) is correct if:
+
+    - each leaf is in exactly one fragment;
+    - in each period, the collective of each fragment is started once, at the step and along the
+      axes that `Fragment.when` states, and its average is applied once, `Fragment.delay` steps
+      later;
+    - no fragment is started again while its collective is in flight, and none is applied that is
+      not in flight.
+
     The cost does not depend on the number of ranks.
 
     Raises:
-        ScheduleError: the schedule is wrong; the text names the operation, bucket, leaf and ranks.
+        ScheduleError: the schedule is wrong; the text names the operation, bucket, leaf and ranks,
+            or the fragment, leaves and step.
 
     Example:
         >>> import dataclasses
@@ -50,6 +62,9 @@ def check_schedule(schedule: Schedule) -> None:
         leaf 'w' (elements 0:8), summed along local only: the gradients of ranks 4, 8, 12, ...
         are missing; reduce it along host too
     """
+    if isinstance(schedule, PeriodicSchedule):
+        check_periodic_schedule(schedule)
+        return
     check_virtual(schedule)
     if not is_proved_by_forms(schedule):
         check_by_execution(schedule)
