@@ -6,6 +6,7 @@ Each backward pass is that of one virtual rank. Those within `no_sync` leave the
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
@@ -52,7 +53,8 @@ class VirtualRunner(StepRunner):
     def add_micro_batch(self) -> None:
         """Add the gradients of a backward pass to the sums, and clear them.
 
-        Does not raise, because the step of the other ranks has to end; its own does.
+        Warns of an error instead of raising it, because the step of the other ranks has to end; its
+        own raises.
         """
         leaves = self.parameters.leaves
         try:
@@ -62,6 +64,7 @@ class VirtualRunner(StepRunner):
             grads = [leaf.grad for leaf in leaves]
             sums.add(TreeContributions(sums.program, grads, 1.0))
         except Exception as error:
+            warnings.warn(f"the step over virtual ranks will fail: {error}", stacklevel=2)
             self._problem = self._problem or error
         for leaf in leaves:
             leaf.grad = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +27,12 @@ class VirtualBatches:
 
     def __init__(self, ranks: range, batches: Callable[[int], Any] | Sequence[Any]) -> None:
         self.ranks = ranks
+        is_sequence = hasattr(batches, "__getitem__") and not isinstance(batches, Mapping)
+        if not (callable(batches) or (is_sequence and hasattr(batches, "__len__"))):
+            raise TypeError(
+                f"virtual_batches takes a function of a virtual rank, or a sequence with one input "
+                f"for each of this rank's, got a {type(batches).__name__}"
+            )
         if not callable(batches) and len(batches) != len(ranks):
             raise ValueError(
                 f"this rank carries {counted(len(ranks), 'virtual rank')}, {ranks[0]} to "
@@ -105,7 +111,7 @@ def gathered_trees(
     check_batches([trees], step.carried)
     if not isinstance(trees, VirtualBatches):
         raise TypeError("pass weight=0 with the gradients instead of fddp.EXHAUSTED")
-    weights = [weight] * len(trees) if isinstance(weight, (int, float)) else [*weight]
+    weights = [*weight] if isinstance(weight, Sequence) else [weight] * len(trees)
     if len(weights) != len(trees):
         raise ValueError(
             f"got {counted(len(weights), 'weight')} for {counted(len(trees), 'virtual rank')} of "

@@ -27,6 +27,7 @@ def virtual_rng(step: int, virtual_rank: int, *, seed: int = 0) -> VirtualRng:
         seed: seed of the run.
 
     Raises:
+        TypeError: a number is no integer.
         ValueError: a number is negative.
 
     Example:
@@ -38,9 +39,11 @@ def virtual_rng(step: int, virtual_rank: int, *, seed: int = 0) -> VirtualRng:
         True
     """
     for name, number in (("step", step), ("virtual_rank", virtual_rank), ("seed", seed)):
+        if not hasattr(number, "__index__"):
+            raise TypeError(f"{name} must be an int, got {number!r}")
         if number < 0:
             raise ValueError(f"{name} must be at least 0, got {number}")
-    return VirtualRng(derived_seed("step", seed, step, virtual_rank))
+    return VirtualRng(derived_seed("step", *map(int, (seed, step, virtual_rank))))
 
 
 class VirtualRng:

@@ -113,9 +113,12 @@ c10::intrusive_ptr<c10d::Backend> ShmBackend::split(
 }
 
 // The first member makes the control block. All ranks meet twice, so that none uses the group
-// unless all have joined it.
+// unless all have joined it. torch may give groups of the same members the same part of the store,
+// one after the other, so keys have a number. The last rank deletes them: a default group that is
+// made later counts from zero again.
 std::shared_ptr<shm::ShmGroup> ShmBackend::join_part(
-    c10d::Store& store, const std::vector<size_t>& members) const {
+    c10d::Store& store, const std::vector<size_t>& members) {
+  const std::string prefix = "fddp/" + std::to_string(parts_[members]++) + "/";
   const bool is_first = members[0] == static_cast<size_t>(rank_);
   const auto publish = [&](const std::string& key, std::string text) {
     store.set(key, std::vector<uint8_t>(text.begin(), text.end()));
@@ -126,9 +129,9 @@ std::shared_ptr<shm::ShmGroup> ShmBackend::join_part(
   };
   if (is_first) {
     const auto made = shm::ShmGroup::make_control_block(*group_->options().arena, members.size());
-    publish("fddp/control_block", made ? std::to_string(*made) : "");
+    publish(prefix + "control_block", made ? std::to_string(*made) : "");
   }
-  const std::string offset = read("fddp/control_block");
+  const std::string offset = read(prefix + "control_block");
   std::shared_ptr<shm::ShmGroup> part;
   std::string problem = "no shared memory can be reserved";
   if (!offset.empty()) {
@@ -139,12 +142,16 @@ std::shared_ptr<shm::ShmGroup> ShmBackend::join_part(
       problem = error.what();
     }
   }
-  publish("fddp/joined/" + std::to_string(rank_), problem);
+  publish(prefix + std::to_string(rank_), problem);
   for (const size_t member : members) {
-    const std::string found = read("fddp/joined/" + std::to_string(member));
+    const std::string found = read(prefix + std::to_string(member));
     if (!found.empty()) {
       throw_backend_error("rank " + std::to_string(member) + " could not join the group: " + found);
     }
+  }
+  if (store.add(prefix + "met", 1) == static_cast<int64_t>(members.size())) {
+    for (const size_t member : members) store.deleteKey(prefix + std::to_string(member));
+    for (const char* const key : {"control_block", "met"}) store.deleteKey(prefix + key);
   }
   return part;
 }
@@ -498,21 +505,14 @@ ShmBackend::WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
 ShmBackend::WorkPtr ShmBackend::message(
     OpType type, const char* title, Tensors& tensors, size_t peer, int tag) {
   const at::Tensor& tensor = only_one(tensors);
-  TORCH_CHECK(tensor.is_cpu(), "expected a tensor on the CPU, got one on ", tensor.device());
   TORCH_CHECK(group_ != nullptr, "a group of one rank has no other rank to send to or receive from");
   const bool sends = type == OpType::SEND;
   const WorkDescription description = {type, title, rank_, sequence_++, c10d::kUnsetTimeout};
   const auto work = c10::make_intrusive<MessageWork>(
       group_, messages_, description, sends ? tensors : Tensors(),
       sends ? TensorLists() : TensorLists{tensors});
-  at::Tensor dense = tensor;
-  if (sends) {
-    dense = tensor.contiguous();
-  } else if (!tensor.is_contiguous()) {
-    dense = at::empty_like(tensor, at::MemoryFormat::Contiguous);
-    work->after_success([=] { tensor.copy_(dense); });
-  }
-  work->keep(dense);
+  const at::Tensor dense =
+      sends ? readable(*work, tensor) : writable(*work, tensor, /*with_values=*/false);
   shm::MessageRequest request = {
       peer, tag, static_cast<char*>(dense.data_ptr()), dense.nbytes(), nullptr, nullptr};
   work->start(std::move(request));

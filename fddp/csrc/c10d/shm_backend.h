@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -104,7 +105,7 @@ class ShmBackend : public c10d::Backend {
   void start(CollectiveWork& work, shm::Request request);
   WorkPtr launch(const Collective& work);
   std::shared_ptr<shm::ShmGroup> join_part(
-      c10d::Store& store, const std::vector<size_t>& members) const;
+      c10d::Store& store, const std::vector<size_t>& members);
   WorkPtr message(
       c10d::OpType type, const char* title, Tensors& tensors, size_t peer, int tag);
   void check_root(int64_t root) const;
@@ -130,6 +131,7 @@ class ShmBackend : public c10d::Backend {
   const std::shared_ptr<shm::Messages> messages_;
   const c10::intrusive_ptr<Options> options_;
   std::atomic<uint64_t> sequence_ = 0;
+  std::map<std::vector<size_t>, uint64_t> parts_;  // number of groups of these members so far
   std::mutex last_mutex_;
   shm::OperationPtr last_;  // started last; a barrier waits for it
 };

@@ -34,28 +34,6 @@ bool is_plain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
-// Return contiguous memory with the values of `tensor`: its own, or that of a copy.
-at::Tensor readable(CollectiveWork& work, const at::Tensor& tensor) {
-  check_dense(tensor);
-  at::Tensor dense = tensor.resolve_conj().resolve_neg().contiguous();
-  work.keep(dense);
-  return dense;
-}
-
-// Return contiguous memory whose values will be those of `tensor` after success.
-at::Tensor writable(CollectiveWork& work, const at::Tensor& tensor, bool with_values) {
-  check_dense(tensor);
-  if (is_plain(tensor)) {
-    work.keep(tensor);
-    return tensor;
-  }
-  at::Tensor dense = with_values
-                         ? tensor.clone(at::MemoryFormat::Contiguous).resolve_conj().resolve_neg()
-                         : at::empty_like(tensor, at::MemoryFormat::Contiguous);
-  work.after_success([tensor, dense] { tensor.copy_(dense); });
-  return dense;
-}
-
 Reduction reduction_of(const ReduceOp& op) {
   switch (op.op_) {
     case ReduceOp::SUM:
@@ -143,6 +121,26 @@ Request request_of(const Signature& signature, char* data, bool waits) {
 }
 
 }  // namespace
+
+at::Tensor readable(ShmWork& work, const at::Tensor& tensor) {
+  check_dense(tensor);
+  at::Tensor dense = tensor.resolve_conj().resolve_neg().contiguous();
+  work.keep(dense);
+  return dense;
+}
+
+at::Tensor writable(ShmWork& work, const at::Tensor& tensor, bool with_values) {
+  check_dense(tensor);
+  if (is_plain(tensor)) {
+    work.keep(tensor);
+    return tensor;
+  }
+  at::Tensor dense = with_values
+                         ? tensor.clone(at::MemoryFormat::Contiguous).resolve_conj().resolve_neg()
+                         : at::empty_like(tensor, at::MemoryFormat::Contiguous);
+  work.after_success([tensor, dense] { tensor.copy_(dense); });
+  return dense;
+}
 
 void ShmBackend::start_all_reduce(
     CollectiveWork& work, const at::Tensor& tensor, const ReduceOp& op, bool waits) {

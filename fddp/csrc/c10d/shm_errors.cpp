@@ -11,7 +11,7 @@ namespace fddp {
 namespace {
 
 constexpr std::array<std::string_view, shm::kKindCount> kKindNames = {
-    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "exchange"};
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "reduce", "exchange"};
 constexpr std::array<std::string_view, shm::kReductionCount> kReductionNames = {
     "sum", "average", "product", "min", "max", "bitwise and", "bitwise or", "bitwise xor"};
 

@@ -91,7 +91,10 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
 }
 
 void ShmWork::finalize() {
-  std::call_once(once_, [this] {
+  // Released at the end: a tensor known to Python needs the GIL, whose holder may wait for the once.
+  std::vector<at::Tensor> kept;
+  std::vector<std::function<void()>> actions;
+  std::call_once(once_, [&] {
     std::exception_ptr failure;
     try {
       const std::string text = error();
@@ -105,8 +108,8 @@ void ShmWork::finalize() {
     } catch (...) {
       failure = std::current_exception();
     }
-    actions_.clear();
-    kept_.clear();
+    actions.swap(actions_);
+    kept.swap(kept_);
     finish(failure);
     finished_ = true;
   });

@@ -85,6 +85,14 @@ class ShmWork : public c10d::Work {
   bool future_settled_ = false;
 };
 
+// Return contiguous memory with the values of `tensor`: its own, or that of a copy. The work keeps
+// it alive.
+at::Tensor readable(ShmWork& work, const at::Tensor& tensor);
+
+// Return contiguous memory whose values will be those of `tensor` after success of the work.
+// `with_values`: it has those of the tensor already.
+at::Tensor writable(ShmWork& work, const at::Tensor& tensor, bool with_values);
+
 // Operations of a group, all of which must succeed.
 class CollectiveWork : public ShmWork {
  public:

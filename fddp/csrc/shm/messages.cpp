@@ -190,7 +190,9 @@ bool Messages::can_progress() const {
     if (!sends_[m].empty()) {
       const Outbox* const outbox = outboxes_[m];
       if (outbox == nullptr) return true;
-      if (outbox->written.load() - outbox->read.load() < Outbox::kBytes) return true;
+      const uint64_t room = Outbox::kBytes - (outbox->written.load() - outbox->read.load());
+      const uint64_t least = sends_[m].front()->moved_ == 0 ? sizeof(Header) : 1;
+      if (room <= Outbox::kBytes && room >= least) return true;
     }
     if (m != group_->index() && is_awaited(m) && readable(m) != 0) return true;
   }

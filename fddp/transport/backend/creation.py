@@ -56,7 +56,9 @@ def create_backend(options: Any, _: object = None) -> Any:
         backend = whole.split(options.store, options.global_ranks_in_group, timeout_s)
         choice = BackendChoice("shm", "all ranks of the default group share the memory of a host")
     else:
-        group, choice = _open_group(StoreExchange(options.store, rank, size, timeout_s))
+        exchange = StoreExchange(options.store, rank, size, timeout_s)
+        group, choice = _open_group(exchange)
+        exchange.close()
         if choice.name == "shm":
             backend = extension.load().ShmBackend(group, rank, size, timeout_s)
         else:

@@ -46,6 +46,16 @@ class StoreExchange:
             raise self._missing_error(keys) from error
         return [bytes.fromhex(self._store.get(key).decode()) for key in keys]
 
+    def close(self) -> None:
+        """End the exchanges. The last rank deletes their keys, which a later group of the same name
+        would read."""
+        if self._store.add("fddp/met", 1) < self.world_size:
+            return
+        for number in range(self._exchanges):
+            for rank in range(self.world_size):
+                self._store.delete_key(f"fddp/{number}/{rank}")
+        self._store.delete_key("fddp/met")
+
     def _missing_error(self, keys: list[str]) -> SyncTimeoutError:
         missing = tuple(rank for rank, key in enumerate(keys) if not self._store.check([key]))
         return SyncTimeoutError(

@@ -226,9 +226,49 @@ dist.destroy_process_group()
 """
 
 
+# Groups that torch gives the same part of the store, works that are polled, and a lazy view.
+_AGAIN = """
+import os, torch, torch.distributed as dist
+for life in range(2):
+    dist.init_process_group("fddp")
+    rank = dist.get_rank()
+    for number in range(4):
+        group = dist.new_group([0, 1], use_local_synchronization=True)
+        total = torch.full((100_000,), float(rank + 10 * number))
+        dist.all_reduce(total, group=group)
+        assert total.unique().tolist() == [1.0 + 20 * number], (life, number, total)
+        dist.destroy_process_group(group)
+    for number in range(200):
+        works = [dist.isend(torch.full((70_000,), float(number)), 1 - rank)]
+        received = torch.empty(70_000)
+        works.append(dist.irecv(received, 1 - rank))
+        while not all(work.is_completed() for work in works):
+            pass
+        assert received.unique().item() == number
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    negative = values.conj().imag  # a view that is negated when it is read
+    if rank == 0:
+        dist.send(negative, 1)
+    else:
+        received = torch.zeros(2)
+        dist.recv(received, 0)
+        assert torch.equal(received, -values.imag), received
+    dist.destroy_process_group()
+os.write(1, f"rank {rank} is done\\n".encode())  # at once
+"""
+
+
+def _under_torchrun(program: str, script: Path) -> subprocess.CompletedProcess[str]:
+    script.write_text(program)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return subprocess.run([*launcher, script], capture_output=True, text=True, timeout=120)
+
+
 def test_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(_PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", script]
-    run = subprocess.run(command, capture_output=True, text=True)
+    run = _under_torchrun(_PROGRAM, tmp_path / "program.py")
     assert run.stdout.count("cpu:fddp 2.0") == 2, run.stderr
+
+
+def test_groups_of_the_same_name_and_works_that_are_polled(tmp_path: Path) -> None:
+    run = _under_torchrun(_AGAIN, tmp_path / "again.py")
+    assert run.stdout.count("is done") == 2, run.stderr
