@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import random
 import signal
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fddp
+from examples.elastic import note, notes
 from fddp.cli.demo.data import load
 
 VIRTUAL_RANKS = 8
@@ -151,18 +151,6 @@ def digest(params: dict[str, Tensor]) -> str:
     for leaf in params.values():
         found.update(leaf.detach().numpy().tobytes())
     return found.hexdigest()
-
-
-def note(folder: Path, what: dict[str, Any]) -> None:
-    """Append a line to rank 0's log."""
-    if dist.get_rank() == 0:
-        with (folder / "log.jsonl").open("a") as file:
-            file.write(json.dumps(what) + "\n")
-
-
-def notes(folder: Path) -> list[dict[str, Any]]:
-    """Records of rank 0."""
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 def digests(folder: Path) -> dict[int, set[str]]:

@@ -42,7 +42,7 @@ SIMULATE = ("simulate", "m:f", "--topology", "world=2", "--cost", "1e-5,1e-9")
         (["plan", "m:f", "--png", "no/such/place.png"], "must be a file in a directory that"),
         (["plan", "m:f", "--json", "no/such/place.json"], "must be a file in a directory that"),
         (["simulate", "m:f"], "the following arguments are required: --topology, --cost"),
-        ([*SIMULATE], "one of the arguments --backward-ms --ready is required"),
+        ([*SIMULATE], "one of the arguments --backward-ms --ready --step-ms is required"),
         ([*SIMULATE, "--backward-ms", "0"], "--backward-ms: must be a number above 0, got '0'"),
         ([*SIMULATE, "--backward-ms", "1", "--ready", "f"], "not allowed with argument"),
         ([*SIMULATE, "--backward-ms", "1", "--caps", "1,,2"], "--caps: must be a number above 0"),

@@ -147,6 +147,7 @@ def failing(group: Any, misuse: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.filterwarnings("default:the step over virtual ranks will fail")
 @pytest.mark.parametrize(
     ("misuse", "text"),
     [
@@ -158,6 +159,18 @@ def failing(group: Any, misuse: str) -> str:
 def test_wrong_steps_are_reported_on_all_ranks(misuse: str, text: str) -> None:
     for found in fddp.loopback(2, failing, misuse):
         assert re.search(text, found)
+
+
+def test_passes_of_which_none_takes_the_step_warn() -> None:
+    def run(group: Any) -> None:
+        ddp = fddp.DistributedDataParallel(nn.Linear(2, 1), process_group=group, virtual_ranks=3)
+        with ddp.no_sync():
+            for _ in range(3):
+                ddp(torch.ones(1, 2)).sum().backward()
+        ddp.steps.close()
+
+    with pytest.warns(UserWarning, match="will fail: a step took more than 3 backward passes"):
+        fddp.loopback(1, run)
 
 
 def test_what_does_not_go_with_virtual_ranks() -> None:
