@@ -40,7 +40,7 @@ _RANKS_PER_MESSAGE = MOST_DESCRIPTORS // 2  # two descriptors a rank
 
 
 class Exchange(Protocol):
-    """What the discovery needs of a transport. `exchange` returns all ranks' payloads, by rank."""
+    """Part of a transport that the discovery uses. `exchange` returns all payloads, by rank."""
 
     @property
     def rank(self) -> int: ...
