@@ -172,13 +172,8 @@ class Communicator:
         row_bytes = rows.shape[2] * rows.element_size()
         received = [count * row_bytes for count in tree.summands]
         arrived = arrived[: sum(received)]
-        work = self._backend.alltoall_base(
-            arrived,
-            _bytes_of(rows[:, :own].contiguous()),
-            received,
-            [own * row_bytes] * ranks,
-            c10d.AllToAllOptions(),
-        )
+        sent = [own * row_bytes] * ranks
+        work = self._send_chunks(rows[:, :own].contiguous(), arrived, sent, received)
 
         def finish() -> None:
             theirs = arrived.view(operation.tensor.dtype).view(sum(tree.summands), -1)
@@ -198,11 +193,18 @@ class Communicator:
         work = self._send_chunks(operation.tensor, _bytes_of(arrived))
         return PendingCollective((work,), partial(operation.tensor.copy_, arrived))
 
-    def _send_chunks(self, tensor: Tensor, arrived: Tensor) -> dist.Work:
-        """Send a chunk of `tensor` to each rank; theirs arrive in the bytes `arrived`."""
+    def _send_chunks(
+        self,
+        tensor: Tensor,
+        arrived: Tensor,
+        sent: Sequence[int] = (),
+        received: Sequence[int] = (),
+    ) -> dist.Work:
+        """Send a chunk of `tensor` to each rank; theirs arrive in the bytes `arrived`. `sent` and
+        `received` are the bytes to and from each; () for equal chunks."""
         options = c10d.AllToAllOptions()
         return self._backend.alltoall_base(  # type: ignore[no-any-return]
-            arrived, _bytes_of(tensor), [], [], options
+            arrived, _bytes_of(tensor), [*received], [*sent], options
         )
 
     def _broadcast(self, tensor: Tensor, place: int) -> dist.Work:
@@ -299,9 +301,7 @@ class GlooCommunicator(Communicator):
             return super()._all_reduce(operation)
         theirs = torch.empty_like(tensor)
         sizes = [0, tensor.nbytes] if self._place == 0 else [tensor.nbytes, 0]
-        work = self._backend.alltoall_base(
-            _bytes_of(theirs), _bytes_of(tensor), sizes, sizes, c10d.AllToAllOptions()
-        )
+        work = self._send_chunks(tensor, _bytes_of(theirs), sizes, sizes)
 
         def finish() -> None:
             tensor.add_(theirs)
