@@ -20,6 +20,7 @@ from fddp.hooks import Hook
 from tests.support.backward_calls import call_in_backward
 from tests.support.endings import BoomError, Ending, ending
 from tests.support.models import batch, mlp, mlp_loss
+from tests.support.process_resources import Resources, growth, resources
 from tests.support.ranks import RankPool, run_fresh
 
 TIMEOUT_S = 6.0
@@ -203,38 +204,26 @@ def test_a_rank_that_leaves_early() -> None:
             assert "rank 1" in seen.text
 
 
-def drop(rank: int, world_size: int, transport: str) -> tuple[int, int]:
-    """Ten syncs that are dropped without close(); open files and threads that are more after it."""
+def drop(rank: int, world_size: int, transport: str) -> Resources:
+    """Return what ten syncs leave behind that are dropped without close()."""
     with fddp.GradSync(mlp(), transport=transport) as sync:
         sync(mlp())
-    time.sleep(0.2)
     dist.barrier()
-    before = held()
+    before = resources()
     for _ in range(10):
         sync = fddp.GradSync(mlp(), transport=transport)
         sync(mlp())
         del sync
-    deadline_s = time.perf_counter() + 60.0
-    while (more := beyond(before)) != (0, 0) and time.perf_counter() < deadline_s:
-        time.sleep(0.05)
+    beyond = growth(before)
     dist.barrier()
-    return more
-
-
-def beyond(before: tuple[int, int]) -> tuple[int, int]:
-    now = held()
-    return max(0, now[0] - before[0]), max(0, now[1] - before[1])
-
-
-def held() -> tuple[int, int]:
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    return beyond
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
 def test_a_sync_that_is_dropped_without_close_leaves_nothing(
     ranks: RankPool, transport: str
 ) -> None:
-    assert ranks.run(2, drop, transport) == [(0, 0), (0, 0)]
+    assert ranks.run(2, drop, transport) == [Resources(0, 0, 0)] * 2
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,21 @@ def resources() -> Resources:
     gc.collect()
     threads = len(os.listdir("/proc/self/task")) + threading.active_count()
     return Resources(threads, open_file_count(), arena_mappings())
+
+
+def growth(before: Resources, within_s: float = 60.0) -> Resources:
+    """Return what is held beyond `before`.
+
+    Threads end some time after they are asked to, those of earlier tests as well: a fall counts as
+    zero, and a rise only if it lasts for `within_s` seconds.
+    """
+    deadline_s = time.perf_counter() + within_s
+    while True:
+        pairs = zip(before, resources(), strict=True)
+        beyond = Resources(*(max(0, now - then) for then, now in pairs))
+        if not any(beyond) or time.perf_counter() > deadline_s:
+            return beyond
+        time.sleep(0.05)
 
 
 def is_shared(tensor: Tensor) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from fddp.errors import ClosedError, FddpError, RankLostError, SyncTimeoutError
 from fddp.transport import open_transport
 from fddp.transport.c10d.backends import _MAX_EXCHANGED_BYTES
 from tests.support.chunks import AXES, SQUARE
+from tests.support.process_resources import growth, resources
 from tests.support.ranks import run_fresh
 
 if TYPE_CHECKING:
@@ -249,34 +249,20 @@ def test_the_groups_timeout_is_the_default(ranks: RankPool) -> None:
 
 
 def open_and_close_on_rank(rank: int, world_size: int) -> None:
-    def cycle() -> tuple[int, int, int]:
+    def cycle() -> None:
         with open_c10d(timeout_s=20) as transport:
             transport.all_reduce(torch.ones(3)).wait("the sum")
             transport.open_subgroups(SQUARE, AXES)
             transport.reduce_scatter(torch.ones(2), axes=("host",)).wait("the shards")
             dist.barrier()  # others may still be connecting
         dist.barrier()
-        return resources()
 
-    before = cycle()
+    cycle()
+    before = resources()
     for _ in range(20):
-        after = cycle()
-    # Threads end a moment after they were asked to, also those of earlier tests.
-    deadline_s = time.perf_counter() + 60
-    while grown(before, after) and time.perf_counter() < deadline_s:
-        time.sleep(0.05)
-        after = resources()
-    assert not grown(before, after), f"{before} before, {after} after"
-
-
-def grown(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    return any(b > a for a, b in zip(before, after, strict=True))
-
-
-def resources() -> tuple[int, int, int]:
-    """Threads of this process, its open files, and Python's threads."""
-    threads, sockets = os.listdir("/proc/self/task"), os.listdir("/proc/self/fd")
-    return len(threads), len(sockets), threading.active_count()
+        cycle()
+    beyond = growth(before)
+    assert not any(beyond), beyond
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts through Linux's /proc")
@@ -311,12 +297,14 @@ def divide_again_on_rank(rank: int, world_size: int) -> None:
         transport.open_subgroups(Topology(rack=1, world=4), [("rack",), ("world",)])
         whole = resources()
         transport.open_subgroups(SQUARE, AXES)
+        dist.barrier()  # others may still be connecting
         before = resources()
-        assert grown(whole, before)
+        assert any(growth(whole, within_s=0.0))
         transport.open_subgroups(
             Topology(node=2, device=2), [("device",), ("node",), ("node", "device")]
         )
-        assert not grown(before, resources())
+        beyond = growth(before)
+        assert not any(beyond), beyond
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts through Linux's /proc")

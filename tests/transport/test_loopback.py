@@ -36,7 +36,7 @@ def test_threads_see_the_callers_context() -> None:
 def test_no_threads_remain() -> None:
     before = threading.active_count()
     loopback(4, lambda group: open_transport(group).close())
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_sums_run_in_rank_order() -> None:

@@ -20,6 +20,7 @@ import fddp
 from fddp.transport.backend import BackendChoice, backend_choice
 from fddp.transport.backend.registration import register
 from tests.support.backends import new_fddp_group
+from tests.support.process_resources import Resources, growth, resources
 from tests.support.ranks import RankPool, split_into_hosts
 
 
@@ -189,10 +190,7 @@ def test_registration_is_repeatable() -> None:
     assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
 
 
-def _left_behind(rank: int, world_size: int) -> tuple[int, int, set[str]]:
-    def counts() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
+def _left_behind(rank: int, world_size: int) -> tuple[Resources, set[str]]:
     def use() -> None:
         group = new_fddp_group()
         work = dist.isend(torch.ones(100_000), group=group, group_dst=1 - rank)
@@ -202,16 +200,15 @@ def _left_behind(rank: int, world_size: int) -> tuple[int, int, set[str]]:
         dist.destroy_process_group(group)
 
     use()
-    before, shared = counts(), {*os.listdir("/dev/shm")}
+    before, shared = resources(), {*os.listdir("/dev/shm")}
     for _ in range(5):
         use()
-    after = counts()
-    return after[0] - before[0], after[1] - before[1], {*os.listdir("/dev/shm")} - shared
+    return growth(before), {*os.listdir("/dev/shm")} - shared
 
 
 def test_groups_leave_nothing_behind(ranks: RankPool) -> None:
-    for descriptors, threads, files in ranks.run(2, _left_behind):
-        assert (descriptors, threads) == (0, 0)
+    for beyond, files in ranks.run(2, _left_behind):
+        assert not any(beyond), beyond
         assert not any("fddp" in name for name in files)
 
 
