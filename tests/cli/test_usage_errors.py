@@ -57,7 +57,7 @@ SIMULATE = ("simulate", "m:f", "--topology", "world=2", "--cost", "1e-5,1e-9")
         (["simulate", "m:f", "--topology", "a=0"], "needs an int of at least 1 as size, got 0"),
         (["simulate", "m:f", "--topology", "a=-1"], "sizes of named axes, outermost first"),
         (["simulate", "m:f", "--topology", "a=9999999999"], "ranks; the limit is"),
-        (["simulate", "m:f", "--cost", "carrier-pigeon"], "must be one of ethernet-10g, "),
+        (["simulate", "m:f", "--cost", "carrier-pigeon"], "must be one of internet-100m, "),
         (["simulate", "m:f", "--cost", "1e-5"], "or ALPHA,BETA, or FILE.json"),
         (["simulate", "m:f", "--cost", "nan,1"], "alpha_s must be a number from 0 to 1e+09"),
         (["simulate", "m:f", "--cost", "world=no.json"], "'no.json': "),

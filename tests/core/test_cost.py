@@ -198,8 +198,12 @@ def test_bad_json(text: str, message: str) -> None:
 def test_presets_are_in_order() -> None:
     by_rate = sorted(PRESETS, key=lambda name: PRESETS[name].beta_s_per_byte, reverse=True)
     assert by_rate == [
+        "internet-100m",
+        "internet-1g",
+        "ethernet-1g",
         "ethernet-10g",
         "gloo-loopback",
+        "ethernet-25g",
         "ethernet-100g",
         "pcie4-x16",
         "infiniband-ndr400",

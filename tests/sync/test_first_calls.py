@@ -155,7 +155,7 @@ PLAN = fddp.plan_buckets({"w": torch.zeros(4)})
         ),
         (
             lambda: fddp.simulate(fddp.make_schedule(PLAN, 4), "nvlink", [0.01]),
-            "cost must be a CostModel or one of the presets ethernet-10g",
+            "cost must be a CostModel or one of the presets internet-100m",
         ),
         (
             lambda: fddp.simulate(fddp.make_schedule(PLAN, 4), 1e-9, [0.01]),

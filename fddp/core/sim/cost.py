@@ -284,9 +284,17 @@ def _is_number(value: object) -> bool:
 
 PRESETS: Mapping[str, CostModel] = MappingProxyType(
     {
+        # Between sites: nominal rate; alpha is a one-way delay of 20 ms, as over some 3,000 km with
+        # routers (light in glass takes 15 ms for 3,000 km).
+        "internet-100m": CostModel(20e-3, 1 / 12.5e6),
+        "internet-1g": CostModel(20e-3, 1 / 125e6),
+        # Alpha: as for 10 Gbit/s; the same software sends it.
+        "ethernet-1g": CostModel(35e-6, 1 / 125e6),
         # 10 Gbit/s. Alpha: Shi et al. fitted 0.52 ms for 8 ranks and 0.91 ms for 16 (constants in
         # the code published with MG-WFBP), which is 30 to 37 us for each step of a ring.
         "ethernet-10g": CostModel(35e-6, 1 / 1.25e9),
+        # 25 Gbit/s. Alpha: as for 100 Gbit/s.
+        "ethernet-25g": CostModel(9.6e-6, 1 / 3.125e9),
         # 100 Gbit/s. Alpha: NCCL's figure for a network step.
         "ethernet-100g": CostModel(9.6e-6, 1 / 12.5e9),
         # 400 Gbit/s. Alpha: as for 10 Gbit/s, but of the 56 Gbit/s InfiniBand measured there: 0.10
