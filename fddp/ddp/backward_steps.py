@@ -144,7 +144,7 @@ class BackwardDriver:
         if torch._C._current_graph_task_id() < 0:
             self.runner.wait_for_work()
         if not self.runner.is_begun:
-            self.runner.memory.release(self.engine)
+            self.runner.release_memory()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -251,7 +251,8 @@ class BackwardDriver:
 
     def _reset(self) -> None:
         self.runner.reset()
-        self.suspension = Suspension()
+        if self.suspension.is_active:
+            self.suspension = Suspension()
         self._forget_pass()
 
     def _forget_pass(self) -> None:

@@ -34,8 +34,11 @@ class FinalizingDriver(BackwardDriver):
         Raises:
             Exception: as `BackwardDriver.finish`.
         """
+        if not self._switch.is_manual:
+            super().finish(required=required)
+            return
         with self._lock:
-            if not (self._switch.is_manual and self._suspend(required=required)):
+            if not self._suspend(required=required):
                 super().finish(required=required)
 
     def _suspend(self, *, required: bool) -> bool:

@@ -65,7 +65,8 @@ class ParameterWatch:
             if not self._has_same_params(every):
                 return "changed"
             self._observe(every)
-        return "changed" if any(param.requires_grad for param in self._frozen) else "none"
+        is_thawed = self._frozen and any(param.requires_grad for param in self._frozen)
+        return "changed" if is_thawed else "none"
 
     def _has_same_params(self, every: Mapping[str, Parameter]) -> bool:
         # Parameters that were frozen since are still in the plan.
@@ -86,7 +87,10 @@ class ParameterWatch:
     @property
     def all_frozen(self) -> bool:
         """True if no parameter requires a gradient at present."""
-        return not any(param.requires_grad for param in self.params.values())
+        for param in self.params.values():  # noqa: SIM110  # usually the first decides
+            if param.requires_grad:
+                return False
+        return True
 
     @property
     def has_buffers(self) -> bool:

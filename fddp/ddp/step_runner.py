@@ -60,6 +60,9 @@ class HookedParameters:
 
     The hooks do nothing after this object is freed. They call `on_first_grad` before the first
     gradient of a step. With `undefined_counts`, an undefined gradient stands for zeros.
+
+    Attributes:
+        graph: graph of any backward pass, as far as it is known beforehand.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class HookedParameters:
         self.names = treedef.paths
         self.hooks = param_set(self.leaves, on_first_grad)
         self.hooks.count_undefined(undefined_counts)
+        self.graph = _NoGraphInfo([True] * len(self.names))
         self._all_names = frozenset(self.names)
         self._counts: Sequence[int] = ()
         self._ranks: Mapping[str, int] = {}  # the same counts by name
@@ -114,12 +118,6 @@ class BucketMemory:
 
     is_gradient: bool
     is_lazy: bool
-
-    def release(self, engine: Engine) -> None:
-        """Release the memory of earlier steps if it is lazy, except that of existing gradients
-        that may be reduced in place."""
-        if self.is_lazy:
-            engine.release_memory(keep_views=self.is_gradient)
 
 
 class StepRunner:
@@ -171,7 +169,7 @@ class StepRunner:
         self.has_changed = False
         self._open_error: BaseException | None = None
         self._begun_s = 0.0
-        self._write: Callable[[Sequence[Tensor | None]], None] = partial(_copy_to, ())
+        self._write: Callable[[Sequence[Tensor | None]], None] = _write_nothing
 
     def set_parameters(self, on_first_grad: Callable[[], None]) -> None:
         """Hook the parameters of the request."""
@@ -180,11 +178,15 @@ class StepRunner:
             on_first_grad,
             undefined_counts=self.usage.reports_unused,
         )
+        self._assign = partial(self.parameters.hooks.assign, replace=self.memory.is_gradient)
 
     def change_parameters(self, request: ModuleRequest, on_first_grad: Callable[[], None]) -> None:
         """Replace the parameters; see [Note: changed parameters]."""
         self.parameters.hooks.watch(False)
-        del self.parameters  # the next set removes its hooks from parameters that stay
+        del (
+            self.parameters,
+            self._assign,
+        )  # the next set removes its hooks from parameters that stay
         self._request = request
         self.set_parameters(on_first_grad)
         self.usage.params = request.params
@@ -223,9 +225,8 @@ class StepRunner:
                 step.fail(ParametersChangedError(f"this rank's parameters have changed; {_CHANGE}"))
                 return
             step.begin(self._contributions(step), self.parameters.leaves)
-            self._write = partial(hooks.assign, replace=self.memory.is_gradient)
-            view = _NoGraphInfo([True] * len(self.parameters.names))
-            step.arm(hooks, view, self.engine.arrivals)
+            self._write = self._assign
+            step.arm(hooks, self.parameters.graph, self.engine.arrivals)
         except BaseException as error:
             if self.step is None:
                 self._open_error = error
@@ -233,13 +234,13 @@ class StepRunner:
                 self.step.fail(error)
 
     def _contributions(self, step: Step) -> BackwardContributions:
-        aliases_buffer = self.parameters.hooks.aliases_buffer
+        is_gradient = self.memory.is_gradient
         return BackwardContributions(
             step.program,
             weight=1.0,
             accumulated=None,
             idle=step.context.idle,
-            aliases_buffer=aliases_buffer if self.memory.is_gradient else None,
+            aliases_buffer=self.parameters.hooks.aliases_buffer if is_gradient else None,
             packs_early=not self.memory.is_lazy,
         )
 
@@ -274,7 +275,8 @@ class StepRunner:
         if self._open_error is not None or self.step is None:
             raise self._open_error or InternalError("a step was to end that was not open")
         here = self.parameters.used_names()
-        self.fail_on_misuse(here)
+        if self.usage.static:
+            self.fail_on_misuse(here)
         try:
             try:
                 outcome = self.close_step()
@@ -294,7 +296,8 @@ class StepRunner:
             for param in self.parameters.leaves:
                 param.grad = None
         self.parameters.hooks.reset_used()
-        self.wait_for_work()
+        if self.work:
+            self.wait_for_work()
         self.usage.note(ParameterUse(here, self.parameters.by_name(report.users)))
         if step.record_time:
             program = step.program
@@ -367,7 +370,7 @@ class StepRunner:
         self._close(step)
         self.wait_for_work()
         del step
-        self.memory.release(self.engine)
+        self.release_memory()
 
     def fail(self, error: BaseException) -> None:
         """Fail the open step, or one that is opened for this purpose."""
@@ -397,14 +400,20 @@ class StepRunner:
             wait()
         self.work.clear()
 
+    def release_memory(self) -> None:
+        """Release the memory of earlier steps if it is lazy, except that of existing gradients
+        that may be reduced in place."""
+        if self.memory.is_lazy:
+            self.engine.release_memory(keep_views=self.memory.is_gradient)
+
     def reset(self) -> None:
         """Drop the state of a step that has ended."""
         self.parameters.hooks.disarm()
         self.engine.in_backward = False
         self.work.clear()
         self.step = self._open_error = None
-        self._write = partial(_copy_to, ())
-        self.memory.release(self.engine)
+        self._write = _write_nothing
+        self.release_memory()
 
 
 def _engine(request: ModuleRequest) -> Engine:
@@ -462,6 +471,10 @@ def _add_to_context(
     rows = zip(params, own, results, strict=True)
     new = [(p, result) for p, grad, result in rows if grad is None and result is not None]
     add_to_context(context, new)
+
+
+def _write_nothing(results: Sequence[Tensor | None]) -> None:
+    """Write no gradients; stands for the write of a step that is not open."""
 
 
 def _copy_to(targets: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> None:

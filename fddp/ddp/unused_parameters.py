@@ -72,6 +72,7 @@ class Usage:
         self.params = params
         self.static = static
         self.last: ParameterUse | None = None
+        self._complete: ParameterUse | None = None  # use of all parameters by all ranks
         self.joining = False
         self.pending = ""
         self._rank = rank
@@ -131,13 +132,19 @@ class Usage:
 
     def note(self, use: ParameterUse) -> None:
         """Record the use of parameters by a closed step."""
-        is_first_static = self.static and self._first is None and self.last is None
-        unused = self._unused(use.here)
-        log_unused(unused, self.params, self._rank, is_first_static=is_first_static)
+        is_first = self.last is None
         self.last = use if self.last is None or self._is_closed else self.last.joined(use)
         self._passes.append(use.here)
         self._is_closed = self._was_refused = False
+        if use == self._complete:
+            self.pending = ""
+            return
+        unused = self._unused(use.here)
+        is_first_static = self.static and self._first is None and is_first
+        log_unused(unused, self.params, self._rank, is_first_static=is_first_static)
         self.pending = self._error(self.last)
+        if len(use.here) == len(self.params) and not self._used_by_some(use):
+            self._complete = use
 
     def _error(self, use: ParameterUse) -> str:
         if not self.reports_unused:

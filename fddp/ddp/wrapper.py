@@ -217,32 +217,33 @@ class DistributedDataParallel(
             if self._syncs and self._watch.are_others_tracked:
                 warnings.warn(_LOCAL_GRADIENTS, stacklevel=3)
             return False
-        if torch._C._functorch.peek_interpreter_stack() is not None or self._is_local_forward():
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return False
+        if self._steps is None and self._is_local_forward():
             return False
         self._prepare(change == "changed")
         return True
 
     def _is_local_forward(self) -> bool:
-        """Return True if this forward needs no communicator, and there is none yet.
+        """Return True if this forward needs no communicator.
 
         Copies have none at first, and may be evaluated on one rank alone.
         """
         return (
-            self._steps is None
-            and not torch.is_grad_enabled()
+            not torch.is_grad_enabled()
             and not self._join_config.enable
             and not self.will_sync_module_buffers()
         )
 
     def _prepare(self, changed: bool) -> None:
         self.logger.forward_start_s = time.perf_counter()
-        steps, syncs = self.steps, self._syncs
+        steps, syncs, is_grad_enabled = self.steps, self._syncs, torch.is_grad_enabled()
         steps.abort_stale_step()
         if not self._lazy_init_ran:
             self._lazy_init()
         if syncs:
             self.logger.iterations += 1
-        if torch.is_grad_enabled():
+        if is_grad_enabled:
             self._raise_pending()
         if syncs:
             steps.runner.usage.begin_forward()
@@ -250,7 +251,7 @@ class DistributedDataParallel(
         if changed or not steps.runner.parameters.hooks.intact():
             steps.change(self._request())
             self.logger.renumber(steps.runner.usage.names)
-        if torch.is_grad_enabled():
+        if is_grad_enabled:
             steps.begin_forward()
         self._sync_before_forward()
 
@@ -259,7 +260,7 @@ class DistributedDataParallel(
         self.steps.runner.has_failed = False
         if self._join_config.enable:
             notify(self)
-        if self._check_sync_bufs_pre_fwd():
+        if self._watch.has_buffers and self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
             some_sync(self, mine=self._syncs)
@@ -296,7 +297,7 @@ class DistributedDataParallel(
 
     def _sync_after_forward(self) -> None:
         self._forward_collectives.is_open = True
-        if self._check_sync_bufs_post_fwd():
+        if self._watch.has_buffers and self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         self._forward_collectives.done += 1
         self._forward_collectives.is_open = False

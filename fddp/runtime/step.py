@@ -51,8 +51,11 @@ class UsualRun(NamedTuple):
         if usual is None or weight != step.scale.unit or not step.has_next:
             return None
         source = step.contributions.usual_source()
-        if source is None or any(device.type != "cpu" for device in step.devices.values()):
+        if source is None:
             return None
+        for device in step.devices.values():
+            if device.type != "cpu":
+                return None
         word, log = usual.words[step.method, weight], step_log_type()()
         buffers = [state.memory(step) for state in step.buckets]
         if step.failure is not None:
