@@ -410,6 +410,27 @@ def module_and_tree(group: Any) -> tuple[Any, Any]:
 # Weights, meshes, and other optimizers
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [{"lr": 0.6}, {"momentum": 0.8}, {"momentum": 0.8, "nesterov": False}, {"momentum": 0.0}],
+)
+def test_outer_optimizers_are_compared(changed: dict[str, Any]) -> None:
+    def refused(group: Any) -> str:
+        usual = {"nesterov": False} if "nesterov" in changed else {}
+        outer = periodic.sgd(**(changed if group.rank == 1 else usual))
+        params = initial()
+        with (
+            periodic.PeriodicSync(params, streaming, outer=outer, group=group) as sync,
+            pytest.raises(fddp.DesyncError) as caught,
+        ):
+            sync.init(params)
+        return str(caught.value)
+
+    for text in fddp.loopback(3, refused):
+        assert text.startswith("the outer optimizers of ranks differ: they make different updates")
+        assert "rank 1" in text
+
+
 def test_ranks_count_by_their_weight(launch: Launch) -> None:
     for value in launch(2, weighted):
         assert value == 0.75

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from fddp.collectives.replicas.check import check_replicas
+from fddp.errors import DesyncError
 from fddp.sync.transform import Transform
 from fddp.tree.pytree import tree_map
+
+if TYPE_CHECKING:
+    from fddp.transport import Group
 
 
 def sgd(lr: float = 0.7, *, momentum: float = 0.9, nesterov: bool = True) -> Transform:
@@ -52,3 +58,37 @@ def updates_of(outer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, An
     else:
         updates, state = outer.update(grads, state, params)
     return updates, state
+
+
+def check_outer_updates(
+    outer: Any, fragments: Sequence[Mapping[str, Any]], group: Group | None
+) -> None:
+    """Raise on every rank if ranks have different outer optimizers. A collective call.
+
+    Compares two updates that each rank computes from the same gradients: learning rates show in the
+    first, and most others of their settings in the second.
+
+    Args:
+        outer: outer optimizer of this rank.
+        fragments: states before the first step, with equal "params" on all ranks.
+        group: ranks to compare.
+
+    Raises:
+        DesyncError: the updates differ.
+    """
+    updates: dict[str, Any] = {}
+    for number, fragment in enumerate(fragments):
+        params, state = fragment["params"], fragment["outer"]
+        for k in (1, 2):
+            update, state = updates_of(outer, params, state, params)
+            updates[f"update {k} of fragment {number}"] = update
+    try:
+        check_replicas(updates, group)
+    except DesyncError as error:
+        raise DesyncError(
+            f"the outer optimizers of ranks differ: they make different updates of equal "
+            f"gradients, first in leaf {error.path!r}; pass the same optimizer with the same "
+            f"settings on all ranks. {error}",
+            path=error.path,
+            ranks=error.ranks,
+        ) from error

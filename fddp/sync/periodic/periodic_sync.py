@@ -16,7 +16,7 @@ from fddp.hooks.hook import Hook
 from fddp.runtime.inputs import outside_transforms
 from fddp.sync.periodic.agreement import ScheduleSource, agreed, spans_of
 from fddp.sync.periodic.fragment_mean import FragmentMean, Started, copied
-from fddp.sync.periodic.outer import updates_of
+from fddp.sync.periodic.outer import check_outer_updates, updates_of
 from fddp.transport import Group, TransportName
 from fddp.transport.mesh import resolve_mesh
 from fddp.tree.pytree import tree_map
@@ -153,13 +153,13 @@ class PeriodicSync:
 
     def init(self, params: Any) -> PeriodicState:
         """Return the state before the first step. With an outer optimizer a collective call, which
-        compares the parameters of all ranks.
+        compares the parameters of all ranks, and what their outer optimizers make of them.
 
         Args:
             params: parameters. Not written.
 
         Raises:
-            DesyncError: parameters differ between ranks, with an outer optimizer; on every rank.
+            DesyncError: parameters or outer optimizers differ between ranks; on every rank.
             TreeMismatchError: the tree has other leaves than at construction.
         """
         if self._outer is not None:
@@ -177,6 +177,8 @@ class PeriodicSync:
                 fragments.append(
                     FragmentState(params=shared, outer=outer, hook=hook, sent={}, weight=1.0)
                 )
+            if self._outer is not None:
+                check_outer_updates(self._outer, fragments, self._group)
         return PeriodicState(step=0, fragments=tuple(fragments))
 
     def step(
