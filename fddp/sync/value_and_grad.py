@@ -151,7 +151,7 @@ class ValueAndGrad:
             return Computed(treedef, None, None, (now_s, now_s))
 
         weight = 1.0 if self._weight_fn is None else checked_weight(self._weight_fn(*args))
-        leaves = leaf_set_type()([params[i] for i in program.differentiated])
+        leaves = leaf_set_type()(_differentiated(params, program.differentiated))
         contributions = step.backward_contributions(program, weight=weight, accumulated=earlier)
         step.begin(contributions, params)
         own = _replaced_leaves(params, program.differentiated, leaves.leaves)
@@ -242,6 +242,10 @@ def _earlier(accumulated: tuple[Any, float], program: Program) -> Accumulated | 
     sums, _ = matched_leaves(tree, program, "accumulated gradients")
     checked = checked_weight(weight)
     return Accumulated(sums, checked) if checked > 0.0 else None
+
+
+def _differentiated(params: Sequence[Any], positions: Sequence[int]) -> Sequence[Any]:
+    return params if len(positions) == len(params) else [params[i] for i in positions]
 
 
 def _replaced_leaves(
