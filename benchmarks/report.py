@@ -17,6 +17,7 @@ from rich.table import Table
 from benchmarks.bounds import Figure, at_most, figures_table, to_values
 from benchmarks.competitors import FDDP, LOCAL_FUNCTION, LOCAL_MODULE, OVER_GLOO, twin
 from benchmarks.measure import Ratio, Series, difference, ratio, spread
+from benchmarks.passes import PASSES
 from benchmarks.scripts import numbers_table
 from fddp.core.text import counted
 
@@ -298,7 +299,7 @@ def _model_table(model: ModelResult) -> Table:
         f"{model.title} ({model.elements / 1e6:.1f} M parameters in {model.tensors} tensors)",
         ("via", "step", "exposed", "step ratio", "exposed ratio"),
         caption="ms: median of rounds (lowest-highest); exposed: step less local step in its form; "
-        f"pack + reduce alone: both passes over all gradients; ratios: round by round, to {best}",
+        f"{PASSES}: both passes over all gradients; ratios: round by round, to {best}",
     )
     for entry in model.entries:
         local = entry.is_local
@@ -311,9 +312,7 @@ def _model_table(model: ModelResult) -> Table:
             "" if local else model.exposed_versus_best(entry).text(),
         )
     bound = f"{model.passes.median_s * 1e3:.1f}"
-    table.add_row(
-        "pack + reduce alone", "", "", bound, "", model.to_best_exposed(model.passes).text()
-    )
+    table.add_row(PASSES, "", "", bound, "", model.to_best_exposed(model.passes).text())
     return table
 
 

@@ -14,7 +14,7 @@ import fddp
 from benchmarks.competitors import FLAT, LOCAL_FUNCTION, LOCAL_MODULE, Contestant, contestants
 from benchmarks.measure import Series, measure
 from benchmarks.models import WORKLOADS, Workload
-from benchmarks.passes import both_passes, memory_passes
+from benchmarks.passes import PASSES, memory_passes
 from benchmarks.report import Entry, ModelResult, Report, SmallResult
 from fddp.cli.progress import Stages
 from fddp.transport import open_transport
@@ -63,14 +63,12 @@ def _model(workload: Workload, options: Options, stages: Stages) -> ModelResult:
     with open_transport(None, "auto", 60.0, "benchmark") as transport:
         passes = memory_passes(gradients, transport)
         steps_by_name = {c.name: c.step for c in field}
-        series = measure(steps_by_name | passes, options.rounds, steps, stages.advance)
+        series = measure(steps_by_name | {PASSES: passes}, options.rounds, steps, stages.advance)
     entries = tuple(Entry(c.name, c.form, c.is_ddp, c.transport, series[c.name]) for c in field)
     for contestant in field:
         contestant.close()
     numels = [gradient.numel() for gradient in gradients]
-    return ModelResult(
-        workload.title, len(numels), sum(numels), steps, entries, both_passes(series)
-    )
+    return ModelResult(workload.title, len(numels), sum(numels), steps, entries, series[PASSES])
 
 
 def check_gradients(field: list[Contestant]) -> None:
