@@ -46,6 +46,7 @@ bench: $(INSTALLED)
 	rm -f $(BENCH)/*.json
 	$(RUN) -m benchmarks.transports --json $(BENCH)/transports.json
 	$(RUN) -m benchmarks.collectives --json $(BENCH)/collectives.json
+	$(RUN) -m benchmarks.backend_steps --json $(BENCH)/backend_steps.json
 	$(RUN) -m benchmarks --rounds 7 --json $(BENCH)/steps.json
 	$(RUN) -m benchmarks --ranks 4 --rounds 5 --models mlp small --json $(BENCH)/crowded.json
 	$(RUN) -m benchmarks.memory --models mlp --json $(BENCH)/memory.json
@@ -60,7 +61,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.simulator_accuracy
 	$(RUN) -m benchmarks.literature
 	$(RUN) -m benchmarks.few_bytes
-	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports collectives steps crowded memory leaves fixed_cost virtual_ranks packing functional jax_trees))
+	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports collectives backend_steps steps crowded memory leaves fixed_cost virtual_ranks packing functional jax_trees))
 
 bench-gpu: $(INSTALLED)
 	$(RUN) -m benchmarks.gpu
