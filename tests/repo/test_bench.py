@@ -316,18 +316,26 @@ def test_figures_of_transports_are_against_gloos_faster_mode() -> None:
     ]
 
 
-def _collectives(rank: int, world_size: int) -> list[collectives.Case]:
+def _collectives(rank: int, world_size: int) -> tuple[int, list[collectives.Case]]:
     return collectives.run_rank((4, 65536), 2)
 
 
 def test_collectives_are_measured_over_both_backends(ranks: RankPool) -> None:
-    cases, others = ranks.run(2, _collectives)
-    assert cases == others
+    measured, others = ranks.run(2, _collectives)
+    assert measured == others
+    found, cases = measured
+    assert found == 2
     assert len(cases) == 2 * len(collectives.COLLECTIVES)
     for case in cases:
         assert case.series.keys() == {"fddp", "gloo"}
         assert all(t > 0 for series in case.series.values() for t in series.rounds_s)
     assert len(collectives.figures(cases)) == 1 + 2 * len(collectives.BOUNDED)
+
+
+def test_collectives_of_open_mpi_have_a_figure() -> None:
+    times = {"fddp": Series((2.0,)), "gloo": Series((30.0,)), "Open MPI": Series((1.0,))}
+    found = collectives.figures([collectives.Case("broadcast", 4, times)])
+    assert [(f.what, f.value, f.reached) for f in found] == [("Open MPI / fddp", 0.5, False)]
 
 
 def _backend_steps(rank: int, world_size: int) -> dict[str, backend_steps.Case]:
