@@ -105,7 +105,7 @@ class Case:
     """One collective and size.
 
     Attributes:
-        series: by backend, and Open MPI's; a round is the median of a turn's calls, on the slower
+        series: by backend, and MPI's; a round is the median of a turn's calls, on the slower
             rank.
     """
 

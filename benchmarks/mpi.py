@@ -18,7 +18,7 @@ from fddp.cli.launch import launch
 
 T = TypeVar("T")
 
-NAME = "Open MPI"
+NAME = "MPI"  # of its series
 STARTED_BY_MPI = "OMPI_COMM_WORLD_RANK" in os.environ
 
 

@@ -333,9 +333,9 @@ def test_collectives_are_measured_over_both_backends(ranks: RankPool) -> None:
 
 
 def test_collectives_of_open_mpi_have_a_figure() -> None:
-    times = {"fddp": Series((2.0,)), "gloo": Series((30.0,)), "Open MPI": Series((1.0,))}
+    times = {"fddp": Series((2.0,)), "gloo": Series((30.0,)), "MPI": Series((1.0,))}
     found = collectives.figures([collectives.Case("broadcast", 4, times)])
-    assert [(f.what, f.value, f.reached) for f in found] == [("Open MPI / fddp", 0.5, False)]
+    assert [(f.what, f.value, f.reached) for f in found] == [("MPI / fddp", 0.5, False)]
 
 
 def _backend_steps(rank: int, world_size: int) -> dict[str, backend_steps.Case]:
