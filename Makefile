@@ -40,12 +40,19 @@ lint: $(INSTALLED)
 docs: $(INSTALLED)
 	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet --jobs 2 -c docs . build/docs
 
+# Empty where Open MPI cannot start Python with mpi4py.
+MPIEXEC = PATH="$(BIN):$$PATH" mpiexec --bind-to none
+MPI = $(shell $(MPIEXEC) -n 1 $(BIN)/python -c 'import mpi4py.MPI, os; os.environ["OMPI_COMM_WORLD_RANK"]' \
+  2>/dev/null >&2 && echo yes)
+RUN_BESIDE_MPI = $(if $(MPI),OMP_NUM_THREADS=1 $(MPIEXEC) -n 2 $(BIN)/python,$(RUN))
+
 # Some ten minutes; a table of all figures that have a bound comes last.
 bench: $(INSTALLED)
 	mkdir -p $(BENCH)
 	rm -f $(BENCH)/*.json
-	$(RUN) -m benchmarks.transports --json $(BENCH)/transports.json
-	$(RUN) -m benchmarks.collectives --json $(BENCH)/collectives.json
+	$(RUN_BESIDE_MPI) -m benchmarks.transports --json $(BENCH)/transports.json
+	$(RUN_BESIDE_MPI) -m benchmarks.collectives --json $(BENCH)/collectives.json
+	$(RUN) -m benchmarks.backend_steps --json $(BENCH)/backend_steps.json
 	$(RUN) -m benchmarks --rounds 7 --json $(BENCH)/steps.json
 	$(RUN) -m benchmarks --ranks 4 --rounds 5 --models mlp small --json $(BENCH)/crowded.json
 	$(RUN) -m benchmarks.memory --models mlp --json $(BENCH)/memory.json
@@ -60,7 +67,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.simulator_accuracy
 	$(RUN) -m benchmarks.literature
 	$(RUN) -m benchmarks.few_bytes
-	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports collectives steps crowded memory leaves fixed_cost virtual_ranks packing functional jax_trees))
+	$(RUN) -m benchmarks.bounds $(addprefix $(BENCH)/,$(addsuffix .json,transports collectives backend_steps steps crowded memory leaves fixed_cost virtual_ranks packing functional jax_trees))
 
 bench-gpu: $(INSTALLED)
 	$(RUN) -m benchmarks.gpu

@@ -101,7 +101,8 @@ def figures_table(figures: Sequence[Figure]) -> Table:
 def console() -> Console:
     """Prints tables, which are wider than what is taken for a terminal where there is none."""
     found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=WIDTH)
+    has_width = found.is_terminal and not found.is_dumb_terminal
+    return found if has_width else Console(highlight=False, width=WIDTH, force_terminal=False)
 
 
 def main(paths: Sequence[str]) -> None:

@@ -2,7 +2,8 @@
 `python -m benchmarks.collectives`.
 
 Blocking calls through torch's dispatcher, on tensors in ordinary memory and ranks of one thread
-each, in turn. The size is that of the larger of input and output.
+each, in turn. The size is that of the larger of input and output. Started by Open MPI, it also
+measures its collectives in the same turns; see `benchmarks.mpi`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from rich.table import Table
 from torch.distributed import distributed_c10d as c10d
 
 import fddp  # noqa: F401 - registers the backend
+from benchmarks import mpi
 from benchmarks.bounds import Figure, at_least, at_most
 from benchmarks.measure import Ratio, Series, medians_in_turns, ratio, spread, timed
 from benchmarks.scripts import numbers_table, options, publish
-from fddp.cli.launch import launch
 from fddp.cli.progress import Stages
 from fddp.core.text import counted, size_text
 
@@ -104,7 +105,8 @@ class Case:
     """One collective and size.
 
     Attributes:
-        series: by backend; a round is the median of a turn's calls, on the slower rank.
+        series: by backend, and MPI's; a round is the median of a turn's calls, on the slower
+            rank.
     """
 
     collective: str
@@ -118,14 +120,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, metavar="N")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES")
     args = parser.parse_args()
-    cases = launch(args.ranks, run_rank, tuple(args.sizes), args.rounds)[0]
+    measured = mpi.run_ranks(args.ranks, run_rank, tuple(args.sizes), args.rounds)
+    if measured is None:
+        return
+    ranks, cases = measured
     values = [{**vars(case), "series": _rounds(case)} for case in cases]
-    published = {"torch": torch.__version__, "ranks": args.ranks, "cases": values}
-    publish([_table(cases, args.ranks)], figures(cases), published, args.json)
+    published = {"torch": torch.__version__, "ranks": ranks, "cases": values}
+    publish([_table(cases, ranks)], figures(cases), published, args.json)
 
 
-def run_rank(sizes: tuple[int, ...], rounds: int) -> list[Case]:
-    """All collectives and sizes; a collective call. The same on all ranks."""
+def run_rank(sizes: tuple[int, ...], rounds: int) -> tuple[int, list[Case]]:
+    """Number of ranks, and all collectives and sizes; a collective call. The same on all ranks."""
     torch.set_num_threads(1)
     groups: dict[str, Any] = {name: dist.new_group(backend=name) for name in (FDDP, GLOO)}
     cases = []
@@ -135,11 +140,13 @@ def run_rank(sizes: tuple[int, ...], rounds: int) -> list[Case]:
             stages.begin(collective, rounds * len(sizes))
             for nbytes in sizes:
                 calls = {name: prepare(group, nbytes) for name, group in groups.items()}
+                if mpi.STARTED_BY_MPI:
+                    calls[mpi.NAME] = mpi.prepare(collective, nbytes)
                 series = _measure(calls, nbytes, rounds, stages.advance)
                 cases.append(Case(collective, nbytes, series))
     for group in groups.values():
         dist.destroy_process_group(group)
-    return cases
+    return dist.get_world_size(), cases
 
 
 def figures(cases: list[Case]) -> list[Figure]:
@@ -152,12 +159,14 @@ def figures(cases: list[Case]) -> list[Figure]:
             found.append(at_most(SMALLEST_US, "dist.all_reduce, us", name, small_us))
         if case.collective in BOUNDED:
             bound = 5.0 if case.nbytes > 4 * MIB else 10.0
-            found.append(at_least(bound, "gloo / fddp", name, _speedup(case)))
+            found.append(at_least(bound, f"{GLOO} / {FDDP}", name, _times_ours(case, GLOO)))
+        if mpi.NAME in case.series:
+            found.append(at_least(1.0, f"{mpi.NAME} / {FDDP}", name, _times_ours(case, mpi.NAME)))
     return found
 
 
-def _speedup(case: Case) -> Ratio:
-    return ratio(case.series[GLOO], case.series[FDDP])
+def _times_ours(case: Case, other: str) -> Ratio:
+    return ratio(case.series[other], case.series[FDDP])
 
 
 def _divided(group: Group, nbytes: int) -> int:
@@ -182,17 +191,18 @@ def _measure(
 
 
 def _table(cases: list[Case], ranks: int) -> Table:
+    others = [name for name in (GLOO, mpi.NAME) if name in cases[0].series]
     table = numbers_table(
         f"Collectives of torch.distributed, {counted(ranks, 'rank')}",
-        ("size", "fddp", "gloo", "gloo / fddp"),
+        ("size", FDDP, *others, *(f"{other} / {FDDP}" for other in others)),
         caption="us: median of rounds; ratios round by round (lowest-highest)",
     )
     for case in cases:
         table.add_row(
             case.collective,
             size_text(case.nbytes),
-            *(f"{case.series[name].median_s * 1e6:.1f}" for name in (FDDP, GLOO)),
-            _speedup(case).text(1),
+            *(f"{case.series[name].median_s * 1e6:.1f}" for name in (FDDP, *others)),
+            *(_times_ours(case, other).text(1 + (other == mpi.NAME)) for other in others),
         )
     return table
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fddp
@@ -95,7 +96,7 @@ def makers(has_buffers: bool) -> dict[str, Make]:
     supported = inspect.signature(DistributedDataParallel).parameters
     modes = {name: given for name, given in modes.items() if supported.keys() >= given.keys()}
     made: dict[str, Make] = {
-        LOCAL_MODULE: _local_module,
+        LOCAL_MODULE: local_module,
         LOCAL_FUNCTION: _local_function,
         FDDP: partial(_fddp, FDDP, {}),
         FDDP + OVER_GLOO: partial(_fddp, FDDP + OVER_GLOO, {"transport": "c10d"}),
@@ -119,7 +120,8 @@ def contestants(workload: Workload, batch: Tensor) -> list[Contestant]:
     return [make(workload, batch) for make in makers(has_buffers).values()]
 
 
-def _local_module(workload: Workload, batch: Tensor) -> Contestant:
+def local_module(workload: Workload, batch: Tensor) -> Contestant:
+    """Steps without communication."""
     module = workload.build()
 
     def step() -> None:
@@ -184,24 +186,26 @@ def _wrapper(
     module = workload.build()
     wrapped = fddp.DistributedDataParallel(module, **options, transport=transport)
     used = wrapped.steps.engine.transport.name
-    return _of_module(name, module, wrapped, batch, is_ddp=False, transport=used)
+    return of_module(name, module, wrapped, batch, is_ddp=False, transport=used)
 
 
 def _ddp(name: str, options: dict[str, Any], workload: Workload, batch: Tensor) -> Contestant:
     module = workload.build()
     wrapped = DistributedDataParallel(module, **options)
-    return _of_module(name, module, wrapped, batch, is_ddp=True, transport="gloo")
+    return of_module(name, module, wrapped, batch, is_ddp=True, transport="gloo")
 
 
 def _replicate(workload: Workload, batch: Tensor) -> Contestant:
     module = workload.build()
     replicate(module)
-    return _of_module(REPLICATE, module, module, batch, is_ddp=False, transport="gloo")
+    return of_module(REPLICATE, module, module, batch, is_ddp=False, transport="gloo")
 
 
-def _of_module(
+def of_module(
     name: str, module: nn.Module, wrapped: nn.Module, batch: Tensor, *, is_ddp: bool, transport: str
 ) -> Contestant:
+    """A contestant whose steps go through a module that synchronises the gradients of another."""
+
     def step() -> None:
         module.zero_grad()
         wrapped(batch).backward()
@@ -227,7 +231,8 @@ def _flat(workload: Workload, batch: Tensor) -> Contestant:
 
 
 def _grads(module: nn.Module) -> list[Tensor]:
-    return [param.grad for param in module.parameters() if param.grad is not None]
+    grads = [param.grad for param in module.parameters() if param.grad is not None]
+    return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
 
 
 def _leaves(tree: Any) -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ from rich.table import Table
 
 from benchmarks.bounds import Figure, at_most, figures_table, to_values
 from benchmarks.competitors import FDDP, LOCAL_FUNCTION, LOCAL_MODULE, OVER_GLOO, twin
-from benchmarks.measure import Ratio, Series, difference, ratio, spread
+from benchmarks.measure import Ratio, Series, difference, exposed_ratio, ratio
 from benchmarks.passes import PASSES
 from benchmarks.scripts import numbers_table
 from fddp.core.text import counted
@@ -102,8 +101,7 @@ class ModelResult:
 
     def to_best_exposed(self, series: Series) -> Ratio:
         """Times relative to the overhead of the best DDP mode, round by round."""
-        pairs = zip(series.rounds_s, self.exposed(self.best_ddp).rounds_s, strict=True)
-        return spread(a / b if b > 0.0 else math.inf for a, b in pairs)
+        return exposed_ratio(series, self.exposed(self.best_ddp))
 
     def entry(self, name: str | None) -> Entry:
         """The contestant of that name."""

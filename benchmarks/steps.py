@@ -19,7 +19,7 @@ from benchmarks.report import Entry, ModelResult, Report, SmallResult
 from fddp.cli.progress import Stages
 from fddp.transport import open_transport
 
-_WARM_UP = 4  # steps; DDP and fddp rebuild their buckets after the first
+WARM_UP = 4  # steps; DDP and fddp rebuild their buckets after the first
 _SMALL_BYTES = (4, 65536, 1048576)
 _SMALL_CALLS = 50
 
@@ -55,7 +55,7 @@ def _model(workload: Workload, options: Options, stages: Stages) -> ModelResult:
     batch = workload.batch(dist.get_rank())
     field = contestants(workload, batch)
     for contestant in field:
-        for _ in range(_WARM_UP):
+        for _ in range(WARM_UP):
             contestant.step()
     check_gradients(field)
     steps = 1 if options.quick else workload.steps
@@ -71,20 +71,20 @@ def _model(workload: Workload, options: Options, stages: Stages) -> ModelResult:
     return ModelResult(workload.title, len(numels), sum(numels), steps, entries, series[PASSES])
 
 
-def check_gradients(field: list[Contestant]) -> None:
-    """Return True if all contestants that synchronise returned equal gradients in their last step.
+def check_gradients(field: list[Contestant], reference: str = FLAT) -> None:
+    """Compare the gradients of all contestants that synchronise, from their last step.
 
     Raises:
         RuntimeError: one gave others; the time it takes for them means nothing.
     """
-    expected = next(c for c in field if c.name == FLAT).gradients()
+    expected = next(c for c in field if c.name == reference).gradients()
     for contestant in field:
         if contestant.name in (LOCAL_MODULE, LOCAL_FUNCTION):
             continue
         found = contestant.gradients()
         if len(found) != len(expected) or not all(map(_close, found, expected)):
             raise RuntimeError(
-                f"{contestant.name!r} gave other gradients than {FLAT!r}: not worth timing"
+                f"{contestant.name!r} gave other gradients than {reference!r}: not worth timing"
             )
 
 

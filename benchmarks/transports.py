@@ -5,14 +5,12 @@ mode they take depends on how the ranks come to meet: so gloo runs with one and 
 its own, back to back and with a barrier before each call, and the fastest of these counts. A copy
 is libc's `memcpy` of as many bytes, on all ranks at once.
 
-Started by MPI, it also measures MPI's all-reduce, by mpi4py, in the same turns:
-`mpiexec -n 2 python -m benchmarks.transports`.
+Started by Open MPI, it also measures its all-reduce in the same turns; see `benchmarks.mpi`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -26,10 +24,10 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from benchmarks import mpi
 from benchmarks.bounds import Figure, at_least, at_most, console
 from benchmarks.measure import Series, medians_in_turns, ratio, timed
 from benchmarks.scripts import numbers_table, options, publish
-from fddp.cli.launch import launch
 from fddp.cli.progress import Stages
 from fddp.core.text import counted, size_text
 from fddp.transport import Transport, open_transport
@@ -42,11 +40,8 @@ SHM = "shm"
 SHM_BARRIER = "shm, barrier"
 SHM_ORDINARY = "shm, ordinary memory"
 COPY = "memcpy"
-MPI_ALL_REDUCE = "MPI"
 _GLOO = "gloo, {} thread{}"
 _BARRIER = ", barrier"
-
-_STARTED_BY_MPI = "OMPI_COMM_WORLD_RANK" in os.environ
 
 _TURN_S = 0.03  # about how long a turn of gloo's takes
 _GLOO_S = 3e-4  # about what a call of gloo's takes, and a byte of it: sets the number of calls
@@ -106,28 +101,12 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="256 MiB as well")
     args = parser.parse_args()
     sizes = (*args.sizes, *([LARGE] if args.large else []))
-    if _STARTED_BY_MPI:
-        result = _run_under_mpi(sizes, args.rounds)
-        if dist.get_rank() > 0:
-            return
-    else:
-        result = launch(args.ranks, run_rank, sizes, args.rounds)[0]
+    result = mpi.run_ranks(args.ranks, run_rank, sizes, args.rounds)
+    if result is None:
+        return
     if result.reason:
         console().print(f"no shared memory: {result.reason}", markup=False)
     publish([_table(result)], figures(result), _values(result), args.json)
-
-
-def _run_under_mpi(sizes: tuple[int, ...], rounds: int) -> Result:
-    """As `run_rank`, in a group of the ranks of MPI."""
-    from mpi4py import MPI
-
-    torch.set_num_threads(1)
-    world = MPI.COMM_WORLD
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True) if world.rank == 0 else None
-    port = world.bcast(None if store is None else store.port)
-    store = store or dist.TCPStore("127.0.0.1", port)
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-    return run_rank(sizes, rounds)
 
 
 def run_rank(sizes: tuple[int, ...], rounds: int) -> Result:
@@ -161,8 +140,8 @@ def _calls(nbytes: int, shm: Transport | None, gloos: dict[int, Any]) -> dict[st
         name = _GLOO.format(threads, "s" * (threads > 1))
         calls[name] = Call(_all_reduce(gloo, ordinary))
         calls[name + _BARRIER] = Call(_all_reduce(gloo, ordinary), dist.barrier)
-    if _STARTED_BY_MPI:
-        calls[MPI_ALL_REDUCE] = Call(_mpi(ordinary))
+    if mpi.STARTED_BY_MPI:
+        calls[mpi.NAME] = Call(mpi.prepare("all-reduce", nbytes))
     source, target = torch.ones(nbytes // 4), torch.ones(nbytes // 4)
     calls[COPY] = Call(_copy(target, source))
     return calls
@@ -175,14 +154,6 @@ def _shm(transport: Transport, tensor: Tensor) -> Callable[[], object]:
 def _all_reduce(gloo: Any, tensor: Tensor) -> Callable[[], object]:
     tensors, options = [tensor], dist.AllreduceOptions()
     return lambda: gloo.allreduce(tensors, options).wait()
-
-
-def _mpi(tensor: Tensor) -> Callable[[], object]:
-    from mpi4py import MPI
-
-    world, in_place = MPI.COMM_WORLD, MPI.IN_PLACE
-    buffer = [tensor.numpy(), MPI.FLOAT]
-    return lambda: world.Allreduce(in_place, buffer)
 
 
 def _copy(target: Tensor, source: Tensor) -> Callable[[], object]:
@@ -246,10 +217,10 @@ def figures(result: Result) -> list[Figure]:
 
 def _table(result: Result) -> Table:
     headings = ("shm", "after barrier", "ordinary", "gloo", "as", "gloo / shm", "memcpy")
-    has_mpi = any(MPI_ALL_REDUCE in case.series for case in result.cases)
+    has_mpi = any(mpi.NAME in case.series for case in result.cases)
     table = numbers_table(
         f"Blocking all-reduces, {counted(result.ranks, 'rank')}",
-        (*headings, "shm / memcpy", *(("MPI", "shm / MPI") if has_mpi else ())),
+        (*headings, "shm / memcpy", *((mpi.NAME, f"shm / {mpi.NAME}") if has_mpi else ())),
         caption="us: median of rounds; barrier: shm with a barrier before each call; ordinary: shm "
         "with tensors elsewhere; ratios round by round (lowest-highest)",
     )
@@ -270,8 +241,8 @@ def _table(result: Result) -> Table:
 
 
 def _mpi_cells(series: dict[str, Series]) -> tuple[str, str]:
-    mpi = series.get(MPI_ALL_REDUCE)
-    return _us(mpi), _spread(series.get(SHM), mpi)
+    over_mpi = series.get(mpi.NAME)
+    return _us(over_mpi), _spread(series.get(SHM), over_mpi)
 
 
 def _values(result: Result) -> dict[str, Any]:

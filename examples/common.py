@@ -64,10 +64,11 @@ def difference_between_ranks(tree: Any) -> float:
     return float(fddp.pmax(own))
 
 
-def main(name: str, arguments: Sequence[str] | None = None) -> int:
+def main(name: str, arguments: Sequence[str] | None = None, *, backend: str = "gloo") -> int:
     """Runs `examples.<name>.example()` on each rank, and prints rank 0's report.
 
-    Under torchrun the ranks are torchrun's; otherwise this starts processes of its own.
+    Under torchrun the ranks are torchrun's; otherwise this starts processes of its own. The default
+    group has the given backend.
 
     Returns:
         The exit code: 0 if all checks passed, 1 if one did not or a rank failed, 2 where a library
@@ -83,14 +84,14 @@ def main(name: str, arguments: Sequence[str] | None = None) -> int:
     add_ranks(parser, _MAX_RANKS)
     ranks = parser.parse_args(arguments).ranks
     if dist.is_torchelastic_launched():
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend)
         report = example()
         if dist.get_rank() == 0:
             show(report)
         dist.destroy_process_group()
         return 0 if report.passed else 1
     try:
-        report = launch(ranks, example)[0]
+        report = launch(ranks, example, backend=backend)[0]
     except ChildFailedError:
         print(f"{parser.prog}: a rank failed; its error is above", file=sys.stderr)
         return 1

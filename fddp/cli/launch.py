@@ -21,8 +21,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 T = TypeVar("T")
 
 
-def launch(ranks: int, fn: Callable[..., T], *args: Any) -> list[T]:
-    """Run `fn(*args)` on each rank of a new default group over gloo, and return the results.
+def launch(ranks: int, fn: Callable[..., T], *args: Any, backend: str = "gloo") -> list[T]:
+    """Run `fn(*args)` on each rank of a new default group, and return the results.
 
     Each rank is a process with one compute thread, so that timings are comparable and ranks do not
     compete for cores.
@@ -30,6 +30,7 @@ def launch(ranks: int, fn: Callable[..., T], *args: Any) -> list[T]:
     Args:
         ranks: number of processes.
         fn: a function of an importable module; its arguments and results are pickled.
+        backend: of the group.
 
     Raises:
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank raised or died,
@@ -50,7 +51,7 @@ def launch(ranks: int, fn: Callable[..., T], *args: Any) -> list[T]:
             local_addr="127.0.0.1",
             logs_specs=DefaultLogsSpecs(log_dir=log_dir),
         )
-        results = elastic_launch(config, _on_rank)(fn, *args)
+        results = elastic_launch(config, _on_rank)(backend, fn, *args)
     return [results[rank] for rank in range(ranks)]
 
 
@@ -68,10 +69,10 @@ def _own_signals() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _on_rank(fn: Callable[..., T], *args: Any) -> T:
+def _on_rank(backend: str, fn: Callable[..., T], *args: Any) -> T:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for processes that this one starts
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend)
     try:
         result = fn(*args)
     except Exception:

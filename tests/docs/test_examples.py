@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 import fddp
 from examples import common
@@ -22,12 +24,16 @@ if TYPE_CHECKING:
 # torch.func.jvp compiles decompositions when it is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
-NAMES = ("maml", "hvp_cg", "dp_sgd", "ensemble", "physics")
+NAMES = ("maml", "hvp_cg", "dp_sgd", "ensemble", "physics", "fsdp2")
 
 
 def local(tree: Any) -> Any:
     """A collective of one rank: its own value."""
     return tree
+
+
+def load_nothing(state: Any, checkpoint_id: str) -> None:
+    """Leaves the state as it was."""
 
 
 def uniform(params: Any, batch: Any) -> float:
@@ -48,10 +54,15 @@ BROKEN: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "ensemble": ({"weight_fn": uniform}, ("all models, from one process",)),
     "physics": ({"weight_fn": uniform}, ("parameters, from one process",)),
+    "fsdp2": ({"load": load_nothing}, ("resumed, from the same run",)),
 }
 
 
 def run(rank: int, world_size: int, name: str, options: dict[str, Any]) -> Report:
+    if name == "fsdp2":  # over a default group of its own
+        store = dist.PrefixStore(name, _get_default_store())
+        dist.destroy_process_group()
+        dist.init_process_group("fddp", store=store, rank=rank, world_size=world_size)
     report = importlib.import_module(f"examples.{name}").example(**options)
     assert isinstance(report, Report)
     return report

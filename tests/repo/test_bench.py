@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import (
+    backend_steps,
     bounds,
     collectives,
     ddp_comparison,
@@ -311,18 +312,46 @@ def test_figures_of_transports_are_against_gloos_faster_mode() -> None:
     ]
 
 
-def _collectives(rank: int, world_size: int) -> list[collectives.Case]:
+def _collectives(rank: int, world_size: int) -> tuple[int, list[collectives.Case]]:
     return collectives.run_rank((4, 65536), 2)
 
 
 def test_collectives_are_measured_over_both_backends(ranks: RankPool) -> None:
-    cases, others = ranks.run(2, _collectives)
-    assert cases == others
+    measured, others = ranks.run(2, _collectives)
+    assert measured == others
+    found, cases = measured
+    assert found == 2
     assert len(cases) == 2 * len(collectives.COLLECTIVES)
     for case in cases:
         assert case.series.keys() == {"fddp", "gloo"}
         assert all(t > 0 for series in case.series.values() for t in series.rounds_s)
     assert len(collectives.figures(cases)) == 1 + 2 * len(collectives.BOUNDED)
+
+
+def test_collectives_of_open_mpi_have_a_figure() -> None:
+    times = {"fddp": Series((2.0,)), "gloo": Series((30.0,)), "MPI": Series((1.0,))}
+    found = collectives.figures([collectives.Case("broadcast", 4, times)])
+    assert [(f.what, f.value, f.reached) for f in found] == [("MPI / fddp", 0.5, False)]
+
+
+def _backend_steps(rank: int, world_size: int) -> dict[str, backend_steps.Case]:
+    return backend_steps.run_rank(2, {"tiny": stack("tiny", layers=2, width=8, rows=2)})
+
+
+def test_steps_are_measured_over_both_backends(ranks: RankPool) -> None:
+    cases, others = ranks.run(2, _backend_steps)
+    assert cases == others
+    case = cases["tiny"]
+    over_both = {f"{name}, {over}" for name in backend_steps.WRAPPERS for over in ("fddp", "gloo")}
+    assert case.series.keys() == over_both | {LOCAL_MODULE}
+    assert len(backend_steps.figures(cases)) == len(backend_steps.WRAPPERS)
+
+
+def test_exposed_steps_of_a_backend_are_beyond_the_local_step() -> None:
+    times = {LOCAL_MODULE: 1.0, "DDP, fddp": 2.0, "DDP, gloo": 5.0}
+    case = backend_steps.Case("tiny", {name: Series((s, s)) for name, s in times.items()})
+    assert case.exposed("DDP", "gloo").rounds_s == (4.0, 4.0)
+    assert case.exposed_ratio("DDP") == (0.25, 0.25, 0.25)
 
 
 # DDP, replicate, fddp
