@@ -29,6 +29,7 @@
 
 #include "gradient_counter.h"
 #include "tensor/checks.h"
+#include "tensor/python_lists.h"
 #include "tree/pointer_map.h"
 
 namespace py = pybind11;
@@ -119,7 +120,7 @@ class LeafSet : public GradientCounter, public std::enable_shared_from_this<Leaf
     for (size_t i = 0; i < leaves_.size(); ++i) index_.insert(leaves_[i].unsafeGetTensorImpl(), i);
   }
 
-  static std::shared_ptr<LeafSet> make(const std::vector<at::Tensor>& params);
+  static std::shared_ptr<LeafSet> make(const py::list& params);
 
   void arm(std::shared_ptr<const BucketMembers> members, std::vector<int64_t> expected,
            std::vector<EagerSlot> eager, py::object on_bucket) {
@@ -236,10 +237,10 @@ at::Tensor leaf_over(const at::Tensor& param) {
   return leaf.set_requires_grad(true);
 }
 
-std::shared_ptr<LeafSet> LeafSet::make(const std::vector<at::Tensor>& params) {
+std::shared_ptr<LeafSet> LeafSet::make(const py::list& params) {
   std::vector<at::Tensor> leaves;
   leaves.reserve(params.size());
-  for (const auto& param : params) leaves.push_back(leaf_over(param));
+  for (size_t i = 0; i < params.size(); ++i) leaves.push_back(leaf_over(tensor_at(params, i)));
   return std::make_shared<LeafSet>(std::move(leaves));
 }
 

@@ -33,6 +33,7 @@
 
 #include "gradient_counter.h"
 #include "tensor/checks.h"
+#include "tensor/python_lists.h"
 #include "tensor/storage.h"
 
 namespace py = pybind11;
@@ -121,17 +122,18 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
   // identity and are written in place, unless `replace` is set. Parameters without a result get
   // their previous gradient back. A gradient with an autograd graph keeps the graph and takes the
   // value of the result. New gradients have the strides that their parameters have now.
-  void assign(const std::vector<std::optional<at::Tensor>>& results, bool replace) {
+  void assign(const py::list& results, bool replace) {
     TORCH_CHECK_VALUE(results.size() == size(), "expected ", size(), " gradients, got ", results.size());
     for (size_t i = 0; i < size(); ++i) {
       at::Tensor& grad = leaves_[i].mutable_grad();
       at::Tensor own = std::exchange(saved_grads_[i], {});
       if (!own.defined() && (had_grad_before_[i] || (grad.defined() && grad.requires_grad()))) own = grad;
-      if (!results[i]) {
+      const at::Tensor* const result = tensor_or_none_at(results, i);
+      if (result == nullptr) {
         if (own.defined()) grad = own;
         continue;
       }
-      grad = own.defined() ? merged(own, *results[i], leaves_[i], replace) : laid_out(*results[i], leaves_[i]);
+      grad = own.defined() ? merged(own, *result, leaves_[i], replace) : laid_out(*result, leaves_[i]);
     }
   }
 

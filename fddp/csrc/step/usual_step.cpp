@@ -78,22 +78,24 @@ UsualStep::UsualStep(std::shared_ptr<const StepProgram> program, std::shared_ptr
 UsualStep::~UsualStep() {
   const py::gil_scoped_acquire gil;
   interpreter_ = py::object();
+  sources_.clear();
+  leaves_ = py::object();
 }
 
 bool UsualStep::set_leaves(const py::list& leaves) {
   TORCH_CHECK_VALUE(static_cast<int64_t>(leaves.size()) == program_->leaves, "expected ", program_->leaves,
                     " leaves, got ", leaves.size());
-  std::vector<std::vector<at::Tensor>> sources;
+  std::vector<BorrowedTensors> sources;
   sources.reserve(program_->buckets.size());
   for (const StepBucket& bucket : program_->buckets) {
-    auto& own = sources.emplace_back();
-    own.reserve(bucket.leaves.size());
+    BorrowedTensors& own = sources.emplace_back(bucket.leaves.size());
     for (const int64_t leaf : bucket.leaves) {
-      PyObject* const tensor = PyList_GET_ITEM(leaves.ptr(), leaf);
-      if (!THPVariable_Check(tensor)) return false;
-      own.push_back(THPVariable_Unpack(tensor));
+      const at::Tensor* const tensor = tensor_or_none_at(leaves, leaf);
+      if (tensor == nullptr) return false;
+      own.borrow(*tensor);
     }
   }
+  leaves_ = leaves;
   sources_ = std::move(sources);
   return true;
 }
@@ -190,7 +192,7 @@ void UsualStep::pack(const StepOp& op) {
   if (counter_) {
     amax = counter_->pack(op.bucket, buffer, *bucket.packing, bucket.keep, factor_);
   } else {
-    amax = pack_(buffer, bucket.layout, sources_.at(op.bucket), factor_);
+    amax = pack_(buffer, bucket.layout, sources_.at(op.bucket).tensors(), factor_);
   }
   if (!(amax <= bucket.max_safe_magnitude)) {
     is_finite_ = is_finite_ && !std::isinf(amax);
@@ -263,9 +265,9 @@ bool UsualStep::is_usual_sum() {
   });
 }
 
-std::vector<std::optional<at::Tensor>> UsualStep::results() const {
+std::vector<at::Tensor> UsualStep::results() const {
   const c10::InferenceMode no_inference(false);
-  std::vector<std::optional<at::Tensor>> results(static_cast<size_t>(program_->leaves));
+  std::vector<at::Tensor> results(static_cast<size_t>(program_->leaves));
   for (size_t b = 0; b < buffers_.size(); ++b) {
     const StepBucket& bucket = program_->buckets[b];
     std::vector<at::Tensor> found = slices(buffers_[b], bucket.layout);
@@ -379,7 +381,7 @@ void bind_usual_step(py::module_& m) {
       .def("set_source", &UsualStep::set_counter, py::arg("source").none(false))
       .def("__call__", &UsualStep::bucket_ready, py::arg("bucket"), py::call_guard<py::gil_scoped_release>())
       .def("finish", &UsualStep::finish, py::call_guard<py::gil_scoped_release>())
-      .def("results", &UsualStep::results)
+      .def("results", [](const UsualStep& step) { return to_list(step.results()); })
       .def_property_readonly("waits", [](const UsualStep& step) { return step.waits(); })
       .def("take_over", &UsualStep::take_over, py::call_guard<py::gil_scoped_release>());
 }

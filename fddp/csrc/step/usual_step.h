@@ -30,6 +30,7 @@
 #include "step/collectives.h"
 #include "step/step_log.h"
 #include "tensor/layout.h"
+#include "tensor/python_lists.h"
 
 namespace fddp {
 
@@ -91,8 +92,8 @@ class UsualStep : public BucketListener {
   // Run to the end after backward. Return false if Python has to continue.
   bool finish();
 
-  // Return the results by leaf, once `finish` has returned true.
-  std::vector<std::optional<at::Tensor>> results() const;
+  // Return the results by leaf, undefined for leaves in no bucket, once `finish` has returned true.
+  std::vector<at::Tensor> results() const;
 
   // Times at which `finish` waited for a collective, if they matter.
   const std::vector<std::pair<double, double>>& waits() const { return waits_; }
@@ -143,7 +144,8 @@ class UsualStep : public BucketListener {
   // Recursive, because packing may release tensors whose finalizers
   // call Python. Never acquired with the GIL held, because its holder may need the GIL.
   std::recursive_mutex mutex_;
-  std::vector<std::vector<at::Tensor>> sources_;  // by bucket
+  pybind11::object leaves_;               // owns the sources
+  std::vector<BorrowedTensors> sources_;  // by bucket
   std::shared_ptr<GradientCounter> counter_;
   size_t cursor_ = 0;
   std::vector<bool> ready_;

@@ -14,6 +14,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "tensor/python_lists.h"
+
 namespace py = pybind11;
 
 namespace fddp {
@@ -122,6 +124,8 @@ void bind_storage(py::module_& m) {
       .def("add", &fddp::LiveViews::add, py::arg("buffer"))
       .def("contains", &fddp::LiveViews::contains, py::arg("tensor"));
   m.def("invalidate", torch::wrap_pybind_function(&fddp::invalidate));
-  m.def("slices", torch::wrap_pybind_function(&fddp::slices));
+  m.def("slices", torch::wrap_pybind_function([](const at::Tensor& buffer, const fddp::Layout& layout) {
+    return fddp::to_list(fddp::slices(buffer, layout));
+  }));
   m.def("storage_use_count", torch::wrap_pybind_function(&fddp::storage_use_count));
 }
