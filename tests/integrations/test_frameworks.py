@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.support.frameworks import needs, on_two_ranks
+from tests.support.frameworks import accelerate_script, assert_rows_ok, needs, on_two_ranks
 from tests.support.pages import ROOT
 
 pytestmark = pytest.mark.slow
@@ -41,9 +40,7 @@ def test_example(example: str) -> None:
     needs(EXAMPLES[example])
     done = on_two_ranks("-m", f"examples.integrations.{example}")
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = re.findall(r"^\w+: .*(ok|FAILED)$", done.stdout, re.MULTILINE)
-    assert len(rows) >= 2
-    assert set(rows) == {"ok"}
+    assert_rows_ok(done.stdout)
     page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
     for title in re.findall(r"^\w+: (.*): [\d.e+-]+ from one process", done.stdout, re.MULTILINE):
         assert title in page, f"the page lacks {title!r}"
@@ -52,13 +49,7 @@ def test_example(example: str) -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_what_stock_passes_in_accelerates_scripts(script: str, tmp_path: Path) -> None:
     needs("accelerate")
-    spec = importlib.util.find_spec(f"accelerate.test_utils.scripts.{script}")
-    assert spec is not None
-    assert spec.origin is not None
-    # Stock's class refuses devices of GPUs for modules on the CPU, and so does fddp's.
-    source = Path(spec.origin).read_text(encoding="utf-8")
-    copy = tmp_path / f"{script}.py"
-    copy.write_text(re.sub(r"(?m)^ *(device_ids|output_device)=.*\n", "", source))
+    copy = accelerate_script(script, tmp_path)
     runner = tmp_path / "swapped.py"
     runner.write_text(_SWAPPED)
     stock, ours = (on_two_ranks(str(runner), kind, str(copy)) for kind in ("stock", "fddp"))

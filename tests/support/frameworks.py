@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +33,24 @@ def on_two_ranks(*arguments: str) -> subprocess.CompletedProcess[str]:
         timeout=240,
         check=False,
     )
+
+
+def accelerate_script(name: str, folder: Path) -> Path:
+    """Copy one of Accelerate's own scripts, without devices of GPUs.
+
+    Stock's class refuses these for modules on the CPU, and so does fddp's.
+    """
+    spec = importlib.util.find_spec(f"accelerate.test_utils.scripts.{name}")
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).read_text(encoding="utf-8")
+    copy = folder / f"{name}.py"
+    copy.write_text(re.sub(r"(?m)^ *(device_ids|output_device)=.*\n", "", source))
+    return copy
+
+
+def assert_rows_ok(printed: str) -> None:
+    """Check that an example has printed rows, and that none has failed."""
+    rows = re.findall(r"^\w+: .*(ok|FAILED)$", printed, re.MULTILINE)
+    assert len(rows) >= 2
+    assert set(rows) == {"ok"}

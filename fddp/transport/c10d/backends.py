@@ -441,6 +441,8 @@ def connect(spec: CommunicatorSpec, backends: dict[str, str]) -> dict[str, Commu
     names = set(backends.values())
     if not names <= {"gloo", "nccl"}:
         config = ",".join(f"{device}:{backend}" for device, backend in backends.items())
+        if len(names) == 1:  # torch warns of a group like "cpu:fddp" when it is destroyed
+            config = next(iter(names))
         return dict.fromkeys(backends, GroupCommunicator(spec, config))
     by_name: dict[str, Communicator] = {}
     if "gloo" in names:

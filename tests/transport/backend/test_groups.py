@@ -269,3 +269,19 @@ def test_torchrun(tmp_path: Path) -> None:
 def test_groups_of_the_same_name_and_works_that_are_polled(tmp_path: Path) -> None:
     run = _under_torchrun(_AGAIN, tmp_path / "again.py")
     assert run.stdout.count("is done") == 2, run.stderr
+
+
+_SYNC = """
+import torch, torch.distributed as dist, fddp
+dist.init_process_group("fddp")
+with fddp.GradSync([torch.ones(3)]) as sync:
+    mean = sync([torch.full([3], 2.0 * dist.get_rank())])[0]
+    print(f"mean {mean[0]}\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_fddps_own_communicators_end_without_a_warning(tmp_path: Path) -> None:
+    run = _under_torchrun(_SYNC, tmp_path / "sync.py")
+    assert run.stdout.count("mean 1.0") == 2, run.stderr
+    assert "No backend of type" not in run.stderr
