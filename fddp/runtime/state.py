@@ -411,7 +411,7 @@ class BucketState:
                 own,
                 axes=op.axes,
                 average=step.averages,
-                ordered=self.order(step),
+                ordered=self.order(step, position),
                 record_time=step.record_time,
                 wait_soon=wait_soon,
             )
@@ -422,7 +422,7 @@ class BucketState:
         self.work = work
         self.works[position] = work, entry
 
-    def order(self, step: StepState) -> bool | SumTree:
+    def order(self, step: StepState, position: int) -> bool | SumTree:
         """Association of sums, as in `Transport.reduce_scatter`."""
         return step.program.schedule.deterministic
 

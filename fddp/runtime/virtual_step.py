@@ -7,7 +7,8 @@ its backward pass, and a bucket is sent as soon as they have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.control_word import ControlWord, encode
 from fddp.core.protocol.expected_counts import Arrivals
 from fddp.core.schedule.op import Op
+from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.virtual import SumTree, tree_additions
 from fddp.errors import InternalError
 from fddp.native.autograd_leaves import GradientCounter, GraphInfo
@@ -206,49 +208,93 @@ class VirtualTree(VirtualContributions, TreeContributions):
         self.sums = sums
 
 
+class Association(NamedTuple):
+    """Sum over virtual ranks by one reduce-scatter.
+
+    Attributes:
+        tree: association of the sum, over the ranks that take part.
+        place: place of this rank among them.
+        is_first: True if the summands are those of single ranks, and not yet sums over ranks.
+    """
+
+    tree: SumTree
+    place: int
+    is_first: bool
+
+
+@lru_cache(maxsize=16)
+def associations(schedule: Schedule, rank: int) -> Mapping[int, Association]:
+    """Return the sums over virtual ranks of several ranks, by position of their reduce-scatter."""
+    virtual, topology = schedule.virtual, schedule.topology
+    found = {}
+    for position, op in enumerate(schedule.ops):
+        parts = topology.size(op.axes)
+        if virtual is not None and op.kind == "reduce_scatter" and parts > 1:
+            block = topology.size(op.region.shard)
+            group, place = divmod(rank // block, parts)
+            found[position] = Association(virtual.stage(block, parts)[group], place, block == 1)
+    return found
+
+
 class VirtualBucket(BucketState):
-    """A bucket of which ranks may send several partial sums; `rows` holds those of this rank."""
+    """A bucket of which ranks may send several partial sums.
 
-    __slots__ = ("rows",)
+    Attributes:
+        associations: sums over ranks, by position of their reduction.
+        rows: memory of several sums, by position of their reduction.
+        left: sums that a reduction has left for the next one, by their elements of the buffer. The
+            buffer holds the last of them, which is not among these.
+    """
 
-    def __init__(self, program: BucketProgram) -> None:
+    __slots__ = ("associations", "left", "rows")
+
+    def __init__(self, program: BucketProgram, associations: Mapping[int, Association]) -> None:
         super().__init__(program)
-        self.rows: dict[int, Tensor] = {}  # by position of the reduction
+        self.associations = associations
+        self.rows: dict[int, Tensor] = {}
+        self.left: dict[tuple[int, int], Tensor] = {}
 
-    def order(self, step: StepState) -> SumTree:
+    def order(self, step: StepState, position: int) -> bool | SumTree:
         """Association of sums over ranks."""
-        virtual = step.program.schedule.virtual
-        if virtual is None:
-            raise InternalError("a step over virtual ranks has a schedule without")
-        return virtual.tree
+        association = self.associations.get(position)
+        return True if association is None else association.tree
 
     def operand(self, step: StepState, position: int, op: Op) -> Tensor:
         """Tensor to reduce: the buffer, or rows of it for each of several sums."""
-        own, tree = super().operand(step, position, op), self.order(step)
-        if op.kind != "reduce_scatter" or tree.width == 1:
+        own = super().operand(step, position, op)
+        association = self.associations.get(position)
+        if association is None or association.tree.width == 1:
             return own
-        key, ranks = ("rows", self.program.index, position), len(tree.summands)
-        memory = step.pool.acquire(key, tree.width * own.numel(), own.dtype, own.device)
-        rows = memory.view(ranks, tree.width, -1)
+        ranks, width = len(association.tree.summands), association.tree.width
+        key = ("rows", self.program.index, position)
+        memory = step.pool.acquire(key, width * own.numel(), own.dtype, own.device)
+        rows = memory.view(ranks, width, -1)
         start, stop = step.program.extents[position]
-        spans: list[Tensor] = []
-        if isinstance(step.source, VirtualContributions):
-            spans = [span[start:stop] for span in step.source.sums.spans(op.bucket)]
-        for number, total in enumerate((*spans, own)):
+        before: Iterable[Tensor] = ()
+        if not association.is_first:
+            before = self.left.pop((start, stop), ())
+        elif isinstance(step.source, VirtualContributions):
+            before = [span[start:stop] for span in step.source.sums.spans(op.bucket)]
+        for number, total in enumerate((*before, own)):
             rows[:, number].copy_(total.view(ranks, -1))
         self.rows[position] = memory
         return memory
 
     def wait(self, step: StepState, position: int) -> None:
-        """As `BucketState.wait`; then copies the sum of several rows to the buffer."""
+        """As `BucketState.wait`; then copies the last sum of several rows to the buffer."""
         super().wait(step, position)
         memory = self.rows.pop(position, None)
         if memory is None or self.buffer is None:
             return
-        tree, rank = self.order(step), step.program.rank
+        tree, place, _ = self.associations[position]
+        rows = memory.view(len(tree.summands), tree.width, -1)[place]
         start, stop = step.program.extents[position]
-        chunks = self.buffer[start:stop].view(len(tree.summands), -1)
-        chunks[rank].copy_(memory.view(len(tree.summands), tree.width, -1)[rank, 0])
+        start += place * ((stop - start) // len(tree.summands))
+        stop = start + rows.shape[1]
+        *before, last = rows[: tree.sums].unbind(0)
+        self.buffer[start:stop].copy_(last)
+        if before:
+            self.left[start, stop] = rows[: tree.sums - 1]  # keeps the memory from being reused
         step.pool.release(("rows", self.program.index, position), memory)
 
 
@@ -263,7 +309,8 @@ class VirtualStep(Step):
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)
-        self.buckets = [VirtualBucket(bucket) for bucket in self.program.buckets]
+        found = associations(self.program.schedule, self.program.rank)
+        self.buckets = [VirtualBucket(bucket, found) for bucket in self.program.buckets]
 
     def backward_contributions(
         self, program: Program, *, weight: float, accumulated: Accumulated | None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from itertools import product
+from collections.abc import Sequence
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fddp
-from fddp.core.schedule.virtual import VirtualRanks
+from fddp.core.schedule.virtual import SumTree, VirtualRanks
 from fddp.transport import open_transport
 from fddp.transport.ordered_sum import sum_along_tree_
 from tests.support.digests import digest
@@ -47,33 +48,39 @@ def summand(number: int, ranks: int, length: int) -> Tensor:
     return (rand(ranks, length, seed=number) * wide).float()
 
 
-def summed_rows(group: Any, counts: list[int]) -> tuple[str, list[Tensor]]:
+def trees_over(ranks: int) -> list[SumTree]:
+    """Sums over all virtual ranks, and those of each of two hosts, which may leave several."""
+    whole = [VirtualRanks.over(count, ranks).tree for count in (4, 5, 13)]
+    hosts = [VirtualRanks.over(n, 2 * ranks).stage(1, ranks) for n in (6, 10) if n >= 2 * ranks]
+    return [*whole, *chain.from_iterable(hosts)]
+
+
+def summed_rows(group: Any) -> tuple[str, list[Tensor]]:
     """The transport, and this rank's sums, with memory of torch's and of the transport."""
     found = []
     with open_transport(group, "auto") as transport:
         rank, ranks = transport.rank, transport.world_size
-        for length, count, own in product(LENGTHS, counts, (False, True)):
-            tree = VirtualRanks.over(count, ranks).tree
+        for length, tree, own in product(LENGTHS, trees_over(ranks), (False, True)):
             numel = ranks * tree.width * length
             empty = transport.empty(numel, torch.float32, torch.device("cpu"))
             buffer = fill_rows_(empty if own else torch.empty(numel), rank, tree, ranks)
-            work = transport.reduce_scatter(buffer, ordered=tree, wait_soon=count % 2 == 0)
+            work = transport.reduce_scatter(buffer, ordered=tree, wait_soon=tree.width % 2 == 0)
             work.wait("the sum")
-            found.append(buffer.view(ranks, tree.width, -1)[rank, 0].clone())
+            found.append(buffer.view(ranks, tree.width, -1)[rank, : tree.sums].clone())
         return transport.name, found
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_sums_of_rows(launch: Launch, size: int) -> None:
-    counts = [4, 5, 13]
-    results = launch(size, summed_rows, counts)
+    results = launch(size, summed_rows)
     assert {name for name, _ in results} == {launch.name} or size == 1
-    for place, (length, count, _) in enumerate(product(LENGTHS, counts, (False, True))):
-        tree = VirtualRanks.over(count, size).tree
+    trees = trees_over(size)
+    assert size == 1 or any(tree.sums > max(tree.summands) for tree in trees)
+    for place, (length, tree, _) in enumerate(product(LENGTHS, trees, (False, True))):
         numbers = range(sum(tree.summands))
         due = sum_along_tree_([summand(n, size, length) for n in numbers], tree.additions)
         for rank, (_, found) in enumerate(results):
-            assert torch.equal(found[place], due[rank]), (length, count, rank)
+            assert torch.equal(found[place], torch.stack([d[rank] for d in due])), (length, tree)
 
 
 def mismatched(group: Any) -> str:
@@ -195,6 +202,32 @@ def test_the_same_bits_on_any_number_of_ranks(launch: Launch, size: int, due: li
     assert launch(size, digests, COUNT, {}) == [due] * size
 
 
+HOSTS = fddp.Topology(host=2, local=2)
+
+
+def nested_digests(group: Any, counts: list[int]) -> list[list[str]]:
+    options = {"mesh": HOSTS, "algorithm": "hierarchical"}
+    return [digests(group, count, options) for count in counts]
+
+
+def test_the_same_bits_along_one_axis_after_the_other(launch: Launch) -> None:
+    """Ranks and hosts send one sum, several, or more than they have added up."""
+    counts = [4, 8, 11, 13]
+    alone = [fddp.loopback(1, digests, count, {})[0] for count in counts]
+    assert launch(4, nested_digests, counts) == [alone] * 4
+
+
+@pytest.mark.parametrize(
+    "topology", [fddp.Topology(host=3, local=2), fddp.Topology(pod=2, host=2, local=2)]
+)
+@pytest.mark.parametrize("count", [8, 15])
+def test_other_topologies_have_the_same_bits(topology: fddp.Topology, count: int) -> None:
+    (alone,) = fddp.loopback(1, digests, count, {})
+    options = {"mesh": topology, "algorithm": "hierarchical"}
+    ranks = topology.world_size
+    assert fddp.loopback(ranks, digests, count, options) == [alone] * ranks
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 12])
 def test_the_same_bits_for_any_number_of_virtual_ranks(count: int) -> None:
     (alone,) = fddp.loopback(1, digests, count, {})
@@ -209,6 +242,9 @@ def test_the_same_bits_for_any_number_of_virtual_ranks(count: int) -> None:
         {"bucket_cap_mb": 25.0},
         {"mesh": fddp.Topology(host=3, local=2)},
         {"mesh": fddp.Topology(host=2, one=1, local=3)},
+        {"mesh": fddp.Topology(host=2, one=1, local=3), "algorithm": "hierarchical"},
+        {"mesh": fddp.Topology(host=3, local=2), "algorithm": "hierarchical", "nonfinite": "skip"},
+        {"mesh": fddp.Topology(one=1, local=6), "algorithm": "hierarchical"},
         {"nonfinite": "skip"},
         {"nonfinite": "raise"},
         {"deterministic": True},
@@ -274,9 +310,13 @@ def test_drawn_trees(
 
 
 def test_shards_once_gathered() -> None:
-    def run(group: Any) -> Tensor:
+    def run(group: Any, mesh: fddp.Topology | None = None) -> Tensor:
         with fddp.GradSync(
-            {"w": torch.zeros(24)}, group=group, virtual_ranks=5, algorithm="reduce_scatter"
+            {"w": torch.zeros(24)},
+            group=group,
+            mesh=mesh,
+            virtual_ranks=5,
+            algorithm="reduce_scatter",
         ) as sync:
             trees = sync.virtual_batches(lambda v: {"w": summand(v, 1, 24)[0]})
             return sync.all_gather(sync.reduce_scatter(trees))["w"].clone()
@@ -284,6 +324,9 @@ def test_shards_once_gathered() -> None:
     (alone,) = fddp.loopback(1, run)
     for ranks in (2, 3, 5):
         assert all(torch.equal(found, alone) for found in fddp.loopback(ranks, run))
+    for mesh in (fddp.Topology(host=2, local=2), fddp.Topology(host=5, one=1)):
+        ranks = mesh.world_size
+        assert all(torch.equal(found, alone) for found in fddp.loopback(ranks, run, mesh))
 
 
 # Numbers that are not finite
@@ -473,20 +516,25 @@ def test_virtual_ranks_that_run_out() -> None:
 # Rebuilding on other numbers of ranks
 
 
-def rebuilt_digests(sizes: list[int]) -> list[str]:
+def rebuilt_digests(
+    sizes: Sequence[int], meshes: Sequence[fddp.Topology] | None = None
+) -> list[str]:
     """Digests of steps, each on another number of ranks, which go on with each other's engines."""
+    algorithm: Any = "hierarchical" if meshes else "all_reduce"
     found: list[str] = []
     syncs: dict[int, Any] = {}
     params = {"w": rand(30, seed=3, dtype=torch.float32), "b": rand(7, seed=4).bfloat16()}
 
     def take(group: Any, number: int) -> str:
-        sync = syncs.get(group.rank)
+        sync, mesh = syncs.get(group.rank), meshes[number] if meshes else None
         if number == 0:
-            sync = fddp.GradSync(params, group=group, virtual_ranks=COUNT)
+            sync = fddp.GradSync(
+                params, group=group, virtual_ranks=COUNT, mesh=mesh, algorithm=algorithm
+            )
         elif sync is None:
-            sync = fddp.GradSync.join(group)
+            sync = fddp.GradSync.join(group, mesh=mesh)
         else:
-            sync = sync.rebuild(group)
+            sync = sync.rebuild(group, mesh=mesh)
         syncs[group.rank] = sync
         step = sync.value_and_grad(
             lambda p, x: (p["w"] * x).sum().square() + (p["b"] * x[:7]).sum(),
@@ -512,6 +560,8 @@ def test_rebuilds_keep_bits() -> None:
     assert len({*alone}) == 7
     assert rebuilt_digests([4, 3, 2, 1, 4, 8, 5]) == alone
     assert rebuilt_digests([2, 6, 6, 3, 7, 1, 4]) == alone
+    hosts = [fddp.Topology(host=n, local=m) for n, m in [(2, 2), (3, 2), (1, 2), (2, 4), (2, 1)]]
+    assert rebuilt_digests([mesh.world_size for mesh in hosts], hosts) == alone[: len(hosts)]
 
 
 def test_too_many_ranks_to_rebuild_on() -> None:
