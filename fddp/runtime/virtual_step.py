@@ -38,8 +38,11 @@ from fddp.runtime.failures import pack_error
 from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.program import BucketProgram, Program
 from fddp.runtime.results import Devices
+from fddp.runtime.sparse import SparseForm, gather_sparse, sum_sparse_along_tree
 from fddp.runtime.state import BucketState, StepContext, StepState
 from fddp.runtime.step import Step
+
+_WITHOUT = WeightedGradients([None], 0.0)  # a virtual rank without gradient of a sparse leaf
 
 
 class _Turn(NamedTuple):
@@ -90,6 +93,8 @@ class VirtualSums:
         self._spans: list[list[Tensor]] = [[] for _ in program.buckets]
         self._free: list[list[Tensor]] = [[] for _ in program.buckets]
         self._totals: dict[int, Tensor] = {}  # the last span
+        # Of sparse buckets, by virtual rank; they are added once all weights are known.
+        self._gradients: list[list[WeightedGradients]] = [[] for _ in program.buckets]
         self._peaks = [0.0] * len(program.buckets)
         self.weights: list[float] = []
         self.used = np.zeros(len(program.plan.reduced), dtype=bool)
@@ -106,7 +111,11 @@ class VirtualSums:
         self.used |= contributions.used(self.program)
         with outside_transforms(), torch.no_grad():  # the memory is used in later steps, too
             for bucket in self.program.buckets:
-                self._add(bucket, contributions, turn)
+                if bucket.sparse:
+                    parts = contributions.parts(bucket.index)
+                    self._gradients[bucket.index] += parts or [_WITHOUT]
+                else:
+                    self._add(bucket, contributions, turn)
 
     def _add(self, bucket: BucketProgram, contributions: Contributions, turn: _Turn) -> None:
         buffer = self._memory(bucket)
@@ -135,6 +144,10 @@ class VirtualSums:
         """Sums of all spans by leaf."""
         sums = [*self._spans[bucket], self._totals[bucket]]
         return [WeightedGradients(views(total, layout), 1.0) for total in sums]
+
+    def gradients(self, bucket: int) -> list[WeightedGradients]:
+        """Gradients of a sparse bucket, one for each virtual rank so far; none of a dense one."""
+        return self._gradients[bucket]
 
     def release(self) -> None:
         """Return the memory to the pool."""
@@ -179,6 +192,10 @@ class VirtualContributions(Contributions):
 
     def pack_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
         return self.sums.close(bucket, buffer, super().pack_(bucket, buffer, layout, scale))
+
+    def parts(self, bucket: int) -> list[WeightedGradients]:
+        """Summands of a bucket: those of the last virtual rank. Of a sparse bucket those of all."""
+        return [*self.sums.gradients(bucket), *super().parts(bucket)]
 
     def used(self, program: Program) -> list[bool]:
         return [bool(flag) for flag in self.sums.used | super().used(program)]
@@ -296,6 +313,26 @@ class VirtualBucket(BucketState):
         if before:
             self.left[start, stop] = rows[: tree.sums - 1]  # keeps the memory from being reused
         step.pool.release(("rows", self.program.index, position), memory)
+
+    def gathered(
+        self,
+        step: StepState,
+        form: SparseForm,
+        parts: Sequence[tuple[Tensor | None, float]],
+        what: str,
+    ) -> Tensor:
+        """As `BucketState.gathered`, with the sums of this rank's spans, along the tree."""
+        virtual = step.program.schedule.virtual
+        if virtual is None:
+            raise InternalError("a step over virtual ranks has a schedule without")
+        rows = [form.summed([] if part[0] is None else [(part[0], part[1])]) for part in parts]
+        rows += [form.empty()] * (len(virtual.runs[step.program.rank]) - len(rows))
+        own = []
+        for start, stop in virtual.spans[step.program.rank]:
+            number = stop - start
+            own.append(sum_sparse_along_tree(rows[:number], tree_additions(number)))
+            rows = rows[number:]
+        return gather_sparse(form, own, step.transport, what, virtual.tree)
 
 
 class VirtualStep(Step):

@@ -30,6 +30,7 @@ from fddp.core.schedule.virtual import (
 from fddp.transport.ordered_sum import _nested_additions, nested_order
 
 MOST = 64
+GRID = fddp.Topology(host=2, local=2)
 PAIRS = st.integers(1, MOST).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 ALL_PAIRS = [(count, ranks) for count in range(1, MOST + 1) for ranks in range(1, count + 1)]
 
@@ -270,6 +271,9 @@ def test_meshes_and_shards_are_proved() -> None:
         ):
             check_schedule(schedule_of(11, topology, algorithm=algorithm, split_mb=2**-18))
     check_schedule(schedule_of(8, 3, split_mb=2**-18))
+    rows = plan(LeafSpec("rows", (4, 2), "float32", sparse=True), LeafSpec("a", (5,), "float32"))
+    check_schedule(make_schedule(rows, 3, virtual_ranks=7))
+    check_schedule(make_schedule(rows, GRID, virtual_ranks=7, algorithm="hierarchical"))
 
 
 def association_mutants(virtual: VirtualRanks) -> list[VirtualRanks]:
@@ -352,9 +356,6 @@ def renamed(schedule: Schedule, names: dict[str, str]) -> Schedule:
         shard = tuple(names.get(a, a) for a in op.region.shard)
         ops.append(op._replace(axes=axes, region=op.region._replace(shard=shard)))
     return dataclasses.replace(schedule, ops=tuple(ops))
-
-
-GRID = fddp.Topology(host=2, local=2)
 
 
 def test_sums_across_hosts_before_those_within_are_refused() -> None:
@@ -457,9 +458,12 @@ def test_partial_sums_across_hosts_take_time() -> None:
         (lambda: schedule_of(8, 2, scaling="average"), r"use scaling='before' or 'after'"),
         (
             lambda: make_schedule(
-                plan(LeafSpec("rows", (4, 2), "float32", sparse=True)), 2, virtual_ranks=4
+                plan(LeafSpec("rows", (4, 2), "float32", sparse=True)),
+                2,
+                virtual_ranks=4,
+                algorithm="reduce_scatter",
             ),
-            r"the sparse leaf 'rows' can't be summed over virtual ranks; plan it as dense",
+            r"'reduce_scatter' can't shard the sparse leaf 'rows'; plan it as dense",
         ),
         (
             lambda: make_schedule(
@@ -471,7 +475,7 @@ def test_partial_sums_across_hosts_take_time() -> None:
                 2,
                 virtual_ranks=4,
             ),
-            r"leaf 'own' is in no bucket, and would keep the gradient of one virtual rank",
+            r"leaf 'own' is in no bucket, and would keep the gradient of the virtual ranks of one",
         ),
     ],
 )

@@ -12,14 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import fddp
 from fddp.core.schedule.virtual import SumTree, VirtualRanks
 from fddp.transport import open_transport
 from fddp.transport.ordered_sum import sum_along_tree_
 from tests.support.digests import digest
-from tests.support.models import rand
+from tests.support.models import rand, varied_loss, varied_params
 from tests.support.ranks import Launch, LaunchProcesses, RankPool, launch_fixture
 
 COUNT = 8
@@ -113,34 +112,6 @@ def test_ranks_with_other_trees_are_reported() -> None:
 # Bits of steps
 
 
-def parameters() -> dict[str, Tensor]:
-    return {
-        "double": rand(8, 8, seed=1),
-        "first": rand(8, 8, seed=2, dtype=torch.float32),
-        "half": rand(8, seed=3).half(),
-        "last": rand(8, 8, seed=4, dtype=torch.float32),
-        "rare": rand(8, seed=5, dtype=torch.float32),
-        "short": rand(8, 8, seed=6).bfloat16(),
-        "unused": rand(3, seed=7, dtype=torch.float32),
-    }
-
-
-def loss_fn(p: dict[str, Tensor], x: Tensor, number: int, step: int) -> Tensor:
-    """Uses a leaf twice, so that its gradient comes late, and others on some virtual ranks."""
-
-    def layer(h: Tensor) -> Tensor:
-        return torch.tanh(h @ p["last"])
-
-    h = x
-    if (number + step) % 3:
-        h = checkpoint(layer, h, use_reentrant=True)
-    h = torch.tanh(h @ p["first"]) + p["half"].float()
-    h = h @ p["short"].float() @ p["double"].float()
-    if number == step:
-        h = h + p["rare"]
-    return checkpoint(layer, h, use_reentrant=True).square().mean()
-
-
 def weight_of(p: Any, x: Any, number: int, step: int) -> float:
     """None of these sums is exact in float64; some virtual ranks have no weight."""
     return 0.0 if number == step + 2 else 0.1 + number * 1.7 + step * 3.3
@@ -153,12 +124,12 @@ def inputs_of(number: int, step: int) -> Tensor:
 
 def digests(group: Any, count: int, options: dict[str, Any]) -> list[str]:
     """MD5 of the gradients and losses of each step, of parameters at the end, and of a call."""
-    params, found = parameters(), []
-    options = {"bucket_cap_mb": 4e-4, "first_bucket_mb": 2e-4, **options}
+    params, found = varied_params(), []
+    options = {"bucket_cap_mb": 4e-4, "first_bucket_mb": 2e-4, "sparse": ("rows",), **options}
     weighted = options.pop("weighted", True)
     with fddp.GradSync(params, group=group, virtual_ranks=count, **options) as sync:
         weight_fn = weight_of if weighted else None
-        step = sync.value_and_grad(loss_fn, with_info=True, weight_fn=weight_fn)
+        step = sync.value_and_grad(varied_loss, with_info=True, weight_fn=weight_fn)
         for number in range(STEPS):
             if number == 2:  # a virtual rank runs out of inputs
                 batches = [
@@ -280,6 +251,71 @@ def test_the_mean_equals_a_sum_by_hand() -> None:
             assert torch.equal(found, by_hand)
 
 
+def sparse_summand(number: int) -> Tensor:
+    """Of ten rows: some of their own, some of several virtual ranks, one of all and repeated."""
+    rows = torch.tensor([number % 4, number + 2, 9, 9, (3 * number) % 10])
+    return torch.sparse_coo_tensor(rows[None], summand(number, 5, 3), (10, 3))
+
+
+def test_the_mean_of_sparse_gradients_equals_a_sum_by_hand() -> None:
+    """A row that some virtual ranks lack is added along the tree, too."""
+
+    def run(group: Any, mesh: fddp.Topology | None = None) -> tuple[bool, Tensor]:
+        algorithm: Any = "hierarchical" if mesh else "all_reduce"
+        with fddp.GradSync(
+            {"rows": torch.zeros(10, 3)},
+            group=group,
+            virtual_ranks=7,
+            sparse=("rows",),
+            mesh=mesh,
+            algorithm=algorithm,
+        ) as sync:
+            trees = sync.virtual_batches(lambda v: {"rows": None if v == 3 else sparse_summand(v)})
+            found = sync(trees, weight=[0.0 if v == 5 else 1.0 + v for v in sync.carried_ranks])
+        return found["rows"].is_coalesced(), found["rows"].to_dense()
+
+    total = sum(1.0 + v for v in range(7) if v != 5)
+    absent = torch.zeros(10, 3)
+    a, b, c, d, e, f, g = (
+        absent if v in (3, 5) else sparse_summand(v).coalesce().to_dense() * ((1.0 + v) / total)
+        for v in range(7)
+    )
+    by_hand = ((a + b) + (c + d)) + ((e + f) + g)
+    assert not torch.equal(by_hand, (((((a + b) + c) + d) + e) + f) + g)
+    for ranks in range(1, 8):
+        for is_coalesced, found in fddp.loopback(ranks, run):
+            assert is_coalesced
+            assert torch.equal(found, by_hand)
+    for _, found in fddp.loopback(6, run, fddp.Topology(host=2, local=3)):
+        assert torch.equal(found, by_hand)
+
+
+def test_ranks_send_rows_of_sparse_sums() -> None:
+    """Rows that several virtual ranks of a span have are sent once."""
+
+    def run(group: Any) -> list[int]:
+        sent: list[int] = []
+        with fddp.GradSync(
+            {"rows": torch.zeros(10, 3)}, group=group, virtual_ranks=8, sparse=("rows",)
+        ) as sync:
+            transport = sync._engine.transport
+            gather = transport.all_gather
+
+            def note(tensor: Tensor, **options: Any) -> Any:
+                sent.append(tensor.numel())
+                return gather(tensor, **options)
+
+            transport.all_gather = note  # type: ignore[method-assign]
+            same = torch.sparse_coo_tensor(torch.tensor([[1, 4]]), torch.ones(2, 3), (10, 3))
+            mean = sync(sync.virtual_batches(lambda v: {"rows": same}))
+            assert torch.equal(mean["rows"].to_dense(), same.to_dense())
+        return sent
+
+    # Counts of each span, row numbers and values.
+    assert fddp.loopback(2, run) == [[1, 2, 6]] * 2
+    assert fddp.loopback(3, run) == [[2, 4, 12]] * 3
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(1, 16).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, min(n, 6)))),
@@ -359,6 +395,28 @@ def test_policies(size: int, number: int, value: float) -> None:
     if is_bad:
         found = fddp.loopback(size, spoiled, "raise", number, value)
         assert found == [("raised", True)] * size
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("number", [0, 3, 4])
+def test_policies_with_sparse_gradients(size: int, number: int) -> None:
+    def run(group: Any, policy: Any) -> tuple[bool, str]:
+        rows = {"rows": torch.zeros(10, 3)}
+        with fddp.GradSync(
+            rows, group=group, virtual_ranks=5, sparse=("rows",), nonfinite=policy
+        ) as sync:
+            trees = sync.virtual_batches(
+                lambda v: {"rows": sparse_summand(v) * (torch.inf if v == number else 1.0)}
+            )
+            try:
+                return sync(trees, with_info=True)[1].skipped, ""
+            except fddp.NonFiniteError as error:
+                return False, str(error)
+
+    assert fddp.loopback(size, run, "skip") == [(True, "")] * size
+    carrier = next(r for r, own in enumerate(VirtualRanks.over(5, size).runs) if number in own)
+    for _, text in fddp.loopback(size, run, "raise"):
+        assert f"gradients are not finite: rank {carrier} has 15 infinities in leaf 'rows'" in text
 
 
 def test_overflow_of_partial_sums_is_skipped_on_any_number_of_ranks() -> None:

@@ -89,7 +89,7 @@ def make_schedule(
         ValueError: an unknown algorithm, scaling or reduce_dtype; a split_mb that is not above 0;
             "hierarchical" with a single axis; sparse buckets with a sharded algorithm;
             `deterministic` with scaling "average" or algorithm "all_gather"; `virtual_ranks` below
-            the number of ranks, or with sparse or local leaves.
+            the number of ranks, or with leaves in no bucket.
 
     Example:
         >>> from fddp.core.plan.plan import LeafSpec, plan_leaves
@@ -222,17 +222,11 @@ def _check_deterministic(algorithm: str, scaling: str) -> None:
 
 
 def _check_virtual(plan: BucketPlan) -> None:
-    others = [leaf for leaf in plan.order if plan.leaves[leaf].sparse]
-    if others:
-        raise ValueError(
-            f"the sparse leaf {plan.paths[others[0]]!r} can't be summed over virtual ranks; plan "
-            f"it as dense"
-        )
     if plan.local:
         raise ValueError(
             f"leaf {plan.paths[plan.local[0]]!r} is in no bucket, and would keep the gradient of "
-            f"one virtual rank, which depends on the number of ranks; reduce it too, or remove it "
-            f"from the tree"
+            f"the virtual ranks of one rank, which depend on the number of ranks; reduce it too, "
+            f"or remove it from the tree"
         )
 
 

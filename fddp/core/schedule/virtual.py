@@ -15,7 +15,7 @@ pushed, and each addition replaces the two newest sums by theirs. For 4 virtual 
 Sums along one axis of a topology after the other have the same additions. Ranks along the inner
 axes carry a run of virtual ranks, because ranks are numbered in row-major order. They add what can
 be added within it, and the sums that are left travel along the next axis. These are as many as one
-rank with this run would send.
+rank with this run would send. Sparse sums are gathered on all ranks, which add them in this order.
 """
 
 from __future__ import annotations
