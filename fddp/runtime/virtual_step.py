@@ -150,7 +150,8 @@ class VirtualSums:
         return self._gradients[bucket]
 
     def release(self) -> None:
-        """Return the memory to the pool."""
+        """Return the memory to the pool, and drop sparse gradients."""
+        self._gradients = [[] for _ in self._gradients]
         for bucket, lists in enumerate(zip(self._open, self._spans, self._free, strict=True)):
             buffers = [buffer for buffers in lists for buffer in buffers]
             for slot, buffer in enumerate(buffers):
