@@ -15,6 +15,7 @@ import fddp
 from fddp.core.check import check_schedule
 from fddp.core.plan.plan import BucketPlan, LeafSpec, plan_leaves
 from fddp.core.schedule.builder import make_schedule
+from fddp.core.schedule.op import Kind
 from fddp.core.schedule.schedule import Schedule, summed_blocks
 from fddp.core.schedule.virtual import (
     Span,
@@ -348,31 +349,67 @@ def test_other_additions_than_the_tree_s_are_named() -> None:
         check_schedule(dataclasses.replace(schedule, virtual=flat))
 
 
-def renamed(schedule: Schedule, names: dict[str, str]) -> Schedule:
-    """The schedule with axes of its operations replaced by others."""
-    ops = []
+def with_chain(schedule: Schedule, chain: list[tuple[Kind, str, tuple[str, ...]]]) -> Schedule:
+    """The schedule with other collectives, of these kinds, axes and shards."""
+    ops, places = [], iter(chain * 2)  # once more in the repair
     for op in schedule.ops:
-        axes = tuple(sorted((names.get(a, a) for a in op.axes), key=schedule.topology.names.index))
-        shard = tuple(names.get(a, a) for a in op.region.shard)
-        ops.append(op._replace(axes=axes, region=op.region._replace(shard=shard)))
+        if op.kind in ("reduce_scatter", "all_gather"):
+            kind, axis, shard = next(places)
+            op = op._replace(kind=kind, axes=(axis,), region=op.region._replace(shard=shard))
+        ops.append(op)
     return dataclasses.replace(schedule, ops=tuple(ops))
 
 
+def nested_schedule() -> Schedule:
+    """Of one bucket, along both axes of `GRID`."""
+    leaf = plan_leaves([LeafSpec("a", (8,), "float32")], order=[0], caps_bytes=[1])
+    return make_schedule(leaf, GRID, virtual_ranks=8, algorithm="hierarchical")
+
+
 def test_sums_across_hosts_before_those_within_are_refused() -> None:
-    nested = schedule_of(8, GRID, algorithm="hierarchical")
+    nested = nested_schedule()
     check_schedule(nested)
+    outward = with_chain(
+        nested,
+        [
+            ("reduce_scatter", "host", ()),
+            ("reduce_scatter", "local", ("host",)),
+            ("all_gather", "local", ("host", "local")),
+            ("all_gather", "host", ("host",)),
+        ],
+    )
+    with pytest.raises(fddp.ScheduleError, match=r"it sums along host before the inner axes"):
+        check_schedule(outward)
+
+
+def test_sums_that_are_left_must_not_be_lost() -> None:
+    """An all-gather has the last of the sums that are left."""
+    gathered = with_chain(
+        nested_schedule(),
+        [
+            ("reduce_scatter", "local", ()),
+            ("all_gather", "local", ("local",)),
+            ("reduce_scatter", "host", ()),
+            ("all_gather", "host", ("host",)),
+        ],
+    )
+    check_schedule(dataclasses.replace(gathered, virtual=None))
     with pytest.raises(
         fddp.ScheduleError,
-        match=r"^op 1 \(reduce_scatter of bucket 0, leaf 'a', along host\): it sums along host "
-        r"before the inner axes, so that its ranks carry no neighbouring virtual ranks; "
-        r"reduce-scatter along local first, and then along the axes outside it \(on all 4 ranks\)$",
+        match=r"^op \d \(reduce_scatter of bucket 0, leaf 'a', along host\): it sums along host "
+        r"while its elements are not sharded along the inner axes, so that all but one of the sums "
+        r"over virtual ranks that these left are lost; all-gather along the inner axes after it "
+        r"\(on all 4 ranks\)$",
     ):
-        check_schedule(renamed(nested, {"host": "local", "local": "host"}))
-    ops = [
-        op._replace(region=op.region._replace(shard=())) if op.axes == ("host",) else op
-        for op in nested.ops
-    ]
-    with pytest.raises(fddp.ScheduleError, match=r"sums along host before the inner axes"):
+        check_schedule(gathered)
+
+
+def test_malformed_operations_are_named() -> None:
+    nested = nested_schedule()
+    ops = [op._replace(axes=("pod",)) if op.axes == ("host",) else op for op in nested.ops]
+    with pytest.raises(
+        fddp.ScheduleError, match="it runs along 'pod'; the axes are host and local"
+    ):
         check_schedule(dataclasses.replace(nested, ops=tuple(ops)))
 
 

@@ -13,7 +13,8 @@ from fddp.errors import ScheduleError
 
 
 def check_virtual(schedule: Schedule) -> None:
-    """Prove that each sum over virtual ranks is that of the tree, with each virtual rank once.
+    """Prove that each sum over virtual ranks is that of the tree, with each virtual rank once. The
+    schedule is correct otherwise.
 
     Each rank sums whole nodes of the tree, and each addition joins the two halves of a node, along
     all axes at once or along one after the other. The ranks' own sums are the tree over as many
@@ -58,9 +59,9 @@ def _stage(at: Location, op: Op) -> tuple[int, int]:
         inmost = names[len(names) - len(found) :]
         if found != {*inmost}:
             at.fail(
-                f"it sums along {join_names(op.axes)} before the inner axes, so that its ranks "
-                f"carry no neighbouring virtual ranks; reduce-scatter along {names[-1]} first, and "
-                f"then along the axes outside it"
+                f"it sums along {join_names(op.axes)} while its elements are not sharded along the "
+                f"inner axes, so that all but one of the sums over virtual ranks that these left "
+                f"are lost; all-gather along the inner axes after it"
             )
     return topology.size(op.region.shard), topology.size(op.axes)
 
