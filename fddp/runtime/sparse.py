@@ -7,11 +7,13 @@ and rows are padded to the largest. Of a dense gradient the non-zero rows are us
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fddp.core.plan.plan import LeafSpec
+from fddp.core.schedule.virtual import SumTree, partial_sums
 from fddp.transport.base import Transport
 
 
@@ -20,57 +22,103 @@ def _sparse_dims(shape: Sequence[int]) -> int:
     return min(1, len(shape))
 
 
-def gather_sparse(
-    spec: LeafSpec,
-    wire_dtype: str,
-    device: torch.device,
-    sources: Sequence[tuple[Tensor, float]],
-    transport: Transport,
-    what: str,
-) -> Tensor:
-    """Sum `factor * gradient` over the sources of all ranks, as a coalesced tensor.
+class SparseForm(NamedTuple):
+    """Form of sums of a sparse leaf.
 
-    Args:
+    Attributes:
         spec: the leaf, with the shape and dtype of the result.
         wire_dtype: dtype of the gathered values and of the sum.
         device: device of the result.
-        sources: gradients of the leaf's shape, sparse or dense, each with its factor; may be empty.
+    """
+
+    spec: LeafSpec
+    wire_dtype: str
+    device: torch.device
+
+    def summed(self, sources: Sequence[tuple[Tensor, float]]) -> Tensor:
+        """Return the sum of `factor * gradient` over gradients of the leaf's shape, sparse or
+        dense, as a coalesced tensor of the wire dtype; without sources, one without rows."""
+        dtype = getattr(torch, self.wire_dtype)
+        rows = [_rows(source, factor, dtype) for source, factor in sources]
+        return sum(rows[1:], rows[0]).coalesce() if rows else self.empty()
+
+    def empty(self) -> Tensor:
+        """Return a sum without rows."""
+        dims, dtype = _sparse_dims(self.spec.shape), getattr(torch, self.wire_dtype)
+        return self.of(
+            torch.empty(0, dims, dtype=torch.int64, device=self.device),
+            torch.empty(0, *self.spec.shape[dims:], dtype=dtype, device=self.device),
+        )
+
+    def of(self, indices: Tensor, values: Tensor, *, is_coalesced: bool = True) -> Tensor:
+        """Return a sum of these rows."""
+        return torch.sparse_coo_tensor(
+            indices.T,
+            values,
+            self.spec.shape,
+            check_invariants=False,
+            is_coalesced=is_coalesced,
+        )
+
+
+def gather_sparse(
+    form: SparseForm,
+    own: Sequence[Tensor],
+    transport: Transport,
+    what: str,
+    tree: SumTree | None = None,
+) -> Tensor:
+    """Sum coalesced tensors over all ranks.
+
+    Args:
+        form: form of the tensors and of the result.
+        own: this rank's tensor; with a tree, one for each of its summands.
         transport: transport of the three all-gathers.
         what: description of the operation, for errors.
+        tree: association of the sum; None for rank order.
 
     Returns:
-        A sparse COO tensor of the leaf's shape with one sparse dimension, the same bits on all
-        ranks.
+        A coalesced COO tensor of the leaf's shape and dtype with one sparse dimension, the same
+        bits on all ranks.
     """
-    dtype = getattr(torch, wire_dtype)
-    dims = _sparse_dims(spec.shape)
-    rows = [_rows(source, factor, dtype) for source, factor in sources]
-    empty = torch.sparse_coo_tensor(
-        torch.empty(dims, 0, dtype=torch.int64, device=device),
-        torch.empty(0, *spec.shape[dims:], dtype=dtype, device=device),
-        spec.shape,
-        check_invariants=False,
-        is_coalesced=True,
-    )
-    own = sum(rows[1:], rows[0]).coalesce() if rows else empty
-    counts = _gather(
-        transport,
-        torch.tensor([own._nnz()], dtype=torch.int64, device=transport.control_device),
-        what,
-    )
-    numbers = [int(count.item()) for count in counts]
-    most = max(numbers)
+    width = 1 if tree is None else max(tree.summands)
+    rows = torch.tensor([tensor._nnz() for tensor in own], dtype=torch.int64)
+    counts = _gather(transport, _padded(rows, width).to(transport.control_device), what)
+    numbers = [count.tolist() for count in counts]
+    most = max(map(sum, numbers))
     if most == 0:
-        return empty.to(getattr(torch, spec.dtype))
-    indices = _gather(transport, _padded(own.indices().T, most), what)
-    values = _gather(transport, _padded(own.values(), most), what)
-    joined = torch.sparse_coo_tensor(
-        torch.cat([part[:n] for part, n in zip(indices, numbers, strict=True)]).T,
-        torch.cat([part[:n] for part, n in zip(values, numbers, strict=True)]),
-        spec.shape,
-        check_invariants=False,
-    )
-    return joined.coalesce().to(getattr(torch, spec.dtype))
+        return form.empty().to(getattr(torch, form.spec.dtype))
+    own_indices = torch.cat([tensor.indices().T for tensor in own])
+    indices = _gather(transport, _padded(own_indices, most), what)
+    values = _gather(transport, _padded(torch.cat([tensor.values() for tensor in own]), most), what)
+    if tree is None:
+        joined = form.of(
+            torch.cat([part[:n] for part, (n,) in zip(indices, numbers, strict=True)]),
+            torch.cat([part[:n] for part, (n,) in zip(values, numbers, strict=True)]),
+            is_coalesced=False,
+        ).coalesce()
+    else:
+        summands = []
+        for rank, count in enumerate(tree.summands):
+            sizes = [*numbers[rank][:count], most - sum(numbers[rank])]
+            pairs = zip(
+                torch.split(indices[rank], sizes), torch.split(values[rank], sizes), strict=True
+            )
+            summands += [form.of(*pair) for pair in pairs][:-1]
+        joined = sum_sparse_along_tree(summands, tree.additions)
+    return joined.to(getattr(torch, form.spec.dtype))
+
+
+def sum_sparse_along_tree(summands: Sequence[Tensor], additions: Sequence[int]) -> Tensor:
+    """Return the sum of coalesced tensors in an association that leaves one sum; see
+    [Note: virtual ranks] in `virtual.py`. A row that one of two summands lacks is that of the
+    other."""
+
+    def add(left: Tensor, right: Tensor) -> Tensor:
+        return (left + right).coalesce()
+
+    (total,) = partial_sums(summands, additions, add)
+    return total  # type: ignore[no-any-return]
 
 
 def _rows(source: Tensor, factor: float, dtype: torch.dtype) -> Tensor:

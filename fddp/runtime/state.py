@@ -36,7 +36,7 @@ from fddp.runtime.hook_binding import BoundHook
 from fddp.runtime.nonfinite import Policy
 from fddp.runtime.program import BucketProgram, Program
 from fddp.runtime.results import Devices, Results
-from fddp.runtime.sparse import gather_sparse
+from fddp.runtime.sparse import SparseForm, gather_sparse
 from fddp.runtime.usual_program import UsualProgram
 from fddp.telemetry.flight.recorder import Recorder, Times
 from fddp.transport.base import Transport, Work
@@ -411,7 +411,7 @@ class BucketState:
                 own,
                 axes=op.axes,
                 average=step.averages,
-                ordered=self.order(step),
+                ordered=self.order(step, position),
                 record_time=step.record_time,
                 wait_soon=wait_soon,
             )
@@ -422,7 +422,7 @@ class BucketState:
         self.work = work
         self.works[position] = work, entry
 
-    def order(self, step: StepState) -> bool | SumTree:
+    def order(self, step: StepState, position: int) -> bool | SumTree:
         """Association of sums, as in `Transport.reduce_scatter`."""
         return step.program.schedule.deterministic
 
@@ -470,24 +470,34 @@ class BucketState:
         if report is None:
             raise InternalError("sparse gradients were gathered before the control word was read")
         (leaf,) = self.program.leaves
-        spec = step.program.plan.leaves[leaf]
+        form = SparseForm(
+            step.program.plan.leaves[leaf],
+            step.program.schedule.wire_dtypes[op.bucket],
+            step.devices[self.program.device],
+        )
         parts = [
             (part.sources[0], part.weight / report.total_weight)
             for part in step.source.parts(op.bucket)
         ]
         entry = step.recorder.launched(step.program.schedule, step.number, position)
         entry.waited_s = entry.launched_s
-        gathered = gather_sparse(
-            spec,
-            step.program.schedule.wire_dtypes[op.bucket],
-            step.devices[self.program.device],
-            [(source, factor) for source, factor in parts if source is not None],
-            step.transport,
-            f"{self.program.text} of step {step.number}",
-        )
+        what = f"{self.program.text} of step {step.number}"
+        gathered = self.gathered(step, form, parts, what)
         entry.done_s = perf_counter()
         step.results.put_sparse(leaf, gathered)
         step.note_sparse(leaf, [source for source, _ in parts])
+
+    def gathered(
+        self,
+        step: StepState,
+        form: SparseForm,
+        parts: Sequence[tuple[Tensor | None, float]],
+        what: str,
+    ) -> Tensor:
+        """Sum of the sparse gradients of all ranks, of which `parts` are this rank's and their
+        factors."""
+        own = form.summed([(source, factor) for source, factor in parts if source is not None])
+        return gather_sparse(form, [own], step.transport, what)
 
     def unpack(self, step: StepState, position: int, op: Op) -> None:
         """Turn the reduced buffer into results; views of it if no cast or factor is needed."""

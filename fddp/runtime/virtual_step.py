@@ -7,7 +7,8 @@ its backward pass, and a bucket is sent as soon as they have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.control_word import ControlWord, encode
 from fddp.core.protocol.expected_counts import Arrivals
 from fddp.core.schedule.op import Op
+from fddp.core.schedule.schedule import Schedule
 from fddp.core.schedule.virtual import SumTree, tree_additions
 from fddp.errors import InternalError
 from fddp.native.autograd_leaves import GradientCounter, GraphInfo
@@ -36,8 +38,11 @@ from fddp.runtime.failures import pack_error
 from fddp.runtime.inputs import outside_transforms
 from fddp.runtime.program import BucketProgram, Program
 from fddp.runtime.results import Devices
+from fddp.runtime.sparse import SparseForm, gather_sparse, sum_sparse_along_tree
 from fddp.runtime.state import BucketState, StepContext, StepState
 from fddp.runtime.step import Step
+
+_WITHOUT = WeightedGradients([None], 0.0)  # a virtual rank without gradient of a sparse leaf
 
 
 class _Turn(NamedTuple):
@@ -88,6 +93,8 @@ class VirtualSums:
         self._spans: list[list[Tensor]] = [[] for _ in program.buckets]
         self._free: list[list[Tensor]] = [[] for _ in program.buckets]
         self._totals: dict[int, Tensor] = {}  # the last span
+        # Of sparse buckets, by virtual rank; they are added once all weights are known.
+        self._gradients: list[list[WeightedGradients]] = [[] for _ in program.buckets]
         self._peaks = [0.0] * len(program.buckets)
         self.weights: list[float] = []
         self.used = np.zeros(len(program.plan.reduced), dtype=bool)
@@ -104,7 +111,11 @@ class VirtualSums:
         self.used |= contributions.used(self.program)
         with outside_transforms(), torch.no_grad():  # the memory is used in later steps, too
             for bucket in self.program.buckets:
-                self._add(bucket, contributions, turn)
+                if bucket.sparse:
+                    parts = contributions.parts(bucket.index)
+                    self._gradients[bucket.index] += parts or [_WITHOUT]
+                else:
+                    self._add(bucket, contributions, turn)
 
     def _add(self, bucket: BucketProgram, contributions: Contributions, turn: _Turn) -> None:
         buffer = self._memory(bucket)
@@ -134,8 +145,13 @@ class VirtualSums:
         sums = [*self._spans[bucket], self._totals[bucket]]
         return [WeightedGradients(views(total, layout), 1.0) for total in sums]
 
+    def gradients(self, bucket: int) -> list[WeightedGradients]:
+        """Gradients of a sparse bucket, one for each virtual rank so far; none of a dense one."""
+        return self._gradients[bucket]
+
     def release(self) -> None:
-        """Return the memory to the pool."""
+        """Return the memory to the pool, and drop sparse gradients."""
+        self._gradients = [[] for _ in self._gradients]
         for bucket, lists in enumerate(zip(self._open, self._spans, self._free, strict=True)):
             buffers = [buffer for buffers in lists for buffer in buffers]
             for slot, buffer in enumerate(buffers):
@@ -178,6 +194,10 @@ class VirtualContributions(Contributions):
     def pack_(self, bucket: int, buffer: Tensor, layout: Layout, scale: WeightScale) -> float:
         return self.sums.close(bucket, buffer, super().pack_(bucket, buffer, layout, scale))
 
+    def parts(self, bucket: int) -> list[WeightedGradients]:
+        """Summands of a bucket: those of the last virtual rank. Of a sparse bucket those of all."""
+        return [*self.sums.gradients(bucket), *super().parts(bucket)]
+
     def used(self, program: Program) -> list[bool]:
         return [bool(flag) for flag in self.sums.used | super().used(program)]
 
@@ -206,50 +226,114 @@ class VirtualTree(VirtualContributions, TreeContributions):
         self.sums = sums
 
 
+class Association(NamedTuple):
+    """Sum over virtual ranks by one reduce-scatter.
+
+    Attributes:
+        tree: association of the sum, over the ranks that take part.
+        place: place of this rank among them.
+        is_first: True if the summands are those of single ranks, and not yet sums over ranks.
+    """
+
+    tree: SumTree
+    place: int
+    is_first: bool
+
+
+@lru_cache(maxsize=16)
+def associations(schedule: Schedule, rank: int) -> Mapping[int, Association]:
+    """Return the sums over virtual ranks of several ranks, by position of their reduce-scatter."""
+    virtual, topology = schedule.virtual, schedule.topology
+    found = {}
+    for position, op in enumerate(schedule.ops):
+        parts = topology.size(op.axes)
+        if virtual is not None and op.kind == "reduce_scatter" and parts > 1:
+            block = topology.size(op.region.shard)
+            group, place = divmod(rank // block, parts)
+            found[position] = Association(virtual.stage(block, parts)[group], place, block == 1)
+    return found
+
+
 class VirtualBucket(BucketState):
-    """A bucket of which ranks may send several partial sums; `rows` holds those of this rank."""
+    """A bucket of which ranks may send several partial sums.
 
-    __slots__ = ("rows",)
+    Attributes:
+        associations: sums over ranks, by position of their reduction.
+        rows: memory of several sums, by position of their reduction.
+        left: sums that a reduction has left for the next one, by their elements of the buffer. The
+            buffer holds the last of them, which is not among these.
+    """
 
-    def __init__(self, program: BucketProgram) -> None:
+    __slots__ = ("associations", "left", "rows")
+
+    def __init__(self, program: BucketProgram, associations: Mapping[int, Association]) -> None:
         super().__init__(program)
-        self.rows: dict[int, Tensor] = {}  # by position of the reduction
+        self.associations = associations
+        self.rows: dict[int, Tensor] = {}
+        self.left: dict[tuple[int, int], Tensor] = {}
 
-    def order(self, step: StepState) -> SumTree:
+    def order(self, step: StepState, position: int) -> bool | SumTree:
         """Association of sums over ranks."""
-        virtual = step.program.schedule.virtual
-        if virtual is None:
-            raise InternalError("a step over virtual ranks has a schedule without")
-        return virtual.tree
+        association = self.associations.get(position)
+        return True if association is None else association.tree
 
     def operand(self, step: StepState, position: int, op: Op) -> Tensor:
         """Tensor to reduce: the buffer, or rows of it for each of several sums."""
-        own, tree = super().operand(step, position, op), self.order(step)
-        if op.kind != "reduce_scatter" or tree.width == 1:
+        own = super().operand(step, position, op)
+        association = self.associations.get(position)
+        if association is None or association.tree.width == 1:
             return own
-        key, ranks = ("rows", self.program.index, position), len(tree.summands)
-        memory = step.pool.acquire(key, tree.width * own.numel(), own.dtype, own.device)
-        rows = memory.view(ranks, tree.width, -1)
+        ranks, width = len(association.tree.summands), association.tree.width
+        key = ("rows", self.program.index, position)
+        memory = step.pool.acquire(key, width * own.numel(), own.dtype, own.device)
+        rows = memory.view(ranks, width, -1)
         start, stop = step.program.extents[position]
-        spans: list[Tensor] = []
-        if isinstance(step.source, VirtualContributions):
-            spans = [span[start:stop] for span in step.source.sums.spans(op.bucket)]
-        for number, total in enumerate((*spans, own)):
+        before: Iterable[Tensor] = ()
+        if not association.is_first:
+            before = self.left.pop((start, stop), ())
+        elif isinstance(step.source, VirtualContributions):
+            before = [span[start:stop] for span in step.source.sums.spans(op.bucket)]
+        for number, total in enumerate((*before, own)):
             rows[:, number].copy_(total.view(ranks, -1))
         self.rows[position] = memory
         return memory
 
     def wait(self, step: StepState, position: int) -> None:
-        """As `BucketState.wait`; then copies the sum of several rows to the buffer."""
+        """As `BucketState.wait`; then copies the last sum of several rows to the buffer."""
         super().wait(step, position)
         memory = self.rows.pop(position, None)
         if memory is None or self.buffer is None:
             return
-        tree, rank = self.order(step), step.program.rank
+        tree, place, _ = self.associations[position]
+        rows = memory.view(len(tree.summands), tree.width, -1)[place]
         start, stop = step.program.extents[position]
-        chunks = self.buffer[start:stop].view(len(tree.summands), -1)
-        chunks[rank].copy_(memory.view(len(tree.summands), tree.width, -1)[rank, 0])
+        start += place * ((stop - start) // len(tree.summands))
+        stop = start + rows.shape[1]
+        *before, last = rows[: tree.sums].unbind(0)
+        self.buffer[start:stop].copy_(last)
+        if before:
+            self.left[start, stop] = rows[: tree.sums - 1]  # keeps the memory from being reused
         step.pool.release(("rows", self.program.index, position), memory)
+
+    def gathered(
+        self,
+        step: StepState,
+        form: SparseForm,
+        parts: Sequence[tuple[Tensor | None, float]],
+        what: str,
+    ) -> Tensor:
+        """As `BucketState.gathered`, with the sums of this rank's spans, along the tree."""
+        virtual = step.program.schedule.virtual
+        if virtual is None:
+            raise InternalError("a step over virtual ranks has a schedule without")
+        rows = [form.summed([] if part[0] is None else [(part[0], part[1])]) for part in parts]
+        rows += [form.empty()] * (len(virtual.runs[step.program.rank]) - len(rows))
+        own = []
+        for start, stop in virtual.spans[step.program.rank]:
+            number = stop - start
+            own.append(sum_sparse_along_tree(rows[:number], tree_additions(number)))
+            rows = rows[number:]
+        return gather_sparse(form, own, step.transport, what, virtual.tree)
 
 
 class VirtualStep(Step):
@@ -263,7 +347,8 @@ class VirtualStep(Step):
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)
-        self.buckets = [VirtualBucket(bucket) for bucket in self.program.buckets]
+        found = associations(self.program.schedule, self.program.rank)
+        self.buckets = [VirtualBucket(bucket, found) for bucket in self.program.buckets]
 
     def backward_contributions(
         self, program: Program, *, weight: float, accumulated: Accumulated | None

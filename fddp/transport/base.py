@@ -278,7 +278,8 @@ class Transport(Endpoint):
                 once. With `axes=()` ranks lie along one axis. See [Note: one association] in
                 `ordered_sum.py`. A `SumTree` is another association, of one or more summands of
                 each rank: each chunk then has `tree.width` rows of equal length, the summands are
-                the first rows, and the sum replaces the first row of this rank's own chunk.
+                the first rows, and the sums that are left replace the first rows of this rank's
+                own chunk.
         """
         groups = self._subgroups
         ranks = groups.ranks.get(axes) or self._ranks("reduce_scatter", axes)

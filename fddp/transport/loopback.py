@@ -427,7 +427,8 @@ def _execute(operations: list[Operation]) -> None:
                 parts = [other[place].view(first.tree.width, -1) for other in chunks]
                 counts = first.tree.summands
                 rows = [r.clone() for p, n in zip(parts, counts, strict=True) for r in p[:n]]
-                parts[place][0].copy_(sum_along_tree_(rows, first.tree.additions))
+                for number, total in enumerate(sum_along_tree_(rows, first.tree.additions)):
+                    parts[place][number].copy_(total)
             elif first.kind == "reduce_scatter":
                 parts = [other[place] for other in chunks]
                 row[place].copy_(_sum(parts, first.average, first.association))

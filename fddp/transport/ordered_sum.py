@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fddp.core.schedule.virtual import fold
+from fddp.core.schedule.virtual import partial_sums
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +50,7 @@ def sum_in_order_(parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
     return _fold_(parts, order)
 
 
-def sum_along_tree_(rows: Sequence[Tensor], additions: Sequence[int]) -> Tensor:
+def sum_along_tree_(rows: Sequence[Tensor], additions: Sequence[int]) -> list[Tensor]:
     """Sum tensors along a tree; overwrites `rows`. See [Note: virtual ranks] in `virtual.py`.
 
     Args:
@@ -58,19 +58,20 @@ def sum_along_tree_(rows: Sequence[Tensor], additions: Sequence[int]) -> Tensor:
         additions: number of additions after each of them.
 
     Returns:
-        The sum, in the memory of the first row. For float16 and bfloat16: a new float32 tensor.
+        The sums that are left, in memory of rows. For float16 and bfloat16: new float32 tensors.
 
     Example:
         >>> rows = [torch.tensor([x]) for x in (1e8, 1.0, -1e8)]
-        >>> [sum_along_tree_([r.clone() for r in rows], a).item() for a in ((0, 1, 1), (0, 0, 2))]
-        [0.0, 0.0]
-        >>> sum_along_tree_([torch.full((1,), x).bfloat16() for x in (1.0, 256.0)], (0, 1)).item()
-        257.0
+        >>> sum_along_tree_([row.clone() for row in rows], (0, 1, 1))
+        [tensor([0.])]
+        >>> sum_along_tree_(rows, (0, 1, 0))
+        [tensor([100000000.]), tensor([-100000000.])]
+        >>> sum_along_tree_([torch.full((1,), x).bfloat16() for x in (1.0, 256.0)], (0, 1))
+        [tensor([257.])]
     """
     if rows[0].dtype in _NARROW:
         rows = [row.float() for row in rows]
-    total: Tensor = fold(rows, additions, torch.Tensor.add_)
-    return total
+    return partial_sums(rows, additions, torch.Tensor.add_)
 
 
 @lru_cache(maxsize=64)

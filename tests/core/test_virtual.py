@@ -15,11 +15,23 @@ import fddp
 from fddp.core.check import check_schedule
 from fddp.core.plan.plan import BucketPlan, LeafSpec, plan_leaves
 from fddp.core.schedule.builder import make_schedule
-from fddp.core.schedule.schedule import Schedule
-from fddp.core.schedule.virtual import Span, VirtualRanks, fold, halves, tree_additions
+from fddp.core.schedule.op import Kind
+from fddp.core.schedule.schedule import Schedule, summed_blocks
+from fddp.core.schedule.virtual import (
+    Span,
+    SumTree,
+    VirtualRanks,
+    _additions,
+    _spans,
+    fold,
+    halves,
+    partial_sums,
+    tree_additions,
+)
 from fddp.transport.ordered_sum import _nested_additions, nested_order
 
 MOST = 64
+GRID = fddp.Topology(host=2, local=2)
 PAIRS = st.integers(1, MOST).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 ALL_PAIRS = [(count, ranks) for count in range(1, MOST + 1) for ranks in range(1, count + 1)]
 
@@ -70,15 +82,93 @@ def test_runs_are_contiguous_and_even() -> None:
         assert {*map(len, runs)} <= {count // ranks, -(-count // ranks)}
 
 
+def bound(carried: int) -> float:
+    return max(1.0, 2 * math.log2(carried + 2) - 2 + 1e-9)
+
+
+@pytest.mark.parametrize("count", [425, 426, 4096, 2**16 - 1, 2**16])
+def test_bound_for_many_virtual_ranks(count: int) -> None:
+    """From 426 on a rank may send more than log2 of all, rounded up."""
+    most = 0
+    for ranks in range(1, 12):
+        virtual = VirtualRanks.over(count, ranks)
+        for run, sent in zip(virtual.runs, virtual.sent, strict=True):
+            assert sent <= bound(len(run))
+            most = max(most, sent)
+    assert (most > math.ceil(math.log2(count))) == (count in (426, 2**16 - 1, 2**16))
+
+
 def test_bound_on_what_a_rank_sends() -> None:
     """At most 2 log2(n + 2) - 2 sums for n virtual ranks, and log2 of all, rounded up."""
     for count, ranks in ALL_PAIRS:
         virtual = VirtualRanks.over(count, ranks)
         for run, sent in zip(virtual.runs, virtual.sent, strict=True):
-            assert sent <= max(1, 2 * math.log2(len(run) + 2) - 2 + 1e-9), (count, ranks)
+            assert sent <= bound(len(run)), (count, ranks)
             assert sent <= max(1, math.ceil(math.log2(count))), (count, ranks)
         if count % ranks == 0 and (count // ranks).bit_count() == 1:
             assert {*virtual.sent} == {1}, (count, ranks)
+
+
+def stages_of(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Ranks summed already, and ranks along the axis, for each axis of these sizes from within."""
+    blocks = [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]
+    return [*zip(blocks, sizes, strict=True)][::-1]
+
+
+def summed_in_stages(virtual: VirtualRanks, sizes: tuple[int, ...]) -> str:
+    """The sum of the ranks of a topology along one axis after the other, in text."""
+    left = [
+        [
+            fold(map(str, range(*span)), tree_additions(span.stop - span.start), in_text)
+            for span in own
+        ]
+        for own in virtual.spans
+    ]
+    for block, parts in stages_of(sizes):
+        groups = []
+        for number, tree in enumerate(virtual.stage(block, parts)):
+            own = left[number * parts : (number + 1) * parts]
+            assert tree.summands == tuple(map(len, own))
+            groups.append(partial_sums(chain.from_iterable(own), tree.additions, in_text))
+            assert tree.sums == len(groups[-1])
+        left = groups
+    ((total,),) = left
+    return str(total)
+
+
+SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=4).filter(lambda s: math.prod(s) <= MOST)
+
+
+@settings(max_examples=300, deadline=None)
+@given(SIZES, st.integers(0, MOST), st.randoms(use_true_random=False))
+def test_sums_along_one_axis_after_the_other_are_the_tree(
+    sizes: list[int], more: int, random: Any
+) -> None:
+    """Also if the virtual ranks are distributed unevenly, and the axes are summed some at once."""
+    ranks = math.prod(sizes)
+    count = ranks + more
+    due = reference_tree(0, count)
+    assert summed_in_stages(VirtualRanks.over(count, ranks), tuple(sizes)) == due
+    edges = [0, *sorted(random.sample(range(1, count), ranks - 1)), count]
+    spans = tuple(tuple(_spans(*edge, count)) for edge in pairwise(edges))
+    virtual = VirtualRanks(count, spans, _additions([*chain.from_iterable(spans)], count))
+    assert summed_in_stages(virtual, tuple(sizes)) == due
+    assert summed_in_stages(virtual, (math.prod(sizes[:-1]), sizes[-1])) == due
+    leaf = plan_leaves([LeafSpec("w", (ranks,), "float32")], order=[0], caps_bytes=[1])
+    axes = fddp.Topology(**{f"axis{place}": size for place, size in enumerate(sizes)})
+    schedule = make_schedule(leaf, axes, algorithm="reduce_scatter", virtual_ranks=count)
+    check_schedule(dataclasses.replace(schedule, virtual=virtual))
+
+
+def test_bound_on_what_crosses_hosts() -> None:
+    """The ranks of a host send as many sums as one rank in their place would."""
+    for count, ranks in ALL_PAIRS:
+        virtual = VirtualRanks.over(count, ranks)
+        for block in (b for b in range(1, ranks + 1) if ranks % b == 0):
+            hosts = VirtualRanks.over(count, ranks // block)
+            assert virtual.roots(block) == hosts.spans
+            for own in virtual.roots(block):
+                assert len(own) <= max(1, math.ceil(math.log2(count))), (count, ranks, block)
 
 
 def test_spans_are_the_largest_nodes() -> None:
@@ -98,6 +188,19 @@ def test_printed_form() -> None:
         "rank 0: v0 to v1, sends v0:2\n"
         "rank 1: v2 to v4, sends v2:4, v4:5"
     )
+
+
+def test_printed_form_of_sums_along_one_axis_after_the_other() -> None:
+    nested = schedule_of(6, fddp.Topology(host=2, local=3), algorithm="hierarchical")
+    assert str(nested).endswith(
+        "rank 5: v5 to v5, sends v5:6\n"
+        "ranks 0 to 2: v0 to v2, send v0:2, v2:3 along host\n"
+        "ranks 3 to 5: v3 to v5, send v3:4, v4:6 along host"
+    )
+    assert summed_blocks(nested) == {3: ("host",)}
+    at_once = schedule_of(6, fddp.Topology(host=2, local=3))
+    assert summed_blocks(at_once) == {}
+    assert at_once.virtual == nested.virtual
 
 
 @settings(max_examples=40, deadline=None)
@@ -160,7 +263,18 @@ def test_meshes_and_shards_are_proved() -> None:
     check_schedule(schedule_of(8, fddp.Topology(host=2, local=3)))
     check_schedule(schedule_of(8, fddp.Topology(host=1, local=3), algorithm="reduce_scatter"))
     check_schedule(schedule_of(8, 3, algorithm="reduce_scatter", scaling="after"))
+    for algorithm in ("hierarchical", "reduce_scatter"):
+        for topology in (
+            fddp.Topology(host=2, local=3),
+            fddp.Topology(host=3, one=1, local=2),
+            fddp.Topology(one=1, world=3),
+            fddp.Topology(pod=2, host=2, local=2),
+        ):
+            check_schedule(schedule_of(11, topology, algorithm=algorithm, split_mb=2**-18))
     check_schedule(schedule_of(8, 3, split_mb=2**-18))
+    rows = plan(LeafSpec("rows", (4, 2), "float32", sparse=True), LeafSpec("a", (5,), "float32"))
+    check_schedule(make_schedule(rows, 3, virtual_ranks=7))
+    check_schedule(make_schedule(rows, GRID, virtual_ranks=7, algorithm="hierarchical"))
 
 
 def association_mutants(virtual: VirtualRanks) -> list[VirtualRanks]:
@@ -235,12 +349,104 @@ def test_other_additions_than_the_tree_s_are_named() -> None:
         check_schedule(dataclasses.replace(schedule, virtual=flat))
 
 
-def test_sums_along_some_axes_are_refused() -> None:
-    topology = fddp.Topology(host=2, local=2)
-    nested = make_schedule(plan(), topology, algorithm="hierarchical", deterministic=True)
+def with_chain(schedule: Schedule, chain: list[tuple[Kind, str, tuple[str, ...]]]) -> Schedule:
+    """The schedule with other collectives, of these kinds, axes and shards."""
+    ops, places = [], iter(chain * 2)  # once more in the repair
+    for op in schedule.ops:
+        if op.kind in ("reduce_scatter", "all_gather"):
+            kind, axis, shard = next(places)
+            op = op._replace(kind=kind, axes=(axis,), region=op.region._replace(shard=shard))
+        ops.append(op)
+    return dataclasses.replace(schedule, ops=tuple(ops))
+
+
+def nested_schedule() -> Schedule:
+    """Of one bucket, along both axes of `GRID`."""
+    leaf = plan_leaves([LeafSpec("a", (8,), "float32")], order=[0], caps_bytes=[1])
+    return make_schedule(leaf, GRID, virtual_ranks=8, algorithm="hierarchical")
+
+
+def test_sums_across_hosts_before_those_within_are_refused() -> None:
+    nested = nested_schedule()
+    check_schedule(nested)
+    outward = with_chain(
+        nested,
+        [
+            ("reduce_scatter", "host", ()),
+            ("reduce_scatter", "local", ("host",)),
+            ("all_gather", "local", ("host", "local")),
+            ("all_gather", "host", ("host",)),
+        ],
+    )
+    with pytest.raises(fddp.ScheduleError, match=r"it sums along host before the inner axes"):
+        check_schedule(outward)
+
+
+def test_sums_that_are_left_must_not_be_lost() -> None:
+    """An all-gather has the last of the sums that are left."""
+    gathered = with_chain(
+        nested_schedule(),
+        [
+            ("reduce_scatter", "local", ()),
+            ("all_gather", "local", ("local",)),
+            ("reduce_scatter", "host", ()),
+            ("all_gather", "host", ("host",)),
+        ],
+    )
+    check_schedule(dataclasses.replace(gathered, virtual=None))
+    with pytest.raises(
+        fddp.ScheduleError,
+        match=r"^op \d \(reduce_scatter of bucket 0, leaf 'a', along host\): it sums along host "
+        r"while its elements are not sharded along the inner axes, so that all but one of the sums "
+        r"over virtual ranks that these left are lost; all-gather along the inner axes after it "
+        r"\(on all 4 ranks\)$",
+    ):
+        check_schedule(gathered)
+
+
+def test_malformed_operations_are_named() -> None:
+    nested = nested_schedule()
+    ops = [op._replace(axes=("pod",)) if op.axes == ("host",) else op for op in nested.ops]
+    with pytest.raises(
+        fddp.ScheduleError, match="it runs along 'pod'; the axes are host and local"
+    ):
+        check_schedule(dataclasses.replace(nested, ops=tuple(ops)))
+
+
+def test_a_schedule_that_ends_within_hosts_is_refused() -> None:
+    nested = schedule_of(8, GRID, algorithm="reduce_scatter")
+    within = [
+        op._replace(kind="all_gather", axes=("local",), region=op.region._replace(shard=("local",)))
+        if op.axes == ("host",)
+        else op
+        for op in nested.ops
+    ]
+    with pytest.raises(fddp.ScheduleError):
+        check_schedule(dataclasses.replace(nested, ops=tuple(within)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (SumTree((1, 1), (0, 0)), r"blocks of 4 ranks end with other sums than at once"),
+        (SumTree((1, 2), (0, 1, 0)), r"have other sums than they are said to have"),
+    ],
+)
+def test_stages_are_proved(monkeypatch: Any, wrong: SumTree, text: str) -> None:
+    stage = VirtualRanks.stage
+    nested = schedule_of(4, GRID, algorithm="hierarchical")
+
+    def changed(self: VirtualRanks, block: int, parts: int) -> tuple[SumTree, ...]:
+        found = stage(self, block, parts)
+        return found if (block, parts) != (2, 2) else (wrong,)
+
+    monkeypatch.setattr(VirtualRanks, "stage", changed)
+    with pytest.raises(fddp.ScheduleError, match=f"along one axis after the other: .*{text}"):
+        check_schedule(nested)
+
+
+def test_other_faults_of_associations() -> None:
     virtual = VirtualRanks.over(4, 4)
-    with pytest.raises(fddp.ScheduleError, match=r"sums along local, but sums over virtual ranks"):
-        check_schedule(dataclasses.replace(nested, virtual=virtual))
     free = dataclasses.replace(make_schedule(plan(), 4), virtual=virtual)
     with pytest.raises(fddp.ScheduleError, match=r"has virtual ranks but is not deterministic"):
         check_schedule(free)
@@ -265,6 +471,19 @@ def test_partial_sums_take_time() -> None:
     assert ends[5] == pytest.approx(1.5 * ends[3], rel=0.05)
 
 
+def test_partial_sums_across_hosts_take_time() -> None:
+    """Only those that are left of a host's travel between hosts."""
+    cost = {"host": fddp.CostModel(0.0, 1e-9), "local": fddp.CostModel(0.0, 0.0)}
+    shapes = plan(LeafSpec("w", (6000,), "float32"))
+    topology, ends = fddp.Topology(host=3, local=2), {}
+    for count in (6, 12, 15):
+        schedule = make_schedule(shapes, topology, algorithm="hierarchical", virtual_ranks=count)
+        ends[count] = fddp.simulate(schedule, cost, [0.0]).step_s
+    assert [len(own) for own in VirtualRanks.over(15, 6).roots(2)] == [2, 3, 2]
+    assert ends[12] == pytest.approx(ends[6])
+    assert ends[15] == pytest.approx(2.0 * ends[6], rel=0.05)
+
+
 # Arguments
 
 
@@ -273,20 +492,15 @@ def test_partial_sums_take_time() -> None:
     [
         (lambda: schedule_of(3, 4), r"3 virtual ranks can be carried by 1 to 3 ranks, got 4"),
         (lambda: schedule_of(0, 1), r"virtual_ranks must be an int from 1 to 65536, got 0"),
-        (
-            lambda: schedule_of(8, fddp.Topology(a=2, b=2), algorithm="hierarchical"),
-            r"summed along all axes at once, and 'hierarchical' reduces along one axis",
-        ),
-        (
-            lambda: schedule_of(8, fddp.Topology(a=2, b=2), algorithm="reduce_scatter"),
-            r"summed along all axes at once, and 'reduce_scatter' reduces along one axis",
-        ),
         (lambda: schedule_of(8, 2, scaling="average"), r"use scaling='before' or 'after'"),
         (
             lambda: make_schedule(
-                plan(LeafSpec("rows", (4, 2), "float32", sparse=True)), 2, virtual_ranks=4
+                plan(LeafSpec("rows", (4, 2), "float32", sparse=True)),
+                2,
+                virtual_ranks=4,
+                algorithm="reduce_scatter",
             ),
-            r"the sparse leaf 'rows' can't be summed over virtual ranks; plan it as dense",
+            r"'reduce_scatter' can't shard the sparse leaf 'rows'; plan it as dense",
         ),
         (
             lambda: make_schedule(
@@ -298,7 +512,7 @@ def test_partial_sums_take_time() -> None:
                 2,
                 virtual_ranks=4,
             ),
-            r"leaf 'own' is in no bucket, and would keep the gradient of one virtual rank",
+            r"leaf 'own' is in no bucket, and would keep the gradient of the virtual ranks of one",
         ),
     ],
 )

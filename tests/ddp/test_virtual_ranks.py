@@ -121,6 +121,33 @@ def test_the_mean_is_that_of_grad_sync() -> None:
             assert one == other
 
 
+def test_embeddings_with_sparse_gradients() -> None:
+    def run(group: Any) -> list[str]:
+        net = nn.Sequential(nn.Embedding(20, 3, sparse=True), nn.Linear(3, 1))
+        for number, leaf in enumerate(net.parameters()):
+            leaf.data = rand(*leaf.shape, seed=number, dtype=torch.float32)
+        ddp = fddp.DistributedDataParallel(net, process_group=group, virtual_ranks=COUNT)
+        sgd, found = torch.optim.SGD(net.parameters(), lr=0.1), []
+        for step in range(3):
+            sgd.zero_grad()
+            for number in ddp.carried_ranks:
+                is_last = number == ddp.carried_ranks[-1]
+                with contextlib.nullcontext() if is_last else ddp.no_sync():
+                    words = torch.tensor([1, 1, number, number + step, 5 * step])
+                    ddp(words).square().mean().backward()
+            assert net[0].weight.grad.is_sparse
+            found.append(digest({name: p.grad for name, p in net.named_parameters()}))
+            sgd.step()
+        found.append(digest(dict(net.named_parameters())))
+        ddp.steps.close()
+        return found
+
+    (alone,) = fddp.loopback(1, run)
+    assert len({*alone}) == 4
+    for ranks in (2, 3, 4):
+        assert fddp.loopback(ranks, run) == [alone] * ranks
+
+
 # Errors
 
 

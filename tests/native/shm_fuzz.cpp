@@ -151,6 +151,7 @@ void fill(Bytes& in, char* data, uint64_t bytes) {
 struct Drawn {
   SumOptions options;
   size_t n;
+  size_t place = 0;  // of the sum to check, among those that a tree leaves
 };
 
 Drawn draw_recipe(Bytes& in) {
@@ -198,9 +199,9 @@ Wide sum_along(const SumOrder& order, size_t axis, size_t n, size_t first, const
   return total;
 }
 
-// Sum of one number over the summands, along a tree.
+// One of the sums of one number over the summands that a tree leaves.
 template <class Wide, class Read>
-Wide sum_along(const SumTree& tree, const Read& read) {
+Wide sum_along(const SumTree& tree, size_t place, const Read& read) {
   std::vector<Wide> stack;
   for (size_t s = 0; s < tree.additions.size(); ++s) {
     stack.push_back(read(s));
@@ -210,7 +211,8 @@ Wide sum_along(const SumTree& tree, const Read& read) {
       stack.back() = static_cast<Wide>(stack.back() + right);
     }
   }
-  return stack[0];
+  require(tree.sums() == stack.size(), "a tree leaves another number of sums");
+  return stack[place];
 }
 
 template <class T, class Wide, class Widen, class Narrow>
@@ -223,7 +225,7 @@ void check_sum(
     };
     Wide total = drawn.options.tree == nullptr
                      ? sum_along<Wide>(drawn.options.order, 0, drawn.n, 0, read)
-                     : sum_along<Wide>(*drawn.options.tree, read);
+                     : sum_along<Wide>(*drawn.options.tree, drawn.place, read);
     if constexpr (std::is_floating_point_v<Wide>) {
       if (drawn.options.average) total = total / static_cast<Wide>(drawn.n);
       if (std::isnan(total)) continue;  // the bits of a NaN are unspecified
@@ -324,7 +326,7 @@ Signature draw_signature(Bytes& in, size_t n) {
   return signature;
 }
 
-// Random tree over summands of `n` members.
+// Random tree over summands of `n` members, which leaves one sum or several.
 std::shared_ptr<const SumTree> draw_tree(Bytes& in, size_t n) {
   SumTree tree;
   uint32_t height = 0;
@@ -336,7 +338,7 @@ std::shared_ptr<const SumTree> draw_tree(Bytes& in, size_t n) {
       height += 1 - times;
     }
   }
-  tree.additions.back() += height - 1;
+  if (in.byte() % 2 == 0) tree.additions.back() += height - 1;
   require(tree.is_valid(n), "a valid tree is refused");
   return std::make_shared<const SumTree>(tree);
 }
@@ -396,7 +398,7 @@ void fuzz_algorithms(Bytes in) {
   } else if (tree != nullptr) {
     const size_t rows = tree->rows();
     const size_t row_bytes = bytes / n / rows;
-    const Drawn drawn = {{signature.number_type, false, {}, tree.get()}, tree->additions.size()};
+    Drawn drawn = {{signature.number_type, false, {}, tree.get()}, tree->additions.size()};
     for (size_t m = 0; m < n; ++m) {
       std::vector<std::vector<char>> summands;
       for (size_t other = 0; other < n; ++other) {
@@ -406,7 +408,10 @@ void fuzz_algorithms(Bytes in) {
         }
       }
       const auto count = static_cast<int64_t>(row_bytes / signature.unit_bytes);
-      check_sum(drawn, summands, own[m].data() + m * rows * row_bytes, 0, count);
+      for (drawn.place = 0; drawn.place < tree->sums(); ++drawn.place) {
+        const char* const sum = own[m].data() + (m * rows + drawn.place) * row_bytes;
+        check_sum(drawn, summands, sum, 0, count);
+      }
     }
   } else if (signature.kind == Kind::kAllToAll) {
     const uint64_t chunk = bytes / n;

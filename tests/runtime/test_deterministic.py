@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import fddp
 from fddp.core.check import check_schedule
@@ -19,7 +18,7 @@ from fddp.core.schedule.schedule import Schedule
 from fddp.transport import open_transport
 from fddp.transport.ordered_sum import sum_in_order_
 from tests.support.digests import digest
-from tests.support.models import rand
+from tests.support.models import rand, varied_loss, varied_params
 from tests.support.oracle import find_fault
 from tests.support.ranks import Launch, RankPool
 
@@ -237,47 +236,17 @@ def test_arguments_that_do_not_go_with_it() -> None:
 # Bits of whole steps
 
 
-def parameters() -> dict[str, Tensor]:
-    return {
-        "double": rand(8, 8, seed=1),
-        "first": rand(8, 8, seed=2, dtype=torch.float32),
-        "half": rand(8, seed=3).half(),
-        "last": rand(8, 8, seed=4, dtype=torch.float32),
-        "rare": rand(8, seed=5, dtype=torch.float32),
-        "short": rand(8, 8, seed=6).bfloat16(),
-        "unused": rand(3, seed=7, dtype=torch.float32),
-        "rows": rand(5, 8, seed=8, dtype=torch.float32),
-    }
-
-
-def loss_fn(p: dict[str, Tensor], x: Tensor, rank: int, step: int) -> Tensor:
-    """Uses a leaf twice, so that its gradient comes late, and others on some ranks only."""
-
-    def layer(h: Tensor) -> Tensor:
-        return torch.tanh(h @ p["last"])
-
-    numbers = torch.tensor([rank, step, 4, 4]) % 5
-    h = x + torch.nn.functional.embedding(numbers, p["rows"], sparse=True)
-    if (rank + step) % 2:
-        h = checkpoint(layer, h, use_reentrant=True)
-    h = torch.tanh(h @ p["first"]) + p["half"].float()
-    h = h @ p["short"].float() @ p["double"].float()
-    if rank == step:
-        h = h + p["rare"]
-    return checkpoint(layer, h, use_reentrant=True).square().mean()
-
-
 def digests(group: Any, options: dict[str, Any]) -> list[str]:
     """The MD5 of each step's gradients."""
     options = dict(options)
-    given, params = options.pop("given", False), parameters()
+    given, params = options.pop("given", False), varied_params()
     caps = {name: options.pop(name) for name in [*options] if name.endswith("_mb")}
     source = fddp.plan_buckets(params, sparse=("rows",), **caps) if given else params
     if not given:
         options |= {**caps, "sparse": ("rows",)}
     found, late = [], 0
     with fddp.GradSync(source, group=group, mesh=GRID, **options) as sync:
-        step = sync.value_and_grad(loss_fn, with_info=True, weight_fn=weight_of)
+        step = sync.value_and_grad(varied_loss, with_info=True, weight_fn=weight_of)
         for number in range(STEPS):
             x = rand(4, 8, seed=10 * number + sync.rank, dtype=torch.float32)
             _, grads, info = step(params, x.requires_grad_(), sync.rank, number)

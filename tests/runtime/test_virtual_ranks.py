@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from itertools import product
+from collections.abc import Sequence
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -11,14 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import fddp
-from fddp.core.schedule.virtual import VirtualRanks
+from fddp.core.schedule.virtual import SumTree, VirtualRanks
 from fddp.transport import open_transport
 from fddp.transport.ordered_sum import sum_along_tree_
 from tests.support.digests import digest
-from tests.support.models import rand
+from tests.support.models import rand, varied_loss, varied_params
 from tests.support.ranks import Launch, LaunchProcesses, RankPool, launch_fixture
 
 COUNT = 8
@@ -47,33 +47,39 @@ def summand(number: int, ranks: int, length: int) -> Tensor:
     return (rand(ranks, length, seed=number) * wide).float()
 
 
-def summed_rows(group: Any, counts: list[int]) -> tuple[str, list[Tensor]]:
+def trees_over(ranks: int) -> list[SumTree]:
+    """Sums over all virtual ranks, and those of each of two hosts, which may leave several."""
+    whole = [VirtualRanks.over(count, ranks).tree for count in (4, 5, 13)]
+    hosts = [VirtualRanks.over(n, 2 * ranks).stage(1, ranks) for n in (6, 10) if n >= 2 * ranks]
+    return [*whole, *chain.from_iterable(hosts)]
+
+
+def summed_rows(group: Any) -> tuple[str, list[Tensor]]:
     """The transport, and this rank's sums, with memory of torch's and of the transport."""
     found = []
     with open_transport(group, "auto") as transport:
         rank, ranks = transport.rank, transport.world_size
-        for length, count, own in product(LENGTHS, counts, (False, True)):
-            tree = VirtualRanks.over(count, ranks).tree
+        for length, tree, own in product(LENGTHS, trees_over(ranks), (False, True)):
             numel = ranks * tree.width * length
             empty = transport.empty(numel, torch.float32, torch.device("cpu"))
             buffer = fill_rows_(empty if own else torch.empty(numel), rank, tree, ranks)
-            work = transport.reduce_scatter(buffer, ordered=tree, wait_soon=count % 2 == 0)
+            work = transport.reduce_scatter(buffer, ordered=tree, wait_soon=tree.width % 2 == 0)
             work.wait("the sum")
-            found.append(buffer.view(ranks, tree.width, -1)[rank, 0].clone())
+            found.append(buffer.view(ranks, tree.width, -1)[rank, : tree.sums].clone())
         return transport.name, found
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_sums_of_rows(launch: Launch, size: int) -> None:
-    counts = [4, 5, 13]
-    results = launch(size, summed_rows, counts)
+    results = launch(size, summed_rows)
     assert {name for name, _ in results} == {launch.name} or size == 1
-    for place, (length, count, _) in enumerate(product(LENGTHS, counts, (False, True))):
-        tree = VirtualRanks.over(count, size).tree
+    trees = trees_over(size)
+    assert size == 1 or any(tree.sums > max(tree.summands) for tree in trees)
+    for place, (length, tree, _) in enumerate(product(LENGTHS, trees, (False, True))):
         numbers = range(sum(tree.summands))
         due = sum_along_tree_([summand(n, size, length) for n in numbers], tree.additions)
         for rank, (_, found) in enumerate(results):
-            assert torch.equal(found[place], due[rank]), (length, count, rank)
+            assert torch.equal(found[place], torch.stack([d[rank] for d in due])), (length, tree)
 
 
 def mismatched(group: Any) -> str:
@@ -106,34 +112,6 @@ def test_ranks_with_other_trees_are_reported() -> None:
 # Bits of steps
 
 
-def parameters() -> dict[str, Tensor]:
-    return {
-        "double": rand(8, 8, seed=1),
-        "first": rand(8, 8, seed=2, dtype=torch.float32),
-        "half": rand(8, seed=3).half(),
-        "last": rand(8, 8, seed=4, dtype=torch.float32),
-        "rare": rand(8, seed=5, dtype=torch.float32),
-        "short": rand(8, 8, seed=6).bfloat16(),
-        "unused": rand(3, seed=7, dtype=torch.float32),
-    }
-
-
-def loss_fn(p: dict[str, Tensor], x: Tensor, number: int, step: int) -> Tensor:
-    """Uses a leaf twice, so that its gradient comes late, and others on some virtual ranks."""
-
-    def layer(h: Tensor) -> Tensor:
-        return torch.tanh(h @ p["last"])
-
-    h = x
-    if (number + step) % 3:
-        h = checkpoint(layer, h, use_reentrant=True)
-    h = torch.tanh(h @ p["first"]) + p["half"].float()
-    h = h @ p["short"].float() @ p["double"].float()
-    if number == step:
-        h = h + p["rare"]
-    return checkpoint(layer, h, use_reentrant=True).square().mean()
-
-
 def weight_of(p: Any, x: Any, number: int, step: int) -> float:
     """None of these sums is exact in float64; some virtual ranks have no weight."""
     return 0.0 if number == step + 2 else 0.1 + number * 1.7 + step * 3.3
@@ -146,12 +124,12 @@ def inputs_of(number: int, step: int) -> Tensor:
 
 def digests(group: Any, count: int, options: dict[str, Any]) -> list[str]:
     """MD5 of the gradients and losses of each step, of parameters at the end, and of a call."""
-    params, found = parameters(), []
-    options = {"bucket_cap_mb": 4e-4, "first_bucket_mb": 2e-4, **options}
+    params, found = varied_params(), []
+    options = {"bucket_cap_mb": 4e-4, "first_bucket_mb": 2e-4, "sparse": ("rows",), **options}
     weighted = options.pop("weighted", True)
     with fddp.GradSync(params, group=group, virtual_ranks=count, **options) as sync:
         weight_fn = weight_of if weighted else None
-        step = sync.value_and_grad(loss_fn, with_info=True, weight_fn=weight_fn)
+        step = sync.value_and_grad(varied_loss, with_info=True, weight_fn=weight_fn)
         for number in range(STEPS):
             if number == 2:  # a virtual rank runs out of inputs
                 batches = [
@@ -195,6 +173,32 @@ def test_the_same_bits_on_any_number_of_ranks(launch: Launch, size: int, due: li
     assert launch(size, digests, COUNT, {}) == [due] * size
 
 
+HOSTS = fddp.Topology(host=2, local=2)
+
+
+def nested_digests(group: Any, counts: list[int]) -> list[list[str]]:
+    options = {"mesh": HOSTS, "algorithm": "hierarchical"}
+    return [digests(group, count, options) for count in counts]
+
+
+def test_the_same_bits_along_one_axis_after_the_other(launch: Launch) -> None:
+    """Ranks and hosts send one sum, several, or more than they have added up."""
+    counts = [4, 8, 11, 13]
+    alone = [fddp.loopback(1, digests, count, {})[0] for count in counts]
+    assert launch(4, nested_digests, counts) == [alone] * 4
+
+
+@pytest.mark.parametrize(
+    "topology", [fddp.Topology(host=3, local=2), fddp.Topology(pod=2, host=2, local=2)]
+)
+@pytest.mark.parametrize("count", [8, 15])
+def test_other_topologies_have_the_same_bits(topology: fddp.Topology, count: int) -> None:
+    (alone,) = fddp.loopback(1, digests, count, {})
+    options = {"mesh": topology, "algorithm": "hierarchical"}
+    ranks = topology.world_size
+    assert fddp.loopback(ranks, digests, count, options) == [alone] * ranks
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 12])
 def test_the_same_bits_for_any_number_of_virtual_ranks(count: int) -> None:
     (alone,) = fddp.loopback(1, digests, count, {})
@@ -209,6 +213,9 @@ def test_the_same_bits_for_any_number_of_virtual_ranks(count: int) -> None:
         {"bucket_cap_mb": 25.0},
         {"mesh": fddp.Topology(host=3, local=2)},
         {"mesh": fddp.Topology(host=2, one=1, local=3)},
+        {"mesh": fddp.Topology(host=2, one=1, local=3), "algorithm": "hierarchical"},
+        {"mesh": fddp.Topology(host=3, local=2), "algorithm": "hierarchical", "nonfinite": "skip"},
+        {"mesh": fddp.Topology(one=1, local=6), "algorithm": "hierarchical"},
         {"nonfinite": "skip"},
         {"nonfinite": "raise"},
         {"deterministic": True},
@@ -244,6 +251,71 @@ def test_the_mean_equals_a_sum_by_hand() -> None:
             assert torch.equal(found, by_hand)
 
 
+def sparse_summand(number: int) -> Tensor:
+    """Of ten rows: some of their own, some of several virtual ranks, one of all and repeated."""
+    rows = torch.tensor([number % 4, number + 2, 9, 9, (3 * number) % 10])
+    return torch.sparse_coo_tensor(rows[None], summand(number, 5, 3), (10, 3))
+
+
+def test_the_mean_of_sparse_gradients_equals_a_sum_by_hand() -> None:
+    """A row that some virtual ranks lack is added along the tree, too."""
+
+    def run(group: Any, mesh: fddp.Topology | None = None) -> tuple[bool, Tensor]:
+        algorithm: Any = "hierarchical" if mesh else "all_reduce"
+        with fddp.GradSync(
+            {"rows": torch.zeros(10, 3)},
+            group=group,
+            virtual_ranks=7,
+            sparse=("rows",),
+            mesh=mesh,
+            algorithm=algorithm,
+        ) as sync:
+            trees = sync.virtual_batches(lambda v: {"rows": None if v == 3 else sparse_summand(v)})
+            found = sync(trees, weight=[0.0 if v == 5 else 1.0 + v for v in sync.carried_ranks])
+        return found["rows"].is_coalesced(), found["rows"].to_dense()
+
+    total = sum(1.0 + v for v in range(7) if v != 5)
+    absent = torch.zeros(10, 3)
+    a, b, c, d, e, f, g = (
+        absent if v in (3, 5) else sparse_summand(v).coalesce().to_dense() * ((1.0 + v) / total)
+        for v in range(7)
+    )
+    by_hand = ((a + b) + (c + d)) + ((e + f) + g)
+    assert not torch.equal(by_hand, (((((a + b) + c) + d) + e) + f) + g)
+    for ranks in range(1, 8):
+        for is_coalesced, found in fddp.loopback(ranks, run):
+            assert is_coalesced
+            assert torch.equal(found, by_hand)
+    for _, found in fddp.loopback(6, run, fddp.Topology(host=2, local=3)):
+        assert torch.equal(found, by_hand)
+
+
+def test_ranks_send_rows_of_sparse_sums() -> None:
+    """Rows that several virtual ranks of a span have are sent once."""
+
+    def run(group: Any) -> list[int]:
+        sent: list[int] = []
+        with fddp.GradSync(
+            {"rows": torch.zeros(10, 3)}, group=group, virtual_ranks=8, sparse=("rows",)
+        ) as sync:
+            transport = sync._engine.transport
+            gather = transport.all_gather
+
+            def note(tensor: Tensor, **options: Any) -> Any:
+                sent.append(tensor.numel())
+                return gather(tensor, **options)
+
+            transport.all_gather = note  # type: ignore[method-assign]
+            same = torch.sparse_coo_tensor(torch.tensor([[1, 4]]), torch.ones(2, 3), (10, 3))
+            mean = sync(sync.virtual_batches(lambda v: {"rows": same}))
+            assert torch.equal(mean["rows"].to_dense(), same.to_dense())
+        return sent
+
+    # Counts of each span, row numbers and values.
+    assert fddp.loopback(2, run) == [[1, 2, 6]] * 2
+    assert fddp.loopback(3, run) == [[2, 4, 12]] * 3
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(1, 16).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, min(n, 6)))),
@@ -274,9 +346,13 @@ def test_drawn_trees(
 
 
 def test_shards_once_gathered() -> None:
-    def run(group: Any) -> Tensor:
+    def run(group: Any, mesh: fddp.Topology | None = None) -> Tensor:
         with fddp.GradSync(
-            {"w": torch.zeros(24)}, group=group, virtual_ranks=5, algorithm="reduce_scatter"
+            {"w": torch.zeros(24)},
+            group=group,
+            mesh=mesh,
+            virtual_ranks=5,
+            algorithm="reduce_scatter",
         ) as sync:
             trees = sync.virtual_batches(lambda v: {"w": summand(v, 1, 24)[0]})
             return sync.all_gather(sync.reduce_scatter(trees))["w"].clone()
@@ -284,6 +360,9 @@ def test_shards_once_gathered() -> None:
     (alone,) = fddp.loopback(1, run)
     for ranks in (2, 3, 5):
         assert all(torch.equal(found, alone) for found in fddp.loopback(ranks, run))
+    for mesh in (fddp.Topology(host=2, local=2), fddp.Topology(host=5, one=1)):
+        ranks = mesh.world_size
+        assert all(torch.equal(found, alone) for found in fddp.loopback(ranks, run, mesh))
 
 
 # Numbers that are not finite
@@ -316,6 +395,28 @@ def test_policies(size: int, number: int, value: float) -> None:
     if is_bad:
         found = fddp.loopback(size, spoiled, "raise", number, value)
         assert found == [("raised", True)] * size
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("number", [0, 3, 4])
+def test_policies_with_sparse_gradients(size: int, number: int) -> None:
+    def run(group: Any, policy: Any) -> tuple[bool, str]:
+        rows = {"rows": torch.zeros(10, 3)}
+        with fddp.GradSync(
+            rows, group=group, virtual_ranks=5, sparse=("rows",), nonfinite=policy
+        ) as sync:
+            trees = sync.virtual_batches(
+                lambda v: {"rows": sparse_summand(v) * (torch.inf if v == number else 1.0)}
+            )
+            try:
+                return sync(trees, with_info=True)[1].skipped, ""
+            except fddp.NonFiniteError as error:
+                return False, str(error)
+
+    assert fddp.loopback(size, run, "skip") == [(True, "")] * size
+    carrier = next(r for r, own in enumerate(VirtualRanks.over(5, size).runs) if number in own)
+    for _, text in fddp.loopback(size, run, "raise"):
+        assert f"gradients are not finite: rank {carrier} has 15 infinities in leaf 'rows'" in text
 
 
 def test_overflow_of_partial_sums_is_skipped_on_any_number_of_ranks() -> None:
@@ -473,20 +574,25 @@ def test_virtual_ranks_that_run_out() -> None:
 # Rebuilding on other numbers of ranks
 
 
-def rebuilt_digests(sizes: list[int]) -> list[str]:
+def rebuilt_digests(
+    sizes: Sequence[int], meshes: Sequence[fddp.Topology] | None = None
+) -> list[str]:
     """Digests of steps, each on another number of ranks, which go on with each other's engines."""
+    algorithm: Any = "hierarchical" if meshes else "all_reduce"
     found: list[str] = []
     syncs: dict[int, Any] = {}
     params = {"w": rand(30, seed=3, dtype=torch.float32), "b": rand(7, seed=4).bfloat16()}
 
     def take(group: Any, number: int) -> str:
-        sync = syncs.get(group.rank)
+        sync, mesh = syncs.get(group.rank), meshes[number] if meshes else None
         if number == 0:
-            sync = fddp.GradSync(params, group=group, virtual_ranks=COUNT)
+            sync = fddp.GradSync(
+                params, group=group, virtual_ranks=COUNT, mesh=mesh, algorithm=algorithm
+            )
         elif sync is None:
-            sync = fddp.GradSync.join(group)
+            sync = fddp.GradSync.join(group, mesh=mesh)
         else:
-            sync = sync.rebuild(group)
+            sync = sync.rebuild(group, mesh=mesh)
         syncs[group.rank] = sync
         step = sync.value_and_grad(
             lambda p, x: (p["w"] * x).sum().square() + (p["b"] * x[:7]).sum(),
@@ -512,6 +618,8 @@ def test_rebuilds_keep_bits() -> None:
     assert len({*alone}) == 7
     assert rebuilt_digests([4, 3, 2, 1, 4, 8, 5]) == alone
     assert rebuilt_digests([2, 6, 6, 3, 7, 1, 4]) == alone
+    hosts = [fddp.Topology(host=n, local=m) for n, m in [(2, 2), (3, 2), (1, 2), (2, 4), (2, 1)]]
+    assert rebuilt_digests([mesh.world_size for mesh in hosts], hosts) == alone[: len(hosts)]
 
 
 def test_too_many_ranks_to_rebuild_on() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fddp.tree.pytree import flatten, tree_map
 
@@ -34,6 +35,38 @@ def mlp_loss(params: Params, x: Tensor) -> Tensor:
     for layer in params.values():
         x = torch.tanh(x @ layer["weight"] + layer["bias"])
     return x.square().mean()
+
+
+def varied_params() -> dict[str, Tensor]:
+    """Parameters of `varied_loss`: of five dtypes, one with sparse gradients ("rows")."""
+    return {
+        "double": rand(8, 8, seed=1),
+        "first": rand(8, 8, seed=2, dtype=torch.float32),
+        "half": rand(8, seed=3).half(),
+        "last": rand(8, 8, seed=4, dtype=torch.float32),
+        "rare": rand(8, seed=5, dtype=torch.float32),
+        "short": rand(8, 8, seed=6).bfloat16(),
+        "unused": rand(3, seed=7, dtype=torch.float32),
+        "rows": rand(5, 8, seed=8, dtype=torch.float32),
+    }
+
+
+def varied_loss(p: dict[str, Tensor], x: Tensor, rank: int, step: int) -> Tensor:
+    """Uses a leaf twice, so that its gradient comes late, and others on some ranks only. Ranks may
+    be virtual."""
+
+    def layer(h: Tensor) -> Tensor:
+        return torch.tanh(h @ p["last"])
+
+    numbers = torch.tensor([rank, step, 4, 4]) % 5
+    h = x + torch.nn.functional.embedding(numbers, p["rows"], sparse=True)
+    if (rank + step) % 2:
+        h = checkpoint(layer, h, use_reentrant=True)
+    h = torch.tanh(h @ p["first"]) + p["half"].float()
+    h = h @ p["short"].float() @ p["double"].float()
+    if rank == step:
+        h = h + p["rare"]
+    return checkpoint(layer, h, use_reentrant=True).square().mean()
 
 
 def batch(rank: int, step: int, rows: int = 4, width: int = 8) -> Tensor:

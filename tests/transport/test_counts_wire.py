@@ -262,6 +262,35 @@ def test_ranks_send_their_partial_sums(ranks: RankPool, count: int, sums: tuple[
         assert 0.99 <= nbytes / (whole / 2 * (1 + sent)) <= 1.03
 
 
+def _over_virtual_ranks_of_hosts(
+    rank: int, world_size: int, count: int
+) -> tuple[int, int, int, int]:
+    """As `_over_virtual_ranks`, with the sums that are left of this rank's host of two ranks."""
+    params, loss_fn = _model()
+    x = torch.randn(8, 256)
+    mesh = fddp.Topology(host=2, local=2)
+    options: dict[str, Any] = {"mesh": mesh, "algorithm": "hierarchical", **CAPS}
+    with fddp.GradSync(params, transport="c10d", virtual_ranks=count, **options) as sync:
+        step, batches = sync.value_and_grad(loss_fn), sync.virtual_batches(lambda _: x)
+        counts = _count(sync._engine, lambda: step(params, batches))
+        virtual = sync.schedule.virtual
+        assert virtual is not None
+        left = len(virtual.roots(2)[rank // 2])
+        return counts.traffic.sent // STEPS, virtual.sent[rank], left, sum(counts.buckets_bytes)
+
+
+@pytest.mark.parametrize(("count", "sums"), [(4, (1, 1)), (5, (1, 2)), (10, (2, 3)), (16, (1, 1))])
+def test_ranks_of_hosts_send_what_is_left(
+    ranks: RankPool, count: int, sums: tuple[int, int]
+) -> None:
+    """Within a host half of the rank's sums, and half of the mean; across hosts a quarter of those
+    that are left of the host's, and a quarter of the mean."""
+    found = ranks.run(4, _over_virtual_ranks_of_hosts, count)
+    assert tuple(left for _, _, left, _ in found) == (sums[0], sums[0], sums[1], sums[1])
+    for nbytes, sent, left, whole in found:
+        assert 0.99 <= nbytes / (whole * ((sent + 1) / 2 + (left + 1) / 4)) <= 1.03
+
+
 def _periodic(rank: int, world_size: int, period: int, hook: Any) -> tuple[int, int]:
     """Bytes sent in ten periods, and the bytes of the parameters."""
     params, _ = _model()

@@ -14,12 +14,14 @@ import torch.distributed as dist
 import fddp
 from fddp.core.sim.cost import factors
 from fddp.core.sim.simulator import collective_bytes
+from tests.support.digests import digest
 from tests.support.hosts import crossed_bytes
+from tests.support.models import rand
 
 if TYPE_CHECKING:
     from fddp.core.schedule.schedule import Schedule
     from fddp.sync.request import Reduction
-    from fddp.transport import TransportName
+    from fddp.transport import Group, TransportName
     from tests.support.hosts import Hosts
 
 SQUARE = fddp.Topology(host=2, local=2)
@@ -126,3 +128,62 @@ def test_a_flat_group_over_both_hosts_takes_c10d(runs: list[dict[str, Run]]) -> 
         assert flat.transport == "c10d"
         assert flat.reason == "the ranks are on 2 hosts or parts of them (0-1, 2-3)"
         assert flat.crossed > 1.4 * of_rank["hierarchical"].crossed
+
+
+class VirtualRun(NamedTuple):
+    """Observations of one rank of steps over virtual ranks."""
+
+    transport: str
+    crossed: float  # bytes a step through the link, both ways
+    left: tuple[int, ...]  # sums that each host sends
+    operations: int
+    found: str
+
+
+COUNTS = (4, 5, 11)
+
+
+def summand(number: int) -> dict[str, torch.Tensor]:
+    return {name: (10.0 ** rand(*p.shape, seed=number)).to(p.dtype) for name, p in params().items()}
+
+
+def over_virtual_ranks(group: Group | None, count: int, measured: bool) -> VirtualRun:
+    options = {"mesh": SQUARE, "algorithm": "hierarchical"} if measured else {}
+    with fddp.GradSync(
+        params(), group=group, virtual_ranks=count, bucket_cap_mb=1, **options
+    ) as sync:
+        trees = sync.virtual_batches(summand)
+        mean, crossed = sync(trees), 0.0
+        if measured:
+            dist.barrier()
+            before = crossed_bytes()
+            dist.barrier()
+            for _ in range(STEPS):
+                mean = sync(trees)
+            dist.barrier()
+            crossed = (crossed_bytes() - before) / STEPS
+        virtual = sync.schedule.virtual
+        assert virtual is not None
+        left = tuple(map(len, virtual.roots(2))) if measured else ()
+        _, operations = expected_bytes(sync.schedule) if measured else (0.0, 0)
+        return VirtualRun(sync.transport, crossed, left, operations, digest(mean))
+
+
+def virtual_on_rank(rank: int, world_size: int) -> list[VirtualRun]:
+    return [over_virtual_ranks(None, count, True) for count in COUNTS]
+
+
+def test_sums_that_are_left_cross_hosts(hosts: Hosts) -> None:
+    """A quarter of each sum on each rank, and a quarter of the mean, with the bits of one rank."""
+    whole = 4 * (1200 * 700 + 700)
+    found = hosts.run(4, virtual_on_rank)
+    for place, count in enumerate(COUNTS):
+        (alone,) = fddp.loopback(1, over_virtual_ranks, count, False)
+        for run in (of_rank[place] for of_rank in found):
+            expected = whole * (sum(run.left) / 2 + 1)
+            print(f"{count} virtual ranks: {run.crossed:.0f} bytes crossed, of {expected:.0f}")
+            assert run.transport == "shm+c10d"
+            assert run.found == alone.found
+            most = expected * PER_SEGMENT + PER_OPERATION * (run.operations + 1)
+            assert expected < run.crossed < most
+    assert [of_count.left for of_count in found[0]] == [(1, 1), (1, 2), (2, 3)]

@@ -394,3 +394,36 @@ def test_the_tree_of_virtual_ranks() -> None:
     assert framed == sum(virtual.sent) == 3
     assert ax.get_title() == "5 virtual ranks on 2 ranks, which send 1, 2 partial sums"
     assert render(figure)
+
+
+def test_the_tree_of_a_schedule() -> None:
+    """Sums within hosts are lighter than those across, and framed where they are sent on."""
+    topology = fddp.Topology(host=2, local=2)
+    plan = fddp.plan_buckets({"w": np.zeros(4)})
+    at_once = fddp.make_schedule(plan, topology, virtual_ranks=5)
+    nested = fddp.make_schedule(plan, topology, virtual_ranks=5, algorithm="hierarchical")
+
+    def colours(schedule: fddp.Schedule, kind: str) -> list[tuple[float, ...]]:
+        (ax,) = plot_virtual_ranks(schedule).axes
+        (collection,) = (c for c in ax.collections if isinstance(c, PolyCollection))
+        return [tuple(colour) for colour in getattr(collection, f"get_{kind}colors")()]
+
+    black, light = (0.0, 0.0, 0.0, 1.0), (0.8, 0.8, 0.8, 1.0)
+    assert (colours(at_once, "edge").count(black), colours(at_once, "face").count(light)) == (5, 0)
+    assert colours(nested, "edge").count(black) == 5 + 2, "v4:5 is sent twice"
+    assert colours(nested, "face").count(light) == 2
+    (ax,) = plot_virtual_ranks(nested).axes
+    assert ax.get_title().splitlines()[1] == "every 2 ranks send 1, 2 along host"
+    assert render(plot_virtual_ranks(nested))
+
+
+def test_schedules_without_virtual_ranks_have_no_tree() -> None:
+    plan = fddp.plan_buckets({"w": np.zeros(4)})
+    with pytest.raises(
+        ValueError, match="the schedule has no virtual ranks; build it with virtual"
+    ):
+        plot_virtual_ranks(fddp.make_schedule(plan, 2))
+    with pytest.raises(
+        TypeError, match=r"must be a Schedule with virtual ranks, such as .*BucketP"
+    ):
+        plot_virtual_ranks(plan)

@@ -65,6 +65,6 @@ def check_schedule(schedule: Schedule | PeriodicSchedule) -> None:
     if isinstance(schedule, PeriodicSchedule):
         check_periodic_schedule(schedule)
         return
-    check_virtual(schedule)
     if not is_proved_by_forms(schedule):
         check_by_execution(schedule)
+    check_virtual(schedule)

@@ -89,8 +89,7 @@ def make_schedule(
         ValueError: an unknown algorithm, scaling or reduce_dtype; a split_mb that is not above 0;
             "hierarchical" with a single axis; sparse buckets with a sharded algorithm;
             `deterministic` with scaling "average" or algorithm "all_gather"; `virtual_ranks` below
-            the number of ranks, with sparse or local leaves, or with reductions along one axis
-            after the other.
+            the number of ranks, or with leaves in no bucket.
 
     Example:
         >>> from fddp.core.plan.plan import LeafSpec, plan_leaves
@@ -111,7 +110,7 @@ def make_schedule(
     virtual = None
     if virtual_ranks is not None:
         virtual = VirtualRanks.over(virtual_ranks, topology.world_size)
-        _check_virtual(plan, topology, algorithm)
+        _check_virtual(plan)
     deterministic = deterministic or virtual is not None
     if deterministic:
         _check_deterministic(algorithm, scaling)
@@ -222,25 +221,12 @@ def _check_deterministic(algorithm: str, scaling: str) -> None:
         )
 
 
-def _check_virtual(plan: BucketPlan, topology: Topology, algorithm: str) -> None:
-    wide = [name for name, size in topology.axes if size > 1]
-    if algorithm == "hierarchical" or (algorithm == "reduce_scatter" and len(wide) > 1):
-        raise ValueError(
-            f"virtual ranks are summed along all axes at once, and {algorithm!r} reduces along one "
-            f"axis of {topology} after the other; use algorithm='all_reduce', which has the same "
-            f"bits"
-        )
-    others = [leaf for leaf in plan.order if plan.leaves[leaf].sparse]
-    if others:
-        raise ValueError(
-            f"the sparse leaf {plan.paths[others[0]]!r} can't be summed over virtual ranks; plan "
-            f"it as dense"
-        )
+def _check_virtual(plan: BucketPlan) -> None:
     if plan.local:
         raise ValueError(
             f"leaf {plan.paths[plan.local[0]]!r} is in no bucket, and would keep the gradient of "
-            f"one virtual rank, which depends on the number of ranks; reduce it too, or remove it "
-            f"from the tree"
+            f"the virtual ranks of one rank, which depend on the number of ranks; reduce it too, "
+            f"or remove it from the tree"
         )
 
 

@@ -274,8 +274,12 @@ class Schedule:
     def __str__(self) -> str:
         """Table of the operations."""
         rows = map(self._row, range(len(self.ops)))
-        table = f"{self!r}\n{plain_table(_HEADER, rows, _NUMERIC_COLUMNS)}"
-        return table if self.virtual is None else f"{table}\n{self.virtual}"
+        parts = [repr(self), plain_table(_HEADER, rows, _NUMERIC_COLUMNS)]
+        if self.virtual is not None:
+            parts.append(str(self.virtual))
+            for block, axes in summed_blocks(self).items():
+                parts.append(self.virtual.describe_blocks(block, " and ".join(axes)))
+        return "\n".join(parts)
 
     def _repr_html_(self) -> str:
         left_out = ("…", "({} more operations)")
@@ -301,6 +305,20 @@ def summands(schedule: Schedule) -> int:
     """Return the number of gradients in the mean: that of ranks, or of virtual ranks."""
     virtual = schedule.virtual
     return schedule.topology.world_size if virtual is None else virtual.count
+
+
+def summed_blocks(schedule: Schedule) -> dict[int, tuple[str, ...]]:
+    """Return the numbers of neighbouring ranks whose sums over virtual ranks are formed first, and
+    the axes along which these are reduced next; see [Note: virtual ranks]."""
+    topology = schedule.topology
+    found = {
+        topology.size(op.region.shard): op.axes
+        for op in schedule.ops
+        if schedule.virtual is not None
+        and op.kind == "reduce_scatter"
+        and topology.size(op.axes) > 1
+    }
+    return {block: found[block] for block in sorted(found) if block > 1}
 
 
 def _parse_op(op: list[Any]) -> Op:

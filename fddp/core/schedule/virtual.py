@@ -11,6 +11,11 @@ the same additions, on the same numbers, and only the place of an addition chang
 An association is written as the number of additions after each summand, as on a stack: a summand is
 pushed, and each addition replaces the two newest sums by theirs. For 4 virtual ranks these are
 (0, 1, 0, 2), which is (v0 + v1) + (v2 + v3).
+
+Sums along one axis of a topology after the other have the same additions. Ranks along the inner
+axes carry a run of virtual ranks, because ranks are numbered in row-major order. They add what can
+be added within it, and the sums that are left travel along the next axis. These are as many as one
+rank with this run would send. Sparse sums are gathered on all ranks, which add them in this order.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from fddp.core.text import counted
@@ -33,7 +39,7 @@ class Span(NamedTuple):
 
 
 class SumTree(NamedTuple):
-    """Association of a sum over the summands of several ranks.
+    """Association of one or more sums over the summands of several ranks.
 
     Attributes:
         summands: number of summands of each rank.
@@ -45,9 +51,14 @@ class SumTree(NamedTuple):
     additions: tuple[int, ...]
 
     @property
+    def sums(self) -> int:
+        """Number of sums that are left after all additions."""
+        return len(self.additions) - sum(self.additions)
+
+    @property
     def width(self) -> int:
-        """Largest number of summands of a rank."""
-        return max(self.summands)
+        """Largest number of summands of a rank, or the number of sums if that is larger."""
+        return max(*self.summands, self.sums)
 
 
 @dataclass(frozen=True)
@@ -147,15 +158,115 @@ class VirtualRanks:
         """Association of the sum over the spans of all ranks."""
         return SumTree(self.sent, self.additions)
 
+    def stage(self, block: int, parts: int) -> tuple[SumTree, ...]:
+        """Return the associations of sums along some axes, for each group of ranks in rank order.
+
+        Args:
+            block: number of ranks along the axes that are summed already, innermost first.
+            parts: number of ranks along these axes, of which each has the sums of its block.
+
+        Example:
+            >>> virtual = VirtualRanks.over(8, world_size=6)
+            >>> within, across = virtual.stage(1, 3), virtual.stage(3, 2)
+            >>> [(tree.summands, tree.sums) for tree in within]
+            [((1, 1, 1), 1), ((1, 1, 1), 1)]
+            >>> across
+            (SumTree(summands=(1, 1), additions=(0, 1)),)
+        """
+        found = self._stages.get((block, parts))
+        if found is None:
+            tree = self.tree if block == 1 else divided(self.tree, block).across
+            found = self._stages[block, parts] = divided(tree, parts).within
+        return found
+
+    @cached_property
+    def _stages(self) -> dict[tuple[int, int], tuple[SumTree, ...]]:
+        return {}
+
+    def roots(self, block: int) -> tuple[tuple[Span, ...], ...]:
+        """Return the spans whose sums are left within each block of `block` neighbouring ranks.
+
+        Example:
+            >>> VirtualRanks.over(8, world_size=6).roots(3)
+            ((Span(start=0, stop=4),), (Span(start=4, stop=8),))
+            >>> [len(own) for own in VirtualRanks.over(8, world_size=6).roots(2)]
+            [1, 2, 2]
+        """
+        found = []
+        for number, tree in enumerate(self.stage(1, block)):
+            own = self.spans[number * block : (number + 1) * block]
+            found.append(tuple(partial_sums(chain.from_iterable(own), tree.additions, join)))
+        return tuple(found)
+
     def __str__(self) -> str:
         """The sum as text, and the share of each rank in lines of their own."""
         terms = [f"v{number}" for number in range(self.count)]
         total = fold(terms, tree_additions(self.count), lambda a, b: f"({a} + {b})")
         lines = [total[1:-1] if self.count > 1 else total]
         for rank, (run, own) in enumerate(zip(self.runs, self.spans, strict=True)):
-            sums = ", ".join(f"v{span.start}:{span.stop}" for span in own)
-            lines.append(f"rank {rank}: v{run[0]} to v{run[-1]}, sends {sums}")
+            lines.append(f"rank {rank}: v{run[0]} to v{run[-1]}, sends {_listed(own)}")
         return "\n".join(lines)
+
+    def describe_blocks(self, block: int, along: str) -> str:
+        """Describe the sums that blocks of `block` ranks send along an axis, in a line for each.
+
+        Example:
+            >>> print(VirtualRanks.over(6, world_size=6).describe_blocks(3, "host"))
+            ranks 0 to 2: v0 to v2, send v0:2, v2:3 along host
+            ranks 3 to 5: v3 to v5, send v3:4, v4:6 along host
+        """
+        lines = []
+        for number, own in enumerate(self.roots(block)):
+            first, last = number * block, (number + 1) * block - 1
+            lines.append(
+                f"ranks {first} to {last}: v{own[0].start} to v{own[-1].stop - 1}, send "
+                f"{_listed(own)} along {along}"
+            )
+        return "\n".join(lines)
+
+
+class Divided(NamedTuple):
+    """A sum over ranks, divided into runs of neighbouring ranks.
+
+    Attributes:
+        within: for each run, the additions among its summands.
+        across: the other additions, in which a run is one rank with the sums that it has left.
+    """
+
+    within: tuple[SumTree, ...]
+    across: SumTree
+
+
+def divided(tree: SumTree, size: int) -> Divided:
+    """Divide a sum into those within runs of `size` ranks, and the sum of theirs.
+
+    Example:
+        >>> divided(SumTree((1, 1, 1, 1), (0, 1, 0, 2)), 2).across
+        SumTree(summands=(1, 1), additions=(0, 1))
+        >>> divided(SumTree((1, 1, 1), (0, 0, 2)), 1).across
+        SumTree(summands=(1, 1, 1), additions=(0, 0, 2))
+    """
+    within: list[tuple[SumTree, int]] = []
+    across: list[int] = []
+    additions = iter(tree.additions)
+    for first in range(0, len(tree.summands), size):
+        summands = tree.summands[first : first + size]
+        own: list[int] = []
+        height = 0  # sums of the run on the stack, without those that were added to sums before
+        before = len(across)
+        for times in islice(additions, sum(summands)):
+            own.append(min(times, height))
+            height += 1 - own[-1]
+            if times > own[-1]:
+                # The run's only sum on the stack is added to sums of the runs before.
+                across.append(times - own[-1])
+                height = 0
+        across += [0] * height
+        within.append((SumTree(summands, tuple(own)), len(across) - before))
+    return Divided(
+        tuple(run for run, _ in within),
+        SumTree(tuple(left for _, left in within), tuple(across)),
+    )
 
 
 def tree_additions(count: int) -> tuple[int, ...]:
@@ -170,12 +281,12 @@ def tree_additions(count: int) -> tuple[int, ...]:
     return (*inner, (count - 1).bit_count())
 
 
-def fold(summands: Iterable[Any], additions: Sequence[int], add: Any) -> Any:
-    """Return the sum in an association; `add(left, right)` adds two summands or sums.
+def partial_sums(summands: Iterable[Any], additions: Sequence[int], add: Any) -> list[Any]:
+    """Return the sums that an association leaves; `add(left, right)` adds two summands or sums.
 
     Example:
-        >>> fold("abcd", (0, 1, 0, 2), lambda a, b: f"({a}{b})")
-        '((ab)(cd))'
+        >>> partial_sums("abcd", (0, 1, 0, 0), lambda a, b: f"({a}{b})")
+        ['(ab)', 'c', 'd']
     """
     stack: list[Any] = []
     for summand, times in zip(summands, additions, strict=True):
@@ -183,8 +294,23 @@ def fold(summands: Iterable[Any], additions: Sequence[int], add: Any) -> Any:
         for _ in range(times):
             right = stack.pop()
             stack.append(add(stack.pop(), right))
-    (total,) = stack
+    return stack
+
+
+def fold(summands: Iterable[Any], additions: Sequence[int], add: Any) -> Any:
+    """Return the sum in an association that leaves one; see `partial_sums`.
+
+    Example:
+        >>> fold("abcd", (0, 1, 0, 2), lambda a, b: f"({a}{b})")
+        '((ab)(cd))'
+    """
+    (total,) = partial_sums(summands, additions, add)
     return total
+
+
+def join(left: Span, right: Span) -> Span:
+    """Return the span of two neighbours."""
+    return Span(left.start, right.stop)
 
 
 def halves(span: Span, count: int) -> tuple[Span, Span] | None:
@@ -222,12 +348,16 @@ def _additions(spans: Sequence[Span], count: int) -> tuple[int, ...]:
         stack.append(span)
         before = len(stack)
         while len(stack) > 1:
-            joined = Span(stack[-2].start, stack[-1].stop)
+            joined = join(stack[-2], stack[-1])
             if halves(joined, count) != (stack[-2], stack[-1]):
                 break
             stack[-2:] = [joined]
         times.append(before - len(stack))
     return tuple(times)
+
+
+def _listed(spans: Iterable[Span]) -> str:
+    return ", ".join(f"v{span.start}:{span.stop}" for span in spans)
 
 
 def _is_span(value: object) -> bool:

@@ -251,10 +251,12 @@ def collective_bytes(schedule: Schedule, op: Op) -> float:
     sharding = op.region.shard
     if op.kind == "all_gather":
         sharding = sharding[: len(sharding) - len(op.axes)]
-    elements = (op.region.stop - op.region.start) / schedule.topology.size(sharding)
+    topology = schedule.topology
+    elements = (op.region.stop - op.region.start) / topology.size(sharding)
     nbytes = elements * ITEM_BYTES[schedule.wire_dtypes[op.bucket]]
     if op.kind == "reduce_scatter" and schedule.virtual is not None:
-        nbytes *= max(schedule.virtual.sent)
+        stage = schedule.virtual.stage(topology.size(op.region.shard), topology.size(op.axes))
+        nbytes *= max(max(tree.summands) for tree in stage)
     carries = schedule.piggyback_op >= 0 and op == schedule.ops[schedule.piggyback_op]
     return nbytes + _word_bytes(schedule) if carries else nbytes
 

@@ -143,8 +143,8 @@ void TensorAlgorithm::run_copied() const {
   }
   if (signature_.kind == Kind::kReduce && index_ != signature_.src) return;
   if (signature_.kind == Kind::kReduceScatter) {
-    char* target = result_chunk();
-    reduce_into(summands(0, 0), &target, 1, {0, row()});
+    const std::vector<char*> targets = results(0);
+    reduce_into(summands(0, 0), targets.data(), targets.size(), {0, row()});
     return;
   }
   if (signature_.kind == Kind::kAllToAll) {
@@ -210,8 +210,9 @@ void TensorAlgorithm::run(int64_t segment) const {
       return;
     }
     case Kind::kReduceScatter: {
-      char* target = result_chunk() + bytes(range.begin);
-      reduce_into(summands(segment, range.begin), &target, 1, {0, range.count});
+      const std::vector<char*> targets = results(range.begin);
+      reduce_into(
+          summands(segment, range.begin), targets.data(), targets.size(), {0, range.count});
       return;
     }
     case Kind::kAllGather:
@@ -293,8 +294,14 @@ ByteRange TensorAlgorithm::accessed_range(size_t member) const {
   return {0, signature_.bytes()};
 }
 
-char* TensorAlgorithm::result_chunk() const {
-  return result_ != nullptr ? result_ : own_ + bytes(static_cast<int64_t>(index_) * chunk());
+// Addresses of a unit of the results of a reduce-scatter: the first rows of this member's chunk.
+std::vector<char*> TensorAlgorithm::results(int64_t begin) const {
+  char* const first =
+      result_ != nullptr ? result_ : own_ + bytes(static_cast<int64_t>(index_) * chunk());
+  std::vector<char*> found;
+  const int64_t count = tree_ == nullptr ? 1 : tree_->sums();
+  for (int64_t r = 0; r < count; ++r) found.push_back(first + bytes(r * row() + begin));
+  return found;
 }
 
 void TensorAlgorithm::reduce_into(

@@ -117,7 +117,7 @@ class TensorAlgorithm : public Algorithm {
   std::vector<char*> summands(int64_t segment, int64_t begin) const;
   char* at(size_t member, int64_t segment, int64_t unit, int64_t staged_unit) const;
   bool swaps_with(size_t member) const;
-  char* result_chunk() const;
+  std::vector<char*> results(int64_t begin) const;
   void reduce_into(
       const std::vector<char*>& sources, char* const* targets, size_t n, UnitRange range) const;
   int64_t bytes(int64_t units) const {

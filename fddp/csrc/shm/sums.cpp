@@ -166,7 +166,7 @@ FDDP_INLINE void sum_tile(
   }
 }
 
-// Sum one tile along a tree of summands.
+// Sum one tile along a tree of summands. Each sum that is left has a target of its own.
 template <class T>
 FDDP_INLINE void sum_tile_along_tree(
     const SumTree& tree, const SumBuffers& buffers, int64_t begin, int64_t size) {
@@ -193,8 +193,9 @@ FDDP_INLINE void sum_tile_along_tree(
       add(stack[height - 1], stack[height], size);
     }
   }
-  for (int64_t i = 0; i < size; ++i) Traits<T>::write(stack[0][i], scratch[i]);
+  // A target may be a source of this tile, all of which have been read.
   for (size_t t = 0; t < buffers.n_targets; ++t) {
+    for (int64_t i = 0; i < size; ++i) Traits<T>::write(stack[t][i], scratch[i]);
     char* to = buffers.targets[t] + begin * static_cast<int64_t>(sizeof(T));
     std::memcpy(to, scratch, static_cast<size_t>(size) * sizeof(T));
   }
@@ -272,11 +273,17 @@ bool SumTree::is_valid(size_t members) const {
     if (times > height || ++height > kDepth) return false;
     height -= times;
   }
-  return height == 1;
+  return true;
+}
+
+uint32_t SumTree::sums() const {
+  auto height = static_cast<uint32_t>(additions.size());
+  for (const uint32_t times : additions) height -= times;
+  return height;
 }
 
 uint32_t SumTree::rows() const {
-  return *std::max_element(summands.begin(), summands.end());
+  return std::max(sums(), *std::max_element(summands.begin(), summands.end()));
 }
 
 // FNV-1a over both lists.

@@ -31,15 +31,17 @@ struct SumOrder {
 // Association order of a sum in which members have several summands, as on a stack: a summand is
 // pushed, and each addition replaces the two newest sums by theirs.
 struct SumTree {
-  static constexpr size_t kDepth = 20;  // most sums on the stack
+  static constexpr size_t kDepth = 32;  // most sums on the stack
 
   std::vector<uint32_t> summands;   // number of summands of each member
   std::vector<uint32_t> additions;  // number of additions after each summand, in member order
 
-  // Return true if the tree has summands of `members` members, one sum in the end, and never more
-  // than kDepth on the stack.
+  // Return true if the tree has summands of `members` members, and never more than kDepth sums on
+  // the stack.
   bool is_valid(size_t members) const;
-  // Return the largest number of summands of a member.
+  // Return the number of sums on the stack after all additions. The tree must be valid.
+  uint32_t sums() const;
+  // Return the largest number of summands of a member, or of sums if that is larger.
   uint32_t rows() const;
   uint64_t digest() const;
 };
@@ -53,7 +55,8 @@ struct SumOptions {
 };
 
 // Buffers of the summands and of the result. Each target is one of the sources, or disjoint from
-// all of them. Buffers may have any alignment.
+// all of them. A sum along a tree has a target for each sum that is left; other sums have the same
+// result in all targets. Buffers may have any alignment.
 struct SumBuffers {
   const char* const* sources;
   size_t n_sources;

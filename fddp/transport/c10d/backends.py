@@ -177,7 +177,8 @@ class Communicator:
 
         def finish() -> None:
             theirs = arrived.view(operation.tensor.dtype).view(sum(tree.summands), -1)
-            rows[self._place, 0].copy_(sum_along_tree_(theirs.unbind(0), tree.additions))
+            for number, total in enumerate(sum_along_tree_(theirs.unbind(0), tree.additions)):
+                rows[self._place, number].copy_(total)
 
         return PendingCollective((work,), finish)
 
