@@ -1,5 +1,6 @@
 #include "c10d/shm_backend.h"
 
+#include "c10d/open_groups.h"
 #include "c10d/shm_errors.h"
 #include "shm_ownership.h"
 #include "shm_tensor.h"
@@ -63,6 +64,7 @@ ShmBackend::ShmBackend(
       messages_(group_ == nullptr ? nullptr : owned(new shm::Messages(group_))),
       options_(c10::make_intrusive<Options>("fddp", timeout)) {
   init();
+  if (group_ != nullptr) remember_open_group(group_, messages_);
 }
 
 ShmBackend::~ShmBackend() {
