@@ -40,6 +40,10 @@ class ShmBackend : public c10d::Backend {
     return group_ != nullptr;
   }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  // Number of operations whose data has passed through this rank's staging buffer.
+  uint64_t staged_operations() const {
+    return group_ == nullptr ? 0 : group_->staged_operations();
+  }
   void setTimeout(std::chrono::milliseconds timeout) override;
   uint64_t getSequenceNumberForGroup() override {
     return sequence_;
