@@ -130,8 +130,9 @@ def _fully_sharded(rank: int, world_size: int, shared: bool) -> int:
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
-    fully_shard(model)
-    model.set_allocate_memory_from_process_group_for_comm(shared)  # type: ignore[operator]
+    for module in (model[0], model):
+        fully_shard(module)
+        module.set_allocate_memory_from_process_group_for_comm(shared)  # type: ignore[operator]
     before = _staged(dist.group.WORLD)
     for _ in range(2):
         model(torch.ones(2, 300)).sum().backward()
