@@ -19,6 +19,7 @@ Operators and replicas
                                              collectives with derivatives
     sync_on_backward                         identity, whose backward averages
     Communicator                             ranks and caps of operators
+    empty_shared                             tensors in memory that ranks share
     broadcast, check_replicas, reconcile     equal replicas: send, compare, repair
 
 Plans and schedules
@@ -121,6 +122,7 @@ from fddp.telemetry.step_info import SyncInfo
 from fddp.telemetry.stragglers import Straggler
 from fddp.transport import loopback
 from fddp.transport.backend import registration
+from fddp.transport.backend.shared_tensors import empty_shared
 from fddp.tree.planner import plan_buckets, plan_optimal
 from fddp.tree.pytree import tree_map
 
@@ -138,13 +140,14 @@ __all__ = [
     "FlightDumps", "GradSync", "HookError", "InternalError", "Jitter", "LeafSpec", "LossError",
     "LossScale", "Monitor", "MonitorReport", "NoGradientError", "NonFiniteError", "NormHistory",
     "NormVerdict", "Op", "PeerError", "PlanMismatchError", "RankLostError", "ReentryError",
-    "Region", "Sample", "Schedule", "ScheduleError", "Straggler", "SyncInfo", "SyncTimeoutError",
-    "Timeline", "Topology", "TransformError", "TreeMismatchError", "TuneReport", "UnevenError",
-    "VirtualSampler", "WeightError", "all_gather", "as_transform", "averaging", "broadcast",
-    "broadcast_from", "check_norm", "check_replicas", "check_schedule", "dump_flights", "flight",
-    "functionalize", "hooks", "loopback", "make_schedule", "measure_cost", "next_loss_scale",
-    "periodic", "plan_buckets", "plan_optimal", "pmax", "pmean", "psum", "rebucket", "reconcile",
-    "reduce_scatter", "simulate", "sync_on_backward", "tree_map", "uneven", "virtual_rng",
+    "Region", "Sample", "Schedule", "ScheduleError", "Straggler", "SyncInfo",
+    "SyncTimeoutError", "Timeline", "Topology", "TransformError", "TreeMismatchError",
+    "TuneReport", "UnevenError", "VirtualSampler", "WeightError", "all_gather", "as_transform",
+    "averaging", "broadcast", "broadcast_from", "check_norm", "check_replicas",
+    "check_schedule", "dump_flights", "empty_shared", "flight", "functionalize", "hooks",
+    "loopback", "make_schedule", "measure_cost", "next_loss_scale", "periodic", "plan_buckets",
+    "plan_optimal", "pmax", "pmean", "psum", "rebucket", "reconcile", "reduce_scatter",
+    "simulate", "sync_on_backward", "tree_map", "uneven", "virtual_rng",
 ]  # fmt: skip
 
 registration.register()

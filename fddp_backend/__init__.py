@@ -14,6 +14,10 @@ def register() -> None:
     import torch.distributed as dist
 
     if dist.is_available() and "FDDP" not in dist.Backend._plugins:
+        # For the default backend of a group of "cpu:fddp", torch before 2.15 looks up the first
+        # name here among names in lower case, though it registers them in upper case.
+        plugin = dist.Backend._BackendPlugin(_create, extended_api=True)
+        dist.Backend._plugins = {"fddp": plugin, **dist.Backend._plugins}
         dist.Backend.register_backend("fddp", _create, extended_api=True, devices=["cpu"])
 
 

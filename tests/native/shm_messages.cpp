@@ -102,6 +102,7 @@ class Member {
     std::vector<uint64_t> sizes(n * n);
     const bool uniform = same_() % 3 == 0;
     const bool in_arena = own_() % 2 == 0;
+    const bool any_size = own_() % 3 == 0;
     for (uint64_t& size : sizes) size = draw_bytes(same_);
     buffers_ = std::make_shared<ExchangeBuffers>();
     sources_.assign(n, {});
@@ -121,8 +122,13 @@ class Member {
       }
       buffers_->sources.push_back({data, sent});
       targets_[m].resize(uniform ? sizes[m] : sizes[m * n + own]);
-      buffers_->targets.push_back({targets_[m].data(), targets_[m].size()});
+      if (any_size) {
+        buffers_->targets.push_back({nullptr, kAnySize});
+      } else {
+        buffers_->targets.push_back({targets_[m].data(), targets_[m].size()});
+      }
     }
+    if (any_size) buffers_->allocate = [this](const auto& found) { return sized(found); };
     uniform_ = uniform;
     Request request{};
     request.signature.kind = Kind::kExchange;
@@ -131,6 +137,16 @@ class Member {
     request.wait_soon = own_() % 2 == 0;
     request.exchange = buffers_;
     exchange_ = group_->start(std::move(request));
+  }
+
+  // Targets that are passed once the sizes are known.
+  std::vector<ExchangeBuffers::Target> sized(const std::vector<uint64_t>& sizes) {
+    std::vector<ExchangeBuffers::Target> targets;
+    for (size_t m = 0; m < targets_.size(); ++m) {
+      require(sizes[m] == targets_[m].size(), "wrong size");
+      targets.push_back({targets_[m].data(), sizes[m]});
+    }
+    return targets;
   }
 
   void finish_exchange(uint64_t id) {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64, torch.int8, torch.uint8)
@@ -24,6 +25,17 @@ def new_fddp_group(timeout_s: float = 60.0) -> dist.ProcessGroup:
     group = dist.new_group(backend="fddp", timeout=timedelta(seconds=timeout_s))
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def as_default(rank: int, world_size: int, folder: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn(rank, world_size)` in a default group with the backend "fddp"."""
+    dist.destroy_process_group()
+    store = dist.FileStore(str(Path(folder) / "store"), world_size)
+    dist.init_process_group("fddp", store=store, rank=rank, world_size=world_size)
+    result = fn(rank, world_size, *args)
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
 
 
 def values(rank: int, size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

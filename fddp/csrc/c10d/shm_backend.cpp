@@ -1,5 +1,6 @@
 #include "c10d/shm_backend.h"
 
+#include "c10d/open_groups.h"
 #include "c10d/shm_errors.h"
 #include "shm_ownership.h"
 #include "shm_tensor.h"
@@ -7,10 +8,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/GradMode.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
 
@@ -66,6 +64,7 @@ ShmBackend::ShmBackend(
       messages_(group_ == nullptr ? nullptr : owned(new shm::Messages(group_))),
       options_(c10::make_intrusive<Options>("fddp", timeout)) {
   init();
+  if (group_ != nullptr) remember_open_group(group_, messages_);
 }
 
 ShmBackend::~ShmBackend() {
@@ -169,265 +168,242 @@ void ShmBackend::start(CollectiveWork& work, shm::Request request) {
   last_ = work.last();
 }
 
-ShmBackend::WorkPtr ShmBackend::launch(const Collective& work) {
-  work->all_started();
-  return work;
-}
-
 void ShmBackend::check_root(int64_t root) const {
   TORCH_CHECK(root >= 0 && root < size_, "rank ", root, " is not in the group of ", size_);
+}
+
+// One tensor for each rank, of which only the root's is defined.
+ShmBackend::Tensors ShmBackend::only_for(int64_t root, const at::Tensor& tensor) const {
+  check_root(root);
+  Tensors list(size());
+  list[static_cast<size_t>(root)] = tensor;
+  return list;
+}
+
+// The list that only the root of a gather or scatter passes.
+ShmBackend::Tensors ShmBackend::of_root(
+    int64_t root, const TensorLists& lists, const char* problem) const {
+  if (rank_ == root) return only_list(lists, size());
+  TORCH_CHECK(lists.empty() || lists[0].empty(), problem);
+  return Tensors(size());
+}
+
+// Make a work and start its operations by `body(work, waits)`, where `waits`: the caller waits next.
+template <class CallOptions, class Body>
+ShmBackend::WorkPtr ShmBackend::run(
+    OpType type, const char* title, const Tensors& inputs, TensorLists outputs,
+    const CallOptions& options, const Body& body) {
+  const auto work = make_work(type, title, inputs, std::move(outputs), options.timeout);
+  body(*work, !options.asyncOp);
+  work->all_started();
+  return work;
 }
 
 ShmBackend::WorkPtr ShmBackend::broadcast(
     Tensors& tensors, const c10d::BroadcastOptions& options) {
   check_root(options.rootRank);
-  const auto work =
-      make_work(OpType::BROADCAST, "fddp:broadcast", tensors, {tensors}, options.timeout);
-  start_broadcast(*work, only_one(tensors), options.rootRank, !options.asyncOp);
-  return launch(work);
+  return run(
+      OpType::BROADCAST, "fddp:broadcast", tensors, {tensors}, options,
+      [&](CollectiveWork& work, bool waits) {
+        start_broadcast(work, only_one(tensors), options.rootRank, waits);
+      });
 }
 
 ShmBackend::WorkPtr ShmBackend::allreduce(
     Tensors& tensors, const c10d::AllreduceOptions& options) {
   if (only_one(tensors).is_sparse()) return allreduce_sparse(tensors, options);
-  const auto work =
-      make_work(OpType::ALLREDUCE, "fddp:all_reduce", tensors, {tensors}, options.timeout);
-  start_all_reduce(*work, only_one(tensors), options.reduceOp, !options.asyncOp);
-  return launch(work);
+  return run(
+      OpType::ALLREDUCE, "fddp:all_reduce", tensors, {tensors}, options,
+      [&](CollectiveWork& work, bool waits) {
+        start_all_reduce(work, tensors[0], options.reduceOp, waits);
+      });
 }
 
-// Sizes differ between ranks and are exchanged first, so this blocks until the sum is complete.
 ShmBackend::WorkPtr ShmBackend::allreduce_sparse(
     Tensors& tensors, const c10d::AllreduceOptions& options) {
-  const at::Tensor& tensor = only_one(tensors);
-  const bool average = options.reduceOp.op_ == c10d::ReduceOp::AVG;
-  TORCH_CHECK(
-      average || options.reduceOp.op_ == c10d::ReduceOp::SUM,
-      "sparse tensors can only be summed and averaged");
-  const c10::NoGradGuard guard;
-  const at::Tensor own = tensor.coalesce();
-  const auto gather = [&](at::Tensor input, std::vector<at::Tensor> outputs) {
-    TensorLists lists = {std::move(outputs)};
-    Tensors inputs = {std::move(input)};
-    allgather(lists, inputs, {})->wait();
-    return lists[0];
-  };
-  const auto n = static_cast<size_t>(size_);
-  const at::Tensor indices = own.indices().contiguous();
-  const at::Tensor values = own.values().contiguous();
-  Tensors counts;
-  for (size_t rank = 0; rank < n; ++rank) counts.push_back(at::zeros({1}, at::kLong));
-  counts = gather(at::full({1}, own._nnz(), at::kLong), counts);
-  Tensors all_indices;
-  Tensors all_values;
-  for (size_t rank = 0; rank < n; ++rank) {
-    const int64_t count = counts[rank].item<int64_t>();
-    all_indices.push_back(at::empty({indices.size(0), count}, indices.options()));
-    std::vector<int64_t> shape = values.sizes().vec();
-    shape[0] = count;
-    all_values.push_back(at::empty(shape, values.options()));
-  }
-  all_indices = gather(indices, all_indices);
-  all_values = gather(values, all_values);
-  at::Tensor total = at::sparse_coo_tensor(
-                         at::cat(all_indices, 1), at::cat(all_values), tensor.sizes(),
-                         tensor.options(), /*is_coalesced=*/false)
-                         .coalesce();
-  if (average) total.div_(size_);
-  tensor.copy_(total);
-  return launch(
-      make_work(c10d::OpType::_ALLREDUCE_SPARSE, "fddp:all_reduce", tensors, {tensors}, {}));
+  return run(
+      OpType::_ALLREDUCE_SPARSE, "fddp:all_reduce", tensors, {tensors}, options,
+      [&](CollectiveWork& work, bool waits) {
+        start_sparse_all_reduce(work, only_one(tensors), options.reduceOp, waits);
+      });
 }
 
 ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(
     Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
-  const auto work = make_work(
-      OpType::ALLREDUCE_COALESCED, "fddp:all_reduce", tensors, {tensors}, options.timeout);
-  for (const at::Tensor& tensor : tensors) {
-    start_all_reduce(*work, tensor, options.reduceOp, !options.asyncOp);
-  }
-  return launch(work);
+  return run(
+      OpType::ALLREDUCE_COALESCED, "fddp:all_reduce", tensors, {tensors}, options,
+      [&](CollectiveWork& work, bool waits) {
+        for (const at::Tensor& tensor : tensors) {
+          start_all_reduce(work, tensor, options.reduceOp, waits);
+        }
+      });
 }
 
 ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   check_root(options.rootRank);
-  const auto work = make_work(OpType::REDUCE, "fddp:reduce", tensors, {tensors}, options.timeout);
-  start_reduce(
-      *work, only_one(tensors), options.reduceOp, options.rootRank, !options.asyncOp);
-  return launch(work);
+  return run(
+      OpType::REDUCE, "fddp:reduce", tensors, {tensors}, options,
+      [&](CollectiveWork& work, bool waits) {
+        start_reduce(work, only_one(tensors), options.reduceOp, options.rootRank, waits);
+      });
 }
 
 ShmBackend::WorkPtr ShmBackend::allgather(
     TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  const Tensors& list = only_list(outputs, static_cast<size_t>(size_));
+  const Tensors& list = only_list(outputs, size());
   const at::Tensor& input = only_one(inputs);
-  const auto work =
-      make_work(OpType::ALLGATHER, "fddp:all_gather", inputs, outputs, options.timeout);
-  const Tensors repeated(list.size(), input);
-  start_exchange(*work, repeated, list, input.scalar_type(), 0, !options.asyncOp);
-  return launch(work);
+  return run(
+      OpType::ALLGATHER, "fddp:all_gather", inputs, outputs, options,
+      [&](CollectiveWork& work, bool waits) {
+        start_exchange(work, Tensors(size(), input), list, 0, waits);
+      });
 }
 
 ShmBackend::WorkPtr ShmBackend::_allgather_base(
     at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
-  const auto work = make_work(
-      OpType::_ALLGATHER_BASE, "fddp:_all_gather_base", {input}, {{output}}, options.timeout);
-  start_all_gather(*work, output, input, !options.asyncOp);
-  return launch(work);
+  return run(
+      OpType::_ALLGATHER_BASE, "fddp:_all_gather_base", {input}, {{output}}, options,
+      [&](CollectiveWork& work, bool waits) { start_all_gather(work, output, input, waits); });
 }
 
 ShmBackend::WorkPtr ShmBackend::allgather_coalesced(
     TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  const auto work =
-      make_work(OpType::ALLGATHER_COALESCED, "fddp:all_gather", inputs, outputs, options.timeout);
   TORCH_CHECK(
-      outputs.size() == static_cast<size_t>(size_), "expected one list of outputs for each of the ",
-      size_, " ranks, got ", outputs.size());
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    Tensors of_ranks;
-    for (const Tensors& list : outputs) {
-      check_same_number(list.size(), inputs.size());
-      of_ranks.push_back(list[i]);
-    }
-    const Tensors repeated(of_ranks.size(), inputs[i]);
-    start_exchange(*work, repeated, of_ranks, inputs[i].scalar_type(), 0, !options.asyncOp);
-  }
-  return launch(work);
+      outputs.size() == size(), "expected one list of outputs for each of the ", size(),
+      " ranks, got ", outputs.size());
+  for (const Tensors& list : outputs) check_same_number(list.size(), inputs.size());
+  return run(
+      OpType::ALLGATHER_COALESCED, "fddp:all_gather", inputs, outputs, options,
+      [&](CollectiveWork& work, bool waits) {
+        for (size_t i = 0; i < inputs.size(); ++i) {
+          Tensors of_ranks;
+          for (const Tensors& list : outputs) of_ranks.push_back(list[i]);
+          start_exchange(work, Tensors(size(), inputs[i]), of_ranks, 0, waits);
+        }
+      });
 }
 
 ShmBackend::WorkPtr ShmBackend::allgather_into_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
   check_same_number(outputs.size(), inputs.size());
-  const auto work = make_work(
-      OpType::COALESCED, "fddp:_all_gather_base", inputs, {outputs}, options.timeout);
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    start_all_gather(*work, outputs[i], inputs[i], !options.asyncOp);
-  }
-  return launch(work);
+  return run(
+      OpType::COALESCED, "fddp:_all_gather_base", inputs, {outputs}, options,
+      [&](CollectiveWork& work, bool waits) {
+        for (size_t i = 0; i < inputs.size(); ++i) {
+          start_all_gather(work, outputs[i], inputs[i], waits);
+        }
+      });
 }
 
 ShmBackend::WorkPtr ShmBackend::gather(
     TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
-  check_root(options.rootRank);
-  const at::Tensor& input = only_one(inputs);
-  const auto work = make_work(OpType::GATHER, "fddp:gather", inputs, outputs, options.timeout);
-  const auto n = static_cast<size_t>(size_);
-  const bool is_root = rank_ == options.rootRank;
-  TORCH_CHECK(
-      is_root || outputs.empty() || outputs[0].empty(), "only the root of a gather has outputs");
-  Tensors sent(n);
-  sent[static_cast<size_t>(options.rootRank)] = input;
-  const Tensors received = is_root ? only_list(outputs, n) : Tensors(n);
-  start_exchange(
-      *work, sent, received, input.scalar_type(), options.rootRank, !options.asyncOp);
-  return launch(work);
+  const Tensors sent = only_for(options.rootRank, only_one(inputs));
+  const Tensors received = of_root(options.rootRank, outputs, "only the root of a gather has outputs");
+  return run(
+      OpType::GATHER, "fddp:gather", inputs, outputs, options,
+      [&](CollectiveWork& work, bool waits) {
+        start_exchange(work, sent, received, options.rootRank, waits);
+      });
 }
 
 ShmBackend::WorkPtr ShmBackend::scatter(
     Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) {
-  check_root(options.rootRank);
-  const at::Tensor& output = only_one(outputs);
-  const auto work = make_work(
-      OpType::SCATTER, "fddp:scatter", inputs.empty() ? Tensors() : inputs[0], {outputs},
-      options.timeout);
-  const auto n = static_cast<size_t>(size_);
-  const bool is_root = rank_ == options.rootRank;
-  TORCH_CHECK(
-      is_root || inputs.empty() || inputs[0].empty(), "only the root of a scatter has inputs");
-  Tensors received(n);
-  received[static_cast<size_t>(options.rootRank)] = output;
-  const Tensors sent = is_root ? only_list(inputs, n) : Tensors(n);
-  start_exchange(
-      *work, sent, received, output.scalar_type(), options.rootRank, !options.asyncOp);
-  return launch(work);
+  const Tensors received = only_for(options.rootRank, only_one(outputs));
+  const Tensors sent = of_root(options.rootRank, inputs, "only the root of a scatter has inputs");
+  return run(
+      OpType::SCATTER, "fddp:scatter", inputs.empty() ? Tensors() : inputs[0], {outputs}, options,
+      [&](CollectiveWork& work, bool waits) {
+        start_exchange(work, sent, received, options.rootRank, waits);
+      });
 }
 
 ShmBackend::WorkPtr ShmBackend::reduce_scatter(
     Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) {
-  const Tensors& list = only_list(inputs, static_cast<size_t>(size_));
+  const Tensors& list = only_list(inputs, size());
   const at::Tensor& output = only_one(outputs);
-  const auto work = make_work(
-      OpType::REDUCE_SCATTER, "fddp:reduce_scatter", list, {outputs}, options.timeout);
   const bool even = std::all_of(list.begin(), list.end(), [&](const at::Tensor& tensor) {
     return tensor.numel() == list[0].numel();
   });
-  if (even) {
+  const auto start_even = [&](CollectiveWork& work, bool waits) {
     Tensors flat;
     for (const at::Tensor& tensor : list) flat.push_back(tensor.reshape(-1));
-    start_reduce_scatter(*work, output, at::cat(flat), options.reduceOp, !options.asyncOp);
-    return launch(work);
-  }
-  for (int root = 0; root < size_; ++root) {
-    const at::Tensor copy = list[static_cast<size_t>(root)].clone(at::MemoryFormat::Contiguous);
-    start_reduce(*work, copy, options.reduceOp, root, !options.asyncOp);
-    if (root == rank_) work->after_success([=] { output.copy_(copy.view(output.sizes())); });
-  }
-  return launch(work);
+    start_reduce_scatter(work, output, at::cat(flat), options.reduceOp, waits);
+  };
+  const auto start_uneven = [&](CollectiveWork& work, bool waits) {
+    for (int root = 0; root < size_; ++root) {
+      const at::Tensor copy = list[static_cast<size_t>(root)].clone(at::MemoryFormat::Contiguous);
+      start_reduce(work, copy, options.reduceOp, root, waits);
+      if (root == rank_) work.after_success([=] { output.copy_(copy.view(output.sizes())); });
+    }
+  };
+  return run(
+      OpType::REDUCE_SCATTER, "fddp:reduce_scatter", list, {outputs}, options,
+      [&](CollectiveWork& work, bool waits) {
+        even ? start_even(work, waits) : start_uneven(work, waits);
+      });
 }
 
 ShmBackend::WorkPtr ShmBackend::_reduce_scatter_base(
     at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
-  const auto work = make_work(
-      OpType::_REDUCE_SCATTER_BASE, "fddp:_reduce_scatter_base", {input}, {{output}},
-      options.timeout);
-  start_reduce_scatter(*work, output, input, options.reduceOp, !options.asyncOp);
-  return launch(work);
+  return run(
+      OpType::_REDUCE_SCATTER_BASE, "fddp:_reduce_scatter_base", {input}, {{output}}, options,
+      [&](CollectiveWork& work, bool waits) {
+        start_reduce_scatter(work, output, input, options.reduceOp, waits);
+      });
 }
 
 ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
   check_same_number(outputs.size(), inputs.size());
-  const auto work = make_work(
-      OpType::COALESCED, "fddp:_reduce_scatter_base", inputs, {outputs}, options.timeout);
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    start_reduce_scatter(*work, outputs[i], inputs[i], options.reduceOp, !options.asyncOp);
-  }
-  return launch(work);
+  return run(
+      OpType::COALESCED, "fddp:_reduce_scatter_base", inputs, {outputs}, options,
+      [&](CollectiveWork& work, bool waits) {
+        for (size_t i = 0; i < inputs.size(); ++i) {
+          start_reduce_scatter(work, outputs[i], inputs[i], options.reduceOp, waits);
+        }
+      });
 }
 
 ShmBackend::WorkPtr ShmBackend::alltoall_base(
     at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
     std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) {
-  TORCH_CHECK(
-      output.scalar_type() == input.scalar_type(), "the dtypes of output and input differ: ",
-      output.scalar_type(), " and ", input.scalar_type());
-  const auto work = make_work(
-      OpType::ALLTOALL_BASE, "fddp:all_to_all", {input}, {{output}}, options.timeout);
-  at::Tensor received = output;
-  if (!output.is_contiguous()) {
-    received = at::empty_like(output, at::MemoryFormat::Contiguous);
-    work->after_success([=] { output.copy_(received); });
-  }
-  const at::Tensor sent = input.contiguous();
-  start_exchange(
-      *work, divide(sent, input_splits, size_), divide(received, output_splits, size_),
-      input.scalar_type(), 0, !options.asyncOp);
-  return launch(work);
+  return run(
+      OpType::ALLTOALL_BASE, "fddp:all_to_all", {input}, {{output}}, options,
+      [&](CollectiveWork& work, bool waits) {
+        at::Tensor received = output;
+        if (!output.is_contiguous()) {
+          received = at::empty_like(output, at::MemoryFormat::Contiguous);
+          work.after_success([=] { output.copy_(received); });
+        }
+        const at::Tensor sent = input.contiguous();
+        start_exchange(
+            work, divide(sent, input_splits, size_), divide(received, output_splits, size_), 0,
+            waits);
+      });
 }
 
 ShmBackend::WorkPtr ShmBackend::alltoall(
     Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
-  const auto work =
-      make_work(OpType::ALLTOALL, "fddp:all_to_all", inputs, {outputs}, options.timeout);
-  const auto n = static_cast<size_t>(size_);
   TORCH_CHECK(
-      inputs.size() == n && outputs.size() == n, "expected one input and one output for each of the ",
-      n, " ranks, got ", inputs.size(), " and ", outputs.size());
-  start_exchange(*work, inputs, outputs, inputs[0].scalar_type(), 0, !options.asyncOp);
-  return launch(work);
+      inputs.size() == size() && outputs.size() == size(),
+      "expected one input and one output for each of the ", size(), " ranks, got ", inputs.size(),
+      " and ", outputs.size());
+  return run(
+      OpType::ALLTOALL, "fddp:all_to_all", inputs, {outputs}, options,
+      [&](CollectiveWork& work, bool waits) { start_exchange(work, inputs, outputs, 0, waits); });
 }
 
 ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
-  const auto work = make_work(OpType::BARRIER, "fddp:barrier", {}, {}, options.timeout);
-  if (group_ != nullptr) {
-    {
-      const std::lock_guard lock(last_mutex_);
-      work->wait_for_earlier(last_);
-    }
-    const at::Tensor words = at::zeros({size_}, at::kByte);
-    start_all_gather(*work, words, words[rank_], !options.asyncOp);
-  }
-  return launch(work);
+  return run(
+      OpType::BARRIER, "fddp:barrier", {}, {}, options, [&](CollectiveWork& work, bool waits) {
+        if (group_ == nullptr) return;
+        {
+          const std::lock_guard lock(last_mutex_);
+          work.wait_for_earlier(last_);
+        }
+        const at::Tensor words = at::zeros({size_}, at::kByte);
+        start_all_gather(work, words, words[rank_], waits);
+      });
 }
 
 // Rank 0 waits for a message of each rank and answers all. The texts are those of gloo, which

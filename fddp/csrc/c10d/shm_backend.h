@@ -40,6 +40,10 @@ class ShmBackend : public c10d::Backend {
     return group_ != nullptr;
   }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  // Number of operations whose data has passed through this rank's staging buffer.
+  uint64_t staged_operations() const {
+    return group_ == nullptr ? 0 : group_->staged_operations();
+  }
   void setTimeout(std::chrono::milliseconds timeout) override;
   uint64_t getSequenceNumberForGroup() override {
     return sequence_;
@@ -103,13 +107,21 @@ class ShmBackend : public c10d::Backend {
       c10d::OpType type, const char* title, const Tensors& inputs, TensorLists outputs,
       std::chrono::milliseconds timeout);
   void start(CollectiveWork& work, shm::Request request);
-  WorkPtr launch(const Collective& work);
+  template <class CallOptions, class Body>
+  WorkPtr run(
+      c10d::OpType type, const char* title, const Tensors& inputs, TensorLists outputs,
+      const CallOptions& options, const Body& body);
+  Tensors only_for(int64_t root, const at::Tensor& tensor) const;
+  Tensors of_root(int64_t root, const TensorLists& lists, const char* problem) const;
   std::shared_ptr<shm::ShmGroup> join_part(
       c10d::Store& store, const std::vector<size_t>& members);
   WorkPtr message(
       c10d::OpType type, const char* title, Tensors& tensors, size_t peer, int tag);
   void check_root(int64_t root) const;
   void close();
+  size_t size() const {
+    return static_cast<size_t>(size_);
+  }
 
   // shm_collectives.cpp. Each starts one operation of a work. `waits`: the caller waits next.
   void start_all_reduce(
@@ -124,8 +136,15 @@ class ShmBackend : public c10d::Backend {
       CollectiveWork& work, const at::Tensor& output, const at::Tensor& input,
       const c10d::ReduceOp& op, bool waits);
   void start_exchange(
-      CollectiveWork& work, const Tensors& inputs, const Tensors& outputs, at::ScalarType dtype,
-      int64_t root, bool waits);
+      CollectiveWork& work, const Tensors& inputs, const Tensors& outputs, int64_t root,
+      bool waits);
+
+  // shm_sparse.cpp
+  void start_sparse_all_reduce(
+      CollectiveWork& work, const at::Tensor& tensor, const c10d::ReduceOp& op, bool waits);
+  void start_gather_of_any_sizes(
+      CollectiveWork& work, const at::Tensor& tensor, std::shared_ptr<Tensors> received,
+      bool waits);
 
   const std::shared_ptr<shm::ShmGroup> group_;
   const std::shared_ptr<shm::Messages> messages_;

@@ -1,5 +1,6 @@
 // Python binding of the "fddp" backend, which c10d::Backend makes usable in process groups.
 
+#include "c10d/open_groups.h"
 #include "c10d/shm_backend.h"
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -33,5 +34,12 @@ void bind_shm_backend(py::module_& m) {
                 store, ranks, c10::make_intrusive<c10d::Backend::Options>("fddp", timeout));
           },
           py::arg("store"), py::arg("ranks"), py::arg("timeout_s"),
-          "Create a backend of some ranks of this one, which meet in the store.");
+          "Create a backend of some ranks of this one, which meet in the store.")
+      .def_property_readonly(
+          "staged_operations", &ShmBackend::staged_operations,
+          "Number of operations whose data has passed through this rank's staging buffer.");
+  m.def(
+      "leave_open_groups", &fddp::leave_open_groups,
+      "Leave all groups of backends, as `shutdown` does.",
+      py::call_guard<py::gil_scoped_release>());
 }

@@ -115,6 +115,17 @@ void premultiply_(const at::Tensor& tensor, const ReduceOp& op) {
   tensor.copy_(premultiplied(tensor, op));
 }
 
+// Dtype of the first tensor that is defined.
+at::ScalarType dtype_of(
+    const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs) {
+  for (const auto* const list : {&inputs, &outputs}) {
+    for (const at::Tensor& tensor : *list) {
+      if (tensor.defined()) return tensor.scalar_type();
+    }
+  }
+  return at::ScalarType::Undefined;
+}
+
 Request request_of(const Signature& signature, char* data, bool waits) {
   Request request{signature, data, waits, false, nullptr};
   return request;
@@ -213,8 +224,9 @@ void ShmBackend::start_reduce_scatter(
 
 // Undefined tensors stand for nothing to send or to receive.
 void ShmBackend::start_exchange(
-    CollectiveWork& work, const Tensors& inputs, const Tensors& outputs, at::ScalarType dtype,
-    int64_t root, bool waits) {
+    CollectiveWork& work, const Tensors& inputs, const Tensors& outputs, int64_t root,
+    bool waits) {
+  const at::ScalarType dtype = dtype_of(inputs, outputs);
   auto buffers = std::make_shared<shm::ExchangeBuffers>();
   at::Tensor latest;  // equal inputs follow each other
   at::Tensor dense;

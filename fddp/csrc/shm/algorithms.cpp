@@ -85,7 +85,10 @@ TensorAlgorithm::TensorAlgorithm(
       index_(index),
       member_data_(std::move(member_data)),
       tree_(std::move(tree)),
-      staged_(false) {
+      staged_(false),
+      direct_(
+          is_reduction(signature.kind) &&
+          reinterpret_cast<uintptr_t>(own) % signature.unit_bytes == 0) {
   for (size_t m = 0; m < members(); ++m) staged_ = staged_ || is_staged(m);
   const int64_t whole = has_chunks(signature.kind) ? row() : signature.units;
   const auto room = static_cast<int64_t>(kSegmentBytes / signature.unit_bytes);
@@ -107,12 +110,23 @@ TensorAlgorithm::UnitRange TensorAlgorithm::range_of(int64_t segment) const {
   return {begin, std::min(segment_units_, whole - begin)};
 }
 
-// Address of a unit in the memory of `member`: at `unit` of the tensor, or at `staged_unit` of the
-// staging buffer.
+TensorAlgorithm::UnitRange TensorAlgorithm::own_part(UnitRange range) const {
+  const int64_t begin = part_begin(range.count, signature_.unit_bytes, members(), index_);
+  const int64_t end = part_begin(range.count, signature_.unit_bytes, members(), index_ + 1);
+  return {begin, end - begin};
+}
+
+// Address of a unit that this member reads or writes, in the memory of `member`: at `unit` of the
+// tensor, or at `staged_unit` of the staging buffer.
 char* TensorAlgorithm::at(size_t member, int64_t segment, int64_t unit, int64_t staged_unit) const {
-  char* const memory = member_data_[member].memory;
-  if (!is_staged(member)) return memory + bytes(unit);
-  return memory + (segment % 2 == 0 ? 0 : kSegmentBytes) + bytes(staged_unit);
+  if (!is_staged(member)) return member_data_[member].memory + bytes(unit);
+  if (direct_ && member == index_) return own_ + bytes(unit);
+  return staged_at(member, segment, staged_unit);
+}
+
+char* TensorAlgorithm::staged_at(size_t member, int64_t segment, int64_t staged_unit) const {
+  const uint64_t half = segment % 2 == 0 ? 0 : kSegmentBytes;
+  return member_data_[member].memory + half + bytes(staged_unit);
 }
 
 std::vector<char*> TensorAlgorithm::summands(int64_t segment, int64_t begin) const {
@@ -169,24 +183,41 @@ void TensorAlgorithm::copy_in(int64_t segment) const {
   const auto own_chunk = static_cast<int64_t>(index_) * chunk();
   switch (signature_.kind) {
     case Kind::kAllReduce:
-    case Kind::kBroadcast:
     case Kind::kReduce:
-      copy(at(index_, segment, 0, 0), own_ + bytes(range.begin), bytes(range.count));
+      copy_segment(segment, /*in=*/true);
+      return;
+    case Kind::kBroadcast:
+      copy(staged_at(index_, segment, 0), own_ + bytes(range.begin), bytes(range.count));
       return;
     case Kind::kAllGather:
-      copy(at(index_, segment, 0, 0), own_ + bytes(own_chunk + range.begin), bytes(range.count));
+      copy(
+          staged_at(index_, segment, 0), own_ + bytes(own_chunk + range.begin),
+          bytes(range.count));
       return;
     case Kind::kReduceScatter:
     case Kind::kAllToAll:
       for (int64_t r = 0; r < static_cast<int64_t>(members()) * rows(); ++r) {
+        if (direct_ && r / rows() == static_cast<int64_t>(index_)) continue;
         copy(
-            at(index_, segment, 0, r * segment_units_), own_ + bytes(r * row() + range.begin),
+            staged_at(index_, segment, r * segment_units_), own_ + bytes(r * row() + range.begin),
             bytes(range.count));
       }
       return;
     case Kind::kExchange:
       return;
   }
+}
+
+void TensorAlgorithm::copy_segment(int64_t segment, bool in) const {
+  const UnitRange range = range_of(segment);
+  const auto copy_part = [&](int64_t begin, int64_t end) {
+    char* const staged = staged_at(index_, segment, begin);
+    char* const own = own_ + bytes(range.begin + begin);
+    copy(in ? staged : own, in ? own : staged, bytes(end - begin));
+  };
+  const UnitRange part = direct_ ? own_part(range) : UnitRange{0, 0};
+  copy_part(0, part.begin);
+  copy_part(part.begin + part.count, range.count);
 }
 
 // See [Note: write ownership].
@@ -197,15 +228,14 @@ void TensorAlgorithm::run(int64_t segment) const {
   switch (signature_.kind) {
     case Kind::kAllReduce:
     case Kind::kReduce: {
-      const int64_t begin = part_begin(range.count, signature_.unit_bytes, members(), index_);
-      const int64_t end = part_begin(range.count, signature_.unit_bytes, members(), index_ + 1);
+      const UnitRange part = own_part(range);
       for (size_t m = 0; m < members(); ++m) {
-        sources.push_back(at(m, segment, range.begin + begin, begin));
+        sources.push_back(at(m, segment, range.begin + part.begin, part.begin));
       }
       if (signature_.kind == Kind::kAllReduce) {
-        reduce_into(sources, sources.data(), members(), {0, end - begin});
+        reduce_into(sources, sources.data(), members(), {0, part.count});
       } else {
-        reduce_into(sources, &sources[signature_.src], 1, {0, end - begin});
+        reduce_into(sources, &sources[signature_.src], 1, {0, part.count});
       }
       return;
     }
@@ -258,15 +288,14 @@ void TensorAlgorithm::copy_out(int64_t segment) const {
   if (signature_.kind == Kind::kAllToAll) {
     for (int64_t c = 0; c < static_cast<int64_t>(members()); ++c) {
       copy(
-          own_ + bytes(c * chunk() + range.begin), at(index_, segment, 0, c * segment_units_),
+          own_ + bytes(c * chunk() + range.begin), staged_at(index_, segment, c * segment_units_),
           bytes(range.count));
     }
   }
   const bool has_result =
       signature_.kind == Kind::kAllReduce ||
       (signature_.kind == Kind::kReduce && index_ == signature_.src);
-  if (!has_result) return;
-  copy(own_ + bytes(range.begin), at(index_, segment, 0, 0), bytes(range.count));
+  if (has_result) copy_segment(segment, /*in=*/false);
 }
 
 ByteRange TensorAlgorithm::accessed_range(size_t member) const {
@@ -275,10 +304,8 @@ ByteRange TensorAlgorithm::accessed_range(size_t member) const {
   switch (signature_.kind) {
     case Kind::kAllReduce:
     case Kind::kReduce: {
-      const uint32_t unit_bytes = signature_.unit_bytes;
-      const int64_t begin = part_begin(signature_.units, unit_bytes, members(), index_);
-      const int64_t end = part_begin(signature_.units, unit_bytes, members(), index_ + 1);
-      return {static_cast<uint64_t>(bytes(begin)), static_cast<uint64_t>(bytes(end - begin))};
+      const UnitRange part = own_part({0, signature_.units});
+      return {static_cast<uint64_t>(bytes(part.begin)), static_cast<uint64_t>(bytes(part.count))};
     }
     case Kind::kReduceScatter:
       return {chunk_bytes * index_, chunk_bytes};

@@ -13,7 +13,9 @@
 // A tensor outside of the arenas goes through a staging buffer in its owner's arena, in segments.
 // The buffer has two halves, used alternately. For each segment, `copy_in` fills a half, `run`
 // performs the collective on the memory of all members, and `copy_out` copies the result to the
-// tensor. The next segment is copied in while peers work on the current one.
+// tensor. The next segment is copied in while peers work on the current one. Numbers that no other
+// member reads or writes do not go through the buffer: in a reduction, the part that this member
+// computes.
 
 #pragma once
 
@@ -112,10 +114,16 @@ class TensorAlgorithm : public Algorithm {
   }
   bool is_staged(size_t member) const;
   UnitRange range_of(int64_t segment) const;
+  // Part of a segment that this member computes in an all-reduce or a reduce.
+  UnitRange own_part(UnitRange range) const;
+  // Copy a segment of an all-reduce or a reduce to the staging buffer, or back: all that is not
+  // direct.
+  void copy_segment(int64_t segment, bool in) const;
   // Return the addresses of all summands of this member's chunk, in member order: from `begin` of
   // each row on, or from the staged copies of a segment.
   std::vector<char*> summands(int64_t segment, int64_t begin) const;
   char* at(size_t member, int64_t segment, int64_t unit, int64_t staged_unit) const;
+  char* staged_at(size_t member, int64_t segment, int64_t staged_unit) const;
   bool swaps_with(size_t member) const;
   std::vector<char*> results(int64_t begin) const;
   void reduce_into(
@@ -141,6 +149,7 @@ class TensorAlgorithm : public Algorithm {
   std::vector<MemberData> member_data_;
   std::shared_ptr<const SumTree> tree_;
   bool staged_;
+  bool direct_;  // this member's part is not staged
   int64_t segment_units_;
   int64_t segments_;
 };

@@ -11,6 +11,16 @@ uint64_t round_up(uint64_t bytes) {
   return (bytes + kCacheLineBytes - 1) / kCacheLineBytes * kCacheLineBytes;
 }
 
+// Memory to receive into, where the sizes are known only now.
+std::vector<ExchangeBuffers::Target> allocated(
+    const ExchangeBuffers& buffers, size_t index, const std::vector<ExchangeTable>& tables) {
+  if (!buffers.allocate) return {};
+  std::vector<uint64_t> sizes;
+  for (const ExchangeTable& table : tables) sizes.push_back(table[index].bytes);
+  sizes[index] = buffers.sources[index].bytes;  // the table may have been overwritten
+  return buffers.allocate(sizes);
+}
+
 char* half_of(char* staging, int64_t segment) {
   return staging + (segment % 2 == 0 ? 0 : kSegmentBytes);
 }
@@ -56,7 +66,8 @@ uint64_t read_table(const char* from, ExchangeTable& table) {
 bool sizes_match(const std::vector<ExchangeTable>& tables) {
   for (size_t from = 0; from < tables.size(); ++from) {
     for (size_t to = 0; to < tables.size(); ++to) {
-      if (tables[from][to].bytes != tables[to][from].expected) return false;
+      const uint64_t expected = tables[to][from].expected;
+      if (expected != kAnySize && expected != tables[from][to].bytes) return false;
     }
   }
   return true;
@@ -66,6 +77,8 @@ Exchange::Exchange(
     const ExchangeBuffers& buffers, size_t index, std::vector<MemberData> member_data,
     std::vector<ExchangeTable> tables)
     : buffers_(buffers),
+      allocated_(allocated(buffers, index, tables)),
+      targets_(buffers.allocate ? allocated_ : buffers.targets),
       index_(index),
       member_data_(std::move(member_data)),
       tables_(std::move(tables)),
@@ -116,13 +129,15 @@ void Exchange::run(int64_t segment) const {
   }
   if (segment != 0) return;
   const auto& own = buffers_.sources[index_];
-  char* const target = buffers_.targets[index_].data;
-  if (own.bytes != 0 && own.data != target) std::memmove(target, own.data, own.bytes);
+  char* const target = targets_[index_].data;
+  if (target == nullptr || own.bytes == 0 || own.data == target) return;
+  std::memmove(target, own.data, own.bytes);
 }
 
 void Exchange::receive(size_t member, int64_t segment) const {
   const ExchangeEntry& entry = tables_[member][index_];
-  char* const target = buffers_.targets[member].data;
+  char* const target = targets_[member].data;
+  if (target == nullptr) return;
   char* const memory = member_data_[member].memory;
   if (is_staged(member)) {
     const uint64_t slot_bytes = slot_bytes_[member];

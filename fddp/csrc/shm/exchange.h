@@ -13,9 +13,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <limits>
 #include <vector>
 
 namespace fddp::shm {
+
+// Size of a range to receive that only its sender knows.
+inline constexpr uint64_t kAnySize = std::numeric_limits<uint64_t>::max();
 
 // Memory that a member sends to and receives from the others, by member.
 struct ExchangeBuffers {
@@ -30,6 +35,9 @@ struct ExchangeBuffers {
 
   std::vector<Source> sources;
   std::vector<Target> targets;
+  // Return the targets for ranges of these sizes if the targets have kAnySize. What a target without
+  // memory receives is dropped. Called with the executor lock.
+  std::function<std::vector<Target>(const std::vector<uint64_t>&)> allocate = nullptr;
 };
 
 // Entry of a table, for one receiver.
@@ -59,7 +67,7 @@ uint64_t read_table(const char* from, ExchangeTable& table);
 uint64_t fill_table(
     const ExchangeBuffers& buffers, size_t index, bool offsets, ExchangeTable& table);
 
-// Return true if each size sent equals the size expected.
+// Return true if each size sent equals the size expected, if any.
 bool sizes_match(const std::vector<ExchangeTable>& tables);
 
 class Exchange : public Algorithm {
@@ -96,6 +104,8 @@ class Exchange : public Algorithm {
   ByteRange range_of(uint64_t slot_bytes, uint64_t bytes, int64_t segment) const;
 
   const ExchangeBuffers& buffers_;  // outlives this object
+  std::vector<ExchangeBuffers::Target> allocated_;
+  const std::vector<ExchangeBuffers::Target>& targets_;
   size_t index_;
   std::vector<MemberData> member_data_;
   std::vector<ExchangeTable> tables_;

@@ -239,6 +239,9 @@ bool ShmGroup::post(Operation& operation) {
   if (!posted) return false;
   operation.location_ = descriptor.location;
   operation.offset_ = descriptor.offset;
+  if (descriptor.location == DataLocation::kStaged && is_shared(signature, index())) {
+    ++staged_operations_;
+  }
   ring_use_[operation.number_ % kRingSlots].copies = copy_ring_head_;
   std::memcpy(&slot(index()).ring[operation.number_ % kRingSlots], &descriptor, sizeof descriptor);
   return true;

@@ -162,6 +162,11 @@ class ShmGroup {
   // Leave the group.
   void leave();
 
+  // Number of operations whose data has passed through this member's staging buffer.
+  uint64_t staged_operations() const {
+    return staged_operations_;
+  }
+
   Failure failure() const;
   MemberState state(size_t member) const;
   size_t members() const {
@@ -284,6 +289,7 @@ class ShmGroup {
   bool left_ = false;
   Failure failure_;
 
+  std::atomic<uint64_t> staged_operations_ = 0;
   std::atomic<bool> stopping_ = false;
   std::condition_variable work_;
   std::thread thread_;

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fddp.native import extension
+from fddp.transport.backend.exits import leave_groups_at_exit
 from fddp.transport.backend.store_exchange import StoreExchange
 from fddp.transport.shm.host_discovery import discover_hosts
 from fddp.transport.shm.opening import open_shm_groups
@@ -46,6 +47,7 @@ def create_backend(options: Any, _: object = None) -> Any:
     Raises:
         SyncTimeoutError: some ranks did not take part within the timeout of the group.
     """
+    leave_groups_at_exit()
     rank, size, timeout_s = options.group_rank, options.group_size, _seconds(options.timeout)
     whole = _default_backend()
     if size == 1:

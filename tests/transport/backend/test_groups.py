@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,20 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import fddp
 from fddp.transport.backend import BackendChoice, backend_choice
 from fddp.transport.backend.registration import register
-from tests.support.backends import new_fddp_group
+from tests.support.backends import as_default, new_fddp_group
 from tests.support.process_resources import Resources, growth, resources
 from tests.support.ranks import RankPool, split_into_hosts
-
-
-def as_default(rank: int, world_size: int, folder: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn(rank, world_size)` in a default group with the backend "fddp"."""
-    dist.destroy_process_group()
-    store = dist.FileStore(str(Path(folder) / "store"), world_size)
-    dist.init_process_group("fddp", store=store, rank=rank, world_size=world_size)
-    result = fn(rank, world_size, *args)
-    dist.barrier()
-    dist.destroy_process_group()
-    return result
 
 
 def _choice(rank: int, world_size: int) -> tuple[BackendChoice, BackendChoice]:
