@@ -1,5 +1,6 @@
 """Sharded updates: schedules that gather parameters during the next forward pass.
 
+`GradSync.start_all_gather` returns a `Gathering`, which takes the place of the parameters.
 `make_sharded_schedule` makes schedules, `fddp.check_schedule` proves them, and `simulate_sharded`
 simulates them.
 """
@@ -10,3 +11,4 @@ from fddp.core.schedule.sharded import make_sharded_schedule as make_sharded_sch
 from fddp.core.sim.sharded import ComputeTimes as ComputeTimes
 from fddp.core.sim.sharded import ShardedTimeline as ShardedTimeline
 from fddp.core.sim.sharded import simulate_sharded as simulate_sharded
+from fddp.sync.gathering import Gathering as Gathering
