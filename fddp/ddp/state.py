@@ -74,6 +74,8 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
 
     gradient_as_bucket_view: bool
     static_graph: bool
+    _shards_updates = False
+    _sharded_runner: type[StepRunner]
 
     def _expose(self, module: Module, options: Options) -> None:
         """Set the attributes of torch's class that others rely on."""
@@ -148,6 +150,8 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
         kinds: tuple[Any, Any] = StepRunner, FinalizingDriver
         if self._virtual_ranks is not None:
             kinds = VirtualRunner, VirtualDriver
+        if self._shards_updates:
+            kinds = self._sharded_runner, FinalizingDriver
         new_runner, new_driver = kinds
         runner = new_runner(
             self._request(),
@@ -183,6 +187,7 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
             transport=self._transport,
             nonfinite=self._nonfinite,
             virtual_ranks=self._virtual_ranks,
+            sharded=self._shards_updates,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Leaves of parameters that are still being gathered: any use waits for them.
+"""Leaves and parameters that are still being gathered: any use waits for them.
 
 [Note: pending leaves]
 The loss function gets a `PendingLeaf` in place of each leaf that has not arrived. It has the shape,
@@ -7,15 +7,23 @@ and methods of torch are called with the leaf itself, once it has arrived (`__to
 What takes another way (compiled extensions, TorchScript, transforms of `torch.func`, functions of
 `torch.autograd.Function`) is served below autograd (`__torch_dispatch__`); the graph then leads to
 the leaf through a node of its own.
+
+The parameters of a module stay the objects that they are, because hooks, compiled code and lists of
+modules refer to them. A parameter that has not arrived has the class `PendingParameter`, whose
+`__torch_function__` gives it its memory and its class back before any use. Until then, all of its
+elements are NaN, for code that takes another way.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
 _ATTRIBUTES = ("device", "dtype", "is_leaf", "layout", "ndim", "requires_grad", "shape")
@@ -27,6 +35,15 @@ _METADATA = frozenset(
     }
 )
 """Functions that read no elements."""
+
+_GRAD: Any = Tensor.grad  # a descriptor, which type checkers take for the attribute
+_ATTACHED = frozenset(
+    {
+        *(_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__, Tensor._version.__get__),  # type: ignore[attr-defined]
+        *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
+    }
+)
+"""Functions that read no elements of parameters, which are leaves of graphs."""
 
 
 class PendingLeaf(Tensor):
@@ -88,6 +105,62 @@ def pending(leaf: Tensor, arrive: Callable[[], None]) -> Tensor:
     """
     result: Tensor = _Pending.apply(leaf, arrive)  # type: ignore[no-untyped-call]
     return result
+
+
+class PendingParameter(Parameter):
+    """A parameter that has not arrived; see [Note: pending leaves]. Made by `make_pending_`."""
+
+    _arrive: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call a function with parameters that have arrived."""
+        if func not in _METADATA and func not in _ATTACHED:
+            tree_map_only(PendingParameter, _awaited, (tuple(args), kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs or {})
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self._arrive()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._arrive()
+        return self.__reduce_ex__(protocol)
+
+
+def make_pending_(param: Tensor, arrive: Callable[[], None]) -> None:
+    """Take the memory of a parameter until it has arrived.
+
+    Args:
+        param: the parameter. Of a class of its own, it only becomes NaN.
+        arrive: waits for it and calls `give_back_`; called before each use.
+    """
+    param.data = torch.full((), math.nan, dtype=param.dtype, device=param.device).expand(
+        param.shape
+    )
+    if type(param) is Parameter:
+        param.__class__ = PendingParameter
+        param._arrive = arrive  # type: ignore[attr-defined]
+
+
+def give_back_(param: Tensor, memory: Tensor) -> None:
+    """Give a parameter that has arrived its memory and its class."""
+    if isinstance(param, PendingParameter):
+        del param._arrive
+        param.__class__ = Parameter  # type: ignore[assignment]
+    param.data = memory
+
+
+def _awaited(given: PendingParameter) -> PendingParameter:
+    given._arrive()
+    return given
 
 
 def _leaf_of(given: PendingLeaf) -> Tensor:

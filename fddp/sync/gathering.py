@@ -118,11 +118,15 @@ class Gathering:
         for position, leaf in enumerate(leaves):
             bucket = bucket_of.get(position)
             if leaf is not None and bucket is not None and not step.has_arrived(bucket):
-                found[position] = pending(leaf, partial(self._arrive, bucket))
+                found[position] = pending(leaf, partial(self.arrive, bucket))
         return found
 
-    def _arrive(self, bucket: int) -> None:
-        """Wait for a bucket."""
+    def arrive(self, bucket: int) -> None:
+        """Wait for a bucket.
+
+        Raises:
+            Exception: as `wait`.
+        """
         if self._leaves is not None or (self._error is None and self._step.has_arrived(bucket)):
             return
         with self._lock:
