@@ -37,7 +37,7 @@ BOUND = 1.1
 
 _LAYERS = 16
 _FLOATS = 500_000  # of each layer
-_LAYER_MS = (20.0, 12.0, 6.0)  # of forward
+_LAYER_MS = (24.0, 16.0, 8.0)  # of forward
 _STEPS, _WARMUP = 15, 3
 
 

@@ -36,14 +36,7 @@ class ShardedRunner(StepRunner):
     shards: Sequence[Tensor | None] = ()
 
     def open(self, *, again: bool = False) -> None:
-        """As `StepRunner.open`; collectives in flight come first."""
-        try:
-            if self.engine.in_flight is not None:
-                self.engine.in_flight()
-        except BaseException as error:
-            self.parameters.hooks.begin()
-            self._open_error = error
-            return
+        """As `StepRunner.open`, with shards as results."""
         super().open(again=again)
         self._write = self._keep
 

@@ -46,6 +46,7 @@ _NOT_STATE = (
     "_watch",
     "_delayed",
     "_forward_collectives",
+    "_shards_updates",
 )
 
 
@@ -301,6 +302,11 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
         """Continue with another group. A collective call on its members."""
         if new_process_group is dist.GroupMember.NON_GROUP_MEMBER:
             return
+        if self._shards_updates:
+            raise RuntimeError(
+                "the group of a sharded optimizer can't change, because shards would change their "
+                "owners; wrap the module anew and make a new optimizer"
+            )
         hook = None if self._steps is None else self._steps.engine.hook
         if self._steps is not None:
             self._steps.close()

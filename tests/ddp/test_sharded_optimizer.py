@@ -330,6 +330,8 @@ def test_what_does_not_go_with_sharded_optimizers() -> None:
             ddp.sharded_optimizer(make_adam)
         with pytest.raises(ValueError, match=r"join\(\) and a sharded optimizer can't be combined"):
             ddp.join()
+        with pytest.raises(RuntimeError, match="group of a sharded optimizer can't change"):
+            ddp._update_process_group(group)
         net.weight = nn.Parameter(torch.ones(2, 2))
         with pytest.raises(RuntimeError, match="shards would change their owners"):
             ddp(torch.ones(1, 2))

@@ -99,6 +99,23 @@ def test_leaves_that_are_not_used_are_gathered_too() -> None:
     assert same_bits([params for _, params in (*plain, *ahead)])
 
 
+def uneven_loss(params: Any, x: Tensor) -> Tensor:
+    """Uses other leaves on ranks with other inputs."""
+    if x.sum() > 0:
+        return mlp_loss(params, x)
+    return mlp_loss({"layer1": params["layer1"]}, x)
+
+
+def test_ranks_may_use_different_leaves() -> None:
+    """Collectives are launched in one order all the same, also those of a second axis."""
+    mesh = Topology(host=2, local=2)
+    sums = [batch(rank, number).sum() > 0 for rank in range(4) for number in range(STEPS)]
+    assert len(set(map(bool, sums))) == 2
+    plain = fddp.loopback(4, train, mesh, False, uneven_loss)
+    ahead = fddp.loopback(4, train, mesh, True, uneven_loss)
+    assert same_bits([params for _, params in (*plain, *ahead)])
+
+
 @settings(max_examples=40)
 @given(st.data())
 def test_any_tree_is_gathered_to_the_bit(data: st.DataObject) -> None:
