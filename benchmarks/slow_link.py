@@ -30,7 +30,6 @@ STEP_S = 0.05
 LINK = fddp.CostModel(5e-4, 8e-8 * 1514 / 1448)
 """Of each frame of 1514 bytes, 1448 are payload. The latency is that of two processes and gloo."""
 
-_RATE = "100mbit"
 _SPACES = ("fddp_slow_0", "fddp_slow_1")
 _ADDRESS = "10.77.0.{}"
 _PORT = 29511
@@ -75,8 +74,8 @@ def run_rank() -> None:
 
 
 @contextlib.contextmanager
-def linked() -> Iterator[None]:
-    """Two network namespaces with a slow link between them."""
+def linked(rate: str, burst: str) -> Iterator[None]:
+    """Two network namespaces with a link between them, limited as `tc` writes it."""
     with contextlib.ExitStack() as stack:
         for space in _SPACES:
             _call("ip", "netns", "add", space)
@@ -90,7 +89,7 @@ def linked() -> Iterator[None]:
             _call("ip", "-n", space, "addr", "add", address, "dev", device)
             for name in (device, "lo"):
                 _call("ip", "-n", space, "link", "set", name, "up")
-            limit = ("tbf", "rate", _RATE, "burst", "32kb", "latency", "400ms")
+            limit = ("tbf", "rate", rate, "burst", burst, "latency", "400ms")
             _call("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", device, "root", *limit)
         yield
 
@@ -99,12 +98,12 @@ def _call(*command: str) -> None:
     subprocess.run(command, check=True)
 
 
-def main() -> int:
-    """Run the benchmark; the exit code."""
+def run_ranks(module: str, rate: str, burst: str) -> int:
+    """Run `python -m MODULE rank` on two ranks with a link between them; the exit code."""
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
-        print("slow_link: skipped, because it needs root, ip and tc")
+        print(f"{module}: skipped, because it needs root, ip and tc")
         return 0
-    with linked():
+    with linked(rate, burst):
         ranks = []
         for number, space in enumerate(_SPACES):
             env = {
@@ -116,7 +115,7 @@ def main() -> int:
                 "GLOO_SOCKET_IFNAME": f"slow{number}",
                 "OMP_NUM_THREADS": "1",
             }
-            command = [sys.executable, "-m", "benchmarks.slow_link", "rank"]
+            command = [sys.executable, "-m", module, "rank"]
             ranks.append(subprocess.Popen(["ip", "netns", "exec", space, *command], env=env))
         return max(abs(rank.wait()) for rank in ranks)
 
@@ -125,4 +124,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["rank"]:
         run_rank()
     else:
-        sys.exit(main())
+        sys.exit(run_ranks("benchmarks.slow_link", "100mbit", "32kb"))

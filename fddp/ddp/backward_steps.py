@@ -325,8 +325,9 @@ class BackwardDriver:
         self.runner.parameters.hooks.watch(False)
 
     def close(self) -> None:
-        """Free the communicator."""
+        """Free the communicator. Waits for an all-gather in flight."""
         self.stop()
+        self.engine.finish_in_flight()
         self.engine.close("the wrapped module was closed")
 
 

@@ -29,6 +29,7 @@ from fddp.ddp.manual_finalization import ManualFinalization
 from fddp.ddp.mixed_precision import MixedPrecision
 from fddp.ddp.outputs import find_tensors, warn_if_hidden
 from fddp.ddp.reducer_facade import Reducer
+from fddp.ddp.sharded_steps import ShardedUpdates
 from fddp.ddp.tensor_parallel import make_local_
 from fddp.ddp.virtual_steps import check_virtual
 from fddp.native.profiling import profiled
@@ -50,7 +51,7 @@ _TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
 
 
 class DistributedDataParallel(
-    UnevenInputs, CommHooks, FailurePropagation, ManualFinalization, BufferSync
+    UnevenInputs, CommHooks, FailurePropagation, ManualFinalization, ShardedUpdates, BufferSync
 ):
     """Wrapper that averages a module's gradients over ranks while backward runs.
 

@@ -144,6 +144,11 @@ class Step(Interpreter):
         for bucket in range(len(self.buckets)):
             self.bucket_ready(bucket)
 
+    def raise_failure(self) -> None:
+        """Raise the error of this rank, if it has one, without communication."""
+        if self.failure is not None:
+            self._raise(self.failure)
+
     def _begin_usual(self) -> UsualRun | None:
         self._has_begun = True
         if self.context.usual is not None and self.failure is None:

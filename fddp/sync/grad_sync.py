@@ -243,6 +243,7 @@ class GradSync(TreeSync):
             >>> fddp.loopback(2, train)
             [[1.5, 1.5], [1.5, 1.5]]
         """
+        self._engine.finish_in_flight()
         with outside_transforms():
             engine = rebuild_engine(self._engine, resolve_mesh(group, mesh))
         other = copy.copy(self)
@@ -299,11 +300,15 @@ class GradSync(TreeSync):
         return self
 
     def close(self) -> None:
-        """Free the communicator and all memory; a second call does nothing."""
+        """Free the communicator and all memory; a second call does nothing. Waits for an all-gather
+        in flight."""
+        self._engine.finish_in_flight()
         self._engine.close("close() was called")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._engine.in_flight = None  # other ranks may not have started it
         self.close()

@@ -21,12 +21,14 @@ from fddp.runtime.inputs import (
     checked_weight,
     matched_leaves,
     matched_shards,
+    outside_transforms,
 )
 from fddp.runtime.results import shards_of
 from fddp.runtime.step_info import make_info
 from fddp.runtime.untraced import untraced
 from fddp.runtime.virtual_step import VirtualStep
 from fddp.sync.engine import Engine
+from fddp.sync.gathering import Gathering
 from fddp.sync.value_and_grad import INSTEAD_IN_A_GRAPH
 from fddp.sync.virtual_batches import VirtualBatches, gathered_trees
 from fddp.tree.foreign import ForeignTreeDef
@@ -203,6 +205,30 @@ class TreeSync:
             ValueError: the algorithm is not "reduce_scatter".
         """
         return self._sync_tree(Method.ALL_GATHER, shards, 1.0, False)
+
+    @untraced(INSTEAD_IN_A_GRAPH)
+    def start_all_gather(self, shards: Any) -> Gathering:
+        """Start to gather whole leaves from the shards of all ranks; a collective call.
+
+        Does not wait for other ranks. The result takes the place of the parameters in the next call
+        of `value_and_grad`, so that the all-gathers overlap with its forward pass: each leaf is
+        awaited before its first use, and buckets are gathered in the reverse of the plan's order,
+        which is that of backward. Parameters have the bits of `all_gather`.
+
+        Args:
+            shards: as for `all_gather`. May be written as soon as the call has returned.
+
+        Raises:
+            ValueError: the algorithm is not "reduce_scatter". Errors of the shards are raised on
+                all ranks when the parameters are awaited; see `Gathering`.
+        """
+        _check_method(Method.ALL_GATHER, self.schedule)
+        engine = self._engine
+        if engine.in_flight is not None:
+            engine.in_flight()
+        engine.prepare_gathering_ahead()
+        with outside_transforms():
+            return Gathering(engine, shards)
 
     def shard(self, tree: Any) -> Any:
         """Return this rank's shards of a tree that is equal on all ranks; no communication.

@@ -1,10 +1,11 @@
-"""One step as lanes of compute and communication."""
+"""Steps as lanes of compute and communication."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fddp.core.sim.sharded import ShardedTimeline
 from fddp.core.timeline import COMPUTE, Span, StepTimes, Timeline
 from fddp.viz import canvas
 
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLOURS = {
+    "forward": "#E4E4E4",
     "backward": "#C8C8C8",
+    "update": canvas.GREY,
     "bucket": canvas.BLUE,
     "all_reduce": canvas.BLUE,
     "reduce_scatter": canvas.ORANGE,
@@ -49,33 +52,77 @@ def plot_timeline(timeline: Timeline | StepTimes, ax: Axes | None = None) -> Fig
     """
     if isinstance(timeline, StepTimes):
         timeline = timeline.to_timeline()
-    lanes = list(dict.fromkeys([COMPUTE, *timeline.lanes]))
-    if ax is None:
-        (ax,) = canvas.new_figure(_AROUND_IN + _LANE_IN * len(lanes))
-    shown = [span for span in timeline.spans if span.end_s > span.start_s]
-    ax.set_xlim(0.0, 1.02e3 * max([timeline.step_s, *(span.end_s for span in shown), 1e-9]))
-    ax.set_ylim(len(lanes) - 0.5, -0.5)
-    ax.set_yticks(range(len(lanes)), [lane.replace("+", " + ") for lane in lanes])
     title = (
         f"rank {timeline.rank}: step {timeline.step_s * 1e3:.2f} ms, of which "
         f"{timeline.exposed_s * 1e3:.2f} ms exposed; {timeline.hidden_fraction:.0%} of "
         f"communication hidden"
     )
-    canvas.label_(ax, title=title, x="ms since the start of the step", grid="x")
-    _shade_exposed_(ax, timeline)
+    ax = _draw_steps_(ax, timeline.spans, timeline.step_s, title, "ms since the start of the step")
+    _shade_exposed_(ax, timeline.backward_end_s, timeline.step_s)
+    ax.axvline(timeline.backward_end_s * 1e3, color=canvas.VERMILION, linewidth=1.0, linestyle="--")
+    return canvas.figure_of(ax)
+
+
+def plot_sharded(timeline: ShardedTimeline, ax: Axes | None = None) -> Figure:
+    """Plot simulated steps of a sharded schedule as `plot_timeline` plots one.
+
+    Dashed lines separate the steps. Time in which the rank computes nothing is shaded.
+
+    Args:
+        timeline: result of `fddp.sharded.simulate_sharded`.
+        ax: axes to draw into; None creates a figure.
+
+    Raises:
+        ImportError: matplotlib is missing.
+
+    Example:
+        >>> spans = (Span(-1, "forward", -1, COMPUTE, "forward", 0.0, 0.0, 0.003),
+        ...          Span(1, "all_gather", 0, "world", "all_gather 0", 0.0, 0.0, 0.001))
+        >>> figure = plot_sharded(ShardedTimeline(spans, (0.0, 0.003, 0.006), 0.003, 0.001))
+        >>> figure.axes[0].get_title()
+        'step 3.00 ms; compute 3.00 ms, communication 1.00 ms'
+    """
+    until_s = timeline.begins_s[-1]
+    title = (
+        f"step {timeline.step_s * 1e3:.2f} ms; compute {timeline.compute_s * 1e3:.2f} ms, "
+        f"communication {timeline.communication_s * 1e3:.2f} ms"
+    )
+    ax = _draw_steps_(ax, timeline.spans, until_s, title, "ms since the start of the first step")
+    reached_s = 0.0
+    for span in timeline.spans:
+        if span.lane == COMPUTE:
+            _shade_exposed_(ax, reached_s, span.start_s)
+            reached_s = span.end_s
+    _shade_exposed_(ax, reached_s, until_s)
+    for begin_s in timeline.begins_s[1:]:
+        ax.axvline(begin_s * 1e3, color=canvas.VERMILION, linewidth=1.0, linestyle="--")
+    return canvas.figure_of(ax)
+
+
+def _draw_steps_(
+    ax: Axes | None, spans: Sequence[Span], until_s: float, title: str, x: str
+) -> Axes:
+    """Draw spans in lanes, with a legend; return the axes."""
+    lanes = list(dict.fromkeys([COMPUTE, *(span.lane for span in spans)]))
+    if ax is None:
+        (ax,) = canvas.new_figure(_AROUND_IN + _LANE_IN * len(lanes))
+    shown = [span for span in spans if span.end_s > span.start_s]
+    ax.set_xlim(0.0, 1.02e3 * max([until_s, *(span.end_s for span in shown), 1e-9]))
+    ax.set_ylim(len(lanes) - 0.5, -0.5)
+    ax.set_yticks(range(len(lanes)), [lane.replace("+", " + ") for lane in lanes])
+    canvas.label_(ax, title=title, x=x, grid="x")
     kinds = list(dict.fromkeys(span.kind for span in shown))
     canvas.explain_(ax, _legend(kinds))
     width_in, _ = canvas.size_in(ax)
     x_inch = ax.get_xlim()[1] / width_in
     for row, lane in enumerate(lanes):
         _draw_lane_(ax, row, [span for span in shown if span.lane == lane], x_inch)
-    return canvas.figure_of(ax)
+    return ax
 
 
-def _shade_exposed_(ax: Axes, timeline: Timeline) -> None:
-    start_ms, end_ms = timeline.backward_end_s * 1e3, timeline.step_s * 1e3
-    ax.axvspan(start_ms, end_ms, color=canvas.VERMILION, alpha=0.18, linewidth=0.0)
-    ax.axvline(start_ms, color=canvas.VERMILION, linewidth=1.0, linestyle="--")
+def _shade_exposed_(ax: Axes, start_s: float, end_s: float) -> None:
+    if end_s > start_s:
+        ax.axvspan(start_s * 1e3, end_s * 1e3, color=canvas.VERMILION, alpha=0.18, linewidth=0.0)
 
 
 def _draw_lane_(ax: Axes, row: int, spans: Sequence[Span], x_inch: float) -> None:

@@ -11,12 +11,14 @@ from __future__ import annotations
 from fddp.core.check.execution import check_by_execution
 from fddp.core.check.forms import is_proved_by_forms
 from fddp.core.check.periodic import check_periodic_schedule
+from fddp.core.check.sharded import check_sharded_schedule
 from fddp.core.check.virtual import check_virtual
 from fddp.core.schedule.periodic import PeriodicSchedule
 from fddp.core.schedule.schedule import Schedule
+from fddp.core.schedule.sharded import ShardedSchedule
 
 
-def check_schedule(schedule: Schedule | PeriodicSchedule) -> None:
+def check_schedule(schedule: Schedule | PeriodicSchedule | ShardedSchedule) -> None:
     """Prove that a schedule is correct, or raise an error.
 
     A schedule of one step is correct if, for each bucket and each decision of the control word:
@@ -39,11 +41,19 @@ def check_schedule(schedule: Schedule | PeriodicSchedule) -> None:
     - no fragment is started again while its collective is in flight, and none is applied that is
       not in flight.
 
+    A sharded schedule (`fddp.sharded`) is correct if its two schedules of operations are, and if:
+
+    - the shards that are gathered are those that the reduction leaves;
+    - each bucket is gathered once between its update and its next use, and not read, updated or
+      gathered again while it is in flight;
+    - gradients are reduced after forward, and updated after all of them are reduced;
+    - buckets are gathered, and awaited, in the order of the operations.
+
     The cost does not depend on the number of ranks.
 
     Raises:
-        ScheduleError: the schedule is wrong; the text names the operation, bucket, leaf and ranks,
-            or the fragment, leaves and step.
+        ScheduleError: the schedule is wrong; the text names the operation or event, bucket, leaf
+            and ranks, or the fragment, leaves and step.
 
     Example:
         >>> import dataclasses
@@ -64,6 +74,11 @@ def check_schedule(schedule: Schedule | PeriodicSchedule) -> None:
     """
     if isinstance(schedule, PeriodicSchedule):
         check_periodic_schedule(schedule)
+        return
+    if isinstance(schedule, ShardedSchedule):
+        check_schedule(schedule.reduce)
+        check_schedule(schedule.gather)
+        check_sharded_schedule(schedule)
         return
     if not is_proved_by_forms(schedule):
         check_by_execution(schedule)

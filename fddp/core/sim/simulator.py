@@ -172,7 +172,10 @@ def simulate(
 
 
 def ready_seconds(
-    leaves: Sequence[LeafSpec], reduced: Sequence[int], ready_times_s: ReadyTimes
+    leaves: Sequence[LeafSpec],
+    reduced: Sequence[int],
+    ready_times_s: ReadyTimes,
+    name: str = "ready_times_s",
 ) -> FloatArray:
     """Return the validated ready times of all leaves: float64 of shape `(len(leaves),)`.
 
@@ -180,18 +183,19 @@ def ready_seconds(
         leaves: all leaves of a tree.
         reduced: indices of the bucketed leaves; the result is 0 for the others.
         ready_times_s: as in `simulate`; NaN becomes 0.
+        name: name of the times for errors.
 
     Raises:
         ValueError: times that are negative, above 1e9, missing or of the wrong length.
     """
     if isinstance(ready_times_s, Mapping):
-        given = _by_path(leaves, reduced, ready_times_s)
+        given = _by_path(leaves, reduced, ready_times_s, name)
     else:
         given = np.asarray(ready_times_s, dtype=np.float64)
         if given.shape != (len(leaves),):
             raise ValueError(
-                f"ready_times_s must have one time for each of the {len(leaves)} leaves, got the "
-                f"shape {given.shape}"
+                f"{name} must have one time for each of the {len(leaves)} leaves, got the shape "
+                f"{given.shape}"
             )
     times_s = np.zeros(len(leaves))
     kept = list(reduced)
@@ -200,26 +204,26 @@ def ready_seconds(
     if wrong.size:
         leaf = int(wrong[0])
         raise ValueError(
-            f"ready_times_s must be from 0 to {MOST_S:.0e}, or NaN for a leaf without gradient; "
-            f"leaf {leaf} ({leaves[leaf].path!r}) has {float(times_s[leaf])!r}"
+            f"{name} must be from 0 to {MOST_S:.0e}, or NaN for a leaf without gradient; leaf "
+            f"{leaf} ({leaves[leaf].path!r}) has {float(times_s[leaf])!r}"
         )
     return times_s
 
 
 def _by_path(
-    leaves: Sequence[LeafSpec], reduced: Sequence[int], ready_times_s: Mapping[str, float]
+    leaves: Sequence[LeafSpec], reduced: Sequence[int], times_s: Mapping[str, float], name: str
 ) -> FloatArray:
     paths = [leaf.path for leaf in leaves]
-    unknown = sorted(ready_times_s.keys() - set(paths))
-    missing = sorted({paths[leaf] for leaf in reduced} - ready_times_s.keys())
+    unknown = sorted(times_s.keys() - set(paths))
+    missing = sorted({paths[leaf] for leaf in reduced} - times_s.keys())
     if unknown or missing:
         what, which = ("does not have", unknown) if unknown else ("needs", missing)
         raise ValueError(
-            f"ready_times_s has {counted(len(ready_times_s), 'path')}; the plan of "
+            f"{name} has {counted(len(times_s), 'path')}; the plan of "
             f"{counted(len(paths), 'leaf')} {what} "
             f"{which[0]!r} and {len(which) - 1} more; use NaN for a leaf without gradient"
         )
-    return np.array([ready_times_s.get(path, math.nan) for path in paths], dtype=np.float64)
+    return np.array([times_s.get(path, math.nan) for path in paths], dtype=np.float64)
 
 
 def group_model(cost: Cost, topology: Topology, axes: Collection[str]) -> CostModel:
