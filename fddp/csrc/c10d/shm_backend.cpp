@@ -60,11 +60,13 @@ std::vector<at::Tensor> divide(const at::Tensor& tensor, std::vector<int64_t> si
 }  // namespace
 
 ShmBackend::ShmBackend(
-    std::shared_ptr<shm::ShmGroup> group, int rank, int size, std::chrono::milliseconds timeout)
+    std::shared_ptr<shm::ShmGroup> group, int rank, int size, std::chrono::milliseconds timeout,
+    int first_rank)
     : Backend(rank, size),
       group_(std::move(group)),
       messages_(group_ == nullptr ? nullptr : owned(new shm::Messages(group_))),
-      options_(c10::make_intrusive<Options>("fddp", timeout)) {
+      options_(c10::make_intrusive<Options>("fddp", timeout)),
+      first_rank_(first_rank) {
   init();
 }
 
@@ -159,7 +161,7 @@ std::shared_ptr<shm::ShmGroup> ShmBackend::join_part(
 ShmBackend::Collective ShmBackend::make_work(
     OpType type, const char* title, const Tensors& inputs, TensorLists outputs,
     std::chrono::milliseconds timeout) {
-  const WorkDescription description = {type, title, rank_, sequence_++, timeout};
+  const WorkDescription description = {type, title, rank_, sequence_++, timeout, first_rank_};
   return c10::make_intrusive<CollectiveWork>(group_, description, inputs, std::move(outputs));
 }
 
@@ -507,7 +509,8 @@ ShmBackend::WorkPtr ShmBackend::message(
   const at::Tensor& tensor = only_one(tensors);
   TORCH_CHECK(group_ != nullptr, "a group of one rank has no other rank to send to or receive from");
   const bool sends = type == OpType::SEND;
-  const WorkDescription description = {type, title, rank_, sequence_++, c10d::kUnsetTimeout};
+  const WorkDescription description = {
+      type, title, rank_, sequence_++, c10d::kUnsetTimeout, first_rank_};
   const auto work = c10::make_intrusive<MessageWork>(
       group_, messages_, description, sends ? tensors : Tensors(),
       sends ? TensorLists() : TensorLists{tensors});

@@ -22,7 +22,7 @@ from tests.support.backends import (
     new_fddp_group,
     values,
 )
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, split_into_hosts
 
 Group = dist.ProcessGroup
 Case = Callable[[Group, bool], list[torch.Tensor]]
@@ -174,6 +174,25 @@ def test_results_are_those_of_gloo(
     world_size: int, name: str, cases: list[Any], ranks: RankPool
 ) -> None:
     ranks.run(world_size, _beside_gloo, cases)
+
+
+def _over_hosts(rank: int, world_size: int, cases: list[Any], hosts: list[list[int]]) -> None:
+    with split_into_hosts(hosts):
+        _beside_gloo(rank, world_size, cases)
+
+
+@pytest.mark.parametrize(("name", "cases"), _CASES, ids=[name for name, _ in _CASES])
+@pytest.mark.filterwarnings("ignore")
+def test_results_over_two_hosts_are_those_of_gloo(
+    name: str, cases: list[Any], ranks: RankPool
+) -> None:
+    ranks.run(4, _over_hosts, cases, [[0, 1], [2, 3]])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_results_over_three_hosts_are_those_of_gloo(ranks: RankPool) -> None:
+    cases = [of_name[0] for _, of_name in _CASES]
+    ranks.run(6, _over_hosts, cases, [[0, 1], [2, 3], [4, 5]])
 
 
 def _beyond_gloo(rank: int, world_size: int) -> None:
