@@ -18,17 +18,6 @@ namespace {
 
 using c10d::OpType;
 
-const at::Tensor& single(const std::vector<at::Tensor>& tensors) {
-  TORCH_CHECK(tensors.size() == 1, "expected one tensor, got ", tensors.size());
-  return tensors[0];
-}
-
-bool all_like(const std::vector<at::Tensor>& tensors, const at::Tensor& tensor) {
-  return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& other) {
-    return other.numel() == tensor.numel() && other.scalar_type() == tensor.scalar_type();
-  });
-}
-
 void check_dense_on_cpu(const at::Tensor& tensor) {
   TORCH_CHECK(tensor.is_cpu(), "expected a tensor on the CPU, got one on ", tensor.device());
   TORCH_CHECK(tensor.layout() == at::kStrided, "expected a dense tensor, got a ", tensor.layout());
@@ -37,6 +26,30 @@ void check_dense_on_cpu(const at::Tensor& tensor) {
 void check_reducible(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   check_dense_on_cpu(tensor);
   check_reduction(tensor, op);
+}
+
+// Check what a rank sends to others and receives from them; see HostsCollective::exchange.
+void check_exchange(
+    const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs, int rank) {
+  const auto own = static_cast<size_t>(rank);
+  const at::Tensor& sent = inputs[own];
+  const at::Tensor& received = outputs[own];
+  for (const auto* const list : {&inputs, &outputs}) {
+    for (const at::Tensor& tensor : *list) {
+      if (!tensor.defined()) continue;
+      check_dense_on_cpu(tensor);
+      const at::Tensor& first = sent.defined() ? sent : received;
+      TORCH_CHECK(
+          !first.defined() || tensor.scalar_type() == first.scalar_type(),
+          "the dtypes of output and input differ: ", first.scalar_type(), " and ",
+          tensor.scalar_type());
+    }
+  }
+  const int64_t sent_size = sent.defined() ? sent.numel() : 0;
+  const int64_t received_size = received.defined() ? received.numel() : 0;
+  TORCH_CHECK(
+      sent_size == received_size, "rank ", rank, " sends ", sent_size,
+      " elements to itself and receives ", received_size);
 }
 
 }  // namespace
@@ -125,7 +138,7 @@ HostsBackend::WorkPtr HostsBackend::pass(const Call& call, Start start) {
 HostsBackend::WorkPtr HostsBackend::broadcast(
     Tensors& tensors, const c10d::BroadcastOptions& options) {
   check_root(options.rootRank);
-  const at::Tensor tensor = single(tensors);
+  const at::Tensor tensor = only_one(tensors);
   check_dense_on_cpu(tensor);
   return submit(
       {OpType::BROADCAST, "fddp:broadcast", tensors, {tensors}, options.timeout},
@@ -136,7 +149,7 @@ HostsBackend::WorkPtr HostsBackend::broadcast(
 
 HostsBackend::WorkPtr HostsBackend::allreduce(
     Tensors& tensors, const c10d::AllreduceOptions& options) {
-  const at::Tensor tensor = single(tensors);
+  const at::Tensor tensor = only_one(tensors);
   if (tensor.is_sparse()) return allreduce_sparse(tensors, options);
   check_reducible(tensor, options.reduceOp);
   return submit(
@@ -165,7 +178,7 @@ HostsBackend::WorkPtr HostsBackend::allreduce_coalesced(
 
 HostsBackend::WorkPtr HostsBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   check_root(options.rootRank);
-  const at::Tensor tensor = single(tensors);
+  const at::Tensor tensor = only_one(tensors);
   check_reducible(tensor, options.reduceOp);
   return submit(
       {OpType::REDUCE, "fddp:reduce", tensors, {tensors}, options.timeout},
@@ -177,18 +190,12 @@ HostsBackend::WorkPtr HostsBackend::reduce(Tensors& tensors, const c10d::ReduceO
 
 HostsBackend::WorkPtr HostsBackend::allgather(
     TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  const Call call = {OpType::ALLGATHER, "fddp:all_gather", inputs, outputs, options.timeout};
-  const bool even = inputs.size() == 1 && outputs.size() == 1 &&
-                    outputs[0].size() == static_cast<size_t>(size_) &&
-                    all_like(outputs[0], inputs[0]);
-  if (!even) {
-    return pass(
-        call, [=](c10d::Backend& gloo) mutable { return gloo.allgather(outputs, inputs, options); });
-  }
-  check_dense_on_cpu(inputs[0]);
-  return submit(call, [=](const HostsCollective& collective) {
-    collective.all_gather(outputs[0], inputs[0]);
-  });
+  const Tensors list = only_list(outputs, static_cast<size_t>(size_));
+  const at::Tensor input = only_one(inputs);
+  check_exchange(Tensors(list.size(), input), list, rank_);
+  return submit(
+      {OpType::ALLGATHER, "fddp:all_gather", inputs, outputs, options.timeout},
+      [=](const HostsCollective& collective) { collective.all_gather(list, input); });
 }
 
 HostsBackend::WorkPtr HostsBackend::_allgather_base(
@@ -201,18 +208,25 @@ HostsBackend::WorkPtr HostsBackend::_allgather_base(
 
 HostsBackend::WorkPtr HostsBackend::allgather_coalesced(
     TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  return pass(
+  check_same_number(outputs.size(), static_cast<size_t>(size_));
+  TensorLists of_inputs(inputs.size());
+  for (const Tensors& list : outputs) {
+    check_same_number(list.size(), inputs.size());
+    for (size_t i = 0; i < inputs.size(); ++i) of_inputs[i].push_back(list[i]);
+  }
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check_exchange(Tensors(outputs.size(), inputs[i]), of_inputs[i], rank_);
+  }
+  return submit(
       {OpType::ALLGATHER_COALESCED, "fddp:all_gather", inputs, outputs, options.timeout},
-      [=](c10d::Backend& gloo) mutable {
-        return gloo.allgather_coalesced(outputs, inputs, options);
+      [=](const HostsCollective& collective) {
+        for (size_t i = 0; i < inputs.size(); ++i) collective.all_gather(of_inputs[i], inputs[i]);
       });
 }
 
 HostsBackend::WorkPtr HostsBackend::allgather_into_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  TORCH_CHECK(
-      outputs.size() == inputs.size(), "expected as many outputs as inputs, got ",
-      outputs.size(), " and ", inputs.size());
+  check_same_number(outputs.size(), inputs.size());
   for (size_t i = 0; i < inputs.size(); ++i) check_parts(outputs[i], inputs[i]);
   return submit(
       {OpType::COALESCED, "fddp:_all_gather_base", inputs, {outputs}, options.timeout},
@@ -223,41 +237,70 @@ HostsBackend::WorkPtr HostsBackend::allgather_into_tensor_coalesced(
       });
 }
 
+HostsBackend::WorkPtr HostsBackend::submit_exchange(
+    const Call& call, const Tensors& inputs, const Tensors& outputs) {
+  check_exchange(inputs, outputs, rank_);
+  return submit(call, [=](const HostsCollective& collective) {
+    collective.exchange(inputs, outputs);
+  });
+}
+
 HostsBackend::WorkPtr HostsBackend::gather(
     TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
-  return pass(
-      {OpType::GATHER, "fddp:gather", inputs, outputs, options.timeout},
-      [=](c10d::Backend& gloo) mutable { return gloo.gather(outputs, inputs, options); });
+  check_root(options.rootRank);
+  const auto n = static_cast<size_t>(size_);
+  const bool is_root = rank_ == options.rootRank;
+  TORCH_CHECK(
+      is_root || outputs.empty() || outputs[0].empty(), "only the root of a gather has outputs");
+  Tensors sent(n);
+  sent[static_cast<size_t>(options.rootRank)] = only_one(inputs);
+  return submit_exchange(
+      {OpType::GATHER, "fddp:gather", inputs, outputs, options.timeout}, sent,
+      is_root ? only_list(outputs, n) : Tensors(n));
 }
 
 HostsBackend::WorkPtr HostsBackend::scatter(
     Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) {
-  return pass(
-      {OpType::SCATTER, "fddp:scatter", inputs.empty() ? Tensors() : inputs[0], {outputs},
-       options.timeout},
-      [=](c10d::Backend& gloo) mutable { return gloo.scatter(outputs, inputs, options); });
+  check_root(options.rootRank);
+  const auto n = static_cast<size_t>(size_);
+  const bool is_root = rank_ == options.rootRank;
+  TORCH_CHECK(
+      is_root || inputs.empty() || inputs[0].empty(), "only the root of a scatter has inputs");
+  Tensors received(n);
+  received[static_cast<size_t>(options.rootRank)] = only_one(outputs);
+  const Tensors sent = is_root ? only_list(inputs, n) : Tensors(n);
+  return submit_exchange(
+      {OpType::SCATTER, "fddp:scatter", is_root ? sent : Tensors(), {outputs}, options.timeout},
+      sent, received);
 }
 
 HostsBackend::WorkPtr HostsBackend::reduce_scatter(
     Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) {
-  const at::Tensor output = single(outputs);
+  const Tensors list = only_list(inputs, static_cast<size_t>(size_));
+  const at::Tensor output = only_one(outputs);
+  for (const at::Tensor& tensor : list) check_reducible(tensor, options.reduceOp);
+  const at::Tensor& own = list[static_cast<size_t>(rank_)];
   TORCH_CHECK(
-      inputs.size() == 1 && inputs[0].size() == static_cast<size_t>(size_),
-      "expected a list of one tensor for each of the ", size_, " ranks");
-  const Tensors list = inputs[0];
-  const Call call = {
-      OpType::REDUCE_SCATTER, "fddp:reduce_scatter", list, {outputs}, options.timeout};
-  if (!all_like(list, output)) {
-    return pass(call, [=](c10d::Backend& gloo) mutable {
-      return gloo.reduce_scatter(outputs, inputs, options);
-    });
-  }
-  check_reducible(output, options.reduceOp);
-  return submit(call, [=, op = options.reduceOp](const HostsCollective& collective) {
-    Tensors flat;
-    for (const at::Tensor& tensor : list) flat.push_back(tensor.reshape(-1));
-    collective.reduce_scatter(output, at::cat(flat), op);
+      own.numel() == output.numel() && own.scalar_type() == output.scalar_type(),
+      "the output and the input of rank ", rank_, " differ in dtype or size");
+  const bool even = std::all_of(list.begin(), list.end(), [&](const at::Tensor& tensor) {
+    return tensor.numel() == list[0].numel();
   });
+  return submit(
+      {OpType::REDUCE_SCATTER, "fddp:reduce_scatter", list, {outputs}, options.timeout},
+      [=, op = options.reduceOp, rank = rank_](const HostsCollective& collective) {
+        if (even) {
+          Tensors flat;
+          for (const at::Tensor& tensor : list) flat.push_back(tensor.reshape(-1));
+          collective.reduce_scatter(output, at::cat(flat), op);
+          return;
+        }
+        for (size_t root = 0; root < list.size(); ++root) {
+          const at::Tensor copy = list[root].clone(at::MemoryFormat::Contiguous);
+          collective.reduce(copy, op, static_cast<int>(root));
+          if (static_cast<int>(root) == rank) output.copy_(copy.view(output.sizes()));
+        }
+      });
 }
 
 HostsBackend::WorkPtr HostsBackend::_reduce_scatter_base(
@@ -274,9 +317,7 @@ HostsBackend::WorkPtr HostsBackend::_reduce_scatter_base(
 
 HostsBackend::WorkPtr HostsBackend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
-  TORCH_CHECK(
-      outputs.size() == inputs.size(), "expected as many outputs as inputs, got ",
-      outputs.size(), " and ", inputs.size());
+  check_same_number(outputs.size(), inputs.size());
   for (size_t i = 0; i < inputs.size(); ++i) {
     check_parts(inputs[i], outputs[i]);
     check_reducible(inputs[i], options.reduceOp);
@@ -293,18 +334,17 @@ HostsBackend::WorkPtr HostsBackend::reduce_scatter_tensor_coalesced(
 HostsBackend::WorkPtr HostsBackend::alltoall_base(
     at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
     std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) {
-  return pass(
+  return submit_exchange(
       {OpType::ALLTOALL_BASE, "fddp:all_to_all", {input}, {{output}}, options.timeout},
-      [=](c10d::Backend& gloo) mutable {
-        return gloo.alltoall_base(output, input, output_splits, input_splits, options);
-      });
+      divide(input, input_splits, size_), divide(output, output_splits, size_));
 }
 
 HostsBackend::WorkPtr HostsBackend::alltoall(
     Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
-  return pass(
-      {OpType::ALLTOALL, "fddp:all_to_all", inputs, {outputs}, options.timeout},
-      [=](c10d::Backend& gloo) mutable { return gloo.alltoall(outputs, inputs, options); });
+  check_same_number(inputs.size(), static_cast<size_t>(size_));
+  check_same_number(outputs.size(), static_cast<size_t>(size_));
+  return submit_exchange(
+      {OpType::ALLTOALL, "fddp:all_to_all", inputs, {outputs}, options.timeout}, inputs, outputs);
 }
 
 HostsBackend::WorkPtr HostsBackend::barrier(const c10d::BarrierOptions& options) {

@@ -109,6 +109,7 @@ class HostsBackend : public c10d::Backend {
   using Start = std::function<WorkPtr(c10d::Backend&)>;
 
   WorkPtr submit(const Call& call, Body body);
+  WorkPtr submit_exchange(const Call& call, const Tensors& inputs, const Tensors& outputs);
   // Submit an operation of gloo over all ranks.
   WorkPtr pass(const Call& call, Start start);
   void check_root(int64_t root) const;

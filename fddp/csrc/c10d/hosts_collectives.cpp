@@ -1,8 +1,6 @@
 #include "c10d/hosts_collectives.h"
 
-#include <ATen/ops/bitwise_and.h>
-#include <ATen/ops/bitwise_or.h>
-#include <ATen/ops/bitwise_xor.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/maximum.h>
@@ -12,6 +10,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <numeric>
 #include <utility>
 
 namespace fddp {
@@ -271,6 +270,13 @@ at::Tensor HostsCollective::gathered_across(const at::Tensor& input) const {
 }
 
 void HostsCollective::all_gather(const Tensors& outputs, const at::Tensor& input) const {
+  const bool even = std::all_of(outputs.begin(), outputs.end(), [&](const at::Tensor& output) {
+    return output.numel() == input.numel();
+  });
+  if (!even) {
+    exchange(Tensors(outputs.size(), input), outputs);
+    return;
+  }
   const at::Tensor rows = gathered_across(input);
   Tensors inputs;
   TensorLists of_locals(static_cast<size_t>(levels_.locals()));
@@ -324,6 +330,52 @@ void HostsCollective::reduce_scatter(
   divide_average_(result, op, levels_.whole->getSize());
   if (output.is_complex()) result = at::view_as_complex(result);
   output.copy_(result.view(output.sizes()));
+}
+
+// Ranks of this host exchange in shared memory, and all ranks the rest by gloo. Both move bytes,
+// because gloo does not know every dtype.
+void HostsCollective::exchange(const Tensors& inputs, const Tensors& outputs) const {
+  const at::Tensor nothing = at::empty({0}, at::kByte);
+  const auto bytes_of = [&](const at::Tensor& dense) {
+    return dense.defined() ? dense.view(-1).view(at::kByte) : nothing;
+  };
+  Tensors dense_outputs;
+  Tensors near_inputs;
+  Tensors near_outputs;
+  Tensors far_inputs = {nothing};
+  std::vector<int64_t> sent(inputs.size(), 0);
+  std::vector<int64_t> expected(inputs.size(), 0);
+  for (size_t rank = 0; rank < inputs.size(); ++rank) {
+    const at::Tensor& output = outputs[rank];
+    const bool needs_copy = output.defined() && !is_usual(output);
+    dense_outputs.push_back(
+        needs_copy ? at::empty_like(output, at::MemoryFormat::Contiguous) : output);
+    const at::Tensor input =
+        bytes_of(inputs[rank].defined() ? usual(inputs[rank]) : inputs[rank]);
+    const at::Tensor target = bytes_of(dense_outputs.back());
+    if (is_near(rank)) {
+      near_inputs.push_back(input);
+      near_outputs.push_back(target);
+    } else {
+      far_inputs.push_back(input);
+      sent[rank] = input.numel();
+      expected[rank] = target.numel();
+    }
+  }
+  auto options = with_timeout<c10d::AllToAllOptions>(timeout_);
+  options.asyncOp = false;
+  finish_within(levels_.within->alltoall(near_outputs, near_inputs, options));
+  at::Tensor packed = at::cat(far_inputs);
+  at::Tensor received =
+      at::empty({std::accumulate(expected.begin(), expected.end(), int64_t{0})}, at::kByte);
+  const Tensors parts = received.split_with_sizes(expected);
+  finish(
+      levels_.whole->alltoall_base(received, packed, expected, sent, options), Level::kWhole);
+  for (size_t rank = 0; rank < outputs.size(); ++rank) {
+    if (!outputs[rank].defined()) continue;
+    if (!is_near(rank)) bytes_of(dense_outputs[rank]).copy_(parts[rank]);
+    copy_back(outputs[rank], dense_outputs[rank]);
+  }
 }
 
 void HostsCollective::barrier() const {

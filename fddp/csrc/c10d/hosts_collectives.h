@@ -67,11 +67,14 @@ class HostsCollective {
   void all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) const;
   void reduce(const at::Tensor& tensor, const c10d::ReduceOp& op, int root) const;
   void broadcast(const at::Tensor& tensor, int root) const;
-  // `outputs` are tensors of the size of `input`, by rank.
+  // `outputs` are tensors by rank, whose sizes may differ.
   void all_gather(const Tensors& outputs, const at::Tensor& input) const;
   void all_gather_into(const at::Tensor& output, const at::Tensor& input) const;
   void reduce_scatter(
       const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) const;
+  // Send `inputs` to the ranks and receive `outputs` from them. Undefined tensors stand for nothing
+  // to send or to receive.
+  void exchange(const Tensors& inputs, const Tensors& outputs) const;
   void barrier() const;
   // Start and finish an operation of gloo over all ranks; null: it is finished already.
   void finish_whole(const std::function<WorkPtr(c10d::Backend&)>& start) const {
@@ -84,6 +87,9 @@ class HostsCollective {
   void reduce_pieces(const at::Tensor& flat, const c10d::ReduceOp& op) const;
   WorkPtr start_across(const at::Tensor& dense, const c10d::ReduceOp& op) const;
   at::Tensor gathered_across(const at::Tensor& input) const;
+  bool is_near(size_t rank) const {
+    return static_cast<int>(rank) / levels_.locals() == levels_.host();
+  }
   // At most one operation between hosts may be pending at a time: gloo closes the connections of a
   // group only after its operations, and others wait for them to be closed after a failure.
   void finish(const WorkPtr& work, Level level) const;

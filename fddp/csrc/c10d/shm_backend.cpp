@@ -20,7 +20,6 @@
 #include <utility>
 
 namespace fddp {
-namespace {
 
 using c10d::OpType;
 
@@ -43,7 +42,6 @@ const std::vector<at::Tensor>& only_list(
   return lists[0];
 }
 
-// Divide a tensor along its first dimension: into parts of these sizes, or into `n` equal parts.
 std::vector<at::Tensor> divide(const at::Tensor& tensor, std::vector<int64_t> sizes, int n) {
   if (sizes.empty()) {
     TORCH_CHECK(
@@ -56,8 +54,6 @@ std::vector<at::Tensor> divide(const at::Tensor& tensor, std::vector<int64_t> si
       " ranks, got ", sizes.size());
   return tensor.split_with_sizes(sizes);
 }
-
-}  // namespace
 
 ShmBackend::ShmBackend(
     std::shared_ptr<shm::ShmGroup> group, int rank, int size, std::chrono::milliseconds timeout,

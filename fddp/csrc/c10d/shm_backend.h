@@ -138,4 +138,13 @@ class ShmBackend : public c10d::Backend {
   shm::OperationPtr last_;  // started last; a barrier waits for it
 };
 
+// Checks of arguments, which throw c10::Error.
+void check_same_number(size_t outputs, size_t inputs);
+const at::Tensor& only_one(const std::vector<at::Tensor>& tensors);
+const std::vector<at::Tensor>& only_list(
+    const std::vector<std::vector<at::Tensor>>& lists, size_t size);
+
+// Divide a tensor along its first dimension: into parts of these sizes, or into `n` equal parts.
+std::vector<at::Tensor> divide(const at::Tensor& tensor, std::vector<int64_t> sizes, int n);
+
 }  // namespace fddp
