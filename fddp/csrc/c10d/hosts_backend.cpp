@@ -75,7 +75,7 @@ HostsBackend::~HostsBackend() {
 }
 
 void HostsBackend::close() {
-  if (getpid() == pid_) without_gil([&] { runtime_->close(); });
+  without_gil([&] { runtime_->close(); });
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> HostsBackend::getBackendOptions() {

@@ -1,6 +1,8 @@
 // Python binding of the "fddp" backend over several hosts.
 
 #include "c10d/hosts_backend.h"
+#include "c10d/hosts_runtime.h"
+#include "shm_ownership.h"
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -27,5 +29,8 @@ void bind_hosts_backend(py::module_& m) {
                 fddp::HostLevels{within, group, across, whole}, store, timeout);
           }),
           py::arg("group"), py::arg("within"), py::arg("across"), py::arg("whole"),
-          py::arg("store"), py::arg("timeout_s"));
+          py::arg("store"), py::arg("timeout_s"))
+      .def_static(
+          "close_all", [] { fddp::without_gil([] { fddp::HostsRuntime::close_all(); }); },
+          "Close all groups of this process.");
 }

@@ -171,6 +171,7 @@ std::string FaultReports::settle(
   }
   // The process with the store may be the one that was lost.
   if (!finding.cause.empty()) return finding.cause;
+  if (!finding.disconnected.empty()) return text_of_lost(finding.disconnected);
   const std::vector<int> lost = finding.timed_out ? std::vector<int>() : probe();
   if (!lost.empty()) return text_of_lost(lost);
   if (!finding.late.empty()) return text_of_late(finding.late, timeout);

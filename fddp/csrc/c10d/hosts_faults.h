@@ -26,7 +26,8 @@ struct Finding {
   // Time until connections are probed. Gloo closes those of a rank that timed out before the rank
   // can report it.
   std::chrono::milliseconds probe_after{0};
-  std::string text;  // used if no cause is found
+  std::vector<int> disconnected;  // ranks found by a first probe; used if the store is gone
+  std::string text;               // used if no cause is found
 };
 
 class FaultReports {

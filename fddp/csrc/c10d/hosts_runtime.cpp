@@ -5,6 +5,8 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <exception>
 #include <limits>
@@ -43,11 +45,40 @@ std::vector<int> disconnected_ranks(const c10::intrusive_ptr<c10d::Backend>& who
   return found;
 }
 
+// Groups of this process. Never destroyed, because threads may outlive static objects.
+struct Registry {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<HostsRuntime>> runtimes;
+
+  static Registry& instance() {
+    static auto* const registry = new Registry();
+    return *registry;
+  }
+  void add(const std::shared_ptr<HostsRuntime>& runtime) {
+    const std::lock_guard lock(mutex);
+    std::erase_if(runtimes, [](const auto& known) { return known.expired(); });
+    runtimes.push_back(runtime);
+  }
+};
+
 }  // namespace
+
+void HostsRuntime::close_all() {
+  std::vector<std::weak_ptr<HostsRuntime>> runtimes;
+  {
+    Registry& registry = Registry::instance();
+    const std::lock_guard lock(registry.mutex);
+    runtimes.swap(registry.runtimes);
+  }
+  for (const auto& known : runtimes) {
+    if (const auto runtime = known.lock()) runtime->close();
+  }
+}
 
 std::shared_ptr<HostsRuntime> HostsRuntime::start(
     HostLevels levels, const c10::intrusive_ptr<c10d::Store>& store, milliseconds timeout) {
   const auto runtime = std::make_shared<HostsRuntime>(std::move(levels), store, timeout);
+  Registry::instance().add(runtime);
   runtime->queue_ = TaskQueue::start(
       [runtime](QueuedTask& task) { runtime->run(task); }, [runtime] { runtime->release(); });
   return runtime;
@@ -55,7 +86,8 @@ std::shared_ptr<HostsRuntime> HostsRuntime::start(
 
 HostsRuntime::HostsRuntime(
     HostLevels levels, const c10::intrusive_ptr<c10d::Store>& store, milliseconds timeout)
-    : within_(levels.within),
+    : pid_(getpid()),
+      within_(levels.within),
       timeout_(timeout),
       whole_(levels.whole),
       levels_(std::move(levels)),
@@ -75,7 +107,7 @@ void HostsRuntime::set_timeout(milliseconds timeout) {
 }
 
 void HostsRuntime::close() {
-  if (closed_.exchange(true)) return;
+  if (getpid() != pid_ || closed_.exchange(true)) return;
   within_->shutdown();
   c10::intrusive_ptr<c10d::Backend> whole;
   {
@@ -110,9 +142,11 @@ void HostsRuntime::run(QueuedTask& task) {
       const c10::InferenceMode guard;
       task.body();
     }
+    task.body = nullptr;  // releases tensors before others learn of the end
     task.work->complete(nullptr);
   } catch (const LevelError& error) {
     end_group(error);
+    task.body = nullptr;
     task.work->fail(cause_);
   } catch (...) {
     task.work->complete(std::current_exception());  // an argument that gloo refuses
@@ -125,7 +159,10 @@ void HostsRuntime::end_group(const LevelError& error) {
     cause_ = kClosed;
     return;
   }
-  const Finding finding = finding_of(error);
+  Finding finding = finding_of(error);
+  if (error.level == Level::kAcross && !finding.timed_out) {
+    finding.disconnected = disconnected_ranks(levels_.whole);
+  }
   reports_.report(finding);
   levels_.group->fail(shm::Status::kPeerFailed, {});
   levels_.across.reset();

@@ -43,6 +43,9 @@ class HostsRuntime {
   void set_timeout(std::chrono::milliseconds timeout);
   // Leave the group and end all works. Waits for the thread unless a call of gloo occupies it.
   void close();
+  // Close all groups of this process, before the interpreter ends: a thread that releases a tensor
+  // after that, which needs the GIL, would end the process with SIGABRT.
+  static void close_all();
   // Run the communication of a task, on the thread of the queue.
   void communicate(
       std::chrono::milliseconds timeout,
@@ -55,6 +58,7 @@ class HostsRuntime {
   Finding finding_of(const LevelError& error) const;
   std::vector<int> ranks_of(const shm::Members& members) const;
 
+  const int pid_;  // a forked process has no thread of the group
   const c10::intrusive_ptr<ShmBackend> within_;
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<bool> closed_ = false;

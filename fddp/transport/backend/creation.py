@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import secrets
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -130,7 +132,14 @@ def _connected(opened: _OpenedGroup | None, exchange: StoreExchange, options: An
     reports = dist.PrefixStore(f"fddp/reports/{token}", options.store)
     across = _gloo(options.store, f"gloo/{local}", host, size // locals_, timeout_s)
     whole = _gloo_of_all(options, timeout_s)
+    _close_at_exit()
     return native.HostsBackend(opened.group, within, across, whole, reports, timeout_s)
+
+
+@cache
+def _close_at_exit() -> None:
+    """End the threads of groups over hosts before the interpreter ends; see [Note: exits]."""
+    atexit.register(extension.load().HostsBackend.close_all)
 
 
 def _gloo_of_all(options: Any, timeout_s: float) -> dist.ProcessGroupGloo:
