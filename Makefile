@@ -134,7 +134,7 @@ FUZZ_RUN := ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTION
   $(CURDIR)/$(BIN)/python -m tests.faults.fuzz --extension extension --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 fuzz: fuzzed-extension
 	$(CXX) $(FUZZ) -c tests/native/fuzz_driver.cpp -o $(FUZZED)/driver.o
-	$(CXX) $(FUZZ) -fsanitize-coverage=trace-pc tests/native/shm_fuzz.cpp $(wildcard fddp/csrc/shm/*.cpp) $(FUZZED)/driver.o -o $(FUZZED)/shm
+	$(CXX) $(FUZZ) -fsanitize-coverage=trace-pc $(wildcard tests/native/shm_fuzz*.cpp) $(wildcard fddp/csrc/shm/*.cpp) $(FUZZED)/driver.o -o $(FUZZED)/shm
 	cd $(FUZZED) && ./shm $(FUZZ_SECONDS) $(FUZZ_SEED)
 	cd $(FUZZED) && LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" $(FUZZ_RUN)
 

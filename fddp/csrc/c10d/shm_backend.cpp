@@ -18,7 +18,6 @@
 #include <utility>
 
 namespace fddp {
-namespace {
 
 using c10d::OpType;
 
@@ -41,7 +40,6 @@ const std::vector<at::Tensor>& only_list(
   return lists[0];
 }
 
-// Divide a tensor along its first dimension: into parts of these sizes, or into `n` equal parts.
 std::vector<at::Tensor> divide(const at::Tensor& tensor, std::vector<int64_t> sizes, int n) {
   if (sizes.empty()) {
     TORCH_CHECK(
@@ -55,14 +53,14 @@ std::vector<at::Tensor> divide(const at::Tensor& tensor, std::vector<int64_t> si
   return tensor.split_with_sizes(sizes);
 }
 
-}  // namespace
-
 ShmBackend::ShmBackend(
-    std::shared_ptr<shm::ShmGroup> group, int rank, int size, std::chrono::milliseconds timeout)
+    std::shared_ptr<shm::ShmGroup> group, int rank, int size, std::chrono::milliseconds timeout,
+    int first_rank)
     : Backend(rank, size),
       group_(std::move(group)),
       messages_(group_ == nullptr ? nullptr : owned(new shm::Messages(group_))),
-      options_(c10::make_intrusive<Options>("fddp", timeout)) {
+      options_(c10::make_intrusive<Options>("fddp", timeout)),
+      first_rank_(first_rank) {
   init();
   if (group_ != nullptr) remember_open_group(group_, messages_);
 }
@@ -158,7 +156,7 @@ std::shared_ptr<shm::ShmGroup> ShmBackend::join_part(
 ShmBackend::Collective ShmBackend::make_work(
     OpType type, const char* title, const Tensors& inputs, TensorLists outputs,
     std::chrono::milliseconds timeout) {
-  const WorkDescription description = {type, title, rank_, sequence_++, timeout};
+  const WorkDescription description = {type, title, rank_, sequence_++, timeout, first_rank_};
   return c10::make_intrusive<CollectiveWork>(group_, description, inputs, std::move(outputs));
 }
 
@@ -483,7 +481,8 @@ ShmBackend::WorkPtr ShmBackend::message(
   const at::Tensor& tensor = only_one(tensors);
   TORCH_CHECK(group_ != nullptr, "a group of one rank has no other rank to send to or receive from");
   const bool sends = type == OpType::SEND;
-  const WorkDescription description = {type, title, rank_, sequence_++, c10d::kUnsetTimeout};
+  const WorkDescription description = {
+      type, title, rank_, sequence_++, c10d::kUnsetTimeout, first_rank_};
   const auto work = c10::make_intrusive<MessageWork>(
       group_, messages_, description, sends ? tensors : Tensors(),
       sends ? TensorLists() : TensorLists{tensors});

@@ -24,9 +24,10 @@ class ShmBackend : public c10d::Backend {
   using Tensors = std::vector<at::Tensor>;
   using TensorLists = std::vector<std::vector<at::Tensor>>;
 
-  // `group` is null for a group of one rank.
+  // `group` is null for a group of one rank. Texts call its first rank `first_rank`.
   ShmBackend(
-      std::shared_ptr<shm::ShmGroup> group, int rank, int size, std::chrono::milliseconds timeout);
+      std::shared_ptr<shm::ShmGroup> group, int rank, int size, std::chrono::milliseconds timeout,
+      int first_rank = 0);
   ~ShmBackend() override;
 
   const std::string getBackendName() const override {
@@ -149,10 +150,20 @@ class ShmBackend : public c10d::Backend {
   const std::shared_ptr<shm::ShmGroup> group_;
   const std::shared_ptr<shm::Messages> messages_;
   const c10::intrusive_ptr<Options> options_;
+  const int first_rank_;
   std::atomic<uint64_t> sequence_ = 0;
   std::map<std::vector<size_t>, uint64_t> parts_;  // number of groups of these members so far
   std::mutex last_mutex_;
   shm::OperationPtr last_;  // started last; a barrier waits for it
 };
+
+// Checks of arguments, which throw c10::Error.
+void check_same_number(size_t outputs, size_t inputs);
+const at::Tensor& only_one(const std::vector<at::Tensor>& tensors);
+const std::vector<at::Tensor>& only_list(
+    const std::vector<std::vector<at::Tensor>>& lists, size_t size);
+
+// Divide a tensor along its first dimension: into parts of these sizes, or into `n` equal parts.
+std::vector<at::Tensor> divide(const at::Tensor& tensor, std::vector<int64_t> sizes, int n);
 
 }  // namespace fddp

@@ -16,4 +16,10 @@ from fddp.native import extension
 @cache
 def leave_groups_at_exit() -> None:
     """Register the handler; a second call does nothing."""
-    atexit.register(extension.load().leave_open_groups)
+    atexit.register(_leave_groups)
+
+
+def _leave_groups() -> None:
+    native = extension.load()
+    native.HostsBackend.close_all()  # over the others
+    native.leave_open_groups()

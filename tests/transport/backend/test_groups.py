@@ -43,7 +43,10 @@ def test_gloo_where_ranks_do_not_share_memory(ranks: RankPool) -> None:
     for shared, divided in ranks.run(3, _choice):
         assert shared == BackendChoice("shm", "all 3 ranks share the memory of a host")
         assert divided.name == "gloo"
-        assert divided.reason == "the ranks are on 2 hosts or parts of them (0, 1-2)"
+        assert divided.reason == (
+            "the ranks are on 2 hosts or parts of them (0, 1-2); "
+            "the hosts have different numbers of ranks"
+        )
 
 
 def _parts(rank: int, world_size: int) -> None:
