@@ -237,7 +237,7 @@ def checked(module: nn.Module, arguments: Arguments) -> Options:
         device_ids=device_ids,
         output_device=output_device,
         ignored=ignored,
-        sparse=frozenset(n for n, _ in module.named_parameters() if _is_sparse(module, n)),
+        sparse=_sparse_names(module),
         has_sync_batch_norm=bool(batch_norms),
         forward_sync_buffers=forward_sync,
         init_sync_buffers=init_sync,
@@ -368,6 +368,9 @@ def _bytes(name: str, cap_mb: object) -> int:
     return max(1, int(float(cap_mb) * MIB))  # with 0, every leaf has a bucket of its own
 
 
-def _is_sparse(module: nn.Module, name: str) -> bool:
-    layer = module.get_submodule(name.rpartition(".")[0])
-    return isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
+def _sparse_names(module: nn.Module) -> frozenset[str]:
+    """Names of the parameters with sparse gradients."""
+    layers = dict(module.named_modules(remove_duplicate=False))
+    owners = ((name, layers[name.rpartition(".")[0]]) for name, _ in module.named_parameters())
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    return frozenset(n for n, layer in owners if isinstance(layer, embeddings) and layer.sparse)

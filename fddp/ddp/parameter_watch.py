@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.jit import ScriptModule
 from torch.nn import Module, Parameter
 
 from fddp.ddp.arguments import managed
@@ -43,7 +44,8 @@ class ParameterWatch:
         return self.params
 
     def _observe(self, every: Mapping[str, Parameter]) -> None:
-        modules = list(self._module.modules())
+        # Those of TorchScript have no dictionaries; their parameters cannot be replaced.
+        modules = [m for m in self._module.modules() if not isinstance(m, ScriptModule)]
         self._tables = [m._parameters for m in modules]
         self._buffers = [m._buffers for m in modules]
         children = [m._modules for m in modules]

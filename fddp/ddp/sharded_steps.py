@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.jit import ScriptModule
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from fddp.ddp.request import ModuleRequest
 from fddp.ddp.state import WrapperState
@@ -65,10 +65,12 @@ class ShardedRunner(StepRunner):
 class ShardedOptimizer:
     """An optimizer that keeps on each rank the state of its shard of the parameters only.
 
-    Made by `DistributedDataParallel.sharded_optimizer`. After `step`, the parameters are gathered
-    from all ranks while the program goes on. Any use of a parameter by torch waits for it, and
-    compiled modules wait for all of theirs; see [Note: pending leaves]. Call `wait` before other
-    code reads their memory, such as an extension in C++; it finds NaN otherwise.
+    Made by `DistributedDataParallel.sharded_optimizer`. With `overlap`, `step` does not wait for
+    the parameters, which are gathered from all ranks while the program goes on. Functions of torch
+    wait for a parameter before they use it, and modules that were compiled before this was made
+    wait for all of theirs; see [Note: pending leaves]. Call `wait` before anything else reads
+    parameters, because it finds NaN: extensions in C++, transforms of `torch.func`, TorchScript,
+    code that was compiled later, and other threads.
 
     Attributes:
         inner: the optimizer of the shards, for schedulers of the learning rate.
@@ -79,8 +81,11 @@ class ShardedOptimizer:
         module: Module,
         runner: ShardedRunner,
         make: Callable[[Mapping[str, Tensor]], torch.optim.Optimizer],
+        *,
+        overlap: bool,
     ) -> None:
         self._runner = runner
+        self._overlaps = overlap
         self._engine.prepare_gathering_ahead()
         self._params = runner.parameters.leaves
         self._names = runner.parameters.names
@@ -89,8 +94,7 @@ class ShardedOptimizer:
         self._read_shards()
         self.inner = make(dict(zip(self._names, self._shards, strict=True)))
         for part in module.modules():
-            is_compiled = hasattr(part, "_orig_mod") or part._compiled_call_impl is not None
-            if is_compiled or isinstance(part, ScriptModule):
+            if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
                 part.register_forward_pre_hook(self._before_compiled, prepend=True)
 
     @property
@@ -103,24 +107,31 @@ class ShardedOptimizer:
 
     def step(self) -> None:
         """Update this rank's shards by the gradients of the last backward pass, clear these, and
-        start to gather the parameters; a collective call.
+        gather the parameters, or with `overlap` start to; a collective call.
 
         Parameters that were written since the last step, such as by `load_state_dict`, are used as
         they are now. They must be equal on all ranks.
+
+        Raises:
+            RankLostError, SyncTimeoutError: as `wait`.
         """
         self.wait()
-        if [param._version for param in self._params] != self._versions:
-            self._read_shards()
+        self._read_shards()
         self.inner.step()
         self.zero_grad()
         gathering = Gathering(self._engine, dict(zip(self._names, self._shards, strict=True)))
         memory, _ = gathering.leaves()
+        if not self._overlaps:
+            gathering.wait()
         for leaf, (param, into) in enumerate(zip(self._params, memory, strict=True)):
             if into is None:
                 raise InternalError(f"no memory for parameter {self._names[leaf]!r}")
-            self._missing[leaf] = into
-            make_pending_(param, partial(self._arrive, leaf))
-        self._gathering = gathering
+            if self._overlaps:
+                self._missing[leaf] = into
+                make_pending_(param, partial(self._arrive, leaf))
+            else:
+                param.data = into
+        self._gathering = gathering if self._overlaps else None
 
     def zero_grad(self) -> None:
         """Clear the gradients of the shards, as `step` does."""
@@ -160,7 +171,6 @@ class ShardedOptimizer:
         for shard, new in zip(self._shards, found, strict=True):
             if new is not None and new is not shard:
                 shard.copy_(new)
-        self._versions = [param._version for param in self._params]
 
     def _before_compiled(self, part: Module, _: Any) -> None:
         # Compiled code reads parameters in its own way.
@@ -177,9 +187,7 @@ class ShardedOptimizer:
 
     def _set(self, leaves: Sequence[int]) -> None:
         for leaf in leaves:
-            param = self._params[leaf]
-            give_back_(param, self._missing.pop(leaf))
-            self._versions[leaf] = param._version
+            give_back_(self._params[leaf], self._missing.pop(leaf))
 
 
 class ShardedUpdates(WrapperState):
@@ -188,22 +196,28 @@ class ShardedUpdates(WrapperState):
     _sharded_runner = ShardedRunner
 
     def sharded_optimizer(
-        self, make: Callable[[Mapping[str, Tensor]], torch.optim.Optimizer]
+        self,
+        make: Callable[[Mapping[str, Tensor]], torch.optim.Optimizer],
+        *,
+        overlap: bool = False,
     ) -> ShardedOptimizer:
         """Shard updates from now on, and return the optimizer; a collective call.
 
         Backward passes then reduce-scatter gradients, which do not appear in the `.grad` of
-        parameters, and the optimizer all-gathers updated parameters during the next forward pass.
-        Call it before the first backward pass.
+        parameters, and the optimizer all-gathers updated parameters. Call it before the first
+        backward pass.
 
         Args:
             make: makes the optimizer of this rank's shards from a dict of names and shards, which
                 are flat tensors, some of them empty. It must be elementwise, such as
                 `lambda shards: torch.optim.AdamW(shards.values(), lr=1e-3)`.
+            overlap: True to gather during the next forward pass; see `ShardedOptimizer` for what
+                then has to call its `wait`.
 
         Raises:
             ValueError: the wrapper has virtual ranks, mixed precision, a communication hook, a
-                delayed all-reduce, sparse or no gradients, or `skip_all_reduce_unused_params`.
+                delayed all-reduce, sparse or no gradients, or `skip_all_reduce_unused_params`; with
+                `overlap` also subclasses of `Parameter` and TorchScript.
 
         Example:
             >>> import fddp, torch
@@ -211,7 +225,8 @@ class ShardedUpdates(WrapperState):
             ...     module = torch.nn.Linear(2, 1, bias=False)
             ...     torch.nn.init.ones_(module.weight)
             ...     ddp = fddp.DistributedDataParallel(module, process_group=group)
-            ...     optimizer = ddp.sharded_optimizer(lambda p: torch.optim.SGD(p.values(), lr=0.1))
+            ...     optimizer = ddp.sharded_optimizer(
+            ...         lambda shards: torch.optim.SGD(shards.values(), lr=0.1), overlap=True)
             ...     for _ in range(2):
             ...         ddp(torch.full((1, 2), 1.0 + group.rank)).sum().backward()
             ...         optimizer.step()
@@ -219,7 +234,7 @@ class ShardedUpdates(WrapperState):
             >>> fddp.loopback(2, train)
             [[0.7, 0.7], [0.7, 0.7]]
         """
-        problem = self._unshardable()
+        problem = self._unshardable() or (_never_pending(self.module) if overlap else None)
         if problem is not None:
             raise ValueError(f"a sharded optimizer does not go with {problem}")
         if self._steps is not None:
@@ -229,7 +244,7 @@ class ShardedUpdates(WrapperState):
         runner = self.steps.runner
         if not isinstance(runner, ShardedRunner):
             raise InternalError("steps were made that give no shards")
-        return ShardedOptimizer(self.module, runner, make)
+        return ShardedOptimizer(self.module, runner, make, overlap=overlap)
 
     def _unshardable(self) -> str | None:
         """What rules out sharded updates."""
@@ -246,3 +261,14 @@ class ShardedUpdates(WrapperState):
             if found:
                 return name
         return None
+
+
+def _never_pending(module: Module) -> str | None:
+    """What rules out parameters that wait for their use."""
+    for name, part in module.named_modules():
+        if isinstance(part, ScriptModule):
+            return f"overlap=True and TorchScript (module {name!r}), which reads them in C++"
+    for name, param in module.named_parameters():
+        if type(param) is not Parameter:
+            return f"overlap=True and a {type(param).__name__} ({name!r}), only with a Parameter"
+    return None

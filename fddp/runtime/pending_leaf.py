@@ -139,15 +139,14 @@ def make_pending_(param: Tensor, arrive: Callable[[], None]) -> None:
     """Take the memory of a parameter until it has arrived.
 
     Args:
-        param: the parameter. Of a class of its own, it only becomes NaN.
+        param: the parameter, of the class `torch.nn.Parameter`.
         arrive: waits for it and calls `give_back_`; called before each use.
     """
     param.data = torch.full((), math.nan, dtype=param.dtype, device=param.device).expand(
         param.shape
     )
-    if type(param) is Parameter:
-        param.__class__ = PendingParameter
-        param._arrive = arrive  # type: ignore[attr-defined]
+    param.__class__ = PendingParameter
+    param._arrive = arrive  # type: ignore[attr-defined]
 
 
 def give_back_(param: Tensor, memory: Tensor) -> None:

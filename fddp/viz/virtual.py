@@ -21,6 +21,7 @@ _BAR = 0.8  # share of its row
 _ROW_IN = 0.35
 _AROUND_IN = 1.1  # title, axis and legend
 _MOST_NAMED = 32  # virtual ranks
+_MOST_COUNTED = 12  # ranks
 
 
 def plot_virtual_ranks(schedule: Schedule | VirtualRanks, ax: Axes | None = None) -> Figure:
@@ -59,10 +60,9 @@ def plot_virtual_ranks(schedule: Schedule | VirtualRanks, ax: Axes | None = None
         rows = 1 + max(_level(node) for node in nodes)
         (ax,) = canvas.new_figure(_AROUND_IN + _ROW_IN * rows)
     sent = {*chain.from_iterable(virtual.spans)}
-    title = (
-        f"{counted(virtual.count, 'virtual rank')} on {counted(len(virtual.runs), 'rank')}, which "
-        f"send {_numbers(virtual.spans)} partial sums"
-    )
+    title = f"{counted(virtual.count, 'virtual rank')} on {counted(len(virtual.runs), 'rank')}"
+    if len(virtual.runs) > 1:
+        title += f", which send {_numbers(virtual.spans)} partial sums"
     inner: list[range] = []  # virtual ranks of each block
     for block, axes in blocks.items():
         roots = virtual.roots(block)
@@ -107,7 +107,8 @@ def _virtual_of(
 
 
 def _numbers(spans: Iterable[Sequence[Span]]) -> str:
-    return ", ".join(str(len(own)) for own in spans)
+    counts = [len(own) for own in spans]
+    return ", ".join(map(str, counts)) if len(counts) <= _MOST_COUNTED else f"up to {max(counts)}"
 
 
 def _nodes(count: int) -> list[Span]:

@@ -50,6 +50,22 @@ def converted(ddp: DDP, rank: int, make: Any, **options: Any) -> Iterator[runs.S
         optimizer.step()
 
 
+# TorchScript
+
+
+def scripted(ddp: DDP, rank: int, make: Callable[[], nn.Module]) -> Iterator[runs.Shot]:
+    """Steps of modules that have their parameters in C++."""
+    torch.manual_seed(0)
+    module = make()
+    model = ddp(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((2, 3), 1.0 + rank + step)).square().sum().backward()
+        yield runs.shot(module)
+        optimizer.step()
+
+
 # Order of buckets
 
 
@@ -87,6 +103,17 @@ PROGRAMS: dict[str, Program] = {
     ),
     "channels last, fused Adam": lambda ddp, rank: converted(
         ddp, rank, torch.optim.Adam, fused=True
+    ),
+    "a scripted module": lambda ddp, rank: scripted(
+        ddp, rank, lambda: torch.jit.script(nn.Linear(3, 2))
+    ),
+    "a scripted part": lambda ddp, rank: scripted(
+        ddp, rank, lambda: nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 2)))
+    ),
+    "a traced part": lambda ddp, rank: scripted(
+        ddp,
+        rank,
+        lambda: nn.Sequential(torch.jit.trace(nn.Linear(3, 3), torch.ones(1, 3)), nn.Linear(3, 2)),
     ),
     "first buckets, mixed dtypes": lambda ddp, rank: first_buckets(ddp, rank, MixedDtypes),
     "first buckets, one dtype around another": lambda ddp, rank: first_buckets(

@@ -68,16 +68,22 @@ def make_adam(shards: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(shards.values(), lr=0.05, weight_decay=0.1)
 
 
+def make_sgd(shards: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(shards.values(), lr=0.1)
+
+
 def rank_of(group: Any) -> int:
     return group.rank if isinstance(group.rank, int) else group.rank()
 
 
-def train(group: Any, is_sharded: bool, **options: Any) -> tuple[dict[str, Tensor], int]:
+def train(
+    group: Any, is_sharded: bool, *, overlap: bool = False, **options: Any
+) -> tuple[dict[str, Tensor], int]:
     """State of the module after a few steps of accumulated gradients, and the optimizer's size."""
     net = new_net()
     ddp = wrapped(net, group, **options)
     if is_sharded:
-        optimizer: Any = ddp.sharded_optimizer(make_adam)
+        optimizer: Any = ddp.sharded_optimizer(make_adam, overlap=overlap)
         inner = optimizer.inner
     else:
         optimizer = inner = torch.optim.AdamW(net.parameters(), lr=0.05, weight_decay=0.1)
@@ -97,7 +103,8 @@ def test_bits_are_those_of_a_whole_optimizer(launch: Launch, options: dict[str, 
     """Sums of two have one association."""
     plain = launch(2, train_with, False, options)
     sharded = launch(2, train_with, True, options)
-    assert same_bits([state for state, _ in (*plain, *sharded)])
+    overlapped = launch(2, train_with, True, {**options, "overlap": True})
+    assert same_bits([state for state, _ in (*plain, *sharded, *overlapped)])
     assert sum(numel for _, numel in sharded) == plain[0][1], "each element has one owner"
 
 
@@ -109,7 +116,7 @@ def ready(group: Any) -> tuple[Net, fddp.DistributedDataParallel, ShardedOptimiz
     """A net after one step, whose parameters may be in flight."""
     net = new_net()
     ddp = wrapped(net, group)
-    optimizer = ddp.sharded_optimizer(make_adam)
+    optimizer = ddp.sharded_optimizer(make_adam, overlap=True)
     ddp(inputs(group.rank, 0)).square().sum().backward()
     optimizer.step()
     return net, ddp, optimizer
@@ -119,7 +126,9 @@ def test_a_submodule_waits_for_its_own_parameters() -> None:
     def run(group: Any) -> None:
         layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
         ddp = wrapped(layers, group)
-        optimizer = ddp.sharded_optimizer(lambda p: torch.optim.SGD(p.values(), lr=0.1))
+        optimizer = ddp.sharded_optimizer(
+            lambda p: torch.optim.SGD(p.values(), lr=0.1), overlap=True
+        )
         missing = []
         for layer in layers:
             layer.register_forward_hook(lambda *_: missing.append(len(optimizer._missing)))
@@ -202,7 +211,9 @@ def test_compiled_modules_wait_for_their_parameters() -> None:
         found = []
         for module in (torch.compile(net, backend="aot_eager"), eager):
             ddp = wrapped(module, group)
-            optimizer = ddp.sharded_optimizer(lambda p: torch.optim.SGD(p.values(), lr=0.1))
+            optimizer = ddp.sharded_optimizer(
+                lambda p: torch.optim.SGD(p.values(), lr=0.1), overlap=True
+            )
             for _ in range(3):
                 ddp(torch.ones(2, 4)).sum().backward()
                 optimizer.step()
@@ -239,11 +250,15 @@ def test_parameters_that_were_written_are_used_as_they_are() -> None:
     def run(group: Any) -> None:
         net = new_net()
         ddp = wrapped(net, group)
-        optimizer = ddp.sharded_optimizer(lambda p: torch.optim.SGD(p.values(), lr=0.0))
+        optimizer = ddp.sharded_optimizer(
+            lambda p: torch.optim.SGD(p.values(), lr=0.0), overlap=True
+        )
         ones = {name: torch.ones_like(leaf) for name, leaf in net.state_dict().items()}
         for write in (
             lambda: net.load_state_dict(ones),
             lambda: nn.init.ones_(net.scale),
+            lambda: net.scale.data.fill_(1.0),
+            lambda: setattr(net.scale, "data", torch.ones_like(net.scale)),
         ):
             ddp(inputs(group.rank, 0)).square().sum().backward()
             optimizer.step()
@@ -272,7 +287,7 @@ def test_the_state_of_each_rank_is_saved_and_restored() -> None:
         expected = go_on(ddp, optimizer)
         other = new_net()
         again = wrapped(other, group)
-        resumed = again.sharded_optimizer(make_adam)
+        resumed = again.sharded_optimizer(make_adam, overlap=True)
         other.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
         assert same_bits([go_on(again, resumed), expected])
@@ -286,7 +301,9 @@ def test_gradients_add_up_until_the_step() -> None:
         net = nn.Linear(4, 1, bias=False)
         nn.init.zeros_(net.weight)
         ddp = wrapped(net, group)
-        optimizer = ddp.sharded_optimizer(lambda p: torch.optim.SGD(p.values(), lr=1.0))
+        optimizer = ddp.sharded_optimizer(
+            lambda p: torch.optim.SGD(p.values(), lr=1.0), overlap=True
+        )
         x = torch.full((1, 4), 1.0 + group.rank)
         for _ in range(2):
             ddp(x).sum().backward()
@@ -306,11 +323,40 @@ def test_unused_parameters_get_no_update() -> None:
         net.forward = lambda x: net["used"](x)  # type: ignore[method-assign]
         ddp = wrapped(net, group, find_unused_parameters=True)
         before = net["other"].weight.detach().clone()
-        optimizer = ddp.sharded_optimizer(make_adam)
+        optimizer = ddp.sharded_optimizer(make_adam, overlap=True)
         for _ in range(2):
             ddp(torch.ones(1, 2)).sum().backward()
             optimizer.step()
         assert torch.equal(net.state_dict()["other.weight"], before)
+
+    fddp.loopback(2, run)
+
+
+class Subclass(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_without_overlap_parameters_never_wait() -> None:
+    def run(group: Any) -> None:
+        part = nn.Linear(4, 4)
+        part.weight = Subclass(part.weight.detach())
+        scripted = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 1)))
+        for net, name in ((scripted, "TorchScript"), (part, "Subclass")):
+            with pytest.raises(ValueError, match=f"does not go with overlap=True and .*{name}"):
+                wrapped(net, group).sharded_optimizer(make_adam, overlap=True)
+        net = scripted
+        ddp = wrapped(net, group)
+        optimizer = ddp.sharded_optimizer(make_sgd)
+        for _ in range(2):
+            before = [param.detach().clone() for param in net.parameters()]
+            ddp(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            assert not optimizer._missing
+            for old, param in zip(before, net.parameters(), strict=True):
+                assert type(param) is nn.Parameter
+                assert param.isfinite().all()
+                assert not torch.equal(old, param)
 
     fddp.loopback(2, run)
 
@@ -320,14 +366,14 @@ def test_what_does_not_go_with_sharded_optimizers() -> None:
         net = nn.Linear(2, 2)
         ddp = wrapped(net, group, virtual_ranks=2)
         with pytest.raises(ValueError, match="does not go with virtual_ranks"):
-            ddp.sharded_optimizer(make_adam)
+            ddp.sharded_optimizer(make_adam, overlap=True)
         ddp = wrapped(nn.Embedding(4, 2, sparse=True), group)
         with pytest.raises(ValueError, match="does not go with sparse gradients"):
-            ddp.sharded_optimizer(make_adam)
+            ddp.sharded_optimizer(make_adam, overlap=True)
         ddp = wrapped(net, group)
-        ddp.sharded_optimizer(make_adam)
+        ddp.sharded_optimizer(make_adam, overlap=True)
         with pytest.raises(ValueError, match="does not go with a second one"):
-            ddp.sharded_optimizer(make_adam)
+            ddp.sharded_optimizer(make_adam, overlap=True)
         with pytest.raises(ValueError, match=r"join\(\) and a sharded optimizer can't be combined"):
             ddp.join()
         with pytest.raises(RuntimeError, match="group of a sharded optimizer can't change"):
@@ -361,7 +407,7 @@ def test_an_error_within_in_step_reaches_all_ranks() -> None:
 
 def lose_a_rank(rank: int, world_size: int, transport: str) -> Any:
     ddp = fddp.DistributedDataParallel(new_net(), transport=transport)
-    optimizer = ddp.sharded_optimizer(make_adam)
+    optimizer = ddp.sharded_optimizer(make_adam, overlap=True)
     for step in range(2):
         ddp(inputs(rank, step)).square().sum().backward()
         if rank == 1 and step == 1:
