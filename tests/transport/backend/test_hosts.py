@@ -26,6 +26,7 @@ from fddp.transport.backend import BackendChoice, backend_choice
 from fddp.transport.backend.choice import choose_backend
 from tests.support.backends import check_equal, new_fddp_group
 from tests.support.hosts import crossed_bytes
+from tests.support.process_resources import Resources, growth, resources
 from tests.support.ranks import Outcome, RankPool, run_fresh, split_into_hosts
 from tests.support.wire import traffic
 
@@ -498,10 +499,7 @@ def test_abort_ends_pending_works(ranks: RankPool) -> None:
         assert all("rank 0 left the group" in text for text in texts)
 
 
-def _left_behind(rank: int, world_size: int) -> tuple[int, int]:
-    def counts() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
+def _left_behind(rank: int, world_size: int) -> Resources:
     def use() -> None:
         group = _group()
         dist.all_reduce(torch.ones(300_000), group=group)
@@ -509,16 +507,15 @@ def _left_behind(rank: int, world_size: int) -> tuple[int, int]:
 
     use()
     dist.barrier()
-    before = counts()
+    before = resources()
     for _ in range(3):
         use()
     dist.barrier()
-    after = counts()
-    return after[0] - before[0], after[1] - before[1]
+    return growth(before)
 
 
 def test_groups_leave_nothing_behind(ranks: RankPool) -> None:
-    assert ranks.run(N_RANKS, _left_behind) == [(0, 0)] * N_RANKS
+    assert ranks.run(N_RANKS, _left_behind) == [Resources(0, 0, 0)] * N_RANKS
 
 
 def _without_a_destroy(rank: int, world_size: int) -> None:
