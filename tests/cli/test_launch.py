@@ -15,7 +15,7 @@ from fddp.cli import launch
 def test_handlers_of_signals_are_the_callers_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def elastic_launch(config: Any, entrypoint: Any) -> Callable[..., dict[int, int]]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as torch's launcher does, with its own
-        return lambda fn, *args: {0: fn(*args)}
+        return lambda backend, fn, *args: {0: fn(*args)}
 
     monkeypatch.setattr(launch, "elastic_launch", elastic_launch)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
