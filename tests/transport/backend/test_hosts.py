@@ -324,8 +324,10 @@ def _sent(rank: int, world_size: int) -> list[int]:
         dist.barrier(group)
         before = traffic()
         call(group)
-        sent.append((traffic() - before).sent)
+        # After the second barrier all that was sent before the first has left this rank.
         dist.barrier(group)
+        dist.barrier(group)
+        sent.append((traffic() - before).sent)
     dist.destroy_process_group(group)
     return sent
 
