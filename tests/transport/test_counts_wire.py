@@ -236,7 +236,8 @@ def test_a_wrapped_step_issues_the_same(ranks: RankPool, view: bool) -> None:
     counts = _of(ranks, 2, _wrapped, view)
     assert len(counts.buckets_bytes) >= 3
     assert len(counts.asked) == STEPS * len(counts.buckets_bytes)
-    assert counts.allocations == 0
+    # A bucket gets its second memory where the transport's thread still refers to the first.
+    assert counts.allocations <= len(counts.buckets_bytes)
     if counts.transport == "shm":
         assert (counts.handed, counts.traffic) == ([], Traffic(0, 0))
 
