@@ -131,7 +131,7 @@ def train(
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a checkpoint holds: the shards of all ranks, which may be others when it is loaded."""
+    """Contents of a checkpoint: the shards of all ranks, which may be others when it is loaded."""
     of_model, of_optimizer = get_state_dict(model, optimizer)
     return {"model": of_model, "optimizer": of_optimizer}
 

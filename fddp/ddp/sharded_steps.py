@@ -247,7 +247,7 @@ class ShardedUpdates(WrapperState):
         return ShardedOptimizer(self.module, runner, make, overlap=overlap)
 
     def _unshardable(self) -> str | None:
-        """What rules out sharded updates."""
+        """Return the setting that rules out sharded updates, if there is one."""
         has_hook = self._steps is not None and self._steps.engine.hook is not None
         for name, found in (
             ("a second one", self._shards_updates),
@@ -264,7 +264,7 @@ class ShardedUpdates(WrapperState):
 
 
 def _never_pending(module: Module) -> str | None:
-    """What rules out parameters that wait for their use."""
+    """Return the part of a module whose parameters cannot wait for their use, if there is one."""
     for name, part in module.named_modules():
         if isinstance(part, ScriptModule):
             return f"overlap=True and TorchScript (module {name!r}), which reads them in C++"

@@ -183,10 +183,8 @@ class StepRunner:
     def change_parameters(self, request: ModuleRequest, on_first_grad: Callable[[], None]) -> None:
         """Replace the parameters; see [Note: changed parameters]."""
         self.parameters.hooks.watch(False)
-        del (
-            self.parameters,
-            self._assign,
-        )  # the next set removes its hooks from parameters that stay
+        # The next set removes its hooks from parameters that stay.
+        del self.parameters, self._assign
         self._request = request
         self.set_parameters(on_first_grad)
         self.usage.params = request.params
