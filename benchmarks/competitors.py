@@ -34,6 +34,9 @@ DETERMINISTIC = "fddp, deterministic"
 DONATED = "fddp, donated"
 REPLICATE = "replicate"
 FLAT = "one flat all-reduce"
+AGAIN = "DDP view, again"
+"""A second instance of a mode: its ratio to the first is the noise of the measurement."""
+
 OVER_GLOO = ", gloo"
 
 _VIEW = {"gradient_as_bucket_view": True}
@@ -63,7 +66,7 @@ class Contestant:
     Attributes:
         name: for tables.
         form: form of the model, a module or a function.
-        is_ddp: True for a mode of torch's DDP.
+        is_ddp: True for a mode of torch's DDP, of which the fastest is the reference.
         transport: transport of the gradients; "none" without communication.
         step: runs a step.
         gradients: gradients of the last step, in the order of the module's parameters.
@@ -109,6 +112,7 @@ def makers(has_buffers: bool) -> dict[str, Make]:
             made[name] = partial(_wrapper, name, modes[mode], transport)
     for mode, given in modes.items():
         made[f"DDP {mode}"] = partial(_ddp, f"DDP {mode}", given)
+    made[AGAIN] = partial(_ddp, AGAIN, _VIEW, is_mode=False)
     made[REPLICATE] = _replicate
     made[FLAT] = _flat
     return made
@@ -189,10 +193,12 @@ def _wrapper(
     return of_module(name, module, wrapped, batch, is_ddp=False, transport=used)
 
 
-def _ddp(name: str, options: dict[str, Any], workload: Workload, batch: Tensor) -> Contestant:
+def _ddp(
+    name: str, options: dict[str, Any], workload: Workload, batch: Tensor, *, is_mode: bool = True
+) -> Contestant:
     module = workload.build()
     wrapped = DistributedDataParallel(module, **options)
-    return of_module(name, module, wrapped, batch, is_ddp=True, transport="gloo")
+    return of_module(name, module, wrapped, batch, is_ddp=is_mode, transport="gloo")
 
 
 def _replicate(workload: Workload, batch: Tensor) -> Contestant:

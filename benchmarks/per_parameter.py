@@ -2,12 +2,15 @@
 
 One rank, so that nothing is communicated; tiny parameters, so that little is copied; a loss that
 touches all of them in one operation. A step's time beyond the local step grows with the number of
-parameters, and the slope of that is what hooks and bookkeeping take for each.
+parameters, and the slope of that is what hooks and bookkeeping take for each. `sync(grads)` has no
+local step: its slope is that of the whole call. `torch.split` of one buffer makes as many tensors
+as a step has results, and nothing else.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,9 +18,10 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
+import fddp
 from benchmarks.bounds import Figure, at_most
 from benchmarks.competitors import FDDP, LOCAL_FUNCTION, LOCAL_MODULE, makers
-from benchmarks.measure import Ratio, Series, difference, measure, spread
+from benchmarks.measure import Ratio, Series, difference, holding_results, measure, spread
 from benchmarks.models import Functional, Workload
 from benchmarks.scripts import numbers_table, options, publish
 from fddp.cli.launch import launch
@@ -28,9 +32,10 @@ _COUNTS = (250, 500, 1000, 2000)
 _FLOATS = 8
 _STEPS = 20
 _WARM_UP = 4
-_OURS = (FDDP, "fddp.DDP default", "fddp.DDP view")
+_SYNC, _SPLIT = "sync(grads)", "torch.split"
+_WRAPPED = (FDDP, "fddp.DDP default", "fddp.DDP view")
 _THEIRS = ("DDP default", "DDP view")
-_BOUND_US = 1.0
+_BOUNDS_US = {_SYNC: 0.3} | dict.fromkeys(_WRAPPED, 0.8)
 
 
 class _Leaves(nn.Module):
@@ -86,16 +91,25 @@ def run_rank(rounds: int, counts: tuple[int, ...] = _COUNTS) -> list[Case]:
         for count in counts:
             about = workload(count)
             stages.begin(about.title, rounds)
-            made = {name: make(about, about.batch(0)) for name, make in makers(False).items()}
-            field = [made[name] for name in (LOCAL_MODULE, LOCAL_FUNCTION, *_OURS, *_THEIRS)]
-            for contestant in field:
-                for _ in range(_WARM_UP):
-                    contestant.step()
-            series = measure({c.name: c.step for c in field}, rounds, _STEPS, stages.advance)
+            make, batch = makers(False), about.batch(0)
+            names = (LOCAL_MODULE, LOCAL_FUNCTION, *_WRAPPED, *_THEIRS)
+            field = [make[name](about, batch) for name in names]
+            grads = [torch.ones(_FLOATS) for _ in range(count)]
+            with fddp.GradSync(grads) as sync:
+                alone = {
+                    _SYNC: partial(sync, grads),
+                    _SPLIT: partial(torch.cat(grads).split, _FLOATS),
+                }
+                steps = {c.name: c.step for c in field} | holding_results(alone)
+                for step in steps.values():
+                    for _ in range(_WARM_UP):
+                        step()
+                series = measure(steps, rounds, _STEPS, stages.advance)
             local = {"module": series[LOCAL_MODULE], "function": series[LOCAL_FUNCTION]}
             added = {c.name: difference(series[c.name], local[c.form]) for c in field[2:]}
+            added |= {name: series[name] for name in alone}
             cases.append(Case(count, series[LOCAL_MODULE].median_s, added))
-            for contestant in made.values():
+            for contestant in field:
                 contestant.close()
     return cases
 
@@ -116,7 +130,7 @@ def slope_us(cases: list[Case], name: str) -> Ratio:
 def figures(cases: list[Case]) -> list[Figure]:
     """Figures with a bound."""
     what = "us a parameter, hook and bookkeeping"
-    return [at_most(_BOUND_US, what, name, slope_us(cases, name)) for name in _OURS]
+    return [at_most(us, what, name, slope_us(cases, name)) for name, us in _BOUNDS_US.items()]
 
 
 def _table(cases: list[Case]) -> Table:
@@ -126,7 +140,7 @@ def _table(cases: list[Case]) -> Table:
         caption="median of rounds; slope: us a parameter (lowest-highest round)",
     )
     table.add_row("local step", *(f"{case.local_s * 1e3:.2f}" for case in cases), "")
-    for name in (*_OURS, *_THEIRS):
+    for name in (_SPLIT, *_BOUNDS_US, *_THEIRS):
         added_ms = (f"{case.added[name].median_s * 1e3:.2f}" for case in cases)
         table.add_row(name, *added_ms, slope_us(cases, name).text())
     return table
