@@ -417,7 +417,7 @@ def _leaves(rank: int, world_size: int) -> list[per_parameter.Case]:
 def test_cost_of_a_parameter_is_a_slope(ranks: RankPool) -> None:
     (cases,) = ranks.run(1, _leaves)
     assert [case.count for case in cases] == [20, 40]
-    assert len(per_parameter.figures(cases)) == 3
+    assert len(per_parameter.figures(cases)) == 4
 
 
 def _fixed_cost(rank: int, world_size: int) -> fixed_cost.Case:
