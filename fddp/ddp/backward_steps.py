@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -145,7 +144,7 @@ class BackwardDriver:
         self._handles.clear()
         self.passes.expect_grads(False)
 
-    def expect(self, outputs: Sequence[Tensor]) -> None:
+    def expect(self, outputs: list[Tensor]) -> None:
         """Take a step in backward passes through these outputs of a forward pass.
 
         Until one of them has ended, any gradient of a parameter belongs to a step.

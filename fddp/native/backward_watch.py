@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 from torch import Tensor
@@ -47,7 +47,7 @@ class BackwardWatch(Protocol):
     is_required: bool
     asks_driver: bool
 
-    def expect_outputs(self, outputs: Sequence[Tensor], on: bool) -> list[Tensor]:
+    def expect_outputs(self, outputs: list[Tensor], on: bool) -> list[Tensor]:
         """Hook outputs of a forward pass, and expect gradients if `on`. Return those outputs that
         are leaves. They are not hooked, because the caller has to remove their hooks."""
 

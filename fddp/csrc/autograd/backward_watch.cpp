@@ -155,12 +155,10 @@ double BackwardWatch::note_step() {
   return reached_s_;
 }
 
-bool BackwardWatch::queue_end(bool required) {
+bool BackwardWatch::queue_end(py::object driver, bool required) {
   if (is_aborted_) return false;
-  if (end_ != nullptr) return true;
-  const py::object owner = driver();
-  if (owner.is_none()) return true;
-  const auto end = std::make_shared<EndOfBackward>(shared_from_this(), owner, required);
+  if (end_ != nullptr || driver.is_none()) return true;
+  const auto end = std::make_shared<EndOfBackward>(shared_from_this(), std::move(driver), required);
   torch::autograd::Engine::get_default_engine().queue_callback([end] { end->run(); });
   end_ = end.get();
   is_required_ = required;
@@ -173,12 +171,13 @@ void BackwardWatch::forget_end() {
 }
 
 void BackwardWatch::reach_output() {
-  if (driver().is_none()) return;
+  py::object found = driver();
+  if (found.is_none()) return;
   if (!is_usual()) {
     on_output_();
     return;
   }
-  queue_end(true);
+  queue_end(std::move(found), true);
   note_output();
 }
 
@@ -196,7 +195,9 @@ bool BackwardWatch::is_usual() const {
 
 // Return false if another thread has the lock, for example at the end of its own backward pass.
 bool BackwardWatch::is_unlocked() const {
-  if (!py::bool_(acquire_(false))) return false;
+  const auto acquired = py::reinterpret_steal<py::object>(PyObject_CallOneArg(acquire_.ptr(), Py_False));
+  if (!acquired) throw py::error_already_set();
+  if (acquired.ptr() != Py_True) return false;
   release_();
   return true;
 }
@@ -216,7 +217,7 @@ void bind_backward_watch(py::module_& m) {
       .def("note_output", &BackwardWatch::note_output)
       .def("note_step", &BackwardWatch::note_step)
       .def("forget_output", &BackwardWatch::forget_output)
-      .def("queue_end", &BackwardWatch::queue_end, py::arg("required"))
+      .def("queue_end", py::overload_cast<bool>(&BackwardWatch::queue_end), py::arg("required"))
       .def("forget_end", &BackwardWatch::forget_end)
       .def("reach_output", [](BackwardWatch& watch, const py::object&) { watch.reach_output(); }, py::arg("grad"))
       .def_property_readonly("expects_grads", &BackwardWatch::expects_grads)

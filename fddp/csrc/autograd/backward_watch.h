@@ -48,7 +48,7 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
 
   // Queue a call of the driver's `finish` at the end of the running graph task, unless one is queued
   // already. Return false, without effect, if the last pass was aborted.
-  bool queue_end(bool required);
+  bool queue_end(bool required) { return queue_end(driver(), required); }
 
   // Forget the queued end, which then does nothing, or that a pass was aborted.
   void forget_end();
@@ -68,6 +68,7 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   friend class EndOfBackward;
 
   py::object driver() const { return driver_(); }  // or None
+  bool queue_end(py::object driver, bool required);
   bool is_usual() const;
   bool is_unlocked() const;
 
