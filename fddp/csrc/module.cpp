@@ -2,6 +2,7 @@
 
 namespace py = pybind11;
 
+void bind_backward_watch(py::module_&);
 void bind_gradient_counter(py::module_&);
 void bind_describe(py::module_&);
 void bind_digest(py::module_&);
@@ -28,6 +29,7 @@ PYBIND11_MODULE(_C, m) {
   bind_operands(m);
   bind_pack(m);
   bind_storage(m);
+  bind_backward_watch(m);
   bind_gradient_counter(m);
   bind_collectives(m);
   bind_leaves(m);

@@ -14,6 +14,9 @@ until the end of a step through its outputs, any gradient belongs to a step, whe
 because the loss may be computed elsewhere. After that step, gradients belong to a step only if an
 output is reached again. So calling the module without its wrapper takes no step.
 
+The hooks are compiled (`BackwardWatch`). The usual pass enters Python at its first gradient and at
+its end only. If a pass is aborted, its graph task frees the end without running it.
+
 [Note: manual finalization]
 With manual finalization the end of backward leaves the step open, and `finalize` closes it. The
 last bucket, which carries the control word, is sent in between, so that its all-reduce overlaps
@@ -24,25 +27,19 @@ A hook within backward may call `finalize`, too, if every parameter has its grad
 
 from __future__ import annotations
 
-import math
-import sys
 import threading
-import time
 import warnings
-import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from fddp.ddp.request import ModuleRequest
 from fddp.ddp.step_runner import StepRunner
 from fddp.ddp.weak_callback import weak_callback
 from fddp.errors import TransformError
-from fddp.native.autograd_leaves import distributed_context, has_explicit_inputs
+from fddp.native.backward_watch import backward_watch, has_explicit_inputs, is_compiled_backward
 from fddp.native.profiling import profiled
 from fddp.sync.engine import Engine
 
@@ -110,6 +107,7 @@ class BackwardDriver:
 
     Attributes:
         runner: runs the steps.
+        passes: observes backward passes; calls `on_first_grad`, `on_abort` and `finish`.
         is_stopped: True if gradients are left alone.
         suspension: the step that waits for `finalize`, if there is one.
     """
@@ -120,17 +118,12 @@ class BackwardDriver:
         self.suspension = Suspension()
         self._switch = switch
         self._lock = threading.RLock()
-        self._end: weakref.ref[_End] | None = None  # a dead reference after the pass was aborted
-        self._is_required = False  # the pass of `_end` takes a step even without a gradient
-        self._reached_s = math.inf  # time at which the running backward pass reached an output
-        self._is_reached = False  # the running backward pass has reached an output
         self._context: int | None = None  # of distributed autograd
-        self._expects_grads = False  # also from backward passes that reach no output
         self._handles: list[RemovableHandle] = []
-        self._first_grad_callback = weak_callback(self._on_first_grad)
-        self._output_grad_callback = weak_callback(self._on_output_grad)
-        self._abort_callback = weak_callback(self._restore_aborted)
-        runner.set_parameters(self._first_grad_callback)
+        on_output = weak_callback(self.on_output_grad)
+        self.passes = backward_watch(self, switch, self._lock, on_output)
+        self.passes.asks_driver = self._decides_each_pass
+        runner.set_parameters(self.passes)
 
     @property
     def engine(self) -> Engine:
@@ -141,84 +134,86 @@ class BackwardDriver:
 
     def begin_forward(self) -> None:
         """Prepare for a forward pass, which may be a checkpoint's, within a backward pass."""
-        if torch._C._current_graph_task_id() < 0:
-            self.runner.wait_for_work()
-        if not self.runner.is_begun:
-            self.runner.release_memory()
+        runner = self.runner
+        if runner.work and torch._C._current_graph_task_id() < 0:
+            runner.wait_for_work()
+        if runner.memory.is_lazy and not runner.is_begun:
+            runner.release_memory()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._expect(False)
+        self.passes.expect_grads(False)
 
-    def expect(self, outputs: Sequence[Tensor]) -> None:
+    def expect(self, outputs: list[Tensor]) -> None:
         """Take a step in backward passes through these outputs of a forward pass.
 
         Until one of them has ended, any gradient of a parameter belongs to a step.
         """
-        for output in outputs:
-            if output.requires_grad:
-                handle: RemovableHandle = output.register_hook(  # type: ignore[no-untyped-call]
-                    self._output_grad_callback
-                )
-                if output.is_leaf:  # may be an output of the next forward pass, too
-                    self._handles.append(handle)
-        self._expect(not self.is_stopped)
-
-    def _expect(self, on: bool) -> None:
-        self._expects_grads = on
-        self.runner.parameters.hooks.watch(on)
+        for leaf in self.passes.expect_outputs(outputs, not self.is_stopped):
+            # A leaf may be an output of the next forward pass, too.
+            handle: RemovableHandle = leaf.register_hook(  # type: ignore[no-untyped-call]
+                self.passes.reach_output
+            )
+            self._handles.append(handle)
 
     def change(self, request: ModuleRequest) -> None:
         """Replace the parameters; see [Note: changed parameters]."""
         self.suspension.check_inactive()
-        self.runner.change_parameters(request, self._first_grad_callback)
+        self.passes.watch(False)
+        self.runner.change_parameters(request, self.passes)
 
     # Backward
 
-    def _on_output_grad(self) -> None:
+    def on_output_grad(self) -> None:
+        """Decide whether a backward pass that has reached an output takes a step.
+
+        `passes` takes it without this call if it is sure to; see `backward_watch`.
+
+        Raises:
+            TransformError: the pass would leave parameters with this rank's own gradients.
+            RuntimeError: a step waits for `finalize`.
+        """
         with self._lock:
             if self._switch.is_on and not self.is_stopped:
                 self.suspension.check_inactive()
-                if _is_compiled():
+                if is_compiled_backward():
                     raise TransformError(_COMPILED)
                 has_inputs = has_explicit_inputs()
                 if has_inputs and self.runner.parameters.are_captured():
                     raise TransformError(_CAPTURED)
-                if not self._is_reached:
-                    self._reached_s = time.perf_counter()
-                self._is_reached = True
-                self.runner.parameters.hooks.watch(True)
                 self._queue_end(required=not has_inputs)
+                self.passes.note_output()
 
-    def _on_first_grad(self) -> None:
+    def on_first_grad(self, context: int | None) -> None:
+        """Open a step, before the first gradient of a backward pass is accumulated.
+
+        Args:
+            context: the context of distributed autograd that receives the gradients, if any.
+        """
         with self._lock:
             if not self._switch.is_on:
                 return
             self._queue_end(required=True)
             if self.runner.step is None:
-                self._context = distributed_context()
-                if self._context is None:
+                self._context = context
+                if context is None:
                     self.runner.open()
                 else:
                     self.runner.parameters.hooks.begin()
 
     def _queue_end(self, *, required: bool) -> None:
         """Queue the end of the step; see `finish`."""
-        if self._end is not None and self._end() is None:
+        if not self.passes.queue_end(required):
             self.abort_stale_step()
-        if self._end is None:
-            end = _End(self, required)
-            self._is_required = required
-            self._end = weakref.ref(end, self._abort_callback)
-            Variable._execution_engine.queue_callback(end)
+            self.passes.queue_end(required)
 
-    def _restore_aborted(self) -> None:
+    def on_abort(self) -> None:
         """Restore the gradients when a backward pass is aborted.
 
         The loop may clear or keep them before the next forward pass, which completes the step.
         """
         with self._lock:
-            if not self._runs_backward:
+            if not self.passes.is_queued:
                 self._forget_pass()
                 self.runner.restore_grads()
 
@@ -233,41 +228,46 @@ class BackwardDriver:
         """
         runner = self.runner
         with self._lock, profiled("fddp.finish"):
-            self._end = None
+            self.passes.forget_end()
             try:
                 if self._context is not None:
                     runner.open_distributed(self._context)
                 elif required and not runner.is_begun:
                     runner.open()
                 if runner.is_begun:
-                    self._expects_grads = self._expects_grads and not self._is_reached
-                    runner.finish(self._reached_s, self.suspension.ended_s)
+                    runner.finish(self.passes.note_step(), self.suspension.ended_s)
             except BaseException as error:
                 runner.recorder.set_error_and_log(f"{type(error).__name__}: {error}")
                 raise
             finally:
-                runner.parameters.hooks.watch(self._expects_grads)
+                self.passes.watch(self.passes.expects_grads)
                 self._reset()
 
     def _reset(self) -> None:
         self.runner.reset()
         if self.suspension.is_active:
-            self.suspension = Suspension()
+            self._set_suspension(Suspension())
         self._forget_pass()
 
     def _forget_pass(self) -> None:
-        self._context, self._is_reached, self._reached_s = None, False, math.inf
+        self._context = None
+        self.passes.forget_output()
+
+    def _set_suspension(self, suspension: Suspension) -> None:
+        self.suspension = suspension
+        self.passes.asks_driver = self._decides_each_pass
 
     @property
-    def _runs_backward(self) -> bool:
-        return self._end is not None and self._end() is not None
+    def _decides_each_pass(self) -> bool:
+        """True if `on_output_grad` decides about every backward pass that reaches an output."""
+        return self.is_stopped or self.suspension.is_active
 
     # Failures
 
     def publish_failure(self, error: BaseException) -> None:
         """Publish an error to ranks that wait in operators of the step which `fail` will end."""
         with self._lock:
-            if self._runs_backward:
+            if self.passes.is_queued:
                 return
             step = self.runner.step
             number = self.engine.step if step is None else step.number
@@ -282,9 +282,9 @@ class BackwardDriver:
             As `Engine.finish`: `error` if the other ranks received it.
         """
         with self._lock:
-            if self._runs_backward:
+            if self.passes.is_queued:
                 return
-            self._end = None
+            self.passes.forget_end()
             self.runner.fail(error)
             drop_step(self)
 
@@ -293,18 +293,19 @@ class BackwardDriver:
         """True if a backward pass was aborted before the end of its step, which the other ranks
         take even if no gradient had come; also if the step waits for `finalize`."""
         with self._lock:
-            is_owed = self.suspension.is_active or (self._end is not None and self._is_required)
-            return (is_owed or self.runner.step is not None) and not self._runs_backward
+            passes = self.passes
+            is_owed = self.suspension.is_active or (passes.is_aborted and passes.is_required)
+            return (is_owed or self.runner.step is not None) and not passes.is_queued
 
     def abort_stale_step(self) -> None:
         """Complete the step of a backward pass that was aborted, so that no rank waits for it."""
-        if self._end is None and self.runner.step is None:
+        if self.runner.step is None and not self.passes.is_aborted:
             return
         with self._lock:
-            if self._runs_backward or self.suspension.is_active:
+            if self.passes.is_queued or self.suspension.is_active:
                 return
             is_broken_off = self.is_broken_off
-            self._end = None
+            self.passes.forget_end()
             if not is_broken_off:
                 return
             try:
@@ -322,7 +323,8 @@ class BackwardDriver:
     def stop(self) -> None:
         """Leave all gradients alone from now on."""
         self.is_stopped = True
-        self.runner.parameters.hooks.watch(False)
+        self.passes.watch(False)
+        self.passes.asks_driver = True
 
     def close(self) -> None:
         """Free the communicator. Waits for an all-gather in flight."""
@@ -341,28 +343,5 @@ def drop_step(driver: BackwardDriver) -> None:
         driver.runner.close_step()
     finally:
         driver.runner.restore_grads()
-        driver._expect(False)
+        driver.passes.expect_grads(False)
         driver._reset()
-
-
-def _is_compiled() -> bool:
-    """Return True within a backward pass that compiled autograd runs."""
-    module = sys.modules.get("torch._dynamo.compiled_autograd")
-    return module is not None and module.in_compiled_autograd_region
-
-
-class _End:
-    """Callback at the end of a backward pass. It is freed if the pass is aborted.
-
-    Attributes:
-        is_done: True if the step was closed within backward.
-    """
-
-    def __init__(self, driver: BackwardDriver, required: bool) -> None:
-        self._driver = driver
-        self._required = required
-        self.is_done = False
-
-    def __call__(self) -> None:
-        if not self.is_done:
-            self._driver.finish(required=self._required)

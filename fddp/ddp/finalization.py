@@ -49,8 +49,8 @@ class FinalizingDriver(BackwardDriver):
                 runner.open()
             if runner.step is None:
                 return False
-        self._end = None
-        self.suspension = Suspension(ended_s=time.perf_counter())
+        self.passes.forget_end()
+        self._set_suspension(Suspension(ended_s=time.perf_counter()))
         if not self._switch.in_step and runner.step is not None:
             runner.fail_on_misuse(runner.parameters.used_names())
             send_last_bucket(runner.step)
@@ -66,11 +66,9 @@ class FinalizingDriver(BackwardDriver):
         """
         with self._lock:
             if not self.suspension.is_active:
-                end = None if self._end is None else self._end()
-                if end is None or self.runner.step is None:
+                if not self.passes.is_queued or self.runner.step is None:
                     raise RuntimeError(_NOTHING)
                 check_complete(self.runner)
-                end.is_done = True
             elif self._has_left_out():
                 drop_step(self)
                 raise RuntimeError(_LEFT_OUT)
@@ -84,7 +82,7 @@ class FinalizingDriver(BackwardDriver):
     def is_open(self) -> bool:
         """True if a backward pass is expected or in progress, or its step is not closed."""
         with self._lock:
-            return self._expects_grads or self._runs_backward or self.runner.is_begun
+            return self.passes.expects_grads or self.passes.is_queued or self.runner.is_begun
 
 
 def needs_end_of_backward(runner: StepRunner) -> bool:

@@ -38,7 +38,7 @@ class Reducer:
 
         The outputs are ignored, because unused parameters are found without them.
         """
-        self._wrapper.steps.expect(())
+        self._wrapper.steps.expect([])
 
     def _get_local_used_map(self) -> Tensor:
         """Return the number of ranks that last used each parameter, in registration order."""

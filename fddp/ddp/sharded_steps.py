@@ -15,6 +15,7 @@ from fddp.ddp.request import ModuleRequest
 from fddp.ddp.state import WrapperState
 from fddp.ddp.step_runner import StepRunner
 from fddp.errors import InternalError
+from fddp.native.backward_watch import BackwardWatch
 from fddp.runtime.pending_leaf import PendingParameter, give_back_, make_pending_
 from fddp.runtime.results import shards_of
 from fddp.sync.engine import Engine
@@ -47,7 +48,7 @@ class ShardedRunner(StepRunner):
             problem = "gradients in a context of distributed autograd can't be sharded"
             self.step.fail(RuntimeError(problem))
 
-    def change_parameters(self, request: ModuleRequest, on_first_grad: Callable[[], None]) -> None:
+    def change_parameters(self, request: ModuleRequest, watch: BackwardWatch) -> None:
         """Raise an error: shards would change their owners."""
         raise RuntimeError(_CHANGED)
 

@@ -28,6 +28,7 @@ from fddp.ddp.request import ModuleRequest
 from fddp.ddp.unused_parameters import GraphChangedError, ParameterUse, Usage
 from fddp.errors import FddpError, InternalError, PlanMismatchError
 from fddp.native.autograd_leaves import add_to_context, param_set
+from fddp.native.backward_watch import BackwardWatch
 from fddp.runtime.contributions import BackwardContributions, Contributions, TreeContributions
 from fddp.runtime.failures import peer_error
 from fddp.runtime.state import Outcome
@@ -58,8 +59,8 @@ class _NoGraphInfo(NamedTuple):
 class HookedParameters:
     """Parameters in the order of the plan's leaves, with hooks for their gradients.
 
-    The hooks do nothing after this object is freed. They call `on_first_grad` before the first
-    gradient of a step. With `undefined_counts`, an undefined gradient stands for zeros.
+    The hooks do nothing after this object is freed. They announce the first gradient of a step to
+    `watch`. With `undefined_counts`, an undefined gradient stands for zeros.
 
     Attributes:
         graph: graph of any backward pass, as far as it is known beforehand.
@@ -68,13 +69,13 @@ class HookedParameters:
     def __init__(
         self,
         params: Mapping[str, Tensor],
-        on_first_grad: Callable[[], None],
+        watch: BackwardWatch,
         *,
         undefined_counts: bool,
     ) -> None:
         self.leaves, treedef = flatten(dict(params))
         self.names = treedef.paths
-        self.hooks = param_set(self.leaves, on_first_grad)
+        self.hooks = param_set(self.leaves, watch)
         self.hooks.count_undefined(undefined_counts)
         self.graph = _NoGraphInfo([True] * len(self.names))
         self._all_names = frozenset(self.names)
@@ -171,22 +172,21 @@ class StepRunner:
         self._begun_s = 0.0
         self._write: Callable[[Sequence[Tensor | None]], None] = _write_nothing
 
-    def set_parameters(self, on_first_grad: Callable[[], None]) -> None:
+    def set_parameters(self, watch: BackwardWatch) -> None:
         """Hook the parameters of the request."""
         self.parameters = HookedParameters(
             self._request.params,
-            on_first_grad,
+            watch,
             undefined_counts=self.usage.reports_unused,
         )
         self._assign = partial(self.parameters.hooks.assign, replace=self.memory.is_gradient)
 
-    def change_parameters(self, request: ModuleRequest, on_first_grad: Callable[[], None]) -> None:
+    def change_parameters(self, request: ModuleRequest, watch: BackwardWatch) -> None:
         """Replace the parameters; see [Note: changed parameters]."""
-        self.parameters.hooks.watch(False)
         # The next set removes its hooks from parameters that stay.
         del self.parameters, self._assign
         self._request = request
-        self.set_parameters(on_first_grad)
+        self.set_parameters(watch)
         self.usage.params = request.params
         self.has_changed = True
 

@@ -125,18 +125,22 @@ class VirtualDriver(FinalizingDriver):
         self._micro_end: weakref.ref[_MicroBatchEnd] | None = None
         super().__init__(runner, switch)
 
-    def _on_output_grad(self) -> None:
-        if self._notes_pass():
-            super()._on_output_grad()
+    _decides_each_pass = True
 
-    def _on_first_grad(self) -> None:
+    def on_output_grad(self) -> None:
+        """As `BackwardDriver.on_output_grad`, with a check of the gradients before the pass."""
         if self._notes_pass():
-            super()._on_first_grad()
+            super().on_output_grad()
+
+    def on_first_grad(self, context: int | None) -> None:
+        """As `BackwardDriver.on_first_grad`; also notes passes within `no_sync`."""
+        if self._notes_pass():
+            super().on_first_grad(context)
 
     def _notes_pass(self) -> bool:
         """Note that a backward pass has begun. Return True if it takes the step."""
         if self._switch.is_on:
-            if not self._runs_backward and not self.runner.is_begun:
+            if not self.passes.is_queued and not self.runner.is_begun:
                 self.runner.check_cleared()
             return True
         with self._lock:

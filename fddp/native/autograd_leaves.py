@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fddp.core.plan.leaf import LeafSpec
 from fddp.native import extension as extension
+from fddp.native.backward_watch import BackwardWatch
 from fddp.native.layout import Layout
 
 Members = NewType("Members", object)
@@ -113,9 +114,6 @@ class LeafSet(GradientCounter, Protocol):
 class ParamSet(GradientCounter, Protocol):
     """Parameters that live across steps; see [Note: parameter hooks] (csrc/autograd/params.cpp)."""
 
-    def watch(self, on: bool) -> None:
-        """Enable or disable `on_begin`, by which a backward pass opens a step."""
-
     def count_undefined(self, on: bool) -> None:
         """Set whether an undefined gradient within a step stands for zeros. Otherwise it is
         ignored."""
@@ -167,20 +165,9 @@ def leaf_set_type() -> Callable[[Sequence[Tensor | None]], LeafSet]:
     return cast("Callable[[Sequence[Tensor | None]], LeafSet]", extension.load().LeafSet)
 
 
-def param_set(params: Sequence[Tensor], on_begin: Callable[[], None]) -> ParamSet:
-    """Register hooks on parameters. `on_begin` is called before the first gradient of a step. It
-    must not raise."""
-    return cast(ParamSet, extension.load().ParamSet(params, on_begin))
-
-
-def has_explicit_inputs() -> bool:
-    """Return True if the running backward pass has explicit inputs (`autograd.grad`)."""
-    return cast(bool, extension.load().has_explicit_inputs())
-
-
-def distributed_context() -> int | None:
-    """Return the distributed autograd context of the running backward pass."""
-    return cast("int | None", extension.load().distributed_context())
+def param_set(params: Sequence[Tensor], watch: BackwardWatch) -> ParamSet:
+    """Register hooks on parameters, which announce the first gradient of a step to `watch`."""
+    return cast(ParamSet, extension.load().ParamSet(params, watch))
 
 
 def add_to_context(context: int, grads: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -379,6 +381,79 @@ def test_the_module_alone_takes_no_step(launch: Launch) -> None:
     for steps, found in launch(2, bypassed):
         assert steps == 2
         assert_close(found, wanted)
+
+
+def aborted_and_run_again(group: Any) -> list[Any]:
+    """Steps after a graph was run again whose pass was aborted, and after a pass of the module."""
+    model = FailsFirst()
+    ddp = DDP(model, process_group=group)
+    loss = ddp(batch(rank_of(group))).square().mean()
+    with failing(model, True):
+        loss.backward(retain_graph=True)
+    ddp.zero_grad()
+    loss.backward()
+    found = [ddp.steps.engine.step, grads(model.net)]
+    model(batch(rank_of(group))).sum().backward()
+    return [*found, ddp.steps.engine.step]
+
+
+@pytest.mark.filterwarnings("ignore:the step of an aborted backward")
+def test_a_graph_runs_again_after_an_abort(launch: Launch) -> None:
+    wanted = mean_of(2, lambda model, rank: model(batch(rank)).square().mean())
+    for before, found, after in launch(2, aborted_and_run_again):
+        assert before == after == 2
+        assert_close(found, wanted)
+
+
+def hooks_of_leaf_outputs(group: Any) -> list[Any]:
+    class WithWeight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.weight * x, self.weight
+
+    ddp = DDP(WithWeight(), process_group=group)
+    hooks = []
+    for _ in range(3):
+        ddp.zero_grad()
+        _, weight = ddp(torch.ones(2))
+        hooks.append(len(weight._backward_hooks))
+    weight.sum().backward()
+    found = [*hooks, ddp.steps.engine.step, weight.grad.tolist()]
+    with torch.enable_grad():
+        ddp.steps.begin_forward()
+    return [*found, len(weight._backward_hooks)]
+
+
+def test_leaf_outputs_take_a_step_and_keep_one_hook(launch: Launch) -> None:
+    assert launch(2, hooks_of_leaf_outputs) == [[1, 1, 1, 1, [1.0, 1.0], 0]] * 2
+
+
+def entered_in_backward(rank: int, world_size: int) -> list[str]:
+    """Functions of the wrapper that the autograd engine calls during one backward pass."""
+    ddp = DDP(net())
+    calls: list[str] = []
+    package = os.path.dirname(fddp.__file__) + os.sep
+    room = os.path.join(package, "ddp") + os.sep
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        path, caller = frame.f_code.co_filename, frame.f_back.f_code.co_filename
+        if event == "call" and path.startswith(room) and not caller.startswith(package):
+            calls.append(frame.f_code.co_name)
+
+    for _ in range(4):
+        loss = ddp(batch(rank)).square().mean()
+        calls.clear()
+        sys.setprofile(note)
+        loss.backward()
+        sys.setprofile(None)
+    return calls
+
+
+def test_backward_enters_python_at_the_first_gradient_and_at_its_end(ranks: RankPool) -> None:
+    assert ranks.run(1, entered_in_backward) == [["on_first_grad", "finish"]]
 
 
 def no_hooks(group: Any) -> bool:

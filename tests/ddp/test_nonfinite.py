@@ -16,6 +16,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import fddp
+from fddp.ddp.backward_steps import BackwardDriver
 from tests.support.collectives import collectives_called
 from tests.support.groups import rank_of
 from tests.support.models import rand, same_bits
@@ -460,11 +461,12 @@ def test_gradients_in_a_context_of_distributed_autograd(monkeypatch: pytest.Monk
     def run(group: Any) -> str:
         ddp = DDP(Net(), process_group=group, nonfinite="skip")
         output = loss(ddp, group.rank)
-        monkeypatch.setattr("fddp.ddp.backward_steps.distributed_context", lambda: 1)
         with pytest.raises(ValueError, match="distributed autograd") as caught:
             output.backward()
         return str(caught.value)
 
+    open_step = BackwardDriver.on_first_grad
+    monkeypatch.setattr(BackwardDriver, "on_first_grad", lambda driver, _: open_step(driver, 1))
     monkeypatch.setattr("torch.distributed.autograd.get_gradients", lambda context: {})
     for text in fddp.loopback(2, run):
         assert text.startswith("nonfinite='skip' can't skip a step whose gradients are in")

@@ -27,10 +27,10 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <utility>
 #include <vector>
 
+#include "backward_watch.h"
 #include "gradient_counter.h"
 #include "tensor/checks.h"
 #include "tensor/python_lists.h"
@@ -49,24 +49,18 @@ using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declva
 
 class ParamSet : public GradientCounter, public std::enable_shared_from_this<ParamSet> {
  public:
-  ParamSet(std::vector<at::Tensor> params, py::object on_begin)
-      : GradientCounter(std::move(params)), on_begin_(std::make_unique<py::object>(std::move(on_begin))) {
+  ParamSet(std::vector<at::Tensor> params, std::shared_ptr<BackwardWatch> watch)
+      : GradientCounter(std::move(params)), watch_(std::move(watch)) {
     had_grad_before_.resize(size(), false);
     saved_grads_.resize(size());
     used_.resize(size(), false);
   }
   ~ParamSet() override {
     py::gil_scoped_acquire gil;
-    on_begin_.reset();
+    watch_.reset();
   }
 
-  static std::shared_ptr<ParamSet> make(std::vector<at::Tensor> params, py::object on_begin);
-
-  // Enable or disable calls of `on_begin` at the start of a backward pass.
-  void watch(bool on) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    watching_ = on;
-  }
+  static std::shared_ptr<ParamSet> make(std::vector<at::Tensor> params, std::shared_ptr<BackwardWatch> watch);
 
   // Set whether an undefined gradient stands for zeros. Otherwise it is ignored.
   void count_undefined(bool on) {
@@ -185,10 +179,10 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
   void before_accumulation() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (in_step_ || !watching_) return;
+      if (in_step_ || !watch_->is_watching()) return;
     }
     py::gil_scoped_acquire gil;
-    (*on_begin_)();
+    watch_->reach_first_grad();
   }
 
   void after_accumulation(size_t leaf, bool is_undefined) {
@@ -246,8 +240,7 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
   std::vector<bool> used_;               // by leaf
   std::vector<bool> used_before_;        // by leaf: when the step began
   bool in_step_ = false;                 // between `begin` and `disarm`
-  std::unique_ptr<py::object> on_begin_;
-  bool watching_ = false;
+  std::shared_ptr<BackwardWatch> watch_;
   bool counts_undefined_ = false;
 };
 
@@ -305,27 +298,10 @@ void ParamSet::hook() {
   }
 }
 
-std::shared_ptr<ParamSet> ParamSet::make(std::vector<at::Tensor> params, py::object on_begin) {
-  auto set = std::make_shared<ParamSet>(std::move(params), std::move(on_begin));
+std::shared_ptr<ParamSet> ParamSet::make(std::vector<at::Tensor> params, std::shared_ptr<BackwardWatch> watch) {
+  auto set = std::make_shared<ParamSet>(std::move(params), std::move(watch));
   set->hook();
   return set;
-}
-
-// Return true if the current backward pass computes gradients of given inputs only, as
-// autograd.grad does. Other gradients are left unchanged then.
-bool has_explicit_inputs() {
-  const auto* info = torch::autograd::get_current_graph_task_exec_info();
-  return info != nullptr && !info->empty();
-}
-
-// Return the context of distributed autograd that the backward pass belongs to, if any. Gradients
-// are accumulated there instead of in `.grad`.
-std::optional<int64_t> distributed_context() {
-#if FDDP_HAS_RPC
-  const auto context = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
-  if (context) return context->contextId();
-#endif
-  return std::nullopt;
 }
 
 // Add gradients of parameters to a context of distributed autograd.
@@ -343,12 +319,9 @@ void add_to_context([[maybe_unused]] int64_t context_id,
 
 void bind_params(py::module_& m) {
   using namespace fddp;
-  m.def("has_explicit_inputs", &has_explicit_inputs);
-  m.def("distributed_context", &distributed_context);
   m.def("add_to_context", &add_to_context, py::arg("context"), py::arg("grads"));
   py::class_<ParamSet, GradientCounter, std::shared_ptr<ParamSet>>(m, "ParamSet")
-      .def(py::init(&ParamSet::make), py::arg("params"), py::arg("on_begin"))
-      .def("watch", &ParamSet::watch, py::arg("on"))
+      .def(py::init(&ParamSet::make), py::arg("params"), py::arg("watch").none(false))
       .def("count_undefined", &ParamSet::count_undefined, py::arg("on"))
       .def("intact", &ParamSet::intact)
       .def("hook_count", &ParamSet::hook_count)

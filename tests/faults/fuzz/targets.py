@@ -6,8 +6,9 @@ but the errors by which the extension refuses arguments.
 
 from __future__ import annotations
 
+import threading
 import warnings
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 REFUSALS = (TypeError, ValueError, IndexError, RuntimeError, OverflowError, OSError)
 _MOST_CALLS = 12
+_OPEN = SimpleNamespace(is_on=True)
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
@@ -138,7 +140,7 @@ def _digests(draw: Draw) -> None:
             types = (module.XlaBorrowedBuffers, module.BackendRelease, module.GraphView)
             draw.one_of(types)(draw.anything())
         case 2:
-            module.has_explicit_inputs(), module.distributed_context()
+            module.has_explicit_inputs(), module.is_compiled_backward()
         case _:
             module.digest_bytes(draw.one_of(_ARRAYS)(array, draw))
 
@@ -202,6 +204,45 @@ def _operands(draw: Draw) -> None:
             types.first_differentiated(leaves, bool(draw.below(2)))
 
 
+class _Handler:
+    """Receiver of the events of backward passes, which ends none of them."""
+
+    def on_first_grad(self, context: int | None) -> None: ...
+    def on_abort(self) -> None: ...
+    def finish(self, *, required: bool) -> None: ...
+
+
+def _watches(draw: Draw) -> None:
+    """Observers of backward passes, with outputs of any kind, and a handler that may be gone."""
+    handler = _Handler()
+    lock = threading.RLock()
+    watch = extension.load().BackwardWatch(handler, _OPEN, lock, lambda *_: None)
+    if not draw.likely():
+        del handler
+    for _ in range(draw.below(_MOST_CALLS)):
+        try:
+            match draw.below(6):
+                case 0:
+                    watch.queue_end(bool(draw.below(2)))
+                case 1:
+                    watch.forget_end()
+                case 2:
+                    watch.asks_driver = draw.anything()
+                case 3:
+                    watch.note_output(), watch.note_step(), watch.reach_output(draw.anything())
+                case 4:
+                    watch.expect_outputs(draw.anything(), bool(draw.below(2)))
+                case _:
+                    param = torch.ones(2, requires_grad=True)
+                    outputs = [param * 2, param, torch.ones(1)]
+                    watch.expect_outputs(outputs[draw.below(3) :], bool(draw.below(2)))
+                    watched = extension.load().ParamSet([param], watch)
+                    outputs[0].sum().backward()
+                    del watched
+        except REFUSALS:
+            continue
+
+
 def _arrivals(draw: Draw) -> None:
     """Sets of leaves, armed with any buckets and asked for any number."""
     module = extension.load()
@@ -209,7 +250,10 @@ def _arrivals(draw: Draw) -> None:
     if not draw.likely():
         params = [draw.tensor(sound=True) for _ in params]
     is_leaves = draw.below(2) == 0
-    found = module.LeafSet(params) if is_leaves else module.ParamSet(params, lambda: None)
+    handler = _Handler()
+    watch = module.BackwardWatch(handler, _OPEN, threading.RLock(), lambda *_: None)
+    watch.watch(True)
+    found = module.LeafSet(params) if is_leaves else module.ParamSet(params, watch)
     for _ in range(draw.below(_MOST_CALLS)):
         try:
             _ask(draw, module, found, params, is_leaves)
@@ -255,7 +299,6 @@ def _ask(draw: Draw, module: Any, found: Any, params: list[Any], is_leaves: bool
             layout = module.Layout([0], [(3,)], [(1,)], 3)
             found.aliases_buffer([draw.number()], torch.ones(draw.below(5)), layout)
         case _ if not is_leaves:
-            found.watch(True)
             found.intact()
             found.assign([draw.anything() for _ in range(draw.below(4))], bool(draw.below(2)))
             found.restore()
@@ -320,6 +363,7 @@ TARGETS: Mapping[str, Callable[[Draw], None]] = MappingProxyType(
         "operands": _operands,
         "arrivals": _arrivals,
         "memory": _memory,
+        "backward passes": _watches,
     }
 )
 """What an input may lead to."""

@@ -1,0 +1,228 @@
+#include "backward_watch.h"
+
+#include <Python.h>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+#if FDDP_HAS_RPC
+#include <torch/csrc/distributed/autograd/context/context.h>
+#endif
+
+#include <cmath>
+#include <optional>
+#include <utility>
+
+#include "clock.h"
+#include "tensor/python_lists.h"
+
+namespace py = pybind11;
+using torch::autograd::FunctionPreHook;
+using torch::autograd::variable_list;
+using torch::dynamo::autograd::CompiledNodeArgs;
+
+namespace fddp {
+
+// Callback at the end of a backward pass. The graph task frees it without a call if the pass is
+// aborted. Until then it keeps the driver alive.
+class EndOfBackward {
+ public:
+  EndOfBackward(std::shared_ptr<BackwardWatch> watch, py::object driver, bool required)
+      : watch_(std::move(watch)), driver_(std::move(driver)), required_(required) {}
+  EndOfBackward(const EndOfBackward&) = delete;
+  EndOfBackward& operator=(const EndOfBackward&) = delete;
+
+  // May run in any thread that frees the last reference to the graph task.
+  ~EndOfBackward() {
+    if (Py_IsInitialized() == 0) {
+      driver_.release();  // leaked: the interpreter is being shut down
+      return;
+    }
+    const py::gil_scoped_acquire gil;
+    const py::error_scope error;
+    try {
+      if (is_current()) {
+        watch_->end_ = nullptr;
+        watch_->is_aborted_ = true;
+        driver_.attr("on_abort")();
+      }
+    } catch (py::error_already_set& raised) {
+      raised.discard_as_unraisable("the end of an aborted backward pass");
+    }
+    driver_ = {};
+    watch_.reset();
+  }
+
+  void run() {
+    const py::gil_scoped_acquire gil;
+    if (is_current()) driver_.attr("finish")(py::arg("required") = required_);
+  }
+
+ private:
+  bool is_current() const { return watch_->end_ == this; }
+
+  std::shared_ptr<BackwardWatch> watch_;
+  py::object driver_;
+  bool required_;
+};
+
+namespace {
+
+// Return true if the current backward pass computes gradients of given inputs only, as
+// autograd.grad does. Other gradients are left unchanged then.
+bool has_explicit_inputs() {
+  const auto* info = torch::autograd::get_current_graph_task_exec_info();
+  return info != nullptr && !info->empty();
+}
+
+// Return true within a backward pass that compiled autograd runs.
+bool is_compiled() {
+  static PyObject* const name = PyUnicode_InternFromString("torch._dynamo.compiled_autograd");
+  PyObject* const module = PyDict_GetItem(PyImport_GetModuleDict(), name);
+  return module != nullptr && py::bool_(py::handle(module).attr("in_compiled_autograd_region"));
+}
+
+// Return the context of distributed autograd that the backward pass belongs to, if any. Gradients
+// are accumulated there instead of in `.grad`.
+std::optional<int64_t> distributed_context() {
+#if FDDP_HAS_RPC
+  const auto context = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
+  if (context) return context->contextId();
+#endif
+  return std::nullopt;
+}
+
+// Hook on the node of an output.
+class OutputHook : public FunctionPreHook {
+ public:
+  OutputHook(std::weak_ptr<BackwardWatch> watch, uint32_t output) : watch_(std::move(watch)), output_(output) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    const py::gil_scoped_acquire gil;
+    if (const auto watch = watch_.lock()) watch->reach_output();
+    return grads;
+  }
+
+  // Compiled autograd, which has the GIL, calls hooks of Python only.
+  void compiled_args(CompiledNodeArgs& args) const override {
+    const auto watch = watch_.lock();
+    if (watch == nullptr) return;
+    py::object hook = watch->on_output();
+    args.add_tensor_pre_hook(c10::SafePyObject(hook.release().ptr(), getPyInterpreter()), static_cast<int>(output_));
+  }
+
+ private:
+  std::weak_ptr<BackwardWatch> watch_;
+  uint32_t output_;  // number among the outputs of the node
+};
+
+}  // namespace
+
+BackwardWatch::BackwardWatch(const py::object& driver, py::object gate, const py::object& lock, py::object on_output)
+    : driver_(driver),
+      gate_(std::move(gate)),
+      acquire_(lock.attr("acquire")),
+      release_(lock.attr("release")),
+      on_output_(std::move(on_output)) {}
+
+py::list BackwardWatch::expect_outputs(const py::list& outputs, bool on) {
+  py::list leaves;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const at::Tensor& output = tensor_at(outputs, i);
+    if (!output.requires_grad()) continue;
+    if (const auto node = output.grad_fn()) {
+      node->add_tensor_pre_hook(std::make_unique<OutputHook>(weak_from_this(), output.output_nr()));
+    } else {
+      leaves.append(outputs[i]);
+    }
+  }
+  expect_grads(on);
+  return leaves;
+}
+
+void BackwardWatch::note_output() {
+  if (std::isinf(reached_s_)) reached_s_ = perf_counter_s();
+  is_watching_ = true;
+}
+
+double BackwardWatch::note_step() {
+  expects_grads_ = expects_grads_ && std::isinf(reached_s_);
+  return reached_s_;
+}
+
+bool BackwardWatch::queue_end(py::object driver, bool required) {
+  if (is_aborted_) return false;
+  if (end_ != nullptr || driver.is_none()) return true;
+  const auto end = std::make_shared<EndOfBackward>(shared_from_this(), std::move(driver), required);
+  torch::autograd::Engine::get_default_engine().queue_callback([end] { end->run(); });
+  end_ = end.get();
+  is_required_ = required;
+  return true;
+}
+
+void BackwardWatch::forget_end() {
+  end_ = nullptr;
+  is_aborted_ = false;
+}
+
+void BackwardWatch::reach_output() {
+  py::object found = driver();
+  if (found.is_none()) return;
+  if (!is_usual()) {
+    on_output_();
+    return;
+  }
+  queue_end(std::move(found), true);
+  note_output();
+}
+
+void BackwardWatch::reach_first_grad() const {
+  const py::object found = driver();
+  if (!found.is_none()) found.attr("on_first_grad")(distributed_context());
+}
+
+// Return true if a pass may take the step without a decision of the driver. No other thread runs
+// Python in between, because nothing here releases the GIL.
+bool BackwardWatch::is_usual() const {
+  return !asks_driver && !is_aborted_ && torch::autograd::get_current_graph_task_id() >= 0 &&
+      !has_explicit_inputs() && !is_compiled() && py::bool_(gate_.attr("is_on")) && is_unlocked();
+}
+
+// Return false if another thread has the lock, for example at the end of its own backward pass.
+bool BackwardWatch::is_unlocked() const {
+  const auto acquired = py::reinterpret_steal<py::object>(PyObject_CallOneArg(acquire_.ptr(), Py_False));
+  if (!acquired) throw py::error_already_set();
+  if (acquired.ptr() != Py_True) return false;
+  release_();
+  return true;
+}
+
+}  // namespace fddp
+
+void bind_backward_watch(py::module_& m) {
+  using namespace fddp;
+  m.def("has_explicit_inputs", &has_explicit_inputs);
+  m.def("is_compiled_backward", &is_compiled);
+  py::class_<BackwardWatch, std::shared_ptr<BackwardWatch>>(m, "BackwardWatch")
+      .def(py::init<py::object, py::object, py::object, py::object>(), py::arg("driver"), py::arg("gate"),
+           py::arg("lock"), py::arg("on_output"))
+      .def("expect_outputs", &BackwardWatch::expect_outputs, py::arg("outputs"), py::arg("on"))
+      .def("expect_grads", &BackwardWatch::expect_grads, py::arg("on"))
+      .def("watch", &BackwardWatch::watch, py::arg("on"))
+      .def("note_output", &BackwardWatch::note_output)
+      .def("note_step", &BackwardWatch::note_step)
+      .def("forget_output", &BackwardWatch::forget_output)
+      .def("queue_end", py::overload_cast<bool>(&BackwardWatch::queue_end), py::arg("required"))
+      .def("forget_end", &BackwardWatch::forget_end)
+      .def("reach_output", [](BackwardWatch& watch, const py::object&) { watch.reach_output(); }, py::arg("grad"))
+      .def_property_readonly("expects_grads", &BackwardWatch::expects_grads)
+      .def_property_readonly("is_queued", &BackwardWatch::is_queued)
+      .def_property_readonly("is_aborted", &BackwardWatch::is_aborted)
+      .def_property_readonly("is_required", &BackwardWatch::is_required)
+      .def_readwrite("asks_driver", &BackwardWatch::asks_driver);
+}
