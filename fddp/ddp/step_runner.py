@@ -95,9 +95,9 @@ class HookedParameters:
 
     def used_names(self) -> frozenset[str]:
         """Names of the parameters that received a gradient on this rank."""
-        flags = self.hooks.used()
-        if all(flags):
+        if self.hooks.all_used():
             return self._all_names
+        flags = self.hooks.used()
         return frozenset(name for name, used in zip(self.names, flags, strict=True) if used)
 
     def by_name(self, counts: Sequence[int]) -> Mapping[str, int]:

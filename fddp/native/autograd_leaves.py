@@ -85,6 +85,12 @@ class GradientCounter(Protocol):
     def used(self) -> list[bool]:
         """For each leaf, return True if a gradient arrived."""
 
+    def all_used(self) -> bool:
+        """Return True if a gradient arrived for every leaf."""
+
+    def is_as_expected(self) -> bool:
+        """Return True if each leaf received as many gradients as `arm` expected."""
+
     def late(self) -> list[bool]:
         """For each bucket, return True if a gradient arrived after `take`."""
 

@@ -265,8 +265,8 @@ class BackwardContributions(Contributions):
     def arrivals(self) -> Arrivals:
         """Return the arrivals of this backward pass, for the next step's expected counts."""
         assert self.leaf_set is not None
-        counts = self.leaf_set.counts()
-        expected = counts == self.expected
+        expected = self.leaf_set.is_as_expected()
+        counts = self.expected if expected else self.leaf_set.counts()
         return Arrivals(self._visible, counts, as_expected=expected, opaque=self._opaque)
 
     def ready_times_s(self) -> list[float]:

@@ -174,12 +174,23 @@ std::vector<bool> GradientCounter::used() const {
   return used;
 }
 
-bool GradientCounter::is_complete() const {
+bool GradientCounter::all_used() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (size_t i = 0; i < size(); ++i) {
     if (!was_used(i)) return false;
   }
+  return true;
+}
+
+bool GradientCounter::is_complete() const {
+  if (!all_used()) return false;
+  const std::lock_guard<std::mutex> lock(mutex_);
   return std::find(late_.begin(), late_.end(), true) == late_.end();
+}
+
+bool GradientCounter::is_as_expected() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return counts_ == expected_;
 }
 
 size_t GradientCounter::arrival_count() const {
@@ -290,6 +301,8 @@ void bind_gradient_counter(py::module_& m) {
       .def("take_one", &GradientCounter::take_one, py::arg("leaf"))
       .def("arrival_count", &GradientCounter::arrival_count)
       .def("used", &GradientCounter::used)
+      .def("all_used", &GradientCounter::all_used)
+      .def("is_as_expected", &GradientCounter::is_as_expected)
       .def("late", &GradientCounter::late)
       .def("counts", &GradientCounter::counts)
       .def("arrivals", &GradientCounter::arrivals)

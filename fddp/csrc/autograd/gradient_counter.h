@@ -79,8 +79,12 @@ class GradientCounter {
 
   // Return, for each leaf, true if a gradient arrived.
   std::vector<bool> used() const;
+  // Return true if a gradient arrived for every leaf.
+  bool all_used() const;
   // Return true if a gradient arrived for every leaf, and none late.
   bool is_complete() const;
+  // Return true if each leaf received as many gradients as `arm` expected.
+  bool is_as_expected() const;
   size_t arrival_count() const;
   std::vector<bool> late() const { return copy_of(late_); }
   std::vector<int64_t> counts() const { return copy_of(counts_); }
