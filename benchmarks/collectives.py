@@ -3,7 +3,8 @@
 
 Blocking calls through torch's dispatcher, on tensors in ordinary memory and ranks of one thread
 each, in turn. The size is that of the larger of input and output. Started by Open MPI, it also
-measures its collectives in the same turns; see `benchmarks.mpi`.
+measures its collectives in the same turns; see `benchmarks.mpi`. The column "dispatcher" has the
+same calls over torch's fake backend, which returns at once: the least time of any backend.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from rich.table import Table
 from torch.distributed import distributed_c10d as c10d
 
@@ -29,7 +31,8 @@ from fddp.core.text import counted, size_text
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4, 4 * KIB, 64 * KIB, 256 * KIB, 4 * MIB, 64 * MIB)
-FDDP, GLOO = "fddp", "gloo"
+FDDP, GLOO, DISPATCHER = "fddp", "gloo", "dispatcher"
+_BACKENDS = {FDDP: "fddp", GLOO: "gloo", DISPATCHER: dist.Backend.FAKE}
 SMALLEST_US = 15.0  # bound of a small all-reduce
 
 _TURN_S = 0.03  # about how long a turn of gloo's takes
@@ -105,8 +108,8 @@ class Case:
     """One collective and size.
 
     Attributes:
-        series: by backend, and MPI's; a round is the median of a turn's calls, on the slower
-            rank.
+        series: by backend, MPI's, and the dispatcher's alone; a round is the median of a turn's
+            calls, on the slower rank.
     """
 
     collective: str
@@ -132,7 +135,9 @@ def main() -> None:
 def run_rank(sizes: tuple[int, ...], rounds: int) -> tuple[int, list[Case]]:
     """Number of ranks, and all collectives and sizes; a collective call. The same on all ranks."""
     torch.set_num_threads(1)
-    groups: dict[str, Any] = {name: dist.new_group(backend=name) for name in (FDDP, GLOO)}
+    groups: dict[str, Any] = {
+        name: dist.new_group(backend=backend) for name, backend in _BACKENDS.items()
+    }
     cases = []
     with ExitStack() as stack:
         stages = stack.enter_context(Stages(shown=dist.get_rank() == 0))
@@ -194,14 +199,14 @@ def _table(cases: list[Case], ranks: int) -> Table:
     others = [name for name in (GLOO, mpi.NAME) if name in cases[0].series]
     table = numbers_table(
         f"Collectives of torch.distributed, {counted(ranks, 'rank')}",
-        ("size", FDDP, *others, *(f"{other} / {FDDP}" for other in others)),
+        ("size", FDDP, *others, DISPATCHER, *(f"{other} / {FDDP}" for other in others)),
         caption="us: median of rounds; ratios round by round (lowest-highest)",
     )
     for case in cases:
         table.add_row(
             case.collective,
             size_text(case.nbytes),
-            *(f"{case.series[name].median_s * 1e6:.1f}" for name in (FDDP, *others)),
+            *(f"{case.series[name].median_s * 1e6:.1f}" for name in (FDDP, *others, DISPATCHER)),
             *(_times_ours(case, other).text(1 + (other == mpi.NAME)) for other in others),
         )
     return table

@@ -316,14 +316,14 @@ def _collectives(rank: int, world_size: int) -> tuple[int, list[collectives.Case
     return collectives.run_rank((4, 65536), 2)
 
 
-def test_collectives_are_measured_over_both_backends(ranks: RankPool) -> None:
+def test_collectives_are_measured_over_all_backends(ranks: RankPool) -> None:
     measured, others = ranks.run(2, _collectives)
     assert measured == others
     found, cases = measured
     assert found == 2
     assert len(cases) == 2 * len(collectives.COLLECTIVES)
     for case in cases:
-        assert case.series.keys() == {"fddp", "gloo"}
+        assert case.series.keys() == {"fddp", "gloo", "dispatcher"}
         assert all(t > 0 for series in case.series.values() for t in series.rounds_s)
     assert len(collectives.figures(cases)) == 1 + 2 * len(collectives.BOUNDED)
 

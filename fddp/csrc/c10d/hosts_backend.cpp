@@ -336,7 +336,8 @@ HostsBackend::WorkPtr HostsBackend::alltoall_base(
     std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) {
   return submit_exchange(
       {OpType::ALLTOALL_BASE, "fddp:all_to_all", {input}, {{output}}, options.timeout},
-      divide(input, input_splits, size_), divide(output, output_splits, size_));
+      input.split_with_sizes(part_sizes(input, input_splits, size_)),
+      output.split_with_sizes(part_sizes(output, output_splits, size_)));
 }
 
 HostsBackend::WorkPtr HostsBackend::alltoall(

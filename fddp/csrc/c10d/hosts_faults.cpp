@@ -175,7 +175,10 @@ std::string FaultReports::settle(
   const std::vector<int> lost = finding.timed_out ? std::vector<int>() : probe();
   if (!lost.empty()) return text_of_lost(lost);
   if (!finding.late.empty()) return text_of_late(finding.late, timeout);
-  return finding.text + "; the store of the group does not answer";
+  const std::string found = finding.suspects.empty()
+                                ? finding.text
+                                : "one of " + text_of_late(finding.suspects, timeout);
+  return found + "; the store of the group does not answer";
 }
 
 }  // namespace fddp

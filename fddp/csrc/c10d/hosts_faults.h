@@ -22,6 +22,8 @@ namespace fddp {
 struct Finding {
   std::string cause;      // certain; empty if unknown
   std::vector<int> late;  // ranks that have not called the operation
+  // Ranks of which one has not called the operation; used if the store is gone.
+  std::vector<int> suspects;
   bool timed_out = false;
   // Time until connections are probed. Gloo closes those of a rank that timed out before the rank
   // can report it.

@@ -180,6 +180,14 @@ std::vector<int> HostsRuntime::ranks_of(const shm::Members& members) const {
   return ranks;
 }
 
+std::vector<int> HostsRuntime::ranks_of_other_hosts() const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < levels_.whole->getSize(); ++rank) {
+    if (rank / levels_.locals() != levels_.host()) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
 Finding HostsRuntime::finding_of(const LevelError& error) const {
   Finding finding;
   finding.text = error.what();
@@ -199,6 +207,7 @@ Finding HostsRuntime::finding_of(const LevelError& error) const {
   for (size_t local = 0; local < gone.size(); ++local) lost[local] = gone[local];
   if (lost.any()) finding.cause = text_of_lost(ranks_of(lost));
   finding.timed_out |= is_timeout(error.what());
+  if (finding.timed_out) finding.suspects = ranks_of_other_hosts();
   if (error.level == Level::kWhole) finding.probe_after = kProbeDelay;
   return finding;
 }

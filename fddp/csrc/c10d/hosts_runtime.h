@@ -57,6 +57,7 @@ class HostsRuntime {
   void end_group(const LevelError& error);
   Finding finding_of(const LevelError& error) const;
   std::vector<int> ranks_of(const shm::Members& members) const;
+  std::vector<int> ranks_of_other_hosts() const;
 
   const int pid_;  // a forked process has no thread of the group
   const c10::intrusive_ptr<ShmBackend> within_;

@@ -40,7 +40,7 @@ const std::vector<at::Tensor>& only_list(
   return lists[0];
 }
 
-std::vector<at::Tensor> divide(const at::Tensor& tensor, std::vector<int64_t> sizes, int n) {
+std::vector<int64_t> part_sizes(const at::Tensor& tensor, std::vector<int64_t> sizes, int n) {
   if (sizes.empty()) {
     TORCH_CHECK(
         tensor.dim() > 0 && tensor.size(0) % n == 0, "a tensor of shape ", tensor.sizes(),
@@ -50,7 +50,16 @@ std::vector<at::Tensor> divide(const at::Tensor& tensor, std::vector<int64_t> si
   TORCH_CHECK(
       sizes.size() == static_cast<size_t>(n), "expected one split size for each of the ", n,
       " ranks, got ", sizes.size());
-  return tensor.split_with_sizes(sizes);
+  int64_t sum = 0;
+  for (const int64_t size : sizes) {
+    TORCH_CHECK(
+        size >= 0 && size <= std::numeric_limits<int64_t>::max() - sum, "invalid split size ", size);
+    sum += size;
+  }
+  TORCH_CHECK(
+      tensor.dim() > 0 && sum == tensor.size(0), "the split sizes ", sizes,
+      " do not add up to the first dimension of a tensor of shape ", tensor.sizes());
+  return sizes;
 }
 
 ShmBackend::ShmBackend(
@@ -368,15 +377,7 @@ ShmBackend::WorkPtr ShmBackend::alltoall_base(
   return run(
       OpType::ALLTOALL_BASE, "fddp:all_to_all", {input}, {{output}}, options,
       [&](CollectiveWork& work, bool waits) {
-        at::Tensor received = output;
-        if (!output.is_contiguous()) {
-          received = at::empty_like(output, at::MemoryFormat::Contiguous);
-          work.after_success([=] { output.copy_(received); });
-        }
-        const at::Tensor sent = input.contiguous();
-        start_exchange(
-            work, divide(sent, input_splits, size_), divide(received, output_splits, size_), 0,
-            waits);
+        start_all_to_all(work, {output, output_splits}, {input, input_splits}, waits);
       });
 }
 

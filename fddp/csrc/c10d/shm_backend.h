@@ -136,9 +136,19 @@ class ShmBackend : public c10d::Backend {
   void start_reduce_scatter(
       CollectiveWork& work, const at::Tensor& output, const at::Tensor& input,
       const c10d::ReduceOp& op, bool waits);
+  // A tensor and the sizes of its parts along the first dimension; see part_sizes.
+  struct Divided {
+    const at::Tensor& tensor;
+    const std::vector<int64_t>& sizes;
+  };
+  void start_all_to_all(
+      CollectiveWork& work, const Divided& output, const Divided& input, bool waits);
   void start_exchange(
       CollectiveWork& work, const Tensors& inputs, const Tensors& outputs, int64_t root,
       bool waits);
+  void start_exchange_of(
+      CollectiveWork& work, std::shared_ptr<shm::ExchangeBuffers> buffers, at::ScalarType dtype,
+      int64_t root, bool waits);
 
   // shm_sparse.cpp
   void start_sparse_all_reduce(
@@ -163,7 +173,8 @@ const at::Tensor& only_one(const std::vector<at::Tensor>& tensors);
 const std::vector<at::Tensor>& only_list(
     const std::vector<std::vector<at::Tensor>>& lists, size_t size);
 
-// Divide a tensor along its first dimension: into parts of these sizes, or into `n` equal parts.
-std::vector<at::Tensor> divide(const at::Tensor& tensor, std::vector<int64_t> sizes, int n);
+// Return the sizes of parts of a tensor along its first dimension: `sizes`, or those of `n` equal
+// parts if it is empty.
+std::vector<int64_t> part_sizes(const at::Tensor& tensor, std::vector<int64_t> sizes, int n);
 
 }  // namespace fddp

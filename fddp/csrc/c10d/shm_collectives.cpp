@@ -135,7 +135,8 @@ Request request_of(const Signature& signature, char* data, bool waits) {
 
 at::Tensor readable(ShmWork& work, const at::Tensor& tensor) {
   check_dense(tensor);
-  at::Tensor dense = tensor.resolve_conj().resolve_neg().contiguous();
+  at::Tensor dense =
+      is_plain(tensor) ? tensor : tensor.resolve_conj().resolve_neg().contiguous();
   work.keep(dense);
   return dense;
 }
@@ -253,6 +254,37 @@ void ShmBackend::start_exchange(
     const at::Tensor target = writable(work, output, /*with_values=*/false);
     buffers->targets.push_back({data_of(target), target.nbytes()});
   }
+  start_exchange_of(work, std::move(buffers), dtype, root, waits);
+}
+
+// Parts are ranges of bytes: a tensor for each would take longer than a small exchange.
+void ShmBackend::start_all_to_all(
+    CollectiveWork& work, const Divided& output, const Divided& input, bool waits) {
+  const at::ScalarType dtype = input.tensor.scalar_type();
+  TORCH_CHECK(
+      output.tensor.scalar_type() == dtype, "the dtypes of output and input differ: ",
+      output.tensor.scalar_type(), " and ", dtype);
+  const at::Tensor received = writable(work, output.tensor, /*with_values=*/false);
+  const at::Tensor sent = readable(work, input.tensor);
+  auto buffers = std::make_shared<shm::ExchangeBuffers>();
+  const auto add_parts = [&](const at::Tensor& tensor, const auto& sizes, auto& parts) {
+    const int64_t rows = tensor.dim() == 0 ? 0 : tensor.size(0);
+    const uint64_t row_bytes = rows == 0 ? 0 : tensor.nbytes() / static_cast<uint64_t>(rows);
+    char* data = data_of(tensor);
+    for (const int64_t size : part_sizes(tensor, sizes, size_)) {
+      const uint64_t bytes = static_cast<uint64_t>(size) * row_bytes;
+      parts.push_back({data, bytes});
+      data += bytes;
+    }
+  };
+  add_parts(sent, input.sizes, buffers->sources);
+  add_parts(received, output.sizes, buffers->targets);
+  start_exchange_of(work, std::move(buffers), dtype, 0, waits);
+}
+
+void ShmBackend::start_exchange_of(
+    CollectiveWork& work, std::shared_ptr<shm::ExchangeBuffers> buffers, at::ScalarType dtype,
+    int64_t root, bool waits) {
   const auto own = static_cast<size_t>(rank_);
   TORCH_CHECK(
       buffers->sources[own].bytes == buffers->targets[own].bytes, "rank ", rank_, " sends ",

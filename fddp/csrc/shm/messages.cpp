@@ -13,6 +13,10 @@ namespace fddp::shm {
 namespace {
 
 constexpr auto kCheckInterval = std::chrono::milliseconds(10);
+// Most callers wait right after they have started a receive. Waking the progress thread for it would
+// only take a processor from them. As long as receives follow each other within this interval, the
+// thread looks for them itself, once in an interval.
+constexpr auto kNapInterval = std::chrono::microseconds(200);
 
 // Copy between memory and a ring, whose end a copy wraps around.
 void copy_to_ring(char* ring, uint64_t position, const char* from, uint64_t bytes) {
@@ -72,6 +76,7 @@ MessagePtr Messages::start(MessageRequest request, bool sends) {
     if (sends) {
       sends_[message->peer()].push_back(message);
     } else {
+      ++started_receives_;
       take_arrived(message, completed);
     }
     if (closed_ || group_->failure().status != Status::kOk) {
@@ -82,7 +87,7 @@ MessagePtr Messages::start(MessageRequest request, bool sends) {
     }
     if (pending_ != 0 && waiting_threads_ == 0 && !closed_) {
       if (!thread_.joinable()) thread_ = std::thread(&Messages::progress_loop, this);
-      work_.notify_one();
+      if (sends || !napping_) work_.notify_one();
     }
   }
   announce(completed);
@@ -455,6 +460,19 @@ Messages::Suspects Messages::find_suspects(
   return suspects;
 }
 
+// Sleep until the progress thread has work.
+void Messages::await_work(std::unique_lock<std::mutex>& lock) {
+  const auto has_work = [&] { return closed_ || (waiting_threads_ == 0 && pending_ != 0); };
+  uint64_t seen;
+  do {
+    seen = started_receives_;
+    napping_ = true;
+    work_.wait_for(lock, kNapInterval, has_work);
+    napping_ = false;
+  } while (!has_work() && seen != started_receives_);
+  work_.wait(lock, has_work);
+}
+
 // Main function of the progress thread.
 void Messages::progress_loop() {
   sigset_t all;
@@ -464,7 +482,7 @@ void Messages::progress_loop() {
   EventCount& event = group_->slot(group_->index()).messages;
   std::unique_lock lock(mutex_);
   while (true) {
-    work_.wait(lock, [&] { return closed_ || (waiting_threads_ == 0 && pending_ != 0); });
+    await_work(lock);
     if (closed_) return;
     Completed completed;
     progress(completed);

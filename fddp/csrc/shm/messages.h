@@ -153,6 +153,7 @@ class Messages {
   void announce(Completed& completed);
   void check_peers();
   void progress_loop();
+  void await_work(std::unique_lock<std::mutex>& lock);
 
   const std::shared_ptr<ShmGroup> group_;
   AdaptiveSpin adaptive_spin_;
@@ -170,6 +171,8 @@ class Messages {
   bool closed_ = false;
 
   int waiting_threads_ = 0;
+  uint64_t started_receives_ = 0;
+  bool napping_ = false;  // the thread looks for receives without being woken
   std::condition_variable work_;
   std::thread thread_;
 };

@@ -242,6 +242,34 @@ def test_more_than_gloo_over_hosts(ranks: RankPool) -> None:
     ranks.run(4, _over_hosts, [[0, 1], [2, 3]], _beyond_gloo)
 
 
+def _all_to_all_of_parts(rank: int, world_size: int) -> None:
+    group = new_fddp_group()
+    refused: list[tuple[list[int], str]] = [
+        ([1, 2], "do not add up to the first dimension"),
+        ([5, -1], "invalid split size -1"),
+        ([4], "expected one split size for each of the 2 ranks, got 1"),
+    ]
+    for sizes, text in refused:
+        for splits in ((sizes, [2, 2]), ([2, 2], sizes)):
+            with pytest.raises(RuntimeError, match=text):
+                dist.all_to_all_single(torch.ones(4), torch.ones(4), *splits, group)
+    with pytest.raises(RuntimeError, match="into 2 equal parts"):
+        dist.all_to_all_single(torch.ones(3), torch.ones(3), group=group)
+    # Rows that are not contiguous.
+    first, second = [(torch.arange(15.0).reshape(5, 3) * (r + 2)).t() for r in range(2)]
+    received = torch.zeros(6, 5)[::2]
+    splits = [1, 2] if rank else [2, 1]
+    dist.all_to_all_single(received, second if rank else first, splits, splits, group)
+    rows = (first[2:], second[1:]) if rank else (first[:2], second[:1])
+    check_equal([received], [torch.cat(rows)])
+    dist.all_to_all_single(torch.zeros(0, 5), torch.zeros(0, 5), group=group)
+    dist.destroy_process_group(group)
+
+
+def test_all_to_all_of_parts(ranks: RankPool) -> None:
+    ranks.run(2, _all_to_all_of_parts)
+
+
 def _in_group_of_one(rank: int, world_size: int) -> None:
     groups = [dist.new_group([other], backend="fddp") for other in range(world_size)]
     tensor = torch.arange(3.0)
@@ -250,8 +278,10 @@ def _in_group_of_one(rank: int, world_size: int) -> None:
     dist.all_gather(outputs, tensor, groups[rank])
     output = torch.zeros(3)
     dist.reduce_scatter(output, [tensor], group=groups[rank])
+    received = torch.zeros(3)
+    dist.all_to_all_single(received, tensor, group=groups[rank])
     dist.barrier(groups[rank])
-    check_equal([tensor, output, *outputs], [torch.arange(3.0)] * 3)
+    check_equal([tensor, output, received, *outputs], [torch.arange(3.0)] * 4)
 
 
 def test_groups_of_one_rank(ranks: RankPool) -> None:

@@ -378,6 +378,9 @@ def _call(kind: str, group: dist.ProcessGroup) -> None:
         dist.all_to_all_single(torch.empty(4000), torch.ones(4000), group=group)
     elif kind == "broadcast":
         dist.broadcast(torch.ones(500_000), group=group, group_src=3)
+    elif kind == "many":
+        for _ in range(100_000):
+            dist.all_reduce(torch.ones(500_000), group=group)
     else:
         dist.all_reduce(torch.ones(500_000 if kind == "large" else 1), group=group)
 
@@ -458,6 +461,91 @@ def test_a_late_rank_is_named_on_every_rank(
         assert f"{words} did not take part within the timeout of {_TIMEOUT_S:.0f} s" in text
 
 
+def _stopped_in_a_call(rank: int, world_size: int, kind: str, stopped: int) -> tuple[str, float]:
+    """A rank is stopped before its call, or amid many, and goes on once all others have failed."""
+    store = c10d._get_default_store()
+    group = _group(_TIMEOUT_S)
+    if rank == stopped:
+        store.set("pid", str(os.getpid()))
+    dist.barrier(group)
+    pid = int(store.get("pid"))
+    waker = 0 if stopped else 1
+    if kind != "many":
+        if rank == stopped:
+            os.kill(pid, signal.SIGSTOP)
+    elif rank == waker:
+        # Within the host, between hosts, or between two calls.
+        threading.Timer(0.3, os.kill, (pid, signal.SIGSTOP)).start()
+    begin_s = time.perf_counter()
+    with pytest.raises(RuntimeError) as caught:
+        _call(kind, group)
+    waited_s = time.perf_counter() - begin_s
+    if rank != stopped:
+        store.add("failed", 1)
+    if rank == waker:
+        while store.add("failed", 0) < world_size - 1:
+            time.sleep(0.05)
+        os.kill(pid, signal.SIGCONT)
+    dist.destroy_process_group(group)
+    return str(caught.value), waited_s
+
+
+def _with_a_stopped_rank(
+    rank: int, world_size: int, kind: str, stopped: int
+) -> tuple[str, float, Resources]:
+    dist.destroy_process_group(_group())  # the first group leaves a thread and files of torch
+    before = resources()
+    text, waited_s = _stopped_in_a_call(rank, world_size, kind, stopped)
+    dist.barrier()
+    return text, waited_s, growth(before)
+
+
+def _check_stopped(outcomes: list[tuple[str, float, Resources]], stopped: int) -> None:
+    for rank, (text, waited_s, beyond) in enumerate(outcomes):
+        print(rank, text, f"{waited_s:.2f} s", beyond)
+        assert f"rank {stopped} did not take part within the timeout of {_TIMEOUT_S:.0f} s" in text
+        assert rank == stopped or waited_s < _TIMEOUT_S + 6.0
+        assert beyond == Resources(0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stopped"),
+    [("small", 0), ("many", 3), ("all_to_all", 1), ("async", 2)],
+)
+def test_a_stopped_rank_is_named_on_every_rank(kind: str, stopped: int, ranks: RankPool) -> None:
+    _check_stopped(ranks.run(N_RANKS, _with_a_stopped_rank, kind, stopped), stopped)
+
+
+def test_a_rank_that_is_stopped_on_another_host_is_named(hosts: Hosts) -> None:
+    _check_stopped(hosts.run(N_RANKS, _with_a_stopped_rank, "large", 3), 3)
+
+
+def _with_a_stopped_store(rank: int, world_size: int) -> str:
+    """Rank 0 runs the store of these hosts."""
+    group = _group(_TIMEOUT_S)
+    pids = [torch.tensor(0) for _ in range(world_size)]
+    dist.all_gather(pids, torch.tensor(os.getpid()), group)
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with pytest.raises(RuntimeError) as caught:
+        _call("large", group)
+    if rank == world_size - 1:
+        time.sleep(3.0)  # until all have raised
+        os.kill(int(pids[0]), signal.SIGCONT)
+    dist.destroy_process_group(group)
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_the_store_of_a_stopped_rank(hosts: Hosts) -> None:
+    _, *texts = hosts.run(N_RANKS, _with_a_stopped_store)
+    late = f"did not take part within the timeout of {_TIMEOUT_S:.0f} s"
+    assert texts[0].endswith(f": rank 0 {late}")
+    for text in texts[1:]:
+        assert f"one of ranks 0, 1 {late}; the store of the group does not answer" in text
+
+
 def _mismatched(rank: int, world_size: int) -> str:
     group = _group(20.0)
     with pytest.raises(RuntimeError) as caught:
@@ -469,6 +557,46 @@ def _mismatched(rank: int, world_size: int) -> str:
 def test_differing_calls_within_a_host_are_named(ranks: RankPool) -> None:
     for text in ranks.run(N_RANKS, _mismatched):
         assert "rank 2 all_reduce (sum) of Float, 12 bytes, rank 3 all_reduce" in text
+
+
+def _mismatched_across(rank: int, world_size: int) -> list[str]:
+    """As with the variable TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group = _group(20.0)
+    dist.set_debug_level_from_env()
+    assert backend_choice(group).name == "shm+gloo"
+    first_host = rank < 2
+    tensor = torch.ones(3)
+
+    def reduce_or_gather() -> None:
+        if first_host:
+            dist.all_reduce(tensor, group=group)
+        else:
+            dist.all_gather([torch.ones(3) for _ in range(world_size)], tensor, group)
+
+    texts = []
+    for call in (
+        reduce_or_gather,
+        lambda: dist.all_reduce(torch.ones(3 if first_host else 4), group=group),
+        lambda: dist.all_reduce(torch.ones(300_000 if first_host else 3), group=group),
+        lambda: dist.broadcast(tensor.double() if first_host else tensor, group=group, group_src=0),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        texts.append(str(caught.value))
+        total = torch.ones(5)  # the group can still be used
+        dist.all_reduce(total, group=group)
+        assert bool(total.eq(world_size).all())
+    dist.destroy_process_group(group)
+    return texts
+
+
+def test_differing_calls_on_hosts_are_named_in_debug_mode(ranks: RankPool) -> None:
+    pairs = [("ALLREDUCE", "ALLGATHER"), ("[3]", "[4]"), ("[300000]", "[3]"), ("Double", "Float")]
+    for texts in ranks.run(N_RANKS, _mismatched_across):
+        for text, pair in zip(texts, pairs, strict=True):
+            for described in pair:
+                assert re.search(rf"Rank \d is running collective[^)]*{re.escape(described)}", text)
 
 
 def _closed(rank: int, world_size: int) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -176,3 +178,33 @@ def _sizes_differ(rank: int, world_size: int) -> None:
 
 def test_a_receive_of_another_size_is_an_error(ranks: RankPool) -> None:
     ranks.run(2, _sizes_differ)
+
+
+def _thread_sleeps() -> int:
+    """Number of times that the thread of messages has gone to sleep."""
+    sleeps = 0
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text() == "fddp-messages\n":
+            status = (task / "status").read_text()
+            sleeps += int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    return sleeps
+
+
+def _there_and_back(rank: int, world_size: int) -> None:
+    group = new_fddp_group()
+    tensor = torch.zeros(1)
+    calls = [dist.send, dist.recv] if rank == 0 else [dist.recv, dist.send]
+    before, begin_s = _thread_sleeps(), time.perf_counter()
+    for _ in range(5000):
+        for call in calls:
+            call(tensor, 1 - rank, group)
+    naps = (time.perf_counter() - begin_s) / 200e-6
+    sleeps = _thread_sleeps() - before
+    print(f"{sleeps} sleeps, {naps:.0f} naps")
+    assert sleeps < 2 * naps + 500
+    dist.destroy_process_group(group)
+
+
+def test_receives_that_are_awaited_leave_the_thread_asleep(ranks: RankPool) -> None:
+    """It looks for others every 200 us, instead of being woken by each."""
+    ranks.run(2, _there_and_back)

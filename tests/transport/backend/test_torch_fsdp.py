@@ -1,0 +1,35 @@
+"""torch's base class, models and checks for sharded parameters, over the backend "fddp"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import RankPool
+
+_NAMES = [
+    *("test_parity", "test_mixed_precision", "test_accumulated_gradients", "test_clipped_norm"),
+    *("test_unused_parameters", "test_hybrid_shards"),
+]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Processes of this module alone, because torch's test modules change flags of torch."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+def _run(rank: int, world_size: int, name: str, folder: str) -> None:
+    from tests.transport.backend.torch_suite import fsdp_cases
+
+    fsdp_cases.run(rank, world_size, name, "fddp", folder)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", _NAMES)
+def test_torch_fsdp(name: str, world_size: int, pool: RankPool, tmp_path: Path) -> None:
+    pool.run(world_size, _run, name, str(tmp_path))
