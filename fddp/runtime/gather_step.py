@@ -28,6 +28,8 @@ class GatherStep(Step):
     control word was read: ranks that give up together must have launched the same collectives.
     """
 
+    gathers_together = True
+
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)
         self._limit = -1  # operations up to here may wait
