@@ -86,7 +86,7 @@ def costs(params: Any, layer_s: float) -> Costs:
 
     with new_sync(params) as sync:
         shards = sync.shard(params)
-        gather_s = median_s(lambda: sync.all_gather(shards))
+        gather_s = median_s(lambda: sync.start_all_gather(shards).wait())
         reduce_s = median_s(lambda: sync.reduce_scatter(params))
     return Costs(median_s(compute), gather_s, reduce_s + gather_s)
 

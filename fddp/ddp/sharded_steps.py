@@ -127,6 +127,7 @@ class ShardedOptimizer:
         for leaf, (param, into) in enumerate(zip(self._params, memory, strict=True)):
             if into is None:
                 raise InternalError(f"no memory for parameter {self._names[leaf]!r}")
+            into = _with_strides_of(param, into)
             if self._overlaps:
                 self._missing[leaf] = into
                 make_pending_(param, partial(self._arrive, leaf))
@@ -262,6 +263,15 @@ class ShardedUpdates(WrapperState):
             if found:
                 return name
         return None
+
+
+def _with_strides_of(param: Tensor, memory: Tensor) -> Tensor:
+    """Return the memory of a parameter with its strides. They may be any along dimensions of one
+    element, which operators take as a sign of the memory format."""
+    slots = zip(param.shape, param.stride(), memory.stride(), strict=True)
+    if all(size <= 1 or old == new for size, old, new in slots):
+        return memory.as_strided(param.shape, param.stride())
+    return memory  # dense, as the parameter was not
 
 
 def _never_pending(module: Module) -> str | None:

@@ -30,11 +30,14 @@ _ATTRIBUTES = ("device", "dtype", "is_leaf", "layout", "ndim", "requires_grad", 
 _METADATA = frozenset(
     {
         *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
-        *(Tensor.dim, Tensor.is_complex, Tensor.is_contiguous, Tensor.is_floating_point),
-        *(Tensor.element_size, Tensor.nelement, Tensor.numel, Tensor.size, Tensor.stride),
+        *(Tensor.dim, Tensor.is_complex, Tensor.is_floating_point),
+        *(Tensor.element_size, Tensor.nelement, Tensor.numel, Tensor.size),
     }
 )
 """Functions that read no elements."""
+
+_STRIDES = frozenset({Tensor.is_contiguous, Tensor.stride})
+"""Functions that read no elements, and wait for parameters, which have other strides until then."""
 
 _GRAD: Any = Tensor.grad  # a descriptor, which type checkers take for the attribute
 _ATTACHED = frozenset(
@@ -61,7 +64,7 @@ class PendingLeaf(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call a function with the leaf itself."""
-        of = _leaf_of if func in _METADATA else _arrived
+        of = _leaf_of if func in _METADATA or func in _STRIDES else _arrived
         args, kwargs = tree_map_only(PendingLeaf, of, (tuple(args), kwargs or {}))
         return func(*args, **kwargs)
 

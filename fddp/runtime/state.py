@@ -142,6 +142,7 @@ class StepState:
     failure: BaseException | None = None
     is_orderly = False
     backward_ended = False
+    gathers_together = False  # see `Operation.with_others`
     report: ControlReport | None = None
     after = 1.0
     word: Tensor | None = None
@@ -417,7 +418,11 @@ class BucketState:
             )
         else:
             work = transport.all_gather_in_place(
-                own, axes=op.axes, record_time=step.record_time, wait_soon=wait_soon
+                own,
+                axes=op.axes,
+                record_time=step.record_time,
+                wait_soon=wait_soon,
+                with_others=step.gathers_together,
             )
         self.work = work
         self.works[position] = work, entry

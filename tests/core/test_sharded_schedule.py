@@ -292,6 +292,23 @@ def test_the_link_is_never_idle_where_communication_is_larger() -> None:
     assert found.step_s == pytest.approx(64e-3 + 2e-3, rel=1e-3)
 
 
+def test_further_all_gathers_start_as_forward_waits_for_an_earlier_bucket() -> None:
+    topology = fddp.Topology(host=2, local=2)
+    reduce = make_schedule(plan_of([250_000] * 4), topology, algorithm="reduce_scatter")
+    times = ComputeTimes(8e-3, [0.0, 2e-3, 4e-3, 6e-3], [4e-3, 3e-3, 2e-3, 1e-3])
+    found = simulate_sharded(make_sharded_schedule(reduce), CostModel(0.0, 2e-9), times)
+    begin_s, end_s = found.begins_s[1:]
+    launch_ms = {
+        span.bucket: (span.launch_s - begin_s) * 1e3
+        for span in found.spans
+        if span.lane == "local" and span.kind == "all_gather" and span.launch_s < end_s
+    }
+    # The first waits for all of its own; then 2 and 1, and later 0, are found ready.
+    assert launch_ms == pytest.approx({3: 1.0, 2: 2.0, 1: 2.0, 0: 4.0})
+    uses_ms = [(s.start_s - begin_s) * 1e3 for s in found.spans if s.kind == "forward"][-4:]
+    assert uses_ms == pytest.approx([2.0, 4.0, 6.0, 8.0])
+
+
 @given(schedules(), st.data())
 def test_steps_are_as_long_as_compute_and_communication_at_least(
     schedule: ShardedSchedule, data: st.DataObject

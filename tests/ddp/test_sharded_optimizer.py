@@ -177,6 +177,27 @@ def test_any_use_of_a_parameter_waits_for_it() -> None:
     fddp.loopback(2, run)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_parameters_keep_their_strides(overlap: bool) -> None:
+    """Also those of dimensions of one element, by which convolutions choose a memory format."""
+
+    def run(group: Any) -> None:
+        net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 1, 3), nn.Conv2d(1, 2, 3))
+        net = net.to(memory_format=torch.channels_last)
+        net[0].bias = nn.Parameter(torch.zeros(8)[::2])  # is dense afterwards
+        ddp = wrapped(net, group)
+        before = [param.stride() for param in net.parameters()]
+        expected = [(1,) if strides == (2,) else strides for strides in before]
+        optimizer = ddp.sharded_optimizer(make_sgd, overlap=overlap)
+        for _ in range(2):
+            ddp(torch.ones(1, 3, 6, 6)).sum().backward()
+            optimizer.step()
+            assert [param.stride() for param in net.parameters()] == expected
+            assert net[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+    fddp.loopback(2, run)
+
+
 class Scaled(torch.autograd.Function):
     """Gets a parameter as its argument."""
 

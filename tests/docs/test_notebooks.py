@@ -27,6 +27,7 @@ def test_notebooks_are_found() -> None:
         "06_jax",
         "07_literature",
         "08_few_bytes",
+        "09_next_forward",
     ]
 
 

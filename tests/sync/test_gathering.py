@@ -210,6 +210,46 @@ def test_a_slow_bucket_holds_up_no_earlier_layer() -> None:
     assert fddp.loopback(2, run) == [64.0, 64.0]
 
 
+def test_further_all_gathers_start_before_they_are_needed() -> None:
+    """In one order on ranks that use their leaves at different times."""
+    import random
+    import time
+
+    def run(group: Any) -> tuple[list[Any], list[int]]:
+        params = {f"layer{i}": torch.full((4, 4), 0.5) for i in range(5)}
+        plan = fddp.plan_buckets(params, bucket_cap_mb=1e-5, first_bucket_mb=1e-5)
+        launched: list[Any] = []
+        further = []
+        delays = random.Random(group.rank)
+
+        def loss_fn(p: Any, x: Tensor) -> Tensor:
+            for leaf in p.values():
+                x = x @ leaf
+                further.append(sum(axes == ("local",) for axes, _ in launched))
+                while not all(work.done for _, work in launched):
+                    time.sleep(1e-3)
+                time.sleep(0.01 * delays.random())
+            return x.sum()
+
+        mesh = Topology(host=2, local=2)
+        with fddp.GradSync(plan, group=group, mesh=mesh, algorithm="reduce_scatter") as sync:
+            start = sync._engine.transport.all_gather_in_place
+
+            def noted(buffer: Tensor, *, axes: Any, **options: Any) -> Any:
+                launched.append((axes, start(buffer, axes=axes, **options)))
+                return launched[-1][1]
+
+            sync._engine.transport.all_gather_in_place = noted  # type: ignore[method-assign]
+            gathering = sync.start_all_gather(sync.shard(params))
+            sync.value_and_grad(loss_fn)(gathering, torch.ones(1, 4))
+            assert same_bits([gathering.wait(), params])
+        return [axes for axes, _ in launched], further
+
+    for axes, further in fddp.loopback(4, run):
+        assert axes == [("host",)] * 5 + [("local",)] * 5
+        assert further[1:] == [5, 5, 5, 5], "of each bucket, at the second use of one"
+
+
 class Doubled(torch.autograd.Function):
     """Reads a parameter within its forward."""
 

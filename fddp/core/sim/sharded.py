@@ -7,7 +7,8 @@ Rules, the same as those of the runtime:
   done. The update waits for all reduce-scatters and the control word.
 - Operations launch in the order of their schedule: those of gradients when their bucket is ready
   (the last bucket at the end of backward), the first all-gather of each bucket after the update,
-  further ones of several axes when forward waits for the bucket.
+  further ones of several axes when forward waits for the bucket, or for one before it if the
+  all-gather that they wait for is done by then.
 - The collectives of a group run one after the other, and different groups in parallel. While the
   rank computes, they advance at the speed `CostModel.overlap`.
 - Packing and unpacking take no time; measured compute times include them.
@@ -242,7 +243,13 @@ class _Operations:
         self._schedule, self._link, self._is_gather = schedule, link, is_gather
         self._models = {a: group_model(cost, schedule.topology, a) for a in schedule.groups}
         self._cursor = 0
-        self._works: dict[int, _Work] = {}
+        self._works: dict[int, _Work] = {}  # by position
+        ops = schedule.ops
+        self._further = deque(  # collectives that wait for others
+            position
+            for position, op in enumerate(ops)
+            if is_collective(op) and any(is_collective(ops[dep]) for dep in op.deps)
+        )
 
     def poll(self, ready: Collection[int]) -> None:
         """Launch what has to wait neither for buckets that are not `ready` nor for collectives."""
@@ -254,13 +261,22 @@ class _Operations:
                 return
             if any(not work.is_done for work in self._awaited(self._cursor)):
                 return
-            self._launch()
+            self._launch(self._cursor)
+            self._cursor += 1
 
     def run(self, stop: int) -> None:
         """Launch all operations before a position, and wait where they have to."""
         while self._cursor < stop:
             self._link.wait(self._awaited(self._cursor))
-            self._launch()
+            self._launch(self._cursor)
+            self._cursor += 1
+
+    def launch_ahead(self) -> None:
+        """Launch the collectives that have to wait for no other, up to the first that has to."""
+        while self._further:
+            if not all(work.is_done for work in self._awaited(self._further[0])):
+                return
+            self._launch(self._further.popleft())
 
     def _awaited(self, position: int) -> list[_Work]:
         op = self._schedule.ops[position]
@@ -268,11 +284,10 @@ class _Operations:
             return []
         return [self._works[dep] for dep in op.deps if dep in self._works]
 
-    def _launch(self) -> None:
-        position, link = self._cursor, self._link
-        op = self._schedule.ops[position]
-        self._cursor += 1
-        if not is_collective(op) or op.when != "always":
+    def _launch(self, position: int) -> None:
+        """Launch an operation, unless it was launched ahead."""
+        op, link = self._schedule.ops[position], self._link
+        if not is_collective(op) or op.when != "always" or position in self._works:
             return
         model = self._models[op.axes]
         lane, work_s = "+".join(op.axes), collective_time_s(self._schedule, op, model)
@@ -320,7 +335,9 @@ class _Run:
         if self._gather is not None:
             for bucket in sorted(range(len(self.use_s)), key=self.use_s.__getitem__):
                 self._compute("forward", self.use_s[bucket] - done_s)
+                self._gather.launch_ahead()
                 self._gather.run(self._unpacks[bucket])
+                self._gather.launch_ahead()
                 done_s = self.use_s[bucket]
         self._compute("forward", self.times.forward_s - done_s)
 
