@@ -137,7 +137,7 @@ class BackwardDriver:
         runner = self.runner
         if runner.work and torch._C._current_graph_task_id() < 0:
             runner.wait_for_work()
-        if runner.memory.is_lazy and not runner.is_begun:
+        if not runner.is_begun:
             runner.release_memory()
         for handle in self._handles:
             handle.remove()

@@ -110,7 +110,6 @@ class ManualFinalization(WrapperState):
     def _raise_pending(self) -> None:
         if self._steps is None:
             return
-        if self._steps.suspension.is_active:
-            self._steps.suspension.check_inactive()
+        self._steps.suspension.check_inactive()
         if self._steps.runner.usage.pending:
             self._log_and_throw(RuntimeError, self._steps.runner.usage.pending)

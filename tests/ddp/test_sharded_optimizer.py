@@ -126,9 +126,7 @@ def test_a_submodule_waits_for_its_own_parameters() -> None:
     def run(group: Any) -> None:
         layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
         ddp = wrapped(layers, group)
-        optimizer = ddp.sharded_optimizer(
-            lambda p: torch.optim.SGD(p.values(), lr=0.1), overlap=True
-        )
+        optimizer = ddp.sharded_optimizer(make_sgd, overlap=True)
         missing = []
         for layer in layers:
             layer.register_forward_hook(lambda *_: missing.append(len(optimizer._missing)))
@@ -232,9 +230,7 @@ def test_compiled_modules_wait_for_their_parameters() -> None:
         found = []
         for module in (torch.compile(net, backend="aot_eager"), eager):
             ddp = wrapped(module, group)
-            optimizer = ddp.sharded_optimizer(
-                lambda p: torch.optim.SGD(p.values(), lr=0.1), overlap=True
-            )
+            optimizer = ddp.sharded_optimizer(make_sgd, overlap=True)
             for _ in range(3):
                 ddp(torch.ones(2, 4)).sum().backward()
                 optimizer.step()

@@ -180,12 +180,22 @@ def on_hosts(rank: int, world_size: int, transport: str, fn: Callable[..., Any],
         return fn(dist.group.WORLD, *args)
 
 
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
-    """The session's pool of processes."""
+def _pool() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """The session's pool of processes."""
+    yield from _pool()
+
+
+@pytest.fixture(scope="module")
+def own_ranks() -> Iterator[RankPool]:
+    """Processes of one module alone, for torch's tests, which change flags of torch."""
+    yield from _pool()
 
 
 def launch_fixture(*names: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,6 @@ _NAMES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Processes of this module alone, because torch's test modules change flags of torch."""
-    pool = RankPool()
-    yield pool
-    pool.close()
-
-
 def _run(rank: int, world_size: int, name: str, folder: str) -> None:
     from tests.transport.backend.torch_suite import fsdp_cases
 
@@ -31,5 +22,5 @@ def _run(rank: int, world_size: int, name: str, folder: str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", _NAMES)
-def test_torch_fsdp(name: str, world_size: int, pool: RankPool, tmp_path: Path) -> None:
-    pool.run(world_size, _run, name, str(tmp_path))
+def test_torch_fsdp(name: str, world_size: int, own_ranks: RankPool, tmp_path: Path) -> None:
+    own_ranks.run(world_size, _run, name, str(tmp_path))

@@ -5,7 +5,6 @@ with half of the ranks on either of two hosts."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,14 +26,6 @@ _SAMPLE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Processes of this module alone, because torch's tests leave traces."""
-    pool = RankPool()
-    yield pool
-    pool.close()
-
-
 def _run(rank: int, world_size: int, n_hosts: int, name: str, backend: str, folder: str) -> str:
     # Not on top: importing torch's test modules changes flags of torch.
     from tests.transport.backend.torch_suite import on_rank
@@ -51,8 +42,8 @@ def _selection() -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(("name", "n_hosts"), _selection())
-def test_torch_suite(name: str, n_hosts: int, pool: RankPool, tmp_path: Path) -> None:
-    outcomes = pool.run(_RANKS, _run, n_hosts, name, _BACKEND, str(tmp_path))
+def test_torch_suite(name: str, n_hosts: int, own_ranks: RankPool, tmp_path: Path) -> None:
+    outcomes = own_ranks.run(_RANKS, _run, n_hosts, name, _BACKEND, str(tmp_path))
     skips = [outcome for outcome in outcomes if outcome != "passed"]
     if skips:
         pytest.skip(skips[0])
