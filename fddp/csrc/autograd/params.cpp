@@ -185,13 +185,15 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
     watch_->reach_first_grad();
   }
 
-  void after_accumulation(size_t leaf, bool is_undefined) {
+  // `passed`: what autograd passed to the leaf, which may be undefined.
+  void after_accumulation(size_t leaf, const at::Tensor& passed) {
+    const bool is_undefined = !passed.defined();
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (is_undefined && !(in_step_ && counts_undefined_)) return;
       used_[leaf] = true;
     }
-    on_gradient(leaf, is_undefined);
+    on_gradient(leaf, is_undefined, passed);
   }
 
  protected:
@@ -205,6 +207,11 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
   // True if a gradient arrived since `reset_used`, during steps or between them. Gradients that no
   // longer exist when a step begins do not count.
   bool was_used(size_t leaf) const override { return used_[leaf]; }
+
+  bool is_sole_receiver(size_t leaf) const override {
+    return torch::autograd::impl::post_acc_grad_hooks(leaves_[leaf]) == nullptr &&
+        accumulators_[leaf]->post_hooks().size() == 1;
+  }
 
   bool may_release(size_t leaf) const override {
     const at::Tensor& grad = leaves_[leaf].grad();
@@ -263,7 +270,8 @@ class PostAccumulateHook : public FunctionPostHook {
   PostAccumulateHook(std::weak_ptr<ParamSet> set, size_t leaf) : set_(std::move(set)), leaf_(leaf) {}
   bool is_abandoned() const { return set_.expired(); }
   variable_list operator()(const variable_list& outputs, const variable_list& grads) override {
-    if (const auto set = set_.lock()) set->after_accumulation(leaf_, grads.empty() || !grads[0].defined());
+    static const at::Tensor undefined;
+    if (const auto set = set_.lock()) set->after_accumulation(leaf_, grads.empty() ? undefined : grads[0]);
     return outputs;
   }
   void compiled_args(CompiledNodeArgs&) const override {}

@@ -1,0 +1,207 @@
+#include "autograd/gradient_placement.h"
+
+#include <ATen/ops/empty_like.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "tensor/checks.h"
+
+
+namespace fddp {
+namespace {
+
+// Placement of the backward pass on this thread.
+thread_local bool is_active = false;  // readable while thread-local objects are destroyed
+struct ActivePlacement {
+  std::shared_ptr<GradientPlacement> placement;
+  ~ActivePlacement() { is_active = false; }
+};
+thread_local ActivePlacement active;
+
+// Allocator of CPU tensors, in front of the one that was installed before.
+class PlacingAllocator : public c10::Allocator {
+ public:
+  explicit PlacingAllocator(c10::Allocator* others) : others_(*others) {}
+  c10::DataPtr allocate(size_t nbytes) override {
+    return is_active ? active.placement->allocate(nbytes, others_) : others_.allocate(nbytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return others_.raw_deleter(); }
+  void copy_data(void* target, const void* source, std::size_t count) const override {
+    default_copy_data(target, source, count);
+  }
+
+ private:
+  c10::Allocator& others_;
+};
+
+void install_allocator() {
+  static std::once_flag once;
+  // Never destroyed: storages refer to it until the process ends.
+  std::call_once(once, [] { c10::SetCPUAllocator(new PlacingAllocator(c10::GetCPUAllocator()), /*priority=*/1); });
+}
+
+// Return true if nothing refers to the memory of `grad` but autograd, which passed `passed` to the
+// leaf and is about to drop it. Undefined if it has dropped it.
+bool is_alone(const at::Tensor& grad, const at::Tensor& passed) {
+  int64_t owners = 1;
+  if (passed.defined() && passed.is_alias_of(grad)) {
+    const bool is_view = passed.is_view();
+    if (passed.use_count() != 1 || (is_view && passed._base().use_count() != 1)) return false;
+    owners += is_view ? 2 : 1;
+  }
+  return grad.use_count() == 1 && static_cast<int64_t>(grad.storage().use_count()) == owners;
+}
+
+}  // namespace
+
+std::optional<PlacementHistory::Allocation> PlacementHistory::prediction(int64_t leaf) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = known_.find(leaf);
+  return found == known_.end() ? std::nullopt : std::optional<Allocation>(found->second);
+}
+
+void PlacementHistory::learn(int64_t leaf, Allocation allocation) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto misses = misses_.find(leaf);
+  if (misses == misses_.end() || misses->second < kMostMisses) known_[leaf] = allocation;
+}
+
+void PlacementHistory::miss(int64_t leaf) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++misses_[leaf];
+  known_.erase(leaf);
+}
+
+GradientPlacement::GradientPlacement(std::shared_ptr<PlacementHistory> history, std::vector<PlacementSlot> slots)
+    : history_(std::move(history)) {
+  places_.reserve(slots.size());
+  for (PlacementSlot& slot : slots) {
+    const size_t nbytes = slot.nbytes();
+    auto size = std::find_if(sizes_.begin(), sizes_.end(), [&](const Size& s) { return s.nbytes == nbytes; });
+    if (size == sizes_.end()) size = sizes_.insert(sizes_.end(), Size{nbytes});
+    const auto expected = history_->prediction(slot.leaf);
+    if (expected && expected->nbytes == nbytes) size->predicted.emplace(expected->number, places_.size());
+    place_of_.emplace(slot.leaf, places_.size());
+    const bool has_views = slot.buffer.storage().use_count() != 1;  // such a bucket can't be moved
+    places_.push_back({std::move(slot), /*is_open=*/!has_views});
+  }
+}
+
+std::shared_ptr<GradientPlacement> GradientPlacement::begin(
+    std::shared_ptr<PlacementHistory> history, std::vector<PlacementSlot> slots) {
+  install_allocator();
+  auto placement = std::shared_ptr<GradientPlacement>(new GradientPlacement(std::move(history), std::move(slots)));
+  active.placement = placement;
+  is_active = true;
+  return placement;
+}
+
+c10::DataPtr GradientPlacement::allocate(size_t nbytes, c10::Allocator& others) {
+  // Outside of backward, and with create_graph=True, tensors may be kept for long.
+  if (nbytes < kLeastBytes || c10::GradMode::is_enabled()) return others.allocate(nbytes);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto size = std::find_if(sizes_.begin(), sizes_.end(), [&](const Size& s) { return s.nbytes == nbytes; });
+  if (size == sizes_.end()) return others.allocate(nbytes);
+  const int64_t number = size->count++;
+  const auto predicted = size->predicted.find(number);
+  const bool is_served = predicted != size->predicted.end() && places_[predicted->second].is_open &&
+      closed_.count(places_[predicted->second].bucket) == 0;
+  c10::DataPtr memory = is_served ? serve(predicted->second) : others.allocate(nbytes);
+  records_.push_back({memory.get(), {nbytes, number}});
+  return memory;
+}
+
+c10::DataPtr GradientPlacement::serve(size_t index) {
+  Place& place = places_[index];
+  auto claim = std::make_shared<Claim>(Claim{place.buffer.storage()});
+  place.claim = claim;
+  place.is_open = false;
+  served_.push_back(index);
+  const auto release = [](void* owner) { delete static_cast<std::shared_ptr<Claim>*>(owner); };
+  return {place.data(), new std::shared_ptr<Claim>(std::move(claim)), release, place.buffer.device()};
+}
+
+bool GradientPlacement::arrive(int64_t leaf, const at::Tensor& grad, const at::Tensor& passed, bool is_sole) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = place_of_.find(leaf);
+  if (found == place_of_.end()) return false;
+  Place& place = places_[found->second];
+  place.is_open = false;
+  const bool has_storage = grad.layout() == at::kStrided && grad.has_storage();
+  const void* const data = has_storage ? grad.storage().data() : nullptr;
+  const bool fits = has_storage && is_linear(grad, place.slot());
+  if (fits) learn(place, data);
+  drop_unused();
+  const auto served = std::find(served_.begin(), served_.end(), found->second);
+  if (fits && served != served_.end() && data == place.data() && is_sole && is_alone(grad, passed)) {
+    served_.erase(served);
+    return true;
+  }
+  const bool is_misplaced = std::any_of(served_.begin(), served_.end(), [&](size_t index) {
+    const Place& other = places_[index];
+    return other.bucket == place.bucket && (other.leaf == leaf || other.data() == data);
+  });
+  if (is_misplaced) move_bucket(place.bucket);
+  return false;
+}
+
+void GradientPlacement::learn(const Place& place, const void* data) {
+  const auto record = std::find_if(records_.rbegin(), records_.rend(), [&](const Record& r) { return r.data == data; });
+  if (record != records_.rend() && record->allocation.nbytes == place.nbytes()) {
+    history_->learn(place.leaf, record->allocation);
+  }
+}
+
+// Forget the places whose memory no tensor uses any more.
+void GradientPlacement::drop_unused() {
+  const auto is_unused = [this](size_t index) { return places_[index].claim.expired(); };
+  served_.erase(std::remove_if(served_.begin(), served_.end(), is_unused), served_.end());
+}
+
+// Exchange the memory of a bucket. The tensors in its slots keep the old memory.
+void GradientPlacement::move_bucket(int64_t bucket) {
+  std::optional<at::Tensor> old;
+  for (const size_t index : served_) {
+    Place& place = places_[index];
+    const std::shared_ptr<Claim> claim = place.claim.lock();
+    if (place.bucket != bucket || !claim) continue;
+    if (!old) {
+      const bool was_active = std::exchange(is_active, false);
+      old = at::empty_like(place.buffer);
+      is_active = was_active;
+      std::memcpy(old->data_ptr(), place.buffer.const_data_ptr(), place.buffer.nbytes());
+      c10::DataPtr memory = old->storage().set_data_ptr(c10::DataPtr(nullptr, at::kCPU));
+      old->storage().set_data_ptr_noswap(place.buffer.storage().set_data_ptr(std::move(memory)));
+    }
+    claim->memory = old->storage();
+    place.claim.reset();
+    history_->miss(place.leaf);
+  }
+  drop_unused();
+}
+
+void GradientPlacement::close(int64_t bucket) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  closed_.insert(bucket);
+  move_bucket(bucket);
+}
+
+void GradientPlacement::end() {
+  if (is_active && active.placement.get() == this) is_active = false;
+  std::vector<Place> places;  // released without the mutex: a buffer known to Python may need the GIL
+  const std::lock_guard<std::mutex> lock(mutex_);
+  while (!served_.empty()) {
+    move_bucket(places_[served_.back()].bucket);
+    drop_unused();
+  }
+  places_.swap(places);
+  place_of_.clear();
+  sizes_.clear();
+  records_.clear();
+}
+
+}  // namespace fddp
