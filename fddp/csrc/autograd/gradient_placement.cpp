@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "tensor/checks.h"
+#include "tensor/storage.h"
 
 
 namespace fddp {
@@ -86,7 +87,7 @@ GradientPlacement::GradientPlacement(std::shared_ptr<PlacementHistory> history, 
     const auto expected = history_->prediction(slot.leaf);
     if (expected && expected->nbytes == nbytes) size->predicted.emplace(expected->number, places_.size());
     place_of_.emplace(slot.leaf, places_.size());
-    const bool has_views = slot.buffer.storage().use_count() != 1;  // such a bucket can't be moved
+    const bool has_views = storage_use_count(slot.buffer) != 1;  // such a bucket can't be moved
     places_.push_back({std::move(slot), /*is_open=*/!has_views});
   }
 }
