@@ -99,6 +99,26 @@ def clones_in_hooks(params: Params, x: Tensor, keep: Keep) -> Tensor:
     return chain(params, x, keep)
 
 
+class _WithoutGradient(torch.autograd.Function):
+    """Product whose second factor gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, param: Tensor) -> Tensor:
+        ctx.save_for_backward(param)
+        return x @ param
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] @ ctx.saved_tensors[0].t(), None
+
+
+def clones_and_none(params: Params, x: Tensor, keep: Keep) -> Tensor:
+    """A clone has the number of a gradient that is expected, but never arrives."""
+    params[3].register_hook(lambda grad: keep(grad.clone()))
+    x = _WithoutGradient.apply(x @ params[1], params[2])  # type: ignore[no-untyped-call]
+    return chain(params[3:], x, keep)
+
+
 def views_in_hooks(params: Params, x: Tensor, keep: Keep) -> Tensor:
     for param in params[1:]:
         param.register_hook(lambda grad: keep(grad.view(-1)[3:]))
@@ -162,6 +182,7 @@ LOSSES = {
         wide_inputs,
         kept_by_hooks,
         clones_in_hooks,
+        clones_and_none,
         views_in_hooks,
         data_in_hooks,
         arrays_in_hooks,
@@ -260,6 +281,13 @@ class TestPlacement:
         run_wrapper([lambda model, x: model(x)] * 8)
         assert in_place[2 * WARM_UP :] == [LEAVES - 1] * 2 * (8 - WARM_UP)
 
+    @pytest.mark.filterwarnings("ignore:Using backward")
+    def test_gradients_with_graphs_are_not_placed(self, in_place: list[int]) -> None:
+        """Nor do they count as wrong predictions."""
+        run_wrapper([lambda model, x: model(x)] * 12, create_graph=range(4, 10))
+        assert in_place[2 * 4 : 2 * 10] == [0] * 2 * 6
+        assert in_place[-1] == LEAVES - 1
+
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
     def test_other_dtypes(self, in_place: list[int], dtype: torch.dtype) -> None:
         def loss(params: Params, x: Tensor) -> Tensor:
@@ -304,9 +332,7 @@ class TestPlacement:
         def loop(group: Any) -> list[bool]:
             params = make_params()
             with fddp.GradSync(params, group=group, **SMALL_BUCKETS) as sync:
-                step = sync.value_and_grad(
-                    lambda p, x: chain(p, x, lambda _: None), with_info=True
-                )
+                step = sync.value_and_grad(lambda p, x: chain(p, x, lambda _: None), with_info=True)
                 finite = []
                 for number in range(7):
                     x = batch_of(group.rank, number)
@@ -357,7 +383,7 @@ class TestWrongPredictions:
         run_loops(names, held=held, weights=weights)
 
     def test_a_leaf_is_given_up(self, in_place: list[int]) -> None:
-        """A leaf whose gradient is always kept is copied, as none of the others is."""
+        """After a few steps in which its gradient was kept, it is copied in all further ones."""
 
         def keeping(params: Params, x: Tensor, keep: Keep) -> Tensor:
             params[2].register_hook(lambda grad: keep(grad.data))
@@ -367,15 +393,19 @@ class TestWrongPredictions:
             params, kept = make_params(), Kept()
             with fddp.GradSync(params, group=group, **SMALL_BUCKETS) as sync:
                 step = sync.value_and_grad(lambda p, x: keeping(p, x, kept))
-                for number in range(16):
+                for number in range(10):
                     step(params, batch_of(group.rank, number))
+                plain = sync.value_and_grad(lambda p, x: chain(p, x, kept))
+                for number in range(4):
+                    plain(params, batch_of(group.rank, number))
             kept.check()
 
         fddp.loopback(1, loop)
-        assert in_place[-4:] == [LEAVES - 1] * 4
+        assert in_place[-3:] == [LEAVES - 1] * 3
 
     @pytest.mark.parametrize("view", [False, True])
-    def test_wrapper(self, view: bool) -> None:
+    @pytest.mark.parametrize("kind", ["keeping", "after", "bases", "of_nodes"])
+    def test_hooks_under_a_wrapper(self, kind: str, view: bool) -> None:
         kept = Kept()
 
         def keeping(model: nn.Module, x: Tensor) -> Tensor:
@@ -388,18 +418,47 @@ class TestWrongPredictions:
                 param.register_post_accumulate_grad_hook(lambda p: kept(p.grad.data))
             return model(x)  # type: ignore[no-any-return]
 
+        def bases(model: nn.Module, x: Tensor) -> Tensor:
+            """Gradients are views of tensors that hooks keep."""
+            loss = model(x)
+            nodes = [loss.grad_fn]
+            while nodes:
+                node = nodes.pop()
+                if node is not None:
+                    nodes += [further for further, _ in node.next_functions]
+                    if node.name() == "TBackward0":
+                        node.register_prehook(lambda passed: kept(passed[0]._base))
+            return loss  # type: ignore[no-any-return]
+
+        def of_nodes(model: nn.Module, x: Tensor) -> Tensor:
+            for param in model.parameters():
+                node = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+                node.register_hook(lambda _, passed: kept(passed[0]))
+            return model(x)  # type: ignore[no-any-return]
+
         def plain(model: nn.Module, x: Tensor) -> Tensor:
             return model(x)  # type: ignore[no-any-return]
 
+        change = {"keeping": keeping, "after": after, "bases": bases, "of_nodes": of_nodes}[kind]
         run_wrapper(
-            [plain] * 4 + [keeping, plain, after, plain],
+            [plain] * 4 + [change, *[plain] * 3],
             gradient_as_bucket_view=view,
         )
         kept.check()
 
 
-def run_wrapper(forwards: Sequence[Callable[[nn.Module, Tensor], Tensor]], **options: Any) -> None:
-    """Train with a wrapper on two ranks, and compare each step with plain autograd."""
+def run_wrapper(
+    forwards: Sequence[Callable[[nn.Module, Tensor], Tensor]],
+    create_graph: Sequence[int] = (),
+    **options: Any,
+) -> None:
+    """Train with a wrapper on two ranks, and compare each step with plain autograd.
+
+    Args:
+        forwards: forward pass of each step.
+        create_graph: numbers of the steps whose gradients have graphs.
+        options: options of the wrapper.
+    """
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -413,7 +472,8 @@ def run_wrapper(forwards: Sequence[Callable[[nn.Module, Tensor], Tensor]], **opt
         )
         for number, forward in enumerate(forwards):
             module.zero_grad()
-            forward(wrapped, batch_of(group.rank, number)).square().sum().backward()
+            loss = forward(wrapped, batch_of(group.rank, number)).square().sum()
+            loss.backward(create_graph=number in create_graph)
             reference.zero_grad()
             for rank in range(2):
                 (reference(batch_of(rank, number)).square().sum() / 2).backward()

@@ -96,6 +96,7 @@ void GradientCounter::arm(std::shared_ptr<const BucketMembers> members, std::vec
   arrival_times_.clear();
   arrival_times_.reserve(size());
   listener_.swap(listener);
+  if (placement_) placement_->end();
   placement_ = begin_placement();
   in_place_count_ = 0;
   armed_ = true;
@@ -223,7 +224,7 @@ size_t GradientCounter::arrival_count() const {
   return arrivals_.size();
 }
 
-void GradientCounter::on_gradient(size_t leaf, bool is_undefined, const at::Tensor& passed) {
+void GradientCounter::on_gradient(size_t leaf, bool is_undefined, const PassedGradient& passed) {
   int64_t complete = kNoBucket;
   at::Tensor packed;  // released without the mutex: a gradient known to Python may need the GIL
   {
@@ -248,12 +249,10 @@ void GradientCounter::on_gradient(size_t leaf, bool is_undefined, const at::Tens
   if (complete != kNoBucket) notify_bucket(complete);
 }
 
-at::Tensor GradientCounter::pack_on_arrival(size_t leaf, int64_t bucket, const at::Tensor& passed) {
+at::Tensor GradientCounter::pack_on_arrival(size_t leaf, int64_t bucket, const PassedGradient& passed) {
   const EagerSlot& slot = eager_[eager_of_[leaf]];
   at::Tensor& grad = leaves_[leaf].mutable_grad();
-  if (placement_ && placement_->arrive(static_cast<int64_t>(leaf), grad, passed, is_sole_receiver(leaf))) {
-    ++in_place_count_;
-  }
+  if (placement_ && placement_->arrive(static_cast<int64_t>(leaf), grad, passed)) ++in_place_count_;
   const auto pack = packed_on_arrival_[leaf] ? pack_add_ : pack_;
   const double amax = pack(slot.buffer, *slot.layout, {grad}, slot.scale);
   // The sum of two finite bounds may overflow to infinity, which would indicate a non-finite

@@ -99,9 +99,8 @@ class GradientCounter {
   static constexpr int64_t kNoBucket = -1;
   static constexpr int64_t kNotEager = -1;
 
-  // Called for each gradient that has arrived. An undefined one stands for zeros. `passed`: the
-  // tensor that autograd has accumulated, if autograd still refers to it.
-  void on_gradient(size_t leaf, bool is_undefined = false, const at::Tensor& passed = {});
+  // Called for each gradient that has arrived. An undefined one stands for zeros.
+  void on_gradient(size_t leaf, bool is_undefined = false, const PassedGradient& passed = {});
 
   // Release a leaf's gradient after it was taken. Overridden where it must be preserved. Called
   // with the mutex held.
@@ -109,9 +108,6 @@ class GradientCounter {
   // Return true if the leaf's gradient may be packed on arrival and released. Called with the mutex
   // held.
   virtual bool may_release(size_t leaf) const;
-
-  // Return true if no hook but our own receives the leaf's gradient once it is accumulated.
-  virtual bool is_sole_receiver(size_t leaf) const = 0;
 
   // Return true if a gradient of the leaf arrived. Called with the mutex held.
   virtual bool was_used(size_t leaf) const = 0;
@@ -133,7 +129,7 @@ class GradientCounter {
   // Implementation of `take` and `pack`. Called with the mutex held.
   std::vector<at::Tensor> take_locked(int64_t bucket, bool keep);
   // Pack the leaf's gradient. Return it, so that it can be released without the mutex.
-  at::Tensor pack_on_arrival(size_t leaf, int64_t bucket, const at::Tensor& passed);
+  at::Tensor pack_on_arrival(size_t leaf, int64_t bucket, const PassedGradient& passed);
   std::shared_ptr<GradientPlacement> begin_placement() const;
   void notify_bucket(int64_t bucket);
   void record_stream(int64_t bucket, at::Device device);

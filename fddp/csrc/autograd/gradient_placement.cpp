@@ -45,13 +45,12 @@ void install_allocator() {
   std::call_once(once, [] { c10::SetCPUAllocator(new PlacingAllocator(c10::GetCPUAllocator()), /*priority=*/1); });
 }
 
-// Return true if nothing refers to the memory of `grad` but autograd, which passed `passed` to the
-// leaf and is about to drop it. Undefined if it has dropped it.
-bool is_alone(const at::Tensor& grad, const at::Tensor& passed) {
+// Return true if nothing refers to the memory of `grad` but autograd, which is about to drop it.
+bool is_alone(const at::Tensor& grad, const PassedGradient& passed) {
   int64_t owners = 1;
-  if (passed.defined() && passed.is_alias_of(grad)) {
-    const bool is_view = passed.is_view();
-    if (passed.use_count() != 1 || (is_view && passed._base().use_count() != 1)) return false;
+  if (passed.tensor.defined() && passed.tensor.is_alias_of(grad)) {
+    const bool is_view = passed.tensor.is_view();
+    if (passed.has_further_hooks || (is_view && passed.tensor._base().use_count() != 1)) return false;
     owners += is_view ? 2 : 1;
   }
   return grad.use_count() == 1 && static_cast<int64_t>(grad.storage().use_count()) == owners;
@@ -126,7 +125,7 @@ c10::DataPtr GradientPlacement::serve(size_t index) {
   return {place.data(), new std::shared_ptr<Claim>(std::move(claim)), release, place.buffer.device()};
 }
 
-bool GradientPlacement::arrive(int64_t leaf, const at::Tensor& grad, const at::Tensor& passed, bool is_sole) {
+bool GradientPlacement::arrive(int64_t leaf, const at::Tensor& grad, const PassedGradient& passed) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = place_of_.find(leaf);
   if (found == place_of_.end()) return false;
@@ -134,11 +133,11 @@ bool GradientPlacement::arrive(int64_t leaf, const at::Tensor& grad, const at::T
   place.is_open = false;
   const bool has_storage = grad.layout() == at::kStrided && grad.has_storage();
   const void* const data = has_storage ? grad.storage().data() : nullptr;
-  const bool fits = has_storage && is_linear(grad, place.slot());
-  if (fits) learn(place, data);
+  learn(place, data);
   drop_unused();
   const auto served = std::find(served_.begin(), served_.end(), found->second);
-  if (fits && served != served_.end() && data == place.data() && is_sole && is_alone(grad, passed)) {
+  const bool is_in_slot = served != served_.end() && data == place.data() && is_linear(grad, place.slot());
+  if (is_in_slot && is_alone(grad, passed)) {
     served_.erase(served);
     return true;
   }

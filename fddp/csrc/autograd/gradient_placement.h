@@ -68,6 +68,17 @@ struct PlacementSlot {
   }
 };
 
+// Tensor that autograd has accumulated into a leaf's gradient, of which it may be an alias.
+struct PassedGradient {
+  const at::Tensor& tensor = undefined();  // undefined if autograd no longer refers to it
+  bool has_further_hooks = false;          // hooks that follow receive it, and may keep it
+
+  static const at::Tensor& undefined() {
+    static const at::Tensor none;
+    return none;
+  }
+};
+
 // One backward pass, which runs on the thread that calls `begin`.
 class GradientPlacement {
  public:
@@ -84,9 +95,8 @@ class GradientPlacement {
   c10::DataPtr allocate(size_t nbytes, c10::Allocator& others);
 
   // Note the gradient of a leaf that has arrived, before it is packed. Return true if it is in its
-  // slot, to stay there. `passed`: the tensor that autograd passed to the leaf, if autograd still has
-  // it. `is_sole`: no hook but our own receives the gradient.
-  bool arrive(int64_t leaf, const at::Tensor& grad, const at::Tensor& passed, bool is_sole);
+  // slot, to stay there.
+  bool arrive(int64_t leaf, const at::Tensor& grad, const PassedGradient& passed);
 
   // Serve no slot of a bucket any more, and give the bucket other memory if tensors still use one.
   void close(int64_t bucket);

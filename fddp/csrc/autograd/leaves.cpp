@@ -166,8 +166,6 @@ class LeafSet : public GradientCounter, public std::enable_shared_from_this<Leaf
  private:
   friend class ArrivalHook;
 
-  bool is_sole_receiver(size_t leaf) const override;
-
   // The counts alone are not sufficient, because a hook of the caller replaces ours.
   bool was_used(size_t leaf) const override { return found_grad_[leaf] || counts_[leaf] > 0; }
 
@@ -211,8 +209,6 @@ class ArrivalHook : public torch::autograd::PostAccumulateGradHook {
   ArrivalHook(std::weak_ptr<LeafSet> set, size_t leaf, std::unique_ptr<PostAccumulateGradHook> callers_hook)
       : set_(std::move(set)), leaf_(leaf), callers_hook_(std::move(callers_hook)) {}
 
-  bool is_only() const { return callers_hook_ == nullptr; }
-
   void operator()(const at::Tensor& leaf) override {
     if (callers_hook_) (*callers_hook_)(leaf);
     if (const auto set = set_.lock()) set->on_gradient(leaf_);
@@ -223,13 +219,6 @@ class ArrivalHook : public torch::autograd::PostAccumulateGradHook {
   size_t leaf_;
   std::unique_ptr<PostAccumulateGradHook> callers_hook_;  // hook of the caller, which runs first
 };
-
-bool LeafSet::is_sole_receiver(size_t leaf) const {
-  const auto* const hook =
-      dynamic_cast<ArrivalHook*>(torch::autograd::impl::post_acc_grad_hooks(leaves_[leaf]).get());
-  const auto node = torch::autograd::impl::try_get_grad_accumulator(leaves_[leaf]);
-  return hook != nullptr && hook->is_only() && node && node->post_hooks().empty();
-}
 
 void LeafSet::hook_leaves() {
   for (size_t i = 0; i < size(); ++i) {

@@ -193,7 +193,8 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
       if (is_undefined && !(in_step_ && counts_undefined_)) return;
       used_[leaf] = true;
     }
-    on_gradient(leaf, is_undefined, passed);
+    const bool has_further_hooks = accumulators_[leaf]->post_hooks().size() > 1;
+    on_gradient(leaf, is_undefined, {passed, has_further_hooks});
   }
 
  protected:
@@ -207,11 +208,6 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
   // True if a gradient arrived since `reset_used`, during steps or between them. Gradients that no
   // longer exist when a step begins do not count.
   bool was_used(size_t leaf) const override { return used_[leaf]; }
-
-  bool is_sole_receiver(size_t leaf) const override {
-    return torch::autograd::impl::post_acc_grad_hooks(leaves_[leaf]) == nullptr &&
-        accumulators_[leaf]->post_hooks().size() == 1;
-  }
 
   bool may_release(size_t leaf) const override {
     const at::Tensor& grad = leaves_[leaf].grad();
