@@ -160,6 +160,21 @@ def upstream_hooks(params: Params, x: Tensor, keep: Keep) -> Tensor:
     return x.square().sum()
 
 
+def other_kernels(params: Params, x: Tensor, keep: Keep) -> Tensor:
+    """Kernels allocate memory without tensors around it."""
+    x = x.repeat(WIDTH, 1)[:WIDTH]
+    for param in params:
+        x = torch.nn.functional.gelu(torch.nn.functional.linear(x, param))
+    return x.square().mean()
+
+
+def lazy_clones(params: Params, x: Tensor, keep: Keep) -> Tensor:
+    """Clones over the memory of gradients, with storages of their own."""
+    for param in params[:2]:
+        param.register_hook(lambda grad: keep(torch._lazy_clone(grad)))
+    return chain(params, x, keep)
+
+
 def failing(params: Params, x: Tensor, keep: Keep) -> Tensor:
     def fail(grad: Tensor) -> None:
         keep(grad)
@@ -189,6 +204,8 @@ LOSSES = {
         after_accumulation,
         hooks_of_nodes,
         upstream_hooks,
+        other_kernels,
+        lazy_clones,
         failing,
     )
 }
@@ -402,6 +419,33 @@ class TestWrongPredictions:
 
         fddp.loopback(1, loop)
         assert in_place[-3:] == [LEAVES - 1] * 3
+
+    def test_a_small_leaf_with_a_view_of_another_slot(self) -> None:
+        """Gradients of two leaves are parts of one tensor, as large as that of a third one."""
+
+        def separate(p: dict[str, Tensor], x: Tensor) -> Tensor:
+            return (p["large"] * x).sum() + p["small"].square().sum()
+
+        def joint(p: dict[str, Tensor], x: Tensor) -> Tensor:
+            flat = torch.cat([p["small"], p["large"].flatten()[len(p["small"]) :]])
+            return (flat * x.flatten()).sum()
+
+        def loop(group: Any) -> None:
+            params = {"large": torch.ones(WIDTH, 2 * WIDTH), "small": torch.ones(64)}
+            with fddp.GradSync(params, group=group) as sync:
+                for loss in [separate] * 4 + [joint, separate] * 4:
+                    x = torch.randn(WIDTH, 2 * WIDTH)
+                    _, grads = sync.value_and_grad(loss)(params, x)
+                    leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
+                    loss(leaves, x).backward()  # type: ignore[no-untyped-call]
+                    assert all(torch.equal(grads[k], leaf.grad) for k, leaf in leaves.items())
+
+        fddp.loopback(1, loop)
+
+    def test_a_leaf_is_forgiven(self, in_place: list[int]) -> None:
+        """Wrong predictions now and then do not add up."""
+        run_loops([("data_in_hooks",), *[("chain",)] * 3] * 5)
+        assert in_place[-1] == LEAVES
 
     @pytest.mark.parametrize("view", [False, True])
     @pytest.mark.parametrize("kind", ["keeping", "after", "bases", "of_nodes"])

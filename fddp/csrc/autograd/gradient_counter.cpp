@@ -56,7 +56,11 @@ GradientCounter::GradientCounter(std::vector<at::Tensor> leaves) : leaves_(std::
 }
 
 GradientCounter::~GradientCounter() {
-  if (placement_) placement_->end();
+  try {
+    if (placement_) placement_->end();
+  } catch (...) {
+    // There is no memory to move a bucket to. Its own is not reused while tensors refer to it.
+  }
 }
 
 void GradientCounter::arm(std::shared_ptr<const BucketMembers> members, std::vector<int64_t> expected,
@@ -252,7 +256,7 @@ void GradientCounter::on_gradient(size_t leaf, bool is_undefined, const PassedGr
 at::Tensor GradientCounter::pack_on_arrival(size_t leaf, int64_t bucket, const PassedGradient& passed) {
   const EagerSlot& slot = eager_[eager_of_[leaf]];
   at::Tensor& grad = leaves_[leaf].mutable_grad();
-  if (placement_ && placement_->arrive(static_cast<int64_t>(leaf), grad, passed)) ++in_place_count_;
+  if (placement_ && placement_->arrive(static_cast<int64_t>(leaf), bucket, grad, passed)) ++in_place_count_;
   const auto pack = packed_on_arrival_[leaf] ? pack_add_ : pack_;
   const double amax = pack(slot.buffer, *slot.layout, {grad}, slot.scale);
   // The sum of two finite bounds may overflow to infinity, which would indicate a non-finite

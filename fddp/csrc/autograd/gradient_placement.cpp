@@ -1,6 +1,5 @@
 #include "autograd/gradient_placement.h"
 
-#include <ATen/ops/empty_like.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/GradMode.h>
 
@@ -23,26 +22,76 @@ struct ActivePlacement {
 };
 thread_local ActivePlacement active;
 
+// Owners of memory that was served, by address. As torch's own memory is, it is released by its
+// address alone: kernels take it from the allocator without a tensor around it.
+class ServedMemory {
+ public:
+  void add(void* data, std::shared_ptr<void> owner) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    owners_[data] = std::move(owner);
+  }
+
+  // Return the owner, or null if the memory was not served.
+  std::shared_ptr<void> remove(void* data) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = owners_.find(data);
+    if (found == owners_.end()) return nullptr;
+    std::shared_ptr<void> owner = std::move(found->second);
+    owners_.erase(found);
+    return owner;
+  }
+
+  // Never destroyed: tensors may be released when the process ends.
+  static ServedMemory& instance() {
+    static auto* const memory = new ServedMemory();
+    return *memory;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<void*, std::shared_ptr<void>> owners_;
+};
+
+void release_served(void* data) { ServedMemory::instance().remove(data); }
+
 // Allocator of CPU tensors, in front of the one that was installed before.
 class PlacingAllocator : public c10::Allocator {
  public:
-  explicit PlacingAllocator(c10::Allocator* others) : others_(*others) {}
   c10::DataPtr allocate(size_t nbytes) override {
-    return is_active ? active.placement->allocate(nbytes, others_) : others_.allocate(nbytes);
+    return is_active ? active.placement->allocate(nbytes, *others()) : others()->allocate(nbytes);
   }
-  c10::DeleterFnPtr raw_deleter() const override { return others_.raw_deleter(); }
+  c10::DeleterFnPtr raw_deleter() const override { return &release_raw; }
   void copy_data(void* target, const void* source, std::size_t count) const override {
     default_copy_data(target, source, count);
   }
 
+  static c10::Allocator* others() {
+    static c10::Allocator* const allocator = c10::GetCPUAllocator();
+    return allocator;
+  }
+
  private:
-  c10::Allocator& others_;
+  static void release_raw(void* data) {
+    if (!ServedMemory::instance().remove(data)) others()->raw_deallocate(data);
+  }
 };
 
 void install_allocator() {
   static std::once_flag once;
-  // Never destroyed: storages refer to it until the process ends.
-  std::call_once(once, [] { c10::SetCPUAllocator(new PlacingAllocator(c10::GetCPUAllocator()), /*priority=*/1); });
+  std::call_once(once, [] {
+    PlacingAllocator::others();
+    // Never destroyed: storages refer to it until the process ends.
+    c10::SetCPUAllocator(new PlacingAllocator(), /*priority=*/1);
+  });
+}
+
+// Copy the storage to other memory. Return a storage with its old memory.
+c10::Storage exchange_memory(const c10::Storage& storage) {
+  const size_t nbytes = storage.nbytes();
+  c10::DataPtr memory = PlacingAllocator::others()->allocate(nbytes);
+  std::memcpy(memory.get(), storage.data(), nbytes);
+  c10::DataPtr old = storage.unsafeGetStorageImpl()->set_data_ptr(std::move(memory));
+  return {c10::Storage::use_byte_size_t(), nbytes, std::move(old), /*allocator=*/nullptr, /*resizable=*/false};
 }
 
 // Return true if nothing refers to the memory of `grad` but autograd, which is about to drop it.
@@ -53,7 +102,10 @@ bool is_alone(const at::Tensor& grad, const PassedGradient& passed) {
     if (passed.has_further_hooks || (is_view && passed.tensor._base().use_count() != 1)) return false;
     owners += is_view ? 2 : 1;
   }
-  return grad.use_count() == 1 && static_cast<int64_t>(grad.storage().use_count()) == owners;
+  // Lazy clones have storages of their own over the same memory, and another deleter.
+  const c10::DataPtr& memory = grad.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  const auto found = static_cast<int64_t>(grad.storage().use_count());
+  return memory.get_deleter() == &release_served && grad.use_count() == 1 && found == owners;
 }
 
 }  // namespace
@@ -68,6 +120,11 @@ void PlacementHistory::learn(int64_t leaf, Allocation allocation) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto misses = misses_.find(leaf);
   if (misses == misses_.end() || misses->second < kMostMisses) known_[leaf] = allocation;
+}
+
+void PlacementHistory::hit(int64_t leaf) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!misses_.empty()) misses_.erase(leaf);
 }
 
 void PlacementHistory::miss(int64_t leaf) {
@@ -121,31 +178,34 @@ c10::DataPtr GradientPlacement::serve(size_t index) {
   place.claim = claim;
   place.is_open = false;
   served_.push_back(index);
-  const auto release = [](void* owner) { delete static_cast<std::shared_ptr<Claim>*>(owner); };
-  return {place.data(), new std::shared_ptr<Claim>(std::move(claim)), release, place.buffer.device()};
+  char* const data = place.data();
+  ServedMemory::instance().add(data, std::move(claim));
+  return {data, data, &release_served, place.buffer.device()};
 }
 
-bool GradientPlacement::arrive(int64_t leaf, const at::Tensor& grad, const PassedGradient& passed) {
+bool GradientPlacement::arrive(int64_t leaf, int64_t bucket, const at::Tensor& grad, const PassedGradient& passed) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = place_of_.find(leaf);
-  if (found == place_of_.end()) return false;
-  Place& place = places_[found->second];
-  place.is_open = false;
   const bool has_storage = grad.layout() == at::kStrided && grad.has_storage();
   const void* const data = has_storage ? grad.storage().data() : nullptr;
-  learn(place, data);
+  const auto found = place_of_.find(leaf);
   drop_unused();
-  const auto served = std::find(served_.begin(), served_.end(), found->second);
-  const bool is_in_slot = served != served_.end() && data == place.data() && is_linear(grad, place.slot());
-  if (is_in_slot && is_alone(grad, passed)) {
-    served_.erase(served);
-    return true;
+  if (found != place_of_.end()) {
+    Place& place = places_[found->second];
+    place.is_open = false;
+    learn(place, data);
+    const auto served = std::find(served_.begin(), served_.end(), found->second);
+    const bool is_in_slot = served != served_.end() && data == place.data() && is_linear(grad, place.slot());
+    if (is_in_slot && is_alone(grad, passed)) {
+      history_->hit(leaf);
+      served_.erase(served);
+      return true;
+    }
   }
   const bool is_misplaced = std::any_of(served_.begin(), served_.end(), [&](size_t index) {
     const Place& other = places_[index];
-    return other.bucket == place.bucket && (other.leaf == leaf || other.data() == data);
+    return other.bucket == bucket && (other.leaf == leaf || other.data() == data);
   });
-  if (is_misplaced) move_bucket(place.bucket);
+  if (is_misplaced) move_bucket(bucket);
   return false;
 }
 
@@ -164,20 +224,13 @@ void GradientPlacement::drop_unused() {
 
 // Exchange the memory of a bucket. The tensors in its slots keep the old memory.
 void GradientPlacement::move_bucket(int64_t bucket) {
-  std::optional<at::Tensor> old;
+  std::optional<c10::Storage> old;
   for (const size_t index : served_) {
     Place& place = places_[index];
     const std::shared_ptr<Claim> claim = place.claim.lock();
     if (place.bucket != bucket || !claim) continue;
-    if (!old) {
-      const bool was_active = std::exchange(is_active, false);
-      old = at::empty_like(place.buffer);
-      is_active = was_active;
-      std::memcpy(old->data_ptr(), place.buffer.const_data_ptr(), place.buffer.nbytes());
-      c10::DataPtr memory = old->storage().set_data_ptr(c10::DataPtr(nullptr, at::kCPU));
-      old->storage().set_data_ptr_noswap(place.buffer.storage().set_data_ptr(std::move(memory)));
-    }
-    claim->memory = old->storage();
+    if (!old) old = exchange_memory(place.buffer.storage());
+    claim->memory = *old;
     place.claim.reset();
     history_->miss(place.leaf);
   }

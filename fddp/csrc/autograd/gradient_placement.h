@@ -43,7 +43,9 @@ class PlacementHistory {
   // Record the allocation that became the gradient of a leaf.
   void learn(int64_t leaf, Allocation allocation);
 
-  // Record a wrong prediction for a leaf. After a few, no further ones are made for it.
+  // Record a prediction for a leaf that came true, or was wrong. After a few wrong ones without a
+  // right one in between, no further ones are made for the leaf.
+  void hit(int64_t leaf);
   void miss(int64_t leaf);
 
  private:
@@ -51,7 +53,7 @@ class PlacementHistory {
 
   mutable std::mutex mutex_;
   std::unordered_map<int64_t, Allocation> known_;  // by leaf
-  std::unordered_map<int64_t, int> misses_;        // by leaf
+  std::unordered_map<int64_t, int> misses_;        // by leaf, since its last hit
 };
 
 // Slot of a leaf's gradient in a bucket in CPU memory.
@@ -94,9 +96,9 @@ class GradientPlacement {
   // Return memory for an allocation of `nbytes`: that of a slot, or of `others`.
   c10::DataPtr allocate(size_t nbytes, c10::Allocator& others);
 
-  // Note the gradient of a leaf that has arrived, before it is packed. Return true if it is in its
-  // slot, to stay there.
-  bool arrive(int64_t leaf, const at::Tensor& grad, const PassedGradient& passed);
+  // Note the gradient of a leaf of a bucket that has arrived, before it is packed. Return true if it
+  // is in its slot, to stay there.
+  bool arrive(int64_t leaf, int64_t bucket, const at::Tensor& grad, const PassedGradient& passed);
 
   // Serve no slot of a bucket any more, and give the bucket other memory if tensors still use one.
   void close(int64_t bucket);
