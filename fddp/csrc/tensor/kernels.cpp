@@ -76,6 +76,11 @@ struct Add {
   }
 };
 
+struct Discard {
+  template <class Target, class Value>
+  static FDDP_INLINE void store(Target&, Value) {}
+};
+
 template <class Source, class Target, class Store>
 struct CopyLoop {
   static FDDP_INLINE double run(const void* from, void* to, int64_t count, double scale) {
@@ -248,6 +253,8 @@ template <class Source, class Target>
 using WriteLoop = CopyLoop<Source, Target, Write>;
 template <class Source, class Target>
 using AddLoop = CopyLoop<Source, Target, Add>;
+template <class T>
+using MagnitudeLoop = CopyLoop<T, T, Discard>;
 
 }  // namespace
 
@@ -257,6 +264,10 @@ CopyKernel copy_kernel(c10::ScalarType source, c10::ScalarType target) {
 
 CopyKernel add_kernel(c10::ScalarType source, c10::ScalarType target) {
   return kernel_between<AddLoop>(source, target);
+}
+
+CopyKernel magnitude_kernel(c10::ScalarType source) {
+  return with_type(source, [](auto s) { return kernel<MagnitudeLoop<decltype(s)>>(); });
 }
 
 CopyKernel zero_kernel(c10::ScalarType target) {

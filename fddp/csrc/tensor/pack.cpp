@@ -123,7 +123,10 @@ double pack_leaves_(
           sources[i].layout() == at::kStrided ? sources[i] : sources[i].to_dense());
       source = const_pointer(reordered.back());
     }
-    tasks.add(kernel_for(source.dtype, target.dtype), source, target, real_numel(slot, buffer));
+    const bool is_in_place = source.data == target.data && scale == 1.0 && kernel_for == copy_kernel;
+    const CopyKernel kernel =
+        is_in_place ? magnitude_kernel(source.dtype) : kernel_for(source.dtype, target.dtype);
+    tasks.add(kernel, source, target, real_numel(slot, buffer));
   }
   return scaled_amax(run_copy_tasks(tasks, scale), scale);
 }
