@@ -160,14 +160,6 @@ def upstream_hooks(params: Params, x: Tensor, keep: Keep) -> Tensor:
     return x.square().sum()
 
 
-def other_kernels(params: Params, x: Tensor, keep: Keep) -> Tensor:
-    """Kernels allocate memory without tensors around it."""
-    x = x.repeat(WIDTH, 1)[:WIDTH]
-    for param in params:
-        x = torch.nn.functional.gelu(torch.nn.functional.linear(x, param))
-    return x.square().mean()
-
-
 def lazy_clones(params: Params, x: Tensor, keep: Keep) -> Tensor:
     """Clones over the memory of gradients, with storages of their own."""
     for param in params[:2]:
@@ -204,7 +196,6 @@ LOSSES = {
         after_accumulation,
         hooks_of_nodes,
         upstream_hooks,
-        other_kernels,
         lazy_clones,
         failing,
     )
@@ -439,6 +430,28 @@ class TestWrongPredictions:
                     leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
                     loss(leaves, x).backward()  # type: ignore[no-untyped-call]
                     assert all(torch.equal(grads[k], leaf.grad) for k, leaf in leaves.items())
+
+        fddp.loopback(1, loop)
+
+    def test_kernels_that_allocate_without_tensors(self) -> None:
+        """oneDNN's scratch memory has the size and the number of gradients of other steps."""
+        gelu, linear = torch.nn.functional.gelu, torch.nn.functional.linear
+
+        def products(p: Params, x: Tensor) -> Tensor:
+            return (p[0] * x).sum() + (p[1] * x).sum()
+
+        def layers(p: Params, x: Tensor) -> Tensor:
+            return gelu(linear(gelu(p[0] @ x), p[1])).sum()
+
+        def loop(group: Any) -> None:
+            params = [torch.randn(256, 256) for _ in range(2)]
+            with fddp.GradSync(params, group=group) as sync:
+                for loss in [products] * 3 + [layers, products] * 3:
+                    x = torch.randn(256, 256)
+                    _, grads = sync.value_and_grad(loss)(params, x)
+                    leaves = [param.clone().requires_grad_() for param in params]
+                    expected = torch.autograd.grad(loss(leaves, x), leaves)
+                    assert all(map(torch.equal, grads, expected))
 
         fddp.loopback(1, loop)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tempfile
@@ -14,6 +15,8 @@ from nbclient import NotebookClient
 from tests.support.pages import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+# matplotlib warns if it takes more than a second to place a legend, as on a busy machine.
+SLOW_LEGEND = "ignore:Creating legend with loc"
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -25,7 +28,7 @@ def executed(path: Path, folder: Path) -> nbformat.NotebookNode:
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(
         notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    ).execute()
+    ).execute(env=os.environ | {"PYTHONWARNINGS": SLOW_LEGEND})
     notebook.metadata = nbformat.from_dict(METADATA)
     for cell in notebook.cells:
         cell.metadata = nbformat.from_dict({})

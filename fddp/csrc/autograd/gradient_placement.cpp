@@ -10,7 +10,6 @@
 #include "tensor/checks.h"
 #include "tensor/storage.h"
 
-
 namespace fddp {
 namespace {
 

@@ -80,9 +80,9 @@ class AdaptiveSpin {
   }
 
  private:
-  // Several times the cost of a wake-up, 50 us and more where the processor is idle. A rank that was
-  // woken is late by this much in its next step. With a shorter spin the other rank would sleep then,
-  // and so on in turns.
+  // Several times the cost of a sleep and a wake-up: about 25 us, at times hundreds. A rank that was
+  // woken is late in its next step. With a shorter spin the other rank would sleep then, and so on in
+  // turns.
   static constexpr int64_t kMaxNs = 200'000;
   static constexpr int64_t kMinNs = 2'000;
   static constexpr uint32_t kTrialInterval = 16;
