@@ -224,16 +224,13 @@ def gradients(name: str, rank: int, step: int, params: Params) -> list[Tensor]:
     return [torch.zeros_like(p) if g is None else g for p, g in zip(params, found, strict=True)]
 
 
-def run_loops(
-    steps: Sequence[Sequence[str]], *, held: bool = False, weights: bool = False, **options: Any
-) -> None:
+def run_loops(steps: Sequence[Sequence[str]], *, held: bool = False, weights: bool = False) -> None:
     """On each rank, run steps of the named losses, and check gradients and what hooks kept.
 
     Args:
         steps: losses of each step, by rank.
         held: keep all results, as a caller may.
         weights: weigh rank r's gradients with r + 1.
-        options: options of `GradSync`.
     """
     params = make_params()
 
@@ -258,7 +255,7 @@ def run_loops(
 
     def loop(group: Any) -> None:
         kept = Kept()
-        with fddp.GradSync(params, group=group, **SMALL_BUCKETS, **options) as sync:
+        with fddp.GradSync(params, group=group, **SMALL_BUCKETS) as sync:
             for number, names in enumerate(steps):
                 if "failing" in names:
                     with pytest.raises((ZeroDivisionError, fddp.FddpError)):

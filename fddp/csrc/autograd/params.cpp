@@ -266,8 +266,8 @@ class PostAccumulateHook : public FunctionPostHook {
   PostAccumulateHook(std::weak_ptr<ParamSet> set, size_t leaf) : set_(std::move(set)), leaf_(leaf) {}
   bool is_abandoned() const { return set_.expired(); }
   variable_list operator()(const variable_list& outputs, const variable_list& grads) override {
-    static const at::Tensor undefined;
-    if (const auto set = set_.lock()) set->after_accumulation(leaf_, grads.empty() ? undefined : grads[0]);
+    const at::Tensor& passed = grads.empty() ? PassedGradient::undefined() : grads[0];
+    if (const auto set = set_.lock()) set->after_accumulation(leaf_, passed);
     return outputs;
   }
   void compiled_args(CompiledNodeArgs&) const override {}

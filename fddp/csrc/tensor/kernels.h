@@ -32,7 +32,7 @@ CopyKernel copy_kernel(c10::ScalarType source, c10::ScalarType target);
 // target += cast(source * scale).
 CopyKernel add_kernel(c10::ScalarType source, c10::ScalarType target);
 
-// Nothing is written.
+// Largest magnitude of the source. Nothing is written.
 CopyKernel magnitude_kernel(c10::ScalarType source);
 
 // target = 0. The source is not read.
