@@ -40,7 +40,7 @@ from fddp.ddp.step_runner import StepRunner
 from fddp.ddp.weak_callback import weak_callback
 from fddp.errors import TransformError
 from fddp.native.backward_watch import backward_watch, has_explicit_inputs, is_compiled_backward
-from fddp.native.profiling import profiled
+from fddp.native.profiling import is_profiled
 from fddp.sync.engine import Engine
 
 _COMPILED = (
@@ -227,7 +227,9 @@ class BackwardDriver:
             As `Engine.finish`. The gradients are then those from before, or this rank's own.
         """
         runner = self.runner
-        with self._lock, profiled("fddp.finish"):
+        # The lock is entered twice if nobody profiles, which has no effect.
+        scope = torch.profiler.record_function("fddp.finish") if is_profiled() else self._lock
+        with self._lock, scope:
             self.passes.forget_end()
             try:
                 if self._context is not None:

@@ -126,10 +126,7 @@ class Recorder:
 
     def wants(self, step: int) -> bool:
         """Return True if a step is measured. Steps count from 0."""
-        return self.keeps_all or self._logs(step)
-
-    def _logs(self, step: int) -> bool:
-        return step == 0 or is_sampled(step, self.sample_rate)
+        return self.keeps_all or is_sampled(step, self.sample_rate)
 
     def record(self, info: SyncInfo, plan: BucketPlan, *, has_rebuilt: bool, reduced: int) -> None:
         """Record a step that reduced `reduced` buckets of `plan`.
@@ -138,7 +135,7 @@ class Recorder:
             has_rebuilt: True if the plan follows the order of arrival.
         """
         self.info = info
-        if not self.data or not self._logs(info.step):
+        if not self.data or not is_sampled(info.step, self.sample_rate):
             return
         moments = _moments_ns(info.timeline, self.forward_start_s)
         durations = _durations_ns(moments)
@@ -166,17 +163,17 @@ class Recorder:
         self.note(has_error=1, error=text, iteration=self.iterations)
 
 
-def is_sampled(iteration: int, sample_rate: int = SAMPLE_RATE) -> bool:
+def is_sampled(step: int, sample_rate: int = SAMPLE_RATE) -> bool:
     """Return True if a step is recorded.
 
     Args:
-        iteration: number of the step, from 0.
+        step: number of the step, from 0.
         sample_rate: period of recorded steps after the first ten.
 
-    >>> [iteration for iteration in range(20) if is_sampled(iteration, 4)]
-    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16]
+    >>> [step for step in range(20) if is_sampled(step, 4)]
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16]
     """
-    return 0 < iteration <= _FIRST_STEPS or (iteration > 0 and iteration % sample_rate == 0)
+    return step <= _FIRST_STEPS or step % sample_rate == 0
 
 
 def _plan_entries(

@@ -32,7 +32,7 @@ from fddp.ddp.reducer_facade import Reducer
 from fddp.ddp.sharded_steps import ShardedUpdates
 from fddp.ddp.tensor_parallel import make_local_
 from fddp.ddp.virtual_steps import check_virtual
-from fddp.native.profiling import profiled
+from fddp.native.profiling import is_profiled
 from fddp.runtime.nonfinite import Policy
 from fddp.runtime.untraced import untraced
 from fddp.transport import TransportName
@@ -188,13 +188,19 @@ class DistributedDataParallel(
         Within a transform of `torch.func`, and under `functional_call` with other tensors, nothing
         is communicated and gradients are this rank's own.
         """
-        with profiled("DistributedDataParallel.forward"):
-            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            is_synced = self._forward_collectives.is_synced
-            output = self._run_ddp_forward(*inputs, **kwargs)
-            # Again, because the module may have called this wrapper itself.
-            self._forward_collectives.is_synced = is_synced
-            return self._post_forward(output)
+        if is_profiled():
+            with torch.profiler.record_function("DistributedDataParallel.forward"):
+                return self._forward(*inputs, **kwargs)
+        return self._forward(*inputs, **kwargs)
+
+    @untraced(_COMPILE_MODULE, callees=False)
+    def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        is_synced = self._forward_collectives.is_synced
+        output = self._run_ddp_forward(*inputs, **kwargs)
+        # Again, because the module may have called this wrapper itself.
+        self._forward_collectives.is_synced = is_synced
+        return self._post_forward(output)
 
     # torch's `replicate` calls this and `_post_forward` around the forward of a module of its own.
     @untraced(_COMPILE_MODULE)

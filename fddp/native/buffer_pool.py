@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fddp.native import extension
+from fddp.native.pack import storage_use_count
 
 _KEPT = 2  # buffers kept per key; older ones are freed with their last view
 
@@ -35,7 +36,7 @@ class BufferPool:
         self._allocate = allocate
         self._max_keys = max_keys
         self._released: dict[Hashable, list[Tensor]] = {}
-        self._use_count: Callable[[Tensor], int] = extension.load().storage_use_count
+        self._first_free: Callable[..., int] = extension.load().first_free
         self._live_views: Any = extension.load().LiveViews()
 
     def acquire(
@@ -51,13 +52,11 @@ class BufferPool:
 
         A buffer released under the same key is reused. `allocate` overrides the pool's allocator.
         """
-        released = self._released.get(key, ())
-        for position, buffer in enumerate(released):
-            if buffer.dtype != dtype or buffer.device != device or buffer.numel() != numel:
-                continue
-            if self._use_count(buffer) == 1:
-                del self._released[key][position]
-                return buffer
+        released = self._released.get(key)
+        if released:
+            position = self._first_free(released, numel, dtype, device)
+            if position >= 0:
+                return released.pop(position)
         return (allocate or self._allocate)(numel, dtype, device)
 
     def release(self, key: Hashable, buffer: Tensor) -> None:
@@ -69,7 +68,8 @@ class BufferPool:
                 del self._released[next(iter(self._released))]
         self._released[key] = released  # the last key is the most recent
         released.append(buffer)
-        del released[:-_KEPT]
+        if len(released) > _KEPT:
+            del released[0]
         self._live_views.add(buffer)
 
     def reclaim(self, key: Hashable, is_free: Callable[[Tensor], bool]) -> Tensor | None:
@@ -88,7 +88,7 @@ class BufferPool:
     def trim(self) -> None:
         """Drop the buffers that no view uses."""
         for key, buffers in self._released.items():
-            self._released[key] = [b for b in buffers if self._use_count(b) > 1]
+            self._released[key] = [b for b in buffers if storage_use_count(b) > 1]
 
     def clear(self) -> None:
         """Drop all buffers."""

@@ -182,7 +182,18 @@ class BackwardContributions(Contributions):
     Attributes:
         in_place: buckets whose gradients are reduced in place.
         leaf_set: leaves that collect the gradients; None before `arm`.
+        expected: number of gradients that a leaf is expected to get; empty before `arm`.
     """
+
+    leaf_set: GradientCounter | None = None
+    expected: Sequence[int] = ()
+    _opaque = False
+    _visible: Sequence[bool] = ()
+    _previous: Arrivals | None = None  # if this backward pass is expected to be like it
+    _scale: WeightScale | None = None
+    _factor = 0.0
+    _retains = False
+    _retained: tuple[int, list[WeightedGradients]] | None = None  # bucket packed last
 
     def __init__(
         self,
@@ -195,21 +206,13 @@ class BackwardContributions(Contributions):
         packs_early: bool = True,
     ) -> None:
         self.weight = weight + (accumulated.weight if accumulated else 0.0)
-        self.expected: Sequence[int] = ()
-        self._opaque = False
-        self._scale: WeightScale | None = None
-        self._factor = 0.0
-        self._visible: Sequence[bool] = ()
         self._own_weight = weight
         self._program = program
-        self.leaf_set: GradientCounter | None = None
         self._accumulated = accumulated
         self._idle = idle
         self._packs_early = packs_early
         self.aliases_buffer = aliases_buffer
         self.in_place: list[int] = []
-        self._retains = False
-        self._retained: dict[int, list[WeightedGradients]] = {}  # of the bucket packed last
 
     def arm(
         self,
@@ -238,6 +241,7 @@ class BackwardContributions(Contributions):
             and previous.visible == view.used
         ):
             expected = previous.counts
+            self._previous = previous
         else:
             expected = expected_counts(view.used, opaque=view.opaque, previous=previous)
         self.expected = expected
@@ -266,6 +270,8 @@ class BackwardContributions(Contributions):
         """Return the arrivals of this backward pass, for the next step's expected counts."""
         assert self.leaf_set is not None
         expected = self.leaf_set.is_as_expected()
+        if expected and self._previous is not None:
+            return self._previous
         counts = self.expected if expected else self.leaf_set.counts()
         return Arrivals(self._visible, counts, as_expected=expected, opaque=self._opaque)
 
@@ -320,7 +326,11 @@ class BackwardContributions(Contributions):
         self._retains = True
 
     def sources(self, bucket: int) -> list[WeightedGradients] | None:
-        return self._retained.pop(bucket, None)
+        retained = self._retained
+        if retained is None or retained[0] != bucket:
+            return None
+        self._retained = None
+        return retained[1]
 
     def _may_overflow(self, bucket: int, scale: WeightScale) -> bool:
         """Return True if packing may turn a finite number into infinity."""
@@ -331,7 +341,7 @@ class BackwardContributions(Contributions):
     def _noted(self, bucket: int, parts: list[WeightedGradients]) -> list[WeightedGradients]:
         """Return the parts, and keep them for `sources`."""
         if self._retains:
-            self._retained = {bucket: parts}
+            self._retained = bucket, parts
         return parts
 
     def _earlier(self, bucket: int) -> list[WeightedGradients]:

@@ -296,14 +296,19 @@ def outside_inference_mode() -> AbstractContextManager[object]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING_TO_SUSPEND
 
 
+def is_transformed() -> bool:
+    """Return True if `outside_transforms` has something to suspend."""
+    return (
+        torch.is_inference_mode_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
 def outside_transforms() -> AbstractContextManager[object]:
     """Suspend transforms and tracers, so that collectives can report them as errors, and inference
     mode, which results outlive."""
-    if not (
-        torch.is_inference_mode_enabled()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack()
-    ):
+    if not is_transformed():
         return _NOTHING_TO_SUSPEND
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(False))

@@ -53,13 +53,15 @@ class Interpreter(StepState):
 
     is_complete = False  # no further gradients and failures belong to the step
     _runs_freely = False  # no operation has to wait for gradients
+    _is_irregular = False  # some operations are left out
     _repaired: Mapping[str, frozenset[int]] = MappingProxyType({})  # by `Op.when`, once known
     _broken: BaseException | None = None
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)
         self._instructions = self.program.usual
-        self._is_irregular = bool(context.idle)  # some operations are left out
+        if context.idle:
+            self._is_irregular = True
         self._lock = threading.RLock()
 
     # Events
@@ -88,9 +90,6 @@ class Interpreter(StepState):
             NonFiniteError: a number is not finite, under the policy "raise".
             RankLostError, SyncTimeoutError: the transport failed.
         """
-        now_s = perf_counter()
-        for state in self.buckets:
-            state.ready_s = min(state.ready_s, now_s)
         self.backward_ended, self._runs_freely = True, self._waits_for_buckets_only
         if self._broken is not None:
             self._raise(self._broken)
@@ -101,6 +100,9 @@ class Interpreter(StepState):
             raise
 
     def _run_to_end(self) -> Outcome:
+        now_s = perf_counter()
+        for state in self.buckets:
+            state.ready_s = min(state.ready_s, now_s)
         try:
             self._advance()
             if self.report is None and self._read_report(len(self.program.schedule.ops)):

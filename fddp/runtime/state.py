@@ -117,7 +117,6 @@ class StepState:
         report: the control word summed over ranks, once it was read.
         failures: error text of each rank, once they were exchanged; "" for ranks without one.
         buckets: state of each bucket.
-        leaves: results by leaf.
         cursor: number of the next operation to run, among those of the interpreter.
         current: the operation under way.
         word: this rank's control word, or the sum.
@@ -128,7 +127,6 @@ class StepState:
         fingerprint: number that is equal on ranks in the same step of the same plan.
         opened_s: time at which the step was opened, on the clock of `time.perf_counter`.
         hook_spans: times at which the hook ran or waited, with `record_time` only.
-        log: actions, each with the number of gradients that had arrived; with `record_time` only.
     """
 
     # Defaults of attributes that most steps never set.
@@ -140,6 +138,7 @@ class StepState:
     hook_states: Sequence[Any] = ()
     allow_idle_ranks = False
     failure: BaseException | None = None
+    failures: Sequence[str] = ()
     is_orderly = False
     backward_ended = False
     gathers_together = False  # see `Operation.with_others`
@@ -147,6 +146,8 @@ class StepState:
     after = 1.0
     word: Tensor | None = None
     hook_spans: Sequence[Interval] = ()
+    _begun_s = math.nan
+    measures = False
     is_finite = True
     may_overflow = False
     cursor = 0
@@ -161,21 +162,40 @@ class StepState:
         self.program, self.transport, self.pool = program, context.transport, context.pool
         self.recorder, self.number, self.method = context.recorder, context.step, context.method
         self.record_time, self.scale = context.with_stats, context.scale
-        self.averages = program.schedule.scaling == "average"
-        self.applies_scale = program.schedule.result != "replicated"
         self.devices = Devices()
-        self.leaves: list[Tensor | None] = [None] * len(program.plan.leaves)
-        self.measures = self.record_time
-        self.failures: list[str] = []
-        self.opened_s = self._begun_s = perf_counter()
-        self.log: list[tuple[int, Action]] = []
-        moment = f"{program.schedule.shared_digest}:{context.moment}"
+        self.opened_s = perf_counter()
+        moment = f"{program.schedule.shared_digest}:{context.step}{context.when}"
         self.fingerprint = zlib.crc32(moment.encode())  # equal on ranks in the same step
+        if context.with_stats:
+            self.measures = True
         if context.nonfinite != "propagate":
             hook = None if context.bound_hook is None else context.bound_hook.hook
             self.measures = True
             self._check = FiniteCheck(context.nonfinite, program, self.results, hook, self.recorder)
         self.buckets: Sequence[BucketState] = [*map(BucketState, program.buckets)]
+
+    # Made when they are needed, which they are not in a usual step.
+
+    @cached_property
+    def averages(self) -> bool:
+        """True if the collectives divide their sums."""
+        return self.program.schedule.scaling == "average"
+
+    @cached_property
+    def applies_scale(self) -> bool:
+        """True if results are multiplied by a factor that depends on the weights."""
+        return self.program.schedule.result != "replicated"
+
+    @cached_property
+    def leaves(self) -> list[Tensor | None]:
+        """Results by leaf, None at first."""
+        return [None] * len(self.program.plan.leaves)
+
+    @cached_property
+    def log(self) -> list[tuple[int, Action]]:
+        """Actions, each with the number of gradients that had arrived; empty unless
+        `record_time`."""
+        return []
 
     @cached_property
     def results(self) -> Results:

@@ -12,16 +12,20 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import torch
+
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.expected_counts import Arrivals
 from fddp.native.autograd_leaves import GradientCounter, GraphInfo
 from fddp.native.usual_step import StepLog, UsualStep, step_log_type, usual_step_type
 from fddp.runtime.contributions import BackwardContributions
 from fddp.runtime.interpreter import Interpreter
-from fddp.runtime.state import Outcome, StepContext, StepState
+from fddp.runtime.state import Outcome, StepState
 from fddp.telemetry.flight.recorder import LoggedTimes
 from fddp.telemetry.waits import note_wait
 from fddp.transport.base import Work
+
+_CPU = torch.device("cpu")
 
 
 class UsualRun(NamedTuple):
@@ -54,7 +58,7 @@ class UsualRun(NamedTuple):
         if source is None:
             return None
         for device in step.devices.values():
-            if device.type != "cpu":
+            if device != _CPU:
                 return None
         word, log = usual.words[step.method, weight], step_log_type()()
         buffers = [state.memory(step) for state in step.buckets]
@@ -117,10 +121,8 @@ class UsualRun(NamedTuple):
 class Step(Interpreter):
     """One synchronisation. The compiled interpreter runs it as long as it is usual."""
 
-    def __init__(self, context: StepContext) -> None:
-        super().__init__(context)
-        self._usual: UsualRun | None = None
-        self._has_begun = False
+    _usual: UsualRun | None = None
+    _has_begun = False
 
     def arm(self, leaf_set: GradientCounter, view: GraphInfo, previous: Arrivals | None) -> None:
         """Prepare for a backward pass, whose contributions `begin` has set.

@@ -17,7 +17,7 @@ from fddp.errors import ClosedError, InternalError, PeerError, ReentryError, Une
 from fddp.runtime.donation import donate
 from fddp.runtime.gather_step import GatherStep
 from fddp.runtime.hook_step import HookedStep
-from fddp.runtime.inputs import outside_transforms
+from fddp.runtime.inputs import is_transformed, outside_transforms
 from fddp.runtime.program import Program
 from fddp.runtime.state import Outcome, StepContext
 from fddp.runtime.step import Step
@@ -219,9 +219,12 @@ class Engine(EngineConfiguration):
             self.in_flight()  # its collectives precede those of the step
         self.last_failed = True  # until it has succeeded
         try:
-            with outside_transforms():
-                if self.closed_by:  # during the step, perhaps by the very error
-                    step.raise_failure()
+            if self.closed_by:  # during the step, perhaps by the very error
+                step.raise_failure()
+            if is_transformed():
+                with outside_transforms():
+                    outcome = step.finish()
+            else:
                 outcome = step.finish()
         except BaseException as error:
             self._on_failure(step, error)

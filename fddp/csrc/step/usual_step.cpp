@@ -202,21 +202,23 @@ void UsualStep::pack(const StepOp& op) {
 
 bool UsualStep::write_word(const StepOp& op) {
   if (may_overflow_ || (counter_ && !counter_->is_complete())) return false;
-  if (op.bucket < 0) {
-    word_ = at::empty_like(template_);
-  } else {
-    const int64_t start = program_->buckets[op.bucket].padded_numel;
-    word_ = buffers_[op.bucket].narrow(0, start, template_.numel());
-  }
-  with_number_type(word_, [this](auto number) {
-    write_word_to(static_cast<decltype(number)*>(word_.data_ptr()), template_, *program_, fingerprint_);
+  if (op.bucket < 0) separate_word_ = at::empty_like(template_);
+  word_bucket_ = op.bucket;
+  with_number_type(template_, [this](auto number) {
+    write_word_to(static_cast<decltype(number)*>(word_data()), template_, *program_, fingerprint_);
   });
   if (op.bucket < 0) {
-    launch(op, word_, /*average=*/false);
+    launch(op, separate_word_, /*average=*/false);
   } else {
     ++cursor_;
   }
   return true;
+}
+
+void* UsualStep::word_data() const {
+  const int64_t b = *word_bucket_;
+  if (b < 0) return separate_word_.data_ptr();
+  return static_cast<char*>(buffers_[b].data_ptr()) + program_->buckets[b].padded_numel * template_.itemsize();
 }
 
 void UsualStep::launch(const StepOp& op, const at::Tensor& tensor, bool average) {
@@ -256,12 +258,12 @@ bool UsualStep::wait_for(int64_t position) {
 
 // Wait for the control word. Return true if its sum is that of equal words of all ranks.
 bool UsualStep::is_usual_sum() {
-  if (!word_.defined() || !wait_for(program_->carrier_op)) return false;
-  return with_number_type(word_, [this](auto number) {
+  if (!word_bucket_ || !wait_for(program_->carrier_op)) return false;
+  return with_number_type(template_, [this](auto number) {
     using Number = decltype(number);
     std::vector<Number> own(static_cast<size_t>(template_.numel()));
     write_word_to(own.data(), template_, *program_, fingerprint_);
-    return is_sum_of_equals(static_cast<const Number*>(word_.const_data_ptr()), own, program_->world_size);
+    return is_sum_of_equals(static_cast<const Number*>(word_data()), own, program_->world_size);
   });
 }
 
@@ -291,7 +293,11 @@ UsualStep::State UsualStep::take_over() {
     }
   }
   launches_.clear();
-  if (word_.defined()) state.word = word_;
+  if (word_bucket_) {
+    const int64_t b = *word_bucket_;
+    state.word =
+        b < 0 ? separate_word_ : buffers_[b].narrow(0, program_->buckets[b].padded_numel, template_.numel());
+  }
   state.unpacked = unpacked_;
   state.is_finite = is_finite_;
   state.may_overflow = may_overflow_;

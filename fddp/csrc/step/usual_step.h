@@ -125,6 +125,7 @@ class UsualStep : public BucketListener {
   bool execute(const StepOp& op);
   void pack(const StepOp& op);
   bool write_word(const StepOp& op);
+  void* word_data() const;
   const Launch* launch_at(int64_t position) const;
   bool wait_for(int64_t position);
   std::string text_of(const Launch& launch) const;
@@ -154,7 +155,8 @@ class UsualStep : public BucketListener {
   bool has_report_ = false;
   bool is_finite_ = true;
   bool may_overflow_ = false;
-  at::Tensor word_;
+  std::optional<int64_t> word_bucket_;  // as StepOp::bucket, once the control word is written
+  at::Tensor separate_word_;
   std::vector<Launch> launches_;
   std::vector<int64_t> launch_of_;  // by position in the schedule: number of the launch, or -1
   std::vector<int64_t> unpacked_;  // positions in the schedule

@@ -102,12 +102,14 @@ def _copying(draw: Draw) -> None:
 
 def _loose(draw: Draw) -> None:
     module = extension.load()
-    match draw.below(4):
+    match draw.below(5):
         case 0:
             module.storage_use_count(draw.anything())
         case 1:
-            module.invalidate(draw.anything(), draw.anything())
+            module.first_free(*(draw.anything() for _ in range(4)))
         case 2:
+            module.invalidate(draw.anything(), draw.anything())
+        case 3:
             module.LiveViews().add(draw.anything())
         case _:
             module.LiveViews().contains(draw.anything())
