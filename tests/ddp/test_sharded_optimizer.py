@@ -355,10 +355,13 @@ class Subclass(nn.Parameter):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_without_overlap_parameters_never_wait() -> None:
+    # Made here, because TorchScript can't compile a class on two threads at once.
+    nets = [nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 1))) for _ in range(2)]
+
     def run(group: Any) -> None:
+        scripted = nets[group.rank]
         part = nn.Linear(4, 4)
         part.weight = Subclass(part.weight.detach())
-        scripted = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 1)))
         for net, name in ((scripted, "TorchScript"), (part, "Subclass")):
             with pytest.raises(ValueError, match=f"does not go with overlap=True and .*{name}"):
                 wrapped(net, group).sharded_optimizer(make_adam, overlap=True)

@@ -305,3 +305,19 @@ def test_passes_of_a_static_graph_may_use_different_parameters(launch: Launch) -
                 return first.square().mean() + second.square().mean()
 
             assert_close(step, mean_of(2, loss))
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
+def test_a_step_expects_the_gradients_of_the_last_one() -> None:
+    def run(group: Any) -> list[tuple[bool, int]]:
+        ddp = DDP(net(), process_group=group, find_unused_parameters=True)
+        found = []
+        for through in [(0, 1, 2)] * 3 + [(0, 1)] * 2 + [(0, 1, 2)] * 2:
+            ddp.zero_grad()
+            ddp(batch(0, 0), through=through).square().mean().backward()
+            arrivals = ddp.steps.engine.arrivals
+            found.append((arrivals.as_expected, sum(arrivals.counts)))
+        return found
+
+    (found,) = fddp.loopback(1, run)
+    assert found == [*[(True, 6)] * 3, (False, 4), (True, 4), (False, 6), (True, 6)]
