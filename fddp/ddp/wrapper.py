@@ -13,12 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 
+from fddp.ddp.active_module import activate, restore
 from fddp.ddp.arguments import STATIC_FINDS_UNUSED, Arguments, check_policy, checked, group_of
 from fddp.ddp.broadcast import broadcast_module
 from fddp.ddp.buffer_sync import BufferSync
@@ -46,8 +46,6 @@ _COMPILE_MODULE = (
     "compile the module before it is wrapped: DistributedDataParallel(torch.compile(module)); "
     "or compile the wrapper without fullgraph=True"
 )
-
-_TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
 
 
 class DistributedDataParallel(
@@ -276,16 +274,13 @@ class DistributedDataParallel(
 
     @untraced(_COMPILE_MODULE, callees=False)
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        # Dynamo recognises DDP by a global of torch's, which ranks that are threads share.
-        outer = _TorchDDP._active_ddp_module
-        if isinstance(self.process_group, dist.ProcessGroup):
-            _TorchDDP._active_ddp_module = self
+        before = activate(self)
         try:
             if self._mixed is not None:
                 return self._mixed.run(self.module, inputs, kwargs)
             return self.module(*inputs, **kwargs)
         finally:
-            _TorchDDP._active_ddp_module = outer
+            restore(before)
 
     @untraced(_COMPILE_MODULE)
     def _post_forward(self, output: Any) -> Any:

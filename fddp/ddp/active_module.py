@@ -1,0 +1,50 @@
+"""The wrapper whose forward pass the current thread runs, for `torch.compile`.
+
+[Note: the active module]
+Dynamo reads an attribute of torch's `DistributedDataParallel` to find out whether it compiles code
+within the forward pass of a wrapped module. If it does, it splits the graph at bucket boundaries.
+torch assigns the attribute around every forward pass. Each assignment to a class empties Python's
+caches of attributes of all its subclasses, which costs a tenth of a small step. So the attribute
+is assigned once: to an object that is false between forward passes, and stands for the wrapper
+within them.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+_TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
+
+
+class _ActiveModule(threading.local):
+    """Stands for `module`; false if that is None."""
+
+    module: Any = None
+
+    def __bool__(self) -> bool:
+        return self.module is not None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+_active = _ActiveModule()
+
+
+def activate(module: Any) -> tuple[Any, Any]:
+    """Make a wrapper the active one of this thread. Return what `restore` needs."""
+    others = _TorchDDP._active_ddp_module
+    if others is not _active:
+        _TorchDDP._active_ddp_module = _active
+    outer, _active.module = _active.module, module
+    return outer, others
+
+
+def restore(before: tuple[Any, Any]) -> None:
+    """Restore the state before a call of `activate`, from its result."""
+    _active.module, others = before
+    if others is not _active and others is not None:  # of torch's own wrapper
+        _TorchDDP._active_ddp_module = others

@@ -1,0 +1,117 @@
+"""What dynamo learns of the running wrapper; see [Note: the active module]."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fddp
+from tests.support.ranks import RankPool
+
+StockDDP: Any = nn.parallel.DistributedDataParallel
+
+
+def active() -> int | None:
+    """Bucket size of the wrapper that dynamo sees, in bytes; None if it sees none."""
+    found = StockDDP._get_active_ddp_module()
+    return int(found.bucket_bytes_cap) if found else None
+
+
+class Observed(nn.Module):
+    """Linear layer that calls `observe` before and after another module."""
+
+    def __init__(self, observe: Callable[[], None], inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.own = nn.Linear(2, 2)
+        self.inner = nn.Identity() if inner is None else inner
+        self.observe = observe
+
+    def forward(self, x: Tensor) -> Any:
+        self.observe()
+        x = self.inner(self.own(x))
+        self.observe()
+        return x
+
+
+def wrapped(module: nn.Module, mebibytes: int) -> fddp.DistributedDataParallel:
+    return fddp.DistributedDataParallel(module, bucket_cap_mb=mebibytes)
+
+
+def run_nested(rank: int, world_size: int) -> list[int | None]:
+    seen: list[int | None] = []
+
+    def observe() -> None:
+        seen.append(active())
+
+    inner = wrapped(Observed(observe), 1)
+    middle = wrapped(Observed(observe, inner), 2)
+    stock = StockDDP(Observed(observe, middle), bucket_cap_mb=3)
+    for _ in range(2):
+        seen.append(active())
+        stock(torch.ones(1, 2)).sum().backward()
+    seen.append(active())
+    return [None if nbytes is None else nbytes >> 20 for nbytes in seen]
+
+
+def test_nested_wrappers_are_active_in_turn(ranks: RankPool) -> None:
+    one_step = [None, 3, 2, 1, 1, 2, 3]
+    for seen in ranks.run(1, run_nested):
+        assert seen == [*one_step, *one_step, None]
+
+
+def test_a_failed_forward_is_not_active() -> None:
+    def fail() -> None:
+        raise KeyError("from the module")
+
+    def run(group: Any) -> int | None:
+        module = fddp.DistributedDataParallel(Observed(fail), process_group=group)
+        with pytest.raises(KeyError, match="from the module"):
+            module(torch.ones(1, 2))
+        return active()
+
+    assert fddp.loopback(1, run) == [None]
+
+
+def test_other_threads_see_their_own(ranks: RankPool) -> None:
+    assert ranks.run(1, run_beside) == [[(1 << 20, None)] * 2]
+
+
+def run_beside(rank: int, world_size: int) -> list[tuple[int | None, int | None]]:
+    seen: list[tuple[int | None, int | None]] = []
+
+    def observe() -> None:
+        there: list[int | None] = []
+        thread = threading.Thread(target=lambda: there.append(active()))
+        thread.start()
+        thread.join()
+        seen.append((active(), there[0]))
+
+    wrapped(Observed(observe), 1)(torch.ones(1, 2))
+    return seen
+
+
+def test_steps_do_not_assign_to_the_class(ranks: RankPool) -> None:
+    """As it would empty Python's caches of attributes."""
+    assert ranks.run(1, run_steps) == [0]
+
+
+def run_steps(rank: int, world_size: int) -> int:
+    module = wrapped(nn.Linear(2, 2), 1)
+    module(torch.ones(1, 2))
+    before = StockDDP._active_ddp_module
+    changes = 0
+
+    def observe(*_: object) -> None:
+        nonlocal changes
+        changes += StockDDP._active_ddp_module is not before
+
+    module.module.register_forward_hook(observe)
+    for _ in range(3):
+        module(torch.ones(1, 2))
+        observe()
+    return changes
