@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from time import perf_counter
 from typing import Any, NoReturn
 
 import torch
@@ -94,7 +93,7 @@ def _run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
     packed = None
     if exchange is not None and program.fused_buckets:  # pack while the handshake travels
         packed = _pack(call, program.fused_buckets[0], leaves)
-    entry.waited_s = perf_counter()
+    entry.note_wait()
     if exchange is not None:
         exchange.complete()
     number = call.communicator.advance_call_number(program.place)
@@ -113,7 +112,7 @@ def _run(call: Call, leaves: Sequence[Tensor | None]) -> list[Tensor]:
         for k, result in zip(fused.members, _take(call, fused, buffer), strict=True):
             results[k] = result
         pool.release((len(buffer), buffer.dtype, buffer.device), buffer)
-    entry.done_s = perf_counter()
+    entry.note_done()
     return results  # type: ignore[return-value]  # each unit is in one bucket
 
 

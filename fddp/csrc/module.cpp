@@ -3,6 +3,7 @@
 namespace py = pybind11;
 
 void bind_backward_watch(py::module_&);
+void bind_flight_ring(py::module_&);
 void bind_gradient_counter(py::module_&);
 void bind_describe(py::module_&);
 void bind_digest(py::module_&);
@@ -34,6 +35,7 @@ PYBIND11_MODULE(_C, m) {
   bind_collectives(m);
   bind_leaves(m);
   bind_params(m);
+  bind_flight_ring(m);
   bind_usual_step(m);
   bind_digest(m);
   bind_backend_release(m);

@@ -18,20 +18,6 @@ NativeProgram = NewType("NativeProgram", object)
 """Schedule prepared for one rank, in compiled form."""
 
 
-class StepLog(Protocol):
-    """Times of the collectives of one step, on the clock of `time.perf_counter`."""
-
-    def __len__(self) -> int: ...
-    def fail(self) -> None:
-        """Mark all collectives in flight as failed."""
-
-    def set_waited(self, number: int, time_s: float) -> None: ...
-    def set_done(self, number: int, time_s: float) -> None: ...
-    def records(self) -> list[tuple[int, float, float, float]]:
-        """Return position in the schedule, launch, start of the wait, and end of each collective.
-        0.0 stands for not yet, and infinity for never."""
-
-
 class UsualState(Protocol):
     """State in which Python continues.
 
@@ -53,7 +39,7 @@ class UsualState(Protocol):
     failed_op: int
 
     def take_in_flight(self) -> list[tuple[int, int, Any, int]]:
-        """Return position, bucket, handle and number in the log of each collective that was not
+        """Return position, bucket, handle and number in the ring of each collective that was not
         waited for. A second call returns none."""
 
     def raise_error(self) -> None:
@@ -83,19 +69,14 @@ class UsualStep(Protocol):
 
 
 @cache
-def step_log_type() -> Callable[[], StepLog]:
-    """Return the constructor `StepLog()`."""
-    return cast("Callable[[], StepLog]", extension.load().StepLog)
-
-
-@cache
 def usual_step_type() -> Callable[..., UsualStep]:
-    """Return the constructor `UsualStep(program, collectives, log, buffers, word, fingerprint,
-    factor, number, interpreter)`.
+    """Return the constructor `UsualStep(program, collectives, ring, source, buffers, word,
+    fingerprint, factor, number, interpreter)`.
 
-    `word` is the control word of a usual step with any fingerprint, `factor` that on gradients
-    before the reduction, `number` that of the step. `interpreter(bucket)` is called for buckets
-    that become ready after Python has taken over.
+    `ring` is that of the flight recorder, in which `source` identifies the schedule. `word` is the
+    control word of a usual step with any fingerprint, `factor` that on gradients before the
+    reduction, `number` that of the step. `interpreter` is a weak reference to an object whose
+    `bucket_ready(bucket)` is called for buckets that become ready after Python has taken over.
     """
     return cast("Callable[..., UsualStep]", extension.load().UsualStep)
 

@@ -9,7 +9,6 @@ are only checked if the control word does not rule out an overflow; those of hoo
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -150,12 +149,12 @@ class FiniteCheck:
         entry = self._recorder.launched("vote on results", step, votes.nbytes)
         try:
             work = transport.all_reduce(votes, wait_soon=True)
-            entry.waited_s = time.perf_counter()
+            entry.note_wait()
             work.wait(f"the vote on results of step {step}")
         except (RankLostError, SyncTimeoutError) as error:
             error.step = step  # it is of no bucket
             raise
-        entry.done_s = time.perf_counter()
+        entry.note_done()
         return not votes.item()
 
     def error(self, transport: Transport, step: int) -> NonFiniteError | None:
@@ -172,9 +171,9 @@ class FiniteCheck:
         )
         own = NonFiniteCounts(counts, overflowed).to_json()
         entry = self._recorder.launched("exchange of counts", step, len(json.dumps(own)))
-        entry.waited_s = entry.launched_s
+        entry.note_wait()
         received = exchange(transport, own, COUNTS, "counts")
-        entry.done_s = time.perf_counter()
+        entry.note_done()
         wires = {
             program.plan.paths[leaf]: program.schedule.wire_dtypes[number]
             for number, bucket in enumerate(program.plan.buckets)

@@ -246,9 +246,9 @@ class HookedBucket(BucketState):
             super().wait(step, position)
             return
         _, entry = self.works.pop(position)
-        entry.waited_s = perf_counter()
+        entry.note_wait()
         self.hooks.finish(work)
-        entry.done_s = perf_counter()
+        entry.note_done()
 
 
 class HookedStep(Step):

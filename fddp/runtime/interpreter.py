@@ -236,9 +236,9 @@ class Interpreter(StepState):
         if self.word_work is not None:
             (work, entry), self.word_work = self.word_work, None
             self.current = schedule.ops[schedule.control]
-            entry.waited_s = perf_counter()
+            entry.note_wait()
             work.wait(f"the control word of step {self.number}")
-            entry.done_s = perf_counter()
+            entry.note_done()
         elif schedule.piggyback_op >= 0:
             self.current = schedule.ops[schedule.piggyback_op]
             self.buckets[self.current.bucket].wait(self, schedule.piggyback_op)

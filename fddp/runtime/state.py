@@ -27,6 +27,7 @@ from fddp.core.schedule.virtual import SumTree
 from fddp.core.timeline import Interval
 from fddp.errors import FddpError, InternalError, error_text
 from fddp.native.buffer_pool import BufferPool
+from fddp.native.flight_ring import FlightEntry
 from fddp.native.layout import Stats
 from fddp.native.pack import native_slices
 from fddp.runtime.contributions import NOTHING, BackwardContributions, Contributions
@@ -38,7 +39,7 @@ from fddp.runtime.program import BucketProgram, Program
 from fddp.runtime.results import Devices, Results
 from fddp.runtime.sparse import SparseForm, gather_sparse
 from fddp.runtime.usual_program import UsualProgram
-from fddp.telemetry.flight.recorder import Recorder, Times
+from fddp.telemetry.flight.recorder import Recorder
 from fddp.transport.base import Transport, Work
 
 
@@ -116,7 +117,6 @@ class StepState:
         is_orderly: True once the step has ended, in success or failure, with all collectives done.
         report: the control word summed over ranks, once it was read.
         failures: error text of each rank, once they were exchanged; "" for ranks without one.
-        buckets: state of each bucket.
         cursor: number of the next operation to run, among those of the interpreter.
         current: the operation under way.
         word: this rank's control word, or the sum.
@@ -152,7 +152,7 @@ class StepState:
     may_overflow = False
     cursor = 0
     current: Op | None = None
-    word_work: tuple[Work, Times] | None = None
+    word_work: tuple[Work, FlightEntry] | None = None
     _failure_text = ""
     _check: FiniteCheck | None = None  # None if non-finite numbers are propagated
 
@@ -172,9 +172,13 @@ class StepState:
             hook = None if context.bound_hook is None else context.bound_hook.hook
             self.measures = True
             self._check = FiniteCheck(context.nonfinite, program, self.results, hook, self.recorder)
-        self.buckets: Sequence[BucketState] = [*map(BucketState, program.buckets)]
 
     # Made when they are needed, which they are not in a usual step.
+
+    @cached_property
+    def buckets(self) -> Sequence[BucketState]:
+        """State of each bucket."""
+        return [*map(BucketState, self.program.buckets)]
 
     @cached_property
     def averages(self) -> bool:
@@ -266,13 +270,24 @@ class StepState:
         state = self.buckets[bucket]
         return state.memory(self) if state.buffer is None else state.buffer
 
-    def recover_memory(self, error: BaseException) -> None:
-        """Fail the step on this rank for lack of memory, and free the pool. Raises `error` if it is
-        too late to report it in the control word."""
-        if self.report is not None:
-            raise error
-        self.fail(error)
-        self.pool.clear()
+    def new_memory(self, bucket: BucketProgram) -> Tensor:
+        """Take memory for a bucket from the pool. For lack of memory, fail the step on this rank,
+        or raise if it is too late to report the error in the control word."""
+        if self.source.aliases_buffer is not None:
+            buffer = self.source.aliased_memory(bucket.index, self.pool)
+            if buffer is not None:
+                return buffer
+        device = self.devices[bucket.device]
+        spec = bucket.index, bucket.buffer_numel, bucket.wire_dtype, device
+        try:
+            return self.pool.acquire(*spec)
+        except (RuntimeError, MemoryError) as error:
+            if self.report is not None:
+                raise
+            # This rank finishes the step with zeros, in the memory freed here.
+            self.fail(error)
+            self.pool.clear()
+            return self.pool.acquire(*spec)
 
     def note_magnitude(self, bucket: BucketProgram, buffer: Tensor, peak: float, op: Op) -> None:
         """Note a packed bucket with large, non-finite or unknown numbers. `peak` is a bound on the
@@ -339,26 +354,14 @@ class BucketState:
         self.ready_s = math.inf
         self.launch_s = math.nan
         self.work: Work | None = None
-        self.works: dict[int, tuple[Any, Times]] = {}
+        self.works: dict[int, tuple[Any, FlightEntry]] = {}
 
     # Memory
 
     def memory(self, step: StepState) -> Tensor:
         """Buffer of the bucket, taken from the pool at the first call."""
-        if self.buffer is not None:
-            return self.buffer
-        bucket, device = self.program, step.devices[self.program.device]
-        if step.source.aliases_buffer is not None:
-            self.buffer = step.source.aliased_memory(bucket.index, step.pool)
-            if self.buffer is not None:
-                return self.buffer
-        spec = bucket.index, bucket.buffer_numel, bucket.wire_dtype, device
-        try:
-            self.buffer = step.pool.acquire(*spec)
-        except (RuntimeError, MemoryError) as error:
-            # This rank finishes the step with zeros, in memory freed by the call.
-            step.recover_memory(error)
-            self.buffer = step.pool.acquire(*spec)
+        if self.buffer is None:
+            self.buffer = step.new_memory(self.program)
         return self.buffer
 
     def release(self, pool: BufferPool) -> None:
@@ -476,9 +479,9 @@ class BucketState:
         if pending is None:
             return
         work, entry = pending
-        entry.waited_s = perf_counter()
+        entry.note_wait()
         work.wait(f"{self.program.text} of step {step.number}")
-        entry.done_s = perf_counter()
+        entry.note_done()
 
     def add_repair(self, step: StepState, position: int, op: Op) -> None:
         """Add the reduced late gradients to the reduced bucket."""
@@ -505,10 +508,10 @@ class BucketState:
             for part in step.source.parts(op.bucket)
         ]
         entry = step.recorder.launched(step.program.schedule, step.number, position)
-        entry.waited_s = entry.launched_s
+        entry.note_wait()
         what = f"{self.program.text} of step {step.number}"
         gathered = self.gathered(step, form, parts, what)
-        entry.done_s = perf_counter()
+        entry.note_done()
         step.results.put_sparse(leaf, gathered)
         step.note_sparse(leaf, [source for source, _ in parts])
 

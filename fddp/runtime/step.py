@@ -13,15 +13,15 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.expected_counts import Arrivals
 from fddp.native.autograd_leaves import GradientCounter, GraphInfo
-from fddp.native.usual_step import StepLog, UsualStep, step_log_type, usual_step_type
+from fddp.native.usual_step import UsualStep, usual_step_type
 from fddp.runtime.contributions import BackwardContributions
 from fddp.runtime.interpreter import Interpreter
 from fddp.runtime.state import Outcome, StepState
-from fddp.telemetry.flight.recorder import LoggedTimes
 from fddp.telemetry.waits import note_wait
 from fddp.transport.base import Work
 
@@ -33,24 +33,19 @@ class UsualRun(NamedTuple):
 
     Attributes:
         native: the step.
-        log: times of its collectives.
+        buffers: memory of the buckets.
         report: report that it has if it remains usual.
         adopt: see `UsualProgram`.
     """
 
     native: UsualStep
-    log: StepLog
+    buffers: list[Tensor]
     report: ControlReport
     adopt: Callable[[Any], Work]
 
     @classmethod
-    def of(cls, step: StepState, interpreter: Callable[[int], None]) -> UsualRun | None:
-        """Begin a step, whose contributions are set; None if it is not usual.
-
-        Args:
-            step: the step.
-            interpreter: called for buckets that become ready after Python has taken over.
-        """
+    def of(cls, step: StepState) -> UsualRun | None:
+        """Begin a step, whose contributions are set; None if it is not usual."""
         usual, weight = step.context.usual, step.contributions.weight
         if usual is None or weight != step.scale.unit or not step.has_next:
             return None
@@ -60,25 +55,27 @@ class UsualRun(NamedTuple):
         for device in step.devices.values():
             if device != _CPU:
                 return None
-        word, log = usual.words[step.method, weight], step_log_type()()
-        buffers = [state.memory(step) for state in step.buckets]
-        if step.failure is not None:
-            return None  # for lack of memory
+        word, program, recorder = usual.words[step.method, weight], step.program, step.recorder
+        buffers = [*map(step.new_memory, program.buckets)]
+        if step.failure is not None:  # for lack of memory
+            _set_buffers(step, buffers)
+            return None
         native = usual_step_type()(
             usual.native,
             usual.collectives,
-            log,
+            recorder.ring,
+            recorder.number_of(program.schedule),
             buffers,
             word.vector,
             step.fingerprint,
             usual.factor,
             step.number,
-            interpreter,
+            weakref.ref(step),  # the hooks of gradients must not keep the step alive
         )
         if not native.set_source(source):
+            _set_buffers(step, buffers)
             return None
-        step.recorder.add_step(step.program.schedule, step.number, log)
-        return cls(native, log, word.report, usual.adopt)
+        return cls(native, buffers, word.report, usual.adopt)
 
     def hand_over(self, step: StepState) -> None:
         """Set the state from which the interpreter in Python continues.
@@ -91,10 +88,11 @@ class UsualRun(NamedTuple):
         step.cursor, step.word = state.cursor, state.word
         step.is_finite, step.may_overflow = state.is_finite, state.may_overflow
         now_s = perf_counter()
+        _set_buffers(step, self.buffers)
         for bucket, is_ready in zip(step.buckets, state.ready, strict=True):
             bucket.ready_s = min(bucket.ready_s, now_s if is_ready else math.inf)
         for position, number, handle, record in state.take_in_flight():
-            pending = self.adopt(handle), LoggedTimes(self.log, record)
+            pending = self.adopt(handle), step.recorder.ring.entry(record)
             if number < 0:
                 step.word_work = pending
             else:
@@ -139,6 +137,10 @@ class Step(Interpreter):
         on_bucket = self.bucket_ready if usual is None else usual.native
         contributions.arm(view, previous, self.buffer_of, self.scale, on_bucket)
 
+    def buffer_of(self, bucket: int) -> Tensor:
+        """Buffer of a dense bucket."""
+        return super().buffer_of(bucket) if self._usual is None else self._usual.buffers[bucket]
+
     def start(self) -> None:
         """Start the collectives of a step whose contributions are complete; `finish` waits for
         them. Further calls start those that had to wait for others. Never raises: `finish` does."""
@@ -154,8 +156,7 @@ class Step(Interpreter):
     def _begin_usual(self) -> UsualRun | None:
         self._has_begun = True
         if self.context.usual is not None and self.failure is None:
-            # Weak: the hooks of gradients must not keep the step alive.
-            self._usual = UsualRun.of(self, _Interpreter(weakref.ref(self)))
+            self._usual = UsualRun.of(self)
         return self._usual
 
     def _run_to_end(self) -> Outcome:
@@ -165,9 +166,12 @@ class Step(Interpreter):
         self._usual = None
         run.note_waits()
         self.report, self.leaves = run.report, run.native.results()
-        last = self.buckets[self.program.schedule.sequence[-1]].program.text
+        program = self.program
+        last = program.buckets[program.schedule.sequence[-1]].text
         self.transport.note_finished(f"{last} of step {self.number}")
-        self._close()
+        for bucket, buffer in enumerate(run.buffers):
+            self.pool.release(bucket, buffer)
+        self.is_orderly = True
         return Outcome(self.leaves, self.report, None)
 
     def _advance(self) -> None:
@@ -179,15 +183,6 @@ class Step(Interpreter):
             super()._advance()
 
 
-class _Interpreter:
-    """Calls `bucket_ready` of a step, if it is still alive."""
-
-    __slots__ = ("_step",)
-
-    def __init__(self, step: weakref.ref[Step]) -> None:
-        self._step = step
-
-    def __call__(self, bucket: int) -> None:
-        step = self._step()
-        if step is not None:
-            step.bucket_ready(bucket)
+def _set_buffers(step: StepState, buffers: list[Tensor]) -> None:
+    for bucket, buffer in zip(step.buckets, buffers, strict=True):
+        bucket.buffer = buffer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -339,7 +338,7 @@ def _unused_buckets(program: Program, report: ControlReport) -> frozenset[int]:
 def any_rank_has_input(engine: Engine, mine: bool) -> bool:
     """Return True if any rank has input, or an error to report; a collective call."""
     entry = engine.recorder.launched("vote", engine.step, 1)
-    entry.waited_s = entry.launched_s
+    entry.note_wait()
     votes = engine.transport.exchange(bytes([mine]), "votes")
-    entry.done_s = time.perf_counter()
+    entry.note_done()
     return any(vote != b"\0" for vote in votes)

@@ -158,8 +158,8 @@ class Spy:
         self.begun = self.taken_over = 0
         begin, hand_over = UsualRun.of, UsualRun.hand_over
 
-        def count_begin(step: Step, interpreter: Any) -> UsualRun | None:
-            run = begin(step, interpreter)
+        def count_begin(step: Step) -> UsualRun | None:
+            run = begin(step)
             self.begun += run is not None
             return run
 

@@ -60,12 +60,12 @@ auto with_number_type(const at::Tensor& word, const Body& body) {
 }  // namespace
 
 UsualStep::UsualStep(std::shared_ptr<const StepProgram> program, std::shared_ptr<Collectives> collectives,
-                     std::shared_ptr<StepLog> log, std::vector<at::Tensor> buffers, at::Tensor word,
-                     uint32_t fingerprint, double factor, int64_t number, py::object interpreter)
-    : program_(std::move(program)), collectives_(std::move(collectives)), log_(std::move(log)),
+                     std::shared_ptr<FlightRing> ring, int64_t source, std::vector<at::Tensor> buffers,
+                     at::Tensor word, uint32_t fingerprint, double factor, int64_t number, py::object interpreter)
+    : program_(std::move(program)), collectives_(std::move(collectives)), ring_(std::move(ring)), source_(source),
       buffers_(std::move(buffers)), template_(std::move(word)), fingerprint_(fingerprint), factor_(factor),
       number_(number), interpreter_(std::move(interpreter)) {
-  TORCH_CHECK_TYPE(program_ && collectives_ && log_, "an argument is None");
+  TORCH_CHECK_TYPE(program_ && collectives_ && ring_, "an argument is None");
   TORCH_CHECK_VALUE(buffers_.size() == program_->buckets.size(), "expected ", program_->buckets.size(),
                     " buffers, got ", buffers_.size());
   for (const at::Tensor& buffer : buffers_) {
@@ -113,7 +113,8 @@ void UsualStep::bucket_ready(int64_t bucket) {
     if (is_usual_) return;
   }
   const py::gil_scoped_acquire gil;
-  interpreter_(bucket);
+  const py::object interpreter = interpreter_();
+  if (!interpreter.is_none()) interpreter.attr("bucket_ready")(bucket);
 }
 
 bool UsualStep::finish() {
@@ -222,7 +223,7 @@ void* UsualStep::word_data() const {
 }
 
 void UsualStep::launch(const StepOp& op, const at::Tensor& tensor, bool average) {
-  const size_t record = log_->launch(op.position);
+  const int64_t record = ring_->launch(source_, number_, op.position).number;
   failed_op_ = op.position;
   ++cursor_;
   auto pending = collectives_->all_reduce(tensor, average, runs_freely_);
@@ -244,7 +245,7 @@ bool UsualStep::wait_for(int64_t position) {
   if (launch_at(position) == nullptr) return true;
   Launch* const launch = &launches_[launch_of_[position]];
   const double start_s = perf_counter_s();
-  log_->set_waited(launch->record, start_s);
+  ring_->set_waited(launch->record, start_s);
   failed_op_ = position;
   const bool has_succeeded = !launch->pending || launch->pending->wait([&] { return text_of(*launch); });
   const double end_s = perf_counter_s();
@@ -252,7 +253,7 @@ bool UsualStep::wait_for(int64_t position) {
   if (!has_succeeded) return false;
   failed_op_ = -1;
   launch->is_waited = true;
-  log_->set_done(launch->record, end_s);
+  ring_->set_done(launch->record, end_s);
   return true;
 }
 
@@ -314,17 +315,6 @@ void bind_usual_step(py::module_& m) {
   using namespace fddp;
   m.def("is_profiled", &at::hasCallbacks);
   using Awaited = std::vector<std::pair<int64_t, int64_t>>;
-  py::class_<StepLog, std::shared_ptr<StepLog>>(m, "StepLog")
-      .def(py::init<>())
-      .def("__len__", &StepLog::size)
-      .def("fail", &StepLog::fail)
-      .def("set_waited", &StepLog::set_waited, py::arg("number"), py::arg("time_s"))
-      .def("set_done", &StepLog::set_done, py::arg("number"), py::arg("time_s"))
-      .def("records", [](const StepLog& log) {
-        std::vector<std::tuple<int64_t, double, double, double>> records;
-        for (const auto& r : log.records()) records.emplace_back(r.position, r.launched_s, r.waited_s, r.done_s);
-        return records;
-      });
   py::class_<StepBucket>(m, "StepBucket")
       .def(py::init([](std::vector<int64_t> leaves, const Layout& layout, std::shared_ptr<BucketPacking> packing,
                        int64_t padded_numel, double max_safe_magnitude, bool keep, std::string text) {
@@ -379,9 +369,9 @@ void bind_usual_step(py::module_& m) {
              if (state.error) std::rethrow_exception(std::exchange(state.error, nullptr));
            }));
   py::class_<UsualStep, BucketListener, std::shared_ptr<UsualStep>>(m, "UsualStep")
-      .def(py::init<std::shared_ptr<StepProgram>, std::shared_ptr<Collectives>, std::shared_ptr<StepLog>,
-                    std::vector<at::Tensor>, at::Tensor, uint32_t, double, int64_t, py::object>(),
-           py::arg("program"), py::arg("collectives"), py::arg("log"), py::arg("buffers"), py::arg("word"),
+      .def(py::init<std::shared_ptr<StepProgram>, std::shared_ptr<Collectives>, std::shared_ptr<FlightRing>,
+                    int64_t, std::vector<at::Tensor>, at::Tensor, uint32_t, double, int64_t, py::object>(),
+           py::arg("program"), py::arg("collectives"), py::arg("ring"), py::arg("source"), py::arg("buffers"), py::arg("word"),
            py::arg("fingerprint"), py::arg("factor"), py::arg("number"), py::arg("interpreter"))
       .def("set_source", torch::wrap_pybind_function(&UsualStep::set_leaves), py::arg("source"))
       .def("set_source", &UsualStep::set_counter, py::arg("source").none(false))

@@ -28,7 +28,7 @@
 #include "autograd/gradient_counter.h"
 #include "step/bucket_listener.h"
 #include "step/collectives.h"
-#include "step/step_log.h"
+#include "step/flight_ring.h"
 #include "tensor/layout.h"
 #include "tensor/python_lists.h"
 
@@ -74,10 +74,11 @@ struct StepProgram {
 class UsualStep : public BucketListener {
  public:
   // `word`: control word of a usual step, with any fingerprint. `buffers`: memory of the buckets.
-  // `interpreter` is called with each bucket that becomes ready after Python has taken over.
+  // `source` identifies the schedule in the ring. `interpreter` is a weak reference to the object whose
+  // `bucket_ready` is called with each bucket that becomes ready after Python has taken over.
   UsualStep(std::shared_ptr<const StepProgram> program, std::shared_ptr<Collectives> collectives,
-            std::shared_ptr<StepLog> log, std::vector<at::Tensor> buffers, at::Tensor word,
-            uint32_t fingerprint, double factor, int64_t number, pybind11::object interpreter);
+            std::shared_ptr<FlightRing> ring, int64_t source, std::vector<at::Tensor> buffers,
+            at::Tensor word, uint32_t fingerprint, double factor, int64_t number, pybind11::object interpreter);
   ~UsualStep() override;
   UsualStep(const UsualStep&) = delete;
   UsualStep& operator=(const UsualStep&) = delete;
@@ -103,7 +104,7 @@ class UsualStep : public BucketListener {
     int64_t position;
     int64_t bucket;
     std::shared_ptr<PendingCollective> pending;  // null if there is nothing to wait for
-    size_t record;                               // number in the log
+    int64_t record;                              // number in the ring
     bool is_waited = false;
   };
   struct State {
@@ -134,7 +135,8 @@ class UsualStep : public BucketListener {
 
   const std::shared_ptr<const StepProgram> program_;
   const std::shared_ptr<Collectives> collectives_;
-  const std::shared_ptr<StepLog> log_;
+  const std::shared_ptr<FlightRing> ring_;
+  const int64_t source_;
   const std::vector<at::Tensor> buffers_;
   const at::Tensor template_;
   const uint32_t fingerprint_;

@@ -1,12 +1,11 @@
 """Flight recorder: the newest operations of a process, always recorded, written out on request.
 
-[Note: flights] Each `GradSync` and communicator records its newest operations in a ring. An entry
-refers to the schedule of its operation, never to tensors, programs or works, so that nothing is
-kept alive. Everything else is derived on reading. Recording an operation takes three readings of
-the clock and an append. A step that the compiled interpreter runs has one entry: the log in which
-it records its operations.
+[Note: flights] Each `GradSync` and communicator records its newest operations in a compiled ring,
+into which both interpreters write. A record names the schedule of its operation, never tensors,
+programs or works, so that nothing else is kept alive. Everything else is derived on reading.
+Recording an operation takes three readings of the clock and no allocation.
 
-Reading takes no locks, as it may happen in a signal handler, which runs between any two
+Reading takes no locks of Python, as it may happen in a signal handler, which runs between any two
 instructions of the thread that it interrupts.
 """
 
@@ -18,17 +17,16 @@ import os
 import socket
 import time
 import weakref
-from collections import deque
-from collections.abc import Sized
+from collections import OrderedDict
 from dataclasses import replace
 from math import prod
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from fddp.core.plan.leaf import ITEM_BYTES
 from fddp.core.schedule.op import Op, is_piggybacked
 from fddp.core.schedule.schedule import Schedule
-from fddp.native.usual_step import StepLog
+from fddp.native.flight_ring import FlightEntry, FlightRecord, new_flight_ring
 from fddp.telemetry.flight.log import Flight, FlightLog, FlightOp, State
 
 SIZE = 100
@@ -67,74 +65,6 @@ class Recorded(Protocol):
         """Return the number of the running or else the next step, and the position within it."""
 
 
-class Times(Protocol):
-    """Times of one operation that are set after its launch."""
-
-    waited_s: float
-    done_s: float
-
-
-class Entry:
-    """One operation. Times are on the clock of `time.perf_counter`; 0.0 stands for not yet, and
-    infinity for never."""
-
-    __slots__ = ("done_s", "launched_s", "number", "position", "source", "step", "waited_s")
-
-    def __init__(self, number: int, source: Schedule | str, step: int, position: int) -> None:
-        self.number = number
-        self.source = source  # schedule of the operation, or a description
-        self.step = step
-        self.position = position  # in the schedule, or number of bytes
-        self.launched_s = perf_counter()
-        self.waited_s = 0.0
-        self.done_s = 0.0
-
-
-class LoggedTimes:
-    """Times of a collective that the compiled interpreter has launched and Python waits for."""
-
-    __slots__ = ("_log", "_number")
-
-    def __init__(self, log: StepLog, number: int) -> None:
-        self._log = log
-        self._number = number
-
-    @property
-    def waited_s(self) -> float:
-        """Start of the wait."""
-        return self._log.records()[self._number][2]
-
-    @waited_s.setter
-    def waited_s(self, time_s: float) -> None:
-        self._log.set_waited(self._number, time_s)
-
-    @property
-    def done_s(self) -> float:
-        """End of the wait."""
-        return self._log.records()[self._number][3]
-
-    @done_s.setter
-    def done_s(self, time_s: float) -> None:
-        self._log.set_done(self._number, time_s)
-
-
-class _StepEntries(NamedTuple):
-    """Operations of a step that the compiled interpreter runs."""
-
-    number: int  # of the first
-    schedule: Schedule
-    step: int
-    log: StepLog
-
-    def expanded(self) -> list[Entry]:
-        entries = []
-        for k, (position, launched_s, waited_s, done_s) in enumerate(self.log.records()):
-            entry = Entry(self.number + k, self.schedule, self.step, position)
-            entry.launched_s, entry.waited_s, entry.done_s = launched_s, waited_s, done_s
-            entries.append(entry)
-        return entries
-
-
 class Recorder:
     """Newest operations of one `GradSync` or communicator; see [Note: flights].
 
@@ -145,7 +75,7 @@ class Recorder:
 
     Attributes:
         name: name of the recorded object.
-        ring: newest operations, and logs of steps.
+        ring: newest operations.
     """
 
     def __init__(self, kind: str, owner: Recorded, transport: Recordable) -> None:
@@ -163,12 +93,12 @@ class Recorder:
         )
         self._serial = next(_serials)
         self._owner = weakref.ref(owner)
-        self.ring: deque[Entry | _StepEntries] = deque(maxlen=SIZE)
-        self._count = 0  # without the operations of `_running`
-        self._running: Sized = ()  # log of the newest step, which may still grow
+        self.ring = new_flight_ring(SIZE)
+        # By number, the last used last.
+        self._sources: OrderedDict[int, Schedule | str] = OrderedDict()
         _alive.add(self)
 
-    def launched(self, source: Schedule | str, step: int, position: int) -> Entry:
+    def launched(self, source: Schedule | str, step: int, position: int) -> FlightEntry:
         """Record an operation about to be passed to the transport.
 
         Args:
@@ -176,45 +106,41 @@ class Recorder:
             step: number of the step.
             position: position in the schedule, or the number of bytes.
         """
-        number = self._next_number()
-        entry = Entry(number, source, step, position)
-        self._count = number + 1
-        self.ring.append(entry)
-        return entry
+        return self.ring.launch(self.number_of(source), step, position)
 
-    def add_step(self, schedule: Schedule, step: int, log: StepLog) -> None:
-        """Record the operations of a step that the compiled interpreter is about to run."""
-        self.ring.append(_StepEntries(self._next_number(), schedule, step, log))
-        self._running = log
-        while len(self.ring) > 1 and self.ring[1].number <= self._count - SIZE:
-            self.ring.popleft()
+    def number_of(self, source: Schedule | str) -> int:
+        """Return the number that stands for a schedule or description in `ring`.
 
-    def _next_number(self) -> int:
-        self._count += len(self._running)
-        self._running = ()
-        return self._count
+        It is valid for the operations of one step.
+        """
+        number, sources = id(source), self._sources
+        if number in sources:
+            sources.move_to_end(number)
+            return number
+        sources[number] = source  # keeps the number unique
+        if len(sources) > 2 * SIZE:
+            # Those used last may belong to a step without operations as yet.
+            kept = {*list(sources)[-SIZE:], *(record.source for record in self._records())}
+            self._sources = OrderedDict((n, one) for n, one in sources.items() if n in kept)
+        return number
 
-    @property
-    def entries(self) -> list[Entry]:
-        """The newest operations."""
-        found: list[Entry] = []
-        for entry in list(self.ring):
-            found += [entry] if isinstance(entry, Entry) else entry.expanded()
-        return found[-SIZE:]
+    def _records(self) -> list[FlightRecord]:
+        return [FlightRecord(*fields) for fields in self.ring.records()]
 
     def fail(self) -> None:
         """Mark all unfinished operations as failed."""
-        for entry in list(self.ring):
-            if isinstance(entry, Entry):
-                entry.done_s = entry.done_s or math.inf
-            else:
-                entry.log.fail()
+        self.ring.fail()
 
     def log(self, now_s: float) -> FlightLog:
         """Return the recorded operations as a value. `now_s` is on `time.perf_counter`'s clock."""
         owner = self._owner()
         step, phase = (0, "gone") if owner is None else owner.at()
-        ops = tuple(_op(entry, now_s) for entry in self.entries)
+        sources = self._sources
+        ops = tuple(
+            _op(record, sources[record.source], now_s)
+            for record in self._records()
+            if record.source in sources
+        )
         return replace(self._empty, step=step, phase=phase, ops=ops)
 
     @property
@@ -277,15 +203,15 @@ def _recorder_of(one: object) -> Recorder:
     return recorder
 
 
-def _op(entry: Entry, now_s: float) -> FlightOp:
-    launched_s, waited_s, done_s = entry.launched_s, entry.waited_s, entry.done_s
+def _op(record: FlightRecord, source: Schedule | str, now_s: float) -> FlightOp:
+    launched_s, waited_s, done_s = record.launched_s, record.waited_s, record.done_s
     state: State = "waited for" if waited_s else "in flight"
     if done_s:
         state = "failed" if math.isinf(done_s) else "done"
     return FlightOp(
-        entry.number,
-        entry.step,
-        *_describe(entry.source, entry.position),
+        record.number,
+        record.step,
+        *_describe(source, record.position),
         launched_s=now_s - launched_s,
         waited_s=waited_s - launched_s if waited_s else None,
         done_s=done_s - launched_s if state == "done" else None,
