@@ -15,6 +15,7 @@ import threading
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
 
@@ -23,6 +24,11 @@ class _ActiveModule(threading.local):
     """Stands for `module`; false if that is None."""
 
     module: Any = None
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """Cap of the parts of a graph. Dynamo refuses one below that of its first part."""
+        return max(int(self.module.bucket_bytes_cap), dist._DEFAULT_FIRST_BUCKET_BYTES)
 
     def __bool__(self) -> bool:
         return self.module is not None

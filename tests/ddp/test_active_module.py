@@ -115,3 +115,17 @@ def run_steps(rank: int, world_size: int) -> int:
         module(torch.ones(1, 2))
         observe()
     return changes
+
+
+def test_small_buckets_do_not_stop_the_compiler(ranks: RankPool) -> None:
+    """Dynamo refuses buckets below its first one, of 1 MiB."""
+    assert ranks.run(1, run_compiled) == [(1 << 20, 2)]
+
+
+def run_compiled(rank: int, world_size: int) -> tuple[int | None, int]:
+    seen: list[int | None] = []
+    compiled = torch.compile(nn.Linear(2, 2), backend="eager")
+    module = Observed(lambda: seen.append(active()), compiled)
+    ddp = fddp.DistributedDataParallel(module, bucket_cap_mb=0.1)
+    ddp(torch.ones(1, 2)).sum().backward()
+    return seen[0], sum(param.grad is not None for param in compiled.parameters())

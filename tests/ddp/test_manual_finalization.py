@@ -426,7 +426,10 @@ def memory_of(group: Any, lazy: bool, as_view: bool) -> tuple[list[int], int, bo
 
 
 def held(ddp: Any) -> int:
-    return sum(bucket.buffer is not None for bucket in ddp.steps.runner.step.buckets)
+    step = ddp.steps.runner.step
+    if step._usual is not None:
+        return len(step._usual.buffers)
+    return sum(bucket.buffer is not None for bucket in step.buckets)
 
 
 @pytest.mark.parametrize("as_view", [False, True])
