@@ -69,8 +69,9 @@ class Interpreter(StepState):
     def bucket_ready(self, bucket: int) -> None:
         """Note that all expected gradients of a bucket have arrived. Never raises: backward must
         run to its end."""
-        state = self.buckets[bucket]
-        state.ready_s = min(state.ready_s, perf_counter())
+        with self._lock:  # as the states of buckets may have to be made
+            state = self.buckets[bucket]
+            state.ready_s = min(state.ready_s, perf_counter())
         if self._broken is not None:
             return  # other ranks would match the next collective with the failed one
         try:

@@ -139,7 +139,8 @@ class Step(Interpreter):
 
     def buffer_of(self, bucket: int) -> Tensor:
         """Buffer of a dense bucket."""
-        return super().buffer_of(bucket) if self._usual is None else self._usual.buffers[bucket]
+        run = self._usual
+        return super().buffer_of(bucket) if run is None else run.buffers[bucket]
 
     def start(self) -> None:
         """Start the collectives of a step whose contributions are complete; `finish` waits for

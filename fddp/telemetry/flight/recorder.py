@@ -120,8 +120,10 @@ class Recorder:
         sources[number] = source  # keeps the number unique
         if len(sources) > 2 * SIZE:
             # Those used last may belong to a step without operations as yet.
-            kept = {*list(sources)[-SIZE:], *(record.source for record in self._records())}
-            self._sources = OrderedDict((n, one) for n, one in sources.items() if n in kept)
+            known = list(sources.items())
+            kept = {record.source for record in self._records()}
+            kept.update(number for number, _ in known[-SIZE:])
+            self._sources = OrderedDict(item for item in known if item[0] in kept)
         return number
 
     def _records(self) -> list[FlightRecord]:
