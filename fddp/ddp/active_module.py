@@ -5,8 +5,8 @@ Dynamo reads an attribute of torch's `DistributedDataParallel` to find out wheth
 within the forward pass of a wrapped module. If it does, it splits the graph at bucket boundaries.
 torch assigns the attribute around every forward pass. Each assignment to a class empties Python's
 caches of attributes of all its subclasses, which costs a tenth of a small step. So the attribute
-is assigned once: to an object that is false between forward passes, and stands for the wrapper
-within them.
+is assigned once, and again only after others have changed it: to an object that is false between
+forward passes, and stands for the wrapper within them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from fddp.runtime.untraced import untraced
+
+_CALL_MODULE = "call the module within the wrapper"
 
 _TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
 
@@ -40,6 +44,7 @@ class _ActiveModule(threading.local):
 _active = _ActiveModule()
 
 
+@untraced(_CALL_MODULE)
 def activate(module: Any) -> tuple[Any, Any]:
     """Make a wrapper the active one of this thread. Return what `restore` needs."""
     others = _TorchDDP._active_ddp_module
@@ -49,6 +54,7 @@ def activate(module: Any) -> tuple[Any, Any]:
     return outer, others
 
 
+@untraced(_CALL_MODULE)
 def restore(before: tuple[Any, Any]) -> None:
     """Restore the state before a call of `activate`, from its result."""
     _active.module, others = before

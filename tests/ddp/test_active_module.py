@@ -129,3 +129,17 @@ def run_compiled(rank: int, world_size: int) -> tuple[int | None, int]:
     ddp = fddp.DistributedDataParallel(module, bucket_cap_mb=0.1)
     ddp(torch.ones(1, 2)).sum().backward()
     return seen[0], sum(param.grad is not None for param in compiled.parameters())
+
+
+def test_compiled_wrappers_are_compiled_once(ranks: RankPool) -> None:
+    assert ranks.run(1, run_warm) == [3]
+
+
+def run_warm(rank: int, world_size: int) -> int:
+    ddp = wrapped(nn.Linear(2, 2), 1)
+    compiled = torch.compile(ddp, backend="eager")
+    compiled(torch.ones(1, 2)).sum().backward()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for _ in range(3):
+            compiled(torch.ones(1, 2)).sum().backward()
+    return 3

@@ -84,7 +84,7 @@ def test_a_ring_has_room(size: int) -> None:
         new_flight_ring(size)
 
 
-def test_descriptions_are_freed_with_their_operations() -> None:
+def test_descriptions_are_freed_after_their_operations() -> None:
     def run(group: Any) -> tuple[int, list[str]]:
         with fddp.GradSync({"w": torch.zeros(2)}, group=group) as sync:
             recorder: Recorder = sync._engine.recorder

@@ -32,7 +32,8 @@ class FlightRing {
   // Add an operation that is about to be started. Return its record.
   Record launch(int64_t source, int64_t step, int64_t position) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return slot(count_) = Record{count_++, source, step, position, perf_counter_s()};
+    const int64_t number = count_++;
+    return slot(number) = Record{number, source, step, position, perf_counter_s()};
   }
   // Set the start of the wait. Only the first call counts: Python continues a wait that takes long.
   void set_waited(int64_t number, double time_s) {

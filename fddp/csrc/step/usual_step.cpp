@@ -371,8 +371,8 @@ void bind_usual_step(py::module_& m) {
   py::class_<UsualStep, BucketListener, std::shared_ptr<UsualStep>>(m, "UsualStep")
       .def(py::init<std::shared_ptr<StepProgram>, std::shared_ptr<Collectives>, std::shared_ptr<FlightRing>,
                     int64_t, std::vector<at::Tensor>, at::Tensor, uint32_t, double, int64_t, py::object>(),
-           py::arg("program"), py::arg("collectives"), py::arg("ring"), py::arg("source"), py::arg("buffers"), py::arg("word"),
-           py::arg("fingerprint"), py::arg("factor"), py::arg("number"), py::arg("interpreter"))
+           py::arg("program"), py::arg("collectives"), py::arg("ring"), py::arg("source"), py::arg("buffers"),
+           py::arg("word"), py::arg("fingerprint"), py::arg("factor"), py::arg("number"), py::arg("interpreter"))
       .def("set_source", torch::wrap_pybind_function(&UsualStep::set_leaves), py::arg("source"))
       .def("set_source", &UsualStep::set_counter, py::arg("source").none(false))
       .def("__call__", &UsualStep::bucket_ready, py::arg("bucket"), py::call_guard<py::gil_scoped_release>())

@@ -3,7 +3,7 @@
 [Note: flights] Each `GradSync` and communicator records its newest operations in a compiled ring,
 into which both interpreters write. A record names the schedule of its operation, never tensors,
 programs or works, so that nothing else is kept alive. Everything else is derived on reading.
-Recording an operation takes three readings of the clock and no allocation.
+Recording an operation takes three readings of the clock.
 
 Reading takes no locks of Python, as it may happen in a signal handler, which runs between any two
 instructions of the thread that it interrupts.
@@ -120,10 +120,10 @@ class Recorder:
         sources[number] = source  # keeps the number unique
         if len(sources) > 2 * SIZE:
             # Those used last may belong to a step without operations as yet.
-            known = list(sources.items())
             kept = {record.source for record in self._records()}
-            kept.update(number for number, _ in known[-SIZE:])
-            self._sources = OrderedDict(item for item in known if item[0] in kept)
+            for old in list(sources)[:-SIZE]:
+                if old not in kept:
+                    sources.pop(old, None)
         return number
 
     def _records(self) -> list[FlightRecord]:
