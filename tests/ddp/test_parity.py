@@ -222,3 +222,24 @@ def test_same_bits_on_other_numbers_of_ranks(
     # Sums of three depend on where elements lie in a bucket: the plans are the same, too.
     verdicts = ranks.run(world_size, compare_in_equal_buckets, model, option)
     assert [verdict.from_stock for verdict in verdicts] == [""] * world_size
+
+
+def sparse_beside_dense(rank: int, world_size: int) -> str:
+    """Compare parameters of the model with sparse gradients, and of its twin with dense ones."""
+    model, option = MODELS["sparse embedding"], OPTIONS["join, own divisor"]
+    own = [model.batch(rank, step) for step in range(runs.STEPS - 7 * rank)]
+    wrapped = wrapper(functools.partial(fddp.DistributedDataParallel, transport="c10d"), option)
+    found = []
+    for sparse in (True, False):
+        module = runs.built(model, 0)
+        module.embedding.sparse = module.bag.sparse = sparse
+        shots = runs.record(module, wrapped, option.loop, own)
+        assert shots[0]["gradient bag.weight"].is_sparse == sparse
+        found.append(
+            [{path: shot[path] for path in shot if path.startswith("parameter")} for shot in shots]
+        )
+    return runs.first_difference(found[1], found[0], ROUNDING)
+
+
+def test_own_divisor_with_sparse_gradients(ranks: RankPool) -> None:
+    assert ranks.run(2, sparse_beside_dense) == ["", ""]
