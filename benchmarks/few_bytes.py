@@ -36,7 +36,7 @@ from fddp.cli.launch import launch
 from fddp.cli.main import Parser, run
 from fddp.core.text import size_text
 from fddp.hooks import Hook, error_feedback, int4, int8
-from tests.support.wire import traffic
+from tests.support.wire import connections, traffic_since
 
 STEPS = 500
 TARGET = 50.0
@@ -192,7 +192,7 @@ def _trained(method: Method, steps: int, kept: ExitStack) -> Run:
     state = None if method.schedule is None else sync.init(params)
     gc.collect()
     sleep(_SETTLING_S)  # connections that are being closed no longer count
-    before, start_s = traffic(), perf_counter()
+    before, start_s = connections(), perf_counter()
     for step in range(steps):
         grads = _gradients(params, _batch(rank, step))
         if method.schedule is None:
@@ -203,7 +203,7 @@ def _trained(method: Method, steps: int, kept: ExitStack) -> Run:
         if (step + 1) % _CURVE == 0 or step + 1 == steps:
             with torch.no_grad():
                 loss = loss_fn(params, held_out).item()
-            curve.append((step + 1, (traffic() - before).sent, loss))
+            curve.append((step + 1, traffic_since(before).sent, loss))
     seconds = perf_counter() - start_s
     return Run(method.name, curve[-1][1], curve[-1][2], curve, seconds)
 

@@ -12,43 +12,28 @@ _BYTES_RECEIVED, _BYTES_SENT, _BYTES_SENT_AGAIN = _OFFSETS = (128, 200, 208)
 
 
 class Traffic(NamedTuple):
-    """Bytes of payload over this process's open TCP connections.
+    """Bytes of payload over TCP.
 
     Attributes:
         sent: each once, whatever had to be sent again.
-        received: from them.
+        received: from the peers.
     """
 
     sent: int
     received: int
 
-    def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(self.sent - other.sent, self.received - other.received)
 
-
-def traffic() -> Traffic:
-    """Return the payload carried by the TCP connections that are open now; Linux only.
-
-    Example:
-        >>> server = socket.create_server(("127.0.0.1", 0))
-        >>> client = socket.create_connection(server.getsockname())
-        >>> connection, _ = server.accept()
-        >>> before = traffic()
-        >>> client.sendall(bytes(1000))
-        >>> data = connection.recv(1000, socket.MSG_WAITALL)
-        >>> traffic() - before
-        Traffic(sent=1000, received=1000)
-        >>> for each in (client, connection, server):
-        ...     each.close()
-    """
-    sent = received = 0
+def connections() -> dict[str, Traffic]:
+    """Return the payload that each open TCP connection of this process has carried; Linux only."""
+    found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             duplicate = os.dup(int(name))
         except OSError:
             continue  # closed meanwhile, as the descriptor of this listing is
         try:
-            if not os.readlink(f"/proc/self/fd/{duplicate}").startswith("socket:"):
+            inode = os.readlink(f"/proc/self/fd/{duplicate}")
+            if not inode.startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(duplicate)) as connection:
                 if connection.family not in (socket.AF_INET, socket.AF_INET6):
@@ -61,6 +46,33 @@ def traffic() -> Traffic:
         if len(info) < _BYTES_SENT_AGAIN + 8:
             raise OSError("this kernel does not count bytes over TCP; it takes Linux 4.19 or later")
         at = {offset: struct.unpack_from("Q", info, offset)[0] for offset in _OFFSETS}
-        sent += at[_BYTES_SENT] - at[_BYTES_SENT_AGAIN]
-        received += at[_BYTES_RECEIVED]
+        found[inode] = Traffic(at[_BYTES_SENT] - at[_BYTES_SENT_AGAIN], at[_BYTES_RECEIVED])
+    return found
+
+
+def traffic_since(before: dict[str, Traffic]) -> Traffic:
+    """Return what the connections that are open now have carried since `connections()`.
+
+    A connection closed since then is left out: groups of earlier tests may be closed at any time.
+
+    Example:
+        >>> server = socket.create_server(("127.0.0.1", 0))
+        >>> client = socket.create_connection(server.getsockname())
+        >>> connection, _ = server.accept()
+        >>> before = connections()
+        >>> client.sendall(bytes(1000))
+        >>> data = connection.recv(1000, socket.MSG_WAITALL)
+        >>> traffic_since(before)
+        Traffic(sent=1000, received=1000)
+        >>> client.close()
+        >>> traffic_since(before).sent
+        0
+        >>> for each in (connection, server):
+        ...     each.close()
+    """
+    sent = received = 0
+    for inode, now in connections().items():
+        then = before.get(inode, Traffic(0, 0))
+        sent += now.sent - then.sent
+        received += now.received - then.received
     return Traffic(sent, received)

@@ -23,7 +23,7 @@ from fddp.transport.c10d.backends import Communicator
 from fddp.transport.operation import Operation
 from tests.support.python_steps import only_python
 from tests.support.ranks import RankPool
-from tests.support.wire import Traffic, traffic
+from tests.support.wire import Traffic, connections, traffic_since
 
 STEPS = 5
 WARM_UP = 3  # plans are rebuilt after the first step, and two sets of bucket memory are in use then
@@ -105,10 +105,10 @@ def _count(engine: Engine, step: Callable[[], object]) -> Counts:
         setattr(transport, kind, noting(kind))
     pool._allocate = note_memory
     with _handed() as handed:
-        before = traffic()
+        before = connections()
         for _ in range(STEPS):
             step()
-        carried = traffic() - before
+        carried = traffic_since(before)
     plan = engine.program.plan
     sizes = [bucket.numel * getattr(torch, bucket.dtype).itemsize for bucket in plan.buckets]
     ops = [op for op in fddp.flight(engine).logs[0].ops if op.step >= engine.step - STEPS]
@@ -302,10 +302,10 @@ def _periodic(rank: int, world_size: int, period: int, hook: Any) -> tuple[int, 
         for _ in range(3 * period):
             params, state = sync.step(params, state)
         dist.barrier()
-        before = traffic()
+        before = connections()
         for _ in range(10 * period):
             params, state = sync.step(params, state)
-        return (traffic() - before).sent, schedule.nbytes(0)
+        return traffic_since(before).sent, schedule.nbytes(0)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from tests.support.hosts import crossed_bytes
 from tests.support.polling import soon
 from tests.support.process_resources import Resources, growth, resources
 from tests.support.ranks import Outcome, RankPool, run_fresh, split_into_hosts
-from tests.support.wire import traffic
+from tests.support.wire import connections, traffic_since
 
 if TYPE_CHECKING:
     from tests.support.hosts import Hosts
@@ -323,12 +323,12 @@ def _sent(rank: int, world_size: int) -> list[int]:
     sent = []
     for call, _ in _CROSSING:
         dist.barrier(group)
-        before = traffic()
+        before = connections()
         call(group)
         # After the second barrier all that was sent before the first has left this rank.
         dist.barrier(group)
         dist.barrier(group)
-        sent.append((traffic() - before).sent)
+        sent.append(traffic_since(before).sent)
     dist.destroy_process_group(group)
     return sent
 
