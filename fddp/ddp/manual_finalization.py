@@ -108,8 +108,10 @@ class ManualFinalization(WrapperState):
         self.steps.finalize()
 
     def _raise_pending(self) -> None:
-        if self._steps is None:
+        steps = self._steps
+        if steps is None:
             return
-        self._steps.suspension.check_inactive()
-        if self._steps.runner.usage.pending:
-            self._log_and_throw(RuntimeError, self._steps.runner.usage.pending)
+        steps.suspension.check_inactive()
+        pending = steps.runner.usage.pending
+        if pending:
+            self._log_and_throw(RuntimeError, pending)

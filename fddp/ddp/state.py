@@ -137,15 +137,16 @@ class WrapperState(_TorchDDP):  # type: ignore[misc]
     @property
     def steps(self) -> FinalizingDriver:
         """The driver of steps. The first access creates it, and is a collective call."""
-        if self._steps is None:
+        steps = self._steps
+        if steps is None:
             try:
-                self._steps = self._make_steps()
+                self._steps = steps = self._make_steps()
                 if self._switch.in_step:
-                    engine = self._steps.engine
+                    engine = steps.engine
                     engine.transport.enter_step(engine.step)
             except AttributeError as error:  # which a property must not raise
                 raise InternalError(f"the steps could not be made: {error}") from error
-        return self._steps
+        return steps
 
     def _make_steps(self) -> FinalizingDriver:
         kinds: tuple[Any, Any] = StepRunner, FinalizingDriver
