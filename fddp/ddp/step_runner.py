@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +48,8 @@ class ParametersChangedError(FddpError):
     """A rank's parameters are no longer those of the plan."""
 
 
-class _NoGraphInfo(NamedTuple):
+@dataclass(slots=True)
+class _NoGraphInfo:
     """Stands for an inspected graph. Backward passes of a module are not inspected beforehand."""
 
     used: list[bool]

@@ -4,8 +4,8 @@ csrc/step/usual_step.h."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, NewType, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NewType, Protocol
+from weakref import ReferenceType
 
 from fddp.native import extension
 
@@ -13,9 +13,39 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fddp.native.autograd_leaves import GradientCounter
+    from fddp.native.flight_ring import FlightRing
 
 NativeProgram = NewType("NativeProgram", object)
 """Schedule prepared for one rank, in compiled form."""
+
+
+class StepSetup(Protocol):
+    """What the usual steps of a program have in common."""
+
+    def begin(
+        self,
+        ring: FlightRing,
+        source: int,
+        buffers: list[Tensor],
+        word: Tensor,
+        fingerprint: int,
+        number: int,
+        gradients: list[Tensor | None] | GradientCounter,
+        interpreter: ReferenceType[Any],
+    ) -> UsualStep | None:
+        """Begin a step. Return None if a gradient is missing.
+
+        Args:
+            ring: ring of the flight recorder.
+            source: number of the schedule in the ring.
+            buffers: memory of the buckets.
+            word: control word of a usual step with any fingerprint.
+            fingerprint: that of this step.
+            number: number of the step.
+            gradients: whole gradients by leaf of the plan, or the counter that collects them.
+            interpreter: reference to an object whose `bucket_ready(bucket)` is called for buckets
+                that become ready after Python has taken over.
+        """
 
 
 class UsualState(Protocol):
@@ -51,10 +81,6 @@ class UsualStep(Protocol):
 
     waits: list[tuple[float, float]]
 
-    def set_source(self, source: list[Tensor | None] | GradientCounter) -> bool:
-        """Set whole gradients by leaf of the plan, or the counter that collects them. Return False
-        if one is missing."""
-
     def __call__(self, bucket: int) -> None:
         """Note that all expected gradients of a bucket have arrived."""
 
@@ -68,17 +94,15 @@ class UsualStep(Protocol):
         """Stop, and return the state."""
 
 
-@cache
-def usual_step_type() -> Callable[..., UsualStep]:
-    """Return the constructor `UsualStep(program, collectives, ring, source, buffers, word,
-    fingerprint, factor, number, interpreter)`.
+def step_setup(program: NativeProgram, collectives: NativeCollectives, factor: float) -> StepSetup:
+    """Return the setup of a program's steps.
 
-    `ring` is that of the flight recorder, in which `source` identifies the schedule. `word` is the
-    control word of a usual step with any fingerprint, `factor` that on gradients before the
-    reduction, `number` that of the step. `interpreter` is a weak reference to an object whose
-    `bucket_ready(bucket)` is called for buckets that become ready after Python has taken over.
+    Args:
+        program, collectives: the program, and the collectives that it starts.
+        factor: factor on gradients before the reduction.
     """
-    return cast("Callable[..., UsualStep]", extension.load().UsualStep)
+    setup: StepSetup = extension.load().StepSetup(program, collectives.native, factor)
+    return setup
 
 
 class NativeCollectives(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter
 from typing import Any, ClassVar, NamedTuple
@@ -60,8 +61,9 @@ class Outcome(NamedTuple):
     skipped: bool = False
 
 
-class StepContext(NamedTuple):
-    """Constants of one step.
+@dataclass(slots=True, eq=False)
+class StepContext:
+    """Constants of one step. Not a named tuple, whose fields are slow to read.
 
     Attributes:
         program: program to execute.

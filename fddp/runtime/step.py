@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from fddp.core.protocol.control_word import ControlReport
 from fddp.core.protocol.expected_counts import Arrivals
 from fddp.native.autograd_leaves import GradientCounter, GraphInfo
-from fddp.native.usual_step import UsualStep, usual_step_type
+from fddp.native.usual_step import UsualStep
 from fddp.runtime.contributions import BackwardContributions
 from fddp.runtime.interpreter import Interpreter
 from fddp.runtime.state import Outcome, StepState
@@ -28,7 +29,8 @@ from fddp.transport.base import Work
 _CPU = torch.device("cpu")
 
 
-class UsualRun(NamedTuple):
+@dataclass(slots=True, eq=False)
+class UsualRun:
     """A step in the compiled interpreter.
 
     Attributes:
@@ -60,19 +62,17 @@ class UsualRun(NamedTuple):
         if step.failure is not None:  # for lack of memory
             _set_buffers(step, buffers)
             return None
-        native = usual_step_type()(
-            usual.native,
-            usual.collectives,
+        native = usual.setup.begin(
             recorder.ring,
             recorder.number_of(program.schedule),
             buffers,
             word.vector,
             step.fingerprint,
-            usual.factor,
             step.number,
+            source,
             weakref.ref(step),  # the hooks of gradients must not keep the step alive
         )
-        if not native.set_source(source):
+        if native is None:
             _set_buffers(step, buffers)
             return None
         return cls(native, buffers, word.report, usual.adopt)

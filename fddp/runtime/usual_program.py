@@ -14,7 +14,7 @@ from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.calls import Method
 from fddp.core.protocol.control_word import ControlReport, ControlWord, decode, encode
 from fddp.native import extension
-from fddp.native.usual_step import NativeProgram
+from fddp.native.usual_step import NativeProgram, StepSetup, step_setup
 from fddp.runtime.program import Program
 from fddp.transport.base import Transport, Work
 
@@ -52,17 +52,13 @@ class UsualProgram:
     """Program of usual steps.
 
     Attributes:
-        native: its compiled form.
+        setup: its compiled form.
         words: its control words.
-        factor: factor on gradients before the reduction.
-        collectives: all-reduces over all ranks, in compiled form.
         adopt: returns the `Work` for a collective in flight, from its compiled form.
     """
 
-    native: NativeProgram
+    setup: StepSetup
     words: UsualWords
-    factor: float
-    collectives: object
     adopt: Callable[[Any], Work]
 
     @classmethod
@@ -73,8 +69,9 @@ class UsualProgram:
         schedule = program.schedule
         # The weight of every rank is the unit of weight, so the unit does not matter.
         scale = WeightScale(schedule.topology.world_size, scaling=schedule.scaling)
-        native, words = _compiled(program), UsualWords(program)
-        return cls(native, words, scale.before(1.0), *transport.native_collectives())
+        collectives = transport.native_collectives()
+        setup = step_setup(_compiled(program), collectives, scale.before(1.0))
+        return cls(setup, UsualWords(program), collectives.adopt)
 
 
 def _is_suited(program: Program) -> bool:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fddp
-from fddp.native.usual_step import usual_step_type
+from fddp.native.usual_step import collectives_of_one, step_setup
 from fddp.runtime.step import Step, UsualRun
 from fddp.telemetry.waits import waits_since
 from tests.support.python_steps import only_python
@@ -369,6 +369,26 @@ def test_steps_are_freed_without_the_collector() -> None:
 
 
 def test_invalid_arguments_are_rejected() -> None:
-    new: Callable[..., Any] = usual_step_type()
-    with pytest.raises((TypeError, ValueError)):
-        new(None, None, None, [], torch.ones(1), 0, 1.0, 0, print)
+    new: Any = step_setup
+    with pytest.raises(TypeError):
+        new(None, collectives_of_one(), 1.0)
+
+    def run(group: Any) -> None:
+        with fddp.GradSync({"w": torch.ones(3)}, group=group) as sync:
+            engine = sync._engine
+            assert engine.usual is not None
+            begin: Any = engine.usual.setup.begin
+            word, later = torch.ones(1), weakref.ref(engine)
+            with pytest.raises(TypeError):
+                begin(None, 0, [torch.ones(4)], word, 0, 0, [torch.ones(3)], later)
+            with pytest.raises(ValueError, match="expected 1 buffers, got 0"):
+                begin(engine.recorder.ring, 0, [], word, 0, 0, [torch.ones(3)], later)
+            with pytest.raises(ValueError, match="expected 1 leaves, got 0"):
+                begin(engine.recorder.ring, 0, [torch.ones(4)], word, 0, 0, [], later)
+            with pytest.raises((TypeError, RuntimeError)):
+                begin(engine.recorder.ring, 0, [torch.ones(4)], word, 0, 0, "gradients", later)
+            assert (
+                begin(engine.recorder.ring, 0, [torch.ones(4)], word, 0, 0, [None], later) is None
+            )
+
+    fddp.loopback(1, run)

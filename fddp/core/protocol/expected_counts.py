@@ -8,10 +8,11 @@ late one is repaired.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class Arrivals(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Arrivals:
     """Observations of one backward pass."""
 
     visible: Sequence[bool]  # for each leaf, True if the graph behind the loss led to it

@@ -59,13 +59,12 @@ auto with_number_type(const at::Tensor& word, const Body& body) {
 
 }  // namespace
 
-UsualStep::UsualStep(std::shared_ptr<const StepProgram> program, std::shared_ptr<Collectives> collectives,
-                     std::shared_ptr<FlightRing> ring, int64_t source, std::vector<at::Tensor> buffers,
-                     at::Tensor word, uint32_t fingerprint, double factor, int64_t number, py::object interpreter)
-    : program_(std::move(program)), collectives_(std::move(collectives)), ring_(std::move(ring)), source_(source),
-      buffers_(std::move(buffers)), template_(std::move(word)), fingerprint_(fingerprint), factor_(factor),
+UsualStep::UsualStep(const StepSetup& setup, std::shared_ptr<FlightRing> ring, int64_t source,
+                     std::vector<at::Tensor> buffers, at::Tensor word, uint32_t fingerprint, int64_t number,
+                     py::object interpreter)
+    : program_(setup.program), collectives_(setup.collectives), ring_(std::move(ring)), source_(source),
+      buffers_(std::move(buffers)), template_(std::move(word)), fingerprint_(fingerprint), factor_(setup.factor),
       number_(number), interpreter_(std::move(interpreter)) {
-  TORCH_CHECK_TYPE(program_ && collectives_ && ring_, "an argument is None");
   TORCH_CHECK_VALUE(buffers_.size() == program_->buckets.size(), "expected ", program_->buckets.size(),
                     " buffers, got ", buffers_.size());
   for (const at::Tensor& buffer : buffers_) {
@@ -100,10 +99,7 @@ bool UsualStep::set_leaves(const py::list& leaves) {
   return true;
 }
 
-bool UsualStep::set_counter(std::shared_ptr<GradientCounter> counter) {
-  counter_ = std::move(counter);
-  return true;
-}
+void UsualStep::set_counter(std::shared_ptr<GradientCounter> counter) { counter_ = std::move(counter); }
 
 void UsualStep::bucket_ready(int64_t bucket) {
   {
@@ -368,13 +364,30 @@ void bind_usual_step(py::module_& m) {
       .def("raise_error", torch::wrap_pybind_function([](UsualStep::State& state) {
              if (state.error) std::rethrow_exception(std::exchange(state.error, nullptr));
            }));
+  py::class_<StepSetup>(m, "StepSetup")
+      .def(py::init([](std::shared_ptr<StepProgram> program, std::shared_ptr<Collectives> collectives,
+                       double factor) {
+             return StepSetup{std::move(program), std::move(collectives), factor};
+           }),
+           py::arg("program").none(false), py::arg("collectives").none(false), py::arg("factor"))
+      .def("begin",
+           torch::wrap_pybind_function(
+               [](const StepSetup& setup, std::shared_ptr<FlightRing> ring, int64_t source,
+                  std::vector<at::Tensor> buffers, at::Tensor word, uint32_t fingerprint, int64_t number,
+                  const py::object& gradients, py::object interpreter) {
+                 auto step = std::make_shared<UsualStep>(setup, std::move(ring), source, std::move(buffers),
+                                                         std::move(word), fingerprint, number,
+                                                         std::move(interpreter));
+                 if (!py::isinstance<py::list>(gradients)) {
+                   step->set_counter(gradients.cast<std::shared_ptr<GradientCounter>>());
+                 } else if (!step->set_leaves(gradients)) {
+                   step.reset();
+                 }
+                 return step;
+               }),
+           py::arg("ring").none(false), py::arg("source"), py::arg("buffers"), py::arg("word"),
+           py::arg("fingerprint"), py::arg("number"), py::arg("gradients").none(false), py::arg("interpreter"));
   py::class_<UsualStep, BucketListener, std::shared_ptr<UsualStep>>(m, "UsualStep")
-      .def(py::init<std::shared_ptr<StepProgram>, std::shared_ptr<Collectives>, std::shared_ptr<FlightRing>,
-                    int64_t, std::vector<at::Tensor>, at::Tensor, uint32_t, double, int64_t, py::object>(),
-           py::arg("program"), py::arg("collectives"), py::arg("ring"), py::arg("source"), py::arg("buffers"),
-           py::arg("word"), py::arg("fingerprint"), py::arg("factor"), py::arg("number"), py::arg("interpreter"))
-      .def("set_source", torch::wrap_pybind_function(&UsualStep::set_leaves), py::arg("source"))
-      .def("set_source", &UsualStep::set_counter, py::arg("source").none(false))
       .def("__call__", &UsualStep::bucket_ready, py::arg("bucket"), py::call_guard<py::gil_scoped_release>())
       .def("finish", &UsualStep::finish, py::call_guard<py::gil_scoped_release>())
       .def("results", [](const UsualStep& step) { return to_list(step.results()); })

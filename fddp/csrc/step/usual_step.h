@@ -71,22 +71,30 @@ struct StepProgram {
   int64_t limbs;         // elements of the fingerprint
 };
 
+// What the steps of a program have in common.
+struct StepSetup {
+  std::shared_ptr<const StepProgram> program;
+  std::shared_ptr<Collectives> collectives;
+  double factor;  // on gradients before the reduction
+};
+
 class UsualStep : public BucketListener {
  public:
   // `word`: control word of a usual step, with any fingerprint. `buffers`: memory of the buckets.
   // `source` identifies the schedule in the ring. `interpreter` is a weak reference to the object whose
   // `bucket_ready` is called with each bucket that becomes ready after Python has taken over.
-  UsualStep(std::shared_ptr<const StepProgram> program, std::shared_ptr<Collectives> collectives,
-            std::shared_ptr<FlightRing> ring, int64_t source, std::vector<at::Tensor> buffers,
-            at::Tensor word, uint32_t fingerprint, double factor, int64_t number, pybind11::object interpreter);
+  UsualStep(const StepSetup& setup, std::shared_ptr<FlightRing> ring, int64_t source,
+            std::vector<at::Tensor> buffers, at::Tensor word, uint32_t fingerprint, int64_t number,
+            pybind11::object interpreter);
   ~UsualStep() override;
   UsualStep(const UsualStep&) = delete;
   UsualStep& operator=(const UsualStep&) = delete;
 
-  // Set the gradients: whole ones by leaf of the plan, or those that a counter collects. Return
-  // false if one is missing.
+  // Set whole gradients by leaf of the plan. Return false if one is missing.
   bool set_leaves(const pybind11::list& leaves);
-  bool set_counter(std::shared_ptr<GradientCounter> counter);
+
+  // Set the counter that collects the gradients.
+  void set_counter(std::shared_ptr<GradientCounter> counter);
 
   void bucket_ready(int64_t bucket) override;
 
