@@ -11,7 +11,7 @@ from torch import Tensor
 from fddp.core.numerics.overflow import stays_finite
 from fddp.core.numerics.weighting import WeightScale
 from fddp.core.protocol.expected_counts import Arrivals, expected_counts
-from fddp.native.autograd_leaves import EagerSlot, GradientCounter, GraphInfo, eager_slot_type
+from fddp.native.autograd_leaves import GradientCounter, GraphInfo, eager_slot_type
 from fddp.native.buffer_pool import BufferPool
 from fddp.native.layout import Layout
 from fddp.native.pack import pack_, pack_add_, plus
@@ -246,26 +246,21 @@ class BackwardContributions(Contributions):
             expected = expected_counts(view.used, opaque=view.opaque, previous=previous)
         self.expected = expected
         self._scale, weight = scale, self._own_weight
-        self._factor = scale.unit_factor if weight == 1.0 else scale.before(weight)
-        program = self._program
-        eager = self._eager_slots(buffer_of) if self._packs_early and program.packing.early else []
-        leaf_set.arm(program.members, expected, eager, on_bucket)
-        if 0 in expected:
-            for bucket, numbers in enumerate(program.member_numbers):
-                if not any(expected[k] for k in numbers):
-                    on_bucket(bucket)
-
-    def _eager_slots(self, buffer_of: Callable[[int], Tensor]) -> list[EagerSlot]:
-        """Slots of the leaves that are packed as they arrive."""
-        assert self._scale is not None
+        self._factor = factor = scale.unit_factor if weight == 1.0 else scale.before(weight)
         new_slot, members = eager_slot_type(), self._program.member_numbers
-        return [
-            new_slot(members[bucket][position], buffer_of(bucket), slot.native, self._factor)
-            for bucket, leaves in self._program.packing.early.items()
+        early = self._program.packing.early if self._packs_early else {}
+        eager = [
+            new_slot(members[bucket][position], buffer_of(bucket), slot.native, factor)
+            for bucket, leaves in early.items()
             if bucket not in self._idle
-            if not (self._retains and self._may_overflow(bucket, self._scale))
+            if not (self._retains and self._may_overflow(bucket, scale))
             for position, slot in leaves
         ]
+        leaf_set.arm(self._program.members, expected, eager, on_bucket)
+        if 0 in expected:
+            for bucket, numbers in enumerate(members):
+                if not any(expected[k] for k in numbers):
+                    on_bucket(bucket)
 
     def usual_source(self) -> GradientCounter | None:
         is_usual = not (self._accumulated or self._idle or self._program.control.with_order)

@@ -53,7 +53,8 @@ def connections() -> dict[str, Traffic]:
 def traffic_since(before: dict[str, Traffic]) -> Traffic:
     """Return what the connections that are open now have carried since `connections()`.
 
-    A connection closed since then is left out: groups of earlier tests may be closed at any time.
+    A connection closed since then is left out. The peer may close it, too: let no rank close a
+    group before all have called this.
 
     Example:
         >>> server = socket.create_server(("127.0.0.1", 0))

@@ -109,6 +109,7 @@ def _count(engine: Engine, step: Callable[[], object]) -> Counts:
         for _ in range(STEPS):
             step()
         carried = traffic_since(before)
+    dist.barrier()  # a rank that closes its groups closes connections of the others
     plan = engine.program.plan
     sizes = [bucket.numel * getattr(torch, bucket.dtype).itemsize for bucket in plan.buckets]
     ops = [op for op in fddp.flight(engine).logs[0].ops if op.step >= engine.step - STEPS]
@@ -305,7 +306,9 @@ def _periodic(rank: int, world_size: int, period: int, hook: Any) -> tuple[int, 
         before = connections()
         for _ in range(10 * period):
             params, state = sync.step(params, state)
-        return traffic_since(before).sent, schedule.nbytes(0)
+        sent = traffic_since(before).sent
+        dist.barrier()  # before any rank closes its group
+        return sent, schedule.nbytes(0)
 
 
 @pytest.mark.parametrize(

@@ -329,6 +329,7 @@ def _sent(rank: int, world_size: int) -> list[int]:
         dist.barrier(group)
         dist.barrier(group)
         sent.append(traffic_since(before).sent)
+    dist.barrier(group)  # a rank that destroys it closes connections of the others
     dist.destroy_process_group(group)
     return sent
 
