@@ -24,24 +24,20 @@ class StepSetup(Protocol):
 
     def begin(
         self,
+        moment: tuple[int, int, int],
         ring: FlightRing,
-        source: int,
         buffers: list[Tensor],
         word: Tensor,
-        fingerprint: int,
-        number: int,
         gradients: list[Tensor | None] | GradientCounter,
         interpreter: ReferenceType[Any],
     ) -> UsualStep | None:
         """Begin a step. Return None if a gradient is missing.
 
         Args:
+            moment: number of the step, its fingerprint, and the number of the schedule in `ring`.
             ring: ring of the flight recorder.
-            source: number of the schedule in the ring.
             buffers: memory of the buckets.
             word: control word of a usual step with any fingerprint.
-            fingerprint: that of this step.
-            number: number of the step.
             gradients: whole gradients by leaf of the plan, or the counter that collects them.
             interpreter: reference to an object whose `bucket_ready(bucket)` is called for buckets
                 that become ready after Python has taken over.

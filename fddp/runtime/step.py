@@ -63,12 +63,10 @@ class UsualRun:
             _set_buffers(step, buffers)
             return None
         native = usual.setup.begin(
+            (step.number, step.fingerprint, recorder.number_of(program.schedule)),
             recorder.ring,
-            recorder.number_of(program.schedule),
             buffers,
             word.vector,
-            step.fingerprint,
-            step.number,
             source,
             weakref.ref(step),  # the hooks of gradients must not keep the step alive
         )

@@ -378,17 +378,15 @@ def test_invalid_arguments_are_rejected() -> None:
             engine = sync._engine
             assert engine.usual is not None
             begin: Any = engine.usual.setup.begin
-            word, later = torch.ones(1), weakref.ref(engine)
+            word, ring, later = torch.ones(1), engine.recorder.ring, weakref.ref(engine)
             with pytest.raises(TypeError):
-                begin(None, 0, [torch.ones(4)], word, 0, 0, [torch.ones(3)], later)
+                begin((0, 0, 0), None, [torch.ones(4)], word, [torch.ones(3)], later)
             with pytest.raises(ValueError, match="expected 1 buffers, got 0"):
-                begin(engine.recorder.ring, 0, [], word, 0, 0, [torch.ones(3)], later)
+                begin((0, 0, 0), ring, [], word, [torch.ones(3)], later)
             with pytest.raises(ValueError, match="expected 1 leaves, got 0"):
-                begin(engine.recorder.ring, 0, [torch.ones(4)], word, 0, 0, [], later)
+                begin((0, 0, 0), ring, [torch.ones(4)], word, [], later)
             with pytest.raises((TypeError, RuntimeError)):
-                begin(engine.recorder.ring, 0, [torch.ones(4)], word, 0, 0, "gradients", later)
-            assert (
-                begin(engine.recorder.ring, 0, [torch.ones(4)], word, 0, 0, [None], later) is None
-            )
+                begin((0, 0, 0), ring, [torch.ones(4)], word, "gradients", later)
+            assert begin((0, 0, 0), ring, [torch.ones(4)], word, [None], later) is None
 
     fddp.loopback(1, run)

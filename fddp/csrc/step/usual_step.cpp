@@ -59,12 +59,11 @@ auto with_number_type(const at::Tensor& word, const Body& body) {
 
 }  // namespace
 
-UsualStep::UsualStep(const StepSetup& setup, std::shared_ptr<FlightRing> ring, int64_t source,
-                     std::vector<at::Tensor> buffers, at::Tensor word, uint32_t fingerprint, int64_t number,
-                     py::object interpreter)
-    : program_(setup.program), collectives_(setup.collectives), ring_(std::move(ring)), source_(source),
-      buffers_(std::move(buffers)), template_(std::move(word)), fingerprint_(fingerprint), factor_(setup.factor),
-      number_(number), interpreter_(std::move(interpreter)) {
+UsualStep::UsualStep(const StepSetup& setup, const StepMoment& moment, std::shared_ptr<FlightRing> ring,
+                     std::vector<at::Tensor> buffers, at::Tensor word, py::object interpreter)
+    : program_(setup.program), collectives_(setup.collectives), ring_(std::move(ring)), source_(std::get<2>(moment)),
+      buffers_(std::move(buffers)), template_(std::move(word)), fingerprint_(std::get<1>(moment)), factor_(setup.factor),
+      number_(std::get<0>(moment)), interpreter_(std::move(interpreter)) {
   TORCH_CHECK_VALUE(buffers_.size() == program_->buckets.size(), "expected ", program_->buckets.size(),
                     " buffers, got ", buffers_.size());
   for (const at::Tensor& buffer : buffers_) {
@@ -372,12 +371,11 @@ void bind_usual_step(py::module_& m) {
            py::arg("program").none(false), py::arg("collectives").none(false), py::arg("factor"))
       .def("begin",
            torch::wrap_pybind_function(
-               [](const StepSetup& setup, std::shared_ptr<FlightRing> ring, int64_t source,
-                  std::vector<at::Tensor> buffers, at::Tensor word, uint32_t fingerprint, int64_t number,
-                  const py::object& gradients, py::object interpreter) {
-                 auto step = std::make_shared<UsualStep>(setup, std::move(ring), source, std::move(buffers),
-                                                         std::move(word), fingerprint, number,
-                                                         std::move(interpreter));
+               [](const StepSetup& setup, const StepMoment& moment, std::shared_ptr<FlightRing> ring,
+                  std::vector<at::Tensor> buffers, at::Tensor word, const py::object& gradients,
+                  py::object interpreter) {
+                 auto step = std::make_shared<UsualStep>(setup, moment, std::move(ring), std::move(buffers),
+                                                         std::move(word), std::move(interpreter));
                  if (!py::isinstance<py::list>(gradients)) {
                    step->set_counter(gradients.cast<std::shared_ptr<GradientCounter>>());
                  } else if (!step->set_leaves(gradients)) {
@@ -385,8 +383,8 @@ void bind_usual_step(py::module_& m) {
                  }
                  return step;
                }),
-           py::arg("ring").none(false), py::arg("source"), py::arg("buffers"), py::arg("word"),
-           py::arg("fingerprint"), py::arg("number"), py::arg("gradients").none(false), py::arg("interpreter"));
+           py::arg("moment"), py::arg("ring").none(false), py::arg("buffers"), py::arg("word"),
+           py::arg("gradients").none(false), py::arg("interpreter"));
   py::class_<UsualStep, BucketListener, std::shared_ptr<UsualStep>>(m, "UsualStep")
       .def("__call__", &UsualStep::bucket_ready, py::arg("bucket"), py::call_guard<py::gil_scoped_release>())
       .def("finish", &UsualStep::finish, py::call_guard<py::gil_scoped_release>())

@@ -22,6 +22,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -78,14 +79,16 @@ struct StepSetup {
   double factor;  // on gradients before the reduction
 };
 
+// Number of the step, its fingerprint, and the number of the schedule in the ring.
+using StepMoment = std::tuple<int64_t, uint32_t, int64_t>;
+
 class UsualStep : public BucketListener {
  public:
   // `word`: control word of a usual step, with any fingerprint. `buffers`: memory of the buckets.
-  // `source` identifies the schedule in the ring. `interpreter` is a weak reference to the object whose
+  // `interpreter` is a weak reference to the object whose
   // `bucket_ready` is called with each bucket that becomes ready after Python has taken over.
-  UsualStep(const StepSetup& setup, std::shared_ptr<FlightRing> ring, int64_t source,
-            std::vector<at::Tensor> buffers, at::Tensor word, uint32_t fingerprint, int64_t number,
-            pybind11::object interpreter);
+  UsualStep(const StepSetup& setup, const StepMoment& moment, std::shared_ptr<FlightRing> ring,
+            std::vector<at::Tensor> buffers, at::Tensor word, pybind11::object interpreter);
   ~UsualStep() override;
   UsualStep(const UsualStep&) = delete;
   UsualStep& operator=(const UsualStep&) = delete;
