@@ -306,6 +306,8 @@ def _new_store() -> dist.TCPStore:
 def _serve(connection: Connection, store_port: int) -> None:
     """A rank's process: run the calls that arrive until the pipe closes."""
     torch.set_num_threads(1)
+    # A rank whose function needs no other could close a group before the others have connected.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
     connection.send("ready")
     while True:
@@ -325,8 +327,6 @@ def _answer(call: _Call, store: dist.Store) -> _Answer:
             world_size=call.world_size,
             timeout=timedelta(seconds=60),
         )
-        # A rank whose function needs no other could be gone before the others have connected.
-        dist.barrier()
         result = call.fn(call.rank, call.world_size, *call.args)
         pickle.dumps(result)
     except BaseException:
