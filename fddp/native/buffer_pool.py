@@ -2,7 +2,8 @@
 
 [Note: results are values]
 A synchronisation returns views of bucket memory. Each view has a storage of its own that keeps the
-bucket's memory alive. A buffer is reused only when the pool is the only owner of its storage. In a
+bucket's memory alive. A buffer is reused only when nothing outside refers to its memory. The views
+are then returned again, too: see [Note: kept slices] in csrc/tensor/kept_slices.h. In a
 typical loop two buffers alternate for each bucket, as the gradients of one step are still held when
 the next begins. A loop that donates or drops its gradients before the next step needs one.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fddp.native import extension
-from fddp.native.pack import storage_use_count
+from fddp.native.pack import is_unused
 
 _KEPT = 2  # buffers kept per key; older ones are freed with their last view
 
@@ -88,7 +89,7 @@ class BufferPool:
     def trim(self) -> None:
         """Drop the buffers that no view uses."""
         for key, buffers in self._released.items():
-            self._released[key] = [b for b in buffers if storage_use_count(b) > 1]
+            self._released[key] = [b for b in buffers if not is_unused(b)]
 
     def clear(self) -> None:
         """Drop all buffers."""

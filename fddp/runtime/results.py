@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fddp.native.buffer_pool import BufferPool, new_memory
 from fddp.native.layout import Stats
-from fddp.native.pack import pack_, scale_, slices, unpack_
+from fddp.native.pack import kept_slices, pack_, scale_, unpack_
 from fddp.runtime.contributions import Contributions, ShardContributions
 from fddp.runtime.program import Program
 from fddp.runtime.shards import Chunk
@@ -98,10 +98,10 @@ class Results:
         if buffer.dtype == dtype:
             if after != 1.0 or self.checks:
                 stats = scale_(buffer[: layout.numel], after, stats=self.checks)
-            results = slices(buffer, layout)
+            results = kept_slices(buffer, layout)
         else:
             memory = self._memory(("cast", bucket), layout.numel, dtype, buffer.device)
-            results = slices(memory, layout)
+            results = kept_slices(memory, layout)
             stats = unpack_(results, layout, buffer, after, stats=self.checks)
         leaves = self._program.plan.buckets[bucket].leaves
         for leaf, result in zip(leaves, results, strict=True):
@@ -115,7 +115,7 @@ class Results:
         dtype = getattr(torch, self._program.plan.buckets[chunk.bucket].dtype)
         numel, key = chunk.own_layout.numel, ("shard", position)
         memory = self._memory(key, numel, dtype, buffer.device)
-        parts = slices(memory, chunk.own_layout)
+        parts = kept_slices(memory, chunk.own_layout)
         return parts, unpack_(parts, chunk.layout, buffer, after, stats=self.checks)
 
     def _memory(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fddp
+from fddp.native.pack import is_unused
 from fddp.runtime.contributions import BackwardContributions
 
 WIDTH = 192  # 147,456 bytes a leaf: large enough to be packed on arrival
@@ -350,7 +350,7 @@ class TestPlacement:
         assert fddp.loopback(2, loop) == [[True] * 5 + [False, True]] * 2
 
     def test_a_step_leaves_no_owner_of_its_buckets(self) -> None:
-        """Memory returns once the results are gone."""
+        """Memory is unused once the results are gone."""
 
         def loop(group: Any) -> None:
             params = make_params()
@@ -358,11 +358,10 @@ class TestPlacement:
                 step = sync.value_and_grad(lambda p, x: chain(p, x, lambda _: None))
                 for number in range(6):
                     _, grads = step(params, batch_of(group.rank, number))
-                freed: list[None] = []
-                for grad in grads:
-                    weakref.finalize(grad.untyped_storage(), freed.append, None)
-                del grad, grads
-                assert len(freed) == LEAVES
+                released = [last for *_, last in sync._engine._pool._released.values()]
+                assert not any(map(is_unused, released))
+                del grads
+                assert all(map(is_unused, released))
 
         fddp.loopback(2, loop)
 

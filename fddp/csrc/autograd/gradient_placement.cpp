@@ -5,10 +5,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <unordered_map>
 #include <utility>
 
 #include "tensor/checks.h"
-#include "tensor/storage.h"
+#include "tensor/kept_slices.h"
 
 namespace fddp {
 namespace {
@@ -135,6 +136,7 @@ void PlacementHistory::miss(int64_t leaf) {
 GradientPlacement::GradientPlacement(std::shared_ptr<PlacementHistory> history, std::vector<PlacementSlot> slots)
     : history_(std::move(history)) {
   places_.reserve(slots.size());
+  std::unordered_map<const c10::TensorImpl*, bool> is_movable;  // by buffer
   for (PlacementSlot& slot : slots) {
     const size_t nbytes = slot.nbytes();
     auto size = std::find_if(sizes_.begin(), sizes_.end(), [&](const Size& s) { return s.nbytes == nbytes; });
@@ -142,8 +144,10 @@ GradientPlacement::GradientPlacement(std::shared_ptr<PlacementHistory> history, 
     const auto expected = history_->prediction(slot.leaf);
     if (expected && expected->nbytes == nbytes) size->predicted.emplace(expected->number, places_.size());
     place_of_.emplace(slot.leaf, places_.size());
-    const bool has_views = storage_use_count(slot.buffer) != 1;  // such a bucket can't be moved
-    places_.push_back({std::move(slot), /*is_open=*/!has_views});
+    const auto [movable, is_new] = is_movable.try_emplace(slot.buffer.unsafeGetTensorImpl(), false);
+    if (is_new) movable->second = is_unused(slot.buffer);  // if views exist, the bucket can't be moved
+    const bool is_open = movable->second;
+    places_.push_back({std::move(slot), is_open});
   }
 }
 

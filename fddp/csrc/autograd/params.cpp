@@ -33,6 +33,7 @@
 #include "backward_watch.h"
 #include "gradient_counter.h"
 #include "tensor/checks.h"
+#include "tensor/kept_slices.h"
 #include "tensor/python_lists.h"
 #include "tensor/storage.h"
 
@@ -173,7 +174,7 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
       }
       ++aliased;
     }
-    return aliased > 0 && storage_use_count(buffer) == 1 + aliased;
+    return aliased > 0 && storage_use_count(buffer) == 1 + aliased + unused_slices(buffer);
   }
 
   void before_accumulation() {

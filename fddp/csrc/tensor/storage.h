@@ -22,6 +22,9 @@ namespace fddp {
 // storage cannot be resized.
 std::vector<at::Tensor> slices(const at::Tensor& buffer, const Layout& layout);
 
+// Return the tensor over one slot of a buffer that `check_buffer` accepts.
+at::Tensor slice(const at::Tensor& buffer, const Slot& slot);
+
 // Return the storage that a tensor of `slices` is part of; null for any other tensor.
 c10::StorageImpl* owner_of_slice(const at::Tensor& tensor);
 

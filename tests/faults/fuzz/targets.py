@@ -88,13 +88,15 @@ def _copying(draw: Draw) -> None:
         case 3:
             module.scale_(buffer, draw.real())
         case _:
-            results = module.slices(buffer, layout)
+            make = module.slices if draw.likely() else module.kept_slices
+            results = make(buffer, layout)
             live = module.LiveViews()
             live.add(buffer)
             for result in results:
                 result.add_(1)
                 live.contains(result)
             module.storage_use_count(buffer if draw.likely() else draw.anything())
+            module.is_unused(buffer if draw.likely() else draw.anything())
             if results and draw.likely():
                 module.invalidate(results, "gone")
                 results[0].sum()
@@ -102,7 +104,7 @@ def _copying(draw: Draw) -> None:
 
 def _loose(draw: Draw) -> None:
     module = extension.load()
-    match draw.below(5):
+    match draw.below(6):
         case 0:
             module.storage_use_count(draw.anything())
         case 1:
@@ -111,6 +113,8 @@ def _loose(draw: Draw) -> None:
             module.invalidate(draw.anything(), draw.anything())
         case 3:
             module.LiveViews().add(draw.anything())
+        case 4:
+            module.kept_slices(draw.anything(), draw.anything())
         case _:
             module.LiveViews().contains(draw.anything())
 
