@@ -17,6 +17,7 @@ void bind_shm(py::module_&);
 void bind_shm_backend(py::module_&);
 void bind_hosts_backend(py::module_&);
 void bind_completion_timestamp(py::module_&);
+void bind_work_spin(py::module_&);
 void bind_storage(py::module_&);
 void bind_collectives(py::module_&);
 void bind_trees(py::module_&);
@@ -43,6 +44,7 @@ PYBIND11_MODULE(_C, m) {
   bind_shm_backend(m);
   bind_hosts_backend(m);  // after its parts
   bind_completion_timestamp(m);
+  bind_work_spin(m);
   bind_trees(m);
   bind_describe(m);
   bind_xla_ffi(m);
