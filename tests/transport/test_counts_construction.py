@@ -1,6 +1,6 @@
 """Countable costs of construction: all-gathers, and keys in the store.
 
-`docs/performance.md` extrapolates them to 10,000 ranks.
+`docs/guide/transports.md` extrapolates them to 10,000 ranks.
 """
 
 from __future__ import annotations
