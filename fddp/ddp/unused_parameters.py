@@ -99,7 +99,9 @@ class Usage:
     @property
     def is_static(self) -> bool:
         """True if the same parameters were used on this rank after every forward."""
-        is_like_first = self._first is None or self.last is None or self.last.here == self._first
+        first, last = self._first, self.last
+        # Sets are compared element by element, even with themselves.
+        is_like_first = first is None or last is None or last.here is first or last.here == first
         return self._was_static and is_like_first
 
     def begin_forward(self) -> None:

@@ -37,7 +37,8 @@ class BufferPool:
         self._allocate = allocate
         self._max_keys = max_keys
         self._released: dict[Hashable, list[Tensor]] = {}
-        self._first_free: Callable[..., int] = extension.load().first_free
+        self._first_free: Callable[..., tuple[int, bool]] = extension.load().first_free
+        self._free_marked_slices: Callable[[Tensor], bool] = extension.load().free_marked_slices
         self._live_views: Any = extension.load().LiveViews()
 
     def acquire(
@@ -53,11 +54,15 @@ class BufferPool:
 
         A buffer released under the same key is reused. `allocate` overrides the pool's allocator.
         """
-        released = self._released.get(key)
-        if released:
-            position = self._first_free(released, numel, dtype, device)
-            if position >= 0:
-                return released.pop(position)
+        while released := self._released.get(key):
+            position, has_marked = self._first_free(released, numel, dtype, device)
+            if position < 0:
+                break
+            buffer = released.pop(position)
+            # Finalizers of marked slices are the caller's code. They may use this pool, or keep
+            # what they finalize: then the buffer belongs to it.
+            if not has_marked or self._free_marked_slices(buffer):
+                return buffer
         return (allocate or self._allocate)(numel, dtype, device)
 
     def release(self, key: Hashable, buffer: Tensor) -> None:
@@ -69,9 +74,10 @@ class BufferPool:
                 del self._released[next(iter(self._released))]
         self._released[key] = released  # the last key is the most recent
         released.append(buffer)
-        if len(released) > _KEPT:
-            del released[0]
+        # Freed last, as finalizers of its slices may use this pool.
+        surplus = released.pop(0) if len(released) > _KEPT else None
         self._live_views.add(buffer)
+        del surplus
 
     def reclaim(self, key: Hashable, is_free: Callable[[Tensor], bool]) -> Tensor | None:
         """Return the last released buffer if `is_free(buffer)`, even if views of it are in use;
@@ -88,12 +94,15 @@ class BufferPool:
 
     def trim(self) -> None:
         """Drop the buffers that no view uses."""
-        for key, buffers in self._released.items():
-            self._released[key] = [b for b in buffers if not is_unused(b)]
+        before = self._released
+        self._released = {
+            key: [buffer for buffer in buffers if not is_unused(buffer)]
+            for key, buffers in before.items()
+        }
 
     def clear(self) -> None:
         """Drop all buffers."""
-        self._released.clear()
+        self._released = {}
 
 
 def new_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -251,7 +251,7 @@ def native_kept_slices() -> Callable[[Tensor, Any], list[Tensor]]:
 
 
 def is_unused(buffer: Tensor) -> bool:
-    """Return True if nothing refers to a buffer's memory but the buffer and unused kept slices.
+    """Return True if a buffer's memory is owned by nothing but the buffer and unused kept slices.
 
     Example:
         >>> import torch

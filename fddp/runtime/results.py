@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fddp.native.buffer_pool import BufferPool, new_memory
-from fddp.native.layout import Stats
+from fddp.native.layout import Layout, Stats
 from fddp.native.pack import kept_slices, pack_, scale_, unpack_
 from fddp.runtime.contributions import Contributions, ShardContributions
 from fddp.runtime.program import Program
@@ -100,8 +100,7 @@ class Results:
                 stats = scale_(buffer[: layout.numel], after, stats=self.checks)
             results = kept_slices(buffer, layout)
         else:
-            memory = self._memory(("cast", bucket), layout.numel, dtype, buffer.device)
-            results = kept_slices(memory, layout)
+            results = self._own_slices(("cast", bucket), layout, dtype, buffer.device)
             stats = unpack_(results, layout, buffer, after, stats=self.checks)
         leaves = self._program.plan.buckets[bucket].leaves
         for leaf, result in zip(leaves, results, strict=True):
@@ -113,18 +112,17 @@ class Results:
     ) -> tuple[list[Tensor], Stats]:
         """Copy shards into memory of their own, so that the bucket can be reused."""
         dtype = getattr(torch, self._program.plan.buckets[chunk.bucket].dtype)
-        numel, key = chunk.own_layout.numel, ("shard", position)
-        memory = self._memory(key, numel, dtype, buffer.device)
-        parts = kept_slices(memory, chunk.own_layout)
+        parts = self._own_slices(("shard", position), chunk.own_layout, dtype, buffer.device)
         return parts, unpack_(parts, chunk.layout, buffer, after, stats=self.checks)
 
-    def _memory(
-        self, key: Hashable, numel: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Private memory of this rank, reused once no result uses it."""
-        memory = self._pool.acquire(key, numel, dtype, device, allocate=new_memory)
+    def _own_slices(
+        self, key: Hashable, layout: Layout, dtype: torch.dtype, device: torch.device
+    ) -> list[Tensor]:
+        """Slices of memory that belongs to results alone, reused once no result uses it."""
+        memory = self._pool.acquire(key, layout.numel, dtype, device, allocate=new_memory)
+        slices = kept_slices(memory, layout)  # in use before the memory is released
         self._pool.release(key, memory)
-        return memory
+        return slices
 
     def _note(self, stats: Stats) -> None:
         sq_norm, finite = self._stats

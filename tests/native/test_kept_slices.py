@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -212,35 +213,105 @@ def test_memory_in_use_is_not_unused(buffer: Tensor, name: str) -> None:
     assert is_unused(buffer)
 
 
-def test_a_weak_reference_ends_when_the_memory_is_looked_for(buffer: Tensor) -> None:
-    ended: list[str] = []
+def test_a_dictionary_in_use_is_not_returned_again(buffer: Tensor) -> None:
     leaf = kept_slices(buffer, LAYOUT)[0]
-    weakref.finalize(leaf, ended.append, "leaf")
+    attributes = leaf.__dict__
     del leaf
-    assert is_unused(buffer)
-    assert ended == ["leaf"]
+    again = kept_slices(buffer, LAYOUT)[0]
+    attributes["note"] = "mine"
+    assert not hasattr(again, "note")
 
 
-def test_a_finalizer_may_look_at_the_buffer(buffer: Tensor) -> None:
-    found: list[bool] = []
-    leaf = kept_slices(buffer, LAYOUT)[0]
-    weakref.finalize(leaf, lambda: found.append(is_unused(buffer)))
-    del leaf
-    assert len(kept_slices(buffer, LAYOUT)) == 4
-    assert len(found) == 1
-
-
-def test_buffers_other_than_plain_ones() -> None:
-    assert kept_slices(torch.empty(19, device="meta"), LAYOUT)[2].device.type == "meta"
+def test_inference_mode_makes_plain_tensors() -> None:
     with torch.inference_mode():
-        inside = kept_slices(torch.zeros(19), LAYOUT)[0].is_inference()
-    assert inside
+        buffer = torch.zeros(19)
+        number = id(kept_slices(buffer, LAYOUT)[0])
+        again = kept_slices(buffer, LAYOUT)[0]
+        assert not again.is_inference()
+    assert id(again) == number
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    assert kept_slices(torch.empty(19, device="meta"), LAYOUT)[2].device.type == "meta"
     with pytest.raises(ValueError, match="elements, the layout needs"):
         kept_slices(torch.zeros(3), LAYOUT)
     with pytest.raises(TypeError):
         kept_slices(None, LAYOUT)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         is_unused(3)  # type: ignore[arg-type]
+
+
+class TestFinalizers:
+    """Finalizers of results run when their memory is taken, and may use it."""
+
+    def test_they_run_when_the_memory_is_taken(self) -> None:
+        pool, ended = BufferPool(new_memory), []
+        leaf = kept_slices(taken(pool), LAYOUT)[0]
+        address = leaf.data_ptr()
+        weakref.finalize(leaf, ended.append, "leaf")
+        del leaf
+        assert ended == []
+        assert taken(pool).data_ptr() == address
+        assert ended == ["leaf"]
+
+    def test_a_finalizer_may_take_the_memory_itself(self) -> None:
+        pool, junk = BufferPool(new_memory), []
+        first, second = (kept_slices(taken(pool), LAYOUT) for _ in range(2))
+        assert not is_alias(first, second)
+        weakref.finalize(first[0], lambda: junk.append(kept_slices(taken(pool), LAYOUT)))
+        del first
+        third = kept_slices(taken(pool), LAYOUT)
+        assert len(junk) == 1
+        assert not is_alias(third, junk[0])
+        assert not is_alias(third, second)
+        assert not is_alias(second, junk[0])
+
+    def test_a_finalizer_may_use_the_pool_while_a_buffer_is_released(self) -> None:
+        pool, junk = BufferPool(new_memory), []
+        held = [kept_slices(taken(pool), LAYOUT) for _ in range(2)]
+        weakref.finalize(held[0][1], lambda: junk.append(kept_slices(taken(pool), LAYOUT)))
+        del held[0][1]
+        held.append(kept_slices(taken(pool), LAYOUT))
+        held.append(kept_slices(taken(pool), LAYOUT))
+        assert len(junk) == 1
+        for one, other in itertools.combinations([*held, *junk], 2):
+            assert not is_alias(one, other)
+
+    def test_a_slice_that_is_revived_keeps_its_memory(self) -> None:
+        pool = BufferPool(new_memory)
+        revived: list[Tensor] = []
+
+        class Revived(Tensor):
+            def __del__(self) -> None:
+                revived.append(self)
+
+        leaf = kept_slices(taken(pool), LAYOUT)[0]
+        leaf.__class__ = Revived
+        del leaf
+        found = kept_slices(taken(pool), LAYOUT)
+        assert len(revived) == 1
+        assert not is_alias(found, revived)
+        revived[0].__class__ = Tensor
+
+
+def taken(pool: BufferPool) -> Tensor:
+    """A buffer of the pool, released at once, as its slices are made before it is used again."""
+    buffer = pool.acquire(0, LAYOUT.numel, torch.float32, CPU)
+    held = kept_slices(buffer, LAYOUT)
+    pool.release(0, buffer)
+    del held
+    return buffer
+
+
+def last_address(pool: BufferPool) -> int | None:
+    released = pool._released.get(0)
+    return released[-1].data_ptr() if released else None
+
+
+def is_alias(some: list[Tensor], others: list[Tensor]) -> bool:
+    """True if a tensor shares memory with one of the others."""
+    places = {leaf.data_ptr() for leaf in some if leaf.numel()}
+    return not places.isdisjoint(leaf.data_ptr() for leaf in others if leaf.numel())
 
 
 ACTS = st.sampled_from(["hold", "hold a view", *MARKS])

@@ -317,6 +317,37 @@ def test_memory_is_not_reused_while_anything_holds_it(how: str) -> None:
     fddp.loopback(2, run)
 
 
+@pytest.mark.parametrize("casts", [False, True], ids=["views", "casts"])
+@pytest.mark.parametrize("dropped", ["older", "newer", "a leaf of the older"])
+@pytest.mark.parametrize("leaf", ["w0", "w2"])
+def test_a_finalizer_of_a_result_may_take_a_step(casts: bool, dropped: str, leaf: str) -> None:
+    """It runs within a step, which takes the memory of the result. All keep their values."""
+    dtype = torch.bfloat16 if casts else torch.float32
+
+    def grads(value: float) -> dict[str, Tensor]:
+        return {f"w{i}": torch.full((500,), value, dtype=dtype) for i in range(3)}
+
+    def run(group: Any) -> None:
+        options: Any = {"reduce_dtype": torch.float32} if casts else {}
+        with fddp.GradSync(grads(0), group=group, **options) as sync:
+            older, newer = sync(grads(1)), sync(grads(2))
+            kept: list[Any] = []
+            subject = newer if dropped == "newer" else older
+            weakref.finalize(subject[leaf], lambda: kept.append(sync(grads(3))))
+            del subject
+            if dropped == "older":
+                del older
+            elif dropped == "newer":
+                del newer
+            else:
+                del older[leaf]
+            found = [sync(grads(7)), *kept, sync(grads(8))]
+            for value, result in zip((7, 3, 8), found, strict=True):
+                assert all((tensor == value).all() for tensor in result.values())
+
+    fddp.loopback(2, run)
+
+
 def resident_bytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ import torch
 import torch.distributed as dist
 
 from fddp.native import extension
-
-LONGEST_S = 0.5  # 500 times the limit, as other programs run beside this one
 
 
 @pytest.fixture
@@ -43,10 +40,8 @@ def test_a_poll_ends_with_the_work(backend: dist.ProcessGroupGloo) -> None:
 def test_a_poll_ends_without_the_work() -> None:
     spin = extension.load().WorkSpin()
     work, future = pending()
-    start_s = time.perf_counter()
     for _ in range(20):
         spin.poll(work)
-    assert time.perf_counter() - start_s < LONGEST_S
     assert not work.is_completed()
     future.set_result(None)
     spin.poll(work)

@@ -174,7 +174,8 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
       }
       ++aliased;
     }
-    return aliased > 0 && storage_use_count(buffer) == 1 + aliased + unused_slices(buffer);
+    const MemoryUse use = memory_use(buffer);
+    return aliased > 0 && use.marked == 0 && storage_use_count(buffer) == 1 + aliased + use.unused;
   }
 
   void before_accumulation() {

@@ -1,11 +1,11 @@
-// Waits for a torch.distributed Work that end without a sleep.
+// Polls of a torch.distributed Work before its waiter sleeps.
 //
-// gloo sends a small message through four threads: a thread of its own, the receiving thread of the
-// other rank, a thread there, and the one that waits. Where processors are idle, each wake-up costs more
-// than the message. A rank that polls keeps its processor awake and is ready at once. Between two
-// polls it yields the processor to gloo's threads.
+// gloo sends a small message through four threads: one of its own, the receiver of the other rank, a
+// thread there, and the one that waits. Where processors are idle, each wake-up costs more than the
+// message. A rank that polls keeps its processor awake, and is ready at once. Between two polls it yields
+// the processor to gloo's threads.
 
-#include "shm/futex.h"
+#include "clock.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -13,8 +13,8 @@
 
 #include <sched.h>
 
-#include <chrono>
-#include <memory>
+#include <algorithm>
+#include <mutex>
 
 namespace py = pybind11;
 
@@ -23,13 +23,44 @@ namespace {
 class WorkSpin {
  public:
   // Return once the work is completed, whether it succeeded or failed, or a short time has passed.
+  //
+  // A poll fails if the time has passed, and if a yield takes long: then another program has work for
+  // this processor, and a thread that yields gets it back later than one that was asleep. After each
+  // failure twice as many waits make no poll.
   void poll(c10d::Work& work) {
-    spin_.spin([&work] { return work.isCompleted(); }, [] { sched_yield(); });
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (skipped_ > 0) {
+        --skipped_;
+        return;
+      }
+    }
+    const bool has_succeeded = completes_soon(work);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    pause_ = has_succeeded ? 0 : std::min(2 * pause_ + 1, kLongestPause);
+    skipped_ = pause_;
   }
 
  private:
-  // Longer than a small all-reduce of two ranks takes within a step.
-  fddp::shm::AdaptiveSpin spin_{std::chrono::milliseconds(1)};
+  static constexpr double kLongest_s = 1e-3;  // longer than a small all-reduce within a step takes
+  static constexpr double kLongestYield_s = 2e-4;
+  static constexpr int kLongestPause = 255;
+
+  static bool completes_soon(c10d::Work& work) {
+    const double start_s = fddp::perf_counter_s();
+    double before_s = start_s;
+    while (!work.isCompleted()) {
+      sched_yield();
+      const double now_s = fddp::perf_counter_s();
+      if (now_s - before_s > kLongestYield_s || now_s - start_s > kLongest_s) return false;
+      before_s = now_s;
+    }
+    return true;
+  }
+
+  std::mutex mutex_;  // waits of several threads
+  int pause_ = 0;     // waits without a poll after the next failure
+  int skipped_ = 0;   // waits without a poll from now on
 };
 
 }  // namespace

@@ -50,15 +50,15 @@ inline void cpu_relax() {
 #endif
 }
 
-// Poll `ready` for at most `timeout`, with a call of `relax` in between. Return true if it became true.
-template <class Ready, class Relax>
-bool spin_for(std::chrono::nanoseconds timeout, const Ready& ready, const Relax& relax) {
+// Poll `ready` for at most `timeout`. Return true if it became true.
+template <class Ready>
+bool spin_for(std::chrono::nanoseconds timeout, const Ready& ready) {
   constexpr int kChecksPerClockRead = 16;
   const auto until = Clock::now() + timeout;
   do {
     for (int check = 0; check < kChecksPerClockRead; ++check) {
       if (ready()) return true;
-      relax();
+      cpu_relax();
     }
   } while (Clock::now() < until);
   return false;
@@ -69,33 +69,25 @@ bool spin_for(std::chrono::nanoseconds timeout, const Ready& ready, const Relax&
 // spin. The maximum is tried again periodically, so that the duration can recover.
 class AdaptiveSpin {
  public:
-  // The default is several times the cost of a sleep and a wake-up: about 25 us, at times hundreds. A
-  // rank that was woken is late in its next step. With a shorter spin the other rank would sleep then,
-  // and so on in turns.
-  explicit AdaptiveSpin(std::chrono::nanoseconds max = std::chrono::microseconds(200))
-      : max_ns_(max.count()), duration_ns_(max_ns_) {}
-
   template <class Ready>
   bool spin(const Ready& ready) {
-    return spin(ready, [] { cpu_relax(); });
-  }
-
-  template <class Ready, class Relax>
-  bool spin(const Ready& ready, const Relax& relax) {
     const bool trial = waits_.fetch_add(1, std::memory_order_relaxed) % kTrialInterval == 0;
-    const int64_t duration_ns = trial ? max_ns_ : duration_ns_.load(std::memory_order_relaxed);
-    const bool succeeded = shm::spin_for(std::chrono::nanoseconds(duration_ns), ready, relax);
-    const int64_t next_ns = succeeded ? (trial ? max_ns_ : 2 * duration_ns) : duration_ns_ / 2;
-    duration_ns_.store(std::clamp(next_ns, kMinNs, max_ns_), std::memory_order_relaxed);
+    const int64_t duration_ns = trial ? kMaxNs : duration_ns_.load(std::memory_order_relaxed);
+    const bool succeeded = shm::spin_for(std::chrono::nanoseconds(duration_ns), ready);
+    const int64_t next_ns = succeeded ? (trial ? kMaxNs : 2 * duration_ns) : duration_ns_ / 2;
+    duration_ns_.store(std::clamp(next_ns, kMinNs, kMaxNs), std::memory_order_relaxed);
     return succeeded;
   }
 
  private:
+  // Several times the cost of a sleep and a wake-up: about 25 us, at times hundreds. A rank that was
+  // woken is late in its next step. With a shorter spin the other rank would sleep then, and so on in
+  // turns.
+  static constexpr int64_t kMaxNs = 200'000;
   static constexpr int64_t kMinNs = 2'000;
   static constexpr uint32_t kTrialInterval = 16;
 
-  const int64_t max_ns_;
-  std::atomic<int64_t> duration_ns_;
+  std::atomic<int64_t> duration_ns_ = kMaxNs;
   std::atomic<uint32_t> waits_ = 1;
 };
 

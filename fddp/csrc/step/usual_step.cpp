@@ -14,8 +14,8 @@
 #include <tuple>
 
 #include "clock.h"
-#include "tensor/pack.h"
 #include "tensor/kept_slices.h"
+#include "tensor/pack.h"
 
 namespace py = pybind11;
 

@@ -1,5 +1,6 @@
 #include "kept_slices.h"
 
+#include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -35,7 +36,7 @@ py::object kept_list(const py::object& buffer) {
   return py::reinterpret_steal<py::object>(list);
 }
 
-// Return the list of kept slices for `size` slots.
+// Return the list of kept slices for `size` slots. Make it if there is none of this size.
 py::object kept_list_of_size(const at::Tensor& buffer, size_t size) {
   const py::object owner = python_object(buffer);
   py::object list = kept_list(owner);
@@ -46,16 +47,17 @@ py::object kept_list_of_size(const at::Tensor& buffer, size_t size) {
   return list;
 }
 
-// Set an item of a list. Return the old one, which is freed later: that may run code of the caller's.
+// Set an item of a list. Return the old one.
 py::object exchange_item(const py::object& list, size_t i, PyObject* item) {
   PyObject* const old = PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i));
   PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i), Py_NewRef(item));
   return py::reinterpret_steal<py::object>(old);
 }
 
+// Return true if an object has attributes, or something refers to its dictionary of them.
 bool has_attributes(PyObject* object) {
   PyObject** const dict = _PyObject_GetDictPtr(object);
-  return dict != nullptr && *dict != nullptr && PyDict_GET_SIZE(*dict) != 0;
+  return dict != nullptr && *dict != nullptr && (PyDict_GET_SIZE(*dict) != 0 || Py_REFCNT(*dict) != 1);
 }
 
 bool has_weak_references(PyObject* object) {
@@ -73,18 +75,12 @@ bool is_slice_of(const at::Tensor& tensor, const at::Tensor& buffer) {
   return memory >= begin && memory + tensor.storage().nbytes() <= begin + owner.nbytes();
 }
 
-// Return true if something besides the list of kept slices refers to the tensor or its storage.
-bool is_in_use(PyObject* item, const at::Tensor& tensor) {
-  return Py_REFCNT(item) != 1 || tensor.use_count() != 1 || storage_use_count(tensor) != 1;
-}
-
-// Return true if the object of a tensor that is not in use cannot be distinguished from a new one.
-bool is_as_new(PyObject* item, const at::Tensor& tensor) {
+// Return true if a tensor that only the list refers to differs from a new one.
+bool is_marked(PyObject* item, const at::Tensor& tensor) {
   const auto& fields = *reinterpret_cast<THPVariable*>(item);
-  return Py_TYPE(item) == reinterpret_cast<PyTypeObject*>(THPVariableClass) && fields.backward_hooks == nullptr &&
-      fields.post_accumulate_grad_hooks == nullptr && tensor.weak_use_count() == 1 &&
-      tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr && tensor.storage().use_count() == 1 &&
-      !has_weak_references(item) && !has_attributes(item);
+  return Py_TYPE(item) != reinterpret_cast<PyTypeObject*>(THPVariableClass) || fields.backward_hooks != nullptr ||
+      fields.post_accumulate_grad_hooks != nullptr || tensor.weak_use_count() != 1 ||
+      tensor.unsafeGetTensorImpl()->autograd_meta() != nullptr || has_weak_references(item) || has_attributes(item);
 }
 
 // Return true if a slice of the buffer has the form and the place of a new slice for the slot. `keys`:
@@ -106,47 +102,27 @@ c10::DispatchKeySet keys_of_slices(const at::Tensor& buffer, const Slot& slot) {
   return known[buffer.device().type()] = slice(buffer, slot).key_set();
 }
 
-// State of a kept slice.
-enum class Use { kInUse, kUnused, kNotReusable };
+// Use of a kept slice.
+enum class Use { kUnused, kMarked, kInUse, kElsewhere };
 
 Use use_of(PyObject* item, const at::Tensor& buffer) {
   const at::Tensor& tensor = THPVariable_Unpack(item);
-  if (!is_slice_of(tensor, buffer)) return Use::kNotReusable;
-  if (is_in_use(item, tensor)) return Use::kInUse;
-  return is_as_new(item, tensor) ? Use::kUnused : Use::kNotReusable;
-}
-
-struct Uses {
-  int64_t unused = 0;
-  bool has_used = false;
-};
-
-// Count the kept slices by their use, up to the first that is in use if `stop_at_used`. Free those that
-// are not reusable.
-Uses count_uses(const at::Tensor& buffer, bool stop_at_used) {
-  Uses uses;
-  const py::object list = kept_list(python_object(buffer));
-  if (!list) return uses;
-  std::vector<py::object> freed;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list.ptr()); ++i) {
-    PyObject* const item = PyList_GET_ITEM(list.ptr(), i);
-    if (item == Py_None) continue;
-    const Use use = use_of(item, buffer);
-    if (use == Use::kNotReusable) freed.push_back(exchange_item(list, static_cast<size_t>(i), Py_None));
-    uses.unused += use == Use::kUnused;
-    uses.has_used |= use == Use::kInUse;
-    if (uses.has_used && stop_at_used) break;
-  }
-  return uses;
+  if (!is_slice_of(tensor, buffer)) return Use::kElsewhere;
+  if (Py_REFCNT(item) != 1 || tensor.use_count() != 1) return Use::kInUse;
+  if (is_marked(item, tensor)) return Use::kMarked;
+  if (storage_use_count(tensor) != 1) return Use::kInUse;
+  // The storage has an object in Python, which may have attributes.
+  return tensor.storage().use_count() == 1 ? Use::kUnused : Use::kMarked;
 }
 
 }  // namespace
 
 std::vector<py::object> kept_slices(const at::Tensor& buffer, const Layout& layout) {
   check_buffer(buffer, layout.numel());
+  const c10::InferenceMode no_inference(false);
   const std::vector<Slot>& slots = layout.slots();
   const py::object kept = kept_list_of_size(buffer, slots.size());
-  std::vector<py::object> freed;
+  std::vector<py::object> freed;  // last
   std::vector<py::object> results;
   results.reserve(slots.size());
   for (size_t i = 0; i < slots.size(); ++i) {
@@ -165,11 +141,35 @@ std::vector<py::object> kept_slices(const at::Tensor& buffer, const Layout& layo
   return results;
 }
 
-int64_t unused_slices(const at::Tensor& buffer) { return count_uses(buffer, /*stop_at_used=*/false).unused; }
+MemoryUse memory_use(const at::Tensor& buffer, bool stop_at_owner) {
+  MemoryUse use;
+  const py::object list = kept_list(python_object(buffer));
+  for (Py_ssize_t i = 0; list && i < PyList_GET_SIZE(list.ptr()); ++i) {
+    PyObject* const item = PyList_GET_ITEM(list.ptr(), i);
+    if (item == Py_None) continue;
+    const Use found = use_of(item, buffer);
+    use.unused += found == Use::kUnused;
+    use.marked += found == Use::kMarked;
+    use.has_owners |= found == Use::kInUse;
+    if (use.has_owners && stop_at_owner) return use;
+  }
+  use.has_owners |= storage_use_count(buffer) != 1 + use.unused + use.marked;
+  return use;
+}
 
-bool is_unused(const at::Tensor& buffer) {
-  const Uses uses = count_uses(buffer, /*stop_at_used=*/true);
-  return !uses.has_used && storage_use_count(buffer) == 1 + uses.unused;
+bool free_marked_slices(const at::Tensor& buffer) {
+  {
+    const py::object list = kept_list(python_object(buffer));
+    std::vector<py::object> freed;
+    for (Py_ssize_t i = 0; list && i < PyList_GET_SIZE(list.ptr()); ++i) {
+      PyObject* const item = PyList_GET_ITEM(list.ptr(), i);
+      const Use found = item == Py_None ? Use::kUnused : use_of(item, buffer);
+      const bool is_freed = found == Use::kMarked || found == Use::kElsewhere;
+      if (is_freed) freed.push_back(exchange_item(list, static_cast<size_t>(i), Py_None));
+    }
+  }
+  const MemoryUse use = memory_use(buffer);
+  return !use.has_owners && use.marked == 0;
 }
 
 }  // namespace fddp

@@ -118,14 +118,17 @@ void invalidate(const std::vector<at::Tensor>& tensors, const std::string& error
   }
 }
 
-// Return the position of the first buffer of this form whose memory is unused, or -1.
-int64_t first_free(const py::list& buffers, int64_t numel, at::ScalarType dtype, at::Device device) {
+// Return the position of the first buffer of this form whose memory is unused, or may be once its marked
+// slices were freed, and whether it has any. The position is -1 if there is none.
+std::pair<int64_t, bool> first_free(const py::list& buffers, int64_t numel, at::ScalarType dtype, at::Device device) {
   for (size_t i = 0; i < buffers.size(); ++i) {
     const at::Tensor& buffer = tensor_at(buffers, i);
     const bool fits = buffer.numel() == numel && buffer.scalar_type() == dtype && buffer.device() == device;
-    if (fits && is_unused(buffer)) return static_cast<int64_t>(i);
+    if (!fits) continue;
+    const MemoryUse use = memory_use(buffer, /*stop_at_owner=*/true);
+    if (use.marked != 0 || !use.has_owners) return {static_cast<int64_t>(i), use.marked != 0};
   }
-  return -1;
+  return {-1, false};
 }
 
 }  // namespace
@@ -145,7 +148,10 @@ void bind_storage(py::module_& m) {
     for (py::object& result : fddp::kept_slices(buffer, layout)) list.append(std::move(result));
     return list;
   }));
-  m.def("is_unused", torch::wrap_pybind_function(&fddp::is_unused), py::arg("buffer"));
+  m.def("is_unused", torch::wrap_pybind_function([](const at::Tensor& buffer) {
+    return !fddp::memory_use(buffer, /*stop_at_owner=*/true).has_owners;
+  }), py::arg("buffer"));
+  m.def("free_marked_slices", torch::wrap_pybind_function(&fddp::free_marked_slices), py::arg("buffer"));
   m.def("storage_use_count", torch::wrap_pybind_function(&fddp::storage_use_count));
   m.def("first_free", torch::wrap_pybind_function(&fddp::first_free), py::arg("buffers"), py::arg("numel"),
         py::arg("dtype"), py::arg("device"));

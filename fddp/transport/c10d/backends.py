@@ -7,7 +7,6 @@ accept only registered groups.
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 import time
 from datetime import timedelta
@@ -286,9 +285,7 @@ class GlooCommunicator(Communicator):
         self.addresses = tuple(f"{spec.store_prefix}/{key}" for key in self._store.keys_set)
         self._timeout_s = spec.timeout_s
         self._scratch = _ScratchPool()
-        # Each rank must have a processor, even if all of them are on this host.
-        may_spin = size <= len(os.sched_getaffinity(0))
-        self._spin = extension.load().WorkSpin() if may_spin else None
+        self._spin = extension.load().WorkSpin()
 
     def free(self, *, failed: bool, over: threading.Event) -> Callable[[], None]:
         freeing = extension.load().BackendRelease(self._backend)
@@ -362,8 +359,7 @@ class GlooCommunicator(Communicator):
     def _await(self, works: Sequence[dist.Work], check_peers: Callable[[], None]) -> None:
         deadline_s = time.perf_counter() + self._timeout_s
         for work in works:
-            if self._spin is not None:
-                self._spin.poll(work)
+            self._spin.poll(work)
             while not _finishes(work, _CHECK_INTERVAL):
                 # [Note: news of a failure]
                 check_peers()
