@@ -22,7 +22,7 @@ from fddp.core.text import counted
 Params: TypeAlias = dict[str, Tensor]
 
 _MODELS, _WIDTH, _SAMPLES = 6, 16, 40  # samples on rank 0; others have more
-_STEPS, _RATE = 150, 0.1
+_STEPS, _RATE = 200, 0.05
 
 
 class Batch(NamedTuple):
