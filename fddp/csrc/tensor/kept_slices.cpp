@@ -72,6 +72,7 @@ bool is_slice_of(const at::Tensor& tensor, const at::Tensor& buffer) {
   if (owner_of_slice(tensor) != &owner) return false;
   const auto* const begin = static_cast<const char*>(owner.data());
   const auto* const memory = static_cast<const char*>(tensor.storage().data());
+  if (begin == nullptr) return memory == nullptr;  // on the meta device
   return memory >= begin && memory + tensor.storage().nbytes() <= begin + owner.nbytes();
 }
 
@@ -122,7 +123,7 @@ std::vector<py::object> kept_slices(const at::Tensor& buffer, const Layout& layo
   const c10::InferenceMode no_inference(false);
   const std::vector<Slot>& slots = layout.slots();
   const py::object kept = kept_list_of_size(buffer, slots.size());
-  std::vector<py::object> freed;  // last
+  std::vector<py::object> freed;  // at the end, as this may run code of the caller
   std::vector<py::object> results;
   results.reserve(slots.size());
   for (size_t i = 0; i < slots.size(); ++i) {
