@@ -145,7 +145,7 @@ GradientPlacement::GradientPlacement(std::shared_ptr<PlacementHistory> history, 
     if (expected && expected->nbytes == nbytes) size->predicted.emplace(expected->number, places_.size());
     place_of_.emplace(slot.leaf, places_.size());
     const auto [movable, is_new] = is_movable.try_emplace(slot.buffer.unsafeGetTensorImpl(), false);
-    if (is_new) movable->second = !memory_use(slot.buffer, true).has_owners;  // else the bucket can't be moved
+    if (is_new) movable->second = is_unused(slot.buffer);  // a bucket with views can't be moved
     const bool is_open = movable->second;
     places_.push_back({std::move(slot), is_open});
   }

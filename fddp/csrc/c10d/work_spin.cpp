@@ -59,7 +59,7 @@ class WorkSpin {
   }
 
   std::mutex mutex_;  // waits of several threads
-  int pause_ = 0;     // waits without a poll after the next failure
+  int pause_ = 0;     // waits without a poll after the last one that made a poll
   int skipped_ = 0;   // waits without a poll from now on
 };
 

@@ -264,7 +264,6 @@ bool UsualStep::is_usual_sum() {
 }
 
 py::list UsualStep::results() const {
-  const c10::InferenceMode no_inference(false);
   py::list results(static_cast<size_t>(program_->leaves));
   for (int64_t i = 0; i < program_->leaves; ++i) PyList_SET_ITEM(results.ptr(), i, Py_NewRef(Py_None));
   for (size_t b = 0; b < buffers_.size(); ++b) {

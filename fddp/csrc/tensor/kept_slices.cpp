@@ -158,6 +158,8 @@ MemoryUse memory_use(const at::Tensor& buffer, bool stop_at_owner) {
   return use;
 }
 
+bool is_unused(const at::Tensor& buffer) { return !memory_use(buffer, /*stop_at_owner=*/true).has_owners; }
+
 bool free_marked_slices(const at::Tensor& buffer) {
   {
     const py::object list = kept_list(python_object(buffer));

@@ -44,6 +44,9 @@ struct MemoryUse {
 // use are not counted.
 MemoryUse memory_use(const at::Tensor& buffer, bool stop_at_owner = false);
 
+// Return true if only the buffer and kept slices that nothing else refers to own its memory.
+bool is_unused(const at::Tensor& buffer);
+
 // Free the marked slices of a buffer. Return true if its memory is unused then.
 bool free_marked_slices(const at::Tensor& buffer);
 

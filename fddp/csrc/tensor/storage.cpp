@@ -148,9 +148,7 @@ void bind_storage(py::module_& m) {
     for (py::object& result : fddp::kept_slices(buffer, layout)) list.append(std::move(result));
     return list;
   }));
-  m.def("is_unused", torch::wrap_pybind_function([](const at::Tensor& buffer) {
-    return !fddp::memory_use(buffer, /*stop_at_owner=*/true).has_owners;
-  }), py::arg("buffer"));
+  m.def("is_unused", torch::wrap_pybind_function(&fddp::is_unused), py::arg("buffer"));
   m.def("free_marked_slices", torch::wrap_pybind_function(&fddp::free_marked_slices), py::arg("buffer"));
   m.def("storage_use_count", torch::wrap_pybind_function(&fddp::storage_use_count));
   m.def("first_free", torch::wrap_pybind_function(&fddp::first_free), py::arg("buffers"), py::arg("numel"),

@@ -104,7 +104,7 @@ def _copying(draw: Draw) -> None:
 
 def _loose(draw: Draw) -> None:
     module = extension.load()
-    match draw.below(6):
+    match draw.below(7):
         case 0:
             module.storage_use_count(draw.anything())
         case 1:
@@ -115,6 +115,8 @@ def _loose(draw: Draw) -> None:
             module.LiveViews().add(draw.anything())
         case 4:
             module.kept_slices(draw.anything(), draw.anything())
+        case 5:
+            module.free_marked_slices(draw.anything())
         case _:
             module.LiveViews().contains(draw.anything())
 
