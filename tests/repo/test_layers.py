@@ -6,8 +6,6 @@ import ast
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
-
 from tests.support.rooms import MODULES, ROOMS, room_of
 
 if TYPE_CHECKING:
@@ -68,34 +66,37 @@ def test_every_module_has_a_room() -> None:
     assert {*map(room_of, MODULES)} == {*ROOMS, *NAMES}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_run_one_way(module: str) -> None:
-    room = room_of(module)
-    for name in imports(module):
-        for package, importers in ONLY_IN.items():
-            assert not is_of(name, package) or room in importers, f"{module} imports {name}"
-        if room == "core":
-            assert not any(is_of(name, other) for other in CORE_IMPORTS_NONE_OF), (
-                f"{module} imports {name}"
-            )
-        if room in WITHOUT_PROCESS_GROUPS:
-            assert not is_of(name, "torch.distributed"), f"{module} imports {name}"
-        imported = own_module(name)
-        if imported is None or room in NAMES or is_of(name, "fddp._C"):
-            continue
-        if imported == "__init__":
-            assert room in TOOLS, f"{module} imports the public names, which only tools may"
-            continue
-        assert room_of(imported) in ROOMS, f"{module} imports {name}, which is in no room"
-        above = ROOMS.index(room_of(imported)) > ROOMS.index(room)
-        assert not above, f"{module} imports {name}, of a later room"
+def problem(module: str, name: str) -> str | None:
+    """The rule that an import breaks; `None` if it keeps all."""
+    room, imported = room_of(module), own_module(name)
+    for package, importers in ONLY_IN.items():
+        if is_of(name, package) and room not in importers:
+            return f"only {', '.join(importers)} may import {package}"
+    if room == "core" and any(is_of(name, other) for other in CORE_IMPORTS_NONE_OF):
+        return "core imports the standard library and NumPy only"
+    if room in WITHOUT_PROCESS_GROUPS and is_of(name, "torch.distributed"):
+        return f"{room} knows no process groups"
+    if is_of(name, "fddp.integrations") and room not in ("integrations", *NAMES):
+        return "frameworks are imported by those who ask for them"
+    if imported is None or room in NAMES or is_of(name, "fddp._C"):
+        return None
+    if imported == "__init__":
+        return None if room in TOOLS else "only tools may import the public names"
+    if room_of(imported) not in ROOMS:
+        return "it is in no room"
+    if ROOMS.index(room_of(imported)) > ROOMS.index(room):
+        return "it is of a later room"
+    return None
 
 
-def test_nothing_imports_integrations() -> None:
-    """Frameworks are imported by those who ask for them. The public names load it on first use."""
-    for module in MODULES:
-        if room_of(module) not in ("integrations", *NAMES):
-            assert not any(is_of(name, "fddp.integrations") for name in imports(module)), module
+def test_imports_run_one_way() -> None:
+    broken = [
+        f"{module} imports {name}: {rule}"
+        for module in MODULES
+        for name in imports(module)
+        if (rule := problem(module, name))
+    ]
+    assert broken == []
 
 
 def test_no_circle_of_files() -> None:
@@ -110,6 +111,25 @@ def test_test_modules_do_not_import_each_other() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             name = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
             assert not (name.startswith("tests.") and ".test_" in name), f"{path} imports {name}"
+
+
+def test_broken_rules_are_found() -> None:
+    for module, name in (
+        ("core.text", "fddp.errors"),
+        ("native.pack", "fddp._C.pack"),
+        ("cli.main", "fddp.GradSync"),
+        ("__init__", "fddp.integrations"),
+    ):
+        assert problem(module, name) is None, (module, name)
+    for module, name, rule in (
+        ("sync.engine", "optree.tree_map", "only tree may import optree"),
+        ("core.text", "torch.Tensor", "core imports the standard library"),
+        ("tree.pytree", "torch.distributed.init_process_group", "tree knows no process groups"),
+        ("cli.main", "fddp.integrations.lightning", "frameworks are imported by"),
+        ("sync.engine", "fddp.GradSync", "only tools may import the public names"),
+        ("core.text", "fddp.sync.engine.Engine", "it is of a later room"),
+    ):
+        assert rule in str(problem(module, name)), (module, name)
 
 
 def test_circles_are_found() -> None:

@@ -57,7 +57,7 @@ def old_style(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
     return module
 
 
-MODULES: dict[str, Callable[[], nn.Module]] = {
+EXAMPLES: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(4, 3),
     "batch norm": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
     "evaluated": lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Dropout()).eval(),
@@ -102,9 +102,9 @@ def called(
     return output, {name: merged[name] for name in buffers}
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_the_same_as_functional_call(name: str) -> None:
-    module = MODULES[name]()
+    module = EXAMPLES[name]()
     apply, params, buffers = fddp.functionalize(module)
     assert {n: id(p) for n, p in params.items()} == {n: id(p) for n, p in module.named_parameters()}
     assert {n: id(b) for n, b in buffers.items()} == {n: id(b) for n, b in module.named_buffers()}
@@ -166,7 +166,7 @@ def loss_of(apply: Any, buffers: dict[str, Tensor]) -> Callable[[dict[str, Tenso
 
 @pytest.mark.parametrize("name", ["linear", "batch norm", "tied", "attention", "weight norm"])
 def test_grad(name: str) -> None:
-    module = MODULES[name]()
+    module = EXAMPLES[name]()
     apply, params, buffers = fddp.functionalize(module)
     grads = torch.func.grad(loss_of(apply, buffers))(params)
     first(module(X)).square().sum().backward()

@@ -378,7 +378,7 @@ def failing_source(group: Any, how: str, culprits: tuple[int, ...]) -> Any:
         return seen, rounds, after, again
 
 
-SOURCES = {
+FAILING = {
     "item 0": (0, "BoomError", "boom 0 in the source"),
     "item 1": (1, "BoomError", "boom 1 in the source"),
     "item 2": (2, "BoomError", "boom 2 in the source"),
@@ -388,7 +388,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("how", SOURCES)
+@pytest.mark.parametrize("how", FAILING)
 @pytest.mark.parametrize("culprits", [(1,), (0, 1, 2)], ids=["one", "all"])
 def test_failing_source_is_raised_on_all_ranks(how: str, culprits: tuple[int, ...]) -> None:
     check_source(fddp.loopback(3, failing_source, how, culprits), how, culprits)
@@ -399,7 +399,7 @@ def test_a_source_that_fails_on_real_processes(launch: Launch) -> None:
 
 
 def check_source(runs: list[Any], how: str, culprits: tuple[int, ...]) -> None:
-    number, kind, text = SOURCES[how]
+    number, kind, text = FAILING[how]
     for rank, (seen, rounds, _, again) in enumerate(runs):
         assert rounds == number, "the rounds before it went through"
         if rank in culprits:
