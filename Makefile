@@ -9,7 +9,7 @@ TORCH := torch==2.13.0
 # From the index, because a fresh machine may have neither. jaxlib has the header of XLA's FFI.
 BUILD_TOOLS := scikit-build-core cmake ninja "jaxlib; python_version >= '3.11'"
 
-CODE := fddp fddp_backend tests benchmarks distribution examples
+CODE := fddp tests benchmarks distribution examples
 BENCH := build/bench
 
 TOOLS := $(VENV)/.tools

@@ -15,7 +15,6 @@ void bind_pack(py::module_&);
 void bind_params(py::module_&);
 void bind_shm(py::module_&);
 void bind_shm_backend(py::module_&);
-void bind_hosts_backend(py::module_&);
 void bind_completion_timestamp(py::module_&);
 void bind_work_spin(py::module_&);
 void bind_storage(py::module_&);
@@ -42,7 +41,6 @@ PYBIND11_MODULE(_C, m) {
   bind_backend_release(m);
   bind_shm(m);
   bind_shm_backend(m);
-  bind_hosts_backend(m);  // after its parts
   bind_completion_timestamp(m);
   bind_work_spin(m);
   bind_trees(m);

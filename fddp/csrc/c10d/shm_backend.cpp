@@ -63,13 +63,11 @@ std::vector<int64_t> part_sizes(const at::Tensor& tensor, std::vector<int64_t> s
 }
 
 ShmBackend::ShmBackend(
-    std::shared_ptr<shm::ShmGroup> group, int rank, int size, std::chrono::milliseconds timeout,
-    int first_rank)
+    std::shared_ptr<shm::ShmGroup> group, int rank, int size, std::chrono::milliseconds timeout)
     : Backend(rank, size),
       group_(std::move(group)),
       messages_(group_ == nullptr ? nullptr : owned(new shm::Messages(group_))),
-      options_(c10::make_intrusive<Options>("fddp", timeout)),
-      first_rank_(first_rank) {
+      options_(c10::make_intrusive<Options>("fddp", timeout)) {
   init();
   if (group_ != nullptr) remember_open_group(group_, messages_);
 }
@@ -165,7 +163,7 @@ std::shared_ptr<shm::ShmGroup> ShmBackend::join_part(
 ShmBackend::Collective ShmBackend::make_work(
     OpType type, const char* title, const Tensors& inputs, TensorLists outputs,
     std::chrono::milliseconds timeout) {
-  const WorkDescription description = {type, title, rank_, sequence_++, timeout, first_rank_};
+  const WorkDescription description = {type, title, rank_, sequence_++, timeout};
   return c10::make_intrusive<CollectiveWork>(group_, description, inputs, std::move(outputs));
 }
 
@@ -483,7 +481,7 @@ ShmBackend::WorkPtr ShmBackend::message(
   TORCH_CHECK(group_ != nullptr, "a group of one rank has no other rank to send to or receive from");
   const bool sends = type == OpType::SEND;
   const WorkDescription description = {
-      type, title, rank_, sequence_++, c10d::kUnsetTimeout, first_rank_};
+      type, title, rank_, sequence_++, c10d::kUnsetTimeout};
   const auto work = c10::make_intrusive<MessageWork>(
       group_, messages_, description, sends ? tensors : Tensors(),
       sends ? TensorLists() : TensorLists{tensors});

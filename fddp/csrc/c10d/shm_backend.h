@@ -24,10 +24,9 @@ class ShmBackend : public c10d::Backend {
   using Tensors = std::vector<at::Tensor>;
   using TensorLists = std::vector<std::vector<at::Tensor>>;
 
-  // `group` is null for a group of one rank. Texts call its first rank `first_rank`.
+  // `group` is null for a group of one rank.
   ShmBackend(
-      std::shared_ptr<shm::ShmGroup> group, int rank, int size, std::chrono::milliseconds timeout,
-      int first_rank = 0);
+      std::shared_ptr<shm::ShmGroup> group, int rank, int size, std::chrono::milliseconds timeout);
   ~ShmBackend() override;
 
   const std::string getBackendName() const override {
@@ -160,7 +159,6 @@ class ShmBackend : public c10d::Backend {
   const std::shared_ptr<shm::ShmGroup> group_;
   const std::shared_ptr<shm::Messages> messages_;
   const c10::intrusive_ptr<Options> options_;
-  const int first_rank_;
   std::atomic<uint64_t> sequence_ = 0;
   std::map<std::vector<size_t>, uint64_t> parts_;  // number of groups of these members so far
   std::mutex last_mutex_;

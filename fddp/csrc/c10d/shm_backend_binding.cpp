@@ -18,14 +18,12 @@ void bind_shm_backend(py::module_& m) {
       m, "ShmBackend", "Backend of torch.distributed over a shared-memory group.")
       .def(
           py::init([](std::shared_ptr<fddp::shm::ShmGroup> group, int rank, int size,
-                      double timeout_s, int first_rank) {
+                      double timeout_s) {
             const auto timeout = std::chrono::duration_cast<std::chrono::milliseconds>(
                 std::chrono::duration<double>(timeout_s));
-            return c10::make_intrusive<ShmBackend>(
-                std::move(group), rank, size, timeout, first_rank);
+            return c10::make_intrusive<ShmBackend>(std::move(group), rank, size, timeout);
           }),
-          py::arg("group").none(true), py::arg("rank"), py::arg("size"), py::arg("timeout_s"),
-          py::arg("first_rank") = 0)
+          py::arg("group").none(true), py::arg("rank"), py::arg("size"), py::arg("timeout_s"))
       .def(
           "split",
           [](ShmBackend& backend, const c10::intrusive_ptr<c10d::Store>& store,

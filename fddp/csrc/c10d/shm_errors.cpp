@@ -85,13 +85,12 @@ std::string text_of_failure(const shm::ShmGroup& group, shm::Status status) {
   }
 }
 
-std::string text_of_mismatch(
-    const std::vector<shm::Signature>& signatures, size_t first_rank) {
+std::string text_of_mismatch(const std::vector<shm::Signature>& signatures) {
   std::string text = "the ranks called different operations";
   for (size_t m = 1; m < signatures.size(); ++m) {
     if (signatures[m] == signatures[0]) continue;
-    return text + ": rank " + std::to_string(first_rank) + " " + text_of(signatures[0]) +
-           ", rank " + std::to_string(first_rank + m) + " " + text_of(signatures[m]);
+    return text + ": rank 0 " + text_of(signatures[0]) + ", rank " + std::to_string(m) + " " +
+           text_of(signatures[m]);
   }
   return "the sizes that ranks send differ from those that others receive";
 }

@@ -25,8 +25,7 @@ std::string in_seconds(shm::Nanoseconds duration);
 // Cause of the end of a group.
 std::string text_of_failure(const shm::ShmGroup& group, shm::Status status);
 
-// Difference between the operations of the members, the first of which is called `first_rank`.
-std::string text_of_mismatch(
-    const std::vector<shm::Signature>& signatures, size_t first_rank = 0);
+// Difference between the operations of the members.
+std::string text_of_mismatch(const std::vector<shm::Signature>& signatures);
 
 }  // namespace fddp

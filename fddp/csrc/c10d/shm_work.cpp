@@ -177,8 +177,7 @@ void CollectiveWork::expedite() {
 std::string CollectiveWork::error() const {
   for (const shm::OperationPtr& operation : operations_) {
     if (operation->status() == shm::Status::kMismatch) {
-      return text_of_mismatch(
-          operation->signatures(), static_cast<size_t>(description_.first_rank));
+      return text_of_mismatch(operation->signatures());
     }
     if (operation->status() != shm::Status::kOk) {
       return text_of_failure(*group_, operation->status());

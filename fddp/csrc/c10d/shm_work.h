@@ -28,7 +28,6 @@ struct WorkDescription {
   // Longest wait unless the caller passes a time limit; none: the limit of the group, whose end
   // ends all works of the group.
   std::chrono::milliseconds timeout;
-  int first_rank = 0;  // number in texts of the first member
 };
 
 class ShmWork : public c10d::Work {

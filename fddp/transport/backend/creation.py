@@ -1,17 +1,15 @@
-"""Creation of a backend for a new process group: shared memory within hosts, gloo between them."""
+"""Creation of a backend for a new process group: shared memory within a host, gloo across hosts."""
 
 from __future__ import annotations
 
 import logging
-import secrets
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fddp.native import extension
-from fddp.transport.backend.choice import BackendChoice, choose_backend
 from fddp.transport.backend.exits import leave_groups_at_exit
 from fddp.transport.backend.store_exchange import StoreExchange
 from fddp.transport.shm.host_discovery import discover_hosts
@@ -21,6 +19,18 @@ if TYPE_CHECKING:
     from fddp.transport.shm.bindings import ShmGroup
 
 _log = logging.getLogger("fddp")
+
+
+class BackendChoice(NamedTuple):
+    """The way in which the ranks of a process group communicate, the same on all of them.
+
+    Attributes:
+        name: "shm" for shared memory if all ranks share it, else "gloo".
+        reason: why this way was chosen, in a few words.
+    """
+
+    name: Literal["shm", "gloo"]
+    reason: str
 
 
 _choices: dict[str, BackendChoice] = {}
@@ -48,8 +58,11 @@ def create_backend(options: Any, _: object = None) -> Any:
         choice = BackendChoice("shm", "all ranks of the default group share the memory of a host")
     else:
         exchange = StoreExchange(options.store, rank, size, timeout_s)
-        opened, choice = _open_group(exchange)
-        backend = _connected(opened, exchange, options)
+        group, choice = _open_group(exchange)
+        if group is None:
+            backend = _gloo(options, timeout_s)
+        else:
+            backend = extension.load().ShmBackend(group, rank, size, timeout_s)
         exchange.close()
     _choices[options.group_id] = choice
     _log.info("rank %d of %d: backend %s, because %s", rank, size, choice.name, choice.reason)
@@ -72,7 +85,7 @@ def backend_choice(group: dist.ProcessGroup | None = None) -> BackendChoice:
         return _choices[resolved.group_name]
     # torch splits groups without a call of `create_backend`.
     if isinstance(_backend_of(resolved), dist.ProcessGroupGloo):
-        return BackendChoice("gloo", "it was split from a group on several hosts")
+        return BackendChoice("gloo", "it was split from a group over gloo")
     return BackendChoice("shm", "it was split from a group with shared memory")
 
 
@@ -91,65 +104,32 @@ def _backend_of(group: dist.ProcessGroup) -> Any:
     return getattr(backend, "wrapped_pg", backend)
 
 
-class _OpenedGroup(NamedTuple):
-    """Shared memory of the ranks of this rank's host."""
-
-    group: ShmGroup
-    ranks: tuple[int, ...]
-
-
-def _open_group(exchange: StoreExchange) -> tuple[_OpenedGroup | None, BackendChoice]:
+def _open_group(exchange: StoreExchange) -> tuple[ShmGroup | None, BackendChoice]:
+    """Return the shared memory of the ranks, None if they do not all share it."""
+    size = exchange.world_size
+    everyone = tuple(range(size))
     host_groups = discover_hosts(exchange)
     try:
-        hosts = host_groups.hosts
-        choice = choose_backend(hosts, host_groups.describe(host_groups.problems))
-        if choice.name == "gloo":
-            return None, choice
-        own = next(host for host in hosts if exchange.rank in host)
-        opened = open_shm_groups(exchange, host_groups, [own], exchange.timeout_s)
-        if set(opened.everywhere) == set(hosts):
-            return _OpenedGroup(opened.own[own], own), choice
-        for group in opened.own.values():
-            group.leave()
-        problems = {**host_groups.problems, **opened.problems}
+        problems = host_groups.problems
+        if host_groups.hosts == (everyone,):
+            opened = open_shm_groups(exchange, host_groups, [everyone], exchange.timeout_s)
+            if everyone in opened.everywhere:
+                reason = f"all {size} ranks share the memory of a host"
+                return opened.own[everyone], BackendChoice("shm", reason)
+            problems = {**problems, **opened.problems}
         return None, BackendChoice("gloo", host_groups.describe(problems))
     finally:
         host_groups.close()
 
 
-def _connected(opened: _OpenedGroup | None, exchange: StoreExchange, options: Any) -> Any:
-    """Backend over the memory of this rank's host, and over connections to others if there are."""
-    rank, size, timeout_s = exchange.rank, exchange.world_size, exchange.timeout_s
-    if opened is None:
-        return _gloo_of_all(options, timeout_s)
-    native, locals_ = extension.load(), len(opened.ranks)
-    host, local = divmod(rank, locals_)
-    within = native.ShmBackend(opened.group, local, locals_, timeout_s, opened.ranks[0])
-    if locals_ == size:
-        return within
-    # Reports of a failure must not be those of an earlier group with the same part of the store.
-    token = exchange.exchange(secrets.token_hex(8).encode())[0].decode()
-    reports = dist.PrefixStore(f"fddp/reports/{token}", options.store)
-    across = _gloo(options.store, f"gloo/{local}", host, size // locals_, timeout_s)
-    whole = _gloo_of_all(options, timeout_s)
-    return native.HostsBackend(opened.group, within, across, whole, reports, timeout_s)
-
-
-def _gloo_of_all(options: Any, timeout_s: float) -> dist.ProcessGroupGloo:
+def _gloo(options: Any, timeout_s: float) -> dist.ProcessGroupGloo:
     rank, size = options.group_rank, options.group_size
-    backend = _gloo(options.store, "gloo", rank, size, timeout_s)
+    store = dist.PrefixStore("gloo", options.store)
+    backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
     # As torch does. Gloo reads the ranks when it is split; none stand for all.
-    ranks = list(options.global_ranks_in_group) or list(range(size))
-    backend.options.global_ranks_in_group = ranks
+    backend.options.global_ranks_in_group = list(options.global_ranks_in_group) or list(range(size))
     backend.options.group_name = options.group_id
     return backend
-
-
-def _gloo(
-    store: dist.Store, prefix: str, rank: int, size: int, timeout_s: float
-) -> dist.ProcessGroupGloo:
-    limit = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), rank, size, limit)
 
 
 def _seconds(timeout: timedelta | float) -> float:

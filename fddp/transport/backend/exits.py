@@ -20,6 +20,4 @@ def leave_groups_at_exit() -> None:
 
 
 def _leave_groups() -> None:
-    native = extension.load()
-    native.HostsBackend.close_all()  # over the others
-    native.leave_open_groups()
+    extension.load().leave_open_groups()

@@ -1,7 +1,4 @@
-"""Registration of the backend "fddp" with `torch.distributed`.
-
-`fddp_backend`, which torch itself calls, does the same without importing this library.
-"""
+"""Registration of the backend "fddp" with `torch.distributed`, all that `import fddp` does."""
 
 from __future__ import annotations
 

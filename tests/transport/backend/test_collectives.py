@@ -22,7 +22,7 @@ from tests.support.backends import (
     new_fddp_group,
     values,
 )
-from tests.support.ranks import RankPool, split_into_hosts
+from tests.support.ranks import RankPool
 
 Group = dist.ProcessGroup
 Case = Callable[[Group, bool], list[torch.Tensor]]
@@ -176,27 +176,6 @@ def test_results_are_those_of_gloo(
     ranks.run(world_size, _beside_gloo, cases)
 
 
-def _over_hosts(
-    rank: int, world_size: int, hosts: list[list[int]], fn: Callable[..., None], *args: Any
-) -> None:
-    with split_into_hosts(hosts):
-        fn(rank, world_size, *args)
-
-
-@pytest.mark.parametrize(("name", "cases"), _CASES, ids=[name for name, _ in _CASES])
-@pytest.mark.filterwarnings("ignore")
-def test_results_over_two_hosts_are_those_of_gloo(
-    name: str, cases: list[Any], ranks: RankPool
-) -> None:
-    ranks.run(4, _over_hosts, [[0, 1], [2, 3]], _beside_gloo, cases)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_results_over_three_hosts_are_those_of_gloo(ranks: RankPool) -> None:
-    cases = [of_name[0] for _, of_name in _CASES]
-    ranks.run(6, _over_hosts, [[0, 1], [2, 3], [4, 5]], _beside_gloo, cases)
-
-
 def _beyond_gloo(rank: int, world_size: int) -> None:
     group = new_fddp_group()
     # Sizes that differ between ranks.
@@ -236,10 +215,6 @@ def _beyond_gloo(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_more_than_gloo(world_size: int, ranks: RankPool) -> None:
     ranks.run(world_size, _beyond_gloo)
-
-
-def test_more_than_gloo_over_hosts(ranks: RankPool) -> None:
-    ranks.run(4, _over_hosts, [[0, 1], [2, 3]], _beyond_gloo)
 
 
 def _all_to_all_of_parts(rank: int, world_size: int) -> None:

@@ -43,10 +43,40 @@ def test_gloo_where_ranks_do_not_share_memory(ranks: RankPool) -> None:
     for shared, divided in ranks.run(3, _choice):
         assert shared == BackendChoice("shm", "all 3 ranks share the memory of a host")
         assert divided.name == "gloo"
-        assert divided.reason == (
-            "the ranks are on 2 hosts or parts of them (0, 1-2); "
-            "the hosts have different numbers of ranks"
-        )
+        assert divided.reason == "the ranks are on 2 hosts or parts of them (0, 1-2)"
+
+
+def _over_two_hosts(rank: int, world_size: int, folder: str) -> None:
+    """A default group over gloo, and the library itself on it."""
+    with split_into_hosts([[0, 1], [2, 3]]):
+        as_default(rank, world_size, folder, _on_two_hosts)
+
+
+def _on_two_hosts(rank: int, world_size: int) -> None:
+    assert backend_choice().name == "gloo"
+    gradients = {"w": torch.full((100_000,), float(rank)), "b": torch.ones(3)}
+    for algorithm in ("all_reduce", "hierarchical"):
+        topology = fddp.Topology(host=2, local=2)
+        with fddp.GradSync(gradients, mesh=topology, algorithm=algorithm) as sync:
+            means = sync(gradients)
+        assert bool(means["w"].eq(1.5).all())
+    within = dist.new_group([2, 3])
+    if rank >= 2:
+        assert backend_choice(within).name == "shm"
+        total = torch.ones(3)
+        dist.all_reduce(total, group=within)
+        assert total[0] == 2.0
+    world = dist.group.WORLD
+    assert world is not None
+    part = world.split_group([0, 3] if rank in (0, 3) else [1, 2])
+    total = torch.full((10,), float(rank))
+    part.allreduce([total]).wait()
+    assert total[0] == 3.0
+    assert part._get_backend(torch.device("cpu")).name() == "gloo"
+
+
+def test_a_default_group_over_two_hosts(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(4, _over_two_hosts, str(tmp_path))
 
 
 def _parts(rank: int, world_size: int) -> None:
@@ -217,6 +247,7 @@ dist.destroy_process_group()
 # Groups that torch gives the same part of the store, works that are polled, and a lazy view.
 _AGAIN = """
 import os, torch, torch.distributed as dist
+import fddp
 for life in range(2):
     dist.init_process_group("fddp")
     rank = dist.get_rank()

@@ -1,6 +1,5 @@
 """torch's own tests of process groups, over the backend "fddp": a sample, or all of them with
-`TORCH_TESTS=all`. `TORCH_TESTS_BACKEND=gloo` runs them over gloo, `TORCH_TESTS_HOSTS=2` all of them
-with half of the ranks on either of two hosts."""
+`TORCH_TESTS=all`. `TORCH_TESTS_BACKEND=gloo` runs them over gloo."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import RankPool, split_into_hosts
+from tests.support.ranks import RankPool
 from tests.transport.backend.torch_suite.catalogue import torch_tests
 from tests.transport.backend.torch_suite.left_out import LEFT_OUT
 
@@ -18,7 +17,6 @@ _ALL = torch_tests()
 _LEFT_OUT = {name for names in LEFT_OUT.values() for name in names}
 _RUN = [name for name in _ALL if name not in _LEFT_OUT]
 _RANKS = 4  # more than the groups of some ranks have, and even
-_HOSTS = {1: [range(_RANKS)], 2: [range(_RANKS // 2), range(_RANKS // 2, _RANKS)]}
 _SAMPLE = [
     *("test_all_gather_object_default_pg", "test_all_reduce_coalesced_max", "test_all_to_all"),
     *("test_barrier_full_group", "test_batch_isend_irecv_gloo_tags", "test_gather_object"),
@@ -26,24 +24,16 @@ _SAMPLE = [
 ]
 
 
-def _run(rank: int, world_size: int, n_hosts: int, name: str, backend: str, folder: str) -> str:
+def _run(rank: int, world_size: int, name: str, backend: str, folder: str) -> str:
     # Not on top: importing torch's test modules changes flags of torch.
     from tests.transport.backend.torch_suite import on_rank
 
-    with split_into_hosts(_HOSTS[n_hosts]):
-        return on_rank.run(rank, world_size, name, backend, folder)
+    return on_rank.run(rank, world_size, name, backend, folder)
 
 
-def _selection() -> list[tuple[str, int]]:
-    """Tests, each with a number of hosts."""
-    if os.environ.get("TORCH_TESTS") != "all":
-        return [(name, n_hosts) for name in _SAMPLE for n_hosts in _HOSTS]
-    return [(name, int(os.environ.get("TORCH_TESTS_HOSTS", "1"))) for name in _RUN]
-
-
-@pytest.mark.parametrize(("name", "n_hosts"), _selection())
-def test_torch_suite(name: str, n_hosts: int, own_ranks: RankPool, tmp_path: Path) -> None:
-    outcomes = own_ranks.run(_RANKS, _run, n_hosts, name, _BACKEND, str(tmp_path))
+@pytest.mark.parametrize("name", _RUN if os.environ.get("TORCH_TESTS") == "all" else _SAMPLE)
+def test_torch_suite(name: str, own_ranks: RankPool, tmp_path: Path) -> None:
+    outcomes = own_ranks.run(_RANKS, _run, name, _BACKEND, str(tmp_path))
     skips = [outcome for outcome in outcomes if outcome != "passed"]
     if skips:
         pytest.skip(skips[0])
