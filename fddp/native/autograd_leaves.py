@@ -106,10 +106,6 @@ class GradientCounter(Protocol):
     def arrival_count(self) -> int:
         """Return the number of gradients that arrived."""
 
-    def in_place_count(self) -> int:
-        """Return the number of gradients that autograd wrote into their buckets; see [Note:
-        gradients in place] (csrc/autograd/gradient_placement.h)."""
-
     def take_one(self, leaf: int) -> Tensor | None:
         """Return one leaf's gradient."""
 

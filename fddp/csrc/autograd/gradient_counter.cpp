@@ -55,14 +55,6 @@ GradientCounter::GradientCounter(std::vector<at::Tensor> leaves) : leaves_(std::
   found_grad_.resize(leaves_.size(), false);
 }
 
-GradientCounter::~GradientCounter() {
-  try {
-    if (placement_) placement_->end();
-  } catch (...) {
-    // There is no memory to move a bucket to. Its own is not reused while tensors refer to it.
-  }
-}
-
 void GradientCounter::arm(std::shared_ptr<const BucketMembers> members, std::vector<int64_t> expected,
                    std::vector<EagerSlot> eager, py::object on_bucket) {
   TORCH_CHECK_VALUE(expected.size() == size(), "expected ", size(), " counts, got ", expected.size());
@@ -100,23 +92,7 @@ void GradientCounter::arm(std::shared_ptr<const BucketMembers> members, std::vec
   arrival_times_.clear();
   arrival_times_.reserve(size());
   listener_.swap(listener);
-  if (placement_) placement_->end();
-  placement_ = begin_placement();
-  in_place_count_ = 0;
   armed_ = true;
-}
-
-// See [Note: gradients in place].
-std::shared_ptr<GradientPlacement> GradientCounter::begin_placement() const {
-  std::vector<PlacementSlot> slots;
-  for (const EagerSlot& eager : eager_) {
-    const at::Tensor& leaf = leaves_[eager.leaf];
-    const bool fits = eager.buffer.is_cpu() && eager.buffer.scalar_type() == leaf.scalar_type();
-    if (!fits || leaf.grad().defined() || expected_[eager.leaf] != 1) continue;
-    PlacementSlot slot{eager.leaf, bucket_of_[eager.leaf], eager.buffer, eager.layout};
-    if (slot.nbytes() >= GradientPlacement::kLeastBytes) slots.push_back(std::move(slot));
-  }
-  return slots.empty() ? nullptr : GradientPlacement::begin(members_->placements, std::move(slots));
 }
 
 void GradientCounter::disarm() {
@@ -124,8 +100,6 @@ void GradientCounter::disarm() {
   std::vector<EagerSlot> eager;
   const std::lock_guard<std::mutex> lock(mutex_);
   armed_ = false;
-  if (placement_) placement_->end();
-  placement_.reset();
   eager.swap(eager_);
   listener.swap(listener_);
 }
@@ -134,7 +108,6 @@ std::vector<at::Tensor> GradientCounter::take_locked(int64_t bucket, bool keep) 
   TORCH_CHECK_VALUE(members_ != nullptr, "arm must be called before gradients can be taken");
   const auto& members = members_->leaves.at(bucket);
   wait_for_streams(bucket);
-  if (placement_) placement_->close(bucket);
   std::vector<at::Tensor> grads;
   grads.reserve(members.size());
   for (const int64_t leaf : members) {
@@ -218,17 +191,12 @@ bool GradientCounter::is_as_expected() const {
   return counts_ == expected_;
 }
 
-size_t GradientCounter::in_place_count() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return in_place_count_;
-}
-
 size_t GradientCounter::arrival_count() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return arrivals_.size();
 }
 
-void GradientCounter::on_gradient(size_t leaf, bool is_undefined, const PassedGradient& passed) {
+void GradientCounter::on_gradient(size_t leaf, bool is_undefined) {
   int64_t complete = kNoBucket;
   at::Tensor packed;  // released without the mutex: a gradient known to Python may need the GIL
   {
@@ -244,7 +212,7 @@ void GradientCounter::on_gradient(size_t leaf, bool is_undefined, const PassedGr
       if (taken_[bucket]) {
         late_[bucket] = true;
       } else if (eager_of_[leaf] != kNotEager && may_release(leaf)) {
-        packed = pack_on_arrival(leaf, bucket, passed);
+        packed = pack_on_arrival(leaf, bucket);
       }
     }
     if (counts_[leaf] <= expected_[leaf] && --pending_[bucket] == 0) complete = bucket;
@@ -253,10 +221,9 @@ void GradientCounter::on_gradient(size_t leaf, bool is_undefined, const PassedGr
   if (complete != kNoBucket) notify_bucket(complete);
 }
 
-at::Tensor GradientCounter::pack_on_arrival(size_t leaf, int64_t bucket, const PassedGradient& passed) {
+at::Tensor GradientCounter::pack_on_arrival(size_t leaf, int64_t bucket) {
   const EagerSlot& slot = eager_[eager_of_[leaf]];
   at::Tensor& grad = leaves_[leaf].mutable_grad();
-  if (placement_ && placement_->arrive(static_cast<int64_t>(leaf), bucket, grad, passed)) ++in_place_count_;
   const auto pack = packed_on_arrival_[leaf] ? pack_add_ : pack_;
   const double amax = pack(slot.buffer, *slot.layout, {grad}, slot.scale);
   // The sum of two finite bounds may overflow to infinity, which would indicate a non-finite
@@ -330,7 +297,6 @@ void bind_gradient_counter(py::module_& m) {
                }),
            py::arg("bucket"), py::arg("buffer"), py::arg("packing"), py::arg("keep"), py::arg("scale"))
       .def("take_one", &GradientCounter::take_one, py::arg("leaf"))
-      .def("in_place_count", &GradientCounter::in_place_count)
       .def("arrival_count", &GradientCounter::arrival_count)
       .def("used", &GradientCounter::used)
       .def("all_used", &GradientCounter::all_used)

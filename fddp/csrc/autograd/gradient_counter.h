@@ -15,7 +15,6 @@
 #include <utility>
 #include <vector>
 
-#include "autograd/gradient_placement.h"
 #include "step/bucket_listener.h"
 #include "tensor/layout.h"
 
@@ -24,7 +23,6 @@ namespace fddp {
 // Leaves of each bucket. Created once for a plan and shared by its steps.
 struct BucketMembers {
   std::vector<std::vector<int64_t>> leaves;
-  std::shared_ptr<PlacementHistory> placements = std::make_shared<PlacementHistory>();
 };
 
 // Layout of a bucket's leaves in its buffer. Created once for a plan.
@@ -50,7 +48,7 @@ double add_bounds(double bound, double amax);
 class GradientCounter {
  public:
   explicit GradientCounter(std::vector<at::Tensor> leaves);
-  virtual ~GradientCounter();
+  virtual ~GradientCounter() = default;
   GradientCounter(const GradientCounter&) = delete;
   GradientCounter& operator=(const GradientCounter&) = delete;
 
@@ -88,8 +86,6 @@ class GradientCounter {
   // Return true if each leaf received as many gradients as `arm` expected.
   bool is_as_expected() const;
   size_t arrival_count() const;
-  // Return the number of gradients that backward wrote into their buckets.
-  size_t in_place_count() const;
   std::vector<bool> late() const { return copy_of(late_); }
   std::vector<int64_t> counts() const { return copy_of(counts_); }
   std::vector<int64_t> arrivals() const { return copy_of(arrivals_); }
@@ -100,7 +96,7 @@ class GradientCounter {
   static constexpr int64_t kNotEager = -1;
 
   // Called for each gradient that has arrived. An undefined one stands for zeros.
-  void on_gradient(size_t leaf, bool is_undefined = false, const PassedGradient& passed = {});
+  void on_gradient(size_t leaf, bool is_undefined = false);
 
   // Release a leaf's gradient after it was taken. Overridden where it must be preserved. Called
   // with the mutex held.
@@ -129,8 +125,7 @@ class GradientCounter {
   // Implementation of `take` and `pack`. Called with the mutex held.
   std::vector<at::Tensor> take_locked(int64_t bucket, bool keep);
   // Pack the leaf's gradient. Return it, so that it can be released without the mutex.
-  at::Tensor pack_on_arrival(size_t leaf, int64_t bucket, const PassedGradient& passed);
-  std::shared_ptr<GradientPlacement> begin_placement() const;
+  at::Tensor pack_on_arrival(size_t leaf, int64_t bucket);
   void notify_bucket(int64_t bucket);
   void record_stream(int64_t bucket, at::Device device);
   void wait_for_streams(int64_t bucket);
@@ -148,8 +143,6 @@ class GradientCounter {
   std::vector<bool> late_;                         // by bucket: a gradient arrived after take()
   std::vector<bool> taken_;                        // by bucket: take() was called
   std::vector<std::vector<c10::Stream>> streams_;  // by bucket: streams that computed its gradients
-  std::shared_ptr<GradientPlacement> placement_;  // null if no gradient can be placed
-  size_t in_place_count_ = 0;
   std::shared_ptr<BucketListener> listener_;
 };
 

@@ -187,16 +187,14 @@ class ParamSet : public GradientCounter, public std::enable_shared_from_this<Par
     watch_->reach_first_grad();
   }
 
-  // `passed`: what autograd passed to the leaf, which may be undefined.
-  void after_accumulation(size_t leaf, const at::Tensor& passed) {
-    const bool is_undefined = !passed.defined();
+  // `is_undefined`: what autograd passed to the leaf is.
+  void after_accumulation(size_t leaf, bool is_undefined) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (is_undefined && !(in_step_ && counts_undefined_)) return;
       used_[leaf] = true;
     }
-    const bool has_further_hooks = accumulators_[leaf]->post_hooks().size() > 1;
-    on_gradient(leaf, is_undefined, {passed, has_further_hooks});
+    on_gradient(leaf, is_undefined);
   }
 
  protected:
@@ -268,8 +266,8 @@ class PostAccumulateHook : public FunctionPostHook {
   PostAccumulateHook(std::weak_ptr<ParamSet> set, size_t leaf) : set_(std::move(set)), leaf_(leaf) {}
   bool is_abandoned() const { return set_.expired(); }
   variable_list operator()(const variable_list& outputs, const variable_list& grads) override {
-    const at::Tensor& passed = grads.empty() ? PassedGradient::undefined() : grads[0];
-    if (const auto set = set_.lock()) set->after_accumulation(leaf_, passed);
+    const bool is_undefined = grads.empty() || !grads[0].defined();
+    if (const auto set = set_.lock()) set->after_accumulation(leaf_, is_undefined);
     return outputs;
   }
   void compiled_args(CompiledNodeArgs&) const override {}
