@@ -16,7 +16,7 @@ TOOLS := $(VENV)/.tools
 INSTALLED := $(VENV)/.installed
 NATIVE := pyproject.toml $(wildcard fddp/csrc/* fddp/csrc/*/*)
 
-.PHONY: test quick demo lint docs bench bench-gpu integrations sanitize chaos disagree torch-tests soak fuzz fuzz-atheris fuzzed-extension matrix wheels clean
+.PHONY: test quick bits demo lint docs bench bench-gpu integrations sanitize chaos disagree torch-tests soak fuzz fuzz-atheris fuzzed-extension matrix wheels clean
 
 # Two workers, because most tests wait: for processes to start, or for each other.
 test: lint
@@ -117,6 +117,13 @@ disagree: $(INSTALLED)
 # runs a sample of them.
 torch-tests: $(INSTALLED)
 	TORCH_TESTS=all $(RUN) -m pytest tests/transport/backend/test_torch_suite.py
+
+# SHA-256 of parameters after steps of the demo, of the examples and of 210 random trees, with the
+# collectives issued and the JSON of plans and schedules: two minutes. To compare this checkout with
+# another that has a .venv, record both: ARGS="record old.json --tree FOLDER", ARGS="compare old.json new.json".
+bits: $(INSTALLED)
+	mkdir -p build
+	$(RUN) -m tests.bits $(or $(ARGS),record build/bits.json)
 
 # Half an hour of mixed steps; ends with status 1 where anything grew.
 soak: $(INSTALLED)
