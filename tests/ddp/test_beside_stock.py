@@ -1,478 +1,461 @@
-"""Programs that run with stock DDP and with fddp, and what each of the two does."""
+"""Optimizers, trainers, hooks, compilers and copies around a wrapped module: as with stock DDP."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import gc
-import warnings
-from collections.abc import Callable
-from datetime import timedelta
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
-import fddp
-from tests.support.endings import Ending, ending
+import tests.support.parity_runs as runs
+from tests.support.beside_stock import (
+    DDP,
+    MLP,
+    STEPS,
+    Program,
+    assert_same_as_stock,
+    batches_of,
+    renamed,
+    training,
+)
+from tests.support.parity_models import (
+    MODELS,
+    WIDTH,
+    MixedDtypes,
+    Model,
+    double_layers,
+    loss_of,
+    mlp,
+    rows,
+)
 from tests.support.ranks import RankPool
 
-CLASSES = (StockDDP, fddp.DistributedDataParallel)
-
-# Names to ignore, set on a submodule
-
-
-def two_layers() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(2, 2, bias=False), nn.Sequential(nn.BatchNorm1d(2)))
+CONV = MODELS["conv with batch norm"]
+SGD = partial(torch.optim.SGD, lr=0.02)
 
 
-def ignored_by_a_part(rank: int, world_size: int) -> list[tuple[bool, bool, bool]]:
-    """Per class: ranks share a gradient of the part, one of another part, and a buffer."""
-    found = []
-    for wrapped in CLASSES:
-        torch.manual_seed(rank)
-        module = two_layers()
-        norm = module[1][0]
-        norm.running_mean += rank
-        StockDDP._set_params_and_buffers_to_ignore_for_model(module[1], ["0.bias", ".0.bias"])
-        StockDDP._set_params_and_buffers_to_ignore_for_model(norm, ["running_mean"])
-        model = wrapped(module.eval())
-        (model(torch.rand(4, 2)) * (rank + 1)).sum().backward()
-        tensors = (norm.bias.grad, module[0].weight.grad, norm.running_mean)
-        found.append(tuple(is_shared(tensor) for tensor in tensors))
-    return found
+# Optimizers
 
 
-def is_shared(tensor: torch.Tensor) -> bool:
-    """All ranks have the same values."""
-    tensors: list[Any] = [torch.empty_like(tensor) for _ in range(2)]
-    dist.all_gather(tensors, tensor)
-    return torch.equal(*tensors)
+def sharded_adam(parameters: Any) -> Any:
+    # Where it is imported, torch warns of its own use of torch.jit.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=0.01)
 
 
-def test_a_submodule_may_name_what_to_ignore(ranks: RankPool) -> None:
-    # Stock reads the names of the wrapped module alone (pytorch#114857).
-    stock, ours = (True, True, True), (False, True, False)
-    for found in ranks.run(2, ignored_by_a_part):
-        assert found == [stock, ours]
+OPTIMIZERS = {
+    "SGD, foreach": partial(SGD, momentum=0.9, foreach=True),
+    "AdamW, fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "sharded Adam": sharded_adam,
+}
 
 
-# Copies
+def optimized(ddp: DDP, rank: int, name: str, views: bool) -> Iterator[runs.Shot]:
+    module = runs.built(MLP, rank)
+    model = ddp(module, gradient_as_bucket_view=views)
+    return training(model, OPTIMIZERS[name](model.parameters()), batches_of(rank), module)
 
 
-def averaged_on_one_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> list[Any]:
-    """Per class: outputs of an average of the parameters that rank 0 alone evaluates."""
-    found = []
-    for wrapped in CLASSES:
-        torch.manual_seed(0)
-        model = wrapped(two_layers(), **arguments)
-        seen: list[Any] = []
-        average = None
-        for step in range(3):
-            model.zero_grad()
-            model(torch.full((2, 2), float(step + rank)).cumsum(0)).sum().backward()
-            with torch.no_grad():
-                if average is None and rank == 0:
-                    average = copy.deepcopy(model).eval()
-                for param in model.parameters():
-                    param -= 0.1 * param.grad
-                if average is not None:
-                    for param, own in zip(average.parameters(), model.parameters(), strict=True):
-                        param.lerp_(own, 0.5)
-                    seen.append(average(torch.ones(2, 2)).tolist())
-        found.append([seen, [param.tolist() for param in model.parameters()]])
-    return found
+def converted(ddp: DDP, rank: int, make: Any, **options: Any) -> Iterator[runs.Shot]:
+    """Steps before and after the parameters take another memory format.
+
+    After its second forward pass, stock DDP returns gradients whose elements are permuted.
+    """
+    module = runs.built(CONV, 0)
+    model = ddp(module)
+    optimizer = make(model.parameters(), lr=0.1, fused=True, **options)
+    for step in range(4):
+        if step == 1:
+            model.to(memory_format=torch.channels_last)
+        optimizer.zero_grad(set_to_none=step != 3)
+        loss_of(model(CONV.batch(rank, step))).backward()
+        yield runs.shot(module)
+        optimizer.step()
 
 
-def test_one_rank_evaluates_a_copy(ranks: RankPool) -> None:
-    for stock, ours in ranks.run(2, averaged_on_one_rank, {"forward_sync_buffers": False}):
-        assert ours == stock
+def scaled(ddp: DDP, rank: int) -> Iterator[Any]:
+    """One rank's overflow makes all of them skip the step."""
+    module = runs.built(MLP, rank)
+    model = ddp(module)
+    optimizer = SGD(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scales = []
+    for step, batch in enumerate(batches_of(rank)):
+        optimizer.zero_grad()
+        factor = float("inf") if (rank, step) == (1, 3) else 1.0
+        scaler.scale(loss_of(model(batch)) * factor).backward()
+        yield {} if step == 3 else runs.shot(module)  # NaN does not compare
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [64.0] * 3 + [32.0] * 3
+    yield runs.shot(module)
 
 
-def alone(rank: int, world_size: int) -> str:
-    """The error of rank 0, which alone synchronises buffers."""
-    group = dist.new_group(timeout=timedelta(seconds=2))
-    model = fddp.DistributedDataParallel(two_layers(), init_sync=False, process_group=group)
-    text = ""
-    if rank == 0:
-        with torch.no_grad(), pytest.raises(fddp.SyncTimeoutError) as caught:
-            model(torch.ones(2, 2))
-        text = str(caught.value)
-    dist.barrier()
-    return text
+def autocast_and_clipped(ddp: DDP, rank: int) -> Iterator[runs.Shot]:
+    module = runs.built(Model(lambda: mlp().float(), rows), rank)
+    model = ddp(module)
+    optimizer = SGD(model.parameters())
+    for batch in batches_of(rank):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model(batch.float()))
+        loss.backward()
+        yield runs.shot(module)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+    yield runs.shot(module)
 
 
-def test_a_wrapper_that_waits_is_named(ranks: RankPool) -> None:
-    text, _ = ranks.run(2, alone)
-    assert text.startswith("opening a DistributedDataParallel on rank 0 of 2: rank 1 did not open")
+def gradients_in_one_tensor(ddp: DDP, rank: int) -> Iterator[runs.Shot]:
+    """Gradients are slices of one tensor, which backward must keep writing."""
+    module = runs.built(MLP, rank)
+    model = ddp(module)
+    parameters = list(module.parameters())
+    memory = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
+    parts = memory.split([p.numel() for p in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+    for batch in batches_of(rank):
+        memory.zero_()
+        loss_of(model(batch)).backward()
+        yield {"memory": memory.clone(), **runs.shot(module)}
+    storage = memory.untyped_storage().data_ptr()
+    assert all(p.grad.untyped_storage().data_ptr() == storage for p in parameters)
 
 
-# Gradients that are returned
+def joined_pair(ddp: DDP, rank: int) -> Iterator[runs.Shot]:
+    """Two models and a sharded optimizer in one join context."""
+    modules = [runs.built(MLP, rank), runs.built(MODELS["frozen layers"], rank)]
+    models = [ddp(module) for module in modules]
+    optimizer = sharded_adam(models[0].parameters())
+    with Join([*models, optimizer]):
+        for batch in batches_of(rank)[: STEPS - 3 * rank]:
+            optimizer.zero_grad()
+            loss_of(models[0](batch)).backward()
+            loss_of(models[1](batch)).backward()
+            yield {**runs.shot(modules[0]), **renamed(modules[1])}
+            optimizer.step()
+    yield runs.shot(modules[0])
 
 
-def returned(rank: int, world_size: int) -> list[Any]:
-    """Per class: errors of `autograd.grad`, and the mean of a backward pass after it."""
-    found = []
-    for wrapped in CLASSES:
-        torch.manual_seed(0)
-        model = wrapped(nn.Linear(2, 1, bias=False))
-        x = torch.full((1, 2), rank + 1.0, requires_grad=True)
-        params = list(model.parameters())
-        kinds = []
-        for inputs in ([x], params, [x, *params]):
-            loss = model(x).sum()
-            end = ending(lambda: torch.autograd.grad(loss, inputs, retain_graph=True))  # noqa: B023
-            kinds.append((end.kinds[0], "fddp.GradSync" in end.text))
-            with model.no_sync():
-                torch.autograd.grad(loss, inputs)
-        model(x).sum().backward(inputs=[x])
-        model(x).sum().backward(inputs=params)
-        found.append((kinds, x.grad.tolist(), params[0].grad.tolist()))
-    return found
+# Trainers
 
 
-def test_gradients_of_parameters_are_not_returned_in_silence(ranks: RankPool) -> None:
-    for stock, ours in ranks.run(2, returned):
-        (none, *errors), *grads = ours
-        assert grads == [*stock[1:]]
-        assert none == ("no error", False)
-        assert errors == [("TransformError", True)] * 2
-        assert {kind for kind, _ in stock[0]} == {"no error"}
+def recorded(ddp: DDP, rank: int, backward: Callable[[Any, Tensor], None]) -> Iterator[runs.Shot]:
+    """Shots after each batch's `backward(model, batch)`; nothing is updated."""
+    module = runs.built(MLP, rank)
+    model = ddp(module)
+    for batch in batches_of(rank):
+        model.zero_grad()
+        backward(model, batch)
+        yield runs.shot(module)
 
 
-def functional(rank: int, world_size: int) -> list[bool]:
-    """Which calls warn, with tensors in place of the parameters."""
-    model = fddp.DistributedDataParallel(nn.Linear(2, 1, bias=False))
-    x = torch.full((1, 2), rank + 1.0)
+def in_a_thread(model: Any, batch: Tensor) -> None:
+    thread = threading.Thread(target=loss_of(model(batch)).backward)
+    thread.start()
+    thread.join()
 
-    def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.func.functional_call(model, params, (x,)).sum()
 
-    params = {name: param.detach().clone() for name, param in model.named_parameters()}
-    leaves = {name: param.clone().requires_grad_() for name, param in params.items()}
+def by_functional_call(model: Any, batch: Tensor) -> None:
+    """Call the model with the module's own parameters."""
+    own = dict(model.named_parameters())
+    loss_of(torch.func.functional_call(model, own, (batch,))).backward()
 
-    def local() -> None:
-        with model.no_sync():
-            torch.func.grad(loss)(params)
 
-    calls = (
-        lambda: torch.func.grad(loss)(params),
-        lambda: torch.func.jvp(loss, (params,), (params,)),
-        lambda: loss(leaves),
-        lambda: loss(params),
-        local,
-        lambda: torch.func.grad(lambda y: model(y).sum())(x),
+@contextlib.contextmanager
+def sync_in_backward(model: Any) -> Iterator[None]:
+    """The effect of Accelerate's `trigger_sync_in_backward` on a DDP object."""
+    before = model.require_backward_grad_sync, model.require_forward_param_sync
+    model.require_backward_grad_sync = model.require_forward_param_sync = True
+    model.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+
+def as_accelerate(model: Any, batch: Tensor) -> None:
+    """Forwards under `no_sync`; the last backward is set to synchronise."""
+    with model.no_sync():
+        losses = [loss_of(model(batch)), loss_of(model(batch / 2))]
+    with model.no_sync():
+        losses[0].backward()
+    with sync_in_backward(model):
+        losses[1].backward()
+
+
+def as_lightning(model: Any, batch: Tensor) -> None:
+    """Synchronisation is switched by attribute, off in forward and decided before backward, as in
+    Lightning's preparation of backward under manual optimization."""
+    for is_local in (True, False):
+        model.require_backward_grad_sync = False
+        loss = loss_of(model(batch))
+        model.require_backward_grad_sync = not is_local
+        model.require_forward_param_sync = not is_local
+        if not is_local:
+            assert not model.find_unused_parameters
+            assert not model.static_graph
+            model.reducer._rebuild_buckets()
+            model.reducer.prepare_for_backward([])
+        loss.backward()
+        model.require_backward_grad_sync = True
+
+
+# Modules in one another
+
+
+def chained(ddp: DDP, rank: int) -> Iterator[runs.Shot]:
+    """One backward through two wrapped modules."""
+    torch.manual_seed(rank)
+    generator = nn.Sequential(*double_layers(WIDTH, 8, WIDTH))
+    judge = nn.Sequential(*double_layers(WIDTH, 8, 1))
+    wrapped = [ddp(generator), ddp(judge)]
+    optimizers = [SGD(model.parameters()) for model in wrapped]
+    for batch in batches_of(rank):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(wrapped[1](wrapped[0](batch))).backward()
+        yield {**runs.shot(generator), **renamed(judge)}
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+class Outer(nn.Module):
+    """Holds a module that is wrapped itself."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.tanh(self.first(x)))
+
+
+def nested(ddp: DDP, rank: int) -> Iterator[runs.Shot]:
+    torch.manual_seed(rank)
+    outer = Outer(ddp(nn.Sequential(*double_layers(WIDTH, 8, 3))))
+    StockDDP._set_params_and_buffers_to_ignore_for_model(
+        outer, [f"inner.{name}" for name, _ in outer.inner.named_parameters()]
     )
-    found = []
-    for call in calls:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            call()
-        found.append(any("fddp.GradSync" in str(warning.message) for warning in caught))
-    return found
+    model = ddp(outer)
+    return training(model, SGD(model.parameters()), batches_of(rank), outer)
 
 
-def test_gradients_of_other_tensors_are_not_local_in_silence(ranks: RankPool) -> None:
-    assert ranks.run(2, functional) == [[True, True, True, False, False, False]] * 2
+class CallsItsWrapper(nn.Module):
+    """Calls its own wrapper with other parameters before it uses its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.wrapper: list[nn.Module] = []
+
+    def forward(self, x: Tensor, *, again: bool = True) -> Tensor:
+        if again:
+            other = {"module.weight": torch.zeros(2)}
+            torch.func.functional_call(self.wrapper[0], other, (x,), {"again": False})
+        return self.weight * x
 
 
-def dropped(rank: int, world_size: int) -> list[int]:
-    """Hooks on the parameters of a wrapper, before and after others of its module come and go."""
-    module = nn.Linear(2, 1)
-    model = fddp.DistributedDataParallel(module)
-    hooks = model.steps.runner.parameters.hooks
-    counts = [hooks.hook_count()]
-    for _ in range(5):
-        fddp.DistributedDataParallel(module)(torch.ones(1, 2)).sum().backward()
-        gc.collect()
-        counts.append(hooks.hook_count())
-    return counts
+def called_within_itself(ddp: DDP, rank: int) -> Iterator[runs.Shot]:
+    module = CallsItsWrapper()
+    module.wrapper.append(model := ddp(module))
+    model(torch.full((2,), 1.0 + rank)).sum().backward()
+    assert module.weight.grad.tolist() == [1.5, 1.5]
+    yield runs.shot(module)
 
 
-def test_hooks_of_dropped_wrappers_do_not_pile_up(ranks: RankPool) -> None:
-    # Two for each parameter and wrapper. Those of the wrapper dropped last stay.
-    assert ranks.run(2, dropped) == [[4, 8, 8, 8, 8, 8]] * 2
+def scripted(ddp: DDP, rank: int, kind: str) -> Iterator[runs.Shot]:
+    """Steps of modules that have their parameters in C++."""
+    torch.manual_seed(0)
+    module = {
+        "whole": lambda: torch.jit.script(nn.Linear(3, 2)),
+        "part": lambda: nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 2))),
+        "traced": lambda: nn.Sequential(
+            torch.jit.trace(nn.Linear(3, 3), torch.ones(1, 3)), nn.Linear(3, 2)
+        ),
+    }[kind]()
+    model = ddp(module)
+    optimizer = SGD(model.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((2, 3), 1.0 + rank + step)).square().sum().backward()
+        yield runs.shot(module)
+        optimizer.step()
 
 
-class Lazy(nn.Linear):
-    def forward(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        out = super().forward(x)
-        return lambda: out
+# Hooks, evaluation
 
 
-def hidden(rank: int, world_size: int) -> list[bool]:
-    """Which modules warn that their outputs can't be seen."""
-    found = []
-    for module, is_grad_enabled in (
-        (Lazy(2, 1), True),
-        (Lazy(2, 1), False),
-        (nn.Linear(2, 1), True),
-    ):
-        model = fddp.DistributedDataParallel(module)
-        with (
-            warnings.catch_warnings(record=True) as caught,
-            torch.set_grad_enabled(is_grad_enabled),
-        ):
-            warnings.simplefilter("always")
-            model(torch.ones(1, 2))
-        found.append(any("hides its tensors" in str(warning.message) for warning in caught))
-    return found
+def hooked(ddp: DDP, rank: int) -> Iterator[Any]:
+    """Hooks change what flows through them, and are called equally often."""
+    log: list[str] = []
+    module = runs.built(MLP, rank)
+    model = ddp(module)
 
+    def noted(name: str, result: Any = None) -> Any:
+        def hook(*args: Any) -> Any:
+            log.append(name)
+            return result(*args) if result else None
 
-def test_outputs_that_hide_their_tensors_bring_a_warning(ranks: RankPool) -> None:
-    assert ranks.run(2, hidden) == [[True, False, False]] * 2
+        return hook
 
-
-# Settings
-
-
-def warned(rank: int, world_size: int) -> list[list[str]]:
-    """Per class: the beginning of the warnings of the constructor."""
-    found = []
-    for wrapped in CLASSES:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            wrapped(nn.Linear(2, 2), static_graph=True, find_unused_parameters=True)
-        found.append([str(warning.message).partition(", just")[0] for warning in caught])
-    return found
-
-
-def test_a_needless_flag_is_warned_of(ranks: RankPool) -> None:
-    for stock, ours in ranks.run(2, warned):
-        assert len(stock) == len(ours) == 1
-        assert stock[0].startswith(ours[0])
-
-
-def statics(rank: int, world_size: int) -> list[int | None]:
-    """What may be set after steps of a graph that did not change, and of one that did."""
-    seen = []
-    module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    module.forward = lambda x, used: module[used](x)
-    model = fddp.DistributedDataParallel(module, find_unused_parameters=True)
-    seen.append(model._get_ddp_logging_data().get("can_set_static_graph"))
-    for used in (0, 0, 1):
-        model(torch.ones(1, 2), used).sum().backward()
-        seen.append(model._get_ddp_logging_data()["can_set_static_graph"])
-    return seen
-
-
-def test_a_graph_that_does_not_change_may_be_declared_static(ranks: RankPool) -> None:
-    assert ranks.run(2, statics) == [[None, 1, 1, 0]] * 2
-
-
-# Shadowing
-
-
-def shadowed(rank: int, world_size: int) -> list[list[Any]]:
-    """Per class: gradients of ranks of which the last has no input."""
-    found = []
-    for wrapped in CLASSES:
-        model = wrapped(nn.Linear(2, 1, bias=False))
-        buckets = model.reducer._get_zeros_like_grad_buckets()
-        zeros = [(b.index(), b.is_last(), b.buffer().tolist()) for b in buckets]
-        if rank == 0:
-            model(torch.ones(1, 2)).sum().backward()
-            zeros.append(model.module.weight.grad.tolist())
-        else:
-            model._match_all_reduce_for_bwd_pass()
-        found.append(zeros)
-    return found
-
-
-def test_a_rank_shadows_a_backward_pass(ranks: RankPool) -> None:
-    for stock, ours in ranks.run(2, shadowed):
-        assert ours == stock
-
-
-# Errors
-
-
-def with_unused() -> nn.Module:
-    """A layer with a further parameter, which its forward does not use."""
-    module = nn.Linear(2, 2)
-    module.unused = nn.Parameter(torch.ones(2))
-    return module
-
-
-def iterations(rank: int, world_size: int) -> list[list[int]]:
-    """Per class: logged iterations of steps, of an error between steps, and of one in forward."""
-    found = []
-    for wrapped in CLASSES:
-        model = wrapped(with_unused(), find_unused_parameters=True)
-        model._set_ddp_runtime_logging_sample_rate(1000)
-        for _ in range(13):
-            model(torch.ones(1, 2)).sum().backward()
-        seen = [logged_iteration(model)]
-        with pytest.raises(ValueError, match="wrong"):
-            model._log_and_throw(ValueError, "wrong")
-        seen.append(logged_iteration(model))
-        model(torch.ones(1, 2))
-        with pytest.raises(ValueError, match="wrong"):
-            model._log_and_throw(ValueError, "wrong")
-        found.append([*seen, logged_iteration(model)])
-    return found
-
-
-def logged_iteration(model: Any) -> int:
-    return int(model._get_ddp_logging_data()["iteration"])
-
-
-@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
-def test_an_error_is_logged_with_its_iteration(ranks: RankPool) -> None:
-    for stock, ours in ranks.run(2, iterations):
-        assert stock == ours == [10, 13, 14]
-
-
-def unused_iteration(rank: int, world_size: int) -> list[int]:
-    """Per class: the logged iteration of the error about unused parameters."""
-    found = []
-    for wrapped in CLASSES:
-        model = wrapped(with_unused())
-        model(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
-            model(torch.ones(1, 2))
-        found.append(logged_iteration(model))
-    return found
-
-
-def test_the_error_about_unused_parameters_is_logged_with_its_iteration(ranks: RankPool) -> None:
-    assert ranks.run(2, unused_iteration) == [[2, 2], [2, 2]]
-
-
-def sparse_module(rank: int, *, is_buffer: bool, only: bool) -> nn.Module:
-    module = nn.Linear(2, 2)
-    values = torch.eye(2) if only and rank == 0 else torch.eye(2).to_sparse()
-    if is_buffer:
-        module.register_buffer("s", values)
-    else:
-        module.s = nn.Parameter(values)
-    return module
-
-
-def sparse_tensors(rank: int, world_size: int) -> list[list[Ending]]:
-    """Per class: errors of modules with a sparse parameter, and with a sparse buffer."""
-    return [
-        [
-            ending(lambda: wrapped(sparse_module(rank, is_buffer=is_buffer, only=False)))  # noqa: B023
-            for is_buffer in (False, True)
-        ]
-        for wrapped in CLASSES
-    ]
-
-
-def test_sparse_parameters_are_refused(ranks: RankPool) -> None:
-    for stock, ours in ranks.run(2, sparse_tensors):
-        for theirs, mine in zip(stock, ours, strict=True):
-            assert theirs.text == "No support for sparse tensors."
-            assert mine.text.startswith(theirs.text)
-            assert "'s' of the module has the layout torch.sparse_coo" in mine.text
-
-
-def sparse_on_one(rank: int, world_size: int) -> Ending:
-    module = sparse_module(rank, is_buffer=True, only=True)
-    return ending(lambda: fddp.DistributedDataParallel(module))
-
-
-def test_a_tensor_that_is_sparse_on_one_rank_is_refused_on_all(ranks: RankPool) -> None:
-    for end in ranks.run(2, sparse_on_one):
-        assert end.kinds[0] == "PlanMismatchError"
-        assert "and torch.float32 (2, 2), torch.sparse_coo on rank 1" in end.text
-
-
-def uneven_modules(rank: int, world_size: int) -> str:
-    return ending(lambda: fddp.DistributedDataParallel(nn.Linear(2, 2, bias=rank == 0))).text
-
-
-def test_advice_for_modules_that_differ_fits_the_wrapper(ranks: RankPool) -> None:
-    for text in ranks.run(2, uneven_modules):
-        assert "_set_params_and_buffers_to_ignore_for_model of a wrapped module" in text
-
-
-def refusals(rank: int, world_size: int) -> list[list[Ending]]:
-    """Per class: errors at the forward after a step with an unused parameter, and of settings."""
-    found = []
-    for wrapped in CLASSES:
-        model = wrapped(with_unused())
-        model(torch.ones(1, 2)).sum().backward()
-
-        def forward(context: Any) -> None:
-            with context:
-                model(torch.ones(1, 2))  # noqa: B023
-
-        other = wrapped(nn.Linear(2, 2))
-        hook = type(other.join_hook())
-        other(torch.ones(1, 2))
-        found.append(
-            [
-                ending(lambda: forward(torch.no_grad())),
-                ending(lambda: forward(model.no_sync())),  # noqa: B023
-                ending(other._set_static_graph),
-                ending(lambda: hook(nn.Linear(2, 2), True)),  # noqa: B023
-            ]
+    for name, target in (("wrapper", model), ("module", module), ("layer", module[2])):
+        target.register_forward_pre_hook(noted(f"{name} before forward"))
+        target.register_forward_hook(
+            noted(f"{name} after forward", lambda module, args, output: output * 1.5)
         )
-    return found
+        target.register_full_backward_pre_hook(noted(f"{name} before backward"))
+        target.register_full_backward_hook(noted(f"{name} after backward"))
+    module[0].weight.register_hook(noted("gradient", lambda grad: grad.clamp(-1e-3, 1e-3)))
+    module[2].weight.register_post_accumulate_grad_hook(noted("accumulated"))
+    batches = [batch.requires_grad_() for batch in batches_of(rank)]
+    yield from training(model, SGD(model.parameters()), batches, module)
+    assert len(log) > 10 * STEPS
+    yield log
 
 
-def test_what_stock_refuses_is_refused(ranks: RankPool) -> None:
-    for stock, ours in ranks.run(2, refusals):
-        assert [end.kinds[0] for end in stock] == [end.kinds[0] for end in ours]
-        for text in (
-            *("Expected to have finished reduction", "set_static_graph() should be called before"),
-            "DDP join hook requires passing in a DistributedDataParallel instance as the state",
-        ):
-            assert any(text in end.text for end in stock)
-            assert any(text in end.text for end in ours)
+def inferred(ddp: DDP, rank: int) -> Iterator[Any]:
+    """Inference between steps, with buffers."""
+    module = runs.built(CONV, rank)
+    model = ddp(module)
+    optimizer = SGD(model.parameters())
+    for step in range(4):
+        batch = CONV.batch(rank, step)
+        model.eval()
+        for context in (torch.inference_mode(), torch.no_grad()):
+            with context:
+                output = model(batch)
+            yield output.is_inference()
+            yield {"output": output.clone()}
+        model.train()
+        yield from training(model, optimizer, [batch], module)
 
 
-# Communication hooks
+def averaged_on_one_rank(ddp: DDP, rank: int) -> Iterator[Any]:
+    """Outputs of an average of the parameters that rank 0 alone evaluates."""
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Sequential(nn.BatchNorm1d(2)))
+    model = ddp(module, forward_sync_buffers=False)
+    average = None
+    for step in range(3):
+        model.zero_grad()
+        model(torch.full((2, 2), float(step + rank)).cumsum(0)).sum().backward()
+        with torch.no_grad():
+            if average is None and rank == 0:
+                average = copy.deepcopy(model).eval()
+            for param in model.parameters():
+                param -= 0.1 * param.grad
+            if average is not None:
+                for param, own in zip(average.parameters(), model.parameters(), strict=True):
+                    param.lerp_(own, 0.5)
+                yield average(torch.ones(2, 2)).tolist()
+        yield runs.shot(module)
 
 
-def kept(state, bucket):  # type: ignore[no-untyped-def]  # stock rejects quoted annotations
-    """Leave gradients local, and append the buffer to `state`."""
-    state.append(bucket.buffer().clone())
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
+def shadowed(ddp: DDP, rank: int) -> Iterator[Any]:
+    """Gradients of ranks of which the last has no input."""
+    model = ddp(nn.Linear(2, 1, bias=False))
+    buckets = model.reducer._get_zeros_like_grad_buckets()
+    yield [(b.index(), b.is_last(), b.buffer().tolist()) for b in buckets]
+    if rank == 0:
+        model(torch.ones(1, 2)).sum().backward()
+        yield model.module.weight.grad.tolist()
+    else:
+        model._match_all_reduce_for_bwd_pass()
 
 
-def hooked(rank: int, world_size: int) -> list[list[Any]]:
-    """Per class: what becomes of sparse gradients, other strides, uneven inputs and bfloat16."""
-    found = []
-    for wrapped in CLASSES:
-        words = wrapped(nn.Embedding(2, 2, sparse=True))
-        words.register_comm_hook(None, noop_hook)
-        words(torch.tensor([rank])).sum().backward()
-
-        buffers: list[torch.Tensor] = []
-        image = nn.Conv2d(2, 1, (1, 2), bias=False).to(memory_format=torch.channels_last)
-        model = wrapped(image)
-        model.register_comm_hook(buffers, kept)
-        model(torch.arange(4.0).view(1, 2, 1, 2)).sum().backward()
-
-        uneven = wrapped(nn.Linear(1, 1, bias=False))
-        uneven._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-        with uneven.join(divide_by_initial_world_size=False):
-            for _ in range(1 + rank):
-                uneven.zero_grad()
-                uneven(torch.full((1, 1), 4.0)).sum().backward()
-        grad = uneven.module.weight.grad.item()
-
-        small = wrapped(nn.Linear(1, 1, bias=False))
-        end = ending(lambda: small.register_comm_hook(None, bf16_compress_hook))  # noqa: B023
-        small(torch.full((1, 1), 2.0 * rank)).sum().backward()
-        mean = small.module.weight.grad.item()
-
-        sparse = words.module.weight.grad.to_dense()[:, 0].tolist()
-        found.append([sparse, buffers[0].tolist(), grad, end.kinds[0], mean])
-    return found
+# Buckets
 
 
-def test_hooks_differ_where_the_page_says_so(ranks: RankPool) -> None:
-    for rank, (stock, ours) in enumerate(ranks.run(2, hooked)):
-        alone = [1.0 - rank, float(rank)]
-        assert stock == [alone, [0.0, 2.0, 1.0, 3.0], 2.0 if rank else 4.0, "TypeError", 1.0]
-        assert ours == [[0.5, 0.5], [0.0, 1.0, 2.0, 3.0], 4.0, "no error", 1.0]
+def plain_hook(seen, bucket):  # without annotations, which DDP compares as objects
+    """Takes the mean, and notes the dtype and the parameters' shapes of each bucket."""
+    shapes = [tuple(p.shape) for p in bucket.parameters()]
+    seen.append((bucket.index(), bucket.is_last(), bucket.buffer().dtype, shapes))
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+class Layers(nn.Module):
+    """Four layers, of these dtypes."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        widths = (6, 9, 4, 5, 3)
+        self.layers = nn.ModuleList(
+            nn.Linear(before, after, dtype=dtype)
+            for before, after, dtype in zip(widths[:-1], widths[1:], dtypes, strict=True)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return x
+
+
+def first_buckets(ddp: DDP, rank: int, *dtypes: torch.dtype) -> Iterator[Any]:
+    """Buckets of the first plan, as a hook sees them."""
+    module = Layers(*dtypes) if dtypes else MixedDtypes()
+    seen: list[Any] = []
+    model = ddp(module)
+    model.register_comm_hook(seen, plain_hook)
+    loss_of(model(MODELS["mixed dtypes"].batch(rank, 0))).backward()
+    yield sorted(seen)
+    yield runs.shot(module)
+
+
+FLOAT, DOUBLE = torch.float32, torch.float64
+PROGRAMS: dict[str, Program] = {
+    **{
+        f"{name}{', views' * views}": partial(optimized, name=name, views=views)
+        for name in OPTIMIZERS
+        for views in (False, True)
+    },
+    "channels last, fused SGD": partial(converted, make=torch.optim.SGD, momentum=0.9),
+    "channels last, fused Adam": partial(converted, make=torch.optim.Adam),
+    "scaled losses": scaled,
+    "autocast and clipping": autocast_and_clipped,
+    "gradients in one tensor": gradients_in_one_tensor,
+    "join of several": joined_pair,
+    "backward in a thread": partial(recorded, backward=in_a_thread),
+    "functional call": partial(recorded, backward=by_functional_call),
+    "Accelerate": partial(recorded, backward=as_accelerate),
+    "Lightning": partial(recorded, backward=as_lightning),
+    "chained wrappers": chained,
+    "nested wrappers": nested,
+    "called within itself": called_within_itself,
+    "a scripted module": partial(scripted, kind="whole"),
+    "a scripted part": partial(scripted, kind="part"),
+    "a traced part": partial(scripted, kind="traced"),
+    "hooks of modules and parameters": hooked,
+    "inference between steps": inferred,
+    "one rank evaluates a copy": averaged_on_one_rank,
+    "one rank shadows a backward pass": shadowed,
+    "first buckets, mixed dtypes": first_buckets,
+    "first buckets, one dtype around another": lambda ddp, rank: first_buckets(
+        ddp, rank, FLOAT, DOUBLE, DOUBLE, FLOAT
+    ),
+    "first buckets, dtypes in turn": lambda ddp, rank: first_buckets(
+        ddp, rank, *[DOUBLE, FLOAT] * 2
+    ),
+}
+
+
+def program(ddp: DDP, rank: int, name: str) -> Iterator[Any]:
+    return PROGRAMS[name](ddp, rank)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_same_as_stock(ranks: RankPool, name: str) -> None:
+    assert_same_as_stock(ranks, partial(program, name=name))

@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import pickle
 import weakref
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -20,46 +24,53 @@ from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 import fddp
 import tests.support.parity_runs as runs
+from tests.support.beside_stock import (
+    DDP,
+    MLP,
+    assert_same_as_stock,
+    batches_of,
+    training,
+)
+from tests.support.groups import rank_of
 from tests.support.parity_models import MODELS, loss_of
 from tests.support.ranks import RankPool
-from tests.support.twin_runs import DDP, MLP, assert_no_difference, batches_of, both, train_with
 
 # Saving and copying
 
 
-def checkpointed(rank: int, world_size: int, directory: str) -> str:
-    """Half a run with one class, and the rest with each of them, from the same files."""
+def start(ddp: DDP, seed: int) -> tuple[nn.Module, Any, Any]:
+    module = runs.built(MLP, seed)
+    model = ddp(module)
+    return module, model, torch.optim.Adam(model.parameters(), lr=0.01)
 
-    def start(ddp: DDP, seed: int) -> tuple[nn.Module, Any, Any]:
-        module = runs.built(MLP, seed)
-        model = ddp(module)
-        return module, model, torch.optim.Adam(model.parameters(), lr=0.01)
 
-    batches = batches_of(MLP, rank)
-    _, model, optimizer = start(fddp.DistributedDataParallel, rank)
-    list(train_with(model, optimizer, batches[:4]))
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def save(rank: int, world_size: int, directory: str) -> None:
+    """Half a run."""
+    module, model, optimizer = start(fddp.DistributedDataParallel, rank)
+    list(training(model, optimizer, batches_of(rank)[:3], module))
+    state = state_of(model, optimizer)
     assert all(not path.startswith("module.") for path in state["model"])
     dcp.save(state, checkpoint_id=directory)
 
-    def resume(ddp: DDP) -> list[runs.Shot]:
-        module, model, optimizer = start(ddp, rank + 7)
-        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        dcp.load(state, checkpoint_id=directory)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        shots = [runs.shot(module) for _ in train_with(model, optimizer, batches[4:])]
-        return [*shots, runs.shot(module)]
 
-    return both(resume)
+def resumed(ddp: DDP, rank: int, directory: str) -> Iterator[runs.Shot]:
+    """The rest of a run, from the files of `save`."""
+    module, model, optimizer = start(ddp, rank + 7)
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=directory)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    return training(model, optimizer, batches_of(rank)[3:], module)
 
 
 def test_distributed_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
-    assert_no_difference(ranks.run(2, checkpointed, str(tmp_path)))
+    ranks.run(2, save, str(tmp_path))
+    assert_same_as_stock(ranks, partial(resumed, directory=str(tmp_path)))
 
 
 COPIES = {
@@ -76,125 +87,108 @@ def _saved(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
-def copied(rank: int, world_size: int, name: str) -> tuple[str, bool]:
-    shared = []
-
-    def run(ddp: DDP) -> list[runs.Shot]:
-        first = ddp(runs.built(MLP, rank), gradient_as_bucket_view=True)
-        optimizer = torch.optim.SGD(first.parameters(), lr=0.02)
-        list(train_with(first, optimizer, batches_of(MLP, rank, 3)))
-        optimizer.zero_grad()
-        second = COPIES[name](first)
-        own = {id(parameter) for parameter in first.parameters()}
-        shared.append(any(id(parameter) in own for parameter in second.parameters()))
-        optimizer = torch.optim.SGD(second.parameters(), lr=0.02)
-        shots = [
-            runs.shot(second.module) for _ in train_with(second, optimizer, batches_of(MLP, rank))
-        ]
-        # The first one still works.
-        loss_of(first(MLP.batch(rank, 5))).backward()
-        return [*shots, runs.shot(first.module)]
-
-    return both(run), any(shared)
+def copied(ddp: DDP, rank: int, name: str) -> Iterator[runs.Shot]:
+    first = ddp(runs.built(MLP, rank), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.02)
+    list(training(first, optimizer, batches_of(rank, 3), first.module))
+    optimizer.zero_grad()
+    second = COPIES[name](first)
+    own = {id(parameter) for parameter in first.parameters()}
+    assert not any(id(parameter) in own for parameter in second.parameters())
+    optimizer = torch.optim.SGD(second.parameters(), lr=0.02)
+    yield from training(second, optimizer, batches_of(rank), second.module)
+    # The first one still works.
+    loss_of(first(MLP.batch(rank, 5))).backward()
+    yield runs.shot(first.module)
 
 
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_train_on(ranks: RankPool, name: str) -> None:
-    for difference, shared in ranks.run(2, copied, name):
-        assert difference == ""
-        assert not shared
+    assert_same_as_stock(ranks, partial(copied, name=name))
 
 
-def states(rank: int, world_size: int) -> tuple[list[str], list[str], bool, bool]:
-    module = runs.built(MODELS["conv with batch norm"], rank)
-    model = fddp.DistributedDataParallel(module)
+def exchanged(rank: int, world_size: int) -> None:
+    """State goes from fddp's class to a plain module and to stock DDP, and back."""
+    conv = MODELS["conv with batch norm"]
+    module, other, third = (runs.built(conv, seed) for seed in (rank, 9, 11))
+    model, back = fddp.DistributedDataParallel(module), StockDDP(third)
     state = model.state_dict()
-    paths = list(state)
+    assert [*state] == [f"module.{path}" for path in module.state_dict()]
+    names = [f"module.{path}" for path, _ in module.named_parameters()]
+    assert [path for path, _ in model.named_parameters()] == names
     stripped = dict(state)
     consume_prefix_in_state_dict_if_present(stripped, "module.")
-    other = runs.built(MODELS["conv with batch norm"], 9)
     other.load_state_dict(stripped)
-    back = StockDDP(runs.built(MODELS["conv with batch norm"], 11))
     back.load_state_dict(state)
     model.load_state_dict(back.state_dict())
-    return (
-        paths,
-        [name for name, _ in model.named_parameters()],
-        not runs.first_difference([runs.shot(module)], [runs.shot(other)]),
-        not runs.first_difference([runs.shot(module)], [runs.shot(back.module)]),
-    )
+    for copied in (other, third):
+        assert not runs.first_difference([runs.shot(module)], [runs.shot(copied)])
 
 
 def test_state_dict(ranks: RankPool) -> None:
-    module = runs.built(MODELS["conv with batch norm"], 0)
-    for paths, names, stripped, stock in ranks.run(2, states):
-        assert paths == [f"module.{path}" for path in module.state_dict()]
-        assert names == [f"module.{path}" for path, _ in module.named_parameters()]
-        assert stripped
-        assert stock
+    ranks.run(2, exchanged)
 
 
 # Letting go
 
 
-def alive_after(rank: int, world_size: int, views: bool, finished: bool) -> list[str]:
+def alive_after(group: Any, views: bool, finished: bool) -> list[str]:
     """Return the objects that are still alive after `del`, without the garbage collector."""
+    module = runs.built(MLP, 0)
+    model = fddp.DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=views)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    for batch in batches_of(rank_of(group), 4):
+        optimizer.zero_grad()
+        loss = loss_of(model(batch))
+        loss.backward()
+        optimizer.step()
+    output = model(batch)
+    if finished:
+        loss_of(output).backward()
+    refs = {
+        "wrapper": weakref.ref(model),
+        "steps": weakref.ref(model.steps),
+        "module": weakref.ref(module),
+        "parameter": weakref.ref(module[2].weight),
+        "gradient": weakref.ref(module[2].weight.grad),
+        "output": weakref.ref(output),
+    }
+    del model, module, optimizer, loss, batch, output
+    return [name for name, ref in refs.items() if ref() is not None]
+
+
+def alive(rank: int, world_size: int) -> list[str]:
+    group = dist.group.WORLD
     # The first step of a process imports much, in frames that refer to what it was given.
-    warm = torch.zeros(1, requires_grad=True)
-    warm.sum().backward()
-    torch.optim.SGD([warm], lr=0.02).step()
+    alive_after(group, False, True)
     gc.collect()
     gc.disable()
     try:
-        module = runs.built(MLP, rank)
-        model = fddp.DistributedDataParallel(module, gradient_as_bucket_view=views)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-        for batch in batches_of(MLP, rank, 4):
-            optimizer.zero_grad()
-            loss = loss_of(model(batch))
-            loss.backward()
-            optimizer.step()
-        output = model(batch)
-        if finished:
-            loss_of(output).backward()
-        refs = {
-            "wrapper": weakref.ref(model),
-            "module": weakref.ref(module),
-            "parameter": weakref.ref(module[2].weight),
-            "gradient": weakref.ref(module[2].weight.grad),
-            "output": weakref.ref(output),
-        }
-        del model, module, optimizer, loss, batch, output
-        return [name for name, ref in refs.items() if ref() is not None]
+        ways = itertools.product((False, True), repeat=2)
+        return [name for way in ways for name in alive_after(group, *way)]
     finally:
         gc.enable()
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("finished", [True, False])
-def test_no_leaks(ranks: RankPool, views: bool, finished: bool) -> None:
-    assert ranks.run(2, alive_after, views, finished) == [[], []]
+def test_wrappers_are_freed_without_the_garbage_collector(ranks: RankPool) -> None:
+    assert ranks.run(2, alive) == [[], []]
 
 
-def module_outlives(rank: int, world_size: int) -> str:
+def outlived(ddp: DDP, rank: int) -> Iterator[runs.Shot]:
     """Without its wrapper a module has local gradients, and can be wrapped again."""
-
-    def run(ddp: DDP) -> list[runs.Shot]:
-        module = runs.built(MLP, rank)
-        model = ddp(module)
-        loss_of(model(MLP.batch(rank, 0))).backward()
-        del model
-        gc.collect()
-        module.zero_grad()
-        loss_of(module(MLP.batch(rank, 1))).backward()
-        shots = [runs.shot(module)]
-        module.zero_grad()
-        again = ddp(module, bucket_cap_mb=1e-4)
-        loss_of(again(MLP.batch(rank, 2))).backward()
-        return [*shots, runs.shot(module)]
-
-    return both(run)
+    module = runs.built(MLP, rank)
+    model = ddp(module)
+    loss_of(model(MLP.batch(rank, 0))).backward()
+    del model
+    gc.collect()
+    module.zero_grad()
+    loss_of(module(MLP.batch(rank, 1))).backward()
+    yield runs.shot(module)
+    module.zero_grad()
+    again = ddp(module, bucket_cap_mb=1e-4)
+    loss_of(again(MLP.batch(rank, 2))).backward()
+    yield runs.shot(module)
 
 
 def test_module_without_its_wrapper(ranks: RankPool) -> None:
-    assert_no_difference(ranks.run(2, module_outlives))
+    assert_same_as_stock(ranks, outlived)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-import fddp
 import tests.support.parity_runs as runs
+from tests.support.beside_stock import DDP, assert_same_as_stock
 from tests.support.models import rand
 from tests.support.ranks import RankPool
-from tests.support.twin_runs import DDP, assert_no_difference, both
 
 STEPS = 4
 
@@ -71,9 +71,9 @@ WAYS: dict[str, Callable[[Any], list[Any]]] = {
 }
 
 
-def replicated(rank: int, world_size: int, way: str) -> str:
-    def shots(ddp: DDP) -> Iterator[runs.Shot]:
-        torch.manual_seed(0)
+def replicated(ddp: DDP, rank: int, way: str) -> Iterator[runs.Shot]:
+    composable = importlib.import_module("torch.distributed._composable.replicate")
+    with mock.patch.object(composable, "DistributedDataParallel", ddp):
         model: Any = Scaled()
         replicas = WAYS[way](model)
         for step in range(STEPS):
@@ -87,38 +87,22 @@ def replicated(rank: int, world_size: int, way: str) -> str:
             model(x)
         yield runs.shot(model)
 
-    def run(ddp: DDP) -> list[runs.Shot]:
-        composable = importlib.import_module("torch.distributed._composable.replicate")
-        with mock.patch.object(composable, "DistributedDataParallel", ddp):
-            return list(shots(ddp))
 
-    return both(run)
-
-
-@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
 @pytest.mark.parametrize("way", WAYS)
 def test_replicate(ranks: RankPool, way: str) -> None:
-    assert_no_difference(ranks.run(2, replicated, way))
+    assert_same_as_stock(ranks, partial(replicated, way=way))
 
 
-def around_forward(rank: int, world_size: int) -> list[Any]:
+def around_forward(ddp: DDP, rank: int) -> Iterator[str]:
     """The parts of forward, called on their own, as `replicate` calls them."""
-    torch.manual_seed(0)
-    found = []
-    for wrapped in (torch.nn.parallel.DistributedDataParallel, fddp.DistributedDataParallel):
-        model = wrapped(nn.Linear(2, 1))
-        x = torch.ones(1, 2) * rank
-        inputs = model._pre_forward(x, scale=2)
-        output = model._post_forward(model.module(x))
-        output.sum().backward()
-        found.append((inputs, output.requires_grad, model.module.weight.grad.tolist()))
-    return found
+    model = ddp(nn.Linear(2, 1))
+    inputs = model._pre_forward(torch.ones(1, 2) * rank, scale=2)
+    output = model._post_forward(model.module(*inputs[0]))
+    output.sum().backward()
+    grad = model.module.weight.grad.tolist()
+    assert grad == [[0.5, 0.5]]
+    yield str((inputs, output.requires_grad, grad))
 
 
 def test_parts_of_forward_return_what_torchs_return(ranks: RankPool) -> None:
-    for rank, (stock, ours) in enumerate(ranks.run(2, around_forward)):
-        assert str(ours) == str(stock)
-        (inputs, options), *rest = ours
-        assert inputs[0].tolist() == [[rank, rank]]
-        assert options == {"scale": 2}
-        assert rest == [True, [[0.5, 0.5]]]
+    assert_same_as_stock(ranks, around_forward)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fddp
+from tests.support.groups import shorten
 from tests.support.models import same_bits
 from tests.support.ranks import RankPool
 
@@ -55,11 +55,6 @@ def message(call: Callable[[], object]) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
-
-
-def short_group() -> dist.ProcessGroup:
-    """All ranks, with a timeout that a test can wait for."""
-    return dist.new_group(timeout=timedelta(seconds=2))
 
 
 # Functions of `rank` and `world_size` run on two ranks.
@@ -264,7 +259,9 @@ def failing(rank: int, world_size: int) -> tuple[str, str, float]:
             ours = type(error).__name__
         recovered = step(params, rows(0))[1]["weight"][0, 0].item()
 
-    model = DistributedDataParallel(linear(), process_group=short_group())
+    group = dist.new_group()
+    model = DistributedDataParallel(linear(), process_group=group)
+    shorten(group)
     theirs = ""
     if rank == 0:  # rank 1 has raised before its backward
         theirs = message(lambda: model(rows(rank)).mean().backward())
@@ -288,8 +285,10 @@ def fewer_batches(rank: int, world_size: int) -> tuple[int, float, str]:
             grads = step(params, batch)[1]
             rounds += 1
 
-    model = DistributedDataParallel(linear(), process_group=short_group())
+    group = dist.new_group()
+    model = DistributedDataParallel(linear(), process_group=group)
     model(rows(rank)).mean().backward()
+    shorten(group)
     theirs = message(lambda: model(rows(rank)).mean().backward()) if rank == 1 else ""
     dist.barrier()  # rank 0 stays; if it left, rank 1 would get an error
     return rounds, grads["weight"][0, 0].item(), theirs

@@ -93,24 +93,6 @@ def images_channels_last(rank: int, step: int) -> Tensor:
     return images(rank, step).double().to(memory_format=torch.channels_last)
 
 
-class Transformer(nn.Module):
-    """Two encoder layers; dropout draws from torch's generator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 8)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)
-        )
-        self.out = nn.Linear(8, VOCABULARY)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embedding(x)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.out(hidden)
-
-
 class TiedEmbedding(nn.Module):
     """The table of the embedding is the output layer's weight, too."""
 
@@ -304,7 +286,6 @@ MODELS = {
     "mlp": Model(mlp, rows),
     "conv with batch norm": Model(conv_batch_norm, images, per_row=False),
     "channels last": Model(channels_last, images_channels_last),
-    "transformer": Model(lambda: Transformer().double(), tokens),
     "tied embedding": Model(TiedEmbedding, tokens),
     "sparse embedding": Model(SparseEmbedding, tokens),
     "complex": Model(Complex, rows),
@@ -312,7 +293,6 @@ MODELS = {
     "mixed dtypes": Model(MixedDtypes, rows, per_row=False),  # 16-bit sums round
     "nested outputs": Model(NestedOutputs, rows),
     "reassigned buffer": Model(ReassignedBuffer, rows, per_row=False),
-    "checkpointed": Model(lambda: Checkpointed(reentrant=False), rows),
     "recurrent": Model(Recurrent, tokens),
     "reparametrised": Model(reparametrised, rows),
     # Stock DDP takes the following only with a flag.

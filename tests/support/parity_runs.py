@@ -1,8 +1,12 @@
-"""Training runs that are recorded step by step, and compared."""
+"""Training runs that are recorded step by step, and compared.
+
+A program runs on the ranks, wrapped by a class, and in one process without a wrapper.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -12,20 +16,23 @@ from torch import Tensor, nn
 
 from tests.support.parity_models import Model, loss_of
 
-STEPS = 21
+LEARNING_RATE = 0.02
+ROUNDING = 1e-12  # one process adds up in another order
 Shot = dict[str, Tensor | None]
-Batches = Sequence[Tensor]
+# Batches of each step: a rank's own one, or in one process those of all ranks.
+Steps = Sequence[Sequence[Tensor]]
+_SEEDING = threading.Lock()  # ranks may be threads, which share torch's generator
 
 
 class Run(NamedTuple):
     """A model in training: wrapped, or alone in one process."""
 
     model: Any  # what is called, with `no_sync` and `join`
-    optimizer: torch.optim.Optimizer
+    rank: int | None  # None in one process
 
 
-# A loop over batches; yields where gradients are recorded.
-Loop = Callable[[Run, Batches], Iterator[None]]
+# A loop over steps; yields where gradients are recorded.
+Loop = Callable[[Run, Steps], Iterator[None]]
 
 
 class OneProcess(nn.Module):
@@ -40,6 +47,29 @@ class OneProcess(nn.Module):
 
     def no_sync(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+
+def outputs(run: Run, batches: Sequence[Tensor]) -> list[Any]:
+    return [run.model(batch) for batch in batches]
+
+
+def mean_loss(parts: Sequence[Any]) -> Tensor:
+    return torch.stack([loss_of(part) for part in parts]).mean()
+
+
+def descend(run: Run) -> None:
+    """A step of SGD, written out because parameters may come and go."""
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            if parameter.grad is not None:
+                parameter -= LEARNING_RATE * parameter.grad
+
+
+def update(run: Run) -> None:
+    """A step of SGD that drops the gradients."""
+    descend(run)
+    for parameter in run.model.parameters():
+        parameter.grad = None
 
 
 def shot(module: nn.Module) -> Shot:
@@ -60,24 +90,20 @@ def record(
     module: nn.Module,
     wrap: Callable[[nn.Module], Any],
     loop: Loop,
-    batches: Batches,
+    steps: Steps,
+    rank: int | None = None,
 ) -> list[Shot]:
     """Return a shot of the module after each backward, and one at the end."""
-    model = wrap(module)
-    run = Run(model, torch.optim.SGD(model.parameters(), lr=0.02))
-    shots = [shot(module) for _ in loop(run, batches)]
+    run = Run(wrap(module), rank)
+    shots = [shot(module) for _ in loop(run, steps)]
     return [*shots, shot(module)]
 
 
 def built(model: Model, seed: int) -> nn.Module:
     """A module whose parameters follow from the seed."""
-    torch.manual_seed(seed)
-    return model.build()
-
-
-def joined(batches: Sequence[Batches]) -> list[Tensor]:
-    """The batches of all ranks as those of one process."""
-    return [torch.cat(parts) for parts in zip(*batches, strict=True)]
+    with _SEEDING:
+        torch.manual_seed(seed)
+        return model.build()
 
 
 def first_difference(theirs: Sequence[Shot], ours: Sequence[Shot], tolerance: float = 0.0) -> str:
@@ -111,107 +137,3 @@ def _difference(theirs: Tensor | None, ours: Tensor | None, tolerance: float) ->
     if tolerance and gap <= tolerance:
         return ""
     return f"{a.flatten()[:4].tolist()} against {b.flatten()[:4].tolist()}; apart by {gap}"
-
-
-# Loops
-
-
-def plain(run: Run, batches: Batches) -> Iterator[None]:
-    for batch in batches:
-        run.optimizer.zero_grad()
-        loss_of(run.model(batch)).backward()
-        yield
-        run.optimizer.step()
-
-
-def zeroed_in_place(run: Run, batches: Batches) -> Iterator[None]:
-    for batch in batches:
-        run.optimizer.zero_grad(set_to_none=False)
-        loss_of(run.model(batch)).backward()
-        yield
-        run.optimizer.step()
-
-
-def never_zeroed(run: Run, batches: Batches) -> Iterator[None]:
-    for batch in batches:
-        loss_of(run.model(batch)).backward()
-        yield
-        run.optimizer.step()
-
-
-def micro_batches(run: Run, batches: Batches) -> Iterator[None]:
-    """Two passes that stay local, then one that is synchronised."""
-    for step, batch in enumerate(batches):
-        if step % 3 == 2:
-            loss_of(run.model(batch)).backward()
-            yield
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-        else:
-            with run.model.no_sync():
-                loss_of(run.model(batch)).backward()
-
-
-def micro_batches_after_one(run: Run, batches: Batches) -> Iterator[None]:
-    """Stock DDP must see a static graph before anything stays local."""
-    yield from plain(run, batches[:3])
-    run.optimizer.zero_grad()
-    yield from micro_batches(run, batches[3:])
-
-
-def forward_local(run: Run, batches: Batches) -> Iterator[None]:
-    """Only the forward is under `no_sync`: DDP does not synchronise."""
-    for batch in batches:
-        run.optimizer.zero_grad()
-        with run.model.no_sync():
-            loss = loss_of(run.model(batch))
-        loss.backward()
-        yield
-        run.optimizer.step()
-
-
-def two_forwards(run: Run, batches: Batches) -> Iterator[None]:
-    """Two forwards, then one backward."""
-    for batch in batches:
-        run.optimizer.zero_grad()
-        outputs = [run.model(batch), run.model(batch.flip(0))]
-        torch.stack([loss_of(output) for output in outputs]).sum().backward()
-        yield
-        run.optimizer.step()
-
-
-def retained(run: Run, batches: Batches) -> Iterator[None]:
-    """The graph is used once more, by a call that stays local."""
-    for batch in batches:
-        run.optimizer.zero_grad()
-        loss = loss_of(run.model(batch))
-        loss.backward(retain_graph=True)
-        used = [p for p in run.model.parameters() if p.requires_grad]
-        with run.model.no_sync():
-            torch.autograd.grad(loss, used, allow_unused=True)
-        yield
-        run.optimizer.step()
-
-
-def evaluated(run: Run, batches: Batches) -> Iterator[None]:
-    """Every second batch is only looked at."""
-    for step, batch in enumerate(batches):
-        run.model.train(step % 2 == 0)
-        if step % 2:
-            with torch.no_grad():
-                run.model(batch)
-            continue
-        run.optimizer.zero_grad()
-        loss_of(run.model(batch)).backward()
-        yield
-        run.optimizer.step()
-
-
-def uneven(run: Run, batches: Batches, *, divide_by_initial_world_size: bool) -> Iterator[None]:
-    with run.model.join(divide_by_initial_world_size=divide_by_initial_world_size):
-        yield from plain(run, batches)
-
-
-def uneven_micro_batches(run: Run, batches: Batches) -> Iterator[None]:
-    with run.model.join():
-        yield from micro_batches(run, batches)
